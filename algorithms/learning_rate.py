@@ -1,0 +1,34 @@
+"""The inner learning rate: warm-up and schedule over the run, and its scaling with the batch."""
+
+import math
+
+SCHEDULES = {
+    "constant": lambda progress: 1.0,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+}
+
+LEARNING_RATE_SCALINGS = {
+    "none": lambda ratio: 1.0,
+    "sqrt": math.sqrt,
+    "linear": lambda ratio: ratio,
+}
+
+
+def schedule_factor(
+    schedule: str, progress: float, step: int, warmup_steps: int = 0, minimum_ratio: float = 0.0
+) -> float:
+    """Factor on the base learning rate at one inner step.
+
+    Args:
+        schedule: a key of SCHEDULES; it falls from 1 to `minimum_ratio` as `progress` goes from 0 to 1.
+        progress: how much of the run is done, 0 to 1.
+        step: inner steps already done by the trainer; the first `warmup_steps` grow linearly.
+    """
+    warmup = min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
+    decay = SCHEDULES[schedule](min(max(progress, 0.0), 1.0))
+    return warmup * (minimum_ratio + (1.0 - minimum_ratio) * decay)
+
+
+def batch_scaling_factor(rule: str, effective_batch: int, reference_batch: int) -> float:
+    """Factor on the base learning rate for a worker's batch, against the batch the rate was chosen for."""
+    return LEARNING_RATE_SCALINGS[rule](effective_batch / reference_batch)

@@ -1,0 +1,73 @@
+"""Switch mode: from a worker's requested batch to the micro-batches of one inner step (AdLoCo, section 3).
+
+A plan that accumulates runs exactly what was requested, in near-equal parts: 17 with a maximum of 8 is
+(6, 6, 5). Only the two cases in which the paper asks for less than was requested run less.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """The micro-batch sizes of one inner step of one worker; their sum is the effective batch."""
+
+    micro_batches: tuple[int, ...]
+
+    def __post_init__(self):
+        if not self.micro_batches or min(self.micro_batches) < 1:
+            raise ValueError(f"micro-batches must be positive, got {self.micro_batches}")
+
+    @property
+    def effective_batch(self) -> int:
+        """Examples of one inner step of one worker."""
+        return sum(self.micro_batches)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Backward passes of one inner step."""
+        return len(self.micro_batches)
+
+
+def _check(request: int, max_batch: int) -> None:
+    if request < 1:
+        raise ValueError(f"request must be at least 1, got {request}")
+    if max_batch < 1:
+        raise ValueError(f"max_batch must be at least 1, got {max_batch}")
+
+
+def _near_equal_parts(request: int, max_batch: int) -> ExecutionPlan:
+    parts = -(-request // max_batch)
+    size, larger = divmod(request, parts)
+    return ExecutionPlan((size + 1,) * larger + (size,) * (parts - larger))
+
+
+def only_data_loader(request: int, max_batch: int) -> ExecutionPlan:
+    """One micro-batch, never more than fits: min(request, max_batch)."""
+    _check(request, max_batch)
+    return ExecutionPlan((min(request, max_batch),))
+
+
+def only_gradient_accumulation(request: int, max_batch: int) -> ExecutionPlan:
+    """Exactly `request` examples, in ceil(request / max_batch) near-equal micro-batches."""
+    _check(request, max_batch)
+    return _near_equal_parts(request, max_batch)
+
+
+def threshold_switch_mode(request: int, max_batch: int, multiplier: int = 2) -> ExecutionPlan:
+    """The paper's switch: accumulate only when the request exceeds `multiplier` times what fits.
+
+    Between max_batch and multiplier * max_batch one full micro-batch is run, which is less than requested.
+    """
+    _check(request, max_batch)
+    if multiplier < 1:
+        raise ValueError(f"multiplier must be at least 1, got {multiplier}")
+    if request <= multiplier * max_batch:
+        return only_data_loader(request, max_batch)
+    return _near_equal_parts(request, max_batch)
+
+
+SWITCH_MODES = {
+    "threshold_switch_mode": threshold_switch_mode,
+    "only_gradient_accumulation": lambda request, max_batch, multiplier: only_gradient_accumulation(request, max_batch),
+    "only_data_loader": lambda request, max_batch, multiplier: only_data_loader(request, max_batch),
+}

@@ -1,0 +1,245 @@
+"""Model families: `microllama` (causal language model) and `bert` (sequence classification).
+
+From scratch they are built from a preset or from any architecture values; `pretrained: true` loads weights from
+a hub name or a local folder (safetensors only, no remote code). A family is one entry in MODELS.
+"""
+
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    LlamaConfig,
+    PreTrainedTokenizerBase,
+)
+
+from utils.config import ConfigError
+
+# Keys of model_config that are not architecture values.
+_OWN_KEYS = {"preset", "name", "pretrained"}
+
+_LLAMA_PRESETS = {
+    # 0.22M parameters with a vocabulary of 2048: trains on a laptop's CPU in minutes.
+    "demo": {
+        "hidden_size": 64,
+        "intermediate_size": 176,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+    },
+    # 304.6M parameters, the architecture of the hub's model of this name.
+    "keeeeenw/MicroLlama": {
+        "vocab_size": 32000,
+        "hidden_size": 1024,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-5,
+    },
+}
+
+_BERT_PRESETS = {
+    "demo": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+    },
+    # 109.5M parameters.
+    "google-bert/bert-base-uncased": {
+        "vocab_size": 30522,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 512,
+    },
+}
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """One value of `model_type`.
+
+    task: which examples it can train on and how it is judged (a key of eval_tool.METRICS).
+    presets: architecture values by name. output_layer: finds the layer that need_to_reinit_output_layers means.
+    """
+
+    task: str
+    config_class: type
+    auto_class: type
+    presets: Mapping[str, Mapping[str, Any]]
+    output_layer: Callable[[nn.Module], nn.Module]
+
+
+MODELS = {
+    "microllama": ModelFamily(
+        "causal_lm", LlamaConfig, AutoModelForCausalLM, _LLAMA_PRESETS, lambda model: model.lm_head
+    ),
+    "bert": ModelFamily(
+        "classification",
+        BertConfig,
+        AutoModelForSequenceClassification,
+        _BERT_PRESETS,
+        lambda model: model.classifier,
+    ),
+}
+
+
+def is_pretrained(settings: Mapping[str, Any]) -> bool:
+    """Whether model_config asks for pretrained weights, checked with its companions.
+
+    Raises:
+        ConfigError: `pretrained` is not true or false, or is true without a name.
+    """
+    pretrained = settings.get("pretrained", False)
+    if not isinstance(pretrained, bool):
+        raise ConfigError(f"model_config.pretrained: must be true or false, got {pretrained!r}")
+    if pretrained and not settings.get("name"):
+        raise ConfigError("model_config.name: pretrained: true needs the name of a hub model or a local folder")
+    return pretrained
+
+
+def _load_failed(name: str, error: Exception) -> ConfigError:
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return ConfigError(
+        f"model_config.name: cannot load {name!r}, neither as a local folder nor from the hub: {first_line}"
+    )
+
+
+def load_pretrained_tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer of a pretrained model: its text must be cut as it was in its training."""
+    try:
+        return AutoTokenizer.from_pretrained(settings["name"], trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise _load_failed(settings["name"], error) from None
+
+
+def _architecture(family: ModelFamily, settings: Mapping[str, Any]):
+    """The Hugging Face config of a model from scratch: preset or name, then the values given on top."""
+    preset = settings.get("preset") or settings.get("name") or "demo"
+    values = {key: value for key, value in settings.items() if key not in _OWN_KEYS}
+    known = set(family.config_class().to_dict()) | {"num_labels"}
+    for key in values:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known | _OWN_KEYS, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"model_config.{key}: not an architecture value of {family.config_class.__name__}{hint}")
+    if preset in family.presets:
+        base = dict(family.presets[preset])
+    elif settings.get("preset"):
+        raise ConfigError(f"model_config.preset: must be one of {', '.join(family.presets)}, got {preset!r}")
+    else:
+        try:
+            base = AutoConfig.from_pretrained(preset, trust_remote_code=False).to_dict()
+        except (OSError, ValueError) as error:
+            raise _load_failed(preset, error) from None
+        if base.get("model_type") != family.config_class.model_type:
+            raise ConfigError(
+                f"model_config.name: {preset!r} is a {base.get('model_type')} model, not {family.config_class.model_type}"
+            )
+    return base | values
+
+
+def build_model(
+    model_type: str, settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, sequence_length: int, seed: int
+) -> nn.Module:
+    """A model in float32, in train mode, on the CPU.
+
+    Args:
+        model_type: a key of MODELS.
+        settings: `model_config`: preset, name, pretrained, and architecture values. The vocabulary is the
+            tokenizer's unless they say otherwise.
+        sequence_length: the longest sequence it must take.
+        seed: of the initialisation; the global generator is left as it was.
+
+    Raises:
+        ConfigError: unknown preset, name or value, or one that the tokenizer or the sequences do not fit.
+    """
+    family = MODELS[model_type]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if is_pretrained(settings):
+            values = {key: value for key, value in settings.items() if key not in _OWN_KEYS}
+            try:
+                model = family.auto_class.from_pretrained(
+                    settings["name"], dtype=torch.float32, use_safetensors=True, trust_remote_code=False, **values
+                )
+            except (OSError, ValueError, TypeError) as error:
+                raise _load_failed(settings["name"], error) from None
+        else:
+            values = {"vocab_size": len(tokenizer)} | _architecture(family, settings)
+            values |= {"pad_token_id": tokenizer.pad_token_id if family.task == "classification" else None}
+            values |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+            try:
+                model = family.auto_class.from_config(family.config_class(**values), dtype=torch.float32)
+            except (ValueError, TypeError, RuntimeError, ZeroDivisionError, AttributeError) as error:
+                raise ConfigError(f"model_config: cannot build this architecture: {error}") from None
+            except Exception as error:  # the hub's own validation classes share no base with the above
+                if type(error).__module__.startswith("huggingface_hub"):
+                    raise ConfigError(f"model_config: {' '.join(str(error).split())}") from None
+                raise
+    if model.config.vocab_size < len(tokenizer):
+        raise ConfigError(
+            f"model_config.vocab_size: the model has {model.config.vocab_size} tokens, the tokenizer {len(tokenizer)}"
+        )
+    if model.config.max_position_embeddings < sequence_length:
+        raise ConfigError(
+            f"sequence_length: the model takes at most {model.config.max_position_embeddings} tokens, got {sequence_length}"
+        )
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False  # a cache of keys and values is only for generation
+    return model.train()
+
+
+def reinitialise_output_layer(model_type: str, model: nn.Module, seed: int) -> None:
+    """Draw the weight of the output layer anew (Xavier uniform, bias zero), in place.
+
+    Raises:
+        ConfigError: the layer shares its weight with the embedding, which would be drawn anew with it.
+    """
+    layer = MODELS[model_type].output_layer(model)
+    if getattr(model.config, "tie_word_embeddings", False) and MODELS[model_type].task == "causal_lm":
+        raise ConfigError("need_to_reinit_output_layers: the output layer of this model is tied to its embedding")
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        nn.init.xavier_uniform_(layer.weight)
+        if layer.bias is not None:
+            layer.bias.zero_()
+
+
+def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: str | os.PathLike) -> None:
+    """Write a Hugging Face folder (safetensors, config, tokenizer) that the Auto classes load."""
+    # The working module's parameters are views of one buffer, which the file format would take for shared tensors.
+    # One copy per tensor, so that what is tied stays tied.
+    copies: dict[int, torch.Tensor] = {}
+    state = {
+        name: copies.setdefault(tensor.data_ptr(), tensor.detach().cpu().clone())
+        for name, tensor in model.state_dict().items()
+    }
+    use_cache = getattr(model.config, "use_cache", None)
+    if use_cache is not None:
+        model.config.use_cache = True
+    try:
+        model.save_pretrained(folder, state_dict=state)
+    finally:
+        if use_cache is not None:
+            model.config.use_cache = use_cache
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)

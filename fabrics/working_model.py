@@ -1,0 +1,74 @@
+"""The one module of a device through which all its replicas pass.
+
+Its trainable parameters are views of one flat buffer and their gradients of another, so that a replica is
+loaded, differenced, clipped and stepped with a single operation each, whatever its number of layers.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+# Every tensor starts on a 64-byte boundary (of float32), as the allocator would have placed it; the gaps stay zero.
+_ALIGNMENT = 16
+
+
+class WorkingModel:
+    """A module over two flat buffers.
+
+    Args:
+        module: its trainable parameters, all of one floating type, are moved into the buffers. Frozen ones stay
+            where they are: they are the same for every replica.
+        device: where the module and the buffers live.
+
+    Attributes:
+        module: the nn.Module to call.
+        parameters: flat nn.Parameter of all trainable parameters; its `.grad` is the flat gradient.
+        parameter_count: trainable numbers in it, without the gaps.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device):
+        self.module = module.to(device)
+        self.device = device
+        trainable = [p for p in self.module.parameters() if p.requires_grad]
+        if not trainable:
+            raise ValueError("the model has no trainable parameter")
+        if len({p.dtype for p in trainable}) != 1:
+            raise ValueError("all trainable parameters must have one type")
+        offsets, size = [], 0
+        for parameter in trainable:
+            offsets.append(size)
+            size += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
+        flat = torch.zeros(size, dtype=trainable[0].dtype, device=device)
+        gradient = torch.zeros_like(flat)
+        for parameter, offset in zip(trainable, offsets, strict=True):
+            end = offset + parameter.numel()
+            flat[offset:end].copy_(parameter.detach().flatten())
+            parameter.data = flat[offset:end].view_as(parameter)
+            parameter.grad = gradient[offset:end].view_as(parameter)
+        self.parameters = nn.Parameter(flat)
+        self.parameters.grad = gradient
+        self.parameter_count = sum(p.numel() for p in trainable)
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """The flat gradient."""
+        return self.parameters.grad
+
+    @torch.no_grad()
+    def load(self, parameters: torch.Tensor) -> None:
+        """Become the replica with these flat parameters."""
+        self.parameters.copy_(parameters)
+
+    @contextmanager
+    def evaluating(self, parameters: torch.Tensor) -> Iterator[nn.Module]:
+        """The module with these parameters, in eval mode and without gradients, for the length of the context."""
+        self.load(parameters)
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                yield self.module
+        finally:
+            self.module.train(was_training)

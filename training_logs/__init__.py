@@ -1,0 +1,1 @@
+"""What a run writes: logs, CSVs, summary, plots."""

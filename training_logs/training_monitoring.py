@@ -1,0 +1,364 @@
+"""The record of a run: run folder, log file, progress bars, round log, summary, plots and models.
+
+`RunRecorder` observes a cluster. The CSVs are complete up to the last finished round at any moment; summary,
+plots and models are written at the end, also when the run is interrupted or fails.
+"""
+
+import csv
+import datetime
+import logging
+import logging.handlers
+import platform
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+from tqdm import tqdm
+
+from cluster import Cluster, ClusterRound
+from fabrics.eval_tool import Evaluation
+from trainers import RoundReport
+from training_logs.memory_monitor import MemoryMonitor
+from training_logs.plots import plot_run
+from training_logs.step_loss_logger import StepLossLogger
+from utils.config import Config, ConfigError, dump_config
+from utils.utils import nearest_existing_folder, write_json_atomically, write_text_atomically
+
+logger = logging.getLogger("adloco")
+
+# examples, tokens, communications and bytes_communicated are totals of the whole run at the end of the round;
+# the columns with round_ are the trainer's own in this round.
+COLUMNS = (
+    "outer_step",
+    "trainer_id",
+    "nodes",
+    "requested_batch",
+    "effective_batch",
+    "micro_batch",
+    "accumulation_steps",
+    "next_requested_batch",
+    "inner_steps",
+    "train_loss",
+    "validation_loss",
+    "validation_metric",
+    "learning_rate",
+    "examples",
+    "tokens",
+    "communications",
+    "bytes_communicated",
+    "round_examples",
+    "round_tokens",
+    "gradient_sample_size",
+    "gradient_squared_norm",
+    "gradient_variance",
+    "inner_product_variance",
+    "orthogonal_variance",
+    "seconds",
+)
+
+_LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+
+
+class _ConsoleHandler(logging.StreamHandler):
+    """Prints above the progress bars instead of through them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record))
+
+
+def start_logging() -> logging.handlers.MemoryHandler:
+    """Log to the console, and keep the records until there is a run folder to put them in."""
+    root = logging.getLogger("adloco")
+    root.setLevel(logging.INFO)
+    root.propagate = False
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
+        handler.close()
+    console = _ConsoleHandler()
+    console.setFormatter(logging.Formatter("%(message)s"))
+    kept = logging.handlers.MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
+    root.addHandler(console)
+    root.addHandler(kept)
+    return kept
+
+
+def check_log_dir(config: Config) -> None:
+    """Raise ConfigError if the run folder could not be made later; nothing is written."""
+    import os
+
+    folder = nearest_existing_folder(Path(config.log_dir))
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"log_dir: cannot write to {config.log_dir}: {folder} is not a writable folder")
+
+
+def make_run_folder(config: Config) -> Path:
+    """`log_dir/<Model>_<Dataset>_<Date>`, new; a second run within the same second gets a number."""
+    date = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    base = Path(config.log_dir) / f"{config.model_type}_{config.dataset}_{date}"
+    for number in range(1, 1000):
+        folder = base if number == 1 else base.with_name(f"{base.name}_{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"log_dir: cannot make {folder}: {error.strerror}") from None
+        return folder
+    raise ConfigError(f"log_dir: too many runs named {base}")
+
+
+class RunRecorder:
+    """Writes down everything about one run.
+
+    Args:
+        config: the resolved configuration; a copy goes into the folder.
+        folder: the run folder, empty.
+        kept: the log records so far, from start_logging.
+        started: time.perf_counter() at the start of the program, for wall_seconds.
+    """
+
+    def __init__(self, config: Config, folder: Path, kept: logging.handlers.MemoryHandler, started: float):
+        self.config = config
+        self.folder = folder
+        self.report_dir = folder / config.model_training_report_dir
+        self.report_dir.mkdir(parents=True)
+        self._started = started
+        self._file = logging.FileHandler(folder / config.log_file, encoding="utf-8")
+        self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        kept.setTarget(self._file)
+        kept.flush()
+        logging.getLogger("adloco").removeHandler(kept)
+        logging.getLogger("adloco").addHandler(self._file)
+        write_text_atomically(folder / "config.yaml", dump_config(config))
+        self._round_log = self.report_dir / "training_log.csv"
+        with self._round_log.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerow(COLUMNS)
+        self._steps = StepLossLogger(self.report_dir)
+        self._memory: MemoryMonitor | None = None
+        self._initial: dict[int, Evaluation] = {}
+        self._rounds: list[ClusterRound] = []
+        self._warnings: list[str] = []
+        self._rounds_bar: tqdm | None = None
+        self._steps_bar: tqdm | None = None
+
+    # Observer
+
+    def warn(self, message: str) -> None:
+        """Log a warning the first time it comes up, and keep it for the summary."""
+        if message not in self._warnings:
+            self._warnings.append(message)
+            logger.warning("warning: %s", message)
+
+    def on_start(self, cluster: Cluster, initial: dict[int, Evaluation]) -> None:
+        self._initial = initial
+        self._memory = MemoryMonitor(
+            self.folder / self.config.memory_report_dir, cluster.devices, self.config.real_device_ids
+        )
+        self._memory.measure(0)
+        working = cluster.working[cluster.devices[0]]
+        data = cluster.data
+        logger.info(
+            "%s with %s parameters on %s (%s training and %s validation examples); %d trainers on %d nodes (%s), "
+            "max batch %s; %s before training %.2f",
+            self.config.model_type,
+            f"{working.parameter_count:,}",
+            self.config.dataset,
+            f"{len(data.train):,}",
+            f"{len(data.validation):,}",
+            len(cluster.trainers),
+            len(cluster.nodes),
+            ", ".join(str(device) for device in cluster.devices),
+            "/".join(str(size) for size in sorted({node.max_batch for node in cluster.nodes})),
+            cluster.metric.name,
+            self._initial_metric,
+        )
+        logger.info("run folder: %s", self.folder)
+
+    @property
+    def _initial_metric(self) -> float:
+        return sum(evaluation.metric for evaluation in self._initial.values()) / len(self._initial)
+
+    def on_round_start(self, outer_step: int, planned: int | None, steps: int) -> None:
+        if self._rounds_bar is None:
+            self._rounds_bar = tqdm(total=planned, desc="rounds", unit="round", disable=None, dynamic_ncols=True)
+            self._steps_bar = tqdm(total=steps, unit="step", leave=False, disable=None, dynamic_ncols=True)
+        self._steps_bar.reset(total=steps)
+        self._steps_bar.set_description(f"inner steps of round {outer_step}")
+
+    def on_step(self) -> None:
+        self._steps_bar.update(1)
+
+    def on_round(self, cluster: Cluster, result: ClusterRound) -> None:
+        self._rounds.append(result)
+        with self._round_log.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writerows(_row(result, report) for report in result.reports.values())
+        for report in result.reports.values():
+            self._steps.log(result.outer_step, report)
+            logger.info(_line(result, report, cluster.metric.name))
+        if result.merge is not None:
+            plan = result.merge.plan
+            parts = ", ".join(f"trainer {trainer} ({share:.2f})" for trainer, share in plan.weights.items())
+            logger.info("merge after round %d: %s become trainer %d", result.outer_step, parts, plan.representative)
+        self._memory.measure(result.outer_step)
+        config = self.config
+        if config.plot_every and result.outer_step % config.plot_every == 0:
+            plot_run(self.report_dir, cluster.metric.name)
+        if config.save_weights_every and result.outer_step % config.save_weights_every == 0:
+            cluster.save_models(self.folder / config.model_weights_dir / f"round_{result.outer_step:05d}")
+        self._rounds_bar.update(1)
+
+    # The end
+
+    def finish(self, cluster: Cluster, final: dict[int, Evaluation], status: str) -> Path:
+        """Write models, plots and summary; the path of the summary.
+
+        Args:
+            final: evaluations of the living trainers; empty where the run did not get that far.
+            status: completed, interrupted or failed.
+        """
+        for bar in (self._steps_bar, self._rounds_bar):
+            if bar is not None:
+                bar.close()
+        models = cluster.save_models(self.folder / self.config.model_weights_dir)
+        if self._memory is not None:
+            self._memory.measure(cluster.totals.outer_steps)
+        plot_run(self.report_dir, cluster.metric.name)
+        summary = self._summary(cluster, final, status)
+        if final:
+            best = cluster.best(final)
+            summary["best_trainer"] = best
+            summary["best_model"] = str(models[best].relative_to(self.folder))
+            logger.info(
+                "%s: %s %.2f before training, %.2f after %s tokens in %d rounds with %d communications (%s); %.0f s",
+                status,
+                cluster.metric.name,
+                summary["initial_metric"],
+                summary["final_metric"],
+                f"{summary['tokens']:,}",
+                summary["outer_steps"],
+                summary["communications"],
+                _bytes(summary["bytes_communicated"]),
+                summary["wall_seconds"],
+            )
+            logger.info("model: %s", models[best])
+        path = self.report_dir / "summary.json"
+        write_json_atomically(path, summary)
+        logger.info("report: %s", self.report_dir)
+        return path
+
+    def close(self) -> None:
+        """Let go of the log file."""
+        logging.getLogger("adloco").removeHandler(self._file)
+        self._file.close()
+
+    def _summary(self, cluster: Cluster, final: dict[int, Evaluation], status: str) -> dict:
+        totals = cluster.totals
+        reports = [report for result in self._rounds for report in result.reports.values()]
+        last = self._rounds[-1].reports.values() if self._rounds else []
+        return {
+            "status": status,
+            "metric": cluster.metric.name,
+            "initial_metric": self._initial_metric if self._initial else None,
+            "final_metric": final[cluster.best(final)].metric if final else None,
+            "final_loss": final[cluster.best(final)].loss if final else None,
+            "final_metrics": {trainer: evaluation.metric for trainer, evaluation in final.items()},
+            "outer_steps": totals.outer_steps,
+            "examples": totals.examples,
+            "tokens": totals.tokens,
+            "communications": totals.communications,
+            "bytes_communicated": totals.bytes_communicated,
+            "merges": len(cluster.merges),
+            "merge_history": [
+                {
+                    "outer_step": merge.outer_step,
+                    "representative": merge.plan.representative,
+                    "weights": merge.plan.weights,
+                }
+                for merge in cluster.merges
+            ],
+            "initial_trainers": self.config.number_of_initial_trainers,
+            "final_trainers": len(cluster.trainers),
+            "first_requested_batch": self.config.INITIAL_BATCH_SIZE,
+            "largest_requested_batch": max(
+                (report.requested_batch for report in reports), default=self.config.INITIAL_BATCH_SIZE
+            ),
+            "last_accumulation_steps": max((_accumulation_steps(report) for report in last), default=None),
+            "wall_seconds": time.perf_counter() - self._started,
+            "training_seconds": totals.training_seconds,
+            "tokens_per_second": totals.tokens / totals.training_seconds if totals.training_seconds else None,
+            "peak_process_bytes": self._memory.peak_process_bytes if self._memory else None,
+            "parameters": cluster.working[cluster.devices[0]].parameter_count,
+            "devices": [str(device) for device in cluster.devices],
+            "max_batch": sorted({node.max_batch for node in cluster.nodes}),
+            "model_type": self.config.model_type,
+            "dataset": self.config.dataset,
+            "documents": dict(cluster.data.documents),
+            "seed": self.config.training_seed,
+            "warnings": self._warnings,
+            "versions": {"python": platform.python_version()} | {name: version(name) for name in _LIBRARIES},
+        }
+
+
+def _accumulation_steps(report: RoundReport) -> int:
+    return max(worker.plan.accumulation_steps for worker in report.workers.values())
+
+
+def _micro_batch(report: RoundReport) -> int:
+    return max(max(worker.plan.micro_batches) for worker in report.workers.values())
+
+
+def _row(result: ClusterRound, report: RoundReport) -> dict:
+    """One row of the round log; what was not measured is left empty."""
+    evaluation = result.evaluations.get(report.trainer)
+    statistics = report.statistics
+    first = next(iter(report.workers.values()))
+    return {
+        "outer_step": result.outer_step,
+        "trainer_id": report.trainer,
+        "nodes": len(report.workers),
+        "requested_batch": report.requested_batch,
+        "effective_batch": report.effective_batch,
+        "micro_batch": _micro_batch(report),
+        "accumulation_steps": _accumulation_steps(report),
+        "next_requested_batch": report.next_requested_batch,
+        "inner_steps": len(first.losses),
+        "train_loss": report.train_loss,
+        "validation_loss": evaluation.loss if evaluation else None,
+        "validation_metric": evaluation.metric if evaluation else None,
+        "learning_rate": first.learning_rates[-1],
+        "examples": result.totals.examples,
+        "tokens": result.totals.tokens,
+        "communications": result.totals.communications,
+        "bytes_communicated": result.totals.bytes_communicated,
+        "round_examples": report.examples,
+        "round_tokens": report.tokens,
+        "gradient_sample_size": statistics.sample_size if statistics else None,
+        "gradient_squared_norm": statistics.squared_norm if statistics else None,
+        "gradient_variance": statistics.variance if statistics else None,
+        "inner_product_variance": statistics.inner_product_variance if statistics else None,
+        "orthogonal_variance": statistics.orthogonal_variance if statistics else None,
+        "seconds": report.seconds,
+    }
+
+
+def _bytes(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000.0:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000.0
+    return f"{value:.1f} TB"
+
+
+def _line(result: ClusterRound, report: RoundReport, metric: str) -> str:
+    """One readable line about one trainer's round."""
+    planned = f"/{result.planned_outer_steps}" if result.planned_outer_steps else ""
+    evaluation = result.evaluations.get(report.trainer)
+    measured = f"{evaluation.metric:8.2f}" if evaluation else f"{'-':>8}"
+    return (
+        f"round {result.outer_step:>3}{planned} | trainer {report.trainer} | loss {report.train_loss:6.3f} | "
+        f"{metric} {measured} | batch {report.requested_batch:>4} | {_micro_batch(report):>3} x {_accumulation_steps(report)} | "
+        f"nodes {len(report.workers)} | {report.tokens / report.seconds:>7,.0f} tokens/s | "
+        f"communications {result.totals.communications:>3} ({_bytes(result.totals.bytes_communicated)})"
+    )

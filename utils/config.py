@@ -1,0 +1,398 @@
+"""The configuration: typed, checked as a whole before any work, and written back into the run folder.
+
+A YAML file and `key=value` overrides become a `Config`. Types and ranges are pydantic's; what is ours is that
+all problems are reported at once, one line each, with the nearest known key, and that the key names of the
+published AdLoCo code are understood. The choices of the registries (datasets, batch tests, ...) are handed in
+by the caller, so that this module depends on nothing that trains.
+"""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+
+class ConfigError(ValueError):
+    """One or more problems in a configuration; `problems` holds one line for each."""
+
+    def __init__(self, problems: str | Sequence[str]):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+def _no_bool(value):
+    if isinstance(value, bool):
+        raise ValueError("Input should be a number, not true or false")
+    return value
+
+
+Number = BeforeValidator(_no_bool)
+PositiveInt = Annotated[int, Number, Field(gt=0)]
+NonNegativeInt = Annotated[int, Number, Field(ge=0)]
+PositiveFloat = Annotated[float, Number, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Number, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Number, Field(gt=0, le=1)]
+BelowOne = Annotated[float, Number, Field(ge=0, lt=1)]
+AtLeastOne = Annotated[float, Number, Field(ge=1)]
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
+Name = Annotated[str, Field(min_length=1)]
+
+
+def _key(default, meaning: str, *, choices: bool = False, datasets: tuple[str, ...] = (), models: tuple[str, ...] = ()):
+    """A config key: default, meaning (shown in the README), whether a registry lists its values, and the only
+    datasets or models it has an effect with."""
+    metadata = {"meaning": meaning, "choices": choices, "datasets": datasets, "models": models}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every key of a configuration; the names are those of the AdLoCo README."""
+
+    # Devices and seed
+    training_seed: NonNegativeInt = _key(42, "seed of initialisation, data order and dropout")
+    CUDA_VISIBLE_DEVICES: str | None = _key(
+        None, "GPUs that this run may see, as in the environment variable; null: all"
+    )
+    devices: Annotated[list[Device], Field(min_length=1)] | None = _key(
+        None, "devices to train on, counted among the visible ones; null: every visible GPU, or the CPU"
+    )
+    real_device_ids: list[str] | None = _key(None, "labels for the devices in logs, one per device; null: their names")
+    cpu_threads: PositiveInt | None = _key(None, "threads of PyTorch on the CPU; null: one per core")
+
+    # Logs
+    log_dir: Name = _key("logs", "folder in which the run folder is made")
+    log_file: Name = _key("training_log.log", "log file in the run folder")
+    memory_report_dir: Name = _key("memory_report", "folder for memory use, in the run folder")
+    model_training_report_dir: Name = _key(
+        "model_training_report", "folder for CSVs, summary and plots, in the run folder"
+    )
+    model_weights_dir: Name = _key("model_weights", "folder for models, in the run folder")
+    plot_every: PositiveInt | None = _key(None, "draw the plots every so many rounds; null: only at the end")
+    save_weights_every: PositiveInt | None = _key(
+        None, "save every living trainer's model every so many rounds; null: only at the end"
+    )
+    project_name: str | None = _key(None, "project in the ClearML dashboard (no effect yet: a warning says so)")
+    task_name: str | None = _key(None, "task in the ClearML dashboard (no effect yet: a warning says so)")
+
+    # Dataset
+    dataset: Name = _key("python_docs", "what to train on", choices=True)
+    data_sample_size: PositiveInt | None = _key(None, "documents to train on; null: all")
+    val_size: PositiveInt | None = _key(None, "documents held out for validation; null: one in twenty")
+    sequence_length: Annotated[int, Number, Field(ge=2)] = _key(128, "tokens per packed sequence, one example")
+    vocab_size: Annotated[int, Number, Field(ge=258)] = _key(
+        2048,
+        "size of the byte-level BPE vocabulary that is trained on the training documents",
+        datasets=("python_docs",),
+    )
+    cache_dir: Name = _key(".cache", "folder for trained tokenizers and tokenised data, shared by runs")
+    trainer_data_fraction: Fraction | None = _key(
+        None,
+        "share of the training sequences in each trainer's own random subset; null: 1 / number_of_initial_trainers, so that the subsets are disjoint",
+    )
+    samples_per_class: PositiveInt | None = _key(None, "evaluation examples per class", datasets=("imdb",))
+    c4_language: str | None = _key(None, "language of C4", datasets=("c4",))
+    c4_streaming: bool | None = _key(None, "stream C4 from the hub", datasets=("c4",))
+    c4_tokenized_path: str | None = _key(None, "tokenised C4", datasets=("c4",))
+
+    # Model
+    model_type: Name = _key("microllama", "architecture", choices=True)
+    model_config: dict[str, Any] = _key(
+        {"preset": "demo"},
+        "preset, or name (of a preset, a hub model or a folder), pretrained, num_labels, and any architecture value to change",
+    )
+    identical_initialisation: bool = _key(False, "start all trainers from the same weights")
+    need_to_reinit_output_layers: bool = _key(False, "draw the output layer anew (Xavier uniform) before training")
+    single_seed: bool = _key(False, "with need_to_reinit_output_layers: the same output layer for all trainers")
+
+    # Length of the run: the first limit that is reached ends it
+    number_of_outer_steps: PositiveInt | None = _key(None, "rounds to train; null: no limit")
+    number_of_training_epochs: PositiveFloat | None = _key(
+        None, "passes over the training sample, all trainers together; null: no limit"
+    )
+    max_tokens: PositiveInt | None = _key(None, "training tokens, all trainers together; null: no limit")
+
+    # Cluster
+    nodes_per_gpu: PositiveInt = _key(4, "nodes (worker slots) per device, on the CPU too")
+    number_of_initial_trainers: PositiveInt = _key(4, "trainers (model instances) at the start")
+    number_of_inner_steps_between_outers: PositiveInt = _key(20, "inner steps H of every worker in a round")
+    distributed_algo: str = _key("DiLoCo", "outer step and inner optimiser", choices=True)
+
+    # Optimisers
+    learning_rate_for_inner_opt: PositiveFloat = _key(1e-3, "base learning rate of the inner optimiser")
+    lr_sgd: PositiveFloat | None = _key(
+        None, "inner learning rate of LocalSGD's SGD; null: learning_rate_for_inner_opt"
+    )
+    learning_rate_for_outer_opt: PositiveFloat = _key(0.7, "learning rate of the outer step (DiLoCo)")
+    outer_momentum: BelowOne = _key(0.9, "Nesterov momentum of the outer step (DiLoCo)")
+    weight_decay: NonNegativeFloat = _key(0.1, "decoupled weight decay of the inner AdamW")
+    adam_betas: Annotated[list[BelowOne], Field(min_length=2, max_length=2)] = _key(
+        [0.9, 0.99], "betas of the inner AdamW"
+    )
+    adam_epsilon: PositiveFloat = _key(1e-8, "epsilon of the inner AdamW")
+    gradient_clipping: PositiveFloat | None = _key(1.0, "largest norm of an inner step's gradient; null: no clipping")
+    warmup_steps: NonNegativeInt = _key(0, "inner steps over which the inner learning rate grows linearly")
+    learning_rate_schedule: str = _key("constant", "inner learning rate over the run", choices=True)
+    minimum_learning_rate_ratio: Annotated[float, Number, Field(ge=0, le=1)] = _key(
+        0.1, "what a schedule leaves of the base learning rate at the end"
+    )
+    learning_rate_scaling: str = _key(
+        "none", "growth of the inner learning rate with a worker's effective batch, against its first", choices=True
+    )
+
+    # Batch
+    INITIAL_BATCH_SIZE: PositiveInt = _key(
+        8, "requested batch of every trainer in the first round, in examples over all its workers"
+    )
+    sampling_method: str = _key("norm_test", "batch test", choices=True)
+    ETA: PositiveFloat = _key(0.8, "eta of the norm test")
+    vartheta: PositiveFloat = _key(0.9, "theta of the inner product test")
+    nu: PositiveFloat = _key(5.84, "nu of the augmented inner product test")
+    debias: bool = _key(
+        False, "norm test against the estimate of the true gradient's norm instead of the batch gradient's"
+    )
+    statistics_estimator: str = _key("per_example", "where the gradient statistics come from", choices=True)
+    statistics_batch_size: Annotated[int, Number, Field(ge=2)] = _key(
+        8, "smallest sample of per_example: below it a probe batch of this size is used"
+    )
+    statistics_smoothing: BelowOne = _key(0.0, "weight of the past in the moving average of the statistics over rounds")
+    max_batch_growth: AtLeastOne = _key(2.0, "largest factor by which a request grows in a round")
+    max_requested_batch: PositiveInt | None = _key(None, "largest request; null: the examples in the trainer's subset")
+
+    # Switch mode and memory
+    switch_mode: str = _key("threshold_switch_mode", "when to accumulate gradients", choices=True)
+    switch_multiplier: PositiveInt = _key(2, "threshold_switch_mode accumulates above this multiple of the max batch")
+    max_batch_size: PositiveInt | None = _key(None, "largest micro-batch; null: measured from the device's memory")
+    padding_percentage: Fraction = _key(0.9, "share of a device's memory that its nodes may use together")
+
+    # Merging
+    merging_policy: str = _key("worst_with_worst", "which trainers merge", choices=True)
+    merge_frequency: PositiveInt = _key(2, "rounds between merges, while more than one trainer lives")
+    merge_count: Annotated[int, Number, Field(ge=2)] = _key(2, "trainers that become one in a merge")
+
+    # Evaluation
+    eval_every: PositiveInt = _key(1, "evaluate the living trainers every so many rounds, and at the end")
+    eval_batch_size: PositiveInt = _key(16, "examples per batch in evaluation")
+
+
+FIELDS = {entry.name: entry for entry in dataclasses.fields(Config)}
+
+# The names in the published code's config.yaml.
+ALIASES = {
+    "lr_inner": "learning_rate_for_inner_opt",
+    "lr_outer": "learning_rate_for_outer_opt",
+    "num_inner_steps": "number_of_inner_steps_between_outers",
+    "num_outer_steps": "number_of_outer_steps",
+    "num_init_trainers": "number_of_initial_trainers",
+    "initial_batch_size": "INITIAL_BATCH_SIZE",
+    "num_epochs": "number_of_training_epochs",
+}
+
+_ADAPTERS = {
+    name: TypeAdapter(entry.type, config=ConfigDict(coerce_numbers_to_str=True)) for name, entry in FIELDS.items()
+}
+
+
+def _mapping(text: str, source: str) -> dict:
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{source}: must be a mapping of keys to values, got {type(values).__name__}")
+    return values
+
+
+def _repaired_model_config(value, warnings: list[str]):
+    """The published config writes {"name": ..., pretrained=True}, which YAML reads as a key 'pretrained=True'."""
+    if not isinstance(value, dict):
+        return value
+    repaired = {}
+    for key, entry in value.items():
+        if isinstance(key, str) and entry is None and (match := re.fullmatch(r"(\w+)=(\w+)", key)):
+            key, entry = match[1], yaml.safe_load(match[2])
+            warnings.append(f"model_config: '{match[0]}' is read as '{key}: {match[2]}'")
+        repaired[key] = entry
+    return repaired
+
+
+def _unknown(key) -> str:
+    known = {name.lower(): name for name in [*FIELDS, *ALIASES]}
+    close = difflib.get_close_matches(str(key).lower(), known, n=1, cutoff=0.5)
+    return f"{key}: unknown key" + (f"; did you mean {known[close[0]]}?" if close else "")
+
+
+def _override(values: dict, assignment: str) -> str | None:
+    """Apply one `key=value` (nested keys with dots) to `values`; a problem comes back as its line."""
+    key, separator, text = assignment.partition("=")
+    if not separator or not key:
+        return f"{assignment}: an override must have the form key=value"
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return f"{key}: value is not valid YAML: {text}"
+    *parents, last = key.split(".")
+    if parents:
+        parents[0] = ALIASES.get(parents[0], parents[0])
+    else:
+        last = ALIASES.get(last, last)
+    for depth, parent in enumerate(parents):
+        if depth == 0 and parent == "model_config":
+            values.setdefault(parent, dict(Config().model_config))
+        values = values.setdefault(parent, {})
+        if not isinstance(values, dict):
+            return f"{key}: {'.'.join(parents[: depth + 1])} is not a mapping"
+    values[last] = value
+    return None
+
+
+def _canonical(raw: Mapping, problems: list[str]) -> dict:
+    """Aliases resolved, unknown keys and double definitions reported."""
+    values, origin = {}, {}
+    for key, value in raw.items():
+        name = ALIASES.get(key, key)
+        if name not in FIELDS:
+            problems.append(_unknown(key))
+        elif name in values:
+            problems.append(f"{key}: given twice, as {origin[name]} and as {key}")
+        else:
+            values[name], origin[name] = value, key
+    return values
+
+
+def _check_types(values: Mapping, problems: list[str]) -> dict:
+    typed = {}
+    for name, value in values.items():
+        try:
+            typed[name] = _ADAPTERS[name].validate_python(value)
+        except ValidationError as error:
+            # For `X | None` pydantic reports each alternative; the first is X, which is what a person meant.
+            first = error.errors()[0]
+            place = "".join(f"[{part}]" for part in first["loc"] if isinstance(part, int))
+            reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ").removeprefix("String ")
+            problems.append(f"{name}{place}: {reason}, got {value!r}")
+    return typed
+
+
+def _check_choices(config: Config, allowed: Mapping[str, Sequence[str]], problems: list[str]) -> None:
+    for name, choices in allowed.items():
+        value = getattr(config, name)
+        if value not in choices:
+            close = difflib.get_close_matches(str(value), choices, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            problems.append(f"{name}: must be one of {', '.join(choices)}, got {value!r}{hint}")
+
+
+def _check_together(config: Config, problems: list[str]) -> None:
+    if config.number_of_outer_steps is config.number_of_training_epochs is config.max_tokens is None:
+        problems.append(
+            "number_of_outer_steps: give it, number_of_training_epochs or max_tokens, so that the run has an end"
+        )
+    if config.max_requested_batch is not None and config.max_requested_batch < config.INITIAL_BATCH_SIZE:
+        problems.append(
+            f"max_requested_batch: must be at least INITIAL_BATCH_SIZE ({config.INITIAL_BATCH_SIZE}), "
+            f"got {config.max_requested_batch}"
+        )
+    if config.devices and config.real_device_ids and len(config.devices) != len(config.real_device_ids):
+        problems.append(
+            f"real_device_ids: must name each of the {len(config.devices)} devices, got {config.real_device_ids}"
+        )
+
+
+def _warnings(config: Config, given: Mapping) -> list[str]:
+    """A given key that cannot have an effect is said to have none."""
+    warnings = []
+    for name, value in given.items():
+        if value is None:
+            continue
+        metadata = FIELDS[name].metadata
+        if metadata["datasets"] and config.dataset not in metadata["datasets"]:
+            warnings.append(f"{name}: has no effect with dataset {config.dataset}")
+        if name in ("project_name", "task_name"):
+            warnings.append(f"{name}: has no effect, this version does not report to ClearML")
+        if name == "single_seed" and value and not config.need_to_reinit_output_layers:
+            warnings.append("single_seed: has no effect without need_to_reinit_output_layers")
+        if name == "lr_sgd" and config.distributed_algo != "LocalSGD":
+            warnings.append(f"lr_sgd: has no effect with distributed_algo {config.distributed_algo}")
+    return warnings
+
+
+def parse_config(
+    raw: Mapping, overrides: Sequence[str] = (), allowed: Mapping[str, Sequence[str]] | None = None
+) -> tuple[Config, list[str]]:
+    """A checked Config from parsed YAML and `key=value` overrides, and warnings for the log.
+
+    Args:
+        raw: the mapping from the file; AdLoCo's published names are accepted.
+        overrides: such as "ETA=0.5" or "model_config.hidden_size=128"; they win over the file.
+        allowed: key -> values that the program knows now; keys left out are not checked against a list.
+
+    Raises:
+        ConfigError: with one line per problem.
+    """
+    problems: list[str] = []
+    warnings: list[str] = []
+    values = _canonical(raw, problems)
+    if "model_config" in values:
+        values["model_config"] = _repaired_model_config(values["model_config"], warnings)
+    for assignment in overrides:
+        problem = _override(values, assignment)
+        if problem:
+            problems.append(problem)
+    for name in [name for name in values if name not in FIELDS]:
+        problems.append(_unknown(name))
+        del values[name]
+    typed = _check_types(values, problems)
+    config = Config(**typed)
+    _check_choices(config, {k: v for k, v in (allowed or {}).items() if k in typed or k not in values}, problems)
+    if len(typed) == len(values):
+        _check_together(config, problems)
+    if problems:
+        raise ConfigError(problems)
+    return config, warnings + _warnings(config, values)
+
+
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), allowed: Mapping[str, Sequence[str]] | None = None
+) -> tuple[Config, list[str]]:
+    """Read a YAML file into a Config and its warnings; see parse_config.
+
+    Raises:
+        ConfigError: the file cannot be read, is not a YAML mapping, or holds problems.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ConfigError(f"{path}: cannot read the configuration: {reason}") from None
+    return parse_config(_mapping(text, str(path)), overrides, allowed)
+
+
+class _FloatDumper(yaml.SafeDumper):
+    """Writes floats so that any YAML 1.1 reader takes them as floats (1.0e-05, not 1e-05)."""
+
+
+def _represent_float(dumper: yaml.SafeDumper, value: float):
+    text = repr(value)
+    if "e" in text and "." not in text:
+        text = text.replace("e", ".0e")
+    return dumper.represent_scalar("tag:yaml.org,2002:float", text)
+
+
+_FloatDumper.add_representer(float, _represent_float)
+
+
+def dump_config(config: Config) -> str:
+    """The configuration as YAML with every default filled in; loading it gives an equal Config."""
+    return yaml.dump(dataclasses.asdict(config), Dumper=_FloatDumper, sort_keys=False, allow_unicode=True)
