@@ -152,7 +152,8 @@ def _architecture(family: ModelFamily, settings: Mapping[str, Any]):
             raise _load_failed(preset, error) from None
         if base.get("model_type") != family.config_class.model_type:
             raise ConfigError(
-                f"model_config.name: {preset!r} is a {base.get('model_type')} model, not {family.config_class.model_type}"
+                f"model_config.name: {preset!r} is a {base.get('model_type')} model, "
+                f"not {family.config_class.model_type}"
             )
     return base | values
 
@@ -201,7 +202,8 @@ def build_model(
         )
     if model.config.max_position_embeddings < sequence_length:
         raise ConfigError(
-            f"sequence_length: the model takes at most {model.config.max_position_embeddings} tokens, got {sequence_length}"
+            f"sequence_length: the model takes at most {model.config.max_position_embeddings} tokens, "
+            f"got {sequence_length}"
         )
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False  # a cache of keys and values is only for generation

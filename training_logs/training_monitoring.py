@@ -8,6 +8,7 @@ import csv
 import datetime
 import logging
 import logging.handlers
+import os
 import platform
 import time
 from importlib.metadata import version
@@ -84,8 +85,6 @@ def start_logging() -> logging.handlers.MemoryHandler:
 
 def check_log_dir(config: Config) -> None:
     """Raise ConfigError if the run folder could not be made later; nothing is written."""
-    import os
-
     folder = nearest_existing_folder(Path(config.log_dir))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"log_dir: cannot write to {config.log_dir}: {folder} is not a writable folder")
@@ -358,7 +357,8 @@ def _line(result: ClusterRound, report: RoundReport, metric: str) -> str:
     measured = f"{evaluation.metric:8.2f}" if evaluation else f"{'-':>8}"
     return (
         f"round {result.outer_step:>3}{planned} | trainer {report.trainer} | loss {report.train_loss:6.3f} | "
-        f"{metric} {measured} | batch {report.requested_batch:>4} | {_micro_batch(report):>3} x {_accumulation_steps(report)} | "
+        f"{metric} {measured} | batch {report.requested_batch:>4} | "
+        f"{_micro_batch(report):>3} x {_accumulation_steps(report)} | "
         f"nodes {len(report.workers)} | {report.tokens / report.seconds:>7,.0f} tokens/s | "
         f"communications {result.totals.communications:>3} ({_bytes(result.totals.bytes_communicated)})"
     )

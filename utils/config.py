@@ -96,7 +96,8 @@ class Config:
     cache_dir: Name = _key(".cache", "folder for trained tokenizers and tokenised data, shared by runs")
     trainer_data_fraction: Fraction | None = _key(
         None,
-        "share of the training sequences in each trainer's own random subset; null: 1 / number_of_initial_trainers, so that the subsets are disjoint",
+        "share of the training sequences in each trainer's own random subset; null: 1 / number_of_initial_trainers, "
+        "so that the subsets are disjoint",
     )
     samples_per_class: PositiveInt | None = _key(None, "evaluation examples per class", datasets=("imdb",))
     c4_language: str | None = _key(None, "language of C4", datasets=("c4",))
@@ -107,7 +108,7 @@ class Config:
     model_type: Name = _key("microllama", "architecture", choices=True)
     model_config: dict[str, Any] = _key(
         {"preset": "demo"},
-        "preset, or name (of a preset, a hub model or a folder), pretrained, num_labels, and any architecture value to change",
+        "preset, or name (of a preset, a hub model or a folder), pretrained, and any architecture value to change",
     )
     identical_initialisation: bool = _key(False, "start all trainers from the same weights")
     need_to_reinit_output_layers: bool = _key(False, "draw the output layer anew (Xavier uniform) before training")

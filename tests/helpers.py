@@ -1,0 +1,187 @@
+"""Small models, data and configurations that the tests share."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+
+from cluster import CHOICES, Cluster
+from fabrics.data_order import DataCursor
+from fabrics.dataset_loader import PackedSequences, TaskData, train_tokenizer
+from fabrics.working_model import WorkingModel
+from trainers import Node, RoundSchedule, Trainer
+from utils.config import Config, parse_config
+
+CPU = torch.device("cpu")
+VOCABULARY = 61
+
+
+def make_config(**values) -> Config:
+    """A config for small runs on the CPU; the registries' words are checked."""
+    defaults = {
+        "number_of_outer_steps": 3,
+        "number_of_inner_steps_between_outers": 3,
+        "INITIAL_BATCH_SIZE": 4,
+        "max_batch_size": 64,
+        "sequence_length": 9,
+        "learning_rate_for_inner_opt": 0.01,
+    }
+    return parse_config(defaults | values, allowed=CHOICES)[0]
+
+
+def use_torch_norms(module: nn.Module) -> nn.Module:
+    """Llama's own norm computes in float32 whatever the model's type; PyTorch's computes in float64."""
+    for name, child in module.named_children():
+        if type(child).__name__ == "LlamaRMSNorm":
+            norm = nn.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon, dtype=child.weight.dtype)
+            setattr(module, name, norm)
+        else:
+            use_torch_norms(child)
+    return module
+
+
+def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float64, tied: bool = False, **values) -> nn.Module:
+    torch.manual_seed(seed)
+    config = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.2,
+        "use_cache": False,
+    }
+    return LlamaForCausalLM(LlamaConfig(**(config | values))).to(dtype)
+
+
+def tiny_bert(seed: int = 0, dtype: torch.dtype = torch.float64, dropout: float = 0.0, **values) -> nn.Module:
+    torch.manual_seed(seed)
+    config = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "hidden_dropout_prob": dropout,
+        "attention_probs_dropout_prob": dropout,
+        "initializer_range": 0.2,
+    }
+    return BertForSequenceClassification(BertConfig(**(config | values))).to(dtype)
+
+
+def random_sequences(count: int, length: int = 9, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCABULARY, (count, length), dtype=np.int32)
+
+
+class PaddedClassification:
+    """Texts as token lists with a class each, padded per batch with 0: the smallest second kind of `Examples`."""
+
+    def __init__(self, texts: Sequence[Sequence[int]], classes: Sequence[int]):
+        self.texts, self.classes = texts, classes
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def batch(self, indices: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
+        texts = [self.texts[index] for index in indices]
+        longest = max(len(text) for text in texts)
+        ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
+        mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts])
+        labels = torch.tensor([self.classes[index] for index in indices])
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+    def tokens(self, indices: Sequence[int]) -> int:
+        return sum(len(self.texts[index]) for index in indices)
+
+
+def separable_texts(count: int, seed: int = 0) -> PaddedClassification:
+    """Texts of class 0 use the lower half of the vocabulary, class 1 the upper: easy to learn."""
+    generator = np.random.default_rng(seed)
+    classes = generator.integers(0, 2, count).tolist()
+    half = VOCABULARY // 2
+    texts = [
+        (generator.integers(1, half, generator.integers(3, 9)) + (half if label else 0)).tolist() for label in classes
+    ]
+    return PaddedClassification(texts, classes)
+
+
+def make_trainer(
+    module: nn.Module, config: Config, examples, nodes: int = 2, max_batch: int = 64, trainer_id: int = 0
+) -> Trainer:
+    """A trainer over all examples with `nodes` workers on the CPU."""
+    working = WorkingModel(module, CPU)
+    cursor = DataCursor(config.training_seed, trainer_id, np.arange(len(examples)))
+    parameters = working.parameters.detach().clone()
+    trainer = Trainer(trainer_id, config, parameters, cursor, examples, {CPU: working})
+    trainer.assign_nodes(tuple(Node(index, CPU, max_batch) for index in range(nodes)))
+    return trainer
+
+
+def train(trainer: Trainer, rounds: int, inner_steps: int = 3) -> list:
+    """Rounds of a trainer by itself; their reports."""
+    return [trainer.train_round(RoundSchedule(inner_steps, 0.0, 0.0), lambda: None) for _ in range(rounds)]
+
+
+def parameters_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """The trainer's parameters by name."""
+    working = next(iter(trainer._working.values()))
+    working.load(trainer.parameters)
+    return {name: tensor.detach().clone() for name, tensor in working.module.named_parameters()}
+
+
+_DOCUMENTS = [
+    "The quick brown fox jumps over the lazy dog.",
+    "A cluster owns nodes and trainers; trainers own workers.",
+    "Batches grow while the gradient shrinks beside its noise.",
+]
+
+
+def tiny_data(cache_dir, train: int = 96, validation: int = 16, length: int = 9) -> TaskData:
+    """Random sequences over a real, small tokenizer."""
+    tokenizer = train_tokenizer(_DOCUMENTS, 300, cache_dir)
+    return TaskData(
+        task="causal_lm",
+        train=PackedSequences(random_sequences(train, length, seed=1)),
+        validation=PackedSequences(random_sequences(validation, length, seed=2)),
+        tokenizer=tokenizer,
+        documents={"train": 3, "validation": 1},
+    )
+
+
+TINY_ARCHITECTURE = {
+    "preset": "demo",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+def tiny_cluster(cache_dir, **values) -> Cluster:
+    return Cluster(make_config(model_config=TINY_ARCHITECTURE, **values), tiny_data(cache_dir))
+
+
+class Recorder:
+    """An observer that remembers."""
+
+    def __init__(self):
+        self.rounds, self.warnings, self.initial, self.steps = [], [], None, 0
+
+    def on_start(self, cluster, initial):
+        self.initial = initial
+
+    def on_round_start(self, outer_step, planned, steps):
+        pass
+
+    def on_step(self):
+        self.steps += 1
+
+    def on_round(self, cluster, result):
+        self.rounds.append(result)
+
+    def warn(self, message):
+        self.warnings.append(message)

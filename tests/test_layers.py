@@ -1,0 +1,81 @@
+"""Imports point one way: run -> cluster -> trainers -> algorithms, and algorithms stays pure (docs of cluster.py)."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = ("algorithms", "fabrics", "training_logs", "utils", "trainers", "cluster", "run")
+
+# What each layer may import of ours, besides itself.
+ALLOWED = {
+    "algorithms": set(),
+    "utils": set(),
+    "fabrics": {"algorithms", "utils"},
+    "trainers": {"algorithms", "fabrics", "utils"},
+    "cluster": {"algorithms", "fabrics", "utils", "trainers"},
+    "training_logs": {"fabrics", "utils", "trainers", "cluster"},
+    "run": {"fabrics", "utils", "trainers", "cluster", "training_logs"},
+}
+FORBIDDEN_IN_ALGORITHMS = ("torch.distributed", "logging", "os", "yaml", "clearml")
+ALLOWED_IN_ALGORITHMS = {"torch", "math", "collections", "dataclasses", "algorithms"}
+
+
+def imports(source: str) -> set[str]:
+    """Every module that a source imports, anywhere in it, dotted; `from a import b` counts as a and a.b."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def sources() -> list[tuple[str, Path]]:
+    files = []
+    for layer in OURS:
+        path = ROOT / layer
+        files += (
+            [(layer, file) for file in sorted(path.glob("**/*.py"))]
+            if path.is_dir()
+            else [(layer, path.with_suffix(".py"))]
+        )
+    return files
+
+
+def wrong_arrows(layer: str, source: str) -> set[str]:
+    ours = {module.split(".")[0] for module in imports(source)} & set(OURS)
+    return ours - ALLOWED[layer] - {layer}
+
+
+def impurities(source: str) -> set[str]:
+    found = imports(source)
+    named = {name for name in found for bad in FORBIDDEN_IN_ALGORITHMS if name == bad or name.startswith(bad + ".")}
+    return named | ({name.split(".")[0] for name in found} - ALLOWED_IN_ALGORITHMS)
+
+
+@pytest.mark.parametrize(("layer", "file"), sources(), ids=lambda value: getattr(value, "name", value))
+def test_imports_point_one_way(layer, file):
+    assert wrong_arrows(layer, file.read_text(encoding="utf-8")) == set()
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "algorithms").glob("*.py")), ids=lambda file: file.name)
+def test_algorithms_are_pure(file):
+    assert impurities(file.read_text(encoding="utf-8")) == set()
+
+
+def test_only_distributed_knows_of_processes():
+    for _, file in sources():
+        if file.name != "distributed.py":
+            found = imports(file.read_text(encoding="utf-8"))
+            assert not any(name.startswith("torch.distributed") for name in found), file
+
+
+def test_the_check_sees_a_wrong_arrow_and_an_impurity():
+    assert wrong_arrows("algorithms", "def f():\n    from trainers import Trainer") == {"trainers"}
+    assert wrong_arrows("trainers", "import cluster") == {"cluster"}
+    assert impurities("from torch import distributed") == {"torch.distributed"}
+    assert impurities("import logging") == {"logging"}
+    assert impurities("import numpy as np") == {"numpy"}
