@@ -1,0 +1,445 @@
+"""Training against independent implementations, and against itself: same seed, same run."""
+
+import copy
+import dataclasses
+import gc
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from algorithms.gradient_statistics import per_example_statistics
+from algorithms.switch_mode import ExecutionPlan
+from cluster import Cluster
+from fabrics.dataset_loader import PackedSequences
+from fabrics.eval_tool import evaluate
+from tests.helpers import (
+    CPU,
+    TINY_ARCHITECTURE,
+    Recorder,
+    make_config,
+    make_trainer,
+    parameters_of,
+    random_sequences,
+    separable_texts,
+    tiny_bert,
+    tiny_cluster,
+    tiny_data,
+    tiny_llama,
+    train,
+    use_torch_norms,
+)
+from trainers import Node, RoundSchedule, TrainingError
+
+
+def straightforward_diloco(model, stream, rounds, workers, inner_steps, batch, config, local_sgd=False):
+    """DiLoCo with deep copies and torch.optim alone: the global model after every round.
+
+    stream: example after example, [n, length]; an inner step of all workers takes workers * batch of them.
+    """
+    outer = torch.optim.SGD(
+        model.parameters(),
+        lr=1.0 if local_sgd else config.learning_rate_for_outer_opt,
+        momentum=0.0 if local_sgd else config.outer_momentum,
+        nesterov=not local_sgd,
+    )
+    replicas = [copy.deepcopy(model) for _ in range(workers)]
+    if local_sgd:
+        inner = [torch.optim.SGD(r.parameters(), lr=config.learning_rate_for_inner_opt) for r in replicas]
+    else:
+        inner = [
+            torch.optim.AdamW(
+                r.parameters(),
+                lr=config.learning_rate_for_inner_opt,
+                betas=tuple(config.adam_betas),
+                weight_decay=config.weight_decay,
+            )
+            for r in replicas
+        ]
+    position, history = 0, []
+    for _ in range(rounds):
+        for replica in replicas:
+            replica.load_state_dict(model.state_dict())
+        for _ in range(inner_steps):
+            for replica, optimizer in zip(replicas, inner, strict=True):
+                ids = stream[position : position + batch]
+                position += batch
+                optimizer.zero_grad()
+                logits = replica(input_ids=ids).logits
+                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(replica.parameters(), config.gradient_clipping)
+                optimizer.step()
+        for name, parameter in model.named_parameters():
+            finals = torch.stack([dict(r.named_parameters())[name].detach() for r in replicas])
+            parameter.grad = (parameter.detach() - finals).mean(0)
+        outer.step()
+        history.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    return history
+
+
+@pytest.mark.parametrize("algorithm", ["DiLoCo", "LocalSGD"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_three_rounds_equal_an_independent_implementation(algorithm, tied):
+    config = make_config(
+        distributed_algo=algorithm,
+        INITIAL_BATCH_SIZE=6,
+        sampling_method="none",
+        weight_decay=0.1,
+        gradient_clipping=0.5,
+    )
+    model = tiny_llama(tied=tied)
+    sequences = random_sequences(70)
+    trainer = make_trainer(copy.deepcopy(model), config, PackedSequences(sequences), nodes=2)
+    # 2 workers x 3 examples x 4 steps x 3 rounds = 72 examples of 70: the last batches cross into a new epoch.
+    stream = torch.from_numpy(sequences[trainer.cursor.peek(0, 72)]).long()
+    expected = straightforward_diloco(model, stream, 3, 2, 4, 3, config, algorithm == "LocalSGD")
+    for reference in expected:
+        train(trainer, 1, inner_steps=4)
+        for name, tensor in parameters_of(trainer).items():
+            torch.testing.assert_close(tensor, reference[name], rtol=1e-9, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize(("batch", "max_batch", "plan"), [(8, 4, (4, 4)), (17, 8, (6, 6, 5)), (7, 3, (3, 2, 2))])
+@pytest.mark.parametrize("probe", ["none", "norm_test"])
+def test_an_accumulated_step_equals_one_large_batch(batch, max_batch, plan, probe):
+    config = make_config(
+        INITIAL_BATCH_SIZE=batch,
+        switch_mode="only_gradient_accumulation",
+        sampling_method=probe,
+        max_batch_growth=1.0,
+        statistics_batch_size=2,
+    )
+    examples = PackedSequences(random_sequences(100))
+    model = use_torch_norms(tiny_llama())
+    whole = make_trainer(copy.deepcopy(model), config, examples, nodes=1, max_batch=64)
+    parts = make_trainer(copy.deepcopy(model), config, examples, nodes=1, max_batch=max_batch)
+    assert whole.execution_plans()[0] == ExecutionPlan((batch,))
+    assert parts.execution_plans()[0] == ExecutionPlan(plan)
+    expected, got = train(whole, 2), train(parts, 2)
+    torch.testing.assert_close(parts.parameters, whole.parameters, rtol=1e-9, atol=1e-11)
+    assert got[1].workers[0].losses == pytest.approx(expected[1].workers[0].losses, rel=1e-10)
+    assert got[0].examples == expected[0].examples == 3 * batch
+
+
+def test_accumulation_weighs_examples_of_different_lengths_alike():
+    """Padded classification with an uneven last micro-batch: every example has the same weight."""
+    config = make_config(INITIAL_BATCH_SIZE=5, switch_mode="only_gradient_accumulation", sampling_method="none")
+    examples = separable_texts(40)
+    whole = make_trainer(tiny_bert(), config, examples, nodes=1)
+    parts = make_trainer(tiny_bert(), config, examples, nodes=1, max_batch=2)
+    assert parts.execution_plans()[0].micro_batches == (2, 2, 1)
+    train(whole, 2)
+    train(parts, 2)
+    torch.testing.assert_close(parts.parameters, whole.parameters, rtol=1e-7, atol=1e-9)
+
+
+def test_statistics_of_a_round_are_those_of_its_last_step():
+    """One worker, one inner step, no probe: the statistics are those of that very batch at the start."""
+    config = make_config(INITIAL_BATCH_SIZE=12, statistics_batch_size=8)
+    sequences = random_sequences(50)
+    model = use_torch_norms(tiny_llama())
+    trainer = make_trainer(copy.deepcopy(model), config, PackedSequences(sequences), nodes=1)
+    ids = torch.from_numpy(sequences[trainer.cursor.peek(0, 12)]).long()
+    expected = per_example_statistics(model, {"input_ids": ids, "labels": ids})
+    (report,) = train(trainer, 1, inner_steps=1)
+    assert dataclasses.astuple(report.statistics) == pytest.approx(dataclasses.astuple(expected), rel=1e-9)
+
+
+def test_a_small_batch_is_probed_on_the_examples_that_come_next():
+    config = make_config(INITIAL_BATCH_SIZE=2, statistics_batch_size=8)
+    sequences = random_sequences(50)
+    model = use_torch_norms(tiny_llama())
+    trainer = make_trainer(model, config, PackedSequences(sequences), nodes=1)
+    upcoming = sequences[trainer.cursor.peek(2, 8)]
+    statistics = train(trainer, 1, inner_steps=1)[0].workers[0].statistics
+    # After the round the working model holds x - x_m; with x of the start it is the replica again.
+    start = make_trainer(use_torch_norms(tiny_llama()), config, PackedSequences(sequences), nodes=1).parameters
+    trainer.workers[0].working.load(start - trainer.workers[0].working.parameters.detach())
+    ids = torch.from_numpy(upcoming).long()
+    expected = per_example_statistics(trainer.workers[0].working.module, {"input_ids": ids, "labels": ids})
+    assert dataclasses.astuple(statistics) == pytest.approx(dataclasses.astuple(expected), rel=1e-7)
+    assert trainer.cursor.position == 2
+
+
+def test_across_workers_uses_the_last_gradient_of_every_worker():
+    config = make_config(INITIAL_BATCH_SIZE=6, statistics_estimator="across_workers")
+    sequences = random_sequences(50)
+    model = use_torch_norms(tiny_llama())
+    trainer = make_trainer(copy.deepcopy(model), config, PackedSequences(sequences), nodes=3)
+    gradients = []
+    for part in np.split(trainer.cursor.peek(0, 6), 3):
+        model.zero_grad()
+        ids = torch.from_numpy(sequences[part]).long()
+        F.cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]).numpy())
+    gradients = np.stack(gradients)
+    (report,) = train(trainer, 1, inner_steps=1)
+    assert report.statistics.variance == pytest.approx(2 * gradients.var(0, ddof=1).sum(), rel=1e-9)
+    assert report.statistics.sample_size == 6
+    # One synchronisation and one all-reduce of the gradients.
+    assert report.bytes_communicated == 2 * 2 * (3 - 1) * trainer.parameter_bytes
+
+
+def test_learning_rate_follows_warm_up_schedule_and_batch():
+    config = make_config(
+        learning_rate_for_inner_opt=0.1,
+        warmup_steps=4,
+        learning_rate_schedule="cosine",
+        minimum_learning_rate_ratio=0.0,
+        learning_rate_scaling="sqrt",
+        sampling_method="none",
+        INITIAL_BATCH_SIZE=2,
+    )
+    trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(40)), nodes=1)
+    first = trainer.train_round(RoundSchedule(2, 0.0, 0.5), lambda: None).workers[0].learning_rates
+    assert first == pytest.approx([0.1 * 0.25, 0.1 * 0.5 * 0.5 * (1 + np.cos(np.pi / 4))])
+    trainer.requested_batch = 8
+    second = trainer.train_round(RoundSchedule(2, 0.5, 1.0), lambda: None).workers[0].learning_rates
+    assert second == pytest.approx([2 * 0.1 * 0.75 * 0.5, 2 * 0.1 * 0.5 * (1 + np.cos(0.75 * np.pi))])
+
+
+def test_request_is_bounded_and_never_shrinks(cache_dir):
+    cluster = tiny_cluster(cache_dir, ETA=0.05, max_batch_growth=1.5, max_requested_batch=11, number_of_outer_steps=6)
+    recorder = Recorder()
+    cluster.train(recorder)
+    requests = {}
+    for result in recorder.rounds:
+        for trainer, report in result.reports.items():
+            requests.setdefault(trainer, []).append(report.requested_batch)
+    # A very strict test asks for as much as it may: 4, 6, 9, 11, 11, ...
+    assert requests[0][:4] == [4, 6, 9, 11]
+    for own in requests.values():
+        assert own == sorted(own)
+        assert max(own) <= 11
+
+
+def bits(cluster) -> dict[int, bytes]:
+    return {trainer.id: trainer.parameters.numpy().tobytes() for trainer in cluster.trainers.values()}
+
+
+def test_the_same_seed_gives_the_same_bits(cache_dir):
+    runs = []
+    for seed in (7, 7, 8):
+        cluster = tiny_cluster(cache_dir, training_seed=seed, number_of_outer_steps=5, ETA=0.3)
+        torch.rand(17)  # whatever the global generator has done must not matter
+        evaluations = cluster.train(Recorder())
+        runs.append((bits(cluster), evaluations, cluster.totals.tokens))
+    assert runs[0][:2] == runs[1][:2]
+    assert runs[0][0] != runs[2][0]
+
+
+def test_dropout_depends_on_the_place_in_the_run_alone():
+    config = make_config(INITIAL_BATCH_SIZE=4, sampling_method="none")
+    results = []
+    for burnt in (0, 100):
+        torch.manual_seed(burnt)
+        trainer = make_trainer(tiny_bert(dropout=0.3).train(), config, separable_texts(40), nodes=2)
+        torch.rand(burnt)
+        before = torch.get_rng_state()
+        train(trainer, 2)
+        assert torch.equal(torch.get_rng_state(), before)
+        results.append(trainer.parameters)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 5])
+def test_a_run_continued_from_its_state_equals_the_uninterrupted_run(cache_dir, stop):
+    """Through growing batches, merges and redistribution; the state is taken anywhere."""
+    settings = {
+        "number_of_outer_steps": 6,
+        "ETA": 0.3,
+        "max_batch_size": 4,
+        "statistics_smoothing": 0.5,
+        "learning_rate_schedule": "cosine",
+    }
+    whole, recorder = tiny_cluster(cache_dir, **settings), Recorder()
+    whole.train(recorder)
+    first, second = tiny_cluster(cache_dir, **settings), tiny_cluster(cache_dir, **settings)
+    for _ in range(stop):
+        first.run_round(Recorder())
+    state = first.state_dict()
+    first.run_round(Recorder())  # the state is a copy: going on does not change it
+    second.load_state_dict(state)
+    second.train(Recorder())
+    assert bits(second) == bits(whole)
+    assert second.totals.tokens == whole.totals.tokens
+    assert second.totals.communications == whole.totals.communications
+    assert second.merges == whole.merges
+    assert {t.id: t.requested_batch for t in second.trainers.values()} == {
+        t.id: t.requested_batch for t in whole.trainers.values()
+    }
+
+
+def test_a_merge_averages_parameters_and_momentum_and_unites_the_data(cache_dir):
+    cluster = tiny_cluster(cache_dir, number_of_initial_trainers=3, nodes_per_gpu=3, merge_frequency=100)
+    for _ in range(2):
+        cluster.run_round(Recorder())
+    trainers = cluster.trainers
+    for trainer, request in ((0, 6), (1, 2), (2, 9)):
+        trainers[trainer].requested_batch = request
+    x = 0.75 * trainers[0].parameters + 0.25 * trainers[1].parameters
+    v = 0.75 * trainers[0].velocity + 0.25 * trainers[1].velocity
+    assert v.abs().max() > 0.0
+    data = set(trainers[0].cursor.subset) | set(trainers[1].cursor.subset)
+    before = cluster.totals.bytes_communicated, cluster.totals.communications
+    merge = cluster._merge()
+    assert merge.plan.representative == 0
+    assert sorted(cluster.trainers) == [0, 2]
+    torch.testing.assert_close(trainers[0].parameters, x)
+    torch.testing.assert_close(trainers[0].velocity, v)
+    assert set(trainers[0].cursor.subset) == data
+    assert trainers[0].requested_batch == 6
+    assert cluster.totals.bytes_communicated - before[0] == trainers[0].parameter_bytes
+    assert cluster.totals.communications - before[1] == 1
+
+
+def test_trainers_merge_down_to_one_and_go_on(cache_dir):
+    cluster, recorder = tiny_cluster(cache_dir, number_of_outer_steps=8, merge_frequency=2), Recorder()
+    final = cluster.train(recorder)
+    assert [len(result.reports) for result in recorder.rounds] == [4, 4, 3, 3, 2, 2, 1, 1]
+    assert [merge.outer_step for merge in cluster.merges] == [2, 4, 6]
+    assert list(final) == list(cluster.trainers)
+    assert set(next(iter(cluster.trainers.values())).cursor.subset) == set(range(96))
+
+
+def test_a_merge_of_three_counts_two_models(cache_dir):
+    cluster = tiny_cluster(cache_dir, merge_count=3, merge_frequency=1, number_of_outer_steps=1)
+    cluster.train(Recorder())
+    assert len(cluster.trainers) == 2
+    # Four trainers on four nodes do not synchronise: the merge is all the communication there is.
+    assert cluster.totals.communications == 1
+    assert cluster.totals.bytes_communicated == 2 * cluster.trainers[0].parameter_bytes
+
+
+def test_communications_and_bytes_of_a_ring_all_reduce(cache_dir):
+    cluster = tiny_cluster(cache_dir, number_of_initial_trainers=1, nodes_per_gpu=4, number_of_outer_steps=5)
+    cluster.train(Recorder())
+    parameters = sum(p.numel() for p in cluster.working[CPU].module.parameters())
+    assert cluster.totals.communications == 5
+    # Each of 4 workers moves 2 * 3/4 of the 4-byte parameters.
+    assert cluster.totals.bytes_communicated == 5 * 4 * (2 * 3 / 4) * 4 * parameters
+
+
+def test_a_new_worker_starts_with_the_first_workers_moments(cache_dir):
+    cluster = tiny_cluster(cache_dir, number_of_initial_trainers=2, nodes_per_gpu=2, merge_frequency=2)
+    for _ in range(2):
+        cluster.run_round(Recorder())
+    (trainer,) = cluster.trainers.values()
+    first, second = (worker.optimizer.state[worker.working.parameters] for worker in trainer.workers.values())
+    assert first["exp_avg"].data_ptr() != second["exp_avg"].data_ptr()
+    for name in ("exp_avg", "exp_avg_sq", "step"):
+        assert torch.equal(first[name], second[name])
+    assert first["step"].item() == 6
+
+
+def test_more_trainers_than_nodes(cache_dir):
+    """One node serves three trainers in turn, and gives what three nodes would: workers own the state."""
+    results = []
+    for nodes in (1, 3):
+        cluster = tiny_cluster(cache_dir, number_of_initial_trainers=3, nodes_per_gpu=nodes, merge_frequency=100)
+        cluster.train(Recorder())
+        results.append(bits(cluster))
+    assert results[0] == results[1]
+
+
+def test_trainers_start_apart_or_together(cache_dir):
+    apart = tiny_cluster(cache_dir)
+    together = tiny_cluster(cache_dir, identical_initialisation=True)
+    assert len(set(bits(apart).values())) == 4
+    assert len(set(bits(together).values())) == 1
+    subsets = [set(trainer.cursor.subset) for trainer in apart.trainers.values()]
+    assert sum(len(subset) for subset in subsets) == len(set.union(*subsets)) == 96
+
+
+@pytest.mark.parametrize(("single_seed", "different_heads"), [(True, 1), (False, 4)])
+def test_output_layers_are_drawn_anew_identically_or_per_trainer(cache_dir, single_seed, different_heads):
+    config = make_config(
+        model_config=TINY_ARCHITECTURE | {"tie_word_embeddings": False},
+        identical_initialisation=True,
+        need_to_reinit_output_layers=True,
+        single_seed=single_seed,
+    )
+    cluster = Cluster(config, tiny_data(cache_dir))
+    heads, bodies = set(), set()
+    for trainer in cluster.trainers.values():
+        parameters = parameters_of(trainer)
+        heads.add(parameters.pop("lm_head.weight").numpy().tobytes())
+        bodies.add(b"".join(tensor.numpy().tobytes() for tensor in parameters.values()))
+    assert (len(heads), len(bodies)) == (different_heads, 1)
+
+
+@pytest.mark.parametrize(
+    ("limit", "examples"),
+    [
+        ({"number_of_training_epochs": 1.0}, 96),
+        ({"number_of_training_epochs": 2.5}, 240),
+        ({"max_tokens": 1000}, 112),  # 1000 / 9 tokens = 111.1 examples, 16 at a time
+    ],
+)
+def test_a_budget_is_exceeded_by_less_than_one_inner_step(cache_dir, limit, examples):
+    cluster = tiny_cluster(cache_dir, number_of_outer_steps=None, sampling_method="none", merge_frequency=99, **limit)
+    cluster.train(Recorder())
+    assert cluster.totals.examples == examples
+
+
+def test_classification_runs_through_the_same_trainers():
+    """BERT on texts that are easy to tell apart: adaptive batches, padding, and accuracy from chance to nearly 1."""
+    config = make_config(INITIAL_BATCH_SIZE=8, learning_rate_for_inner_opt=3e-3, ETA=0.5, statistics_batch_size=4)
+    trainer = make_trainer(tiny_bert(dtype=torch.float32), config, separable_texts(200), nodes=2)
+    validation = separable_texts(60, seed=9)
+
+    def accuracy() -> float:
+        with trainer.workers[0].working.evaluating(trainer.parameters) as module:
+            return evaluate(module, validation, "classification", 16, CPU).metric
+
+    before = accuracy()
+    reports = train(trainer, 8, inner_steps=6)
+    assert before < 0.75
+    assert accuracy() > 0.9
+    assert reports[-1].requested_batch > 8
+    assert reports[0].tokens < reports[0].examples * 9
+
+
+def test_working_memory_is_what_the_design_says(cache_dir):
+    """Two buffers per device, two tensors per trainer, two per worker: nothing else of model size lives on."""
+    cluster = tiny_cluster(cache_dir, nodes_per_gpu=6, number_of_initial_trainers=4, merge_frequency=100)
+    cluster.run_round(Recorder())
+    working = cluster.working[CPU]
+    expected = {working.parameters.data_ptr(), working.gradient.data_ptr()}
+    for trainer in cluster.trainers.values():
+        expected |= {trainer.parameters.data_ptr(), trainer.velocity.data_ptr()}
+        for worker in trainer.workers.values():
+            state = worker.optimizer.state[working.parameters]
+            expected |= {state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr()}
+    assert len(expected) == 2 + 2 * 4 + 2 * 6
+    gc.collect()
+    found = {
+        entry.data_ptr()
+        for entry in gc.get_objects()
+        if type(entry) in (torch.Tensor, torch.nn.Parameter) and entry.numel() >= working.parameter_count
+    }
+    assert found == expected
+
+
+def test_a_node_on_another_device_takes_the_state_along():
+    """The device changes in name only here, but the optimiser is made anew and must carry its moments."""
+    config = make_config(sampling_method="none")
+    trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(40)), nodes=1)
+    train(trainer, 1)
+    before = trainer.workers[0].state_dict()["state"][0]
+    elsewhere = torch.device("cpu", 0)
+    trainer._working[elsewhere] = trainer._working[CPU]
+    trainer.assign_nodes((Node(9, elsewhere, 64),))
+    after = trainer.workers[0].state_dict()["state"][0]
+    assert trainer.workers[0].node.id == 9
+    assert after["step"] == before["step"] == 3
+    assert torch.equal(after["exp_avg"], before["exp_avg"])
+
+
+def test_a_non_finite_loss_stops_with_a_clear_message():
+    config = make_config(learning_rate_for_inner_opt=1e30, gradient_clipping=None)
+    trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(40)), nodes=1)
+    with pytest.raises(TrainingError, match=r"trainer 0.*lower learning_rate_for_inner_opt"):
+        train(trainer, 3)
