@@ -105,7 +105,7 @@ class Config:
     c4_tokenized_path: str | None = _key(None, "tokenised C4", datasets=("c4",))
 
     # Model
-    model_type: Name = _key("microllama", "architecture", choices=True)
+    model_type: Name = _key("microllama", "family of the model", choices=True)
     model_config: dict[str, Any] = _key(
         {"preset": "demo"},
         "preset, or name (of a preset, a hub model or a folder), pretrained, and any architecture value to change",
@@ -153,7 +153,7 @@ class Config:
     INITIAL_BATCH_SIZE: PositiveInt = _key(
         8, "requested batch of every trainer in the first round, in examples over all its workers"
     )
-    sampling_method: str = _key("norm_test", "batch test", choices=True)
+    sampling_method: str = _key("norm_test", "batch test that sets the requested batch", choices=True)
     ETA: PositiveFloat = _key(0.8, "eta of the norm test")
     vartheta: PositiveFloat = _key(0.9, "theta of the inner product test")
     nu: PositiveFloat = _key(5.84, "nu of the augmented inner product test")

@@ -63,7 +63,8 @@ def find_max_batch(
     intercept, slope = fit_line(points)
     if slope <= 0.0:
         return largest_seen
-    candidate = max(largest_seen, int((budget_bytes - intercept) / slope))
+    # A millionth of an example forgives the rounding of the fit.
+    candidate = max(largest_seen, int((budget_bytes - intercept) / slope + 1e-6))
     while confirm and candidate > largest_seen:
         size = measure(candidate)
         if size is not None and size <= budget_bytes:

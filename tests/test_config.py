@@ -1,0 +1,246 @@
+"""The configuration: types, aliases, overrides, and all problems at once."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster import CHOICES
+from utils.config import ALIASES, FIELDS, Config, ConfigError, dump_config, load_config, parse_config
+from utils.utils import resolve_devices
+
+ROOT = Path(__file__).resolve().parent.parent
+
+README_BLOCK = """
+training_seed: 42             # Random seed
+CUDA_VISIBLE_DEVICES: "1,3"   # GPUs for CUDA_VISIBLE_DEVICES
+devices: ["cuda:1"]           # GPUs used for training
+real_device_ids: ['4']
+log_dir: "logs"
+log_file: "training_log.log"
+memory_report_dir: "memory_report"
+model_training_report_dir: "model_training_report"
+model_weights_dir: "model_weights"
+dataset: "c4"
+data_sample_size: 2048
+model_type: 'microllama'
+model_config: {"name": "keeeeenw/MicroLlama"}
+number_of_training_epochs: 2
+learning_rate_for_inner_opt: 1e-5
+learning_rate_for_outer_opt: 1e-4
+nodes_per_gpu: 4
+number_of_initial_trainers: 4
+number_of_inner_steps_between_outers: 5
+INITIAL_BATCH_SIZE: 3
+ETA: 0.1
+vartheta: 0.01
+nu: 0.15
+sampling_method: "norm_test"
+distributed_algo: "LocalSGD"
+padding_percentage: 0.85
+"""
+
+
+def problems(raw, overrides=(), allowed=CHOICES) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"number_of_outer_steps": 2} | raw, overrides, allowed)
+    return caught.value.problems
+
+
+def test_the_readme_block_of_adloco_gives_typed_values(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(README_BLOCK)
+    config, warnings = load_config(path)
+    expected = yaml.safe_load(README_BLOCK) | {
+        "learning_rate_for_inner_opt": 1e-5,  # YAML 1.1 reads 1e-5 as a string
+        "learning_rate_for_outer_opt": 1e-4,
+    }
+    for name, value in expected.items():
+        assert getattr(config, name) == value, name
+        assert type(getattr(config, name)) is (float if name == "number_of_training_epochs" else type(value)), name
+    assert warnings == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
+def test_without_cuda_a_warning_says_that_it_runs_on_the_cpu():
+    devices, warnings = resolve_devices(["cuda:1"])
+    assert devices == [torch.device("cpu")]
+    assert warnings == ["devices: ['cuda:1'] asked for, but CUDA is not available: running on the CPU"]
+    assert resolve_devices(None) == ([torch.device("cpu")], [])
+    assert resolve_devices(["cpu"]) == ([torch.device("cpu")], [])
+
+
+@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
+def test_every_alias_means_its_key(alias, name):
+    config, _ = parse_config(
+        {"number_of_outer_steps": 3} | {alias: 2} if name != "number_of_outer_steps" else {alias: 2}
+    )
+    assert getattr(config, name) == 2
+
+
+def test_a_key_and_its_alias_together_are_a_problem():
+    assert problems({"ETA": 1, "lr_inner": 1, "learning_rate_for_inner_opt": 2}) == [
+        "learning_rate_for_inner_opt: given twice, as lr_inner and as learning_rate_for_inner_opt"
+    ]
+
+
+def test_overrides_win_and_reach_nested_keys():
+    config, _ = parse_config(
+        {"number_of_outer_steps": 1, "model_config": {"preset": "demo", "hidden_size": 8}},
+        ["num_outer_steps=7", "ETA=1e-1", "model_config.hidden_size=16", "devices=[cpu]", "max_batch_size=null"],
+    )
+    assert (config.number_of_outer_steps, config.ETA, config.devices) == (7, 0.1, ["cpu"])
+    assert config.model_config == {"preset": "demo", "hidden_size": 16}
+    assert parse_config({"max_tokens": 1}, ["model_config.hidden_size=16"])[0].model_config == {
+        "preset": "demo",
+        "hidden_size": 16,
+    }
+
+
+def test_all_problems_are_reported_at_once_one_line_each():
+    found = problems(
+        {
+            "learnig_rate_for_inner_opt": 1,
+            "eta": 0.5,
+            "ETA": "much",
+            "INITIAL_BATCH_SIZE": 0,
+            "nodes_per_gpu": -1,
+            "merge_frequency": 1.5,
+            "merge_count": True,
+            "padding_percentage": 1.2,
+            "devices": ["tpu:0"],
+            "dataset": "python_doc",
+            "merging_policy": "random",
+            "outer_momentum": 1.0,
+            "learning_rate_for_outer_opt": float("inf"),
+        },
+        ["zzzz", "debias=perhaps"],
+    )
+    assert all("\n" not in line for line in found)
+    text = "\n".join(found)
+    for pattern in (
+        r"learnig_rate_for_inner_opt: unknown key; did you mean learning_rate_for_inner_opt\?",
+        r"eta: unknown key; did you mean ETA\?",
+        r"ETA: should be a valid number.*got 'much'",
+        r"INITIAL_BATCH_SIZE: should be greater than 0, got 0",
+        r"nodes_per_gpu: should be greater than 0, got -1",
+        r"merge_frequency: should be a valid integer.*got 1\.5",
+        r"merge_count: should be a number, not true or false, got True",
+        r"padding_percentage: should be less than or equal to 1, got 1\.2",
+        r"devices\[0\]: .*got \['tpu:0'\]",
+        r"dataset: must be one of python_docs, got 'python_doc'; did you mean python_docs\?",
+        r"merging_policy: must be one of worst_with_worst, best_with_worst, got 'random'",
+        r"outer_momentum: should be less than 1, got 1\.0",
+        r"learning_rate_for_outer_opt: should be a finite number, got inf",
+        r"zzzz: an override must have the form key=value",
+        r"debias: should be a valid boolean.*got 'perhaps'",
+    ):
+        assert re.search(pattern, text), pattern
+    assert len(found) == 15
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ({"number_of_outer_steps": None}, "number_of_outer_steps: give it, number_of_training_epochs or max_tokens"),
+        (
+            {"INITIAL_BATCH_SIZE": 9, "max_requested_batch": 8},
+            "max_requested_batch: must be at least INITIAL_BATCH_SIZE",
+        ),
+        ({"devices": ["cpu"], "real_device_ids": ["1", "2"]}, "real_device_ids: must name each of the 1 devices"),
+        (
+            {"number_of_inner_steps_between_outers": None},
+            "number_of_inner_steps_between_outers: should be a valid integer",
+        ),
+    ],
+)
+def test_values_that_do_not_go_together(raw, expected):
+    assert any(line.startswith(expected) for line in problems(raw))
+
+
+@pytest.mark.parametrize(
+    ("raw", "warning"),
+    [
+        ({"c4_language": "en"}, "c4_language: has no effect with dataset python_docs"),
+        ({"project_name": "x"}, "project_name: has no effect, this version does not report to ClearML"),
+        ({"lr_sgd": 0.1}, "lr_sgd: has no effect with distributed_algo DiLoCo"),
+        ({"single_seed": True}, "single_seed: has no effect without need_to_reinit_output_layers"),
+    ],
+)
+def test_a_key_without_effect_says_so(raw, warning):
+    assert parse_config({"number_of_outer_steps": 1} | raw)[1] == [warning]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("a: [", "not valid YAML"), ("- 1\n- 2", "must be a mapping"), ("just words", "must be a mapping")],
+)
+def test_a_file_that_is_no_config(tmp_path, text, expected):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=expected):
+        load_config(path)
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read the configuration: No such file"):
+        load_config(tmp_path / "none.yaml")
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "number_of_outer_steps": st.integers(1, 10**6),
+            "learning_rate_for_inner_opt": st.floats(1e-12, 1e6),
+            "adam_epsilon": st.floats(1e-300, 1.0),
+            "gradient_clipping": st.none() | st.floats(0.1, 10.0),
+            "debias": st.booleans(),
+            "log_dir": st.text(min_size=1).filter(lambda text: text.isprintable()),
+        }
+    )
+)
+def test_the_resolved_copy_gives_the_same_config(values):
+    config, _ = parse_config(values)
+    assert parse_config(yaml.safe_load(dump_config(config)))[0] == config
+
+
+def test_every_key_has_a_meaning_and_a_valid_default():
+    for name, field in FIELDS.items():
+        assert len(field.metadata["meaning"]) > 10, name
+    defaults = dataclasses.asdict(Config()) | {"number_of_outer_steps": 1}
+    assert parse_config(defaults, allowed=CHOICES)[0] == Config(number_of_outer_steps=1)
+
+
+def test_choices_are_the_keys_that_say_so():
+    assert {name for name, field in FIELDS.items() if field.metadata["choices"]} == set(CHOICES)
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "config.yaml", *sorted((ROOT / "configs").glob("*.yaml"))], ids=lambda p: p.name
+)
+def test_shipped_configurations_are_valid(path):
+    config, _ = load_config(path)
+    assert config.number_of_outer_steps or config.number_of_training_epochs or config.max_tokens
+
+
+def readme_rows() -> dict[str, list[str]]:
+    rows = {}
+    for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines():
+        match = re.fullmatch(r"\| `(\w+)` \|(.*)\|(.*)\|(.*)\|", line)
+        if match:
+            rows[match[1]] = [cell.strip() for cell in match.groups()[1:]]
+    return rows
+
+
+def test_the_readme_documents_every_key_with_its_meaning_and_default():
+    rows = readme_rows()
+    assert set(rows) == set(FIELDS)
+    for name, (meaning, default, _) in rows.items():
+        assert meaning == FIELDS[name].metadata["meaning"], name
+        value = dataclasses.asdict(Config())[name]
+        assert yaml.safe_load(default.strip("`")) == value or float(default.strip("`")) == value, name

@@ -1,0 +1,113 @@
+"""The max batch: the linear memory model on synthetic devices, and what it leaves behind on a real one."""
+
+import numpy as np
+import pytest
+import torch
+
+from fabrics.dataset_loader import PackedSequences
+from fabrics.working_model import WorkingModel
+from tests.helpers import CPU, random_sequences, tiny_bert, tiny_cluster, tiny_llama
+from trainers import backward
+from utils.config import ConfigError
+from utils.max_batch_calculator import calculate_max_batch, find_max_batch, fit_line
+
+
+def test_a_line_through_points():
+    assert fit_line([(1, 130), (2, 160), (4, 220)]) == pytest.approx((100.0, 30.0))
+    assert fit_line([(2, 50)]) == (0.0, 25.0)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "per_example", "budget", "expected"),
+    [
+        (100, 30, 1000, 30),
+        (0, 10, 1000, 100),
+        (100, 30, 130, 1),
+        (100, 30, 199, 3),
+        (100, 30, 190, 3),
+        (50, 7, 10**6, 142850),
+    ],
+)
+def test_the_largest_batch_of_a_linear_device(fixed, per_example, budget, expected):
+    measured = []
+
+    def measure(batch):
+        measured.append(batch)
+        return fixed + per_example * batch
+
+    assert find_max_batch(measure, budget) == expected
+    assert len(measured) <= 6
+
+
+def test_a_prediction_that_does_not_hold_is_shrunk_until_it_does():
+    def measure(batch):  # steeper beyond 40 examples than the probes can tell
+        size = 10 * batch if batch <= 40 else 10 * 40 + 30 * (batch - 40)
+        return None if size > 900 else size
+
+    batch = find_max_batch(measure, 700)
+    assert measure(batch) <= 700
+    assert batch >= 40
+
+
+def test_running_out_of_memory_in_a_probe_is_no_failure():
+    assert find_max_batch(lambda batch: None if batch > 3 else 100 * batch, 10_000) == 3
+
+
+def test_not_even_one_example():
+    with pytest.raises(MemoryError, match="one example does not fit into 99 bytes"):
+        find_max_batch(lambda batch: 100 * batch, 99)
+
+
+def test_a_measurement_on_the_cpu_leaves_nothing_behind():
+    working = WorkingModel(tiny_bert(dtype=torch.float32, dropout=0.1).train(), CPU)
+    ids = random_sequences(20)
+
+    class Examples(PackedSequences):
+        def batch(self, indices, device):
+            batch = super().batch(indices, device)
+            return {"input_ids": batch["input_ids"], "labels": batch["input_ids"][:, 0] % 2}
+
+    examples = Examples(ids)
+    parameters, state = working.parameters.detach().clone(), torch.get_rng_state()
+    sizes = []
+
+    def step(count):
+        sizes.append(count)
+        backward(working, examples, np.arange(count) % len(examples))
+
+    batch = calculate_max_batch(step, working.gradient, CPU, 0.9, nodes=4, reserved_bytes=0)
+    assert batch > 100
+    assert sizes == [1, 2]
+    assert torch.equal(working.parameters, parameters)
+    assert working.gradient.abs().sum() == 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert working.module.training
+
+
+def test_more_nodes_and_longer_sequences_mean_smaller_batches():
+    def max_batch(length, nodes, share=0.9):
+        working = WorkingModel(tiny_llama(dtype=torch.float32), CPU)
+        examples = PackedSequences(random_sequences(8, length))
+        return calculate_max_batch(
+            lambda count: backward(working, examples, np.arange(count) % 8), working.gradient, CPU, share, nodes, 0
+        )
+
+    assert max_batch(16, 1) == pytest.approx(4 * max_batch(16, 4), rel=0.1)
+    assert max_batch(64, 1) < 0.5 * max_batch(16, 1)
+
+
+def test_a_model_that_does_not_fit_names_the_keys():
+    working = WorkingModel(tiny_llama(dtype=torch.float32), CPU)
+    with pytest.raises(MemoryError, match=r"no example fits on cpu.*padding_percentage 0\.9.*nodes_per_gpu"):
+        calculate_max_batch(lambda count: None, working.gradient, CPU, 0.9, 4, reserved_bytes=10**15)
+
+
+def test_a_max_batch_of_one_cannot_hold_a_sample(cache_dir):
+    with pytest.raises(ConfigError, match="max_batch_size: statistics_estimator per_example needs at least 2"):
+        tiny_cluster(cache_dir, max_batch_size=1)
+    assert tiny_cluster(cache_dir, max_batch_size=1, sampling_method="none").nodes[0].max_batch == 1
+
+
+def test_across_workers_needs_two_nodes_per_trainer(cache_dir):
+    with pytest.raises(ConfigError, match="statistics_estimator: across_workers needs two nodes per trainer, got 4"):
+        tiny_cluster(cache_dir, statistics_estimator="across_workers")
