@@ -120,6 +120,10 @@ class Cluster:
             self.devices, self.warnings = resolve_devices(config.devices)
         except ValueError as error:
             raise ConfigError(f"devices: {error}") from None
+        if config.real_device_ids and len(config.real_device_ids) != len(self.devices):
+            self.warnings.append(
+                f"real_device_ids: {len(config.real_device_ids)} labels for {len(self.devices)} devices, none is used"
+            )
         task = MODELS[config.model_type].task
         if task != data.task:
             raise ConfigError(

@@ -42,8 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
             os.environ["CUDA_VISIBLE_DEVICES"] = config.CUDA_VISIBLE_DEVICES
         if config.cpu_threads:
             torch.set_num_threads(config.cpu_threads)
-        data = DATASETS[config.dataset](config)
-        cluster = Cluster(config, data)
+        cluster = Cluster(config, DATASETS[config.dataset](config))
         recorder = RunRecorder(config, make_run_folder(config), kept, started)
     except ConfigError as error:
         for problem in error.problems:
@@ -51,21 +50,29 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     for warning in warnings:
         recorder.warn(warning)
-    status, final = 0, {}
+    final = {}
     try:
         final = cluster.train(recorder)
         recorder.finish(cluster, final, "completed")
+        return 0
     except KeyboardInterrupt:
-        status = 130
         recorder.finish(cluster, final, "interrupted")
+        return 130
     except TrainingError as error:
-        status = 1
         logger.error("error: %s", error)
         recorder.finish(cluster, final, "failed")
+        return 1
+    except Exception:
+        # Not foreseen: whoever mends it needs the traceback, and the user keeps what was trained.
+        logger.exception("training failed")
+        recorder.finish(cluster, final, "failed")
+        return 1
     finally:
         recorder.close()
-    return status
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

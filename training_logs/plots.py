@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from utils.utils import write_atomically
 
@@ -76,13 +76,20 @@ def draw_loss(axes: Axes, rows: list[Row], x: str, metric: str) -> None:
 
 
 def draw_metric(axes: Axes, rows: list[Row], x: str, metric: str) -> None:
-    """The validation metric of every trainer; perplexity on a logarithmic scale."""
+    """The validation metric of every trainer, a cross where it was merged; perplexity on a logarithmic scale."""
+    last_round = max(row["outer_step"] for row in rows)
     for trainer in _trainers(rows):
-        axes.plot(
-            *_series(rows, trainer, x, "validation_metric"), ".-", color=colour(trainer), label=f"trainer {trainer}"
-        )
+        xs, values = _series(rows, trainer, x, "validation_metric")
+        axes.plot(xs, values, ".-", color=colour(trainer), label=f"trainer {trainer}")
+        merged = max(row["outer_step"] for row in rows if row["trainer_id"] == trainer) < last_round
+        if merged and xs:
+            axes.plot(xs[-1], values[-1], "x", ms=9, mew=2, color=colour(trainer))
+    axes.plot([], [], "x", mew=2, color="grey", label="merged into another")
     if metric == "perplexity":
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_title(f"Validation {metric}")
     _axis(axes, x, metric)
     axes.legend(fontsize=8)
@@ -118,19 +125,27 @@ def draw_batches(axes: Axes, rows: list[Row], x: str, metric: str) -> None:
 
 
 def draw_living(axes: Axes, rows: list[Row], x: str, metric: str) -> None:
-    """How many trainers live, and how many nodes work for each."""
+    """How many trainers live (line), and how many nodes work for each (stacked areas)."""
     rounds = sorted({row["outer_step"] for row in rows})
-    first = {step: next(row for row in rows if row["outer_step"] == step) for step in rounds}
-    living = [sum(row["outer_step"] == step for row in rows) for step in rounds]
-    axes.step([first[step][x] for step in rounds], living, where="mid", color="black", lw=2, label="living trainers")
-    for trainer in _trainers(rows):
-        xs, nodes = _series(rows, trainer, x, "nodes")
-        axes.plot(xs, nodes, "o", ms=4, color=colour(trainer), alpha=0.7, label=f"nodes of trainer {trainer}")
-    axes.set_ylim(bottom=0)
+    own = {step: {int(row["trainer_id"]): row for row in rows if row["outer_step"] == step} for step in rounds}
+    xs = [next(iter(own[step].values()))[x] for step in rounds]
+    trainers = _trainers(rows)
+    nodes = [[own[step][trainer]["nodes"] if trainer in own[step] else 0.0 for step in rounds] for trainer in trainers]
+    axes.stackplot(
+        xs,
+        nodes,
+        step="mid",
+        colors=[colour(trainer) for trainer in trainers],
+        alpha=0.35,
+        labels=[f"nodes of trainer {trainer}" for trainer in trainers],
+    )
+    living = [len(own[step]) for step in rounds]
+    axes.step(xs, living, where="mid", color="black", lw=2, label="living trainers")
+    axes.set_ylim(bottom=0, top=1.25 * max(*living, *map(sum, zip(*nodes, strict=True))))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title("Living trainers and their nodes")
     _axis(axes, x, "count")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, ncols=2, loc="upper right")
 
 
 Draw = Callable[[Axes, list[Row], str, str], None]

@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tqdm import tqdm
+from transformers.utils.logging import disable_progress_bar
 
 from cluster import Cluster, ClusterRound
 from fabrics.eval_tool import Evaluation
@@ -69,6 +70,7 @@ class _ConsoleHandler(logging.StreamHandler):
 
 def start_logging() -> logging.handlers.MemoryHandler:
     """Log to the console, and keep the records until there is a run folder to put them in."""
+    disable_progress_bar()  # that of transformers: saving a model in one file has nothing to show
     root = logging.getLogger("adloco")
     root.setLevel(logging.INFO)
     root.propagate = False

@@ -33,13 +33,13 @@ def _no_bool(value):
 
 
 Number = BeforeValidator(_no_bool)
-PositiveInt = Annotated[int, Number, Field(gt=0)]
-NonNegativeInt = Annotated[int, Number, Field(ge=0)]
-PositiveFloat = Annotated[float, Number, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Number, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Number, Field(gt=0, le=1)]
-BelowOne = Annotated[float, Number, Field(ge=0, lt=1)]
-AtLeastOne = Annotated[float, Number, Field(ge=1)]
+PositiveInt = Annotated[int, Field(gt=0), Number]
+NonNegativeInt = Annotated[int, Field(ge=0), Number]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), Number]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), Number]
+Fraction = Annotated[float, Field(gt=0, le=1), Number]
+BelowOne = Annotated[float, Field(ge=0, lt=1), Number]
+AtLeastOne = Annotated[float, Field(ge=1), Number]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 Name = Annotated[str, Field(min_length=1)]
 
@@ -87,8 +87,8 @@ class Config:
     dataset: Name = _key("python_docs", "what to train on", choices=True)
     data_sample_size: PositiveInt | None = _key(None, "documents to train on; null: all")
     val_size: PositiveInt | None = _key(None, "documents held out for validation; null: one in twenty")
-    sequence_length: Annotated[int, Number, Field(ge=2)] = _key(128, "tokens per packed sequence, one example")
-    vocab_size: Annotated[int, Number, Field(ge=258)] = _key(
+    sequence_length: Annotated[int, Field(ge=2), Number] = _key(128, "tokens per packed sequence, one example")
+    vocab_size: Annotated[int, Field(ge=258), Number] = _key(
         2048,
         "size of the byte-level BPE vocabulary that is trained on the training documents",
         datasets=("python_docs",),
@@ -142,7 +142,7 @@ class Config:
     gradient_clipping: PositiveFloat | None = _key(1.0, "largest norm of an inner step's gradient; null: no clipping")
     warmup_steps: NonNegativeInt = _key(0, "inner steps over which the inner learning rate grows linearly")
     learning_rate_schedule: str = _key("constant", "inner learning rate over the run", choices=True)
-    minimum_learning_rate_ratio: Annotated[float, Number, Field(ge=0, le=1)] = _key(
+    minimum_learning_rate_ratio: Annotated[float, Field(ge=0, le=1), Number] = _key(
         0.1, "what a schedule leaves of the base learning rate at the end"
     )
     learning_rate_scaling: str = _key(
@@ -161,8 +161,8 @@ class Config:
         False, "norm test against the estimate of the true gradient's norm instead of the batch gradient's"
     )
     statistics_estimator: str = _key("per_example", "where the gradient statistics come from", choices=True)
-    statistics_batch_size: Annotated[int, Number, Field(ge=2)] = _key(
-        8, "smallest sample of per_example: below it a probe batch of this size is used"
+    statistics_batch_size: Annotated[int, Field(ge=2), Number] = _key(
+        8, "smallest sample of per_example; smaller micro-batches use a probe batch of this size, or of the max batch"
     )
     statistics_smoothing: BelowOne = _key(0.0, "weight of the past in the moving average of the statistics over rounds")
     max_batch_growth: AtLeastOne = _key(2.0, "largest factor by which a request grows in a round")
@@ -177,7 +177,7 @@ class Config:
     # Merging
     merging_policy: str = _key("worst_with_worst", "which trainers merge", choices=True)
     merge_frequency: PositiveInt = _key(2, "rounds between merges, while more than one trainer lives")
-    merge_count: Annotated[int, Number, Field(ge=2)] = _key(2, "trainers that become one in a merge")
+    merge_count: Annotated[int, Field(ge=2), Number] = _key(2, "trainers that become one in a merge")
 
     # Evaluation
     eval_every: PositiveInt = _key(1, "evaluate the living trainers every so many rounds, and at the end")
@@ -200,6 +200,11 @@ ALIASES = {
 _ADAPTERS = {
     name: TypeAdapter(entry.type, config=ConfigDict(coerce_numbers_to_str=True)) for name, entry in FIELDS.items()
 }
+
+
+def value_schema(name: str) -> dict:
+    """The JSON schema of a key's values."""
+    return _ADAPTERS[name].json_schema()
 
 
 def _mapping(text: str, source: str) -> dict:
@@ -228,7 +233,7 @@ def _repaired_model_config(value, warnings: list[str]):
 
 
 def _unknown(key) -> str:
-    known = {name.lower(): name for name in [*FIELDS, *ALIASES]}
+    known = {name.lower(): name for name in [*ALIASES, *FIELDS]}
     close = difflib.get_close_matches(str(key).lower(), known, n=1, cutoff=0.5)
     return f"{key}: unknown key" + (f"; did you mean {known[close[0]]}?" if close else "")
 

@@ -1,0 +1,216 @@
+"""What the framework costs: python benchmarks/throughput.py [--repeats N] [key=value ...].
+
+Prints ratios of medians of interleaved measurements, because single timings on a shared machine say little:
+
+- inner steps: tokens/s of a trainer's inner steps against the loop that a good engineer would write (same
+  model and batch, fused AdamW, gradient clipping, the loss read once at the end, no framework);
+- whole rounds: the same with the outer step, batch test and statistics of a round, evaluation off;
+- statistics: the share of a round that the per-example statistics take, from a step with hooks against a plain one;
+- memory: bytes per parameter of everything of model size, beside the formula.
+
+The model is the demo's unless model_config says otherwise; random tokens cost what real ones cost.
+"""
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from algorithms.gradient_statistics import PerExampleProbe
+from cluster import CHOICES, Cluster
+from fabrics.dataset_loader import PackedSequences, TaskData, train_tokenizer
+from fabrics.models import build_model
+from trainers import RoundSchedule, Trainer, backward
+from utils.config import Config, ConfigError, parse_config
+
+DEFAULTS = {
+    "number_of_outer_steps": 1,
+    "number_of_initial_trainers": 1,
+    "nodes_per_gpu": 1,
+    "number_of_inner_steps_between_outers": 20,
+    "INITIAL_BATCH_SIZE": 8,
+    "max_batch_size": 64,
+    "sampling_method": "none",
+}
+
+
+def make_data(config: Config, vocabulary: int, examples: int = 512) -> TaskData:
+    """Random tokens in sequences of the configured length."""
+    tokens = np.random.default_rng(0).integers(0, vocabulary, (examples, config.sequence_length), dtype=np.int32)
+    tokenizer = train_tokenizer(["random tokens need no text"], 258, Path(config.cache_dir))
+    return TaskData("causal_lm", PackedSequences(tokens), PackedSequences(tokens[:8]), tokenizer, {})
+
+
+class BareLoop:
+    """The same model, data, optimiser and clipping without the framework."""
+
+    def __init__(self, config: Config, data: TaskData, device: torch.device):
+        self.model = build_model(config.model_type, config.model_config, data.tokenizer, config.sequence_length, 0)
+        self.model.to(device)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=config.learning_rate_for_inner_opt,
+            betas=tuple(config.adam_betas),
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self.clip, self.batch, self.device = config.gradient_clipping, config.INITIAL_BATCH_SIZE, device
+        self.tokens = data.train._tokens.to(torch.long)
+
+    def run(self, steps: int) -> None:
+        loss_sum = torch.zeros((), device=self.device)
+        for step in range(steps):
+            rows = torch.arange(step * self.batch, (step + 1) * self.batch) % len(self.tokens)
+            ids = self.tokens[rows].to(self.device, non_blocking=True)
+            logits = self.model(input_ids=ids).logits
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+            self.optimizer.step()
+            loss_sum += loss.detach()
+        loss_sum.item()
+
+
+def seconds(function, device: torch.device) -> float:
+    """Wall-clock seconds of one call, the device's work included."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    function()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
+
+
+def interleaved(functions: dict, device: torch.device, repeats: int) -> dict[str, list[float]]:
+    """Seconds of every function, measured in turn after one call that does not count."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for repeat in range(repeats + 1):
+        for name, function in functions.items():
+            elapsed = seconds(function, device)
+            if repeat:
+                times[name].append(elapsed)
+    return times
+
+
+def inner_steps(trainer: Trainer, schedule: RoundSchedule) -> None:
+    """A round's inner steps alone: no outer step and no batch test."""
+    plans = trainer.execution_plans()
+    trainer.reference_batch = trainer.reference_batch or plans[0].effective_batch
+    trainer._train_worker(0, plans[0], schedule, (0, plans[0].effective_batch), {}, lambda: None)
+
+
+def throughput(config: Config, repeats: int) -> None:
+    vocabulary = build_vocabulary(config)
+    data = make_data(config, vocabulary)
+    cluster = Cluster(config, data)
+    tested = Cluster(with_values(config, sampling_method="norm_test", max_batch_growth=1.0), data)
+    device = cluster.devices[0]
+    bare = BareLoop(config, data, device)
+    schedule = RoundSchedule(config.number_of_inner_steps_between_outers, 0.0, 0.0)
+    steps = schedule.inner_steps
+    times = interleaved(
+        {
+            "bare loop": lambda: bare.run(steps),
+            "inner steps": lambda: inner_steps(cluster.trainers[0], schedule),
+            "whole round": lambda: cluster.trainers[0].train_round(schedule, lambda: None),
+            "whole round with norm test": lambda: tested.trainers[0].train_round(schedule, lambda: None),
+        },
+        device,
+        repeats,
+    )
+    tokens = steps * config.INITIAL_BATCH_SIZE * config.sequence_length
+    base = statistics.median(times["bare loop"])
+    print(f"\n{'':28} {'tokens/s':>10}   ratio to the bare loop (median of pairs; quartiles)")
+    for name, values in times.items():
+        pairs = [b / v for b, v in zip(times["bare loop"], values, strict=True)]
+        low, middle, high = statistics.quantiles(pairs, n=4)
+        print(
+            f"{name:28} {tokens / statistics.median(values):>10,.0f}   {base / statistics.median(values):.3f}"
+            f"   ({middle:.3f}; {low:.3f} to {high:.3f})"
+        )
+
+
+def statistics_cost(config: Config, repeats: int) -> None:
+    """A backward pass with the hooks against one without, and what that means for a round."""
+    data = make_data(config, build_vocabulary(config))
+    working = Cluster(config, data).working
+    device, working = next(iter(working.items()))
+    indices = np.arange(config.INITIAL_BATCH_SIZE)
+
+    def plain() -> None:
+        backward(working, data.train, indices)
+        working.gradient.zero_()
+
+    def probed() -> None:
+        with PerExampleProbe(working.module, batch_size=len(indices)) as probe:
+            backward(working, data.train, indices)
+        probe.statistics()
+        working.gradient.zero_()
+
+    times = interleaved({"plain": plain, "probed": probed}, device, repeats * 5)
+    ratio = statistics.median(times["probed"]) / statistics.median(times["plain"])
+    steps = config.number_of_inner_steps_between_outers
+    print(f"\nstatistics: a step with hooks costs {ratio:.2f} plain steps,")
+    print(f"  {100 * (ratio - 1) / steps:.1f}% of a round of {steps} steps with {len(indices)} examples each")
+
+
+def memory(config: Config) -> None:
+    """Bytes of all live tensors of model size after a round, per parameter, against the formula."""
+    config = with_values(config, number_of_initial_trainers=2, nodes_per_gpu=4, merge_frequency=10**6)
+    data = make_data(config, build_vocabulary(config))
+    cluster = Cluster(config, data)
+    for trainer in cluster.trainers.values():
+        trainer.train_round(RoundSchedule(2, 0.0, 0.0), lambda: None)
+    gc.collect()
+    working = cluster.working[cluster.devices[0]]
+    sizes = {}
+    for entry in gc.get_objects():
+        if type(entry) in (torch.Tensor, torch.nn.Parameter) and entry.numel() >= working.parameter_count:
+            sizes[entry.data_ptr()] = entry.numel() * entry.element_size()
+    workers = sum(len(trainer.workers) for trainer in cluster.trainers.values())
+    trainers = len(cluster.trainers)
+    formula = 4 * (2 + 2 * trainers + 2 * workers)
+    print(f"\nmemory of model size, {trainers} trainers, {workers} workers, {working.parameter_count:,} parameters:")
+    print(f"  measured {sum(sizes.values()) / working.parameter_count:.2f} bytes per parameter between rounds")
+    print(f"  formula  {formula} = 4 (2 working + 2 per trainer + 2 per worker), and 4 more within a round")
+    print(f"  per replica {sum(sizes.values()) / working.parameter_count / workers:.2f} bytes per parameter")
+
+
+def with_values(config: Config, **values) -> Config:
+    return parse_config(vars(config) | values, allowed=CHOICES)[0]
+
+
+def build_vocabulary(config: Config) -> int:
+    return config.model_config.get("vocab_size", 2048)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure the framework against a bare training loop.")
+    parser.add_argument("--repeats", type=int, default=15, help="interleaved measurements of everything")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="config values")
+    options = parser.parse_args()
+    try:
+        raw = DEFAULTS | {"model_config": {"preset": "demo", "vocab_size": 2048}}
+        config, _ = parse_config(raw, options.overrides, CHOICES)
+    except ConfigError as error:
+        print("\n".join(f"error: {problem}" for problem in error.problems), file=sys.stderr)
+        return 2
+    if config.cpu_threads:
+        torch.set_num_threads(config.cpu_threads)
+    memory(config)
+    statistics_cost(config, options.repeats)
+    throughput(config, options.repeats)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

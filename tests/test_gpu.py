@@ -1,0 +1,65 @@
+"""The same mathematics on a GPU; skipped on a machine without one."""
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from algorithms.gradient_statistics import per_example_statistics
+from fabrics.data_order import DataCursor
+from fabrics.dataset_loader import PackedSequences
+from fabrics.working_model import WorkingModel
+from tests.helpers import make_config, make_trainer, random_sequences, tiny_llama, train, use_torch_norms
+from trainers import Node, Trainer, backward
+from utils.max_batch_calculator import calculate_max_batch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+CUDA = torch.device("cuda", 0)
+
+
+def test_statistics_on_a_gpu_equal_the_cpu():
+    model = use_torch_norms(tiny_llama(tied=True))
+    ids = torch.from_numpy(random_sequences(6)).long()
+    expected = per_example_statistics(model, {"input_ids": ids, "labels": ids})
+    on_gpu = {"input_ids": ids.to(CUDA), "labels": ids.to(CUDA)}
+    got = per_example_statistics(model.to(CUDA), on_gpu)
+    assert dataclasses.astuple(got) == pytest.approx(dataclasses.astuple(expected), rel=1e-9)
+
+
+def test_rounds_on_a_gpu_equal_the_cpu():
+    config = make_config(INITIAL_BATCH_SIZE=8, ETA=0.5)
+    examples, model = PackedSequences(random_sequences(60)), use_torch_norms(tiny_llama())
+    expected = make_trainer(copy.deepcopy(model), config, examples)
+    working = WorkingModel(model, CUDA)
+    cursor = DataCursor(config.training_seed, 0, np.arange(60))
+    trainer = Trainer(0, config, working.parameters.detach().clone(), cursor, examples, {CUDA: working})
+    trainer.assign_nodes((Node(0, CUDA, 64), Node(1, CUDA, 64)))
+    reports = train(trainer, 3), train(expected, 3)
+    assert [r.requested_batch for r in reports[0]] == [r.requested_batch for r in reports[1]]
+    torch.testing.assert_close(trainer.parameters.cpu(), expected.parameters, rtol=1e-6, atol=1e-8)
+
+
+def test_the_max_batch_fits_and_leaves_nothing_behind():
+    working = WorkingModel(tiny_llama(dtype=torch.float32, hidden_size=256, intermediate_size=512), CUDA)
+    examples = PackedSequences(random_sequences(8, 512))
+    parameters, state = working.parameters.detach().clone(), torch.cuda.get_rng_state(CUDA)
+    allocated = torch.cuda.memory_allocated(CUDA)
+    # A small share of a large GPU, so that the confirmation stays short.
+    share = 2e9 / torch.cuda.get_device_properties(CUDA).total_memory
+    free, total = torch.cuda.mem_get_info(CUDA)
+
+    def step(count: int) -> None:
+        backward(working, examples, np.arange(count) % 8)
+
+    batch = calculate_max_batch(step, working.gradient, CUDA, share + (total - free) / total, 1, 0)
+    assert batch >= 2
+    assert torch.cuda.memory_allocated(CUDA) == allocated
+    assert torch.equal(working.parameters, parameters)
+    assert working.gradient.abs().sum() == 0
+    assert torch.equal(torch.cuda.get_rng_state(CUDA), state)
+    torch.cuda.reset_peak_memory_stats(CUDA)
+    step(batch)
+    peak = torch.cuda.max_memory_allocated(CUDA) - allocated
+    assert 0.8 * 2e9 < peak < 1.1 * 2e9

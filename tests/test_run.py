@@ -1,0 +1,274 @@
+"""The program as a user runs it: run folder, logs, summary, plots, model, and errors before any work."""
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+import run as program
+from training_logs.plots import PLOTS, draw, read_round_log
+from training_logs.step_loss_logger import COLUMNS as STEP_COLUMNS
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SHORT = {
+    "data_sample_size": 400,
+    "val_size": 30,
+    "sequence_length": 32,
+    "vocab_size": 400,
+    "number_of_outer_steps": 5,
+    "number_of_inner_steps_between_outers": 4,
+    "number_of_initial_trainers": 3,
+    "nodes_per_gpu": 4,
+    "INITIAL_BATCH_SIZE": 4,
+    "max_batch_size": 2,
+    "merge_frequency": 2,
+    "ETA": 0.4,
+    "learning_rate_for_inner_opt": 5e-3,
+    "save_weights_every": 2,
+}
+
+
+def write_config(folder: Path, cache_dir: Path, **values) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(SHORT | {"log_dir": str(folder / "logs"), "cache_dir": str(cache_dir)} | values))
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, cache_dir):
+    """One short run through the real entry point, in its own process."""
+    folder = tmp_path_factory.mktemp("run")
+    config = write_config(folder, cache_dir)
+    result = subprocess.run(
+        [sys.executable, "run.py", "--config", str(config), "ETA=0.3", "model_config.num_hidden_layers=1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    (run_folder,) = (folder / "logs").iterdir()
+    return run_folder, result
+
+
+@pytest.fixture(scope="module")
+def rows(finished):
+    with (finished[0] / "model_training_report" / "training_log.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def summary(finished):
+    return json.loads((finished[0] / "model_training_report" / "summary.json").read_text())
+
+
+def test_the_run_folder_is_named_after_model_dataset_and_date(finished):
+    assert finished[0].name.startswith("microllama_python_docs_20")
+    assert {path.name for path in finished[0].iterdir()} == {
+        "config.yaml",
+        "training_log.log",
+        "model_training_report",
+        "memory_report",
+        "model_weights",
+    }
+
+
+def test_the_resolved_config_runs_again(finished):
+    from cluster import CHOICES
+    from utils.config import load_config
+
+    config, warnings = load_config(finished[0] / "config.yaml", allowed=CHOICES)
+    assert (config.ETA, config.model_config) == (0.3, {"preset": "demo", "num_hidden_layers": 1})
+    assert config.number_of_outer_steps == 5
+    assert warnings == []
+
+
+def test_the_round_log_has_a_row_per_trainer_and_round(rows):
+    assert [(row["outer_step"], row["trainer_id"]) for row in rows[:3]] == [("1", "0"), ("1", "1"), ("1", "2")]
+    assert [sum(row["outer_step"] == str(step) for row in rows) for step in range(1, 6)] == [3, 3, 2, 2, 1]
+    for row in rows:
+        assert all(row.values()), row
+        assert float(row["validation_metric"]) == pytest.approx(2.718281828 ** float(row["validation_loss"]), rel=1e-4)
+        assert int(row["nodes"]) * int(row["micro_batch"]) * int(row["accumulation_steps"]) >= int(
+            row["effective_batch"]
+        )
+        assert int(row["round_examples"]) == int(row["effective_batch"]) * int(row["inner_steps"])
+        assert int(row["round_tokens"]) == 32 * int(row["round_examples"])
+
+
+def test_totals_are_the_sums_of_the_rounds(rows, summary):
+    assert summary["examples"] == sum(int(row["round_examples"]) for row in rows) == int(rows[-1]["examples"])
+    assert summary["tokens"] == sum(int(row["round_tokens"]) for row in rows) == int(rows[-1]["tokens"])
+    synchronisations = sum(int(row["nodes"]) > 1 for row in rows)
+    assert summary["communications"] == synchronisations + summary["merges"] == int(rows[-1]["communications"])
+    model_bytes = 4 * summary["parameters"]
+    sent = sum(2 * (int(row["nodes"]) - 1) * model_bytes for row in rows)
+    assert summary["bytes_communicated"] == sent + 2 * model_bytes == int(rows[-1]["bytes_communicated"])
+
+
+def test_the_summary_tells_the_run(rows, summary):
+    assert summary["status"] == "completed"
+    assert (summary["outer_steps"], summary["merges"], summary["final_trainers"]) == (5, 2, 1)
+    assert summary["dataset"] == "python_docs"
+    assert summary["seed"] == 42
+    assert summary["versions"]["torch"].startswith("2.")
+    # Before training the model knows nothing: about the vocabulary's size.
+    assert summary["initial_metric"] == pytest.approx(400, rel=0.2)
+    assert summary["final_metric"] == pytest.approx(float(rows[-1]["validation_metric"]), rel=1e-9)
+    assert summary["final_metric"] < 0.75 * summary["initial_metric"]
+    assert summary["largest_requested_batch"] == max(int(row["requested_batch"]) for row in rows) > 4
+    assert summary["last_accumulation_steps"] == int(rows[-1]["accumulation_steps"])
+    assert summary["wall_seconds"] > summary["training_seconds"] > 0
+    assert summary["tokens_per_second"] == pytest.approx(summary["tokens"] / summary["training_seconds"])
+
+
+def test_every_inner_step_is_in_the_step_log(finished, rows):
+    with (finished[0] / "model_training_report" / "step_loss_log.csv").open(newline="") as file:
+        steps = list(csv.DictReader(file))
+    assert tuple(steps[0]) == STEP_COLUMNS
+    assert len(steps) == sum(int(row["nodes"]) * int(row["inner_steps"]) for row in rows)
+    for row in rows:
+        own = [s for s in steps if (s["outer_step"], s["trainer_id"]) == (row["outer_step"], row["trainer_id"])]
+        weights = [int(step["effective_batch"]) for step in own]
+        mean = sum(float(s["loss"]) * w for s, w in zip(own, weights, strict=True)) / sum(weights)
+        assert float(row["train_loss"]) == pytest.approx(mean)
+
+
+def test_one_readable_line_per_trainer_and_round(finished, rows):
+    log = (finished[0] / "training_log.log").read_text()
+    lines = [line for line in log.splitlines() if "| trainer" in line]
+    assert len(lines) == len(rows)
+    for word in ("loss", "perplexity", "batch", " x ", "nodes", "tokens/s", "communications"):
+        assert all(word in line for line in lines), word
+    assert log.count("merge after round") == 2
+    assert "trainer 0" in finished[1].stderr + finished[1].stdout
+
+
+def test_plots_show_the_numbers_of_the_round_log(finished, rows):
+    report = finished[0] / "model_training_report"
+    for name in PLOTS:
+        assert (report / name).stat().st_size > 10_000, name
+    figure = draw(read_round_log(report / "training_log.csv"), PLOTS["metric.png"], "perplexity")
+    axes = figure.axes[0]
+    for trainer in ("0", "1", "2"):
+        (line,) = [line for line in axes.lines if line.get_label() == f"trainer {trainer}"]
+        own = [row for row in rows if row["trainer_id"] == trainer]
+        assert line.get_xdata().tolist() == [int(row["outer_step"]) for row in own]
+        assert line.get_ydata().tolist() == [float(row["validation_metric"]) for row in own]
+    assert figure.axes[1].get_xlabel() == "training tokens, all trainers"
+
+
+def test_the_final_model_generates_text(finished, summary):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = finished[0] / summary["best_model"]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer("Return the", return_tensors="pt", return_token_type_ids=False)
+    output = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    assert output.shape[1] > inputs["input_ids"].shape[1]
+    assert tokenizer.decode(output[0]).startswith("Return the")
+
+
+def test_weights_are_saved_on_the_way(finished):
+    weights = finished[0] / "model_weights"
+    assert sorted(path.name for path in (weights / "round_00002").iterdir()) == ["trainer_0", "trainer_2"]
+    assert (weights / "round_00004").is_dir()
+
+
+def test_memory_is_measured_before_and_after_every_round(finished):
+    with (finished[0] / "memory_report" / "memory_log.csv").open(newline="") as file:
+        memory = list(csv.DictReader(file))
+    assert [row["outer_step"] for row in memory] == ["0", "1", "2", "3", "4", "5", "5"]
+    assert all(10**8 < int(row["used_bytes"]) <= int(row["peak_bytes"]) < int(row["total_bytes"]) for row in memory)
+
+
+def test_a_final_model_can_be_trained_on(finished, summary, tmp_path, cache_dir):
+    folder = finished[0] / summary["best_model"]
+    config = write_config(
+        tmp_path,
+        cache_dir,
+        model_config={"name": str(folder), "pretrained": True},
+        number_of_outer_steps=1,
+        number_of_initial_trainers=2,
+        save_weights_every=None,
+    )
+    assert program.main(["--config", str(config)]) == 0
+    (again,) = (tmp_path / "logs").glob("*/model_training_report/summary.json")
+    assert json.loads(again.read_text())["initial_metric"] == pytest.approx(summary["final_metric"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["INITIAL_BATCHSIZE=3"], "INITIAL_BATCHSIZE: unknown key; did you mean INITIAL_BATCH_SIZE?"),
+        (["ETA=big"], "ETA: should be a valid number"),
+        (["nodes_per_gpu=0"], "nodes_per_gpu: should be greater than 0, got 0"),
+        (["merge_frequency=-2"], "merge_frequency: should be greater than 0, got -2"),
+        (["INITIAL_BATCH_SIZE=100000"], "INITIAL_BATCH_SIZE: must be at most the"),
+        (["dataset=c5"], "dataset: must be one of python_docs, got 'c5'"),
+        (["model_type=gpt"], "model_type: must be one of microllama, bert, got 'gpt'"),
+        (["merging_policy=best"], "merging_policy: must be one of worst_with_worst, best_with_worst, got 'best'"),
+        (["model_type=bert"], "model_type: bert is for classification, dataset python_docs for causal_lm"),
+        (["model_config.name=/no/such/model", "model_config.pretrained=true"], "cannot load '/no/such/model'"),
+        (["data_sample_size=1000000"], "data_sample_size:"),
+        (["log_dir=FILE/logs"], "log_dir: cannot write to"),
+        (["cache_dir=FILE/cache", "vocab_size=333"], "cache_dir: cannot write to"),
+    ],
+)
+def test_bad_input_is_one_clear_line_exit_2_and_no_run_folder(tmp_path, cache_dir, capsys, overrides, expected):
+    (tmp_path / "FILE").write_text("a file, not a folder")
+    overrides = [override.replace("FILE", str(tmp_path / "FILE")) for override in overrides]
+    assert program.main(["--config", str(write_config(tmp_path, cache_dir)), *overrides]) == 2
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert expected in lines[0]
+    assert "Traceback" not in captured.err
+    assert not list(tmp_path.glob("logs/*"))
+
+
+def test_a_missing_config_file(tmp_path, capsys):
+    assert program.main(["--config", str(tmp_path / "none.yaml")]) == 2
+    assert "none.yaml: cannot read the configuration: No such file or directory" in capsys.readouterr().err
+
+
+def test_help_answers_without_loading_anything():
+    result = subprocess.run([sys.executable, "run.py", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0
+    assert "key=value" in result.stdout
+
+
+def test_an_interrupted_run_keeps_what_it_has(tmp_path, cache_dir):
+    config = write_config(tmp_path, cache_dir, number_of_outer_steps=10_000, merge_frequency=10_000)
+    process = subprocess.Popen(
+        [sys.executable, "run.py", "--config", str(config)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        logs = list(tmp_path.glob("logs/*/model_training_report/training_log.csv"))
+        if logs and logs[0].read_text().count("\n") > 4:
+            break
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
+    summary = json.loads((logs[0].parent / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert summary["outer_steps"] >= 1
+    assert (logs[0].parent / "metric.png").exists()
+
+
+def test_a_run_that_cannot_go_on_says_why_and_keeps_what_it_has(tmp_path, cache_dir, capsys):
+    config = write_config(tmp_path, cache_dir, learning_rate_for_inner_opt=1e30, gradient_clipping=None)
+    assert program.main(["--config", str(config)]) == 1
+    captured = capsys.readouterr()
+    assert "lower learning_rate_for_inner_opt" in captured.out + captured.err
+    (summary,) = tmp_path.glob("logs/*/model_training_report/summary.json")
+    assert json.loads(summary.read_text())["status"] == "failed"
