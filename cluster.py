@@ -7,9 +7,7 @@ cluster decides nothing about batches or parameters itself: decisions are in `al
 
 import dataclasses
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,7 +16,7 @@ from algorithms.calc_batch import BATCH_TESTS
 from algorithms.gradient_statistics import PerExampleProbe, UnsupportedModuleError
 from algorithms.learning_rate import LEARNING_RATE_SCALINGS, SCHEDULES
 from algorithms.outer_step import DISTRIBUTED_ALGORITHMS
-from algorithms.policies import MERGE_POLICIES, MergePlan, distribute_nodes
+from algorithms.policies import MERGE_POLICIES, distribute_nodes
 from algorithms.switch_mode import SWITCH_MODES
 from fabrics.data_order import DataCursor, draw_subset
 from fabrics.dataset_loader import DATASETS, TaskData
@@ -31,7 +29,8 @@ from fabrics.models import (
     save_model,
 )
 from fabrics.working_model import WorkingModel
-from trainers import ESTIMATORS, Node, RoundReport, RoundSchedule, Trainer, backward
+from trainers import ESTIMATORS, Node, RoundSchedule, Trainer, backward
+from training_logs.records import ClusterRound, Merge, Observer, Totals
 from utils.config import Config, ConfigError
 from utils.max_batch_calculator import calculate_max_batch
 from utils.utils import resolve_devices, write_folder_atomically
@@ -48,55 +47,6 @@ CHOICES = {
     "switch_mode": tuple(SWITCH_MODES),
     "merging_policy": tuple(MERGE_POLICIES),
 }
-
-
-@dataclass
-class Totals:
-    """What the whole run has used so far, all trainers together."""
-
-    outer_steps: int = 0
-    examples: int = 0
-    tokens: int = 0
-    communications: int = 0
-    bytes_communicated: int = 0
-    training_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Merge:
-    """One merge that happened after the round `outer_step`."""
-
-    outer_step: int
-    plan: MergePlan
-
-
-@dataclass(frozen=True)
-class ClusterRound:
-    """Everything about one round, for whoever writes it down.
-
-    evaluations holds the trainers as they were before the merge, and only where the round was evaluated.
-    """
-
-    outer_step: int
-    planned_outer_steps: int | None
-    reports: dict[int, RoundReport]
-    evaluations: dict[int, Evaluation]
-    merge: Merge | None
-    totals: Totals
-
-
-class Observer(Protocol):
-    """Whoever follows a run."""
-
-    def on_start(self, cluster: "Cluster", initial: dict[int, Evaluation]) -> None: ...
-
-    def on_round_start(self, outer_step: int, planned: int | None, steps: int) -> None: ...
-
-    def on_step(self) -> None: ...
-
-    def on_round(self, cluster: "Cluster", result: ClusterRound) -> None: ...
-
-    def warn(self, message: str) -> None: ...
 
 
 class Cluster:
@@ -222,6 +172,11 @@ class Cluster:
             PerExampleProbe(self.working[self.devices[0]].module, batch_size=1)
         except UnsupportedModuleError as error:
             raise ConfigError(f"statistics_estimator: {error}") from None
+
+    @property
+    def parameter_count(self) -> int:
+        """Trainable parameters of one model."""
+        return self.working[self.devices[0]].parameter_count
 
     # Decisions carried out
 

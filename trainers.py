@@ -35,6 +35,7 @@ from algorithms.switch_mode import SWITCH_MODES, ExecutionPlan
 from fabrics.data_order import DataCursor
 from fabrics.dataset_loader import Examples
 from fabrics.working_model import WorkingModel
+from training_logs.records import RoundReport, WorkerRound
 from utils.config import Config
 from utils.distributed import LocalWorkers, Workers
 
@@ -95,47 +96,6 @@ def backward(working: WorkingModel, examples: Examples, indices: np.ndarray, wei
     loss = example_losses(working.module(**batch).logits, labels).mean() * weight
     loss.backward()
     return loss.detach()
-
-
-@dataclass(frozen=True)
-class WorkerRound:
-    """What one worker reports of a round: small enough to send to everybody."""
-
-    node: int
-    plan: ExecutionPlan
-    losses: list[float]
-    learning_rates: list[float]
-    tokens: int
-    statistics: GradientStatistics | None
-
-
-@dataclass(frozen=True)
-class RoundReport:
-    """One trainer's round. bytes_communicated is the sum over its workers; seconds exclude evaluation."""
-
-    trainer: int
-    requested_batch: int
-    next_requested_batch: int
-    workers: dict[int, WorkerRound]
-    statistics: GradientStatistics | None
-    examples: int
-    tokens: int
-    communications: int
-    bytes_communicated: int
-    seconds: float
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def train_loss(self) -> float:
-        """Mean loss over the inner steps of all workers, each weighted by its examples."""
-        weights = [w.plan.effective_batch for w in self.workers.values() for _ in w.losses]
-        losses = [loss for w in self.workers.values() for loss in w.losses]
-        return float(np.average(losses, weights=weights))
-
-    @property
-    def effective_batch(self) -> int:
-        """Examples per inner step over all workers."""
-        return sum(worker.plan.effective_batch for worker in self.workers.values())
 
 
 @dataclass(frozen=True)

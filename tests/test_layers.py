@@ -13,9 +13,9 @@ ALLOWED = {
     "algorithms": set(),
     "utils": set(),
     "fabrics": {"algorithms", "utils"},
-    "trainers": {"algorithms", "fabrics", "utils"},
-    "cluster": {"algorithms", "fabrics", "utils", "trainers"},
-    "training_logs": {"fabrics", "utils", "trainers", "cluster"},
+    "training_logs": {"algorithms", "fabrics", "utils"},
+    "trainers": {"algorithms", "fabrics", "training_logs", "utils"},
+    "cluster": {"algorithms", "fabrics", "training_logs", "utils", "trainers"},
     "run": {"fabrics", "utils", "trainers", "cluster", "training_logs"},
 }
 FORBIDDEN_IN_ALGORITHMS = ("torch.distributed", "logging", "os", "yaml", "clearml")

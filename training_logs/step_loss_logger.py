@@ -3,7 +3,7 @@
 import csv
 from pathlib import Path
 
-from trainers import RoundReport
+from training_logs.records import RoundReport
 
 COLUMNS = (
     "outer_step",

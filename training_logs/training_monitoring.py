@@ -1,6 +1,6 @@
 """The record of a run: run folder, log file, progress bars, round log, summary, plots and models.
 
-`RunRecorder` observes a cluster. The CSVs are complete up to the last finished round at any moment; summary,
+`RunRecorder` observes a run. The CSVs are complete up to the last finished round at any moment; summary,
 plots and models are written at the end, also when the run is interrupted or fails.
 """
 
@@ -17,11 +17,10 @@ from pathlib import Path
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from cluster import Cluster, ClusterRound
 from fabrics.eval_tool import Evaluation
-from trainers import RoundReport
 from training_logs.memory_monitor import MemoryMonitor
 from training_logs.plots import plot_run
+from training_logs.records import ClusterRound, RoundReport, RunView
 from training_logs.step_loss_logger import StepLossLogger
 from utils.config import Config, ConfigError, dump_config
 from utils.utils import nearest_existing_folder, write_json_atomically, write_text_atomically
@@ -150,27 +149,26 @@ class RunRecorder:
             self._warnings.append(message)
             logger.warning("warning: %s", message)
 
-    def on_start(self, cluster: Cluster, initial: dict[int, Evaluation]) -> None:
+    def on_start(self, run: RunView, initial: dict[int, Evaluation]) -> None:
         self._initial = initial
         self._memory = MemoryMonitor(
-            self.folder / self.config.memory_report_dir, cluster.devices, self.config.real_device_ids
+            self.folder / self.config.memory_report_dir, run.devices, self.config.real_device_ids
         )
         self._memory.measure(0)
-        working = cluster.working[cluster.devices[0]]
-        data = cluster.data
+        data = run.data
         logger.info(
             "%s with %s parameters on %s (%s training and %s validation examples); %d trainers on %d nodes (%s), "
             "max batch %s; %s before training %.2f",
             self.config.model_type,
-            f"{working.parameter_count:,}",
+            f"{run.parameter_count:,}",
             self.config.dataset,
             f"{len(data.train):,}",
             f"{len(data.validation):,}",
-            len(cluster.trainers),
-            len(cluster.nodes),
-            ", ".join(str(device) for device in cluster.devices),
-            "/".join(str(size) for size in sorted({node.max_batch for node in cluster.nodes})),
-            cluster.metric.name,
+            len(run.trainers),
+            len(run.nodes),
+            ", ".join(str(device) for device in run.devices),
+            "/".join(str(size) for size in sorted({node.max_batch for node in run.nodes})),
+            run.metric.name,
             self._initial_metric,
         )
         logger.info("run folder: %s", self.folder)
@@ -189,14 +187,14 @@ class RunRecorder:
     def on_step(self) -> None:
         self._steps_bar.update(1)
 
-    def on_round(self, cluster: Cluster, result: ClusterRound) -> None:
+    def on_round(self, run: RunView, result: ClusterRound) -> None:
         self._rounds.append(result)
         with self._round_log.open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writerows(_row(result, report) for report in result.reports.values())
         for report in result.reports.values():
             self._steps.log(result.outer_step, report)
-            logger.info(_line(result, report, cluster.metric.name))
+            logger.info(_line(result, report, run.metric.name))
         if result.merge is not None:
             plan = result.merge.plan
             parts = ", ".join(f"trainer {trainer} ({share:.2f})" for trainer, share in plan.weights.items())
@@ -204,14 +202,14 @@ class RunRecorder:
         self._memory.measure(result.outer_step)
         config = self.config
         if config.plot_every and result.outer_step % config.plot_every == 0:
-            plot_run(self.report_dir, cluster.metric.name)
+            plot_run(self.report_dir, run.metric.name)
         if config.save_weights_every and result.outer_step % config.save_weights_every == 0:
-            cluster.save_models(self.folder / config.model_weights_dir / f"round_{result.outer_step:05d}")
+            run.save_models(self.folder / config.model_weights_dir / f"round_{result.outer_step:05d}")
         self._rounds_bar.update(1)
 
     # The end
 
-    def finish(self, cluster: Cluster, final: dict[int, Evaluation], status: str) -> Path:
+    def finish(self, run: RunView, final: dict[int, Evaluation], status: str) -> Path:
         """Write models, plots and summary; the path of the summary.
 
         Args:
@@ -221,19 +219,19 @@ class RunRecorder:
         for bar in (self._steps_bar, self._rounds_bar):
             if bar is not None:
                 bar.close()
-        models = cluster.save_models(self.folder / self.config.model_weights_dir)
+        models = run.save_models(self.folder / self.config.model_weights_dir)
         if self._memory is not None:
-            self._memory.measure(cluster.totals.outer_steps)
-        plot_run(self.report_dir, cluster.metric.name)
-        summary = self._summary(cluster, final, status)
+            self._memory.measure(run.totals.outer_steps)
+        plot_run(self.report_dir, run.metric.name)
+        summary = self._summary(run, final, status)
         if final:
-            best = cluster.best(final)
+            best = run.best(final)
             summary["best_trainer"] = best
             summary["best_model"] = str(models[best].relative_to(self.folder))
             logger.info(
                 "%s: %s %.2f before training, %.2f after %s tokens in %d rounds with %d communications (%s); %.0f s",
                 status,
-                cluster.metric.name,
+                run.metric.name,
                 summary["initial_metric"],
                 summary["final_metric"],
                 f"{summary['tokens']:,}",
@@ -253,33 +251,33 @@ class RunRecorder:
         logging.getLogger("adloco").removeHandler(self._file)
         self._file.close()
 
-    def _summary(self, cluster: Cluster, final: dict[int, Evaluation], status: str) -> dict:
-        totals = cluster.totals
+    def _summary(self, run: RunView, final: dict[int, Evaluation], status: str) -> dict:
+        totals = run.totals
         reports = [report for result in self._rounds for report in result.reports.values()]
         last = self._rounds[-1].reports.values() if self._rounds else []
         return {
             "status": status,
-            "metric": cluster.metric.name,
+            "metric": run.metric.name,
             "initial_metric": self._initial_metric if self._initial else None,
-            "final_metric": final[cluster.best(final)].metric if final else None,
-            "final_loss": final[cluster.best(final)].loss if final else None,
+            "final_metric": final[run.best(final)].metric if final else None,
+            "final_loss": final[run.best(final)].loss if final else None,
             "final_metrics": {trainer: evaluation.metric for trainer, evaluation in final.items()},
             "outer_steps": totals.outer_steps,
             "examples": totals.examples,
             "tokens": totals.tokens,
             "communications": totals.communications,
             "bytes_communicated": totals.bytes_communicated,
-            "merges": len(cluster.merges),
+            "merges": len(run.merges),
             "merge_history": [
                 {
                     "outer_step": merge.outer_step,
                     "representative": merge.plan.representative,
                     "weights": merge.plan.weights,
                 }
-                for merge in cluster.merges
+                for merge in run.merges
             ],
             "initial_trainers": self.config.number_of_initial_trainers,
-            "final_trainers": len(cluster.trainers),
+            "final_trainers": len(run.trainers),
             "first_requested_batch": self.config.INITIAL_BATCH_SIZE,
             "largest_requested_batch": max(
                 (report.requested_batch for report in reports), default=self.config.INITIAL_BATCH_SIZE
@@ -289,12 +287,12 @@ class RunRecorder:
             "training_seconds": totals.training_seconds,
             "tokens_per_second": totals.tokens / totals.training_seconds if totals.training_seconds else None,
             "peak_process_bytes": self._memory.peak_process_bytes if self._memory else None,
-            "parameters": cluster.working[cluster.devices[0]].parameter_count,
-            "devices": [str(device) for device in cluster.devices],
-            "max_batch": sorted({node.max_batch for node in cluster.nodes}),
+            "parameters": run.parameter_count,
+            "devices": [str(device) for device in run.devices],
+            "max_batch": sorted({node.max_batch for node in run.nodes}),
             "model_type": self.config.model_type,
             "dataset": self.config.dataset,
-            "documents": dict(cluster.data.documents),
+            "documents": dict(run.data.documents),
             "seed": self.config.training_seed,
             "warnings": self._warnings,
             "versions": {"python": platform.python_version()} | {name: version(name) for name in _LIBRARIES},
