@@ -296,45 +296,26 @@ class Trainer:
         config, worker = self._config, self.workers[index]
         working, device = worker.working, worker.node.device
         per_example = self._adapts and config.statistics_estimator == "per_example"
-        across = self._adapts and config.statistics_estimator == "across_workers"
         # A probe batch is no larger than a node can run.
         sample_size = min(config.statistics_batch_size, worker.node.max_batch)
         in_step = per_example and plan.micro_batches[0] >= sample_size
-        statistics = None
-        tokens = 0
+        statistics, tokens, learning_rates = None, 0, []
         losses = torch.zeros(schedule.inner_steps, dtype=working.parameters.dtype, device=device)
-        learning_rates = []
-        cuda = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=cuda):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             # Dropout, where a model has it, depends on the place in the run alone.
             place_in_run = [config.training_seed, self.id, index, self.rounds]
             torch.manual_seed(int(np.random.SeedSequence(place_in_run).generate_state(1, np.uint64)[0]))
             working.load(self.parameters)
             working.gradient.zero_()
             for step in range(schedule.inner_steps):
+                last = step == schedule.inner_steps - 1
                 indices = self.cursor.peek(step * place[1] + place[0], plan.effective_batch)
                 tokens += self._examples.tokens(indices)
-                last = step == schedule.inner_steps - 1
-                start = 0
-                for number, size in enumerate(plan.micro_batches):
-                    part = indices[start : start + size]
-                    start += size
-                    weight = size / plan.effective_batch
-                    if last and in_step and number == 0:
-                        # The first micro-batch, because the probe needs the gradient buffer to hold nothing else.
-                        loss, statistics = self._probe(working, part, weight)
-                    else:
-                        loss = backward(working, self._examples, part, weight)
-                    losses[step] += loss
-                if last and across:
+                losses[step], statistics = self._accumulate(working, plan, indices, probe=last and in_step)
+                if last and self._adapts and not per_example:
                     gradients[index] = working.gradient.clone()
-                if config.gradient_clipping is not None:
-                    norm = torch.linalg.vector_norm(working.gradient)
-                    working.gradient.mul_((config.gradient_clipping / (norm + 1e-6)).clamp(max=1.0))
                 learning_rates.append(self._learning_rate(step, schedule, plan))
-                worker.optimizer.param_groups[0]["lr"] = learning_rates[-1]
-                worker.optimizer.step()
-                working.gradient.zero_()
+                self._update(worker, learning_rates[-1])
                 on_step()
             if per_example and not in_step:
                 # The examples that come next in the trainer's stream; they are looked at, not used up.
@@ -349,6 +330,33 @@ class Trainer:
                 f"round {self.rounds + 1}; lower learning_rate_for_inner_opt or set gradient_clipping"
             )
         return WorkerRound(worker.node.id, plan, step_losses, learning_rates, tokens, statistics)
+
+    def _accumulate(
+        self, working: WorkingModel, plan: ExecutionPlan, indices: np.ndarray, probe: bool
+    ) -> tuple[torch.Tensor, GradientStatistics | None]:
+        """Gradient of the mean loss over these examples, in the plan's micro-batches; the loss, and statistics.
+
+        Only the first micro-batch can be probed: the probe needs the gradient to hold nothing else.
+        """
+        total, statistics, start = 0.0, None, 0
+        for size in plan.micro_batches:
+            part, weight = indices[start : start + size], size / plan.effective_batch
+            if probe and start == 0:
+                loss, statistics = self._probe(working, part, weight)
+            else:
+                loss = backward(working, self._examples, part, weight)
+            total, start = total + loss, start + size
+        return total, statistics
+
+    def _update(self, worker: Worker, learning_rate: float) -> None:
+        """Clip the gradient, make the optimiser's step, and clear the gradient: nothing waits for the device."""
+        gradient = worker.working.gradient
+        if self._config.gradient_clipping is not None:
+            norm = torch.linalg.vector_norm(gradient)
+            gradient.mul_((self._config.gradient_clipping / (norm + 1e-6)).clamp(max=1.0))
+        worker.optimizer.param_groups[0]["lr"] = learning_rate
+        worker.optimizer.step()
+        gradient.zero_()
 
     def _probe(
         self, working: WorkingModel, indices: np.ndarray, weight: float
