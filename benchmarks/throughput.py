@@ -164,25 +164,28 @@ def statistics_cost(config: Config, repeats: int) -> None:
 
 
 def memory(config: Config) -> None:
-    """Bytes of all live tensors of model size after a round, per parameter, against the formula."""
+    """Bytes of all live tensors of model size, at the peak within a round, per parameter, beside the formula."""
     config = with_values(config, number_of_initial_trainers=2, nodes_per_gpu=4, merge_frequency=10**6)
-    data = make_data(config, build_vocabulary(config))
-    cluster = Cluster(config, data)
-    for trainer in cluster.trainers.values():
-        trainer.train_round(RoundSchedule(2, 0.0, 0.0), lambda: None)
+    cluster = Cluster(config, make_data(config, build_vocabulary(config)))
+    parameters = cluster.parameter_count
+    peak = 0
+
+    def look() -> None:
+        nonlocal peak
+        found = [entry for entry in gc.get_objects() if type(entry) in (torch.Tensor, torch.nn.Parameter)]
+        sizes = {t.data_ptr(): t.numel() * t.element_size() for t in found if t.numel() >= parameters}
+        peak = max(peak, sum(sizes.values()))
+
     gc.collect()
-    working = cluster.working[cluster.devices[0]]
-    sizes = {}
-    for entry in gc.get_objects():
-        if type(entry) in (torch.Tensor, torch.nn.Parameter) and entry.numel() >= working.parameter_count:
-            sizes[entry.data_ptr()] = entry.numel() * entry.element_size()
+    for _ in range(2):
+        for trainer in cluster.trainers.values():
+            trainer.train_round(RoundSchedule(2, 0.0, 0.0), look)
     workers = sum(len(trainer.workers) for trainer in cluster.trainers.values())
     trainers = len(cluster.trainers)
-    formula = 4 * (2 + 2 * trainers + 2 * workers)
-    print(f"\nmemory of model size, {trainers} trainers, {workers} workers, {working.parameter_count:,} parameters:")
-    print(f"  measured {sum(sizes.values()) / working.parameter_count:.2f} bytes per parameter between rounds")
-    print(f"  formula  {formula} = 4 (2 working + 2 per trainer + 2 per worker), and 4 more within a round")
-    print(f"  per replica {sum(sizes.values()) / working.parameter_count / workers:.2f} bytes per parameter")
+    formula = 4 * (2 + 1 + 2 * trainers + 2 * workers)
+    print(f"\npeak memory of model size, {trainers} trainers, {workers} workers, {parameters:,} parameters:")
+    print(f"  measured {peak / parameters:.2f} bytes per parameter; per replica {peak / parameters / workers:.2f}")
+    print(f"  formula  {formula} = 4 (2 working + 1 pseudo-gradient + 2 per trainer + 2 per worker)")
 
 
 def with_values(config: Config, **values) -> Config:

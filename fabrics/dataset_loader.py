@@ -114,6 +114,7 @@ def train_tokenizer(documents: Sequence[str], vocab_size: int, cache_dir: Path) 
         except Exception as error:  # the library raises bare Exception for a file it cannot parse
             logger.warning("cached tokenizer %s is damaged and will be trained again: %s", path, error)
     if tokenizer is None:
+        logger.info("training a tokenizer of %d tokens on %s documents", vocab_size, f"{len(documents):,}")
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()

@@ -162,6 +162,14 @@ def test_bert_statistics_equal_single_backward_passes(dtype, examples, length, w
     assert_equal_to_reference(model, batch | {"labels": labels}, dtype)
 
 
+def test_an_embedding_row_without_gradient_stays_out_of_the_statistics():
+    """BERT's padding token gets no gradient from autograd, not even where it is attended to as any other."""
+    model = tiny_bert(1)
+    assert model.bert.embeddings.word_embeddings.padding_idx == 0
+    ids = torch.tensor([[3, 0, 5, 0], [0, 7, 8, 9], [4, 4, 0, 2]])
+    assert_equal_to_reference(model, {"input_ids": ids, "labels": torch.tensor([0, 1, 1])}, torch.float64)
+
+
 @pytest.mark.parametrize("width", [4, 96])
 def test_both_forms_of_a_linear_layer_agree_with_numpy(width):
     """Narrow layers over long sequences build P_i, wide ones over short sequences multiply activations."""

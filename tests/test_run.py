@@ -144,7 +144,7 @@ def test_one_readable_line_per_trainer_and_round(finished, rows):
     log = (finished[0] / "training_log.log").read_text()
     lines = [line for line in log.splitlines() if "| trainer" in line]
     assert len(lines) == len(rows)
-    for word in ("loss", "perplexity", "batch", " x ", "nodes", "tokens/s", "communications"):
+    for word in ("loss", "perplexity", "batch", " x ", " node", "tokens/s", "communications"):
         assert all(word in line for line in lines), word
     assert log.count("merge after round") == 2
     assert "trainer 0" in finished[1].stderr + finished[1].stdout
@@ -249,14 +249,14 @@ def test_an_interrupted_run_keeps_what_it_has(tmp_path, cache_dir):
     process = subprocess.Popen(
         [sys.executable, "run.py", "--config", str(config)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         logs = list(tmp_path.glob("logs/*/model_training_report/training_log.csv"))
         if logs and logs[0].read_text().count("\n") > 4:
             break
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
     assert b"Traceback" not in errors
     summary = json.loads((logs[0].parent / "summary.json").read_text())

@@ -122,6 +122,7 @@ class RunRecorder:
         self.folder = folder
         self.report_dir = folder / config.model_training_report_dir
         self.report_dir.mkdir(parents=True)
+        self._models_dir = folder / config.model_weights_dir
         self._started = started
         self._file = logging.FileHandler(folder / config.log_file, encoding="utf-8")
         self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -136,7 +137,8 @@ class RunRecorder:
         self._steps = StepLossLogger(self.report_dir)
         self._memory: MemoryMonitor | None = None
         self._initial: dict[int, Evaluation] = {}
-        self._rounds: list[ClusterRound] = []
+        self._largest_request = config.INITIAL_BATCH_SIZE
+        self._last_accumulation_steps: int | None = None
         self._warnings: list[str] = []
         self._rounds_bar: tqdm | None = None
         self._steps_bar: tqdm | None = None
@@ -188,11 +190,13 @@ class RunRecorder:
         self._steps_bar.update(1)
 
     def on_round(self, run: RunView, result: ClusterRound) -> None:
-        self._rounds.append(result)
+        reports = result.reports.values()
+        self._largest_request = max(self._largest_request, *(report.requested_batch for report in reports))
+        self._last_accumulation_steps = max(_accumulation_steps(report) for report in reports)
         with self._round_log.open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS)
-            writer.writerows(_row(result, report) for report in result.reports.values())
-        for report in result.reports.values():
+            writer.writerows(_row(result, report) for report in reports)
+        for report in reports:
             self._steps.log(result.outer_step, report)
             logger.info(_line(result, report, run.metric.name))
         if result.merge is not None:
@@ -204,7 +208,7 @@ class RunRecorder:
         if config.plot_every and result.outer_step % config.plot_every == 0:
             plot_run(self.report_dir, run.metric.name)
         if config.save_weights_every and result.outer_step % config.save_weights_every == 0:
-            run.save_models(self.folder / config.model_weights_dir / f"round_{result.outer_step:05d}")
+            run.save_models(self._models_dir / f"round_{result.outer_step:05d}")
         self._rounds_bar.update(1)
 
     # The end
@@ -219,7 +223,7 @@ class RunRecorder:
         for bar in (self._steps_bar, self._rounds_bar):
             if bar is not None:
                 bar.close()
-        models = run.save_models(self.folder / self.config.model_weights_dir)
+        models = run.save_models(self._models_dir)
         if self._memory is not None:
             self._memory.measure(run.totals.outer_steps)
         plot_run(self.report_dir, run.metric.name)
@@ -241,6 +245,8 @@ class RunRecorder:
                 summary["wall_seconds"],
             )
             logger.info("model: %s", models[best])
+        else:
+            logger.info("%s after %d rounds; models: %s", status, run.totals.outer_steps, self._models_dir)
         path = self.report_dir / "summary.json"
         write_json_atomically(path, summary)
         logger.info("report: %s", self.report_dir)
@@ -253,8 +259,6 @@ class RunRecorder:
 
     def _summary(self, run: RunView, final: dict[int, Evaluation], status: str) -> dict:
         totals = run.totals
-        reports = [report for result in self._rounds for report in result.reports.values()]
-        last = self._rounds[-1].reports.values() if self._rounds else []
         return {
             "status": status,
             "metric": run.metric.name,
@@ -279,10 +283,8 @@ class RunRecorder:
             "initial_trainers": self.config.number_of_initial_trainers,
             "final_trainers": len(run.trainers),
             "first_requested_batch": self.config.INITIAL_BATCH_SIZE,
-            "largest_requested_batch": max(
-                (report.requested_batch for report in reports), default=self.config.INITIAL_BATCH_SIZE
-            ),
-            "last_accumulation_steps": max((_accumulation_steps(report) for report in last), default=None),
+            "largest_requested_batch": self._largest_request,
+            "last_accumulation_steps": self._last_accumulation_steps,
             "wall_seconds": time.perf_counter() - self._started,
             "training_seconds": totals.training_seconds,
             "tokens_per_second": totals.tokens / totals.training_seconds if totals.training_seconds else None,
@@ -354,11 +356,12 @@ def _line(result: ClusterRound, report: RoundReport, metric: str) -> str:
     """One readable line about one trainer's round."""
     planned = f"/{result.planned_outer_steps}" if result.planned_outer_steps else ""
     evaluation = result.evaluations.get(report.trainer)
+    nodes = "node" if len(report.workers) == 1 else "nodes"
     measured = f"{evaluation.metric:8.2f}" if evaluation else f"{'-':>8}"
     return (
         f"round {result.outer_step:>3}{planned} | trainer {report.trainer} | loss {report.train_loss:6.3f} | "
-        f"{metric} {measured} | batch {report.requested_batch:>4} | "
-        f"{_micro_batch(report):>3} x {_accumulation_steps(report)} | "
-        f"nodes {len(report.workers)} | {report.tokens / report.seconds:>7,.0f} tokens/s | "
-        f"communications {result.totals.communications:>3} ({_bytes(result.totals.bytes_communicated)})"
+        f"{metric} {measured} | batch {report.requested_batch:>3} "
+        f"({_micro_batch(report)} x {_accumulation_steps(report)} on {len(report.workers)} {nodes}) | "
+        f"{report.tokens / report.seconds:>7,.0f} tokens/s | "
+        f"communications {result.totals.communications:>2} ({_bytes(result.totals.bytes_communicated)})"
     )
