@@ -154,7 +154,7 @@ class Cluster:
 
     def _check_statistics(self) -> None:
         config = self.config
-        if BATCH_TESTS[config.sampling_method].request is None:
+        if BATCH_TESTS[config.sampling_method] is None:
             return
         if config.statistics_estimator == "across_workers":
             if len(self.nodes) < 2 * len(self.trainers):

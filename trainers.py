@@ -258,7 +258,7 @@ class Trainer:
 
     @property
     def _adapts(self) -> bool:
-        return BATCH_TESTS[self._config.sampling_method].request is not None
+        return BATCH_TESTS[self._config.sampling_method] is not None
 
     def _learning_rate(self, step: int, schedule: RoundSchedule, plan: ExecutionPlan) -> float:
         config = self._config
@@ -370,7 +370,7 @@ class Trainer:
     ) -> tuple[GradientStatistics | None, tuple[str, ...]]:
         """Turn the round's statistics into the next requested batch; the statistics and what to warn of."""
         config = self._config
-        test = BATCH_TESTS[config.sampling_method].request
+        test = BATCH_TESTS[config.sampling_method]
         if test is None:
             return None, ()
         if config.statistics_estimator == "per_example":

@@ -93,20 +93,16 @@ class BatchTestParameters:
     debias: bool = False
 
 
-@dataclass(frozen=True)
-class BatchTest:
-    """A batch test as the config names it: `request(statistics, parameters, batch)`, or None for none."""
+# How the config names the tests: request(statistics, parameters, batch), or None for a batch that stays.
+BatchTest = Callable[[Sequence[GradientStatistics], BatchTestParameters, int], int]
 
-    request: Callable[[Sequence[GradientStatistics], BatchTestParameters, int], int] | None
-
-
-BATCH_TESTS = {
-    "norm_test": BatchTest(lambda s, p, batch: norm_test(s, p.eta, batch, p.debias)),
-    "inner_product_test": BatchTest(lambda s, p, batch: inner_product_test(s, p.theta, batch)),
-    "augmented_inner_product_test": BatchTest(
-        lambda s, p, batch: augmented_inner_product_test(s, p.theta, p.nu, batch)
+BATCH_TESTS: dict[str, BatchTest | None] = {
+    "norm_test": lambda statistics, p, batch: norm_test(statistics, p.eta, batch, p.debias),
+    "inner_product_test": lambda statistics, p, batch: inner_product_test(statistics, p.theta, batch),
+    "augmented_inner_product_test": lambda statistics, p, batch: augmented_inner_product_test(
+        statistics, p.theta, p.nu, batch
     ),
-    "none": BatchTest(None),
+    "none": None,
 }
 
 

@@ -196,17 +196,19 @@ def build_vocabulary(config: Config) -> int:
     return config.model_config.get("vocab_size", 2048)
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure the framework against a bare training loop.")
-    parser.add_argument("--repeats", type=int, default=15, help="interleaved measurements of everything")
+    parser.add_argument("--repeats", type=int, default=15, help="interleaved measurements of everything, at least 2")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="config values")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     try:
         raw = DEFAULTS | {"model_config": {"preset": "demo", "vocab_size": 2048}}
         config, _ = parse_config(raw, options.overrides, CHOICES)
     except ConfigError as error:
         print("\n".join(f"error: {problem}" for problem in error.problems), file=sys.stderr)
         return 2
+    if options.repeats < 2:
+        parser.error("--repeats must be at least 2")
     if config.cpu_threads:
         torch.set_num_threads(config.cpu_threads)
     memory(config)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -88,6 +89,11 @@ class ModelFamily:
     output_layer: Callable[[nn.Module], nn.Module]
 
 
+# What the libraries raise for architecture values that they did not check beforehand.
+_IMPOSSIBLE_ARCHITECTURE = (
+    StrictDataclassError, ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError,
+)  # fmt: skip
+
 MODELS = {
     "microllama": ModelFamily(
         "causal_lm", LlamaConfig, AutoModelForCausalLM, _LLAMA_PRESETS, lambda model: model.lm_head
@@ -141,6 +147,9 @@ def _architecture(family: ModelFamily, settings: Mapping[str, Any]):
             close = difflib.get_close_matches(str(key), known | _OWN_KEYS, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ConfigError(f"model_config.{key}: not an architecture value of {family.config_class.__name__}{hint}")
+        is_count = key.startswith(("num_", "max_")) or key.endswith("_size")
+        if is_count and (not isinstance(values[key], int) or isinstance(values[key], bool) or values[key] < 1):
+            raise ConfigError(f"model_config.{key}: must be a positive integer, got {values[key]!r}")
     if preset in family.presets:
         base = dict(family.presets[preset])
     elif settings.get("preset"):
@@ -190,12 +199,13 @@ def build_model(
             values |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
             try:
                 model = family.auto_class.from_config(family.config_class(**values), dtype=torch.float32)
-            except (ValueError, TypeError, RuntimeError, ZeroDivisionError, AttributeError) as error:
-                raise ConfigError(f"model_config: cannot build this architecture: {error}") from None
-            except Exception as error:  # the hub's own validation classes share no base with the above
-                if type(error).__module__.startswith("huggingface_hub"):
-                    raise ConfigError(f"model_config: {' '.join(str(error).split())}") from None
-                raise
+                # Some impossible values show themselves only in use.
+                with torch.no_grad():
+                    model.eval()(input_ids=torch.zeros(1, 2, dtype=torch.long))
+            except _IMPOSSIBLE_ARCHITECTURE as error:
+                raise ConfigError(
+                    f"model_config: cannot build this architecture: {' '.join(str(error).split())}"
+                ) from error
     if model.config.vocab_size < len(tokenizer):
         raise ConfigError(
             f"model_config.vocab_size: the model has {model.config.vocab_size} tokens, the tokenizer {len(tokenizer)}"

@@ -139,6 +139,6 @@ def test_smoothing_averages_the_true_norm_when_the_sample_size_changes():
 def test_each_registered_test_reads_its_own_parameters():
     sample = [statistics(2.0, 8.0, inner=6.0, orthogonal=5.0)]
     parameters = BatchTestParameters(eta=0.5, theta=0.5, nu=0.5, debias=True)
-    answers = {name: test.request and test.request(sample, parameters, 4) for name, test in BATCH_TESTS.items()}
+    answers = {name: test and test(sample, parameters, 4) for name, test in BATCH_TESTS.items()}
     # G2 = 2 - 8/8 = 1: 8 / 0.25 = 32.  6 / (0.25 * 4) = 6.  5 / (0.25 * 2) = 10.
     assert answers == {"norm_test": 32, "inner_product_test": 6, "augmented_inner_product_test": 10, "none": None}

@@ -70,7 +70,14 @@ def test_initialisation_depends_on_the_seed_alone(tokenizer):
         ({"name": "/no/such/folder"}, "cannot load '/no/such/folder'"),
         ({"vocab_size": 10}, "model_config.vocab_size: the model has 10 tokens, the tokenizer 300"),
         ({"max_position_embeddings": 4}, "sequence_length: the model takes at most 4 tokens, got 9"),
-        ({"hidden_size": 10, "num_attention_heads": 3}, "model_config"),
+        (
+            {"hidden_size": 10, "num_attention_heads": 3},
+            "model_config: cannot build this architecture: .*not a multiple",
+        ),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "model_config: cannot build this architecture"),
+        ({"hidden_act": "nope"}, "model_config: cannot build this architecture: 'nope'"),
+        ({"num_hidden_layers": 0}, "model_config.num_hidden_layers: must be a positive integer, got 0"),
+        ({"hidden_size": "wide"}, "model_config.hidden_size: must be a positive integer, got 'wide'"),
     ],
 )
 def test_a_bad_model_config_is_named(tokenizer, settings, message):

@@ -44,10 +44,10 @@ Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 Name = Annotated[str, Field(min_length=1)]
 
 
-def _key(default, meaning: str, *, choices: bool = False, datasets: tuple[str, ...] = (), models: tuple[str, ...] = ()):
+def _key(default, meaning: str, *, choices: bool = False, datasets: tuple[str, ...] = ()):
     """A config key: default, meaning (shown in the README), whether a registry lists its values, and the only
-    datasets or models it has an effect with."""
-    metadata = {"meaning": meaning, "choices": choices, "datasets": datasets, "models": models}
+    datasets it has an effect with."""
+    metadata = {"meaning": meaning, "choices": choices, "datasets": datasets}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -1,0 +1,50 @@
+"""The benchmarks run, and what they say about memory is the formula; their timings are not tested."""
+
+import re
+
+import torch
+
+from benchmarks import throughput
+
+
+def test_throughput_prints_ratios_and_the_memory_formula(cache_dir, capsys):
+    overrides = ["number_of_inner_steps_between_outers=2", "sequence_length=16", "model_config.num_hidden_layers=1"]
+    threads = torch.get_num_threads()
+    assert throughput.main(["--repeats", "2", f"cache_dir={cache_dir}", f"cpu_threads={threads}", *overrides]) == 0
+    output = capsys.readouterr().out
+    measured = float(re.search(r"measured +([\d.]+) bytes per parameter", output)[1])
+    # 2 trainers and 4 workers: 4 (2 + 1 + 2 * 2 + 2 * 4).
+    assert measured == 60.0
+    assert "formula  60 =" in output
+    for name in ("bare loop", "inner steps", "whole round", "whole round with norm test"):
+        assert re.search(rf"^{name} +[\d,]+ +\d\.\d+", output, re.MULTILINE), name
+
+
+def test_the_bare_loop_and_the_inner_steps_do_the_same_work(cache_dir):
+    """Same model, same batches, same optimiser: after some steps the same parameters."""
+    from cluster import Cluster
+    from tests.helpers import make_config
+    from trainers import RoundSchedule
+
+    config = make_config(
+        **throughput.DEFAULTS
+        | {
+            "sequence_length": 16,
+            "model_config": {"preset": "demo", "vocab_size": 2048},
+            "cache_dir": str(cache_dir),
+            "learning_rate_for_inner_opt": 1e-3,
+            "training_seed": 0,
+        }
+    )
+    data = throughput.make_data(config, 2048)
+    cluster = Cluster(config, data)
+    bare = throughput.BareLoop(config, data, cluster.devices[0])
+    trainer = cluster.trainers[0]
+    order = trainer.cursor.peek(0, 3 * config.INITIAL_BATCH_SIZE)
+    bare.tokens = bare.tokens[torch.from_numpy(order)]
+    bare.run(3)
+    throughput.inner_steps(trainer, RoundSchedule(3, 0.0, 0.0))
+    for own, reference in zip(
+        cluster.working[cluster.devices[0]].module.parameters(), bare.model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(own, reference, rtol=1e-4, atol=1e-5)
