@@ -306,7 +306,10 @@ class Cluster:
         return paths
 
     def state_dict(self) -> dict:
-        """Everything that the run's future depends on, copied; by trainer and worker, never by process."""
+        """Everything that the run's future depends on, by trainer and worker, never by process.
+
+        Tensors are references, so that a checkpoint needs no second copy: write or copy them before going on.
+        """
         return {
             "totals": dataclasses.asdict(self.totals),
             "merges": list(self.merges),
@@ -318,7 +321,7 @@ class Cluster:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from `state`, in a cluster of the same configuration and data."""
+        """Continue from a copy of `state`, in a cluster of the same configuration and data."""
         self.totals = Totals(**state["totals"])
         self.merges = list(state["merges"])
         self.trainers = {trainer: self.trainers[trainer] for trainer in state["trainers"]}

@@ -63,10 +63,11 @@ class Worker:
         self.optimizer = INNER_OPTIMIZERS[kind](working.parameters, config)
 
     def state_dict(self) -> dict:
-        return copy.deepcopy(self.optimizer.state_dict())
+        """The optimiser's state, by reference as PyTorch's own."""
+        return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
-        # The optimiser would keep the very tensors it is given, and two workers would share their moments.
+        """Continue from a copy of `state`: the optimiser alone would keep the very tensors, shared with another."""
         self.optimizer.load_state_dict(copy.deepcopy(state))
 
 
@@ -413,11 +414,11 @@ class Trainer:
         self.cursor.unite([other.cursor for other in others])
 
     def state_dict(self) -> dict:
-        """Everything that the trainer's future depends on, copied; workers by their number."""
+        """Everything that the trainer's future depends on, by reference: write it or copy it before going on."""
         return {
             "id": self.id,
-            "parameters": self.parameters.clone(),
-            "velocity": None if self.velocity is None else self.velocity.clone(),
+            "parameters": self.parameters,
+            "velocity": self.velocity,
             "requested_batch": self.requested_batch,
             "reference_batch": self.reference_batch,
             "inner_steps": self.inner_steps,
@@ -428,7 +429,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict, nodes: tuple[Node, ...]) -> None:
-        """Continue from `state` with its workers on these nodes, one for each."""
+        """Continue from a copy of `state` with its workers on these nodes, one for each."""
         if len(nodes) != len(state["workers"]):
             raise ValueError(f"trainer {self.id} has {len(state['workers'])} workers, got {len(nodes)} nodes")
         self.parameters.copy_(state["parameters"])

@@ -74,7 +74,7 @@ class DataCursor:
         self.position = 0
 
     def state_dict(self) -> dict:
-        return {"subset": self.subset.copy(), "generation": self.generation, "position": self.position}
+        return {"subset": self.subset, "generation": self.generation, "position": self.position}
 
     def load_state_dict(self, state: dict) -> None:
         self._set_subset(state["subset"])

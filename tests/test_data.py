@@ -141,3 +141,11 @@ def test_a_merged_cursor_walks_the_union():
     cursor.unite([DataCursor(1, 1, np.arange(5, 20)), DataCursor(1, 2, np.arange(30, 32))])
     assert sorted(cursor.peek(0, 22).tolist()) == [*range(20), 30, 31]
     assert [index for index in cursor.peek(0, 22) if index < 10] != before
+
+
+def test_a_merge_of_trainers_with_the_same_data_begins_a_new_order():
+    cursor = DataCursor(1, 0, np.arange(30))
+    before = cursor.peek(0, 30).tolist()
+    cursor.unite([DataCursor(1, 1, np.arange(30))])
+    assert sorted(cursor.peek(0, 30).tolist()) == sorted(before)
+    assert cursor.peek(0, 30).tolist() != before

@@ -259,9 +259,12 @@ def test_a_run_continued_from_its_state_equals_the_uninterrupted_run(cache_dir, 
     first, second = tiny_cluster(cache_dir, **settings), tiny_cluster(cache_dir, **settings)
     for _ in range(stop):
         first.run_round(Recorder())
-    state = first.state_dict()
-    first.run_round(Recorder())  # the state is a copy: going on does not change it
-    second.load_state_dict(state)
+    state = copy.deepcopy(first.state_dict())
+    second.load_state_dict(first.state_dict())
+    first.run_round(Recorder())  # what was loaded is a copy: going on elsewhere does not change it
+    third = tiny_cluster(cache_dir, **settings)
+    third.load_state_dict(state)
+    assert bits(third) == bits(second)
     second.train(Recorder())
     assert bits(second) == bits(whole)
     assert second.totals.tokens == whole.totals.tokens
