@@ -245,18 +245,21 @@ def test_help_answers_without_loading_anything():
 
 
 def test_an_interrupted_run_keeps_what_it_has(tmp_path, cache_dir):
-    config = write_config(tmp_path, cache_dir, number_of_outer_steps=10_000, merge_frequency=10_000)
+    config = write_config(tmp_path, cache_dir, number_of_outer_steps=1000, merge_frequency=1000)
     process = subprocess.Popen(
         [sys.executable, "run.py", "--config", str(config)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        logs = list(tmp_path.glob("logs/*/model_training_report/training_log.csv"))
-        if logs and logs[0].read_text().count("\n") > 4:
-            break
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=300)
+    try:
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline:
+            logs = list(tmp_path.glob("logs/*/model_training_report/training_log.csv"))
+            if logs and logs[0].read_text().count("\n") > 4:
+                break
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=300)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert b"Traceback" not in errors
     summary = json.loads((logs[0].parent / "summary.json").read_text())
