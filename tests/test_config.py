@@ -67,13 +67,25 @@ def test_the_readme_block_of_adloco_gives_typed_values(tmp_path):
     assert warnings == []
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
-def test_without_cuda_a_warning_says_that_it_runs_on_the_cpu():
+def test_without_cuda_a_warning_says_that_it_runs_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     devices, warnings = resolve_devices(["cuda:1"])
     assert devices == [torch.device("cpu")]
     assert warnings == ["devices: ['cuda:1'] asked for, but CUDA is not available: running on the CPU"]
     assert resolve_devices(None) == ([torch.device("cpu")], [])
     assert resolve_devices(["cpu"]) == ([torch.device("cpu")], [])
+
+
+def test_devices_are_counted_among_the_visible_ones(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    both = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert resolve_devices(None) == (both, [])
+    assert resolve_devices(["cuda", "cuda:1"]) == (both, [])
+    with pytest.raises(ValueError, match="cuda:2 asked for, but only 2 are visible"):
+        resolve_devices(["cuda:2"])
+    with pytest.raises(ValueError, match="every device once"):
+        resolve_devices(["cuda", "cuda:0"])
 
 
 @pytest.mark.parametrize(("alias", "name"), ALIASES.items())

@@ -12,8 +12,10 @@ import pytest
 import yaml
 
 import run as program
+from cluster import CHOICES, Cluster
 from training_logs.plots import PLOTS, draw, read_round_log
 from training_logs.step_loss_logger import COLUMNS as STEP_COLUMNS
+from utils.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -80,13 +82,24 @@ def test_the_run_folder_is_named_after_model_dataset_and_date(finished):
 
 
 def test_the_resolved_config_runs_again(finished):
-    from cluster import CHOICES
-    from utils.config import load_config
-
     config, warnings = load_config(finished[0] / "config.yaml", allowed=CHOICES)
     assert (config.ETA, config.model_config) == (0.3, {"preset": "demo", "num_hidden_layers": 1})
     assert config.number_of_outer_steps == 5
     assert warnings == []
+
+
+def test_the_resolved_config_in_another_process_gives_the_same_run(finished, rows, tmp_path):
+    result = subprocess.run(
+        [sys.executable, "run.py", "--config", str(finished[0] / "config.yaml"), f"log_dir={tmp_path}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    (log,) = tmp_path.glob("*/model_training_report/training_log.csv")
+    with log.open(newline="") as file:
+        again = list(csv.DictReader(file))
+    assert [{**row, "seconds": ""} for row in again] == [{**row, "seconds": ""} for row in rows]
 
 
 def test_the_round_log_has_a_row_per_trainer_and_round(rows):
@@ -275,3 +288,24 @@ def test_a_run_that_cannot_go_on_says_why_and_keeps_what_it_has(tmp_path, cache_
     assert "lower learning_rate_for_inner_opt" in captured.out + captured.err
     (summary,) = tmp_path.glob("logs/*/model_training_report/summary.json")
     assert json.loads(summary.read_text())["status"] == "failed"
+
+
+def test_an_unforeseen_error_is_logged_whole_and_the_run_keeps_what_it_has(tmp_path, cache_dir, monkeypatch):
+    calls = []
+
+    def fail_in_the_second_round(self, observer):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("the disk is on fire")
+        return original(self, observer)
+
+    original = Cluster.run_round
+    monkeypatch.setattr(Cluster, "run_round", fail_in_the_second_round)
+    assert program.main(["--config", str(write_config(tmp_path, cache_dir))]) == 1
+    (report,) = tmp_path.glob("logs/*/model_training_report")
+    summary = json.loads((report / "summary.json").read_text())
+    assert (summary["status"], summary["outer_steps"]) == ("failed", 1)
+    log = (report.parent / "training_log.log").read_text()
+    assert "Traceback" in log
+    assert "RuntimeError: the disk is on fire" in log
+    assert (report / "training_log.csv").read_text().count("\n") == 4
