@@ -320,7 +320,7 @@ class Trainer:
                 on_step()
             if per_example and not in_step:
                 # The examples that come next in the trainer's stream; they are looked at, not used up.
-                ahead = schedule.inner_steps * place[1] + index * sample_size
+                ahead = schedule.inner_steps * place[1] + index * config.statistics_batch_size
                 _, statistics = self._probe(working, self.cursor.peek(ahead, sample_size), 1.0)
                 working.gradient.zero_()
         step_losses = losses.tolist()
