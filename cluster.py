@@ -27,6 +27,7 @@ from fabrics.models import (
     is_pretrained,
     reinitialise_output_layer,
     save_model,
+    settings_problems,
 )
 from fabrics.working_model import WorkingModel
 from trainers import ESTIMATORS, Node, RoundSchedule, Trainer, backward
@@ -47,6 +48,14 @@ CHOICES = {
     "switch_mode": tuple(SWITCH_MODES),
     "merging_policy": tuple(MERGE_POLICIES),
 }
+
+
+def _model_problems(config: Config) -> list[str]:
+    return settings_problems(config.model_type, config.model_config) if config.model_type in MODELS else []
+
+
+# What is wrong with a config that only the parts know, for load_config.
+CHECKS = (_model_problems,)
 
 
 class Cluster:
@@ -167,6 +176,12 @@ class Cluster:
             raise ConfigError(
                 "max_batch_size: statistics_estimator per_example needs at least 2 examples at a time, got 1; "
                 "use across_workers, or sampling_method: none"
+            )
+        smallest = min(len(trainer.cursor.subset) for trainer in self.trainers.values())
+        if config.statistics_batch_size > smallest:
+            raise ConfigError(
+                f"statistics_batch_size: must be at most the {smallest} examples of a trainer's subset, "
+                f"got {config.statistics_batch_size}"
             )
         try:
             PerExampleProbe(self.working[self.devices[0]].module, batch_size=1)

@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Imported here, so that --help answers at once.
     import torch
 
-    from cluster import CHOICES, Cluster
+    from cluster import CHECKS, CHOICES, Cluster
     from fabrics.dataset_loader import DATASETS
     from trainers import TrainingError
     from training_logs.training_monitoring import RunRecorder, check_log_dir, logger, make_run_folder, start_logging
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     kept = start_logging()
     try:
-        config, warnings = load_config(options.config, options.overrides, CHOICES)
+        config, warnings = load_config(options.config, options.overrides, CHOICES, CHECKS)
         check_log_dir(config)
         if config.CUDA_VISIBLE_DEVICES is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = config.CUDA_VISIBLE_DEVICES

@@ -108,18 +108,35 @@ MODELS = {
 }
 
 
-def is_pretrained(settings: Mapping[str, Any]) -> bool:
-    """Whether model_config asks for pretrained weights, checked with its companions.
-
-    Raises:
-        ConfigError: `pretrained` is not true or false, or is true without a name.
-    """
-    pretrained = settings.get("pretrained", False)
+def settings_problems(model_type: str, settings: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a `model_config` that can be told without loading anything, one line each."""
+    family, problems = MODELS[model_type], []
+    pretrained, preset = settings.get("pretrained", False), settings.get("preset")
     if not isinstance(pretrained, bool):
-        raise ConfigError(f"model_config.pretrained: must be true or false, got {pretrained!r}")
-    if pretrained and not settings.get("name"):
-        raise ConfigError("model_config.name: pretrained: true needs the name of a hub model or a local folder")
-    return pretrained
+        problems.append(f"model_config.pretrained: must be true or false, got {pretrained!r}")
+    elif pretrained and not settings.get("name"):
+        problems.append("model_config.name: pretrained: true needs the name of a hub model or a local folder")
+    if preset is not None and preset not in family.presets:
+        problems.append(f"model_config.preset: must be one of {', '.join(family.presets)}, got {preset!r}")
+    known = set(family.config_class().to_dict()) | {"num_labels"}
+    for key, value in settings.items():
+        if key in _OWN_KEYS:
+            continue
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known | _OWN_KEYS, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            name = family.config_class.__name__
+            problems.append(f"model_config.{key}: not an architecture value of {name}{hint}")
+            continue
+        is_count = key.startswith(("num_", "max_")) or key.endswith("_size")
+        if is_count and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            problems.append(f"model_config.{key}: must be a positive integer, got {value!r}")
+    return problems
+
+
+def is_pretrained(settings: Mapping[str, Any]) -> bool:
+    """Whether model_config asks for pretrained weights."""
+    return settings.get("pretrained") is True
 
 
 def _load_failed(name: str, error: Exception) -> ConfigError:
@@ -137,34 +154,25 @@ def load_pretrained_tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenize
         raise _load_failed(settings["name"], error) from None
 
 
-def _architecture(family: ModelFamily, settings: Mapping[str, Any]):
-    """The Hugging Face config of a model from scratch: preset or name, then the values given on top."""
-    preset = settings.get("preset") or settings.get("name") or "demo"
-    values = {key: value for key, value in settings.items() if key not in _OWN_KEYS}
-    known = set(family.config_class().to_dict()) | {"num_labels"}
-    for key in values:
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known | _OWN_KEYS, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise ConfigError(f"model_config.{key}: not an architecture value of {family.config_class.__name__}{hint}")
-        is_count = key.startswith(("num_", "max_")) or key.endswith("_size")
-        if is_count and (not isinstance(values[key], int) or isinstance(values[key], bool) or values[key] < 1):
-            raise ConfigError(f"model_config.{key}: must be a positive integer, got {values[key]!r}")
-    if preset in family.presets:
-        base = dict(family.presets[preset])
-    elif settings.get("preset"):
-        raise ConfigError(f"model_config.preset: must be one of {', '.join(family.presets)}, got {preset!r}")
+def _architecture(family: ModelFamily, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The architecture of a model from scratch: preset or name, then the values given on top."""
+    name = settings.get("preset") or settings.get("name") or "demo"
+    if name in family.presets:
+        base = dict(family.presets[name])
     else:
         try:
-            base = AutoConfig.from_pretrained(preset, trust_remote_code=False).to_dict()
+            base = AutoConfig.from_pretrained(name, trust_remote_code=False).to_dict()
         except (OSError, ValueError) as error:
-            raise _load_failed(preset, error) from None
+            raise _load_failed(name, error) from None
         if base.get("model_type") != family.config_class.model_type:
             raise ConfigError(
-                f"model_config.name: {preset!r} is a {base.get('model_type')} model, "
-                f"not {family.config_class.model_type}"
+                f"model_config.name: {name!r} is a {base.get('model_type')} model, not {family.config_class.model_type}"
             )
-    return base | values
+    return base | _values(settings)
+
+
+def _values(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key not in _OWN_KEYS}
 
 
 def build_model(
@@ -182,11 +190,14 @@ def build_model(
     Raises:
         ConfigError: unknown preset, name or value, or one that the tokenizer or the sequences do not fit.
     """
+    problems = settings_problems(model_type, settings)
+    if problems:
+        raise ConfigError(problems)
     family = MODELS[model_type]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if is_pretrained(settings):
-            values = {key: value for key, value in settings.items() if key not in _OWN_KEYS}
+            values = _values(settings)
             try:
                 model = family.auto_class.from_pretrained(
                     settings["name"], dtype=torch.float32, use_safetensors=True, trust_remote_code=False, **values

@@ -111,3 +111,8 @@ def test_a_max_batch_of_one_cannot_hold_a_sample(cache_dir):
 def test_across_workers_needs_two_nodes_per_trainer(cache_dir):
     with pytest.raises(ConfigError, match="statistics_estimator: across_workers needs two nodes per trainer, got 4"):
         tiny_cluster(cache_dir, statistics_estimator="across_workers")
+
+
+def test_a_sample_must_fit_into_a_trainers_data(cache_dir):
+    with pytest.raises(ConfigError, match=r"statistics_batch_size: must be at most the 24 examples .* got 25"):
+        tiny_cluster(cache_dir, statistics_batch_size=25)

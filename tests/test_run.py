@@ -246,6 +246,18 @@ def test_bad_input_is_one_clear_line_exit_2_and_no_run_folder(tmp_path, cache_di
     assert not list(tmp_path.glob("logs/*"))
 
 
+def test_problems_of_keys_choices_and_model_are_reported_together(tmp_path, cache_dir, capsys):
+    overrides = ["ETAA=1", "nu=-1", "merging_policy=x", "model_config.hiden_size=8", "model_config.num_hidden_layers=0"]
+    assert program.main(["--config", str(write_config(tmp_path, cache_dir)), *overrides]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: ETAA: unknown key; did you mean ETA?",
+        "error: nu: should be greater than 0, got -1",
+        "error: merging_policy: must be one of worst_with_worst, best_with_worst, got 'x'",
+        "error: model_config.hiden_size: not an architecture value of LlamaConfig; did you mean hidden_size?",
+        "error: model_config.num_hidden_layers: must be a positive integer, got 0",
+    ]
+
+
 def test_a_missing_config_file(tmp_path, capsys):
     assert program.main(["--config", str(tmp_path / "none.yaml")]) == 2
     assert "none.yaml: cannot read the configuration: No such file or directory" in capsys.readouterr().err

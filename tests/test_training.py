@@ -307,6 +307,34 @@ def test_trainers_merge_down_to_one_and_go_on(cache_dir):
     assert set(next(iter(cluster.trainers.values())).cursor.subset) == set(range(96))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"distributed_algo": "LocalSGD"},
+        {"number_of_inner_steps_between_outers": 1, "eval_every": 3},
+        {"merge_count": 9, "merge_frequency": 1},
+        {"INITIAL_BATCH_SIZE": 24, "trainer_data_fraction": 0.25, "max_batch_size": 5},
+        {"INITIAL_BATCH_SIZE": 1, "number_of_initial_trainers": 7, "nodes_per_gpu": 2},
+        {"nodes_per_gpu": 9, "number_of_initial_trainers": 2, "statistics_estimator": "across_workers"},
+        {"sampling_method": "augmented_inner_product_test", "merging_policy": "best_with_worst"},
+        {"trainer_data_fraction": 1.0, "switch_mode": "only_data_loader", "max_batch_size": 3},
+    ],
+)
+def test_unusual_settings_train_to_the_end(cache_dir, settings):
+    """Every part in combinations that the other tests leave out: finite, merged, every node at work."""
+    cluster, recorder = tiny_cluster(cache_dir, **{"number_of_outer_steps": 6, **settings}), Recorder()
+    final = cluster.train(recorder)
+    assert cluster.totals.outer_steps == 6
+    assert len(cluster.trainers) < cluster.config.number_of_initial_trainers
+    assert recorder.warnings == []
+    losses = [report.train_loss for result in recorder.rounds for report in result.reports.values()]
+    assert np.isfinite(losses).all()
+    assert np.isfinite([evaluation.loss for evaluation in final.values()]).all()
+    workers = [worker for trainer in cluster.trainers.values() for worker in trainer.workers.values()]
+    assert {worker.node.id for worker in workers} <= {node.id for node in cluster.nodes}
+    assert len(workers) == max(len(cluster.nodes), len(cluster.trainers))
+
+
 def test_a_merge_of_three_counts_two_models(cache_dir):
     cluster = tiny_cluster(cache_dir, merge_count=3, merge_frequency=1, number_of_outer_steps=1)
     cluster.train(Recorder())

@@ -9,7 +9,7 @@ by the caller, so that this module depends on nothing that trains.
 import dataclasses
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -333,8 +333,14 @@ def _warnings(config: Config, given: Mapping) -> list[str]:
     return warnings
 
 
+Check = Callable[[Config], list[str]]
+
+
 def parse_config(
-    raw: Mapping, overrides: Sequence[str] = (), allowed: Mapping[str, Sequence[str]] | None = None
+    raw: Mapping,
+    overrides: Sequence[str] = (),
+    allowed: Mapping[str, Sequence[str]] | None = None,
+    checks: Sequence[Check] = (),
 ) -> tuple[Config, list[str]]:
     """A checked Config from parsed YAML and `key=value` overrides, and warnings for the log.
 
@@ -342,6 +348,7 @@ def parse_config(
         raw: the mapping from the file; AdLoCo's published names are accepted.
         overrides: such as "ETA=0.5" or "model_config.hidden_size=128"; they win over the file.
         allowed: key -> values that the program knows now; keys left out are not checked against a list.
+        checks: what else the program knows to be wrong, one line per problem.
 
     Raises:
         ConfigError: with one line per problem.
@@ -359,17 +366,23 @@ def parse_config(
         problems.append(_unknown(name))
         del values[name]
     typed = _check_types(values, problems)
+    # A value of a wrong type is reported once; the others are checked beside the defaults.
     config = Config(**typed)
     _check_choices(config, {k: v for k, v in (allowed or {}).items() if k in typed or k not in values}, problems)
     if len(typed) == len(values):
         _check_together(config, problems)
+    for check in checks:
+        problems.extend(check(config))
     if problems:
         raise ConfigError(problems)
     return config, warnings + _warnings(config, values)
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), allowed: Mapping[str, Sequence[str]] | None = None
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    allowed: Mapping[str, Sequence[str]] | None = None,
+    checks: Sequence[Check] = (),
 ) -> tuple[Config, list[str]]:
     """Read a YAML file into a Config and its warnings; see parse_config.
 
@@ -382,7 +395,7 @@ def load_config(
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ConfigError(f"{path}: cannot read the configuration: {reason}") from None
-    return parse_config(_mapping(text, str(path)), overrides, allowed)
+    return parse_config(_mapping(text, str(path)), overrides, allowed, checks)
 
 
 class _FloatDumper(yaml.SafeDumper):
