@@ -5,7 +5,7 @@ Prints ratios of medians of interleaved measurements, because single timings on 
 - inner steps: tokens/s of a trainer's inner steps against the loop that a good engineer would write (same
   model and batch, fused AdamW, gradient clipping, the loss read once at the end, no framework);
 - whole rounds: the same with the outer step, batch test and statistics of a round, evaluation off;
-- statistics: the share of a round that the per-example statistics take, from a step with hooks against a plain one;
+- statistics: what the per-example statistics add to a round, from a pass with hooks against a plain one;
 - memory: bytes per parameter of everything of model size, beside the formula.
 
 The model is the demo's unless model_config says otherwise; random tokens cost what real ones cost.
@@ -140,27 +140,29 @@ def throughput(config: Config, repeats: int) -> None:
 
 
 def statistics_cost(config: Config, repeats: int) -> None:
-    """A backward pass with the hooks against one without, and what that means for a round."""
+    """What the statistics add to a round: hooks on its last step, or a probe batch where the step is too small."""
     data = make_data(config, build_vocabulary(config))
-    working = Cluster(config, data).working
-    device, working = next(iter(working.items()))
-    indices = np.arange(config.INITIAL_BATCH_SIZE)
+    device, working = next(iter(Cluster(config, data).working.items()))
+    batch, steps = config.INITIAL_BATCH_SIZE, config.number_of_inner_steps_between_outers
+    in_step = batch >= config.statistics_batch_size
+    sample = np.arange(batch if in_step else config.statistics_batch_size)
 
     def plain() -> None:
-        backward(working, data.train, indices)
+        backward(working, data.train, sample[:batch])
         working.gradient.zero_()
 
     def probed() -> None:
-        with PerExampleProbe(working.module, batch_size=len(indices)) as probe:
-            backward(working, data.train, indices)
+        with PerExampleProbe(working.module, batch_size=len(sample)) as probe:
+            backward(working, data.train, sample)
         probe.statistics()
         working.gradient.zero_()
 
     times = interleaved({"plain": plain, "probed": probed}, device, repeats * 5)
     ratio = statistics.median(times["probed"]) / statistics.median(times["plain"])
-    steps = config.number_of_inner_steps_between_outers
-    print(f"\nstatistics: a step with hooks costs {ratio:.2f} plain steps,")
-    print(f"  {100 * (ratio - 1) / steps:.1f}% of a round of {steps} steps with {len(indices)} examples each")
+    what = "a step with hooks" if in_step else f"a probe batch of {len(sample)} examples"
+    added = ratio - 1.0 if in_step else ratio
+    print(f"\nstatistics: {what} costs {ratio:.2f} plain steps of {batch} examples,")
+    print(f"  which adds {100 * added / steps:.1f}% to a round of {steps} steps")
 
 
 def memory(config: Config) -> None:
