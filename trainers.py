@@ -71,10 +71,12 @@ class Worker:
         self.optimizer.load_state_dict(copy.deepcopy(state))
 
 
+# The learning rate is not theirs to know: it is set at every inner step.
+
+
 def _adamw(parameters: torch.nn.Parameter, config: Config) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
         [parameters],
-        lr=config.learning_rate_for_inner_opt,
         betas=tuple(config.adam_betas),
         eps=config.adam_epsilon,
         weight_decay=config.weight_decay,
@@ -83,7 +85,7 @@ def _adamw(parameters: torch.nn.Parameter, config: Config) -> torch.optim.Optimi
 
 
 def _sgd(parameters: torch.nn.Parameter, config: Config) -> torch.optim.Optimizer:
-    return torch.optim.SGD([parameters], lr=config.lr_sgd or config.learning_rate_for_inner_opt, fused=True)
+    return torch.optim.SGD([parameters], fused=True)
 
 
 INNER_OPTIMIZERS = {"adamw": _adamw, "sgd": _sgd}
@@ -212,7 +214,7 @@ class Trainer:
         def pseudo_gradients() -> Iterator[tuple[int, torch.Tensor]]:
             for index in self._group.local_workers:
                 local[index] = self._train_worker(
-                    index, plans[index], schedule, (first[index], step_examples), gradients, on_step
+                    index, plans[index], schedule, first[index], step_examples, gradients, on_step
                 )
                 # x - x_m, in the working buffer itself: the next replica overwrites it anyway.
                 replica = self.workers[index].working.parameters.data
@@ -285,13 +287,14 @@ class Trainer:
         index: int,
         plan: ExecutionPlan,
         schedule: RoundSchedule,
-        place: tuple[int, int],
+        first_example: int,
+        step_examples: int,
         gradients: dict[int, torch.Tensor],
         on_step: Callable[[], None],
     ) -> WorkerRound:
         """H inner steps of one worker; its replica is left in the working model.
 
-        place: where its slice begins among the examples of an inner step, and how many there are in one.
+        first_example: where its slice begins among the `step_examples` examples of an inner step of all workers.
         gradients: receives a copy of the last gradient where the across-workers estimator needs it.
         """
         config, worker = self._config, self.workers[index]
@@ -310,7 +313,7 @@ class Trainer:
             working.gradient.zero_()
             for step in range(schedule.inner_steps):
                 last = step == schedule.inner_steps - 1
-                indices = self.cursor.peek(step * place[1] + place[0], plan.effective_batch)
+                indices = self.cursor.peek(step * step_examples + first_example, plan.effective_batch)
                 tokens += self._examples.tokens(indices)
                 losses[step], statistics = self._accumulate(working, plan, indices, probe=last and in_step)
                 if last and self._adapts and not per_example:
@@ -320,7 +323,7 @@ class Trainer:
                 on_step()
             if per_example and not in_step:
                 # The examples that come next in the trainer's stream; they are looked at, not used up.
-                ahead = schedule.inner_steps * place[1] + index * config.statistics_batch_size
+                ahead = schedule.inner_steps * step_examples + index * config.statistics_batch_size
                 _, statistics = self._probe(working, self.cursor.peek(ahead, sample_size), 1.0)
                 working.gradient.zero_()
         step_losses = losses.tolist()

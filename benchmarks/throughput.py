@@ -105,7 +105,7 @@ def inner_steps(trainer: Trainer, schedule: RoundSchedule) -> None:
     """A round's inner steps alone: no outer step and no batch test."""
     plans = trainer.execution_plans()
     trainer.reference_batch = trainer.reference_batch or plans[0].effective_batch
-    trainer._train_worker(0, plans[0], schedule, (0, plans[0].effective_batch), {}, lambda: None)
+    trainer._train_worker(0, plans[0], schedule, 0, plans[0].effective_batch, {}, lambda: None)
 
 
 def throughput(config: Config, repeats: int) -> None:

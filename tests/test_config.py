@@ -3,6 +3,8 @@
 import dataclasses
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,22 @@ def test_without_cuda_a_warning_says_that_it_runs_on_the_cpu(monkeypatch):
     assert warnings == ["devices: ['cuda:1'] asked for, but CUDA is not available: running on the CPU"]
     assert resolve_devices(None) == ([torch.device("cpu")], [])
     assert resolve_devices(["cpu"]) == ([torch.device("cpu")], [])
+
+
+def test_nothing_asks_for_cuda_before_the_config_says_which_gpus_may_be_seen():
+    """CUDA reads CUDA_VISIBLE_DEVICES once, when it is first asked."""
+    program = """
+import torch
+def refuse(*_, **__):
+    raise AssertionError("CUDA was asked too early")
+torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = refuse
+import training_logs.training_monitoring
+from cluster import CHECKS, CHOICES
+from utils.config import load_config
+load_config("config.yaml", ["CUDA_VISIBLE_DEVICES=1"], CHOICES, CHECKS)
+"""
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_devices_are_counted_among_the_visible_ones(monkeypatch):
