@@ -30,7 +30,7 @@ from fabrics.models import (
     settings_problems,
 )
 from fabrics.working_model import WorkingModel
-from trainers import ESTIMATORS, Node, RoundSchedule, Trainer, backward
+from trainers import ESTIMATORS, Node, RoundSchedule, Trainer, backward, probed_backward
 from training_logs.records import ClusterRound, Merge, Observer, Totals
 from utils.config import Config, ConfigError
 from utils.max_batch_calculator import calculate_max_batch
@@ -91,6 +91,7 @@ class Cluster:
         subsets = self._subsets()
         self.working = {device: WorkingModel(self._initial_model(0), device) for device in self.devices}
         self.trainers = {trainer: self._initial_trainer(trainer, subset) for trainer, subset in enumerate(subsets)}
+        self._check_modules()
         self.nodes = self._build_nodes()
         self._check_statistics()
         self.distribute()
@@ -149,9 +150,16 @@ class Cluster:
         # Still to come: two moments per worker, and the round's pseudo-gradient.
         workers = max(config.nodes_per_gpu, config.number_of_initial_trainers)
         reserved = (2 * workers + 1) * working.parameters.numel() * working.parameters.element_size()
+        # The most that a step can need: the last of a round is also probed.
+        step = probed_backward if self._probes_examples else backward
+
+        def run(count: int) -> None:
+            working.gradient.zero_()
+            step(working, examples, np.arange(count) % len(examples))
+
         try:
             return calculate_max_batch(
-                lambda count: backward(working, examples, np.arange(count) % len(examples)),
+                run,
                 working.gradient,
                 device,
                 config.padding_percentage,
@@ -160,6 +168,18 @@ class Cluster:
             )
         except MemoryError as error:
             raise ConfigError(f"max_batch_size: {error}") from None
+
+    @property
+    def _probes_examples(self) -> bool:
+        adapts = BATCH_TESTS[self.config.sampling_method] is not None
+        return adapts and self.config.statistics_estimator == "per_example"
+
+    def _check_modules(self) -> None:
+        if self._probes_examples:
+            try:
+                PerExampleProbe(self.working[self.devices[0]].module, batch_size=1)
+            except UnsupportedModuleError as error:
+                raise ConfigError(f"statistics_estimator: {error}") from None
 
     def _check_statistics(self) -> None:
         config = self.config
@@ -183,10 +203,6 @@ class Cluster:
                 f"statistics_batch_size: must be at most the {smallest} examples of a trainer's subset, "
                 f"got {config.statistics_batch_size}"
             )
-        try:
-            PerExampleProbe(self.working[self.devices[0]].module, batch_size=1)
-        except UnsupportedModuleError as error:
-            raise ConfigError(f"statistics_estimator: {error}") from None
 
     @property
     def parameter_count(self) -> int:

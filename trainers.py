@@ -101,6 +101,15 @@ def backward(working: WorkingModel, examples: Examples, indices: np.ndarray, wei
     return loss.detach()
 
 
+def probed_backward(
+    working: WorkingModel, examples: Examples, indices: np.ndarray, weight: float = 1.0
+) -> tuple[torch.Tensor, GradientStatistics]:
+    """As `backward`, into a gradient that holds nothing yet, with the statistics of these examples."""
+    with PerExampleProbe(working.module, batch_size=len(indices)) as probe:
+        loss = backward(working, examples, indices, weight)
+    return loss, probe.statistics(loss_weight=weight)
+
+
 @dataclass(frozen=True)
 class RoundSchedule:
     """What the cluster says about a round: its inner steps, and how much of the run is done before and after."""
@@ -324,7 +333,8 @@ class Trainer:
             if per_example and not in_step:
                 # The examples that come next in the trainer's stream; they are looked at, not used up.
                 ahead = schedule.inner_steps * step_examples + index * config.statistics_batch_size
-                _, statistics = self._probe(working, self.cursor.peek(ahead, sample_size), 1.0)
+                upcoming = self.cursor.peek(ahead, sample_size)
+                _, statistics = probed_backward(working, self._examples, upcoming)
                 working.gradient.zero_()
         step_losses = losses.tolist()
         bad = next((step for step, loss in enumerate(step_losses) if not math.isfinite(loss)), None)
@@ -346,7 +356,7 @@ class Trainer:
         for size in plan.micro_batches:
             part, weight = indices[start : start + size], size / plan.effective_batch
             if probe and start == 0:
-                loss, statistics = self._probe(working, part, weight)
+                loss, statistics = probed_backward(working, self._examples, part, weight)
             else:
                 loss = backward(working, self._examples, part, weight)
             total, start = total + loss, start + size
@@ -361,13 +371,6 @@ class Trainer:
         worker.optimizer.param_groups[0]["lr"] = learning_rate
         worker.optimizer.step()
         gradient.zero_()
-
-    def _probe(
-        self, working: WorkingModel, indices: np.ndarray, weight: float
-    ) -> tuple[torch.Tensor, GradientStatistics]:
-        with PerExampleProbe(working.module, batch_size=len(indices)) as probe:
-            loss = backward(working, self._examples, indices, weight)
-        return loss, probe.statistics(loss_weight=weight)
 
     def _batch_test(
         self, workers: dict[int, WorkerRound], gradients: dict[int, torch.Tensor], step_examples: int

@@ -11,9 +11,10 @@ How: a hook on every supported layer keeps the layer's input x and the gradient 
 as a parameter's own gradient G has been accumulated, both its shares are computed and dropped again:
 n_i += ||P_i||^2 and d_i += <P_i, G>, where P_i is the example's share of G. For y = W x it is
 P_i = sum_t delta_it x_it^T, and when T (out + in) <= out * in the same numbers come from products of activations
-(||P_i||^2 = sum_tt' <delta_t, delta_t'> <x_t, x_t'>) without ever building it. So the extra memory never exceeds a
-layer's own activations, nothing runs per example, and a parameter with several uses (a module called twice, an
-embedding tied to the head) is exact, cross terms included.
+(||P_i||^2 = sum_tt' <delta_t, delta_t'> <x_t, x_t'>) without ever building it. So the extra memory stays in the
+order of a layer's own activations, nothing runs per example, and a parameter with several uses (a module called
+twice, an embedding tied to the head) is exact, cross terms included; x and delta of such a parameter are held until
+its last use has been differentiated.
 
 Measured: see benchmarks/throughput.py, which prints the cost of a step with the hooks against a plain one.
 """

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+import cluster
 from fabrics.dataset_loader import PackedSequences
 from fabrics.working_model import WorkingModel
 from tests.helpers import CPU, random_sequences, tiny_bert, tiny_cluster, tiny_llama
@@ -116,3 +117,17 @@ def test_across_workers_needs_two_nodes_per_trainer(cache_dir):
 def test_a_sample_must_fit_into_a_trainers_data(cache_dir):
     with pytest.raises(ConfigError, match=r"statistics_batch_size: must be at most the 24 examples .* got 25"):
         tiny_cluster(cache_dir, statistics_batch_size=25)
+
+
+@pytest.mark.parametrize(("method", "expected"), [("norm_test", "probed"), ("none", "plain")])
+def test_the_memory_of_a_probed_step_is_measured_where_steps_are_probed(cache_dir, monkeypatch, method, expected):
+    steps = set()
+    for name, step in (("plain", cluster.backward), ("probed", cluster.probed_backward)):
+
+        def recorded(*arguments, name=name, step=step):
+            steps.add(name)
+            return step(*arguments)
+
+        monkeypatch.setattr(cluster, step.__name__, recorded)
+    tiny_cluster(cache_dir, max_batch_size=None, sampling_method=method)
+    assert steps == {expected}

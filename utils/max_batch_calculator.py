@@ -2,8 +2,9 @@
 
 The memory of a training step grows linearly with its examples, so probes of 1, 2 and 4 examples tell the slope
 and one more run at the predicted size confirms it. On CUDA a probe is the allocator's peak. On the CPU, where a
-process's peak cannot be reset, it is the bytes that autograd keeps for the backward pass, doubled for the
-temporaries of that pass; the model is exact there and needs no confirmation.
+process's peak cannot be reset, it is the bytes that autograd keeps for the backward pass, which are exactly linear,
+doubled as a margin for the temporaries of that pass; nothing is confirmed there. Measured: a probed step of the
+demo model with 256 examples raised the resident peak by 1178 MB where this says 1206 MB.
 """
 
 import contextlib
