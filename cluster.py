@@ -19,8 +19,9 @@ from algorithms.outer_step import DISTRIBUTED_ALGORITHMS
 from algorithms.policies import MERGE_POLICIES, distribute_nodes
 from algorithms.switch_mode import SWITCH_MODES
 from fabrics.data_order import DataCursor, draw_subset
-from fabrics.dataset_loader import DATASETS, TaskData
+from fabrics.dataset_loader import DATASETS, FALLBACKS, TEXT_DOCUMENTS
 from fabrics.eval_tool import METRICS, Evaluation, evaluate
+from fabrics.examples import TaskData
 from fabrics.models import (
     MODELS,
     build_model,
@@ -39,6 +40,8 @@ from utils.utils import resolve_devices, write_folder_atomically
 # Config key -> the words that the registries know.
 CHOICES = {
     "dataset": tuple(DATASETS),
+    "dataset_fallback": FALLBACKS,
+    "text_documents": tuple(TEXT_DOCUMENTS),
     "model_type": tuple(MODELS),
     "distributed_algo": tuple(DISTRIBUTED_ALGORITHMS),
     "learning_rate_schedule": tuple(SCHEDULES),
@@ -54,8 +57,17 @@ def _model_problems(config: Config) -> list[str]:
     return settings_problems(config.model_type, config.model_config) if config.model_type in MODELS else []
 
 
+def _task_problems(config: Config) -> list[str]:
+    if config.model_type not in MODELS or config.dataset not in DATASETS:
+        return []
+    task, needed = DATASETS[config.dataset].task, MODELS[config.model_type].task
+    if task == needed:
+        return []
+    return [f"model_type: {config.model_type} is for {needed}, dataset {config.dataset} for {task}"]
+
+
 # What is wrong with a config that only the parts know, for load_config.
-CHECKS = (_model_problems,)
+CHECKS = (_model_problems, _task_problems)
 
 
 class Cluster:
@@ -83,10 +95,10 @@ class Cluster:
             self.warnings.append(
                 f"real_device_ids: {len(config.real_device_ids)} labels for {len(self.devices)} devices, none is used"
             )
-        task = MODELS[config.model_type].task
-        if task != data.task:
-            raise ConfigError(
-                f"model_type: {config.model_type} is for {task}, dataset {config.dataset} for {data.task}"
+        if data.fallback_reason:
+            self.warnings.append(
+                f"DATASET FALLBACK: trained on {data.dataset} because {config.dataset} could not be loaded: "
+                f"{data.fallback_reason}"
             )
         subsets = self._subsets()
         self.working = {device: WorkingModel(self._initial_model(0), device) for device in self.devices}
@@ -121,6 +133,7 @@ class Cluster:
             self.data.tokenizer,
             config.sequence_length,
             seed if config.identical_initialisation else seed + trainer,
+            self.data.class_names,
         )
         if config.need_to_reinit_output_layers:
             reinitialise_output_layer(config.model_type, model, seed if config.single_seed else seed + trainer)
@@ -155,7 +168,7 @@ class Cluster:
 
         def run(count: int) -> None:
             working.gradient.zero_()
-            step(working, examples, np.arange(count) % len(examples))
+            step(working, examples, np.full(count, examples.largest))
 
         try:
             return calculate_max_batch(

@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     import torch
 
     from cluster import CHECKS, CHOICES, Cluster
-    from fabrics.dataset_loader import DATASETS
+    from fabrics.dataset_loader import load_data
     from trainers import TrainingError
     from training_logs.training_monitoring import RunRecorder, check_log_dir, logger, make_run_folder, start_logging
     from utils.config import ConfigError, load_config
@@ -42,8 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
             os.environ["CUDA_VISIBLE_DEVICES"] = config.CUDA_VISIBLE_DEVICES
         if config.cpu_threads:
             torch.set_num_threads(config.cpu_threads)
-        cluster = Cluster(config, DATASETS[config.dataset](config))
-        recorder = RunRecorder(config, make_run_folder(config), kept, started)
+        data = load_data(config)
+        cluster = Cluster(config, data)
+        recorder = RunRecorder(config, make_run_folder(config, data.dataset), kept, started)
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)

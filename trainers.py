@@ -33,7 +33,7 @@ from algorithms.losses import example_losses
 from algorithms.outer_step import DISTRIBUTED_ALGORITHMS
 from algorithms.switch_mode import SWITCH_MODES, ExecutionPlan
 from fabrics.data_order import DataCursor
-from fabrics.dataset_loader import Examples
+from fabrics.examples import Examples
 from fabrics.working_model import WorkingModel
 from training_logs.records import RoundReport, WorkerRound
 from utils.config import Config

@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from algorithms.gradient_statistics import PerExampleProbe
 from cluster import CHOICES, Cluster
-from fabrics.dataset_loader import PackedSequences, TaskData, train_tokenizer
+from fabrics.examples import PackedSequences, TaskData
 from fabrics.models import build_model
+from fabrics.tokenization import train_tokenizer
 from trainers import RoundSchedule, Trainer, backward
 from utils.config import Config, ConfigError, parse_config
 
@@ -44,8 +45,9 @@ DEFAULTS = {
 def make_data(config: Config, vocabulary: int, examples: int = 512) -> TaskData:
     """Random tokens in sequences of the configured length."""
     tokens = np.random.default_rng(0).integers(0, vocabulary, (examples, config.sequence_length), dtype=np.int32)
-    tokenizer = train_tokenizer(["random tokens need no text"], 258, Path(config.cache_dir))
-    return TaskData("causal_lm", PackedSequences(tokens), PackedSequences(tokens[:8]), tokenizer, {})
+    tokenizer = train_tokenizer(["random tokens need no text"], 258)
+    train, validation = PackedSequences(tokens), PackedSequences(tokens[:8])
+    return TaskData("causal_lm", "random", "random tokens", train, validation, tokenizer, documents={})
 
 
 class BareLoop:
@@ -62,7 +64,7 @@ class BareLoop:
             fused=True,
         )
         self.clip, self.batch, self.device = config.gradient_clipping, config.INITIAL_BATCH_SIZE, device
-        self.tokens = data.train._tokens.to(torch.long)
+        self.tokens = torch.from_numpy(data.train._tokens).to(torch.long)
 
     def run(self, steps: int) -> None:
         loss_sum = torch.zeros((), device=self.device)

@@ -6,7 +6,7 @@ a hub name or a local folder (safetensors only, no remote code). A family is one
 
 import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,12 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     BertConfig,
     LlamaConfig,
     PreTrainedTokenizerBase,
 )
 
+from fabrics.tokenization import padding
 from utils.config import ConfigError
 
 # Keys of model_config that are not architecture values.
@@ -146,14 +146,6 @@ def _load_failed(name: str, error: Exception) -> ConfigError:
     )
 
 
-def load_pretrained_tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer of a pretrained model: its text must be cut as it was in its training."""
-    try:
-        return AutoTokenizer.from_pretrained(settings["name"], trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise _load_failed(settings["name"], error) from None
-
-
 def _architecture(family: ModelFamily, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The architecture of a model from scratch: preset or name, then the values given on top."""
     name = settings.get("preset") or settings.get("name") or "demo"
@@ -176,7 +168,12 @@ def _values(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_model(
-    model_type: str, settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, sequence_length: int, seed: int
+    model_type: str,
+    settings: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    sequence_length: int,
+    seed: int,
+    class_names: Sequence[str] = (),
 ) -> nn.Module:
     """A model in float32, in train mode, on the CPU.
 
@@ -186,6 +183,7 @@ def build_model(
             tokenizer's unless they say otherwise.
         sequence_length: the longest sequence it must take.
         seed: of the initialisation; the global generator is left as it was.
+        class_names: of the data, for a classifier.
 
     Raises:
         ConfigError: unknown preset, name or value, or one that the tokenizer or the sequences do not fit.
@@ -206,7 +204,7 @@ def build_model(
                 raise _load_failed(settings["name"], error) from None
         else:
             values = {"vocab_size": len(tokenizer)} | _architecture(family, settings)
-            values |= {"pad_token_id": tokenizer.pad_token_id if family.task == "classification" else None}
+            values |= {"pad_token_id": padding(tokenizer) if family.task == "classification" else None}
             values |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
             try:
                 model = family.auto_class.from_config(family.config_class(**values), dtype=torch.float32)
@@ -226,6 +224,13 @@ def build_model(
             f"sequence_length: the model takes at most {model.config.max_position_embeddings} tokens, "
             f"got {sequence_length}"
         )
+    if class_names:
+        if model.config.num_labels != len(class_names):
+            raise ConfigError(
+                f"model_config.num_labels: the data has {len(class_names)} classes, got {model.config.num_labels}"
+            )
+        model.config.id2label = dict(enumerate(class_names))
+        model.config.label2id = {name: label for label, name in enumerate(class_names)}
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False  # a cache of keys and values is only for generation
     return model.train()

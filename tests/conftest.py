@@ -1,4 +1,9 @@
-"""One thread per test process: the tests run in parallel, and small tensors gain nothing from more."""
+"""No network, and one thread per test process: tests run in parallel, and small tensors gain nothing from more."""
+
+import os
+
+# Before any library reads it: no test may depend on the hub, nor wait for it.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch

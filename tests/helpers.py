@@ -1,6 +1,9 @@
 """Small models, data and configurations that the tests share."""
 
+import contextlib
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -9,7 +12,8 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 from cluster import CHOICES, Cluster
 from fabrics.data_order import DataCursor
-from fabrics.dataset_loader import PackedSequences, TaskData, train_tokenizer
+from fabrics.examples import PackedSequences, PaddedSequences, TaskData
+from fabrics.tokenization import train_tokenizer
 from fabrics.working_model import WorkingModel
 from trainers import Node, RoundSchedule, Trainer
 from utils.config import Config, parse_config
@@ -77,28 +81,14 @@ def random_sequences(count: int, length: int = 9, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCABULARY, (count, length), dtype=np.int32)
 
 
-class PaddedClassification:
-    """Texts as token lists with a class each, padded per batch with 0: the smallest second kind of `Examples`."""
-
-    def __init__(self, texts: Sequence[Sequence[int]], classes: Sequence[int]):
-        self.texts, self.classes = texts, classes
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def batch(self, indices: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
-        texts = [self.texts[index] for index in indices]
-        longest = max(len(text) for text in texts)
-        ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
-        mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts])
-        labels = torch.tensor([self.classes[index] for index in indices])
-        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-    def tokens(self, indices: Sequence[int]) -> int:
-        return sum(len(self.texts[index]) for index in indices)
+def padded(texts: Sequence[Sequence[int]], classes: Sequence[int] | None = None, limit: int = 512) -> PaddedSequences:
+    """Token lists as examples of a classification, or of a causal language model, padded with 0."""
+    tokens = np.concatenate([np.asarray(text, dtype=np.int32) for text in texts])
+    offsets = np.cumsum([0, *(len(text) for text in texts)])
+    return PaddedSequences(tokens, offsets, limit, 0, None if classes is None else np.asarray(classes))
 
 
-def separable_texts(count: int, seed: int = 0) -> PaddedClassification:
+def separable_texts(count: int, seed: int = 0) -> PaddedSequences:
     """Texts of class 0 use the lower half of the vocabulary, class 1 the upper: easy to learn."""
     generator = np.random.default_rng(seed)
     classes = generator.integers(0, 2, count).tolist()
@@ -106,7 +96,7 @@ def separable_texts(count: int, seed: int = 0) -> PaddedClassification:
     texts = [
         (generator.integers(1, half, generator.integers(3, 9)) + (half if label else 0)).tolist() for label in classes
     ]
-    return PaddedClassification(texts, classes)
+    return padded(texts, classes)
 
 
 def make_trainer(
@@ -140,11 +130,13 @@ _DOCUMENTS = [
 ]
 
 
-def tiny_data(cache_dir, train: int = 96, validation: int = 16, length: int = 9) -> TaskData:
+def tiny_data(train: int = 96, validation: int = 16, length: int = 9) -> TaskData:
     """Random sequences over a real, small tokenizer."""
-    tokenizer = train_tokenizer(_DOCUMENTS, 300, cache_dir)
+    tokenizer = train_tokenizer(_DOCUMENTS, 300)
     return TaskData(
         task="causal_lm",
+        dataset="random",
+        source="random tokens",
         train=PackedSequences(random_sequences(train, length, seed=1)),
         validation=PackedSequences(random_sequences(validation, length, seed=2)),
         tokenizer=tokenizer,
@@ -161,8 +153,8 @@ TINY_ARCHITECTURE = {
 }
 
 
-def tiny_cluster(cache_dir, **values) -> Cluster:
-    return Cluster(make_config(model_config=TINY_ARCHITECTURE, **values), tiny_data(cache_dir))
+def tiny_cluster(**values) -> Cluster:
+    return Cluster(make_config(model_config=TINY_ARCHITECTURE, **values), tiny_data())
 
 
 class Recorder:
@@ -185,3 +177,19 @@ class Recorder:
 
     def warn(self, message):
         self.warnings.append(message)
+
+
+@contextlib.contextmanager
+def without_privileges(folder: Path):
+    """The permissions of files hold, for the superuser too; the parents of `folder` are opened to everybody."""
+    if os.geteuid() != 0:
+        yield
+        return
+    for parent in [folder, *folder.parents]:
+        if parent.stat().st_uid == 0 and not parent.stat().st_mode & 0o001:
+            parent.chmod(parent.stat().st_mode | 0o055)
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)

@@ -164,7 +164,7 @@ def test_all_problems_are_reported_at_once_one_line_each():
         r"merge_count: should be a number, not true or false, got True",
         r"padding_percentage: should be less than or equal to 1, got 1\.2",
         r"devices\[0\]: .*got \['tpu:0'\]",
-        r"dataset: must be one of python_docs, got 'python_doc'; did you mean python_docs\?",
+        r"dataset: must be one of python_docs, c4, text, imdb, got 'python_doc'; did you mean python_docs\?",
         r"merging_policy: must be one of worst_with_worst, best_with_worst, got 'random'",
         r"outer_momentum: should be less than 1, got 1\.0",
         r"learning_rate_for_outer_opt: should be a finite number, got inf",
@@ -197,8 +197,10 @@ def test_values_that_do_not_go_together(raw, expected):
 @pytest.mark.parametrize(
     ("raw", "warning"),
     [
-        ({"c4_language": "en"}, "c4_language: has no effect with dataset python_docs"),
+        ({"c4_language": "de"}, "c4_language: has no effect with dataset python_docs"),
         ({"project_name": "x"}, "project_name: has no effect, this version does not report to ClearML"),
+        ({"samples_per_class": 5}, "samples_per_class: has no effect with dataset python_docs"),
+        ({"tokenizer": "x", "vocab_size": 999}, "vocab_size: has no effect, the tokenizer is not trained here"),
         ({"lr_sgd": 0.1}, "lr_sgd: has no effect with distributed_algo DiLoCo"),
         ({"single_seed": True}, "single_seed: has no effect without need_to_reinit_output_layers"),
     ],

@@ -9,7 +9,7 @@ import torch
 
 from algorithms.gradient_statistics import per_example_statistics
 from fabrics.data_order import DataCursor
-from fabrics.dataset_loader import PackedSequences
+from fabrics.examples import PackedSequences
 from fabrics.working_model import WorkingModel
 from tests.helpers import make_config, make_trainer, random_sequences, tiny_llama, train, use_torch_norms
 from trainers import Node, Trainer, backward

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import cluster
-from fabrics.dataset_loader import PackedSequences
+from fabrics.examples import PackedSequences
 from fabrics.working_model import WorkingModel
 from tests.helpers import CPU, random_sequences, tiny_bert, tiny_cluster, tiny_llama
 from trainers import backward
@@ -103,24 +103,24 @@ def test_a_model_that_does_not_fit_names_the_keys():
         calculate_max_batch(lambda count: None, working.gradient, CPU, 0.9, 4, reserved_bytes=10**15)
 
 
-def test_a_max_batch_of_one_cannot_hold_a_sample(cache_dir):
+def test_a_max_batch_of_one_cannot_hold_a_sample():
     with pytest.raises(ConfigError, match="max_batch_size: statistics_estimator per_example needs at least 2"):
-        tiny_cluster(cache_dir, max_batch_size=1)
-    assert tiny_cluster(cache_dir, max_batch_size=1, sampling_method="none").nodes[0].max_batch == 1
+        tiny_cluster(max_batch_size=1)
+    assert tiny_cluster(max_batch_size=1, sampling_method="none").nodes[0].max_batch == 1
 
 
-def test_across_workers_needs_two_nodes_per_trainer(cache_dir):
+def test_across_workers_needs_two_nodes_per_trainer():
     with pytest.raises(ConfigError, match="statistics_estimator: across_workers needs two nodes per trainer, got 4"):
-        tiny_cluster(cache_dir, statistics_estimator="across_workers")
+        tiny_cluster(statistics_estimator="across_workers")
 
 
-def test_a_sample_must_fit_into_a_trainers_data(cache_dir):
+def test_a_sample_must_fit_into_a_trainers_data():
     with pytest.raises(ConfigError, match=r"statistics_batch_size: must be at most the 24 examples .* got 25"):
-        tiny_cluster(cache_dir, statistics_batch_size=25)
+        tiny_cluster(statistics_batch_size=25)
 
 
 @pytest.mark.parametrize(("method", "expected"), [("norm_test", "probed"), ("none", "plain")])
-def test_the_memory_of_a_probed_step_is_measured_where_steps_are_probed(cache_dir, monkeypatch, method, expected):
+def test_the_memory_of_a_probed_step_is_measured_where_steps_are_probed(monkeypatch, method, expected):
     steps = set()
     for name, step in (("plain", cluster.backward), ("probed", cluster.probed_backward)):
 
@@ -129,5 +129,5 @@ def test_the_memory_of_a_probed_step_is_measured_where_steps_are_probed(cache_di
             return step(*arguments)
 
         monkeypatch.setattr(cluster, step.__name__, recorded)
-    tiny_cluster(cache_dir, max_batch_size=None, sampling_method=method)
+    tiny_cluster(max_batch_size=None, sampling_method=method)
     assert steps == {expected}

@@ -8,18 +8,18 @@ from fabrics.models import (
     MODELS,
     build_model,
     is_pretrained,
-    load_pretrained_tokenizer,
     reinitialise_output_layer,
     save_model,
 )
+from fabrics.tokenization import load_tokenizer
 from fabrics.working_model import WorkingModel
 from tests.helpers import CPU, TINY_ARCHITECTURE, tiny_bert, tiny_data, tiny_llama
 from utils.config import ConfigError
 
 
 @pytest.fixture(scope="module")
-def tokenizer(cache_dir):
-    return tiny_data(cache_dir).tokenizer
+def tokenizer():
+    return tiny_data().tokenizer
 
 
 def test_microllama_has_the_published_architecture(tokenizer):
@@ -96,7 +96,7 @@ def test_a_saved_folder_is_a_pretrained_model(tokenizer, tmp_path, model_type, a
     assert (tmp_path / "model.safetensors").exists()
     settings = {"name": str(tmp_path), "pretrained": True}
     assert is_pretrained(settings)
-    again = build_model(model_type, settings, load_pretrained_tokenizer(settings), 9, 99)
+    again = build_model(model_type, settings, load_tokenizer(str(tmp_path), "name"), 9, 99)
     for name, parameter in model.named_parameters():
         assert torch.equal(again.get_parameter(name), parameter), name
     assert auto_class.from_pretrained(tmp_path).config.num_hidden_layers == 1

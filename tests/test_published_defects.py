@@ -13,13 +13,14 @@ import yaml
 from algorithms.calc_batch import inner_product_test
 from algorithms.gradient_statistics import GradientStatistics, per_example_statistics
 from algorithms.losses import example_losses
-from fabrics.dataset_loader import PackedSequences
 from fabrics.eval_tool import evaluate
+from fabrics.examples import PackedSequences
 from tests.helpers import (
     CPU,
     Recorder,
     make_config,
     make_trainer,
+    padded,
     random_sequences,
     separable_texts,
     tiny_bert,
@@ -67,10 +68,10 @@ def test_the_model_sees_the_planned_micro_batches_and_each_accumulation_is_one_i
 # 3. The switch mode is ignored until one trainer is left.
 
 
-def test_the_switch_mode_is_in_force_while_several_trainers_live(cache_dir):
+def test_the_switch_mode_is_in_force_while_several_trainers_live():
     steps = {}
     for mode in ("threshold_switch_mode", "only_gradient_accumulation", "only_data_loader"):
-        cluster = tiny_cluster(cache_dir, switch_mode=mode, INITIAL_BATCH_SIZE=6, max_batch_size=4)
+        cluster = tiny_cluster(switch_mode=mode, INITIAL_BATCH_SIZE=6, max_batch_size=4)
         recorder = Recorder()
         recorder.rounds.append(cluster.run_round(recorder))
         assert len(recorder.rounds[0].reports) == 4
@@ -104,8 +105,8 @@ def test_the_outer_step_has_nesterov_momentum():
     assert velocity.abs().max() > 0.0
 
 
-def test_after_a_merge_the_outer_step_moves_the_merged_parameters(cache_dir):
-    cluster = tiny_cluster(cache_dir, number_of_initial_trainers=2, merge_frequency=1, number_of_outer_steps=2)
+def test_after_a_merge_the_outer_step_moves_the_merged_parameters():
+    cluster = tiny_cluster(number_of_initial_trainers=2, merge_frequency=1, number_of_outer_steps=2)
     cluster.run_round(Recorder())
     (trainer,) = cluster.trainers.values()
     merged, velocity = trainer.parameters.clone(), trainer.velocity.clone()
@@ -118,8 +119,8 @@ def test_after_a_merge_the_outer_step_moves_the_merged_parameters(cache_dir):
 # 5. One node per trainer never adapts; the orthogonality term is no trace; vartheta is never used.
 
 
-def test_the_batch_adapts_with_one_node_per_trainer(cache_dir):
-    cluster, recorder = tiny_cluster(cache_dir, ETA=0.3, merge_frequency=100), Recorder()
+def test_the_batch_adapts_with_one_node_per_trainer():
+    cluster, recorder = tiny_cluster(ETA=0.3, merge_frequency=100), Recorder()
     cluster.train(recorder)
     assert all(len(report.workers) == 1 for report in recorder.rounds[0].reports.values())
     assert all(trainer.requested_batch > 4 for trainer in cluster.trainers.values())
@@ -138,12 +139,12 @@ def test_the_orthogonal_variance_is_a_trace():
         assert statistics.variance == pytest.approx(statistics.orthogonal_variance + along, rel=1e-9)
 
 
-def test_vartheta_decides(cache_dir):
+def test_vartheta_decides():
     statistics = [GradientStatistics(8, 2.0, 8.0, 6.0, 5.0)]
     assert inner_product_test(statistics, 0.1, 4) == 150
     requests = []
     for theta in (0.05, 50.0):
-        cluster = tiny_cluster(cache_dir, sampling_method="inner_product_test", vartheta=theta, merge_frequency=100)
+        cluster = tiny_cluster(sampling_method="inner_product_test", vartheta=theta, merge_frequency=100)
         cluster.train(Recorder())
         requests.append(cluster.trainers[0].requested_batch)
     assert requests[0] > requests[1] == 4
@@ -152,8 +153,8 @@ def test_vartheta_decides(cache_dir):
 # 6. A failed node is only logged.
 
 
-def test_a_failing_worker_stops_the_run(cache_dir):
-    cluster = tiny_cluster(cache_dir)
+def test_a_failing_worker_stops_the_run():
+    cluster = tiny_cluster()
 
     def fail(*_):
         raise RuntimeError("the device is gone")
@@ -166,16 +167,16 @@ def test_a_failing_worker_stops_the_run(cache_dir):
 # 7. The max batch is shrunk by the smallest shard; too little data skips the node.
 
 
-def test_the_max_batch_is_not_shrunk_by_small_subsets(cache_dir):
-    cluster = tiny_cluster(cache_dir, max_batch_size=50)
+def test_the_max_batch_is_not_shrunk_by_small_subsets():
+    cluster = tiny_cluster(max_batch_size=50)
     assert all(len(trainer.cursor.subset) == 24 for trainer in cluster.trainers.values())
     cluster.train(Recorder())
     assert {node.max_batch for node in cluster.nodes} == {50}
 
 
-def test_too_little_data_for_a_batch_is_an_error(cache_dir):
+def test_too_little_data_for_a_batch_is_an_error():
     with pytest.raises(ConfigError, match=r"INITIAL_BATCH_SIZE: must be at most the 24 examples .* got 25"):
-        tiny_cluster(cache_dir, INITIAL_BATCH_SIZE=25)
+        tiny_cluster(INITIAL_BATCH_SIZE=25)
 
 
 def test_every_worker_runs_every_step_although_its_share_of_the_data_is_small():
@@ -194,22 +195,6 @@ def test_padding_counts_neither_in_loss_nor_in_perplexity():
     model = tiny_llama(dtype=torch.float32).eval()
     texts = [random_sequences(1, length, seed=length)[0] for length in (9, 4, 6)]
 
-    class Padded:
-        def __len__(self):
-            return len(texts)
-
-        def batch(self, indices, device):
-            longest = max(len(texts[index]) for index in indices)
-            ids = torch.zeros(len(indices), longest, dtype=torch.long)
-            mask = torch.zeros_like(ids)
-            for row, index in enumerate(indices):
-                ids[row, : len(texts[index])] = torch.from_numpy(texts[index]).long()
-                mask[row, : len(texts[index])] = 1
-            return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-
-        def tokens(self, indices):
-            return sum(len(texts[index]) for index in indices)
-
     total = count = 0.0
     with torch.no_grad():
         for text in texts:
@@ -218,7 +203,7 @@ def test_padding_counts_neither_in_loss_nor_in_perplexity():
             total += F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum").item()
             count += len(text) - 1
     for batch_size in (1, 2, 3):
-        result = evaluate(model, Padded(), "causal_lm", batch_size, CPU)
+        result = evaluate(model, padded(texts), "causal_lm", batch_size, CPU)
         assert result.loss == pytest.approx(total / count, rel=1e-6)
         assert result.metric == pytest.approx(math.exp(total / count), rel=1e-5)
 
@@ -234,21 +219,18 @@ def test_accuracy_is_the_share_of_correct_classes():
     texts = separable_texts(30)
     model = tiny_bert().eval()
     with torch.no_grad():
-        correct = sum(
-            model(**{k: v for k, v in texts.batch([index], CPU).items() if k != "labels"}).logits.argmax().item()
-            == texts.classes[index]
-            for index in range(30)
-        )
+        batches = [texts.batch([index], CPU) for index in range(30)]
+        correct = sum(batch.pop("labels").item() == model(**batch).logits.argmax().item() for batch in batches)
     assert evaluate(model, texts, "classification", 7, CPU).metric == pytest.approx(correct / 30)
 
 
 # 9. No weights are ever saved.
 
 
-def test_saved_weights_are_the_trainers_and_load_again(cache_dir, tmp_path):
+def test_saved_weights_are_the_trainers_and_load_again(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    cluster = tiny_cluster(cache_dir, number_of_outer_steps=1)
+    cluster = tiny_cluster(number_of_outer_steps=1)
     cluster.train(Recorder())
     paths = cluster.save_models(tmp_path)
     assert sorted(paths) == [0, 1, 2, 3]
@@ -259,8 +241,8 @@ def test_saved_weights_are_the_trainers_and_load_again(cache_dir, tmp_path):
             assert torch.equal(model.get_parameter(name), parameter), name
 
 
-def test_a_failure_to_save_is_not_swallowed(cache_dir, tmp_path):
-    cluster = tiny_cluster(cache_dir)
+def test_a_failure_to_save_is_not_swallowed(tmp_path):
+    cluster = tiny_cluster()
     (tmp_path / "taken").write_text("a file where the folder should be")
     with pytest.raises(OSError, match="taken"):
         cluster.save_models(tmp_path / "taken")
@@ -316,8 +298,8 @@ def test_the_published_config_gives_typed_values():
     assert (config.c4_streaming, config.lr_sgd, config.nu) == (True, 2e-5, 0.3)
 
 
-def test_the_max_batch_is_found_on_a_cpu(cache_dir):
-    cluster = tiny_cluster(cache_dir, max_batch_size=None)
+def test_the_max_batch_is_found_on_a_cpu():
+    cluster = tiny_cluster(max_batch_size=None)
     assert all(node.max_batch >= 2 for node in cluster.nodes)
 
 
@@ -327,14 +309,14 @@ def test_the_max_batch_is_found_on_a_cpu(cache_dir):
 def test_examples_are_read_by_index_from_one_array():
     tokens = random_sequences(50)
     examples = PackedSequences(tokens)
-    assert np.shares_memory(examples._tokens.numpy(), tokens)
+    assert np.shares_memory(examples._tokens, tokens)
     batch = examples.batch([4, 2], CPU)
     assert batch["input_ids"].tolist() == tokens[[4, 2]].tolist()
 
 
-def test_state_is_plain_enough_to_be_written(cache_dir):
+def test_state_is_plain_enough_to_be_written():
     """No module and no optimiser object hides in a state: numbers, strings and tensors only."""
-    cluster = tiny_cluster(cache_dir)
+    cluster = tiny_cluster()
     cluster.run_round(Recorder())
     state = copy.deepcopy(cluster.trainers[0].state_dict())
 

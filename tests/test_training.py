@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from algorithms.gradient_statistics import per_example_statistics
 from algorithms.switch_mode import ExecutionPlan
 from cluster import Cluster
-from fabrics.dataset_loader import PackedSequences
 from fabrics.eval_tool import evaluate
+from fabrics.examples import PackedSequences
 from tests.helpers import (
     CPU,
     TINY_ARCHITECTURE,
@@ -200,8 +200,8 @@ def test_learning_rate_follows_warm_up_schedule_and_batch():
     assert second == pytest.approx([2 * 0.1 * 0.75 * 0.5, 2 * 0.1 * 0.5 * (1 + np.cos(0.75 * np.pi))])
 
 
-def test_request_is_bounded_and_never_shrinks(cache_dir):
-    cluster = tiny_cluster(cache_dir, ETA=0.05, max_batch_growth=1.5, max_requested_batch=11, number_of_outer_steps=6)
+def test_request_is_bounded_and_never_shrinks():
+    cluster = tiny_cluster(ETA=0.05, max_batch_growth=1.5, max_requested_batch=11, number_of_outer_steps=6)
     recorder = Recorder()
     cluster.train(recorder)
     requests = {}
@@ -219,10 +219,10 @@ def bits(cluster) -> dict[int, bytes]:
     return {trainer.id: trainer.parameters.numpy().tobytes() for trainer in cluster.trainers.values()}
 
 
-def test_the_same_seed_gives_the_same_bits(cache_dir):
+def test_the_same_seed_gives_the_same_bits():
     runs = []
     for seed in (7, 7, 8):
-        cluster = tiny_cluster(cache_dir, training_seed=seed, number_of_outer_steps=5, ETA=0.3)
+        cluster = tiny_cluster(training_seed=seed, number_of_outer_steps=5, ETA=0.3)
         torch.rand(17)  # whatever the global generator has done must not matter
         evaluations = cluster.train(Recorder())
         runs.append((bits(cluster), evaluations, cluster.totals.tokens))
@@ -245,7 +245,7 @@ def test_dropout_depends_on_the_place_in_the_run_alone():
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 5])
-def test_a_run_continued_from_its_state_equals_the_uninterrupted_run(cache_dir, stop):
+def test_a_run_continued_from_its_state_equals_the_uninterrupted_run(stop):
     """Through growing batches, merges and redistribution; the state is taken anywhere."""
     settings = {
         "number_of_outer_steps": 6,
@@ -254,15 +254,15 @@ def test_a_run_continued_from_its_state_equals_the_uninterrupted_run(cache_dir, 
         "statistics_smoothing": 0.5,
         "learning_rate_schedule": "cosine",
     }
-    whole, recorder = tiny_cluster(cache_dir, **settings), Recorder()
+    whole, recorder = tiny_cluster(**settings), Recorder()
     whole.train(recorder)
-    first, second = tiny_cluster(cache_dir, **settings), tiny_cluster(cache_dir, **settings)
+    first, second = tiny_cluster(**settings), tiny_cluster(**settings)
     for _ in range(stop):
         first.run_round(Recorder())
     state = copy.deepcopy(first.state_dict())
     second.load_state_dict(first.state_dict())
     first.run_round(Recorder())  # what was loaded is a copy: going on elsewhere does not change it
-    third = tiny_cluster(cache_dir, **settings)
+    third = tiny_cluster(**settings)
     third.load_state_dict(state)
     assert bits(third) == bits(second)
     second.train(Recorder())
@@ -275,8 +275,8 @@ def test_a_run_continued_from_its_state_equals_the_uninterrupted_run(cache_dir, 
     }
 
 
-def test_a_merge_averages_parameters_and_momentum_and_unites_the_data(cache_dir):
-    cluster = tiny_cluster(cache_dir, number_of_initial_trainers=3, nodes_per_gpu=3, merge_frequency=100)
+def test_a_merge_averages_parameters_and_momentum_and_unites_the_data():
+    cluster = tiny_cluster(number_of_initial_trainers=3, nodes_per_gpu=3, merge_frequency=100)
     for _ in range(2):
         cluster.run_round(Recorder())
     trainers = cluster.trainers
@@ -298,8 +298,8 @@ def test_a_merge_averages_parameters_and_momentum_and_unites_the_data(cache_dir)
     assert cluster.totals.communications - before[1] == 1
 
 
-def test_trainers_merge_down_to_one_and_go_on(cache_dir):
-    cluster, recorder = tiny_cluster(cache_dir, number_of_outer_steps=8, merge_frequency=2), Recorder()
+def test_trainers_merge_down_to_one_and_go_on():
+    cluster, recorder = tiny_cluster(number_of_outer_steps=8, merge_frequency=2), Recorder()
     final = cluster.train(recorder)
     assert [len(result.reports) for result in recorder.rounds] == [4, 4, 3, 3, 2, 2, 1, 1]
     assert [merge.outer_step for merge in cluster.merges] == [2, 4, 6]
@@ -320,9 +320,9 @@ def test_trainers_merge_down_to_one_and_go_on(cache_dir):
         {"trainer_data_fraction": 1.0, "switch_mode": "only_data_loader", "max_batch_size": 3},
     ],
 )
-def test_unusual_settings_train_to_the_end(cache_dir, settings):
+def test_unusual_settings_train_to_the_end(settings):
     """Every part in combinations that the other tests leave out: finite, merged, every node at work."""
-    cluster, recorder = tiny_cluster(cache_dir, **{"number_of_outer_steps": 6, **settings}), Recorder()
+    cluster, recorder = tiny_cluster(**{"number_of_outer_steps": 6, **settings}), Recorder()
     final = cluster.train(recorder)
     assert cluster.totals.outer_steps == 6
     assert len(cluster.trainers) < cluster.config.number_of_initial_trainers
@@ -335,8 +335,8 @@ def test_unusual_settings_train_to_the_end(cache_dir, settings):
     assert len(workers) == max(len(cluster.nodes), len(cluster.trainers))
 
 
-def test_a_merge_of_three_counts_two_models(cache_dir):
-    cluster = tiny_cluster(cache_dir, merge_count=3, merge_frequency=1, number_of_outer_steps=1)
+def test_a_merge_of_three_counts_two_models():
+    cluster = tiny_cluster(merge_count=3, merge_frequency=1, number_of_outer_steps=1)
     cluster.train(Recorder())
     assert len(cluster.trainers) == 2
     # Four trainers on four nodes do not synchronise: the merge is all the communication there is.
@@ -344,8 +344,8 @@ def test_a_merge_of_three_counts_two_models(cache_dir):
     assert cluster.totals.bytes_communicated == 2 * cluster.trainers[0].parameter_bytes
 
 
-def test_communications_and_bytes_of_a_ring_all_reduce(cache_dir):
-    cluster = tiny_cluster(cache_dir, number_of_initial_trainers=1, nodes_per_gpu=4, number_of_outer_steps=5)
+def test_communications_and_bytes_of_a_ring_all_reduce():
+    cluster = tiny_cluster(number_of_initial_trainers=1, nodes_per_gpu=4, number_of_outer_steps=5)
     cluster.train(Recorder())
     parameters = sum(p.numel() for p in cluster.working[CPU].module.parameters())
     assert cluster.totals.communications == 5
@@ -353,8 +353,8 @@ def test_communications_and_bytes_of_a_ring_all_reduce(cache_dir):
     assert cluster.totals.bytes_communicated == 5 * 4 * (2 * 3 / 4) * 4 * parameters
 
 
-def test_a_new_worker_starts_with_the_first_workers_moments(cache_dir):
-    cluster = tiny_cluster(cache_dir, number_of_initial_trainers=2, nodes_per_gpu=2, merge_frequency=2)
+def test_a_new_worker_starts_with_the_first_workers_moments():
+    cluster = tiny_cluster(number_of_initial_trainers=2, nodes_per_gpu=2, merge_frequency=2)
     for _ in range(2):
         cluster.run_round(Recorder())
     (trainer,) = cluster.trainers.values()
@@ -365,19 +365,19 @@ def test_a_new_worker_starts_with_the_first_workers_moments(cache_dir):
     assert first["step"].item() == 6
 
 
-def test_more_trainers_than_nodes(cache_dir):
+def test_more_trainers_than_nodes():
     """One node serves three trainers in turn, and gives what three nodes would: workers own the state."""
     results = []
     for nodes in (1, 3):
-        cluster = tiny_cluster(cache_dir, number_of_initial_trainers=3, nodes_per_gpu=nodes, merge_frequency=100)
+        cluster = tiny_cluster(number_of_initial_trainers=3, nodes_per_gpu=nodes, merge_frequency=100)
         cluster.train(Recorder())
         results.append(bits(cluster))
     assert results[0] == results[1]
 
 
-def test_trainers_start_apart_or_together(cache_dir):
-    apart = tiny_cluster(cache_dir)
-    together = tiny_cluster(cache_dir, identical_initialisation=True)
+def test_trainers_start_apart_or_together():
+    apart = tiny_cluster()
+    together = tiny_cluster(identical_initialisation=True)
     assert len(set(bits(apart).values())) == 4
     assert len(set(bits(together).values())) == 1
     subsets = [set(trainer.cursor.subset) for trainer in apart.trainers.values()]
@@ -385,14 +385,14 @@ def test_trainers_start_apart_or_together(cache_dir):
 
 
 @pytest.mark.parametrize(("single_seed", "different_heads"), [(True, 1), (False, 4)])
-def test_output_layers_are_drawn_anew_identically_or_per_trainer(cache_dir, single_seed, different_heads):
+def test_output_layers_are_drawn_anew_identically_or_per_trainer(single_seed, different_heads):
     config = make_config(
         model_config=TINY_ARCHITECTURE | {"tie_word_embeddings": False},
         identical_initialisation=True,
         need_to_reinit_output_layers=True,
         single_seed=single_seed,
     )
-    cluster = Cluster(config, tiny_data(cache_dir))
+    cluster = Cluster(config, tiny_data())
     heads, bodies = set(), set()
     for trainer in cluster.trainers.values():
         parameters = parameters_of(trainer)
@@ -409,8 +409,8 @@ def test_output_layers_are_drawn_anew_identically_or_per_trainer(cache_dir, sing
         ({"max_tokens": 1000}, 112),  # 1000 / 9 tokens = 111.1 examples, 16 at a time
     ],
 )
-def test_a_budget_is_exceeded_by_less_than_one_inner_step(cache_dir, limit, examples):
-    cluster = tiny_cluster(cache_dir, number_of_outer_steps=None, sampling_method="none", merge_frequency=99, **limit)
+def test_a_budget_is_exceeded_by_less_than_one_inner_step(limit, examples):
+    cluster = tiny_cluster(number_of_outer_steps=None, sampling_method="none", merge_frequency=99, **limit)
     cluster.train(Recorder())
     assert cluster.totals.examples == examples
 
@@ -433,9 +433,9 @@ def test_classification_runs_through_the_same_trainers():
     assert reports[0].tokens < reports[0].examples * 9
 
 
-def test_working_memory_is_what_the_design_says(cache_dir):
+def test_working_memory_is_what_the_design_says():
     """Two buffers per device, two tensors per trainer, two per worker: nothing else of model size lives on."""
-    cluster = tiny_cluster(cache_dir, nodes_per_gpu=6, number_of_initial_trainers=4, merge_frequency=100)
+    cluster = tiny_cluster(nodes_per_gpu=6, number_of_initial_trainers=4, merge_frequency=100)
     cluster.run_round(Recorder())
     working = cluster.working[CPU]
     expected = {working.parameters.data_ptr(), working.gradient.data_ptr()}

@@ -11,8 +11,8 @@ import torch
 from algorithms.gradient_statistics import GradientStatistics
 from algorithms.policies import MergePlan
 from algorithms.switch_mode import ExecutionPlan
-from fabrics.dataset_loader import TaskData
 from fabrics.eval_tool import Evaluation, Metric
+from fabrics.examples import TaskData
 from utils.config import Config
 
 

@@ -5,6 +5,7 @@ plots and models are written at the end, also when the run is interrupted or fai
 """
 
 import csv
+import dataclasses
 import datetime
 import logging
 import logging.handlers
@@ -17,7 +18,7 @@ from pathlib import Path
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from fabrics.eval_tool import Evaluation
+from fabrics.eval_tool import Evaluation, Metric
 from training_logs.memory_monitor import MemoryMonitor
 from training_logs.plots import plot_run
 from training_logs.records import ClusterRound, RoundReport, RunView
@@ -91,10 +92,13 @@ def check_log_dir(config: Config) -> None:
         raise ConfigError(f"log_dir: cannot write to {config.log_dir}: {folder} is not a writable folder")
 
 
-def make_run_folder(config: Config) -> Path:
-    """`log_dir/<Model>_<Dataset>_<Date>`, new; a second run within the same second gets a number."""
+def make_run_folder(config: Config, dataset: str) -> Path:
+    """`log_dir/<Model>_<Dataset>_<Date>`, new; a second run within the same second gets a number.
+
+    dataset: what is really trained on.
+    """
     date = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    base = Path(config.log_dir) / f"{config.model_type}_{config.dataset}_{date}"
+    base = Path(config.log_dir) / f"{config.model_type}_{dataset}_{date}"
     for number in range(1, 1000):
         folder = base if number == 1 else base.with_name(f"{base.name}_{number}")
         try:
@@ -160,10 +164,10 @@ class RunRecorder:
         data = run.data
         logger.info(
             "%s with %s parameters on %s (%s training and %s validation examples); %d trainers on %d nodes (%s), "
-            "max batch %s; %s before training %.2f",
+            "max batch %s; %s before training %.*f",
             self.config.model_type,
             f"{run.parameter_count:,}",
-            self.config.dataset,
+            data.dataset,
             f"{len(data.train):,}",
             f"{len(data.validation):,}",
             len(run.trainers),
@@ -171,6 +175,7 @@ class RunRecorder:
             ", ".join(str(device) for device in run.devices),
             "/".join(str(size) for size in sorted({node.max_batch for node in run.nodes})),
             run.metric.name,
+            run.metric.decimals,
             self._initial_metric,
         )
         logger.info("run folder: %s", self.folder)
@@ -198,7 +203,7 @@ class RunRecorder:
             writer.writerows(_row(result, report) for report in reports)
         for report in reports:
             self._steps.log(result.outer_step, report)
-            logger.info(_line(result, report, run.metric.name))
+            logger.info(_line(result, report, run.metric))
         if result.merge is not None:
             plan = result.merge.plan
             parts = ", ".join(f"trainer {trainer} ({share:.2f})" for trainer, share in plan.weights.items())
@@ -233,10 +238,12 @@ class RunRecorder:
             summary["best_trainer"] = best
             summary["best_model"] = str(models[best].relative_to(self.folder))
             logger.info(
-                "%s: %s %.2f before training, %.2f after %s tokens in %d rounds with %d communications (%s); %.0f s",
+                "%s: %s %.*f before training, %.*f after %s tokens in %d rounds with %d communications (%s); %.0f s",
                 status,
                 run.metric.name,
+                run.metric.decimals,
                 summary["initial_metric"],
+                run.metric.decimals,
                 summary["final_metric"],
                 f"{summary['tokens']:,}",
                 summary["outer_steps"],
@@ -266,6 +273,12 @@ class RunRecorder:
             "final_metric": final[run.best(final)].metric if final else None,
             "final_loss": final[run.best(final)].loss if final else None,
             "final_metrics": {trainer: evaluation.metric for trainer, evaluation in final.items()},
+            "final_classes": {
+                name: dataclasses.asdict(scores)
+                for name, scores in zip(run.data.class_names, final[run.best(final)].classes, strict=True)
+            }
+            if final
+            else {},
             "outer_steps": totals.outer_steps,
             "examples": totals.examples,
             "tokens": totals.tokens,
@@ -293,8 +306,12 @@ class RunRecorder:
             "devices": [str(device) for device in run.devices],
             "max_batch": sorted({node.max_batch for node in run.nodes}),
             "model_type": self.config.model_type,
-            "dataset": self.config.dataset,
+            "dataset": run.data.dataset,
+            "dataset_asked_for": self.config.dataset,
+            "dataset_fallback_reason": run.data.fallback_reason,
+            "data_source": run.data.source,
             "documents": dict(run.data.documents),
+            "skipped_documents": dict(run.data.skipped),
             "seed": self.config.training_seed,
             "warnings": self._warnings,
             "versions": {"python": platform.python_version()} | {name: version(name) for name in _LIBRARIES},
@@ -352,15 +369,15 @@ def _bytes(count: int) -> str:
     return f"{value:.1f} TB"
 
 
-def _line(result: ClusterRound, report: RoundReport, metric: str) -> str:
+def _line(result: ClusterRound, report: RoundReport, metric: Metric) -> str:
     """One readable line about one trainer's round."""
     planned = f"/{result.planned_outer_steps}" if result.planned_outer_steps else ""
     evaluation = result.evaluations.get(report.trainer)
     nodes = "node" if len(report.workers) == 1 else "nodes"
-    measured = f"{evaluation.metric:8.2f}" if evaluation else f"{'-':>8}"
+    measured = f"{evaluation.metric:8.{metric.decimals}f}" if evaluation else f"{'-':>8}"
     return (
         f"round {result.outer_step:>3}{planned} | trainer {report.trainer} | loss {report.train_loss:6.3f} | "
-        f"{metric} {measured} | batch {report.requested_batch:>3} "
+        f"{metric.name} {measured} | batch {report.requested_batch:>3} "
         f"({_micro_batch(report)} x {_accumulation_steps(report)} on {len(report.workers)} {nodes}) | "
         f"{report.tokens / report.seconds:>7,.0f} tokens/s | "
         f"communications {result.totals.communications:>2} ({_bytes(result.totals.bytes_communicated)})"

@@ -86,23 +86,63 @@ class Config:
     # Dataset
     dataset: Name = _key("python_docs", "what to train on", choices=True)
     data_sample_size: PositiveInt | None = _key(None, "documents to train on; null: all")
-    val_size: PositiveInt | None = _key(None, "documents held out for validation; null: one in twenty")
-    sequence_length: Annotated[int, Field(ge=2), Number] = _key(128, "tokens per packed sequence, one example")
-    vocab_size: Annotated[int, Field(ge=258), Number] = _key(
-        2048,
-        "size of the byte-level BPE vocabulary that is trained on the training documents",
-        datasets=("python_docs",),
+    val_size: PositiveInt | None = _key(
+        None,
+        "documents held out for validation; null: one for every twenty of data_sample_size, or of all documents",
+        datasets=("python_docs", "c4", "text"),
     )
-    cache_dir: Name = _key(".cache", "folder for trained tokenizers and tokenised data, shared by runs")
+    samples_per_class: PositiveInt | None = _key(
+        None, "evaluation reviews per class; null: as many as both classes have", datasets=("imdb",)
+    )
+    sequence_length: Annotated[int, Field(ge=2), Number] = _key(
+        128, "tokens per packed sequence; without packing, the longest document or review, cut there"
+    )
+    packing: bool = _key(
+        True,
+        "join documents, end-of-text after each, into full sequences; false: one document per sequence, padded",
+        datasets=("python_docs", "c4", "text"),
+    )
+    tokenizer: Name | None = _key(
+        None,
+        "hub name or folder of a tokenizer; null: the pretrained model's own, or that of c4_tokenized_path, else one "
+        "trained on the training documents",
+    )
+    vocab_size: Annotated[int, Field(ge=258), Number] = _key(
+        2048, "vocabulary of a tokenizer that is trained: byte-level BPE, or WordPiece for bert"
+    )
+    cache_dir: Name = _key(".cache", "folder for tokenised documents, shared by runs")
     trainer_data_fraction: Fraction | None = _key(
         None,
-        "share of the training sequences in each trainer's own random subset; null: 1 / number_of_initial_trainers, "
+        "share of the training examples in each trainer's own random subset; null: 1 / number_of_initial_trainers, "
         "so that the subsets are disjoint",
     )
-    samples_per_class: PositiveInt | None = _key(None, "evaluation examples per class", datasets=("imdb",))
-    c4_language: str | None = _key(None, "language of C4", datasets=("c4",))
-    c4_streaming: bool | None = _key(None, "stream C4 from the hub", datasets=("c4",))
-    c4_tokenized_path: str | None = _key(None, "tokenised C4", datasets=("c4",))
+    text_files: Annotated[list[Name], Field(min_length=1)] | None = _key(
+        None, "files, folders or globs of UTF-8 text, plain or gzip", datasets=("text",)
+    )
+    text_documents: str = _key(
+        "files", "what a document is: a whole file, or a block between blank lines", choices=True, datasets=("text",)
+    )
+    c4_tokenized_path: Name | None = _key(
+        None, "folder that c4/tokenize_c4.py wrote: the first source that is tried", datasets=("c4",)
+    )
+    c4_local_path: Name | None = _key(
+        None, "file, folder or glob of C4's own shards (JSON lines, plain or gzip): the second", datasets=("c4",)
+    )
+    c4_language: Name = _key("en", "configuration of allenai/c4 on the hub: the last", datasets=("c4",))
+    c4_streaming: bool = _key(
+        True, "read C4 over the network; false: download the shards that are needed", datasets=("c4",)
+    )
+    dataset_fallback: Name = _key(
+        "python_docs",
+        "what to train on, with a warning in log and summary, where no source of C4 can be read; none: stop",
+        choices=True,
+        datasets=("c4",),
+    )
+    imdb_local_path: Name | None = _key(
+        None,
+        "aclImdb folder, folder with train and test CSV or JSON lines, or one such file (text, label); null: the hub",
+        datasets=("imdb",),
+    )
 
     # Model
     model_type: Name = _key("microllama", "family of the model", choices=True)
@@ -309,6 +349,8 @@ def _check_together(config: Config, problems: list[str]) -> None:
             f"max_requested_batch: must be at least INITIAL_BATCH_SIZE ({config.INITIAL_BATCH_SIZE}), "
             f"got {config.max_requested_batch}"
         )
+    if config.dataset == "text" and not config.text_files:
+        problems.append("text_files: dataset text needs the names of its files")
     if config.devices and config.real_device_ids and len(config.devices) != len(config.real_device_ids):
         problems.append(
             f"real_device_ids: must name each of the {len(config.devices)} devices, got {config.real_device_ids}"
@@ -316,16 +358,18 @@ def _check_together(config: Config, problems: list[str]) -> None:
 
 
 def _warnings(config: Config, given: Mapping) -> list[str]:
-    """A given key that cannot have an effect is said to have none."""
-    warnings = []
+    """A key that is changed and cannot have an effect is said to have none."""
+    warnings, defaults = [], Config()
     for name, value in given.items():
-        if value is None:
+        if getattr(config, name) == getattr(defaults, name):
             continue
         metadata = FIELDS[name].metadata
         if metadata["datasets"] and config.dataset not in metadata["datasets"]:
             warnings.append(f"{name}: has no effect with dataset {config.dataset}")
         if name in ("project_name", "task_name"):
             warnings.append(f"{name}: has no effect, this version does not report to ClearML")
+        if name == "vocab_size" and (config.tokenizer or config.model_config.get("pretrained") is True):
+            warnings.append("vocab_size: has no effect, the tokenizer is not trained here")
         if name == "single_seed" and value and not config.need_to_reinit_output_layers:
             warnings.append("single_seed: has no effect without need_to_reinit_output_layers")
         if name == "lr_sgd" and config.distributed_algo != "LocalSGD":

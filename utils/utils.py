@@ -1,10 +1,11 @@
 """Small helpers: atomic files, seeds, devices."""
 
+import itertools
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -97,3 +98,10 @@ def resolve_devices(requested: list[str] | None) -> tuple[list[torch.device], li
                 "the devices that CUDA_VISIBLE_DEVICES leaves"
             )
     return devices, []
+
+
+def batched(items: Iterable, size: int) -> Iterator[list]:
+    """Lists of `size` items, the last one possibly shorter."""
+    iterator = iter(items)
+    while batch := list(itertools.islice(iterator, size)):
+        yield batch

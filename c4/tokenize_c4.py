@@ -1,0 +1,143 @@
+"""Tokenise C4 once, for any number of runs: python c4/tokenize_c4.py --help. c4/guide.md explains it.
+
+Writes a folder that `c4_tokenized_path` in a configuration names. It is complete or not there at all; an interrupted
+run is continued by running the same command again, and a finished one has nothing to do.
+"""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from fabrics.c4 import hub_source, local_source
+from fabrics.documents import DatasetError, split
+from fabrics.tokenised import Recipe, TokenisedSet, is_written, write_tokenised
+from fabrics.tokenization import describe, fingerprint, load_tokenizer
+from utils.config import ConfigError
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be positive, got {number}")
+    return number
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Tokenise C4 once, for any number of runs.")
+    parser.add_argument(
+        "--model_name", default="keeeeenw/MicroLlama", help="hub name or folder of a tokenizer (default: %(default)s)"
+    )
+    parser.add_argument("--language", default="en", help="configuration of allenai/c4 (default: %(default)s)")
+    parser.add_argument(
+        "--data_sample_size", type=_positive, default=1000, help="documents to train on (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max_length",
+        type=_positive,
+        default=512,
+        help="sequence_length of the runs to come, to count sequences by; documents are kept whole (default: 512)",
+    )
+    parser.add_argument(
+        "--output_dir", type=Path, default=Path("tokenized_c4"), help="folder to write (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--streaming",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="read the hub over the network, or download the shards that are needed",
+    )
+    parser.add_argument("--no_streaming", dest="streaming", action="store_false", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--create_eval_split",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="write validation documents as well, without which the set cannot be trained on",
+    )
+    parser.add_argument(
+        "--eval_size", type=_positive, help="validation documents (default: one in twenty of data_sample_size)"
+    )
+    parser.add_argument("--input", help="local shards (file, folder or glob) instead of the hub")
+    parser.add_argument(
+        "--num_proc",
+        type=_positive,
+        default=1,
+        help="processes that tokenise; 1: this one, with the tokenizer's own threads (default: 1)",
+    )
+    options = parser.parse_args(arguments)
+    if options.max_length < 2:
+        parser.error("argument --max_length: must be at least 2")
+    if options.eval_size is not None and not options.create_eval_split:
+        parser.error("argument --eval_size: has no effect without --create_eval_split")
+    return options
+
+
+def make_recipe(options: argparse.Namespace) -> Recipe:
+    """What the arguments ask for.
+
+    Raises:
+        ConfigError: the tokenizer cannot be loaded.
+        DatasetError: the local shards cannot be listed.
+    """
+    if options.input is not None:
+        source = local_source(options.input, options.language)
+    else:
+        source = hub_source(options.language, options.streaming)
+    tokenizer = load_tokenizer(options.model_name, "--model_name")
+    return Recipe(
+        arguments={
+            "source": source.identity,
+            "train_documents": options.data_sample_size,
+            "create_eval_split": options.create_eval_split,
+            "validation_documents": options.eval_size,
+            "max_length": options.max_length,
+            "tokenizer": fingerprint(tokenizer),
+        },
+        source=source.name,
+        parts=lambda: split(source, options.data_sample_size, options.eval_size, validate=options.create_eval_split),
+        tokenizer=lambda parts: tokenizer,
+        details={"language": options.language, "max_length": options.max_length},
+    )
+
+
+def report(documents: TokenisedSet) -> None:
+    """Print what a set holds and how to use it."""
+    metadata, length = documents.metadata, documents.metadata["max_length"]
+    print(f"source: {metadata['source']}")
+    print(f"tokenizer: {describe(documents.tokenizer, metadata['tokenizer']['name'])}")
+    for name, sizes in metadata["parts"].items():
+        print(
+            f"{name}: {sizes['documents']:,} documents, {sizes['tokens']:,} tokens, "
+            f"{sizes['tokens'] // length:,} sequences of {length}; longest document {sizes['longest_document']:,}"
+        )
+    for reason, entry in metadata["skipped"].items():
+        print(f"skipped: {entry['documents']:,} {reason} (first: {entry['first']})")
+    if documents.validation is None:
+        print("no validation documents: --create_eval_split makes a set that can be trained on")
+    else:
+        print(f"in the configuration: c4_tokenized_path: {documents.folder}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0: the set is there; 2: it cannot be made; 130: interrupted, to be continued."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("httpx2").setLevel(logging.WARNING)
+    options = parse_arguments(arguments)
+    try:
+        recipe = make_recipe(options)
+        there = is_written(options.output_dir, recipe)
+        print(f"{options.output_dir}: {'is complete already, nothing to do' if there else 'reading ' + recipe.source}")
+        report(write_tokenised(options.output_dir, recipe, options.num_proc))
+    except (ConfigError, DatasetError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted: the same command continues", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Writes the small data sets of the *_small.yaml configurations: python configs/make_samples.py [FOLDER].
+
+Real English that every Python carries, in the real formats, without a network:
+
+- FOLDER/c4: shards as in the hub's allenai/c4 (gzip JSON lines with text, timestamp and url) of the docstrings and
+  topics of Python's documentation, and the repository's card, so that `datasets` loads the folder as it does the hub's;
+- FOLDER/aclImdb: the folders and files that aclImdb_v1.tar.gz unpacks to. There are no film reviews in Python, so
+  the two classes are paragraphs of the language reference (pos) and docstrings (neg); they can be told apart.
+"""
+
+import gzip
+import json
+import pydoc_data.topics
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from fabrics.documents import document_hash, python_documents
+from utils.utils import write_folder_atomically
+
+_CARD = """---
+configs:
+- config_name: en
+  data_files:
+  - split: train
+    path: en/c4-train.*.json.gz
+  - split: validation
+    path: en/c4-validation.*.json.gz
+---
+"""
+
+
+def write_shard(path: Path, texts: Iterable[str]) -> None:
+    """One shard of C4; the same texts give the same bytes."""
+    with path.open("wb") as file, gzip.GzipFile(fileobj=file, mode="wb", filename="", mtime=0) as packed:
+        for number, text in enumerate(texts):
+            record = {"text": text, "timestamp": "2019-04-25T12:57:54Z", "url": f"https://example.org/{number}"}
+            packed.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
+
+
+def write_c4(folder: Path, train: int = 2000, validation: int = 200, shards: int = 2) -> None:
+    """A repository of C4 with so many documents; the validation part has one shard."""
+    (folder / "en").mkdir()
+    (folder / "README.md").write_text(_CARD, encoding="utf-8")
+    texts = python_documents()
+    for shard in range(shards):
+        write_shard(folder / "en" / f"c4-train.{shard:05d}-of-{shards:05d}.json.gz", texts[shard:train:shards])
+    write_shard(folder / "en" / "c4-validation.00000-of-00001.json.gz", texts[train : train + validation])
+
+
+def paragraphs_and_docstrings() -> tuple[list[str], list[str]]:
+    """Paragraphs of the language reference, and docstrings, of 80 to 2,000 characters each, in order of hash."""
+    topics = {text.strip() for text in pydoc_data.topics.topics.values()}
+    paragraphs = {part.strip() for topic in topics for part in re.split(r"\n\s*\n", topic)}
+    docstrings = set(python_documents()) - topics
+    kept = ([text for text in texts if 80 <= len(text) <= 2000] for texts in (paragraphs, docstrings - paragraphs))
+    positive, negative = (sorted(texts, key=document_hash) for texts in kept)
+    return positive, negative
+
+
+def write_imdb(folder: Path, train_per_class: int = 400, test_per_class: int = 100) -> None:
+    """The layout of aclImdb with so many texts per class; file names are <number>_<stars>.txt as there."""
+    for name, stars, texts in zip(("pos", "neg"), (9, 2), paragraphs_and_docstrings(), strict=True):
+        parts = {"test": texts[:test_per_class], "train": texts[test_per_class : test_per_class + train_per_class]}
+        for part, chosen in parts.items():
+            target = folder / part / name
+            target.mkdir(parents=True)
+            for number, text in enumerate(chosen):
+                (target / f"{number}_{stars}.txt").write_text(text, encoding="utf-8")
+
+
+def main(folder: Path) -> None:
+    """Write what is not there yet."""
+    for name, write in (("c4", write_c4), ("aclImdb", write_imdb)):
+        if (folder / name).exists():
+            print(f"{folder / name}: there already")
+        else:
+            write_folder_atomically(folder / name, write)
+            print(f"{folder / name}: written")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else ".cache/samples"))

@@ -1,0 +1,383 @@
+"""Documents: where text comes from, one document at a time.
+
+A source hands out its documents as often as it is asked to, always in the same order, and never holds more than
+one of them (or one file's) in memory. Which of them train and which validate is decided here as well, by the
+hash of their text alone, so that no text is in both parts.
+"""
+
+import ast
+import codecs
+import functools
+import glob
+import gzip
+import hashlib
+import itertools
+import json
+import logging
+import os
+import pydoc_data.topics
+import sys
+import sysconfig
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from tqdm import tqdm
+
+from utils.config import ConfigError
+
+logger = logging.getLogger("adloco.dataset")
+
+EMPTY, NOT_JSON = "empty", "not a JSON object with a text"
+
+
+class DatasetError(RuntimeError):
+    """A source cannot be read; the message names it and says why. Another source may do."""
+
+
+@dataclass
+class Skipped:
+    """Records that were left out: how many for each reason, and where the first of them was."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    first: dict[str, str] = field(default_factory=dict)
+
+    def add(self, reason: str, place: str) -> None:
+        """Count one."""
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        self.first.setdefault(reason, place)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count:,} {reason} (first: {self.first[reason]})" for reason, count in self.counts.items())
+
+
+Documents = Callable[[Skipped], Iterator[str]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Documents to train on, and perhaps others to validate on.
+
+    Attributes:
+        name: for the log, in words.
+        identity: plain data that differs whenever the documents may.
+        train: begins to read from the start; what it leaves out goes to the Skipped.
+        validation: the same for the source's own validation part; None: it has none.
+    """
+
+    name: str
+    identity: Mapping[str, Any]
+    train: Documents
+    validation: Documents | None = None
+
+
+# Training and validation
+
+
+def document_hash(text: str) -> int:
+    """64 bits that depend on the text alone."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little")
+
+
+def _validation_size(documents: int) -> int:
+    return max(1, documents // 20)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The documents of both parts, with their hashes; each is read from its start whenever it is asked for."""
+
+    train: Callable[[Skipped], Iterator[tuple[int, str]]]
+    validation: Callable[[Skipped], Iterator[tuple[int, str]]] | None
+
+    def texts(self) -> Iterator[str]:
+        """The training texts alone."""
+        return (text for _, text in self.train(Skipped()))
+
+
+def split(source: Source, train_size: int | None, val_size: int | None, validate: bool = True) -> Parts:
+    """Divide a source into training and validation documents; no text is in both.
+
+    Validation is the beginning of the source's own validation part. Where it has none, the documents with the
+    smallest hashes are held out: among the first train_size + val_size, or among all. A training document whose text
+    is held out is skipped, wherever it stands.
+
+    Args:
+        train_size: the first so many others train; None: all.
+        val_size: None: one for every twenty of train_size, as far as the validation part goes; without train_size
+            the whole validation part, or one in twenty of all documents.
+        validate: False for training documents only.
+
+    Raises:
+        ConfigError: there are fewer documents.
+        DatasetError: the source cannot be read.
+    """
+    count = val_size
+    if val_size is None and train_size is not None:
+        count = _validation_size(train_size)
+    if not validate:
+        held_out, validation = frozenset(), None
+    elif source.validation is not None:
+        own = source.validation
+
+        def validation(skipped: Skipped) -> Iterator[tuple[int, str]]:
+            return _first(
+                _hashed(own(skipped)),
+                count,
+                val_size or 1,
+                lambda found: f"val_size: the validation part has {found} documents, got {val_size or 'null'}",
+            )
+
+        held_out = frozenset(number for number, _ in validation(Skipped()))
+    else:
+        held_out = _smallest_hashes(source, train_size, count)
+
+        def validation(skipped: Skipped) -> Iterator[tuple[int, str]]:
+            missing = set(held_out)
+            for number, text in _hashed(source.train(skipped)):
+                if number in missing:
+                    missing.remove(number)
+                    yield number, text
+                    if not missing:
+                        return
+
+    def train(skipped: Skipped) -> Iterator[tuple[int, str]]:
+        return _first(
+            _others(_hashed(source.train(skipped)), held_out, source.validation is None, skipped),
+            train_size,
+            train_size or 1,
+            lambda found: _too_few_for_training(found, len(held_out), train_size),
+        )
+
+    return Parts(train, validation)
+
+
+def _others(
+    documents: Iterable[tuple[int, str]], held_out: frozenset[int], inside: bool, skipped: Skipped
+) -> Iterator[tuple[int, str]]:
+    """The documents that are not held out; inside: the first of each that is comes from among these documents."""
+    expected = set(held_out) if inside else set()
+    for number, text in documents:
+        if number not in held_out:
+            yield number, text
+        elif number in expected:
+            expected.remove(number)
+        else:
+            skipped.add("the same text as a validation document", repr(text[:40]))
+
+
+def _hashed(documents: Iterable[str]) -> Iterator[tuple[int, str]]:
+    return ((document_hash(text), text) for text in documents)
+
+
+def _first(documents: Iterable, count: int | None, least: int, problem: Callable[[int], str]) -> Iterator:
+    """The first `count` of them (None: all); fewer than `least` are a ConfigError that says how many there are."""
+    found = 0
+    for item in itertools.islice(documents, count):
+        found += 1
+        yield item
+    if found < least:
+        raise ConfigError(problem(found))
+
+
+def _too_few_for_training(found: int, held_out: int, wanted: int | None) -> str:
+    return (
+        f"data_sample_size: {found} documents are left for training beside {held_out} for validation, "
+        f"got {wanted or 'null'}"
+    )
+
+
+def _smallest_hashes(source: Source, train_size: int | None, val_size: int | None) -> frozenset[int]:
+    """The hashes of the documents to hold out; one pass over the source."""
+    pool = None if train_size is None else train_size + val_size
+    documents = tqdm(
+        itertools.islice(source.train(Skipped()), pool),
+        desc="choosing validation documents", unit="document", leave=False, disable=None,
+    )  # fmt: skip
+    total = 0
+
+    def hashes() -> Iterator[int]:
+        nonlocal total
+        for text in documents:
+            total += 1
+            yield document_hash(text)
+
+    # 8 bytes per document, and no text.
+    different = np.unique(np.fromiter(hashes(), dtype=np.uint64))
+    if val_size is None:
+        val_size = _validation_size(total)
+    if val_size >= len(different):
+        raise ConfigError(f"val_size: must be below the {len(different)} documents of the dataset, got {val_size}")
+    if pool is not None and total < pool:
+        raise ConfigError(_too_few_for_training(total - val_size, val_size, train_size))
+    return frozenset(different[:val_size].tolist())
+
+
+# Readers
+
+
+def _open(path: Path) -> IO[bytes]:
+    """A file, unpacked if it begins as gzip does, whatever it is called."""
+    file = path.open("rb")
+    if file.peek(2)[:2] == b"\x1f\x8b":
+        file.close()
+        return gzip.open(path, "rb")
+    return file
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Numbered lines of a plain or gzip file; a file that cannot be read to its end is a DatasetError."""
+    number = 0
+    try:
+        with _open(path) as file:
+            for number, line in enumerate(file, 1):
+                yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DatasetError(f"{path}: damaged or cut off after line {number}: {error}") from None
+    except OSError as error:
+        raise DatasetError(f"{path}: {error.strerror or error}") from None
+
+
+def json_records(path: Path, skipped: Skipped) -> Iterator[tuple[str, dict]]:
+    """The place and the object of every line that is a JSON object with a text; others are skipped."""
+    for number, line in _lines(path):
+        place = f"{path}:{number}"
+        try:
+            record = json.loads(line)
+        except ValueError:  # bad JSON, or bytes that are not UTF-8
+            record = None
+        if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+            skipped.add(NOT_JSON, place)
+        elif not record["text"].strip():
+            skipped.add(EMPTY, place)
+        else:
+            # Half a surrogate pair, which JSON can write and UTF-8 cannot, becomes a question mark.
+            yield place, record | {"text": record["text"].encode("utf-8", "replace").decode("utf-8")}
+
+
+def json_documents(paths: Sequence[Path]) -> Documents:
+    """The texts of JSON-lines files, plain or gzip: C4's shards."""
+
+    def read(skipped: Skipped) -> Iterator[str]:
+        for path in paths:
+            for _, record in json_records(path, skipped):
+                yield record["text"]
+
+    return read
+
+
+def whole_files(paths: Sequence[Path]) -> Documents:
+    """One document per text file (UTF-8, plain or gzip)."""
+
+    def read(skipped: Skipped) -> Iterator[str]:
+        for path in paths:
+            text = _decode(b"".join(line for _, line in _lines(path)), path)
+            if text.strip():
+                yield text
+            else:
+                skipped.add(EMPTY, str(path))
+
+    return read
+
+
+def blank_line_blocks(paths: Sequence[Path]) -> Documents:
+    """One document per block of lines between blank lines (UTF-8 text, plain or gzip)."""
+
+    def read(skipped: Skipped) -> Iterator[str]:
+        for path in paths:
+            found = False
+            for blank, lines in itertools.groupby(_lines(path), key=lambda item: not item[1].strip()):
+                if not blank:
+                    found = True
+                    yield _decode(b"".join(line for _, line in lines), path).strip()
+            if not found:
+                skipped.add(EMPTY, str(path))
+
+    return read
+
+
+def _decode(content: bytes, path: Path) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+
+
+def matching_files(patterns: Sequence[str], suffixes: tuple[str, ...] = ("",)) -> list[Path]:
+    """The files that paths, folders or globs mean, each once, sorted within a pattern.
+
+    Args:
+        suffixes: which files of a folder are meant; hidden ones never are.
+
+    Raises:
+        DatasetError: a pattern means no file, or a folder cannot be read.
+    """
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        path = Path(pattern)
+        try:
+            if path.is_dir():
+                names = sorted(name for name in os.listdir(path) if name.endswith(suffixes) and name[0] != ".")
+                paths = [path / name for name in names if (path / name).is_file()]
+            elif path.exists():
+                paths = [path]
+            else:
+                paths = [Path(name) for name in sorted(glob.glob(pattern, recursive=True)) if Path(name).is_file()]
+        except OSError as error:
+            raise DatasetError(f"{pattern}: {error.strerror}") from None
+        if not paths:
+            wanted = " or ".join(f"*{suffix}" for suffix in suffixes)
+            raise DatasetError(f"{pattern}: {f'no file {wanted} in it' if path.is_dir() else 'no such file'}")
+        found |= dict.fromkeys(paths)
+    return list(found)
+
+
+def file_identities(paths: Sequence[Path]) -> list[list]:
+    """Absolute path, size and time of change of each file."""
+    try:
+        stats = [(path.resolve(), path.stat()) for path in paths]
+    except OSError as error:
+        raise DatasetError(f"{error.filename}: {error.strerror}") from None
+    return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+
+
+# Python's own documentation
+
+# Parts of the standard library folder that are not documentation for its users, or not the library at all.
+_SKIPPED_FOLDERS = {
+    "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "pydoc_data", "__pycache__",
+}  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1)
+def python_documents() -> tuple[str, ...]:
+    """The texts of pydoc's topics and every docstring of the installed standard library, each once, in order of hash.
+
+    Modules are parsed, never imported: importing some of them has effects.
+    """
+    documents = dict.fromkeys(text.strip() for _, text in sorted(pydoc_data.topics.topics.items()))
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(path for path in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts))
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for path in tqdm(files, desc="reading docstrings", unit="file", leave=False, disable=None):
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError):
+            continue  # templates and deliberately broken files have no docstrings
+        for node in ast.walk(tree):
+            if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+                documents.setdefault(text.strip())
+    # A fixed random order: neighbours in a module would be neighbours in any sample.
+    return tuple(sorted((text for text in documents if text), key=document_hash))
+
+
+def python_docs_source() -> Source:
+    """About 2 MB of real English that is on every machine with Python."""
+    return Source(
+        name=f"the documentation of Python {sys.version.split()[0]}",
+        identity={"python": sys.version, "stdlib": sysconfig.get_path("stdlib")},
+        train=lambda skipped: iter(python_documents()),
+    )

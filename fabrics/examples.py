@@ -1,0 +1,127 @@
+"""Examples: what trainers read, by index and in batches, without knowing what task it is."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from algorithms.losses import IGNORE_INDEX
+
+
+class Examples(Protocol):
+    """A list of examples that is read in batches."""
+
+    def __len__(self) -> int:
+        """How many examples there are."""
+
+    def batch(self, indices: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
+        """The model's keyword arguments with `labels`, batch first: see algorithms.losses."""
+
+    def tokens(self, indices: Sequence[int]) -> int:
+        """Tokens in these examples, padding excluded."""
+
+    @property
+    def largest(self) -> int:
+        """The index of an example that no other needs more memory than: a batch of it is the worst case."""
+
+
+class PackedSequences:
+    """Token sequences of one length, for a causal language model; no padding.
+
+    Args:
+        tokens: [examples, sequence_length], any integer type, in memory or mapped into it.
+    """
+
+    largest = 0
+
+    def __init__(self, tokens: np.ndarray):
+        # A plain view: indexing the subclass for mapped files costs several times as much.
+        self._tokens = np.asarray(tokens)
+
+    def __len__(self) -> int:
+        return self._tokens.shape[0]
+
+    def batch(self, indices: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
+        rows = torch.from_numpy(self._tokens[np.asarray(indices)].astype(np.int64))
+        input_ids = rows.to(device, non_blocking=True)
+        # The loss shifts the labels (algorithms.losses): they are the inputs themselves.
+        return {"input_ids": input_ids, "labels": input_ids}
+
+    def tokens(self, indices: Sequence[int]) -> int:
+        return len(indices) * self._tokens.shape[1]
+
+
+class PaddedSequences:
+    """Token sequences of different lengths, padded on the right to the longest of their batch.
+
+    Padding is masked out of attention and out of the labels, so that it counts nowhere.
+
+    Args:
+        tokens: all sequences one after the other, [total], any integer type, in memory or mapped into it.
+        offsets: where each begins, and the end of the last, [examples + 1].
+        limit: longest sequence; what is beyond it is cut off.
+        padding: the token to pad with.
+        classes: the class of each sequence, [examples]; None for a causal language model, which predicts the
+            sequence itself.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, offsets: np.ndarray, limit: int, padding: int, classes: np.ndarray | None = None
+    ):
+        self._tokens, self._offsets = np.asarray(tokens), np.asarray(offsets)
+        self._limit, self._padding, self._classes = limit, padding, classes
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def _lengths(self, indices: np.ndarray) -> np.ndarray:
+        return np.minimum(self._offsets[indices + 1] - self._offsets[indices], self._limit)
+
+    @cached_property
+    def largest(self) -> int:
+        return int(self._lengths(np.arange(len(self))).argmax())
+
+    def batch(self, indices: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
+        indices = np.asarray(indices)
+        lengths = self._lengths(indices)
+        columns = np.arange(lengths.max())
+        mask = columns < lengths[:, None]
+        input_ids = np.full(mask.shape, self._padding, dtype=np.int64)
+        input_ids[mask] = self._tokens[(self._offsets[indices][:, None] + columns)[mask]]
+        labels = np.where(mask, input_ids, IGNORE_INDEX) if self._classes is None else self._classes[indices]
+        batch = {"input_ids": input_ids, "attention_mask": mask.astype(np.int64), "labels": labels.astype(np.int64)}
+        return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in batch.items()}
+
+    def tokens(self, indices: Sequence[int]) -> int:
+        return int(self._lengths(np.asarray(indices, dtype=np.int64)).sum())
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """Everything a run needs to know about its data.
+
+    Attributes:
+        task: causal_lm or classification.
+        dataset: what it really is: the fallback's name after a fallback.
+        source: where it came from, in words.
+        tokenizer: saved beside the final model.
+        documents: how many were used, by part.
+        skipped: records of the source that were left out, by reason.
+        class_names: of a classification, by class.
+        fallback_reason: why this is not the dataset that the config asks for.
+    """
+
+    task: str
+    dataset: str
+    source: str
+    train: Examples
+    validation: Examples
+    tokenizer: PreTrainedTokenizerBase
+    documents: Mapping[str, int]
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    class_names: tuple[str, ...] = ()
+    fallback_reason: str | None = None

@@ -1,0 +1,102 @@
+"""From a source of documents to the examples of a causal language model: tokenised once, cached, cut into sequences."""
+
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+
+from fabrics.documents import Source, split
+from fabrics.examples import Examples, PackedSequences, PaddedSequences, TaskData
+from fabrics.tokenised import Recipe, TokenisedPart, TokenisedSet, is_written, write_tokenised
+from fabrics.tokenization import describe, fingerprint, named_tokenizer, padding, train_tokenizer
+from utils.config import Config, ConfigError
+from utils.utils import nearest_existing_folder
+
+logger = logging.getLogger("adloco.dataset")
+
+
+def tokenised_documents(config: Config, source: Source) -> TokenisedSet:
+    """The documents of a source that the config asks for, from the cache if they were asked for before.
+
+    Raises:
+        ConfigError: the tokenizer cannot be loaded, there are too few documents, or the cache cannot be written.
+        DatasetError: the source cannot be read.
+    """
+    named = named_tokenizer(config)
+    recipe = Recipe(
+        arguments={
+            "source": source.identity,
+            "train_documents": config.data_sample_size,
+            "validation_documents": config.val_size,
+            "tokenizer": {"trained": config.vocab_size} if named is None else fingerprint(named),
+        },
+        source=source.name,
+        parts=lambda: split(source, config.data_sample_size, config.val_size),
+        tokenizer=lambda parts: named or train_tokenizer(parts.texts(), config.vocab_size),
+        details={},
+    )
+    key = hashlib.sha256(json.dumps(recipe.arguments, sort_keys=True).encode()).hexdigest()[:32]
+    folder = Path(config.cache_dir) / "tokenised" / key
+    if is_written(folder, recipe):
+        logger.info("documents of %s: tokenised before, in %s", source.name, folder)
+    else:
+        existing = nearest_existing_folder(folder)
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise ConfigError(f"cache_dir: cannot write to {config.cache_dir}: {existing} is not a writable folder")
+        logger.info("documents of %s: reading and tokenising", source.name)
+    return write_tokenised(folder, recipe)
+
+
+def task_data(config: Config, dataset: str, source: str, documents: TokenisedSet) -> TaskData:
+    """Training and validation examples from tokenised documents.
+
+    Raises:
+        ConfigError: there are too few documents, or they do not fill one sequence.
+    """
+    if documents.validation is None:
+        raise ConfigError(f"{source}: has no validation documents; tokenise with --create_eval_split")
+    parts = {
+        "train": _first(documents.train, config.data_sample_size, "data_sample_size", "training", source),
+        "validation": _first(documents.validation, config.val_size, "val_size", "validation", source),
+    }
+    data = TaskData(
+        task="causal_lm",
+        dataset=dataset,
+        source=source,
+        train=_examples(config, "train", parts["train"], documents),
+        validation=_examples(config, "validation", parts["validation"], documents),
+        tokenizer=documents.tokenizer,
+        documents={name: len(part) for name, part in parts.items()},
+        skipped={reason: entry["documents"] for reason, entry in documents.metadata["skipped"].items()},
+    )
+    logger.info(
+        "data: %s; %s training documents in %s sequences, %s validation documents in %s; tokenizer %s",
+        source,
+        f"{data.documents['train']:,}",
+        f"{len(data.train):,}",
+        f"{data.documents['validation']:,}",
+        f"{len(data.validation):,}",
+        describe(data.tokenizer, documents.metadata["tokenizer"]["name"]),
+    )
+    for reason, entry in documents.metadata["skipped"].items():
+        logger.info("skipped %s documents: %s (first: %s)", f"{entry['documents']:,}", reason, entry["first"])
+    return data
+
+
+def _first(part: TokenisedPart, count: int | None, key: str, kind: str, source: str) -> TokenisedPart:
+    if count is not None and count > len(part):
+        raise ConfigError(f"{key}: {source} has {len(part)} {kind} documents, got {count}")
+    return part.first(count)
+
+
+def _examples(config: Config, name: str, part: TokenisedPart, documents: TokenisedSet) -> Examples:
+    if not config.packing:
+        return PaddedSequences(part.tokens, part.offsets, config.sequence_length, padding(documents.tokenizer))
+    packed = part.packed(config.sequence_length)
+    if not len(packed):
+        raise ConfigError(
+            f"sequence_length: the {len(part)} {name} documents do not fill one sequence of "
+            f"{config.sequence_length} tokens"
+        )
+    return PackedSequences(packed)

@@ -1,0 +1,107 @@
+"""Datasets by name: python_docs and text; C4 and IMDB have files of their own."""
+
+import os
+
+import pytest
+
+from cluster import CHECKS, CHOICES
+from fabrics.dataset_loader import load_data
+from fabrics.documents import document_hash, python_documents
+from fabrics.tokenization import END_OF_TEXT
+from tests.helpers import CPU
+from utils.config import ConfigError, parse_config
+
+CONVERSATION = "\n\n".join(f"{number}: a paragraph of\nsome lines, é" for number in range(60))
+
+
+@pytest.fixture
+def make(cache_dir):
+    """A function from values to a checked configuration."""
+
+    def configured(**values):
+        defaults = {"number_of_outer_steps": 1, "sequence_length": 32, "vocab_size": 400, "cache_dir": str(cache_dir)}
+        return parse_config(defaults | values, (), CHOICES, CHECKS)[0]
+
+    return configured
+
+
+def text_of(data) -> str:
+    rows = data.train.batch(range(len(data.train)), CPU)["input_ids"]
+    return data.tokenizer.decode(rows.flatten().tolist())
+
+
+def test_python_docs_holds_out_documents_and_fills_sequences(make):
+    data = load_data(make(data_sample_size=300, val_size=40))
+    assert dict(data.documents) == {"train": 300, "validation": 40}
+    assert (data.dataset, data.fallback_reason) == ("python_docs", None)
+    pool = python_documents()[:340]
+    held_out = set(sorted(pool, key=document_hash)[:40])
+    text = END_OF_TEXT.join(document for document in pool if document not in held_out) + END_OF_TEXT
+    assert text.startswith(text_of(data))
+    assert len(text_of(data)) > 0.99 * len(text)
+
+
+def test_the_split_does_not_depend_on_the_seed(make):
+    first, second = (load_data(make(data_sample_size=300, val_size=40, training_seed=seed)) for seed in (1, 2))
+    assert text_of(first) == text_of(second)
+
+
+def test_documents_that_fill_no_sequence_are_an_error(make):
+    with pytest.raises(ConfigError, match=r"sequence_length: the 1 train documents do not fill one sequence of 500000"):
+        load_data(make(data_sample_size=1, val_size=1, sequence_length=500_000))
+
+
+def test_text_files_of_ones_own(make, tmp_path):
+    for number, part in enumerate(CONVERSATION.split("\n\n")):
+        (tmp_path / f"{number:03d}.txt").write_text(part, encoding="utf-8")
+    (tmp_path / "all.md").write_text(CONVERSATION, encoding="utf-8")
+    files = load_data(make(dataset="text", text_files=[str(tmp_path / "*.txt")], val_size=5))
+    blocks = load_data(
+        make(dataset="text", text_files=[str(tmp_path / "all.md")], text_documents="blank_lines", val_size=5)
+    )
+    assert files.dataset == "text"
+    assert files.source == f"60 text files ({tmp_path}/*.txt)"
+    assert dict(files.documents) == dict(blocks.documents) == {"train": 55, "validation": 5}
+    assert text_of(files) == text_of(blocks)
+    assert "a paragraph of\nsome lines, é" + END_OF_TEXT in text_of(files)
+
+
+def test_a_changed_file_is_read_again(make, tmp_path):
+    path = tmp_path / "all.md"
+    path.write_text(CONVERSATION, encoding="utf-8")
+    config = make(dataset="text", text_files=[str(path)], text_documents="blank_lines", val_size=5)
+    assert load_data(config).documents["train"] == 55
+    path.write_text(CONVERSATION + "\n\nanother", encoding="utf-8")
+    assert load_data(config).documents["train"] == 56
+
+
+def test_what_was_tokenised_before_is_not_read_again(make, tmp_path, caplog):
+    path = tmp_path / "all.md"
+    path.write_text(CONVERSATION, encoding="utf-8")
+    config = make(dataset="text", text_files=[str(path)], text_documents="blank_lines", val_size=5, vocab_size=300)
+    with caplog.at_level("INFO", "adloco.dataset"):
+        first = load_data(config)
+        assert "reading and tokenising" in caplog.text
+        caplog.clear()
+        stamp = path.stat().st_mtime_ns
+        path.write_text(CONVERSATION.replace("paragraph", "PARAGRAPH"), encoding="utf-8")
+        os.utime(path, ns=(stamp, stamp))
+        again = load_data(config)
+    assert "tokenised before" in caplog.text
+    assert text_of(again) == text_of(first)
+
+
+def test_text_needs_files_that_are_there(make, tmp_path):
+    with pytest.raises(ConfigError, match="text_files: dataset text needs the names of its files"):
+        make(dataset="text")
+    with pytest.raises(ConfigError, match=r"dataset: text cannot be loaded: .*/none\*: no such file"):
+        load_data(make(dataset="text", text_files=[str(tmp_path / "none*")]))
+    (tmp_path / "small.txt").write_text("one document only")
+    with pytest.raises(ConfigError, match="val_size: must be below the 1 documents of the dataset, got 1"):
+        load_data(make(dataset="text", text_files=[str(tmp_path / "small.txt")]))
+
+
+def test_a_cache_that_cannot_be_written_names_its_key(make, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cache_dir: cannot write to .*: .*file is not a writable folder"):
+        load_data(make(cache_dir=str(tmp_path / "file" / "cache")))
