@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -15,7 +15,7 @@ END_OF_TEXT = "<|endoftext|>"
 TRAINING_CHARACTERS = 20_000_000
 
 
-def _byte_level_bpe(vocab_size: int) -> tuple[Tokenizer, trainers.Trainer, dict[str, str]]:
+def _byte_level_bpe(documents: Sequence[str], vocab_size: int) -> tuple[Tokenizer, dict[str, str]]:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -25,25 +25,31 @@ def _byte_level_bpe(vocab_size: int) -> tuple[Tokenizer, trainers.Trainer, dict[
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    return tokenizer, trainer, dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
+    tokenizer.train_from_iterator(documents, trainer)
+    return tokenizer, dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
 
 
-def _word_piece(vocab_size: int) -> tuple[Tokenizer, trainers.Trainer, dict[str, str]]:
+def _word_piece(documents: Sequence[str], vocab_size: int) -> tuple[Tokenizer, dict[str, str]]:
     """As BERT's: lower case, words and punctuation apart, [CLS] text [SEP]."""
     special = {
         "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]",
     }  # fmt: skip
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    normalizer, pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    learner = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    learner.normalizer, learner.pre_tokenizer = normalizer, pre_tokenizer
+    # The trainer numbers the continuing characters in the order of a hash table, which is another in every process,
+    # and breaks ties by number. Listed among the special tokens they have their numbers beforehand.
+    alphabet = sorted(set().union(*(normalizer.normalize_str(document) for document in documents)))
+    beforehand = [*special.values(), *(f"##{character}" for character in alphabet if not character.isspace())]
+    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=beforehand, show_progress=False)
+    learner.train_from_iterator(documents, trainer)
+    tokenizer = Tokenizer(models.WordPiece(learner.get_vocab(), unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=list(special.values()), show_progress=False
-    )
-    return tokenizer, trainer, special
+    return tokenizer, special
 
 
 # What is trained for a task's models from scratch.
@@ -51,18 +57,17 @@ KINDS = {"causal_lm": _byte_level_bpe, "classification": _word_piece}
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int, task: str = "causal_lm") -> PreTrainedTokenizerFast:
-    """A tokenizer trained on the first TRAINING_CHARACTERS of `documents`: byte-level BPE, or WordPiece for BERT."""
-    tokenizer, trainer, special = KINDS[task](vocab_size)
+    """A tokenizer trained on the first TRAINING_CHARACTERS of `documents`: byte-level BPE, or WordPiece for BERT.
 
-    def beginning() -> Iterator[str]:
-        characters = 0
-        for document in documents:
-            yield document
-            characters += len(document)
-            if characters >= TRAINING_CHARACTERS:
-                return
-
-    tokenizer.train_from_iterator(beginning(), trainer)
+    The same documents give the same tokenizer.
+    """
+    beginning, characters = [], 0
+    for document in documents:
+        beginning.append(document)
+        characters += len(document)
+        if characters >= TRAINING_CHARACTERS:
+            break
+    tokenizer, special = KINDS[task](beginning, vocab_size)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 

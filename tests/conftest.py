@@ -4,6 +4,8 @@ import os
 
 # Before any library reads it: no test may depend on the hub, nor wait for it.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# For the programs that tests start: with more threads than cores PyTorch waits for itself.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch

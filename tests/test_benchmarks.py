@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from benchmarks import throughput
+from benchmarks import data, throughput
 
 
 def test_throughput_prints_ratios_and_the_memory_formula(cache_dir, capsys):
@@ -48,3 +48,15 @@ def test_the_bare_loop_and_the_inner_steps_do_the_same_work(cache_dir):
         cluster.working[cluster.devices[0]].module.parameters(), bare.model.parameters(), strict=True
     ):
         torch.testing.assert_close(own, reference, rtol=1e-4, atol=1e-5)
+
+
+def test_data_prints_memory_opening_and_batches(tmp_path, capsys):
+    data.main(["--documents", "50", "--sequences", "200", "--folder", str(tmp_path)])
+    output = capsys.readouterr().out
+    rows = re.findall(r"^ +50 +(\d) +([\d,]+) +[\d,]+ +(\d+) MB$", output, re.MULTILINE)
+    assert [processes for processes, _, _ in rows] == ["1", "2"]
+    assert rows[0][1] == rows[1][1]
+    assert all(100 < int(peak) < 2000 for _, _, peak in rows)
+    assert re.search(r"^opening 200 sequences: \d+\.\d+ s, \d+\.\d MB$", output, re.MULTILINE)
+    for kind in ("packed", "padded"):
+        assert re.search(rf"^{kind} batch of 8 x 128: \d+ us, \d+\.\d\d% of a training step", output, re.MULTILINE)

@@ -1,9 +1,14 @@
 """Tokenizers: what is trained, what is loaded, and how two are told apart."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from fabrics import tokenization
+from fabrics.documents import python_documents
 from fabrics.tokenization import (
     END_OF_TEXT,
     describe,
@@ -17,6 +22,7 @@ from fabrics.tokenization import (
 from tests.helpers import make_config
 from utils.config import ConfigError
 
+ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ["naïve café, 東京, \t tabs and  spaces\n", "the cluster owns the nodes " * 20]
 
 
@@ -39,6 +45,16 @@ def test_word_piece_is_berts():
     assert len(tokenizer("the " * 50, truncation=True, max_length=20)["input_ids"]) == 20
     with pytest.raises(ConfigError, match=r"tokenizer: .* has no end-of-text token"):
         end_of_text(tokenizer)
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "classification"])
+def test_the_same_documents_give_the_same_tokenizer_in_another_process(task):
+    program = (
+        "from fabrics.documents import python_documents as d; from fabrics.tokenization import *; "
+        f"print(fingerprint(train_tokenizer(d()[:300], 500, '{task}')))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == fingerprint(train_tokenizer(python_documents()[:300], 500, task))
 
 
 def test_only_the_beginning_of_a_corpus_is_learned(monkeypatch):

@@ -1,0 +1,75 @@
+"""The ready configurations: the small ones run on data in the real format, the others hold the published values."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster import CHECKS, CHOICES
+from configs import make_samples
+from utils.config import load_config
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("samples")
+    make_samples.main(folder)
+    return folder
+
+
+def run(config: str, folder: Path, *overrides: str) -> dict:
+    places = [f"log_dir={folder}", f"cache_dir={folder}/cache"]
+    result = subprocess.run(
+        [sys.executable, "run.py", "--config", f"configs/{config}", *places, *overrides],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    (path,) = folder.glob("*/model_training_report/summary.json")
+    return json.loads(path.read_text())
+
+
+def test_c4_microllama_in_small(samples, tmp_path):
+    summary = run("c4_microllama_small.yaml", tmp_path, f"c4_local_path={samples / 'c4'}")
+    assert (summary["dataset"], summary["dataset_fallback_reason"]) == ("c4", None)
+    assert summary["documents"] == {"train": 1500, "validation": 100}
+    assert (summary["initial_trainers"], summary["final_trainers"], summary["merges"]) == (4, 1, 3)
+    assert summary["largest_requested_batch"] > 16
+    assert summary["last_accumulation_steps"] > 1
+    assert summary["final_metric"] < 0.45 * summary["initial_metric"]
+
+
+def test_imdb_bert_in_small(samples, tmp_path):
+    summary = run("imdb_bert_small.yaml", tmp_path, f"imdb_local_path={samples / 'aclImdb'}")
+    assert (summary["dataset"], summary["metric"]) == ("imdb", "accuracy")
+    assert summary["documents"] == {"train": 700, "validation": 160}
+    assert (summary["initial_trainers"], summary["final_trainers"], summary["merges"]) == (4, 1, 3)
+    assert summary["largest_requested_batch"] > 16
+    assert summary["final_metric"] > 0.75
+    assert set(summary["final_classes"]) == {"neg", "pos"}
+    for scores in summary["final_classes"].values():
+        assert scores["examples"] == 80
+        assert scores["f1"] > 0.7
+
+
+@pytest.mark.parametrize("name", ["c4_microllama.yaml", "imdb_bert.yaml"])
+def test_the_published_values(name):
+    config, warnings = load_config(ROOT / "configs" / name, (), CHOICES, CHECKS)
+    assert warnings == []
+    assert (config.number_of_initial_trainers, config.nodes_per_gpu) == (4, 4)
+    assert (config.number_of_outer_steps, config.number_of_inner_steps_between_outers) == (20, 200)
+    assert (config.learning_rate_for_inner_opt, config.learning_rate_for_outer_opt) == (2e-5, 0.5)
+    assert (config.INITIAL_BATCH_SIZE, config.ETA, config.merge_frequency) == (1, 0.8, 2)
+
+
+def test_samples_are_written_once_and_the_same_everywhere(samples, tmp_path, capsys):
+    make_samples.main(samples)
+    assert capsys.readouterr().out.count("there already") == 2
+    make_samples.main(tmp_path)
+    for path in sorted((samples / "c4").rglob("*.gz")):
+        assert (tmp_path / path.relative_to(samples)).read_bytes() == path.read_bytes()
