@@ -7,8 +7,18 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # For the programs that tests start: with more threads than cores PyTorch waits for itself.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+
+from c4 import tokenize_c4
+from cluster import CHECKS, CHOICES
+from configs import make_samples
+from fabrics.documents import python_documents
+from fabrics.tokenization import train_tokenizer
+from utils.config import load_config
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -19,3 +29,47 @@ def _one_thread():
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def c4_shards(tmp_path_factory):
+    """A repository of C4, as the hub has it, of real text."""
+    folder = tmp_path_factory.mktemp("c4")
+    make_samples.write_c4(folder, 600, 60)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(python_documents()[:500], 600).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenised_c4(tmp_path_factory, c4_shards, tokenizer_folder):
+    folder = tmp_path_factory.mktemp("tokenised") / "set"
+    arguments = ["--model_name", str(tokenizer_folder), "--input", str(c4_shards), "--output_dir", str(folder)]
+    assert tokenize_c4.main([*arguments, "--data_sample_size", "500", "--create_eval_split", "--eval_size", "50"]) == 0
+    return folder
+
+
+@pytest.fixture
+def make_c4(cache_dir, tmp_path):
+    """A function from values to a checked configuration with dataset c4."""
+
+    def configured(**values):
+        defaults = {
+            "dataset": "c4",
+            "number_of_outer_steps": 1,
+            "data_sample_size": 400,
+            "val_size": 40,
+            "sequence_length": 32,
+            "vocab_size": 500,
+            "cache_dir": str(cache_dir),
+        }
+        path = tmp_path / "config.yaml"
+        path.write_text(json.dumps(defaults | {key: str(v) if isinstance(v, Path) else v for key, v in values.items()}))
+        return load_config(path, (), CHOICES, CHECKS)[0]
+
+    return configured

@@ -30,13 +30,6 @@ def tokenizer():
     return train_tokenizer(TEXTS[:500], 500)
 
 
-@pytest.fixture(scope="module")
-def tokenizer_folder(tokenizer, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 def recipe(tokenizer, texts=TEXTS, train=1200, validation=60, read=None) -> Recipe:
     source = Source("some texts", {"texts": len(texts)}, read or (lambda skipped: iter(texts)))
     return Recipe(
