@@ -1,5 +1,7 @@
 """The max batch: the linear memory model on synthetic devices, and what it leaves behind on a real one."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch
 import cluster
 from fabrics.examples import PackedSequences
 from fabrics.working_model import WorkingModel
-from tests.helpers import CPU, random_sequences, tiny_bert, tiny_cluster, tiny_llama
+from tests.helpers import CPU, make_config, padded, random_sequences, tiny_bert, tiny_cluster, tiny_data, tiny_llama
 from trainers import backward
 from utils.config import ConfigError
 from utils.max_batch_calculator import calculate_max_batch, find_max_batch, fit_line
@@ -131,3 +133,22 @@ def test_the_memory_of_a_probed_step_is_measured_where_steps_are_probed(monkeypa
         monkeypatch.setattr(cluster, step.__name__, recorded)
     tiny_cluster(max_batch_size=None, sampling_method=method)
     assert steps == {expected}
+
+
+def test_memory_is_measured_with_the_longest_example():
+    examples, widths = padded([[1, 2, 3]] * 50 + [[1] * 40] + [[1, 2]] * 49), set()
+
+    class Recorded:
+        largest = examples.largest
+
+        def __len__(self):
+            return len(examples)
+
+        def batch(self, indices, device):
+            batch = examples.batch(indices, device)
+            widths.add(batch["input_ids"].shape[1])
+            return batch
+
+    data = dataclasses.replace(tiny_data(), train=Recorded())
+    cluster.Cluster(make_config(max_batch_size=None, number_of_initial_trainers=1), data)
+    assert widths == {40}

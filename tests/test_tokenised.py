@@ -8,11 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 from configs.make_samples import write_c4, write_shard
 from fabrics.c4 import local_source
@@ -122,7 +124,7 @@ def test_an_interrupted_set_is_continued_to_the_same_bytes(tokenizer, tmp_path, 
     if stop > BLOCK_DOCUMENTS:
         # Half a block, as a machine that stopped in the middle of writing leaves it.
         with (partial / "train" / "tokens.bin").open("ab") as file:
-            file.write(b"garbage")
+            file.write(bytes(10**6))
     with caplog.at_level("INFO", "adloco.dataset"):
         write_tokenised(tmp_path / "set", recipe(tokenizer))
     done = {3: 0, 30: 0, 700: 560, 1100: 1060}[stop]
@@ -195,6 +197,17 @@ def test_a_folder_that_cannot_be_written_is_an_error(tokenizer, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"set: cannot write .*file: File exists"):
         write_tokenised(tmp_path / "file" / "set", recipe(tokenizer))
+
+
+def test_who_finds_another_at_work_waits(tokenizer, tmp_path):
+    thread = threading.Thread(target=write_tokenised, args=(tmp_path / "set", recipe(tokenizer)))
+    with FileLock(tmp_path / ".set.lock"):
+        thread.start()
+        thread.join(timeout=1)
+        assert thread.is_alive()
+        assert not (tmp_path / "set.partial").exists()
+    thread.join(timeout=60)
+    assert len(open_tokenised(tmp_path / "set").train) == 1200
 
 
 # The script
