@@ -32,6 +32,7 @@ from fabrics.models import (
 )
 from fabrics.working_model import WorkingModel
 from trainers import ESTIMATORS, Node, RoundSchedule, Trainer, backward, probed_backward
+from training_logs.log_processor import MODES
 from training_logs.records import ClusterRound, Merge, Observer, Totals
 from utils.config import Config, ConfigError
 from utils.max_batch_calculator import calculate_max_batch
@@ -41,6 +42,7 @@ from utils.utils import resolve_devices, write_folder_atomically
 CHOICES = {
     "dataset": tuple(DATASETS),
     "dataset_fallback": FALLBACKS,
+    "clearml": MODES,
     "text_documents": tuple(TEXT_DOCUMENTS),
     "model_type": tuple(MODELS),
     "distributed_algo": tuple(DISTRIBUTED_ALGORITHMS),

@@ -31,13 +31,13 @@ def main(arguments: list[str] | None = None) -> int:
     from cluster import CHECKS, CHOICES, Cluster
     from fabrics.dataset_loader import load_data
     from trainers import TrainingError
-    from training_logs.training_monitoring import RunRecorder, check_log_dir, logger, make_run_folder, start_logging
+    from training_logs.training_monitoring import RunRecorder, check_logs, logger, make_run_folder, start_logging
     from utils.config import ConfigError, load_config
 
     kept = start_logging()
     try:
         config, warnings = load_config(options.config, options.overrides, CHOICES, CHECKS)
-        check_log_dir(config)
+        check_logs(config)
         if config.CUDA_VISIBLE_DEVICES is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = config.CUDA_VISIBLE_DEVICES
         if config.cpu_threads:

@@ -198,7 +198,7 @@ def test_values_that_do_not_go_together(raw, expected):
     ("raw", "warning"),
     [
         ({"c4_language": "de"}, "c4_language: has no effect with dataset python_docs"),
-        ({"project_name": "x"}, "project_name: has no effect, this version does not report to ClearML"),
+        ({"project_name": "x", "clearml": False}, "project_name: has no effect with clearml: off"),
         ({"samples_per_class": 5}, "samples_per_class: has no effect with dataset python_docs"),
         ({"tokenizer": "x", "vocab_size": 999}, "vocab_size: has no effect, the tokenizer is not trained here"),
         ({"lr_sgd": 0.1}, "lr_sgd: has no effect with distributed_algo DiLoCo"),

@@ -13,7 +13,6 @@ import yaml
 
 import run as program
 from cluster import CHOICES, Cluster
-from training_logs.plots import PLOTS, draw, read_round_log
 from training_logs.step_loss_logger import COLUMNS as STEP_COLUMNS
 from utils.config import load_config
 
@@ -34,6 +33,7 @@ SHORT = {
     "ETA": 0.4,
     "learning_rate_for_inner_opt": 5e-3,
     "save_weights_every": 2,
+    "clearml": "off",
 }
 
 
@@ -99,7 +99,8 @@ def test_the_resolved_config_in_another_process_gives_the_same_run(finished, row
     (log,) = tmp_path.glob("*/model_training_report/training_log.csv")
     with log.open(newline="") as file:
         again = list(csv.DictReader(file))
-    assert [{**row, "seconds": ""} for row in again] == [{**row, "seconds": ""} for row in rows]
+    timeless = {"seconds": "", "wall_seconds": ""}
+    assert [row | timeless for row in again] == [row | timeless for row in rows]
 
 
 def test_the_round_log_has_a_row_per_trainer_and_round(rows):
@@ -163,20 +164,6 @@ def test_one_readable_line_per_trainer_and_round(finished, rows):
     assert "trainer 0" in finished[1].stderr + finished[1].stdout
 
 
-def test_plots_show_the_numbers_of_the_round_log(finished, rows):
-    report = finished[0] / "model_training_report"
-    for name in PLOTS:
-        assert (report / name).stat().st_size > 10_000, name
-    figure = draw(read_round_log(report / "training_log.csv"), PLOTS["metric.png"], "perplexity")
-    axes = figure.axes[0]
-    for trainer in ("0", "1", "2"):
-        (line,) = [line for line in axes.lines if line.get_label() == f"trainer {trainer}"]
-        own = [row for row in rows if row["trainer_id"] == trainer]
-        assert line.get_xdata().tolist() == [int(row["outer_step"]) for row in own]
-        assert line.get_ydata().tolist() == [float(row["validation_metric"]) for row in own]
-    assert figure.axes[1].get_xlabel() == "training tokens, all trainers"
-
-
 def test_the_final_model_generates_text(finished, summary):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -192,13 +179,6 @@ def test_weights_are_saved_on_the_way(finished):
     weights = finished[0] / "model_weights"
     assert sorted(path.name for path in (weights / "round_00002").iterdir()) == ["trainer_0", "trainer_2"]
     assert (weights / "round_00004").is_dir()
-
-
-def test_memory_is_measured_before_and_after_every_round(finished):
-    with (finished[0] / "memory_report" / "memory_log.csv").open(newline="") as file:
-        memory = list(csv.DictReader(file))
-    assert [row["outer_step"] for row in memory] == ["0", "1", "2", "3", "4", "5", "5"]
-    assert all(10**8 < int(row["used_bytes"]) <= int(row["peak_bytes"]) < int(row["total_bytes"]) for row in memory)
 
 
 def test_a_final_model_can_be_trained_on(finished, summary, tmp_path, cache_dir):

@@ -1,20 +1,25 @@
-"""Plots of a run, drawn from its round log alone."""
+"""Plots of a run, drawn from its run folder alone. A trainer has the same colour in all of them."""
 
-import csv
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from training_logs.run_data import Row, RunData
 from utils.utils import write_atomically
 
-Row = dict[str, float]
-
 # What a plot can be drawn over: column of the round log -> label of the axis.
-OVER = {"outer_step": "round", "tokens": "training tokens, all trainers", "communications": "communications"}
+OVER = {
+    "outer_step": "round",
+    "tokens": "training tokens, all trainers",
+    "communications": "communications",
+    "bytes_communicated": "bytes communicated",
+    "wall_seconds": "seconds since the start",
+}
 _COLOURS = (
     "#1f77b4",
     "#d62728",
@@ -27,164 +32,359 @@ _COLOURS = (
     "#7f7f7f",
     "#bcbd22",
 )
+# More points than pixels only cost time.
+_POINTS = 500
 
 
-def read_round_log(path: Path) -> list[Row]:
-    """The rows of training_log.csv as numbers; an empty cell is NaN."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return [
-            {name: float(value) if value else float("nan") for name, value in row.items()}
-            for row in csv.DictReader(file)
-        ]
+def colour(index: int) -> str:
+    """The colour of a trainer, or of a run among several."""
+    return _COLOURS[index % len(_COLOURS)]
 
 
-def _trainers(rows: Iterable[Row]) -> list[int]:
-    return sorted({int(row["trainer_id"]) for row in rows})
-
-
-def colour(trainer: int) -> str:
-    """A trainer's colour, the same in every plot."""
-    return _COLOURS[trainer % len(_COLOURS)]
-
-
-def _series(rows: list[Row], trainer: int, x: str, y: str) -> tuple[list[float], list[float]]:
-    points = [(row[x], row[y]) for row in rows if row["trainer_id"] == trainer and row[y] == row[y]]
+def _series(rows: list[Row], x: str, y: str) -> tuple[list[float], list[float]]:
+    points = [(row[x], row[y]) for row in rows if row[y] == row[y]]
     return [point[0] for point in points], [point[1] for point in points]
 
 
-def _axis(axes: Axes, x: str, y_label: str) -> None:
+def axis(axes: Axes, x: str, y_label: str, title: str) -> None:
+    """Title, labels with units, grid and ticks of a panel over a column of the round log."""
+    axes.set_title(title)
     axes.set_xlabel(OVER[x])
     axes.set_ylabel(y_label)
     axes.grid(True, alpha=0.3)
-    if x == "tokens":
-        axes.xaxis.set_major_formatter(EngFormatter())
-    else:
+    if x in ("tokens", "bytes_communicated"):
+        axes.xaxis.set_major_formatter(EngFormatter(unit="B" if x == "bytes_communicated" else ""))
+    elif x != "wall_seconds":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def draw_loss(axes: Axes, rows: list[Row], x: str, metric: str) -> None:
-    """Training loss (thin, dashed) and validation loss of every trainer."""
-    for trainer in _trainers(rows):
-        axes.plot(*_series(rows, trainer, x, "train_loss"), "--", lw=1, color=colour(trainer), alpha=0.7)
-        axes.plot(
-            *_series(rows, trainer, x, "validation_loss"), ".-", color=colour(trainer), label=f"trainer {trainer}"
-        )
-    axes.plot([], [], "--", lw=1, color="grey", label="training (dashed)")
-    axes.set_title("Loss")
-    _axis(axes, x, "loss (nats per target)")
-    axes.legend(fontsize=8)
+def plain_logarithmic(axes: Axes) -> None:
+    """A logarithmic y axis with numbers that can be read: 300, not 3e2."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def draw_metric(axes: Axes, rows: list[Row], x: str, metric: str) -> None:
-    """The validation metric of every trainer, a cross where it was merged; perplexity on a logarithmic scale."""
-    last_round = max(row["outer_step"] for row in rows)
-    for trainer in _trainers(rows):
-        xs, values = _series(rows, trainer, x, "validation_metric")
-        axes.plot(xs, values, ".-", color=colour(trainer), label=f"trainer {trainer}")
-        merged = max(row["outer_step"] for row in rows if row["trainer_id"] == trainer) < last_round
-        if merged and xs:
-            axes.plot(xs[-1], values[-1], "x", ms=9, mew=2, color=colour(trainer))
-    axes.plot([], [], "x", mew=2, color="grey", label="merged into another")
-    if metric == "perplexity":
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_title(f"Validation {metric}")
-    _axis(axes, x, metric)
-    axes.legend(fontsize=8)
+def legend(axes: Axes, **where) -> None:
+    """Names of what is drawn, where they cover least."""
+    axes.legend(fontsize=8, **({"loc": "best"} | where))
 
 
-def draw_batches(axes: Axes, rows: list[Row], x: str, metric: str) -> None:
-    """Requested batch (line) and effective batch (circles) of every trainer; filled where it accumulates."""
-    for trainer in _trainers(rows):
-        own = [row for row in rows if row["trainer_id"] == trainer]
-        axes.step(
-            *_series(rows, trainer, x, "requested_batch"),
-            where="mid",
-            color=colour(trainer),
-            label=f"trainer {trainer}",
-        )
-        for row in own:
-            accumulates = row["accumulation_steps"] > 1
-            axes.plot(
-                row[x],
-                row["effective_batch"],
-                "o",
-                ms=5,
-                color=colour(trainer),
-                mfc=colour(trainer) if accumulates else "white",
+def _mark_merges(axes: Axes, run: RunData, x: str) -> None:
+    """A dotted line where trainers merged: after the round, so at the end of what it shows."""
+    position = {row["outer_step"]: row[x] for row in run.rounds}
+    for number, merge in enumerate(run.merges):
+        if merge.outer_step in position:
+            axes.axvline(
+                position[merge.outer_step], ls=":", lw=1, color="grey", label=None if number else "trainers merge"
             )
+
+
+def mode_switches(run: RunData, trainer: int) -> list[Row]:
+    """The rows at which a trainer begins to accumulate gradients, having not done so before."""
+    rows = run.of(trainer)
+    before = [False, *(row["accumulation_steps"] > 1 for row in rows)]
+    return [row for row, was in zip(rows, before, strict=False) if row["accumulation_steps"] > 1 and not was]
+
+
+def step_losses(run: RunData, trainer: int) -> tuple[np.ndarray, np.ndarray]:
+    """The trainer's inner steps, counted over all rounds, and their losses: means over its workers."""
+    steps = run.steps[run.steps[:, 1] == trainer] if len(run.steps) else run.steps
+    if not len(steps):
+        return np.empty(0), np.empty(0)
+    lengths: dict[int, float] = {int(row["outer_step"]): row["inner_steps"] for row in run.rounds}
+    before = np.cumsum([0, *(lengths.get(step, 0.0) for step in range(1, int(steps[:, 0].max()) + 1))])
+    positions = before[steps[:, 0].astype(int) - 1] + steps[:, 4]
+    numbers, place = np.unique(positions, return_inverse=True)
+    weights = steps[:, 6]
+    return numbers, np.bincount(place, steps[:, 5] * weights) / np.bincount(place, weights)
+
+
+def thinned(xs: np.ndarray, ys: np.ndarray, points: int = _POINTS) -> tuple[np.ndarray, np.ndarray]:
+    """At most so many points: means over stretches of equal length."""
+    if len(xs) <= points:
+        return xs, ys
+    edges = np.linspace(0, len(xs), points + 1).astype(int)[:-1]
+    counts = np.diff([*edges, len(xs)])
+    return np.add.reduceat(xs, edges) / counts, np.add.reduceat(ys, edges) / counts
+
+
+# Panels
+
+
+def draw_step_loss(axes: Axes, run: RunData, x: str) -> None:
+    """Training loss of every inner step (pale), and its running mean over a twentieth of the trainer's steps."""
+    for trainer in run.trainers:
+        xs, ys = thinned(*step_losses(run, trainer))
+        axes.plot(xs, ys, lw=0.6, alpha=0.35, color=colour(trainer))
+        width = max(len(ys) // 20, 1)
+        mean = np.convolve(ys, np.full(width, 1 / width), "valid") if len(ys) else ys
+        axes.plot(xs[width - 1 :], mean, color=colour(trainer), label=f"trainer {trainer}")
+    axis(axes, x, "loss (nats per target)", "Training loss per inner step")
+    axes.set_xlabel("inner step")
+    legend(axes)
+
+
+def draw_loss(axes: Axes, run: RunData, x: str) -> None:
+    """Training loss (thin, dashed) and validation loss of every trainer."""
+    for trainer in run.trainers:
+        rows = run.of(trainer)
+        axes.plot(*_series(rows, x, "train_loss"), "--", lw=1, color=colour(trainer), alpha=0.7)
+        axes.plot(*_series(rows, x, "validation_loss"), ".-", color=colour(trainer), label=f"trainer {trainer}")
+    axes.plot([], [], "--", lw=1, color="grey", label="training (dashed)")
+    _mark_merges(axes, run, x)
+    axis(axes, x, "loss (nats per target)", "Loss per round")
+    legend(axes)
+
+
+def draw_metric(axes: Axes, run: RunData, x: str) -> None:
+    """The validation metric of every trainer; a cross where it was merged, a triangle where it began to accumulate."""
+    last_round = max(row["outer_step"] for row in run.rounds)
+    switched = False
+    for trainer in run.trainers:
+        rows = run.of(trainer)
+        xs, values = _series(rows, x, "validation_metric")
+        axes.plot(xs, values, ".-", color=colour(trainer), label=f"trainer {trainer}")
+        if rows[-1]["outer_step"] < last_round and xs:
+            axes.plot(xs[-1], values[-1], "x", ms=9, mew=2, color=colour(trainer))
+        switches = _series(mode_switches(run, trainer), x, "validation_metric")
+        axes.plot(*switches, "^", ms=7, color=colour(trainer))
+        switched = switched or bool(switches[0])
+    if run.merges:
+        axes.plot([], [], "x", mew=2, color="grey", label="merged into another")
+    if switched:
+        axes.plot([], [], "^", color="grey", label="begins to accumulate")
+    if run.metric.name == "perplexity":
+        plain_logarithmic(axes)
+    axis(axes, x, run.metric.name, f"Validation {run.metric.name}")
+    legend(axes)
+
+
+def draw_batches(axes: Axes, run: RunData, x: str) -> None:
+    """Requested batch (line) and effective batch (circles) of every trainer; filled where it accumulates."""
+    for trainer in run.trainers:
+        rows = run.of(trainer)
+        axes.step(*_series(rows, x, "requested_batch"), where="mid", color=colour(trainer), label=f"trainer {trainer}")
+        for accumulates, fill in ((False, "white"), (True, colour(trainer))):
+            chosen = [row for row in rows if (row["accumulation_steps"] > 1) == accumulates]
+            axes.plot(*_series(chosen, x, "effective_batch"), "o", ms=5, color=colour(trainer), mfc=fill)
     axes.plot([], [], "o", color="grey", mfc="white", label="effective, one micro-batch")
     axes.plot([], [], "o", color="grey", label="effective, accumulated")
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_title("Requested and effective batch")
-    _axis(axes, x, "examples per inner step")
-    axes.legend(fontsize=8)
+    _mark_merges(axes, run, x)
+    axis(axes, x, "examples per inner step", "Requested and effective batch")
+    legend(axes)
 
 
-def draw_living(axes: Axes, rows: list[Row], x: str, metric: str) -> None:
+def accumulation_threshold(run: RunData) -> float | None:
+    """The per-worker request above which gradients are accumulated, in max batches; None: never."""
+    multiplier = float(run.config["switch_multiplier"])
+    thresholds = {"threshold_switch_mode": multiplier, "only_gradient_accumulation": 1.0}
+    return thresholds.get(run.config["switch_mode"])
+
+
+def draw_worker_batches(axes: Axes, run: RunData, x: str) -> None:
+    """Per worker: request (line) and effective batch (dots), max batch, and the region in which it accumulates."""
+    top = 1.0
+    for trainer in run.trainers:
+        rows = [
+            row
+            | {
+                "request": np.ceil(row["requested_batch"] / row["nodes"]),
+                "effect": row["effective_batch"] / row["nodes"],
+            }
+            for row in run.of(trainer)
+        ]
+        top = max(top, *(row["request"] for row in rows))
+        axes.step(*_series(rows, x, "request"), where="mid", color=colour(trainer), label=f"trainer {trainer}")
+        axes.plot(*_series(rows, x, "effect"), "o", ms=4, color=colour(trainer))
+    largest = [row["max_batch"] for row in run.rounds]
+    axes.axhline(max(largest), color="black", lw=1.2, ls="--", label="max batch")
+    threshold = accumulation_threshold(run)
+    top = 1.3 * max(top, max(largest))
+    if threshold is not None:
+        axes.axhspan(threshold * max(largest), max(top, 1.3 * threshold * max(largest)), color="orange", alpha=0.15,
+                     label="accumulates above")  # fmt: skip
+        top = max(top, 1.3 * threshold * max(largest))
+    axes.set_yscale("log", base=2)
+    axes.set_ylim(top=top)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis(axes, x, "examples per worker and inner step", "Batch per worker: request (line), effective (dots)")
+    legend(axes)
+
+
+def _draw_column(axes: Axes, run: RunData, x: str, title: str, label: str, value: Callable[[Row], float]) -> None:
+    found = False
+    for trainer in run.trainers:
+        points = [(row[x], value(row)) for row in run.of(trainer)]
+        points = [point for point in points if np.isfinite(point[1]) and point[1] > 0]
+        found = found or bool(points)
+        axes.plot(*zip(*points, strict=True) if points else ([], []), ".-", color=colour(trainer),
+                  label=f"trainer {trainer}")  # fmt: skip
+    if found:
+        plain_logarithmic(axes)
+        legend(axes)
+    else:
+        axes.text(0.5, 0.5, "not measured in this run", ha="center", transform=axes.transAxes)
+    _mark_merges(axes, run, x)
+    axis(axes, x, label, title)
+
+
+def draw_variance(axes: Axes, run: RunData, x: str) -> None:
+    """The variance of the per-example gradients (trace of their covariance)."""
+    _draw_column(axes, run, x, "Gradient variance", "V", lambda row: row["gradient_variance"])
+
+
+def draw_squared_norm(axes: Axes, run: RunData, x: str) -> None:
+    """The squared norm of the gradient, averaged over workers."""
+    _draw_column(axes, run, x, "Squared gradient norm", "||g||²", lambda row: row["gradient_squared_norm"])
+
+
+def draw_noise_ratio(axes: Axes, run: RunData, x: str) -> None:
+    """Variance over squared norm: the batch, in examples, at which noise and gradient are as large."""
+    _draw_column(
+        axes,
+        run,
+        x,
+        "Gradient noise: variance / squared norm",
+        "V / ||g||² (examples)",
+        lambda row: row["gradient_variance"] / (row["gradient_squared_norm"] or np.nan),
+    )
+
+
+def draw_throughput(axes: Axes, run: RunData, x: str) -> None:
+    """Training tokens per second of every trainer's rounds, evaluation excluded."""
+    for trainer in run.trainers:
+        rows = run.of(trainer)
+        speeds = [row["round_tokens"] / row["seconds"] for row in rows]
+        axes.plot([row[x] for row in rows], speeds, ".-", color=colour(trainer), label=f"trainer {trainer}")
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(EngFormatter())
+    _mark_merges(axes, run, x)
+    axis(axes, x, "tokens per second", "Throughput")
+    legend(axes)
+
+
+def draw_living(axes: Axes, run: RunData, x: str) -> None:
     """How many trainers live (line), and how many nodes work for each (stacked areas)."""
-    rounds = sorted({row["outer_step"] for row in rows})
-    own = {step: {int(row["trainer_id"]): row for row in rows if row["outer_step"] == step} for step in rounds}
+    rounds = sorted({row["outer_step"] for row in run.rounds})
+    own = {step: {int(row["trainer_id"]): row for row in run.rounds if row["outer_step"] == step} for step in rounds}
     xs = [next(iter(own[step].values()))[x] for step in rounds]
-    trainers = _trainers(rows)
-    nodes = [[own[step][trainer]["nodes"] if trainer in own[step] else 0.0 for step in rounds] for trainer in trainers]
+    nodes = [[own[step][t]["nodes"] if t in own[step] else 0.0 for step in rounds] for t in run.trainers]
     axes.stackplot(
         xs,
         nodes,
         step="mid",
-        colors=[colour(trainer) for trainer in trainers],
+        colors=[colour(trainer) for trainer in run.trainers],
         alpha=0.35,
-        labels=[f"nodes of trainer {trainer}" for trainer in trainers],
+        labels=[f"nodes of trainer {trainer}" for trainer in run.trainers],
     )
     living = [len(own[step]) for step in rounds]
     axes.step(xs, living, where="mid", color="black", lw=2, label="living trainers")
     axes.set_ylim(bottom=0, top=1.25 * max(*living, *map(sum, zip(*nodes, strict=True))))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_title("Living trainers and their nodes")
-    _axis(axes, x, "count")
-    axes.legend(fontsize=8, ncols=2, loc="upper right")
+    axis(axes, x, "count", "Living trainers and their nodes")
+    legend(axes, ncols=2, loc="upper right")
 
 
-Draw = Callable[[Axes, list[Row], str, str], None]
+def draw_genealogy(axes: Axes, run: RunData, x: str) -> None:
+    """A lane per trainer, as long as it lives; where it merges, an arrow to its representative, and its weight."""
+    lane = {trainer: place for place, trainer in enumerate(run.trainers)}
+    position = {row["outer_step"]: row[x] for row in run.rounds}
+    # A merge after the last round is drawn beyond it.
+    last = max(position)
+    for trainer in run.trainers:
+        rows = run.of(trainer)
+        xs = [rows[0][x], rows[-1][x]]
+        axes.plot(xs, [lane[trainer]] * 2, lw=5, color=colour(trainer), solid_capstyle="round")
+    for merge in run.merges:
+        place = position.get(merge.outer_step, position[last])
+        for trainer, weight in merge.weights.items():
+            if trainer != merge.representative:
+                axes.annotate(
+                    "", (place, lane[merge.representative]), (place, lane[trainer]),
+                    arrowprops={"arrowstyle": "->", "color": colour(trainer), "lw": 1.8},
+                )  # fmt: skip
+            side = 0.12 if trainer == merge.representative else -0.28
+            text = f"{weight:.2f}  "
+            axes.text(place, lane[trainer] + side, text, fontsize=8, ha="right", color=colour(trainer))
+    axes.set_yticks(list(lane.values()), [f"trainer {trainer}" for trainer in lane])
+    axes.set_ylim(-0.6, len(lane) - 0.4)
+    axes.margins(x=0.06)
+    axis(axes, x, "", "Which trainer became which, with weights")
+
+
+def draw_memory(axes: Axes, run: RunData, x: str) -> None:
+    """Memory of the process and of every GPU over time: allocated (line) and the largest so far (dashed)."""
+    devices = dict.fromkeys(row["device"] for row in run.memory if row["device"] != "host")
+    for index, device in enumerate(devices):
+        rows = [row for row in run.memory if row["device"] == device]
+        xs = np.array([float(row["seconds"]) for row in rows])
+        for column, style, name in (("allocated_bytes", "-", device), ("peak_bytes", "--", f"{device}, peak")):
+            ys = np.array([float(row[column]) for row in rows])
+            axes.plot(*thinned(xs, ys), style, lw=1.5 if style == "-" else 1, color=colour(index), label=name)
+    axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
+    axes.set_ylim(bottom=0)
+    axis(axes, x, "memory", "Memory")
+    axes.set_xlabel("seconds since training began")
+    if devices:
+        legend(axes, loc="lower right")
+
+
+Draw = Callable[[Axes, RunData, str], None]
 
 # File name -> what its panels show, and over what.
 PLOTS: dict[str, list[tuple[Draw, str]]] = {
-    "loss.png": [(draw_loss, "outer_step"), (draw_loss, "tokens")],
-    "metric.png": [(draw_metric, "outer_step"), (draw_metric, "tokens")],
-    "batch_sizes.png": [(draw_batches, "outer_step"), (draw_batches, "tokens")],
-    "living_trainers.png": [(draw_living, "outer_step"), (draw_living, "tokens")],
-    "loss_over_communications.png": [(draw_loss, "communications"), (draw_metric, "communications")],
     "overview.png": [
         (draw_metric, "tokens"),
         (draw_batches, "outer_step"),
         (draw_living, "outer_step"),
         (draw_metric, "communications"),
     ],
-}
+    "loss.png": [(draw_step_loss, "outer_step"), (draw_loss, "outer_step")],
+    "metric.png": [
+        (draw_metric, "outer_step"),
+        (draw_metric, "tokens"),
+        (draw_metric, "bytes_communicated"),
+        (draw_metric, "wall_seconds"),
+    ],
+    "batch_sizes.png": [(draw_batches, "tokens"), (draw_worker_batches, "outer_step")],
+    "gradient_statistics.png": [(draw_variance, "outer_step"), (draw_squared_norm, "outer_step"),
+                                (draw_noise_ratio, "outer_step"), (draw_noise_ratio, "tokens")],
+    "trainers.png": [(draw_living, "tokens"), (draw_genealogy, "outer_step")],
+    "resources.png": [(draw_throughput, "outer_step"), (draw_memory, "wall_seconds")],
+}  # fmt: skip
 
 
-def draw(rows: list[Row], panels: list[tuple[Draw, str]], metric: str) -> Figure:
-    """One figure with two panels per row."""
-    lines = -(-len(panels) // 2)
+def make_figure(panels: int) -> tuple[Figure, list[Axes]]:
+    """A figure with two panels per row."""
+    lines = -(-panels // 2)
     # Figures made without pyplot need no display, and nothing global has to be closed.
     figure = Figure(figsize=(11, 4.2 * lines), layout="constrained")
     FigureCanvasAgg(figure)
-    for number, (panel, x) in enumerate(panels, 1):
-        panel(figure.add_subplot(lines, 2, number), rows, x, metric)
+    return figure, [figure.add_subplot(lines, 2, number) for number in range(1, panels + 1)]
+
+
+def draw(run: RunData, panels: list[tuple[Draw, str]]) -> Figure:
+    """The figure of some panels; a run on a fallback dataset says so above them."""
+    figure, axes = make_figure(len(panels))
+    for place, (panel, x) in zip(axes, panels, strict=True):
+        panel(place, run, x)
+    if run.summary.get("dataset_fallback_reason"):
+        asked, used = run.summary["dataset_asked_for"], run.summary["dataset"]
+        figure.suptitle(f"{asked} could not be loaded: trained on {used} instead", color="#b00020")
     return figure
 
 
-def plot_run(report_dir: Path, metric: str) -> list[Path]:
-    """Draw all plots of a run from its training_log.csv; nothing where it has no row yet."""
-    rows = read_round_log(report_dir / "training_log.csv")
-    if not rows:
+def plot_run(run: RunData) -> list[Path]:
+    """Draw all plots of a run into its report folder; nothing where it has no round yet."""
+    if not run.rounds:
         return []
     paths = []
     for name, panels in PLOTS.items():
-        figure = draw(rows, panels, metric)
-        write_atomically(report_dir / name, lambda path, figure=figure: figure.savefig(path, dpi=110))
-        paths.append(report_dir / name)
+        figure = draw(run, panels)
+        write_atomically(run.report_dir / name, lambda path, figure=figure: figure.savefig(path, dpi=110))
+        paths.append(run.report_dir / name)
     return paths

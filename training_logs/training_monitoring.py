@@ -2,8 +2,13 @@
 
 `RunRecorder` observes a run. The CSVs are complete up to the last finished round at any moment; summary,
 plots and models are written at the end, also when the run is interrupted or fails.
+
+    python -m training_logs.training_monitoring RUN_DIR [RUN_DIR ...] [--output FOLDER]
+
+draws plots and report of a run folder again, and several runs on common axes.
 """
 
+import argparse
 import csv
 import dataclasses
 import datetime
@@ -11,6 +16,7 @@ import logging
 import logging.handlers
 import os
 import platform
+import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -18,45 +24,20 @@ from pathlib import Path
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from fabrics.eval_tool import Evaluation, Metric
+from fabrics.eval_tool import Evaluation
+from training_logs.comparison import compare
+from training_logs.log_processor import ClearMLProcess, resolved_mode, start_clearml
 from training_logs.memory_monitor import MemoryMonitor
 from training_logs.plots import plot_run
-from training_logs.records import ClusterRound, RoundReport, RunView
+from training_logs.records import ClusterRound, RunView
+from training_logs.report import write_report
+from training_logs.round_log import COLUMNS, accumulation_steps, round_line, round_row
+from training_logs.run_data import RunFolderError, read_run
 from training_logs.step_loss_logger import StepLossLogger
 from utils.config import Config, ConfigError, dump_config
-from utils.utils import nearest_existing_folder, write_json_atomically, write_text_atomically
+from utils.utils import byte_size, nearest_existing_folder, write_json_atomically, write_text_atomically
 
 logger = logging.getLogger("adloco")
-
-# examples, tokens, communications and bytes_communicated are totals of the whole run at the end of the round;
-# the columns with round_ are the trainer's own in this round.
-COLUMNS = (
-    "outer_step",
-    "trainer_id",
-    "nodes",
-    "requested_batch",
-    "effective_batch",
-    "micro_batch",
-    "accumulation_steps",
-    "next_requested_batch",
-    "inner_steps",
-    "train_loss",
-    "validation_loss",
-    "validation_metric",
-    "learning_rate",
-    "examples",
-    "tokens",
-    "communications",
-    "bytes_communicated",
-    "round_examples",
-    "round_tokens",
-    "gradient_sample_size",
-    "gradient_squared_norm",
-    "gradient_variance",
-    "inner_product_variance",
-    "orthogonal_variance",
-    "seconds",
-)
 
 _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 
@@ -85,8 +66,9 @@ def start_logging() -> logging.handlers.MemoryHandler:
     return kept
 
 
-def check_log_dir(config: Config) -> None:
-    """Raise ConfigError if the run folder could not be made later; nothing is written."""
+def check_logs(config: Config) -> None:
+    """Raise ConfigError if run folder or dashboard could not be had later; nothing is written."""
+    resolved_mode(config.clearml)
     folder = nearest_existing_folder(Path(config.log_dir))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"log_dir: cannot write to {config.log_dir}: {folder} is not a writable folder")
@@ -135,15 +117,21 @@ class RunRecorder:
         logging.getLogger("adloco").removeHandler(kept)
         logging.getLogger("adloco").addHandler(self._file)
         write_text_atomically(folder / "config.yaml", dump_config(config))
+        self._clearml: ClearMLProcess | None = None
         self._round_log = self.report_dir / "training_log.csv"
         with self._round_log.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerow(COLUMNS)
+        self._merge_log = self.report_dir / "merge_log.csv"
+        with self._merge_log.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerow(("outer_step", "representative", "trainer_id", "weight"))
         self._steps = StepLossLogger(self.report_dir)
         self._memory: MemoryMonitor | None = None
         self._initial: dict[int, Evaluation] = {}
         self._largest_request = config.INITIAL_BATCH_SIZE
         self._last_accumulation_steps: int | None = None
         self._warnings: list[str] = []
+        # Drawing takes about two seconds; what it really took is known after the first time.
+        self._drawing_seconds, self._last_drawing_seconds = 0.0, 2.0
         self._rounds_bar: tqdm | None = None
         self._steps_bar: tqdm | None = None
 
@@ -158,9 +146,13 @@ class RunRecorder:
     def on_start(self, run: RunView, initial: dict[int, Evaluation]) -> None:
         self._initial = initial
         self._memory = MemoryMonitor(
-            self.folder / self.config.memory_report_dir, run.devices, self.config.real_device_ids
+            self.folder / self.config.memory_report_dir,
+            run.devices,
+            self.config.real_device_ids,
+            self.config.memory_sample_seconds,
         )
-        self._memory.measure(0)
+        self._memory.measure("before training", 0)
+        self._clearml = start_clearml(self.config, self.folder)
         data = run.data
         logger.info(
             "%s with %s parameters on %s (%s training and %s validation examples); %d trainers on %d nodes (%s), "
@@ -197,24 +189,45 @@ class RunRecorder:
     def on_round(self, run: RunView, result: ClusterRound) -> None:
         reports = result.reports.values()
         self._largest_request = max(self._largest_request, *(report.requested_batch for report in reports))
-        self._last_accumulation_steps = max(_accumulation_steps(report) for report in reports)
+        self._last_accumulation_steps = max(accumulation_steps(report) for report in reports)
         with self._round_log.open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS)
-            writer.writerows(_row(result, report) for report in reports)
+            wall_seconds = time.perf_counter() - self._started
+            for report in reports:
+                max_batch = min(run.nodes[worker.node].max_batch for worker in report.workers.values())
+                writer.writerow(round_row(result, report, max_batch, wall_seconds))
         for report in reports:
             self._steps.log(result.outer_step, report)
-            logger.info(_line(result, report, run.metric))
+            logger.info(round_line(result, report, run.metric))
+        self._steps.flush()
         if result.merge is not None:
             plan = result.merge.plan
+            with self._merge_log.open("a", newline="", encoding="utf-8") as file:
+                rows = [(result.outer_step, plan.representative, *weight) for weight in plan.weights.items()]
+                csv.writer(file).writerows(rows)
             parts = ", ".join(f"trainer {trainer} ({share:.2f})" for trainer, share in plan.weights.items())
             logger.info("merge after round %d: %s become trainer %d", result.outer_step, parts, plan.representative)
-        self._memory.measure(result.outer_step)
+        self._memory.measure("after a round", result.outer_step)
         config = self.config
         if config.plot_every and result.outer_step % config.plot_every == 0:
-            plot_run(self.report_dir, run.metric.name)
+            self._draw_if_cheap()
         if config.save_weights_every and result.outer_step % config.save_weights_every == 0:
             run.save_models(self._models_dir / f"round_{result.outer_step:05d}")
         self._rounds_bar.update(1)
+
+    def _draw_if_cheap(self) -> None:
+        """Draw plots and report on the way, as long as that is 2% of the run at most; the end draws in any case."""
+        elapsed = time.perf_counter() - self._started
+        if self._drawing_seconds + self._last_drawing_seconds <= 0.02 * elapsed:
+            self._draw()
+
+    def _draw(self) -> None:
+        started = time.perf_counter()
+        run = read_run(self.folder)
+        plot_run(run)
+        write_report(run)
+        self._last_drawing_seconds = time.perf_counter() - started
+        self._drawing_seconds += self._last_drawing_seconds
 
     # The end
 
@@ -230,8 +243,8 @@ class RunRecorder:
                 bar.close()
         models = run.save_models(self._models_dir)
         if self._memory is not None:
-            self._memory.measure(run.totals.outer_steps)
-        plot_run(self.report_dir, run.metric.name)
+            self._memory.measure("end", run.totals.outer_steps)
+            self._memory.close()
         summary = self._summary(run, final, status)
         if final:
             best = run.best(final)
@@ -248,7 +261,7 @@ class RunRecorder:
                 f"{summary['tokens']:,}",
                 summary["outer_steps"],
                 summary["communications"],
-                _bytes(summary["bytes_communicated"]),
+                byte_size(summary["bytes_communicated"]),
                 summary["wall_seconds"],
             )
             logger.info("model: %s", models[best])
@@ -256,7 +269,14 @@ class RunRecorder:
             logger.info("%s after %d rounds; models: %s", status, run.totals.outer_steps, self._models_dir)
         path = self.report_dir / "summary.json"
         write_json_atomically(path, summary)
-        logger.info("report: %s", self.report_dir)
+        self._draw()
+        logger.info("report: %s", self.report_dir / "report.html")
+        if self._clearml is not None:
+            message, is_warning = self._clearml.close()
+            logger.log(logging.WARNING if is_warning else logging.INFO, message)
+            if is_warning:
+                self._warnings.append(message)
+                write_json_atomically(path, summary)
         return path
 
     def close(self) -> None:
@@ -301,7 +321,10 @@ class RunRecorder:
             "wall_seconds": time.perf_counter() - self._started,
             "training_seconds": totals.training_seconds,
             "tokens_per_second": totals.tokens / totals.training_seconds if totals.training_seconds else None,
-            "peak_process_bytes": self._memory.peak_process_bytes if self._memory else None,
+            "memory_peaks": self._memory.peaks if self._memory else {},
+            "step_loss": {
+                trainer: dataclasses.asdict(statistics) for trainer, statistics in self._steps.statistics().items()
+            },
             "parameters": run.parameter_count,
             "devices": [str(device) for device in run.devices],
             "max_batch": sorted({node.max_batch for node in run.nodes}),
@@ -318,67 +341,27 @@ class RunRecorder:
         }
 
 
-def _accumulation_steps(report: RoundReport) -> int:
-    return max(worker.plan.accumulation_steps for worker in report.workers.values())
-
-
-def _micro_batch(report: RoundReport) -> int:
-    return max(max(worker.plan.micro_batches) for worker in report.workers.values())
-
-
-def _row(result: ClusterRound, report: RoundReport) -> dict:
-    """One row of the round log; what was not measured is left empty."""
-    evaluation = result.evaluations.get(report.trainer)
-    statistics = report.statistics
-    first = next(iter(report.workers.values()))
-    return {
-        "outer_step": result.outer_step,
-        "trainer_id": report.trainer,
-        "nodes": len(report.workers),
-        "requested_batch": report.requested_batch,
-        "effective_batch": report.effective_batch,
-        "micro_batch": _micro_batch(report),
-        "accumulation_steps": _accumulation_steps(report),
-        "next_requested_batch": report.next_requested_batch,
-        "inner_steps": len(first.losses),
-        "train_loss": report.train_loss,
-        "validation_loss": evaluation.loss if evaluation else None,
-        "validation_metric": evaluation.metric if evaluation else None,
-        "learning_rate": first.learning_rates[-1],
-        "examples": result.totals.examples,
-        "tokens": result.totals.tokens,
-        "communications": result.totals.communications,
-        "bytes_communicated": result.totals.bytes_communicated,
-        "round_examples": report.examples,
-        "round_tokens": report.tokens,
-        "gradient_sample_size": statistics.sample_size if statistics else None,
-        "gradient_squared_norm": statistics.squared_norm if statistics else None,
-        "gradient_variance": statistics.variance if statistics else None,
-        "inner_product_variance": statistics.inner_product_variance if statistics else None,
-        "orthogonal_variance": statistics.orthogonal_variance if statistics else None,
-        "seconds": report.seconds,
-    }
-
-
-def _bytes(count: int) -> str:
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000.0:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000.0
-    return f"{value:.1f} TB"
-
-
-def _line(result: ClusterRound, report: RoundReport, metric: Metric) -> str:
-    """One readable line about one trainer's round."""
-    planned = f"/{result.planned_outer_steps}" if result.planned_outer_steps else ""
-    evaluation = result.evaluations.get(report.trainer)
-    nodes = "node" if len(report.workers) == 1 else "nodes"
-    measured = f"{evaluation.metric:8.{metric.decimals}f}" if evaluation else f"{'-':>8}"
-    return (
-        f"round {result.outer_step:>3}{planned} | trainer {report.trainer} | loss {report.train_loss:6.3f} | "
-        f"{metric.name} {measured} | batch {report.requested_batch:>3} "
-        f"({_micro_batch(report)} x {_accumulation_steps(report)} on {len(report.workers)} {nodes}) | "
-        f"{report.tokens / report.seconds:>7,.0f} tokens/s | "
-        f"communications {result.totals.communications:>2} ({_bytes(result.totals.bytes_communicated)})"
+def main(arguments: list[str] | None = None) -> int:
+    """Draw run folders again, and several side by side; 0, or 2 where a folder is none of a run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m training_logs.training_monitoring",
+        description="Draw plots and report of a run folder again; with several, also a comparison.",
     )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--output", type=Path, default=Path("comparison"), help="folder of the comparison")
+    options = parser.parse_args(arguments)
+    try:
+        runs = [read_run(folder) for folder in options.runs]
+        for run in runs:
+            plot_run(run)
+            print(write_report(run))
+        if len(runs) > 1:
+            print(compare(runs, options.output))
+    except RunFolderError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -32,6 +32,10 @@ def _no_bool(value):
     return value
 
 
+def _off_is_a_word(value):
+    return "off" if value is False else value  # YAML reads off as false
+
+
 Number = BeforeValidator(_no_bool)
 PositiveInt = Annotated[int, Field(gt=0), Number]
 NonNegativeInt = Annotated[int, Field(ge=0), Number]
@@ -76,12 +80,23 @@ class Config:
         "model_training_report", "folder for CSVs, summary and plots, in the run folder"
     )
     model_weights_dir: Name = _key("model_weights", "folder for models, in the run folder")
-    plot_every: PositiveInt | None = _key(None, "draw the plots every so many rounds; null: only at the end")
+    plot_every: PositiveInt | None = _key(
+        None,
+        "draw plots and report every so many rounds, as long as that is 2% of the run at most; null: only at the end",
+    )
+    memory_sample_seconds: PositiveFloat | None = _key(
+        1.0, "seconds between measurements of memory use, besides those after every round; null: only those"
+    )
     save_weights_every: PositiveInt | None = _key(
         None, "save every living trainer's model every so many rounds; null: only at the end"
     )
-    project_name: str | None = _key(None, "project in the ClearML dashboard (no effect yet: a warning says so)")
-    task_name: str | None = _key(None, "task in the ClearML dashboard (no effect yet: a warning says so)")
+    clearml: Annotated[str, BeforeValidator(_off_is_a_word)] = _key(
+        "auto",
+        "ClearML dashboard; auto: online where there are credentials, else offline, a session in the run folder",
+        choices=True,
+    )
+    project_name: str | None = _key(None, "project in the ClearML dashboard; null: AdLoCo")
+    task_name: str | None = _key(None, "task in the ClearML dashboard; null: the name of the run folder")
 
     # Dataset
     dataset: Name = _key("python_docs", "what to train on", choices=True)
@@ -366,8 +381,8 @@ def _warnings(config: Config, given: Mapping) -> list[str]:
         metadata = FIELDS[name].metadata
         if metadata["datasets"] and config.dataset not in metadata["datasets"]:
             warnings.append(f"{name}: has no effect with dataset {config.dataset}")
-        if name in ("project_name", "task_name"):
-            warnings.append(f"{name}: has no effect, this version does not report to ClearML")
+        if name in ("project_name", "task_name") and config.clearml == "off":
+            warnings.append(f"{name}: has no effect with clearml: off")
         if name == "vocab_size" and (config.tokenizer or config.model_config.get("pretrained") is True):
             warnings.append("vocab_size: has no effect, the tokenizer is not trained here")
         if name == "single_seed" and value and not config.need_to_reinit_output_layers:

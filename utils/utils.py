@@ -105,3 +105,15 @@ def batched(items: Iterable, size: int) -> Iterator[list]:
     iterator = iter(items)
     while batch := list(itertools.islice(iterator, size)):
         yield batch
+
+
+def byte_size(count: float | None) -> str:
+    """Bytes with a unit, for people."""
+    if count is None:
+        return "-"
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000.0:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000.0
+    return f"{value:.1f} TB"

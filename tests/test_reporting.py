@@ -1,0 +1,347 @@
+"""What a run leaves to look at: plots, report, comparison, step losses, memory; each against the CSVs."""
+
+import csv
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers import tiny_cluster
+from training_logs import plots, training_monitoring
+from training_logs.comparison import best_per_round, differences, draw_comparison
+from training_logs.memory_monitor import MemoryMonitor
+from training_logs.plots import PLOTS, accumulation_threshold, draw, mode_switches, step_losses, thinned
+from training_logs.report import headline, run_body
+from training_logs.run_data import RunFolderError, read_run
+from training_logs.step_loss_logger import StepLossLogger, _RunningLine
+from training_logs.training_monitoring import RunRecorder, make_run_folder, start_logging
+
+
+def record_run(folder: Path, **values) -> Path:
+    """A small run, recorded as run.py records it; its folder."""
+    cluster = tiny_cluster(
+        **{
+            "log_dir": str(folder),
+            "clearml": "off",
+            "number_of_outer_steps": 5,
+            "number_of_initial_trainers": 3,
+            "max_batch_size": 2,
+            "ETA": 0.3,
+            "memory_sample_seconds": None,
+        }
+        | values
+    )
+    kept = start_logging()
+    recorder = RunRecorder(
+        cluster.config, make_run_folder(cluster.config, cluster.data.dataset), kept, time.perf_counter()
+    )
+    recorder.finish(cluster, cluster.train(recorder), "completed")
+    recorder.close()
+    return recorder.folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return record_run(tmp_path_factory.mktemp("logs"))
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    return read_run(folder)
+
+
+def line(axes, label: str):
+    (found,) = [line for line in axes.lines if line.get_label() == label]
+    return found
+
+
+def rows_of(path: Path) -> list[dict]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# Plots
+
+
+def test_all_plots_and_the_report_are_there(folder, run):
+    for name in PLOTS:
+        assert (run.report_dir / name).stat().st_size > 10_000, name
+    assert (run.report_dir / "report.html").exists()
+
+
+@pytest.mark.parametrize("x", ["outer_step", "tokens", "communications", "bytes_communicated", "wall_seconds"])
+def test_the_metric_is_drawn_as_the_csv_has_it(run, x):
+    axes = draw(run, [(plots.draw_metric, x)]).axes[0]
+    rows = rows_of(run.report_dir / "training_log.csv")
+    for trainer in ("0", "1", "2"):
+        own = [row for row in rows if row["trainer_id"] == trainer]
+        drawn = line(axes, f"trainer {trainer}")
+        assert list(drawn.get_xdata()) == [float(row[x]) for row in own]
+        assert list(drawn.get_ydata()) == [float(row["validation_metric"]) for row in own]
+        assert drawn.get_color() == plots.colour(int(trainer))
+    assert axes.get_xlabel() == plots.OVER[x]
+
+
+def test_other_panels_show_the_csv(run):
+    def drawn(panel, trainer=0):
+        return line(draw(run, [(panel, "outer_step")]).axes[0], f"trainer {trainer}")
+
+    own = run.of(0)
+    assert list(drawn(plots.draw_loss).get_ydata()) == [row["validation_loss"] for row in own]
+    assert list(drawn(plots.draw_batches).get_ydata()) == [row["requested_batch"] for row in own]
+    assert list(drawn(plots.draw_variance).get_ydata()) == [row["gradient_variance"] for row in own]
+    assert list(drawn(plots.draw_squared_norm).get_ydata()) == [row["gradient_squared_norm"] for row in own]
+    ratio = [row["gradient_variance"] / row["gradient_squared_norm"] for row in own]
+    assert list(drawn(plots.draw_noise_ratio).get_ydata()) == ratio
+    speeds = [row["round_tokens"] / row["seconds"] for row in own]
+    assert list(drawn(plots.draw_throughput).get_ydata()) == speeds
+    per_worker = [np.ceil(row["requested_batch"] / row["nodes"]) for row in own]
+    assert list(drawn(plots.draw_worker_batches).get_ydata()) == per_worker
+
+
+def test_merges_and_mode_switches_are_marked(run):
+    axes = draw(run, [(plots.draw_loss, "outer_step")]).axes[0]
+    marks = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
+    assert marks == [merge.outer_step for merge in run.merges] == [2, 4]
+    for trainer in run.trainers:
+        accumulates = [row["accumulation_steps"] > 1 for row in run.of(trainer)]
+        starts = [
+            row["outer_step"]
+            for row, now, before in zip(run.of(trainer), accumulates, [False, *accumulates], strict=False)
+            if now and not before
+        ]
+        assert [row["outer_step"] for row in mode_switches(run, trainer)] == starts
+    assert any(mode_switches(run, trainer) for trainer in run.trainers)
+    genealogy = draw(run, [(plots.draw_genealogy, "outer_step")]).axes[0]
+    texts = [text.get_text().strip() for text in genealogy.texts if text.get_text().strip()]
+    assert sorted(texts) == sorted(f"{w:.2f}" for merge in run.merges for w in merge.weights.values())
+    assert len([text for text in genealogy.texts if not text.get_text()]) == 2
+
+
+def test_the_region_of_accumulation_is_the_switch_modes(run):
+    for mode, expected in (
+        ("threshold_switch_mode", 2.0),
+        ("only_gradient_accumulation", 1.0),
+        ("only_data_loader", None),
+    ):
+        assert accumulation_threshold(dataclasses.replace(run, config=run.config | {"switch_mode": mode})) == expected
+
+
+def test_step_losses_are_means_over_workers_in_order(run):
+    rows = rows_of(run.report_dir / "step_loss_log.csv")
+    numbers, losses = step_losses(run, 0)
+    assert numbers.tolist() == list(range(1, 16))
+    own = [row for row in rows if (row["outer_step"], row["trainer_id"], row["inner_step"]) == ("5", "0", "2")]
+    assert len(own) == 4
+    weights = [int(row["effective_batch"]) for row in own]
+    assert losses[13] == pytest.approx(np.average([float(row["loss"]) for row in own], weights=weights))
+
+
+def test_thinning_keeps_the_mean():
+    xs, ys = thinned(np.arange(1003.0), np.arange(1003.0) ** 2, 10)
+    assert len(xs) == 10
+    assert xs[0] == 49.5
+    assert ys[0] == pytest.approx(np.mean(np.arange(100.0) ** 2))
+    assert thinned(np.arange(5.0), np.arange(5.0))[0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_fallback_is_written_over_the_plots_and_in_the_report(run):
+    reason = "hub: no network"
+    summary = run.summary | {
+        "dataset_fallback_reason": reason,
+        "dataset_asked_for": "c4",
+        "dataset": "python_docs",
+        "warnings": [f"DATASET FALLBACK: trained on python_docs because c4 could not be loaded: {reason} <b>"],
+    }
+    fallen = dataclasses.replace(run, summary=summary)
+    figure = draw(fallen, PLOTS["loss.png"])
+    assert figure.get_suptitle() == "c4 could not be loaded: trained on python_docs instead"
+    assert "<li class=loud>DATASET FALLBACK: trained on python_docs" in run_body(fallen)
+    assert "no network &lt;b&gt;" in run_body(fallen)
+    assert draw(run, PLOTS["loss.png"]).get_suptitle() == ""
+
+
+# Report and comparison
+
+
+def test_the_report_holds_everything_and_needs_nothing_else(run):
+    page = (run.report_dir / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == len(PLOTS)
+    assert not re.findall(r'(?:src|href)="(?!data:)', page)
+    for text in (
+        f"{run.summary['final_metric']:,.2f}",
+        "completed",
+        "trainer 0",
+        "after round 2",
+        "learning_rate_for_inner_opt",
+        "training loss",
+        f"<td>{run.summary['step_loss']['0']['trend']}</td>",
+    ):
+        assert text in page, text
+    assert page.count("<tr class=changed>") >= 5
+
+
+def test_a_dead_run_has_a_report_up_to_its_last_round(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "dead")
+    report_dir = tmp_path / "dead" / "model_training_report"
+    (report_dir / "summary.json").unlink()
+    for path in [*report_dir.glob("*.png"), report_dir / "report.html"]:
+        path.unlink()
+    log = report_dir / "training_log.csv"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:7]) + lines[7][:20])
+    assert training_monitoring.main([str(tmp_path / "dead")]) == 0
+    dead = read_run(tmp_path / "dead")
+    assert len(dead.rounds) == 6
+    assert "not finished" in (report_dir / "report.html").read_text()
+    assert headline(dead)["rounds"] == "2"
+
+
+def test_several_runs_on_common_axes(folder, run, tmp_path, capsys):
+    other = record_run(tmp_path / "logs", number_of_initial_trainers=1, sampling_method="none")
+    assert training_monitoring.main([str(folder), str(other), "--output", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "out" / "comparison.html")
+    runs = [run, read_run(other)]
+    found = differences(runs)
+    assert found == {"number_of_initial_trainers": [3, 1], "sampling_method": ["norm_test", "none"]}
+    page = (tmp_path / "out" / "comparison.html").read_text()
+    assert "sampling_method" in page
+    assert "merge_frequency" not in page
+    figure = draw_comparison(runs)
+    for axes, x in zip(figure.axes, plots.OVER, strict=True):
+        for index, each in enumerate(runs):
+            assert tuple(map(list, axes.lines[index].get_data())) == best_per_round(each, x)
+    best = best_per_round(run, "communications")[1]
+    assert best == [
+        min(row["validation_metric"] for row in run.rounds if row["outer_step"] == step) for step in range(1, 6)
+    ]
+
+
+def test_what_is_no_run_folder(tmp_path, capsys):
+    assert training_monitoring.main([str(tmp_path)]) == 2
+    assert "not a run folder" in capsys.readouterr().err
+    (tmp_path / "config.yaml").write_text("model_type: microllama")
+    with pytest.raises(RunFolderError, match="not a run folder, or damaged"):
+        read_run(tmp_path)
+
+
+def test_plots_on_the_way_keep_to_their_share(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(training_monitoring, "plot_run", lambda run: drawn.append(len(run.rounds)))
+    record_run(tmp_path / "short", plot_every=1)
+    # A run of a second has no time to draw in between; the end draws in any case.
+    assert len(drawn) == 1
+    drawn.clear()
+    started = time.perf_counter()
+    monkeypatch.setattr(training_monitoring.time, "perf_counter", lambda: 1e6 * (time.process_time() + started))
+    record_run(tmp_path / "long", plot_every=2)
+    assert len(drawn) == 3
+
+
+# Step losses
+
+
+@pytest.mark.parametrize(
+    ("losses", "trend"),
+    [
+        (5 - 0.01 * np.arange(100) + 0.1 * np.sin(np.arange(100)), "decreasing"),
+        (5 + 0.01 * np.arange(100), "increasing"),
+        (5 + np.sin(np.arange(100)), "flat"),
+        ([3.0], "flat"),
+        ([3.0, 2.0], "flat"),
+    ],
+)
+def test_statistics_and_trend_of_losses(losses, trend):
+    line = _RunningLine()
+    for loss in losses:
+        line.add(float(loss))
+    found = line.statistics()
+    assert found.trend == trend
+    assert found.steps == len(losses)
+    assert (found.minimum, found.maximum, found.last) == (min(losses), max(losses), losses[-1])
+    assert found.mean == pytest.approx(np.mean(losses))
+    if len(losses) > 1:
+        assert found.deviation == pytest.approx(np.std(losses, ddof=1))
+        assert found.slope == pytest.approx(np.polyfit(np.arange(len(losses)), losses, 1)[0])
+
+
+def test_a_small_slope_does_not_drown():
+    line = _RunningLine()
+    for step in range(10_000):
+        line.add(1e6 - 1e-4 * step)
+    assert line.statistics().slope == pytest.approx(-1e-4, rel=1e-5)
+
+
+def test_step_losses_are_buffered_and_flushed(folder, run, tmp_path):
+    from algorithms.switch_mode import ExecutionPlan
+    from training_logs.records import RoundReport, WorkerRound
+
+    workers = {0: WorkerRound(3, ExecutionPlan((2,)), [2.0, 1.0], [0.1, 0.1], 8, None)}
+    report = RoundReport(7, 2, 2, workers, None, 4, 8, 0, 0, 1.0)
+    logger = StepLossLogger(tmp_path)
+    logger.log(1, report)
+    assert logger.path.read_text().count("\n") == 1
+    logger.flush()
+    assert [row["loss"] for row in rows_of(logger.path)] == ["2.0", "1.0"]
+    logger.flush()
+    assert logger.path.read_text().count("\n") == 3
+    assert logger.statistics()[7].steps == 2
+    assert run.summary["step_loss"]["0"]["steps"] == 15
+
+
+# Memory
+
+
+def test_memory_is_measured_at_stages_and_summarised(run):
+    rows = rows_of(run.memory_dir / "memory_log.csv")
+    own = [row for row in rows if row["device"] == "process"]
+    assert [row["stage"] for row in own] == ["before training", *["after a round"] * 5, "end"]
+    assert [row["outer_step"] for row in own] == ["0", "1", "2", "3", "4", "5", "5"]
+    assert all(10**8 < int(r["allocated_bytes"]) <= int(r["peak_bytes"]) < int(r["total_bytes"]) for r in own)
+    summary = json.loads((run.memory_dir / "memory_summary.json").read_text())
+    assert summary == run.summary["memory_peaks"]
+    peak = max(own, key=lambda row: int(row["allocated_bytes"]))
+    assert summary["process"]["peak_bytes"] == int(peak["allocated_bytes"])
+    assert summary["process"]["stage"] == peak["stage"]
+    assert set(summary) == {"process", "host"}
+
+
+def test_the_sampler_sees_what_stages_miss(tmp_path):
+    monitor = MemoryMonitor(tmp_path, [torch.device("cpu")], None, every=0.01)
+    monitor.measure("start", 0)
+    block = np.ones(30_000_000)
+    time.sleep(0.2)
+    del block
+    monitor.measure("end", 1)
+    monitor.close()
+    rows = [row for row in rows_of(tmp_path / "memory_log.csv") if row["device"] == "process"]
+    assert {row["stage"] for row in rows} == {"start", "sample", "end"}
+    assert monitor.peaks["process"]["stage"] == "sample"
+    ends = max(int(row["allocated_bytes"]) for row in rows if row["stage"] != "sample")
+    assert monitor.peaks["process"]["peak_bytes"] > ends + 150_000_000
+    assert [float(row["seconds"]) for row in rows] == sorted(float(row["seconds"]) for row in rows)
+
+
+def test_the_command_prints_where_the_report_is(folder):
+    result = subprocess.run(
+        [sys.executable, "-m", "training_logs.training_monitoring", str(folder)],
+        cwd=Path(__file__).resolve().parent.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert result.stdout.strip() == str(folder / "model_training_report" / "report.html")
+
+
+def test_classes_have_a_table_of_their_own(run):
+    assert "<h2>Classes</h2>" not in run_body(run)
+    scores = {"neg": {"precision": 0.5, "recall": 0.25, "f1": 1 / 3, "examples": 8}}
+    page = run_body(dataclasses.replace(run, summary=run.summary | {"final_classes": scores}))
+    assert "<td>neg</td><td>0.5</td><td>0.25</td><td>0.33333</td><td>8</td>" in page

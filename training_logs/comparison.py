@@ -1,0 +1,82 @@
+"""Several runs on common axes, and what differs between their configurations."""
+
+import html
+from collections.abc import Sequence
+from pathlib import Path
+
+from training_logs.plots import OVER, axis, colour, legend, make_figure, plain_logarithmic
+from training_logs.report import headline, page, picture, table
+from training_logs.run_data import Row, RunData, RunFolderError
+from utils.utils import write_atomically, write_text_atomically
+
+# Where a run is written has nothing to do with what it found.
+_PLACES = ("log_dir", "log_file", "cache_dir")
+
+
+def best_per_round(run: RunData, x: str) -> tuple[list[float], list[float]]:
+    """The best validation metric of the living trainers after every round, over a column of the round log."""
+    best = max if run.metric.higher_is_better else min
+    rounds: dict[float, list[Row]] = {}
+    for row in run.rounds:
+        if row["validation_metric"] == row["validation_metric"]:
+            rounds.setdefault(row["outer_step"], []).append(row)
+    xs = [rows[0][x] for rows in rounds.values()]
+    return xs, [best(row["validation_metric"] for row in rows) for rows in rounds.values()]
+
+
+def differences(runs: Sequence[RunData]) -> dict[str, list]:
+    """The keys of the configurations that are not the same in all runs, and their values."""
+    keys = dict.fromkeys(key for run in runs for key in run.config if key not in _PLACES)
+    values = {key: [run.config.get(key) for run in runs] for key in keys}
+    return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+
+
+def _names(runs: Sequence[RunData]) -> list[str]:
+    names = [run.folder.name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
+
+
+def draw_comparison(runs: Sequence[RunData]):
+    """The figure: the best metric over everything that a plot can be drawn over."""
+    figure, axes = make_figure(len(OVER))
+    for place, x in zip(axes, OVER, strict=True):
+        for index, (run, name) in enumerate(zip(runs, _names(runs), strict=True)):
+            place.plot(*best_per_round(run, x), ".-", color=colour(index), label=name)
+        metric = runs[0].metric.name
+        if metric == "perplexity":
+            plain_logarithmic(place)
+        axis(place, x, metric, f"Best {metric} of the living trainers")
+        if place is axes[0]:
+            legend(place)
+    return figure
+
+
+def compare(runs: Sequence[RunData], output: Path) -> Path:
+    """Write comparison.png and comparison.html into a folder; where the page is.
+
+    Raises:
+        RunFolderError: the runs are judged by different metrics, or one has no round.
+    """
+    for run in runs:
+        if run.metric.name != runs[0].metric.name:
+            raise RunFolderError(
+                f"{run.folder}: its metric is {run.metric.name}, that of {runs[0].folder} {runs[0].metric.name}"
+            )
+        if not run.rounds:
+            raise RunFolderError(f"{run.folder}: has no round yet")
+    names = _names(runs)
+    image = output / "comparison.png"
+    write_atomically(image, lambda path: draw_comparison(runs).savefig(path, dpi=110))
+    numbers = [headline(run) for run in runs]
+    body = [
+        "<h1>Comparison</h1>",
+        f"<p class=dim>{html.escape(', '.join(names))}</p>",
+        picture(image),
+        "<h2>Numbers</h2>",
+        table(("", *names), [(key, *(found[key] for found in numbers)) for key in numbers[0]]),
+        "<h2>What differs in the configurations</h2>",
+        table(("key", *names), [(key, *map(str, values)) for key, values in differences(runs).items()]),
+    ]
+    path = output / "comparison.html"
+    write_text_atomically(path, page("Comparison", "".join(body)))
+    return path

@@ -1,0 +1,213 @@
+"""report.html: a run, or several side by side, in one file that needs nothing else."""
+
+import base64
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from training_logs.plots import PLOTS
+from training_logs.run_data import Row, RunData
+from utils.config import FIELDS, Config
+from utils.utils import byte_size, write_text_atomically
+
+_STYLE = """
+:root { --ink: #1c2430; --dim: #5d6b7c; --line: #dde3ea; --paper: #fff; --ground: #f4f6f9; --accent: #1f5fa8; }
+* { box-sizing: border-box; }
+body { margin: 0; font: 15px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; color: var(--ink);
+       background: var(--ground); }
+main { max-width: 1180px; margin: 0 auto; padding: 20px 16px 60px; }
+h1 { font-size: 1.5rem; margin: 0 0 2px; overflow-wrap: anywhere; }
+h2 { font-size: 1.12rem; margin: 34px 0 10px; }
+.dim { color: var(--dim); margin: 0; overflow-wrap: anywhere; }
+.status { display: inline-block; padding: 1px 10px; border-radius: 99px; font-size: .85rem; color: #fff;
+          background: #8a5a00; vertical-align: middle; }
+.status.completed { background: #1d7a3c; } .status.failed { background: #b00020; }
+.warnings { background: #fff4e0; border: 1px solid #e8b95b; border-radius: 8px; padding: 10px 14px; margin: 16px 0;
+            overflow-wrap: anywhere; }
+.warnings ul { margin: 4px 0 0; padding-left: 20px; } .warnings .loud { color: #b00020; font-weight: 600; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 10px; margin: 18px 0; }
+.card { background: var(--paper); border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; }
+.card b { display: block; font-size: 1.25rem; font-variant-numeric: tabular-nums; } .card span { color: var(--dim);
+          font-size: .85rem; }
+figure { margin: 0 0 14px; background: var(--paper); border: 1px solid var(--line); border-radius: 8px; padding: 8px; }
+figure { overflow-x: auto; } img { display: block; width: 100%; min-width: 720px; height: auto; }
+.scroll { overflow: auto; max-height: 460px; background: var(--paper); border: 1px solid var(--line);
+          border-radius: 8px; }
+table { border-collapse: collapse; width: 100%; font-size: .86rem; font-variant-numeric: tabular-nums; }
+th, td { padding: 5px 10px; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+td.wide { white-space: normal; overflow-wrap: anywhere; min-width: 160px; }
+th { position: sticky; top: 0; background: #eef2f7; font-weight: 600; }
+th:first-child, td:first-child, td.text, th.text { text-align: left; }
+tr.changed td { background: #eef5ff; }
+details summary { cursor: pointer; color: var(--accent); margin: 8px 0; }
+"""
+
+
+def number(value: Any) -> str:
+    """A value for people: thousands separated, five digits of a fraction."""
+    if value is None or value != value:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if float(value).is_integer() and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.5g}" if abs(value) < 1e5 else f"{value:,.0f}"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], changed: Iterable[bool] | None = None) -> str:
+    """An HTML table in a box that scrolls; text columns are those whose first cell is text."""
+    rows = [[cell if isinstance(cell, str) else number(cell) for cell in row] for row in rows]
+    marks = list(changed) if changed is not None else [False] * len(rows)
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
+    body = "".join(
+        f"<tr{' class=changed' if mark else ''}>"
+        + "".join(f"<td{' class=wide' if len(cell) > 40 else ''}>{html.escape(cell)}</td>" for cell in row)
+        + "</tr>"
+        for row, mark in zip(rows, marks, strict=True)
+    )
+    return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def picture(path: Path) -> str:
+    """An image that is inside the page."""
+    if not path.exists():
+        return ""
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f'<figure><img alt="{html.escape(path.stem)}" src="data:image/png;base64,{data}"></figure>'
+
+
+def page(title: str, body: str) -> str:
+    """A whole HTML document."""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body><main>{body}</main></body></html>\n"
+    )
+
+
+def _cards(values: Mapping[str, str]) -> str:
+    cells = "".join(
+        f"<div class=card><b>{html.escape(v)}</b><span>{html.escape(k)}</span></div>" for k, v in values.items()
+    )
+    return f"<div class=cards>{cells}</div>"
+
+
+def headline(run: RunData) -> dict[str, str]:
+    """The few numbers that a run is about, from its summary, or from its last round where it has none."""
+    summary, last = run.summary, run.rounds[-1] if run.rounds else {}
+    decimals, name = run.metric.decimals, run.metric.name
+    best = [row["validation_metric"] for row in run.rounds if row["validation_metric"] == row["validation_metric"]]
+    final = summary.get("final_metric")
+    initial = summary.get("initial_metric")
+
+    def shown(value: float | None) -> str:
+        return "-" if value is None else f"{value:,.{decimals}f}"
+
+    seconds = summary.get("wall_seconds", last.get("wall_seconds"))
+    living = {row["trainer_id"] for row in run.rounds if row["outer_step"] == last.get("outer_step")}
+    return {
+        f"{name}, at the end": shown(final),
+        f"{name}, before training": shown(initial),
+        f"{name}, best in a round": shown((max if run.metric.higher_is_better else min)(best) if best else None),
+        "rounds": number(summary.get("outer_steps", last.get("outer_step"))),
+        "training tokens": number(summary.get("tokens", last.get("tokens"))),
+        "communications": number(summary.get("communications", last.get("communications"))),
+        "communicated": byte_size(summary.get("bytes_communicated", last.get("bytes_communicated"))),
+        "trainers, first and last": f"{run.config['number_of_initial_trainers']} → "
+        f"{summary.get('final_trainers', len(living))}",
+        "largest request": number(max((row["next_requested_batch"] for row in run.rounds), default=None)),
+        "seconds": "-" if seconds is None else f"{seconds:,.0f}",
+    }
+
+
+def _warnings(run: RunData) -> str:
+    warnings = list(run.summary.get("warnings", ()))
+    if not warnings:
+        return ""
+    items = "".join(
+        f"<li{' class=loud' if text.startswith('DATASET FALLBACK') else ''}>{html.escape(text)}</li>"
+        for text in warnings
+    )
+    return f"<div class=warnings><b>Warnings</b><ul>{items}</ul></div>"
+
+
+_ROUND_COLUMNS = {
+    "round": "outer_step", "trainer": "trainer_id", "nodes": "nodes", "requested": "requested_batch",
+    "effective": "effective_batch", "micro-batch": "micro_batch", "accumulation": "accumulation_steps",
+    "training loss": "train_loss", "validation loss": "validation_loss", "metric": "validation_metric",
+    "tokens": "tokens", "communications": "communications", "V": "gradient_variance",
+    "||g||²": "gradient_squared_norm", "seconds": "seconds",
+}  # fmt: skip
+
+
+def _round_table(rows: list[Row]) -> str:
+    return table(list(_ROUND_COLUMNS), [[row[column] for column in _ROUND_COLUMNS.values()] for row in rows])
+
+
+def _config_table(config: Mapping[str, Any]) -> str:
+    defaults = Config()
+    rows = [(name, str(value), FIELDS[name].metadata["meaning"]) for name, value in config.items() if name in FIELDS]
+    changed = [config[name] != getattr(defaults, name) for name, _, _ in rows]
+    return table(("key", "value", "meaning"), rows, changed)
+
+
+def run_body(run: RunData) -> str:
+    """The report of one run, as the body of a page."""
+    summary = run.summary
+    status = summary.get("status", "not finished")
+    used = summary.get("dataset", run.config["dataset"])
+    parts = [
+        f"<h1>{html.escape(run.folder.name)} <span class='status {status}'>{html.escape(status)}</span></h1>",
+        f"<p class=dim>{html.escape(run.config['model_type'])} on {html.escape(used)}"
+        f"{html.escape(' - ' + summary['data_source'] if 'data_source' in summary else '')}</p>",
+        _warnings(run),
+        _cards(headline(run)),
+        "<h2>Plots</h2>",
+        *(picture(run.report_dir / name) for name in PLOTS),
+    ]
+    if run.merges:
+        rows = [
+            (
+                f"after round {merge.outer_step}",
+                f"trainer {merge.representative}",
+                ", ".join(f"trainer {trainer} ({weight:.2f})" for trainer, weight in merge.weights.items()),
+            )
+            for merge in run.merges
+        ]
+        parts += ["<h2>Merges</h2>", table(("when", "what remains", "weighted average of"), rows)]
+    if summary.get("final_classes"):
+        rows = [
+            (name, *(scores[key] for key in ("precision", "recall", "f1", "examples")))
+            for name, scores in summary["final_classes"].items()
+        ]
+        parts += ["<h2>Classes</h2>", table(("class", "precision", "recall", "F1", "examples"), rows)]
+    if summary.get("step_loss"):
+        names = ("steps", "mean", "deviation", "minimum", "maximum", "last", "slope", "trend")
+        rows = [(f"trainer {t}", *(values[name] for name in names)) for t, values in summary["step_loss"].items()]
+        parts += ["<h2>Training loss per inner step</h2>", table(("trainer", *names), rows)]
+    if summary.get("memory_peaks"):
+        rows = [
+            (device, byte_size(peak["peak_bytes"]), byte_size(peak["total_bytes"]), peak["stage"], peak["outer_step"])
+            for device, peak in summary["memory_peaks"].items()
+        ]
+        parts += ["<h2>Memory</h2>", table(("device", "peak", "of", "first seen at", "round"), rows)]
+    parts += ["<h2>Rounds</h2>", _round_table(run.rounds)]
+    if summary:
+        plain = [(key, str(value)) for key, value in summary.items() if not isinstance(value, dict | list)]
+        parts += ["<details><summary>Summary</summary>", table(("key", "value"), plain), "</details>"]
+    parts += [
+        "<details><summary>Configuration (what differs from the defaults is shaded)</summary>",
+        _config_table(run.config),
+        "</details>",
+    ]
+    if summary.get("versions"):
+        parts.append(f"<p class=dim>{html.escape(', '.join(f'{k} {v}' for k, v in summary['versions'].items()))}</p>")
+    return "".join(parts)
+
+
+def write_report(run: RunData) -> Path:
+    """Write report.html beside the plots; where it is."""
+    path = run.report_dir / "report.html"
+    write_text_atomically(path, page(run.folder.name, run_body(run)))
+    return path

@@ -1,0 +1,102 @@
+"""What is said about a round of a trainer: a row of training_log.csv, and a line for people."""
+
+from fabrics.eval_tool import Metric
+from training_logs.records import ClusterRound, RoundReport
+from utils.utils import byte_size
+
+# examples, tokens, communications and bytes_communicated are totals of the whole run at the end of the round;
+# the columns with round_ are the trainer's own in this round.
+COLUMNS = (
+    "outer_step",
+    "trainer_id",
+    "nodes",
+    "requested_batch",
+    "effective_batch",
+    "max_batch",
+    "micro_batch",
+    "accumulation_steps",
+    "next_requested_batch",
+    "inner_steps",
+    "train_loss",
+    "validation_loss",
+    "validation_metric",
+    "learning_rate",
+    "examples",
+    "tokens",
+    "communications",
+    "bytes_communicated",
+    "round_examples",
+    "round_tokens",
+    "gradient_sample_size",
+    "gradient_squared_norm",
+    "gradient_variance",
+    "inner_product_variance",
+    "orthogonal_variance",
+    "seconds",
+    "wall_seconds",
+)
+
+
+def accumulation_steps(report: RoundReport) -> int:
+    """The most micro-batches of an inner step of a worker."""
+    return max(worker.plan.accumulation_steps for worker in report.workers.values())
+
+
+def _micro_batch(report: RoundReport) -> int:
+    return max(max(worker.plan.micro_batches) for worker in report.workers.values())
+
+
+def round_row(result: ClusterRound, report: RoundReport, max_batch: int, wall_seconds: float) -> dict:
+    """One row of the round log; what was not measured is left empty.
+
+    Args:
+        max_batch: the largest micro-batch that every node of the trainer can run.
+        wall_seconds: since the start of the program.
+    """
+    evaluation = result.evaluations.get(report.trainer)
+    statistics = report.statistics
+    first = next(iter(report.workers.values()))
+    return {
+        "outer_step": result.outer_step,
+        "trainer_id": report.trainer,
+        "nodes": len(report.workers),
+        "requested_batch": report.requested_batch,
+        "effective_batch": report.effective_batch,
+        "max_batch": max_batch,
+        "micro_batch": _micro_batch(report),
+        "accumulation_steps": accumulation_steps(report),
+        "next_requested_batch": report.next_requested_batch,
+        "inner_steps": len(first.losses),
+        "train_loss": report.train_loss,
+        "validation_loss": evaluation.loss if evaluation else None,
+        "validation_metric": evaluation.metric if evaluation else None,
+        "learning_rate": first.learning_rates[-1],
+        "examples": result.totals.examples,
+        "tokens": result.totals.tokens,
+        "communications": result.totals.communications,
+        "bytes_communicated": result.totals.bytes_communicated,
+        "round_examples": report.examples,
+        "round_tokens": report.tokens,
+        "gradient_sample_size": statistics.sample_size if statistics else None,
+        "gradient_squared_norm": statistics.squared_norm if statistics else None,
+        "gradient_variance": statistics.variance if statistics else None,
+        "inner_product_variance": statistics.inner_product_variance if statistics else None,
+        "orthogonal_variance": statistics.orthogonal_variance if statistics else None,
+        "seconds": report.seconds,
+        "wall_seconds": round(wall_seconds, 3),
+    }
+
+
+def round_line(result: ClusterRound, report: RoundReport, metric: Metric) -> str:
+    """One readable line about one trainer's round."""
+    planned = f"/{result.planned_outer_steps}" if result.planned_outer_steps else ""
+    evaluation = result.evaluations.get(report.trainer)
+    nodes = "node" if len(report.workers) == 1 else "nodes"
+    measured = f"{evaluation.metric:8.{metric.decimals}f}" if evaluation else f"{'-':>8}"
+    return (
+        f"round {result.outer_step:>3}{planned} | trainer {report.trainer} | loss {report.train_loss:6.3f} | "
+        f"{metric.name} {measured} | batch {report.requested_batch:>3} "
+        f"({_micro_batch(report)} x {accumulation_steps(report)} on {len(report.workers)} {nodes}) | "
+        f"{report.tokens / report.seconds:>7,.0f} tokens/s | "
+        f"communications {result.totals.communications:>2} ({byte_size(result.totals.bytes_communicated)})"
+    )
