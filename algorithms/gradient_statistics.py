@@ -193,13 +193,17 @@ class PerExampleProbe:
     Args:
         model: its trainable parameters must belong to modules in SUPPORTED_MODULES.
         batch_size: b, examples in the pass.
+        direction: by parameter; inner products are then taken with it instead of the batch's own gradient, of losses
+            as they are (in a sum, not a mean), for `squared_norms`, `inner_products` and `squared_norms_by_parameter`.
 
     Raises:
         UnsupportedModuleError: naming the module that owns a trainable parameter and is not supported.
     """
 
-    def __init__(self, model: nn.Module, batch_size: int):
+    def __init__(self, model: nn.Module, batch_size: int, direction: Mapping[nn.Parameter, torch.Tensor] | None = None):
         self._batch_size = batch_size
+        self._direction = direction
+        self.squared_norms_by_parameter: dict[nn.Parameter, torch.Tensor] = {}
         self._handles: list = []
         self._uses: dict[nn.Parameter, list] = {}
         self._names: dict[nn.Parameter, str] = {}
@@ -296,14 +300,28 @@ class PerExampleProbe:
                 f"set statistics_estimator: across_workers"
             )
         gradient = parameter.grad
+        against = gradient if self._direction is None else self._direction[parameter]
         with torch.autocast(gradient.device.type, enabled=False):
+            before = self._squared_norms.sum() if self._direction is not None else None
             for use in joined.values():
-                squares, products = use.squares_and_products(gradient)
+                squares, products = use.squares_and_products(against)
                 self._squared_norms += squares
                 self._inner_products += products
             if len(joined) == 2:
                 self._squared_norms += 2.0 * _cross_term(joined[_Outer], joined[_Lookup])
+            if before is not None:
+                self.squared_norms_by_parameter[parameter] = self._squared_norms.sum() - before
             self._squared_norm += gradient.square().sum()
+
+    @property
+    def squared_norms(self) -> torch.Tensor:
+        """||g_i||^2 of each example's loss as it stands in the sum that was differentiated, [b], float64."""
+        return self._squared_norms
+
+    @property
+    def inner_products(self) -> torch.Tensor:
+        """<g_i, direction>, likewise."""
+        return self._inner_products
 
     def statistics(self, loss_weight: float = 1.0) -> GradientStatistics:
         """Statistics of the backward pass made inside the context, of losses not multiplied by loss_weight.

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -200,8 +201,13 @@ def build_model(
                 model = family.auto_class.from_pretrained(
                     settings["name"], dtype=torch.float32, use_safetensors=True, trust_remote_code=False, **values
                 )
-            except (OSError, ValueError, TypeError) as error:
+            except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
                 raise _load_failed(settings["name"], error) from None
+            if model.config.model_type != family.config_class.model_type:
+                raise ConfigError(
+                    f"model_config.name: {settings['name']!r} is a {model.config.model_type} model, "
+                    f"not {family.config_class.model_type}"
+                )
         else:
             values = {"vocab_size": len(tokenizer)} | _architecture(family, settings)
             values |= {"pad_token_id": padding(tokenizer) if family.task == "classification" else None}

@@ -56,6 +56,12 @@ class WorkingModel:
         """The flat gradient."""
         return self.parameters.grad
 
+    def views(self, flat: torch.Tensor) -> dict[nn.Parameter, torch.Tensor]:
+        """Each trainable parameter's part of a flat vector laid out as `parameters`, as a view of its shape."""
+        start, size = self.parameters.data_ptr(), self.parameters.element_size()
+        places = {p: (p.data_ptr() - start) // size for p in self.module.parameters() if p.requires_grad}
+        return {p: flat[place : place + p.numel()].view_as(p) for p, place in places.items()}
+
     @torch.no_grad()
     def load(self, parameters: torch.Tensor) -> None:
         """Become the replica with these flat parameters."""

@@ -2,15 +2,17 @@
 
     python -m training_logs.log_processor RUN_DIR [--mode auto|online|offline]
 
-sends a finished run. While a run goes on, the same program follows its folder from a process of its own, so that
-nothing a server does, or does not do, reaches the training: it refuses, hangs or disappears, and the run has a warning.
-What it reports is read from the run folder and from nowhere else.
+sends a finished run, or a gradient analysis. While a run goes on, the same program follows its folder from a process
+of its own, so that nothing a server does, or does not do, reaches the training: it refuses, hangs or disappears, and
+the run has a warning. What is reported is read from the run folder
+and from nowhere else.
 
 ClearML's own reporting process is switched off: after fork it can miss the signal that everything has been sent, and
 closing a task then waits for it (seconds to five minutes with clearml 2.1.12). In a thread closing takes 0.02 s.
 """
 
 import argparse
+import json
 import logging
 import math
 import os
@@ -18,7 +20,9 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from training_logs.plots import PLOTS, mode_switches, step_losses
 from training_logs.run_data import Row, RunData, RunFolderError, read_run
@@ -28,6 +32,8 @@ logger = logging.getLogger("adloco")
 
 MODES = ("auto", "online", "offline", "off")
 SESSION = "clearml"
+# What the folder of a gradient analysis is known by.
+ANALYSIS_SUMMARY = "gradient_analysis.json"
 # Column of the round log -> title in the dashboard, one series per trainer.
 TRAINER_SCALARS = {
     "train_loss": "training loss",
@@ -156,33 +162,43 @@ class Reporter:
             registered.update_weights(register_uri=weights.as_uri())
 
 
-def start_task(run: RunData, mode: str):
-    """A ClearML task for a run, its configuration connected as hyper-parameters."""
+def start_task(folder: Path, config: Mapping[str, Any], mode: str):
+    """A ClearML task for a folder, its configuration connected as hyper-parameters."""
     if mode == "offline":
-        # The session belongs to the run; clearml reads this when it is imported.
-        os.environ["CLEARML_CACHE_DIR"] = str((run.folder / SESSION).resolve())
+        # The session belongs to the folder; clearml reads this when it is imported.
+        os.environ["CLEARML_CACHE_DIR"] = str((folder / SESSION).resolve())
     from clearml import Task
     from clearml.config import ConfigWrapper
 
     ConfigWrapper.set_overrides({"sdk": {"development": {"report_use_subprocess": False}}})
     Task.set_offline(mode == "offline")
     task = Task.init(
-        project_name=run.config.get("project_name") or "AdLoCo",
-        task_name=run.config.get("task_name") or run.folder.name,
+        project_name=config.get("project_name") or "AdLoCo",
+        task_name=config.get("task_name") or folder.name,
         reuse_last_task_id=False,
         auto_connect_arg_parser=False,
         auto_connect_frameworks=False,
         auto_resource_monitoring=False,
         auto_connect_streams=False,
     )
-    task.connect(dict(run.config), name="config")
+    task.connect(dict(config), name="config")
     return task
+
+
+def send_analysis(folder: Path, mode: str) -> None:
+    """Figures and numbers of a gradient analysis."""
+    summary = json.loads((folder / ANALYSIS_SUMMARY).read_text(encoding="utf-8"))
+    task = start_task(folder, summary["config"], mode)
+    for path in sorted(folder.glob("*.png")):
+        task.get_logger().report_image("gradient analysis", path.stem, iteration=0, local_path=str(path))
+    task.upload_artifact("gradient analysis", summary)
+    task.close()
 
 
 def process(folder: Path, mode: str, follow: bool) -> None:
     """Report a run folder; follow: until standard input ends."""
     run = read_run(folder)
-    task = start_task(run, mode)
+    task = start_task(folder, run.config, mode)
     reporter, changed = Reporter(task), None
     while follow and not select.select([sys.stdin], [], [], _POLL_SECONDS)[0]:
         log = run.report_dir / "training_log.csv"
@@ -209,7 +225,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         mode = resolved_mode(options.mode)
-        process(options.run, mode, options.follow)
+        if (options.run / ANALYSIS_SUMMARY).exists():
+            send_analysis(options.run, mode)
+        else:
+            process(options.run, mode, options.follow)
     except (ConfigError, RunFolderError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -358,13 +358,13 @@ PLOTS: dict[str, list[tuple[Draw, str]]] = {
 }  # fmt: skip
 
 
-def make_figure(panels: int) -> tuple[Figure, list[Axes]]:
-    """A figure with two panels per row."""
-    lines = -(-panels // 2)
+def make_figure(panels: int, columns: int = 2, size: tuple[float, float] | None = None) -> tuple[Figure, list[Axes]]:
+    """A figure with so many panels; size: of all, in inches, where the usual one does not fit."""
+    lines = -(-panels // columns)
     # Figures made without pyplot need no display, and nothing global has to be closed.
-    figure = Figure(figsize=(11, 4.2 * lines), layout="constrained")
+    figure = Figure(figsize=size or (5.5 * columns, 4.2 * lines), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, [figure.add_subplot(lines, 2, number) for number in range(1, panels + 1)]
+    return figure, [figure.add_subplot(lines, columns, number) for number in range(1, panels + 1)]
 
 
 def draw(run: RunData, panels: list[tuple[Draw, str]]) -> Figure:
