@@ -4,7 +4,6 @@ import csv
 import dataclasses
 import json
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -189,20 +188,29 @@ def test_the_report_holds_everything_and_needs_nothing_else(run):
     assert page.count("<tr class=changed>") >= 5
 
 
-def test_a_dead_run_has_a_report_up_to_its_last_round(folder, tmp_path):
-    shutil.copytree(folder, tmp_path / "dead")
-    report_dir = tmp_path / "dead" / "model_training_report"
-    (report_dir / "summary.json").unlink()
-    for path in [*report_dir.glob("*.png"), report_dir / "report.html"]:
-        path.unlink()
-    log = report_dir / "training_log.csv"
-    lines = log.read_text().splitlines(keepends=True)
-    log.write_text("".join(lines[:7]) + lines[7][:20])
-    assert training_monitoring.main([str(tmp_path / "dead")]) == 0
-    dead = read_run(tmp_path / "dead")
-    assert len(dead.rounds) == 6
-    assert "not finished" in (report_dir / "report.html").read_text()
-    assert headline(dead)["rounds"] == "2"
+def test_a_dead_run_has_a_report_up_to_its_last_round(tmp_path, monkeypatch):
+    """As kill -9 leaves it: nothing is written after the second round, and half a line of the third."""
+    monkeypatch.setattr(RunRecorder, "finish", lambda *arguments: None)
+    original = RunRecorder.on_round
+
+    def die_in_the_third_round(self, run, result):
+        if result.outer_step == 3:
+            raise KeyboardInterrupt
+        original(self, run, result)
+
+    monkeypatch.setattr(RunRecorder, "on_round", die_in_the_third_round)
+    with pytest.raises(KeyboardInterrupt):
+        record_run(tmp_path)
+    (dead,) = tmp_path.iterdir()
+    with (dead / "model_training_report" / "training_log.csv").open("a") as file:
+        file.write("3,0,1,8,8,2")
+    assert training_monitoring.main([str(dead)]) == 0
+    run = read_run(dead)
+    assert len(run.rounds) == 6
+    assert (run.summary["status"], run.summary["outer_steps"], run.summary["merges"]) == ("running", 2, 1)
+    assert headline(run)["rounds"] == "2"
+    assert "<span class='status running'>running</span>" in (run.report_dir / "report.html").read_text()
+    assert (run.report_dir / "overview.png").exists()
 
 
 def test_several_runs_on_common_axes(folder, run, tmp_path, capsys):

@@ -155,7 +155,7 @@ def _config_table(config: Mapping[str, Any]) -> str:
 def run_body(run: RunData) -> str:
     """The report of one run, as the body of a page."""
     summary = run.summary
-    status = summary.get("status", "not finished")
+    status = summary.get("status", "unknown")
     used = summary.get("dataset", run.config["dataset"])
     parts = [
         f"<h1>{html.escape(run.folder.name)} <span class='status {status}'>{html.escape(status)}</span></h1>",

@@ -37,7 +37,7 @@ class RunData:
     Attributes:
         folder: where it is.
         config: the resolved configuration, as plain values.
-        summary: summary.json; empty for a run that goes on or that died.
+        summary: summary.json; its status is running for a run that goes on, or that died.
         rounds: the rows of training_log.csv as numbers; an empty cell is NaN.
         merges: in order.
     """

@@ -1,7 +1,7 @@
 """The record of a run: run folder, log file, progress bars, round log, summary, plots and models.
 
-`RunRecorder` observes a run. The CSVs are complete up to the last finished round at any moment; summary,
-plots and models are written at the end, also when the run is interrupted or fails.
+`RunRecorder` observes a run. CSVs and summary are complete up to the last finished round at any moment; plots and
+models are written at the end, also when the run is interrupted or fails.
 
     python -m training_logs.training_monitoring RUN_DIR [RUN_DIR ...] [--output FOLDER]
 
@@ -152,6 +152,7 @@ class RunRecorder:
             self.config.memory_sample_seconds,
         )
         self._memory.measure("before training", 0)
+        self._write_summary(self._summary(run, {}, "running"))
         self._clearml = start_clearml(self.config, self.folder)
         data = run.data
         logger.info(
@@ -208,6 +209,7 @@ class RunRecorder:
             parts = ", ".join(f"trainer {trainer} ({share:.2f})" for trainer, share in plan.weights.items())
             logger.info("merge after round %d: %s become trainer %d", result.outer_step, parts, plan.representative)
         self._memory.measure("after a round", result.outer_step)
+        self._write_summary(self._summary(run, {}, "running"))
         config = self.config
         if config.plot_every and result.outer_step % config.plot_every == 0:
             self._draw_if_cheap()
@@ -267,8 +269,7 @@ class RunRecorder:
             logger.info("model: %s", models[best])
         else:
             logger.info("%s after %d rounds; models: %s", status, run.totals.outer_steps, self._models_dir)
-        path = self.report_dir / "summary.json"
-        write_json_atomically(path, summary)
+        path = self._write_summary(summary)
         self._draw()
         logger.info("report: %s", self.report_dir / "report.html")
         if self._clearml is not None:
@@ -276,7 +277,12 @@ class RunRecorder:
             logger.log(logging.WARNING if is_warning else logging.INFO, message)
             if is_warning:
                 self._warnings.append(message)
-                write_json_atomically(path, summary)
+                self._write_summary(summary)
+        return path
+
+    def _write_summary(self, summary: dict) -> Path:
+        path = self.report_dir / "summary.json"
+        write_json_atomically(path, summary)
         return path
 
     def close(self) -> None:
