@@ -35,8 +35,9 @@ from trainers import ESTIMATORS, Node, RoundSchedule, Trainer, backward, probed_
 from training_logs.log_processor import MODES
 from training_logs.records import ClusterRound, Merge, Observer, Totals
 from utils.config import Config, ConfigError
+from utils.devices import resolve_devices
 from utils.max_batch_calculator import calculate_max_batch
-from utils.utils import resolve_devices, write_folder_atomically
+from utils.utils import write_folder_atomically
 
 # Config key -> the words that the registries know.
 CHOICES = {

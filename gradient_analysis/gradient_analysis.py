@@ -43,7 +43,8 @@ from gradient_analysis.laws import (
 from training_logs.log_processor import ANALYSIS_SUMMARY, resolved_mode
 from training_logs.run_data import RunFolderError, read_run
 from utils.config import Config, ConfigError, load_config
-from utils.utils import resolve_devices, write_atomically, write_json_atomically
+from utils.devices import resolve_devices
+from utils.utils import write_atomically, write_json_atomically
 
 _ROOT = Path(__file__).resolve().parent.parent
 _CLEARML_SECONDS = 60

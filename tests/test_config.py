@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cluster import CHOICES
 from utils.config import ALIASES, FIELDS, Config, ConfigError, dump_config, load_config, parse_config
-from utils.utils import resolve_devices
+from utils.devices import resolve_devices
 
 ROOT = Path(__file__).resolve().parent.parent
 

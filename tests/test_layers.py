@@ -1,6 +1,8 @@
 """Imports point one way: run -> cluster -> trainers -> algorithms, and algorithms stays pure (docs of cluster.py)."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,3 +84,9 @@ def test_the_check_sees_a_wrong_arrow_and_an_impurity():
     assert impurities("from torch import distributed") == {"torch.distributed"}
     assert impurities("import logging") == {"logging"}
     assert impurities("import numpy as np") == {"numpy"}
+
+
+def test_the_process_that_reports_starts_without_pytorch():
+    program = "import sys, training_logs.log_processor; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -370,9 +370,21 @@ def make_figure(panels: int, columns: int = 2, size: tuple[float, float] | None 
 def draw(run: RunData, panels: list[tuple[Draw, str]]) -> Figure:
     """The figure of some panels; a run on a fallback dataset says so above them."""
     figure, axes = make_figure(len(panels))
+    fallen_back = bool(run.summary.get("dataset_fallback_reason"))
+    # Fixed margins: a layout that measures all texts first takes as long as the drawing itself.
+    figure.set_layout_engine(None)
+    height = figure.get_figheight()
+    figure.subplots_adjust(
+        left=0.07,
+        right=0.99,
+        bottom=0.55 / height,
+        top=1 - (0.75 if fallen_back else 0.4) / height,
+        wspace=0.2,
+        hspace=0.34,
+    )
     for place, (panel, x) in zip(axes, panels, strict=True):
         panel(place, run, x)
-    if run.summary.get("dataset_fallback_reason"):
+    if fallen_back:
         asked, used = run.summary["dataset_asked_for"], run.summary["dataset"]
         figure.suptitle(f"{asked} could not be loaded: trained on {used} instead", color="#b00020")
     return figure

@@ -1,4 +1,8 @@
-"""A run folder read back: what plots, report and ClearML show comes from here, and so from the CSVs alone."""
+"""A run folder read back: what plots, report and ClearML show comes from here, and so from its files alone.
+
+Nothing here, in plots or in log_processor imports PyTorch: the process that reports to ClearML starts while training
+does, and should not take its cores for seconds.
+"""
 
 import csv
 import json
@@ -11,14 +15,20 @@ from typing import Any
 import numpy as np
 import yaml
 
-from fabrics.eval_tool import METRICS, Metric
-from fabrics.models import MODELS
-
 Row = dict[str, float]
 
 
 class RunFolderError(ValueError):
     """A folder is not that of a run, or what is in it cannot be read."""
+
+
+@dataclass(frozen=True)
+class MetricName:
+    """What is to be known of a metric to show it. decimals: digits after the point."""
+
+    name: str
+    higher_is_better: bool
+    decimals: int
 
 
 @dataclass(frozen=True)
@@ -59,9 +69,9 @@ class RunData:
         return self.folder / self.config["memory_report_dir"]
 
     @property
-    def metric(self) -> Metric:
+    def metric(self) -> "MetricName":
         """How the run's models are judged."""
-        return METRICS[MODELS[self.config["model_type"]].task]
+        return MetricName(*(self.summary[key] for key in ("metric", "metric_higher_is_better", "metric_decimals")))
 
     @cached_property
     def trainers(self) -> list[int]:
@@ -129,11 +139,10 @@ def read_run(folder: Path) -> RunData:
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
         report_dir = folder / config["model_training_report_dir"]
-        summary = report_dir / "summary.json"
         return RunData(
             folder=folder,
             config=config,
-            summary=json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {},
+            summary=json.loads((report_dir / "summary.json").read_text(encoding="utf-8")),
             rounds=read_round_log(report_dir / "training_log.csv"),
             merges=_merges(report_dir / "merge_log.csv"),
         )

@@ -295,6 +295,8 @@ class RunRecorder:
         return {
             "status": status,
             "metric": run.metric.name,
+            "metric_higher_is_better": run.metric.higher_is_better,
+            "metric_decimals": run.metric.decimals,
             "initial_metric": self._initial_metric if self._initial else None,
             "final_metric": final[run.best(final)].metric if final else None,
             "final_loss": final[run.best(final)].loss if final else None,

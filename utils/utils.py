@@ -1,4 +1,4 @@
-"""Small helpers: atomic files, seeds, devices."""
+"""Small helpers: atomic files, folders, sizes."""
 
 import itertools
 import json
@@ -7,8 +7,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-
-import torch
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
@@ -69,35 +67,6 @@ def nearest_existing_folder(path: Path) -> Path:
     while not path.exists():
         path = path.parent
     return path
-
-
-def resolve_devices(requested: list[str] | None) -> tuple[list[torch.device], list[str]]:
-    """The devices to train on, and warnings for the log.
-
-    Args:
-        requested: names such as "cuda:0" or "cpu"; None for every visible GPU, or the CPU without one.
-
-    Raises:
-        ValueError: a device is named twice, or a GPU that is not among those visible.
-    """
-    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if requested is None:
-        names = [f"cuda:{index}" for index in range(visible)] or ["cpu"]
-        return [torch.device(name) for name in names], []
-    # "cuda" is the first GPU, and the same device under two names would be two.
-    devices = [torch.device("cuda:0" if name == "cuda" else name) for name in requested]
-    cuda = [device for device in devices if device.type == "cuda"]
-    if cuda and not visible:
-        return [torch.device("cpu")], [f"devices: {requested} asked for, but CUDA is not available: running on the CPU"]
-    if len(set(devices)) < len(devices):
-        raise ValueError(f"every device once, got {requested}")
-    for device in cuda:
-        if device.index >= visible:
-            raise ValueError(
-                f"{device} asked for, but only {visible} are visible (cuda:0 to cuda:{visible - 1}); indices count "
-                "the devices that CUDA_VISIBLE_DEVICES leaves"
-            )
-    return devices, []
 
 
 def batched(items: Iterable, size: int) -> Iterator[list]:
