@@ -4,9 +4,10 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 from pathlib import Path
 
-from fabrics.documents import Source, split
+from fabrics.documents import DatasetError, Source, split
 from fabrics.examples import Examples, PackedSequences, PaddedSequences, TaskData
 from fabrics.tokenised import Recipe, TokenisedPart, TokenisedSet, is_written, write_tokenised
 from fabrics.tokenization import describe, fingerprint, named_tokenizer, padding, train_tokenizer
@@ -38,6 +39,17 @@ def tokenised_documents(config: Config, source: Source) -> TokenisedSet:
     )
     key = hashlib.sha256(json.dumps(recipe.arguments, sort_keys=True).encode()).hexdigest()[:32]
     folder = Path(config.cache_dir) / "tokenised" / key
+    try:
+        return _cached(config, source, recipe, folder)
+    except DatasetError as error:
+        if not folder.exists():
+            raise
+        logger.warning("cached documents are damaged and will be made again: %s", error)
+        shutil.rmtree(folder)
+        return _cached(config, source, recipe, folder)
+
+
+def _cached(config: Config, source: Source, recipe: Recipe, folder: Path) -> TokenisedSet:
     if is_written(folder, recipe):
         logger.info("documents of %s: tokenised before, in %s", source.name, folder)
     else:

@@ -79,7 +79,7 @@ def load_tokenizer(name: str, key: str) -> PreTrainedTokenizerBase:
     """
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a damaged file leads to bare Exceptions, KeyErrors and more in the libraries
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(
             f"{key}: cannot load the tokenizer {name!r}, neither from a local folder nor from the hub: {lines[0]}"

@@ -9,6 +9,7 @@ import torch
 
 import run as program
 from c4 import tokenize_c4
+from cluster import Cluster
 from configs import make_samples
 from fabrics import c4
 from fabrics.dataset_loader import load_data
@@ -16,6 +17,7 @@ from fabrics.documents import DatasetError, Skipped, document_hash, python_docum
 from fabrics.examples import PackedSequences, PaddedSequences
 from fabrics.tokenised import write_tokenised
 from fabrics.tokenization import train_tokenizer
+from tests.helpers import Recorder
 from tests.test_c4_dataset import in_both
 from utils.config import ConfigError
 
@@ -229,3 +231,22 @@ def test_memory_does_not_hold_more_than_a_few_blocks(monkeypatch, tmp_path, toke
         assert len(taken) == 580
         assert max(number - done for number, done in enumerate(taken)) < ahead
         shutil.rmtree(tmp_path / "set")
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_documents_of_one_token_and_of_a_megabyte_train(make_c4, tmp_path, packing):
+    texts = [*python_documents()[:120], "real text, many times over. " * 40_000, *["a", "b", "é", "東"] * 10]
+    make_samples.write_shard(tmp_path / "c4-train.00000-of-00001.json.gz", texts)
+    values = {"number_of_initial_trainers": 1, "number_of_inner_steps_between_outers": 3, "max_batch_size": 8}
+    config = make_c4(c4_local_path=tmp_path, data_sample_size=None, val_size=8, packing=packing, **values)
+    data, recorder = load_data(config), Recorder()
+    cluster = Cluster(config, data)
+    for evaluation in cluster.train(recorder).values():
+        assert 1 < evaluation.metric < 600
+    (report,) = recorder.rounds[0].reports.values()
+    assert report.statistics.variance > 0
+    if packing:
+        assert len(data.train) > 5000
+    else:
+        assert data.train.tokens(range(len(data.train))) <= 32 * len(data.train)
+        assert min(data.train.tokens([index]) for index in range(len(data.train))) == 2

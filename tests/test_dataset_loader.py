@@ -111,3 +111,13 @@ def test_other_sizes_are_other_documents(make):
     sizes = [(100, 10), (200, 10), (200, 20), (100, 10)]
     loaded = [load_data(make(data_sample_size=train, val_size=validation)).documents for train, validation in sizes]
     assert [(documents["train"], documents["validation"]) for documents in loaded] == sizes
+
+
+@pytest.mark.parametrize("name", ["train/tokens.bin", "metadata.json", "tokenizer/tokenizer.json"])
+def test_a_damaged_cache_is_made_again(make, tmp_path, caplog, name):
+    config = make(data_sample_size=50, val_size=5, cache_dir=str(tmp_path))
+    text = text_of(load_data(config))
+    (folder,) = (tmp_path / "tokenised").iterdir()
+    (folder / name).write_bytes(b"{}")
+    assert text_of(load_data(config)) == text
+    assert "cached documents are damaged and will be made again" in caplog.text

@@ -11,7 +11,8 @@ from algorithms.gradient_statistics import per_example_statistics
 from fabrics.data_order import DataCursor
 from fabrics.examples import PackedSequences
 from fabrics.working_model import WorkingModel
-from tests.helpers import make_config, make_trainer, random_sequences, tiny_llama, train, use_torch_norms
+from gradient_analysis.gradients import Gradients
+from tests.helpers import make_config, make_trainer, padded, random_sequences, tiny_llama, train, use_torch_norms
 from trainers import Node, Trainer, backward
 from utils.max_batch_calculator import calculate_max_batch
 
@@ -63,3 +64,19 @@ def test_the_max_batch_fits_and_leaves_nothing_behind():
     step(batch)
     peak = torch.cuda.max_memory_allocated(CUDA) - allocated
     assert 0.8 * 2e9 < peak < 1.1 * 2e9
+
+
+def test_the_gradient_analysis_on_a_gpu_equals_the_cpu():
+    results = []
+    for device in (torch.device("cpu"), CUDA):
+        texts = padded([list(range(1, length)) for length in range(4, 20)])
+        gradients = Gradients(WorkingModel(use_torch_norms(tiny_llama()), device), texts, np.arange(16), 5)
+        gradients.compute_full()
+        batch, singles = gradients.of_batch(np.array([1, 5, 9])), gradients.of_examples()
+        results.append(
+            [
+                *(gradients.loss, *dataclasses.astuple(batch), *dataclasses.astuple(singles.statistics)),
+                *(*singles.squared_norms, *singles.inner_products, *singles.variance_by_layer.values()),
+            ]
+        )
+    assert results[1] == pytest.approx(results[0], rel=1e-8, abs=1e-12)
