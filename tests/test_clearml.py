@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import run as program
 from cluster import CHOICES
 from tests.test_reporting import record_run
 from training_logs import log_processor
-from training_logs.log_processor import MODES, TRAINER_SCALARS, Reporter, has_credentials, resolved_mode
+from training_logs.log_processor import MODES, ClearMLProcess, Reporter, has_credentials, resolved_mode
 from training_logs.plots import PLOTS, mode_switches, step_losses
 from training_logs.run_data import read_run
 from training_logs.training_monitoring import RunRecorder
@@ -76,8 +77,12 @@ def test_the_session_holds_the_round_log_value_by_value(folder):
 
     for row in run.rounds:
         series = f"trainer {int(row['trainer_id'])}"
-        for column, title in TRAINER_SCALARS.items():
-            expect(title, series, row["outer_step"], row[column])
+        for column in (
+            *("train_loss", "validation_loss", "validation_metric", "requested_batch", "effective_batch"),
+            *("micro_batch", "accumulation_steps", "gradient_variance", "gradient_squared_norm", "nodes"),
+        ):
+            titles = {"train_loss": "training loss", "micro_batch": "micro-batch"}
+            expect(titles.get(column, column.replace("_", " ")), series, row["outer_step"], row[column])
         expect("tokens per second", series, row["outer_step"], row["round_tokens"] / row["seconds"])
     for step in range(1, 6):
         rows = [row for row in run.rounds if row["outer_step"] == step]
@@ -155,6 +160,14 @@ def test_nothing_is_reported_twice_and_inner_steps_only_when_their_round_is_whol
     reporter.report(run, finished=True)
     assert len(set(logger.scalars)) == len(logger.scalars)
     assert max(step for title, _, step in logger.scalars if title == "loss per inner step") == 15
+
+
+def test_ctrl_c_is_for_the_run_alone(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "run", ignore=shutil.ignore_patterns("clearml"))
+    process = ClearMLProcess(tmp_path / "run", "offline")
+    assert os.getsid(process._process.pid) != os.getsid(0)
+    process.close()
+    assert process._process.wait(60) == 0
 
 
 # Modes

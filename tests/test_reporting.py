@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -39,9 +40,9 @@ def record_run(folder: Path, **values) -> Path:
         | values
     )
     kept = start_logging()
-    recorder = RunRecorder(
-        cluster.config, make_run_folder(cluster.config, cluster.data.dataset), kept, time.perf_counter()
-    )
+    started = training_monitoring.time.perf_counter()
+    folder = make_run_folder(cluster.config, cluster.data.dataset)
+    recorder = RunRecorder(cluster.config, folder, kept, started)
     recorder.finish(cluster, cluster.train(recorder), "completed")
     recorder.close()
     return recorder.folder
@@ -233,6 +234,14 @@ def test_several_runs_on_common_axes(folder, run, tmp_path, capsys):
     ]
 
 
+def test_rounds_that_do_not_communicate_stay_apart(run):
+    rows = [
+        {"outer_step": step, "communications": 0.0, "trainer_id": trainer, "validation_metric": metric}
+        for step, trainer, metric in ((1.0, 0, 9.0), (1.0, 1, 8.0), (2.0, 0, 7.0), (2.0, 1, 7.5))
+    ]
+    assert best_per_round(dataclasses.replace(run, rounds=rows), "communications") == ([0.0, 0.0], [8.0, 7.0])
+
+
 def test_what_is_no_run_folder(tmp_path, capsys):
     assert training_monitoring.main([str(tmp_path)]) == 2
     assert "not a run folder" in capsys.readouterr().err
@@ -241,17 +250,25 @@ def test_what_is_no_run_folder(tmp_path, capsys):
         read_run(tmp_path)
 
 
-def test_plots_on_the_way_keep_to_their_share(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(training_monitoring, "plot_run", lambda run: drawn.append(len(run.rounds)))
-    record_run(tmp_path / "short", plot_every=1)
-    # A run of a second has no time to draw in between; the end draws in any case.
-    assert len(drawn) == 1
-    drawn.clear()
-    started = time.perf_counter()
-    monkeypatch.setattr(training_monitoring.time, "perf_counter", lambda: 1e6 * (time.process_time() + started))
-    record_run(tmp_path / "long", plot_every=2)
-    assert len(drawn) == 3
+@pytest.mark.parametrize(("round_seconds", "drawing_seconds", "expected"), [(1, 0, 1), (1000, 0, 3), (1000, 50, 2)])
+def test_plots_on_the_way_keep_to_their_share(tmp_path, monkeypatch, round_seconds, drawing_seconds, expected):
+    """Due after rounds 2 and 4 of 5. The first may take 2 s by estimate; the end draws in any case."""
+    clock, drawn = SimpleNamespace(now=0.0), []
+    original = RunRecorder.on_round
+
+    def on_round(self, run, result):
+        clock.now += round_seconds
+        original(self, run, result)
+
+    def plot_run(run):
+        clock.now += drawing_seconds
+        drawn.append(len(run.rounds))
+
+    monkeypatch.setattr(training_monitoring, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(training_monitoring, "plot_run", plot_run)
+    monkeypatch.setattr(RunRecorder, "on_round", on_round)
+    record_run(tmp_path, plot_every=2)
+    assert len(drawn) == expected
 
 
 # Step losses
