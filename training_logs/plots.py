@@ -283,7 +283,7 @@ def draw_living(axes: Axes, run: RunData, x: str) -> None:
     )
     living = [len(own[step]) for step in rounds]
     axes.step(xs, living, where="mid", color="black", lw=2, label="living trainers")
-    axes.set_ylim(bottom=0, top=1.25 * max(*living, *map(sum, zip(*nodes, strict=True))))
+    axes.set_ylim(bottom=0, top=1.45 * max(*living, *map(sum, zip(*nodes, strict=True))))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axis(axes, x, "count", "Living trainers and their nodes")
     legend(axes, ncols=2, loc="upper right")
