@@ -18,6 +18,7 @@ import pytest
 
 import run as program
 from cluster import CHOICES
+from tests.clearml_server import ClearMLServer
 from tests.test_reporting import record_run
 from training_logs import log_processor
 from training_logs.log_processor import MODES, ClearMLProcess, Reporter, has_credentials, resolved_mode
@@ -67,8 +68,8 @@ def scalars_of(session: zipfile.ZipFile) -> dict[tuple[str, str], dict[int, floa
     return scalars
 
 
-def test_the_session_holds_the_round_log_value_by_value(folder):
-    run, scalars = read_run(folder), scalars_of(session_of(folder))
+def expected_scalars(run) -> dict[tuple[str, str], dict]:
+    """What the round log and the step log say, under the titles of the dashboard."""
     expected: dict[tuple[str, str], dict[int, float]] = {}
 
     def expect(title, series, step, value):
@@ -94,7 +95,11 @@ def test_the_session_holds_the_round_log_value_by_value(folder):
     for trainer in run.trainers:
         for number, loss in zip(*step_losses(run, trainer), strict=True):
             expect("loss per inner step", f"trainer {trainer}", number, loss)
-    assert scalars == expected
+    return expected
+
+
+def test_the_session_holds_the_round_log_value_by_value(folder):
+    assert scalars_of(session_of(folder)) == expected_scalars(read_run(folder))
 
 
 def test_the_session_holds_config_plots_texts_summary_and_model(folder):
@@ -233,6 +238,53 @@ def warnings_of(folder: Path) -> list[str]:
     summary = json.loads((folder / "model_training_report" / "summary.json").read_text())
     assert (summary["status"], summary["outer_steps"]) == ("completed", 5)
     return [warning for warning in summary["warnings"] if "ClearML" in warning]
+
+
+def test_a_server_is_told_everything_while_the_run_goes_on(online, tmp_path, monkeypatch):
+    monkeypatch.setattr(log_processor, "WAIT_SECONDS", 60.0)
+    server, after_two_rounds = ClearMLServer(), []
+    online(server.port)
+    original = RunRecorder.on_round
+
+    def on_round(self, run, result):
+        original(self, run, result)
+        if result.outer_step == 2:
+            deadline = time.monotonic() + 60
+            while 2 not in server.scalars.get(("run", "communications"), {}) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            after_two_rounds.extend(server.scalars)
+
+    monkeypatch.setattr(RunRecorder, "on_round", on_round)
+    folder = record_run(tmp_path, clearml="auto")
+    server.stop()
+    assert warnings_of(folder) == []
+    assert ("training loss", "trainer 0") in after_two_rounds
+    run = read_run(folder)
+    assert server.scalars == expected_scalars(run)
+    assert server.uploads == len(PLOTS) + 1
+    assert "tasks.completed" in server.names()
+    assert server.task["status"] == "completed"
+    weights = (folder / run.summary["best_model"] / "model.safetensors").resolve().as_uri()
+    assert weights in [body.get("uri") for name, body in server.calls if name == "models.edit"]
+
+
+def test_a_server_that_disappears_in_the_middle_costs_a_warning(online, tmp_path, monkeypatch):
+    server = ClearMLServer()
+    online(server.port)
+    original = RunRecorder.on_round
+
+    def on_round(self, run, result):
+        original(self, run, result)
+        if result.outer_step == 3:
+            deadline = time.monotonic() + 60
+            while not server.scalars and time.monotonic() < deadline:
+                time.sleep(0.05)
+            server.stop()
+
+    monkeypatch.setattr(RunRecorder, "on_round", on_round)
+    (warning,) = warnings_of(record_run(tmp_path, clearml="online"))
+    assert server.scalars
+    assert "python -m training_logs.log_processor" in warning
 
 
 def test_a_server_that_refuses_costs_a_warning(online, tmp_path):

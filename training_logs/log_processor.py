@@ -160,6 +160,18 @@ class Reporter:
                 registered._get_base_model().locked = False
             registered.update_weights(register_uri=weights.as_uri())
 
+    def close(self, run: RunData) -> None:
+        """Give the task the run's status, when everything has arrived."""
+        self._task.flush(wait_for_uploads=True)
+        status = run.summary.get("status")
+        if status == "completed":
+            self._task.mark_completed()
+        elif status == "failed":
+            self._task.mark_failed()
+        else:  # interrupted, or still running when its process died
+            self._task.mark_stopped()
+        self._task.close()
+
 
 def start_task(folder: Path, config: Mapping[str, Any], mode: str):
     """A ClearML task for a folder, its configuration connected as hyper-parameters."""
@@ -210,7 +222,7 @@ def process(folder: Path, mode: str, follow: bool) -> None:
     run = read_run(folder)
     reporter.report(run, finished=True)
     reporter.finish(run)
-    task.close()
+    reporter.close(run)
 
 
 def main(arguments: list[str] | None = None) -> int:
