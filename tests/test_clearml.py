@@ -234,6 +234,12 @@ def online(monkeypatch):
         process.wait()
 
 
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 def warnings_of(folder: Path) -> list[str]:
     summary = json.loads((folder / "model_training_report" / "summary.json").read_text())
     assert (summary["status"], summary["outer_steps"]) == ("completed", 5)
@@ -249,9 +255,7 @@ def test_a_server_is_told_everything_while_the_run_goes_on(online, tmp_path, mon
     def on_round(self, run, result):
         original(self, run, result)
         if result.outer_step == 2:
-            deadline = time.monotonic() + 60
-            while 2 not in server.scalars.get(("run", "communications"), {}) and time.monotonic() < deadline:
-                time.sleep(0.05)
+            wait_until(lambda: 2 in server.scalars.get(("run", "communications"), {}))
             after_two_rounds.extend(server.scalars)
 
     monkeypatch.setattr(RunRecorder, "on_round", on_round)
@@ -276,9 +280,7 @@ def test_a_server_that_disappears_in_the_middle_costs_a_warning(online, tmp_path
     def on_round(self, run, result):
         original(self, run, result)
         if result.outer_step == 3:
-            deadline = time.monotonic() + 60
-            while not server.scalars and time.monotonic() < deadline:
-                time.sleep(0.05)
+            wait_until(lambda: server.scalars)
             server.stop()
 
     monkeypatch.setattr(RunRecorder, "on_round", on_round)

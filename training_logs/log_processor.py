@@ -23,6 +23,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from training_logs.plots import PLOTS, mode_switches, step_losses
 from training_logs.run_data import Row, RunData, RunFolderError, read_run
 from utils.config import Config, ConfigError
@@ -93,7 +95,6 @@ class Reporter:
         self._rounds = 0
         self._steps: dict[int, float] = {}
         self._merges = 0
-        self._switches: set[tuple[int, float]] = set()
 
     def _scalar(self, title: str, series: str, value: float, iteration: float) -> None:
         if math.isfinite(value):
@@ -281,6 +282,8 @@ class ClearMLProcess:
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
                 start_new_session=True,  # Ctrl-C is for the run, which then ends this in order
             )
+        # Training's threads wait for each other: whatever takes the core of one stops all of them.
+        psutil.Process(self._process.pid).nice(19)
 
     def close(self) -> tuple[str, bool]:
         """Let it send the rest, and wait a little; what to tell the user, and whether that is a warning."""

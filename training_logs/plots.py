@@ -293,14 +293,12 @@ def draw_genealogy(axes: Axes, run: RunData, x: str) -> None:
     """A lane per trainer, as long as it lives; where it merges, an arrow to its representative, and its weight."""
     lane = {trainer: place for place, trainer in enumerate(run.trainers)}
     position = {row["outer_step"]: row[x] for row in run.rounds}
-    # A merge after the last round is drawn beyond it.
-    last = max(position)
     for trainer in run.trainers:
         rows = run.of(trainer)
         xs = [rows[0][x], rows[-1][x]]
         axes.plot(xs, [lane[trainer]] * 2, lw=5, color=colour(trainer), solid_capstyle="round")
     for merge in run.merges:
-        place = position.get(merge.outer_step, position[last])
+        place = position[merge.outer_step]
         for trainer, weight in merge.weights.items():
             if trainer != merge.representative:
                 axes.annotate(

@@ -94,30 +94,24 @@ def _cards(values: Mapping[str, str]) -> str:
 
 
 def headline(run: RunData) -> dict[str, str]:
-    """The few numbers that a run is about, from its summary, or from its last round where it has none."""
-    summary, last = run.summary, run.rounds[-1] if run.rounds else {}
-    decimals, name = run.metric.decimals, run.metric.name
+    """The few numbers that a run is about; those of the end are missing while it goes on."""
+    summary, decimals, name = run.summary, run.metric.decimals, run.metric.name
     best = [row["validation_metric"] for row in run.rounds if row["validation_metric"] == row["validation_metric"]]
-    final = summary.get("final_metric")
-    initial = summary.get("initial_metric")
 
     def shown(value: float | None) -> str:
         return "-" if value is None else f"{value:,.{decimals}f}"
 
-    seconds = summary.get("wall_seconds", last.get("wall_seconds"))
-    living = {row["trainer_id"] for row in run.rounds if row["outer_step"] == last.get("outer_step")}
     return {
-        f"{name}, at the end": shown(final),
-        f"{name}, before training": shown(initial),
+        f"{name}, at the end": shown(summary["final_metric"]),
+        f"{name}, before training": shown(summary["initial_metric"]),
         f"{name}, best in a round": shown((max if run.metric.higher_is_better else min)(best) if best else None),
-        "rounds": number(summary.get("outer_steps", last.get("outer_step"))),
-        "training tokens": number(summary.get("tokens", last.get("tokens"))),
-        "communications": number(summary.get("communications", last.get("communications"))),
-        "communicated": byte_size(summary.get("bytes_communicated", last.get("bytes_communicated"))),
-        "trainers, first and last": f"{run.config['number_of_initial_trainers']} → "
-        f"{summary.get('final_trainers', len(living))}",
-        "largest request": number(max((row["next_requested_batch"] for row in run.rounds), default=None)),
-        "seconds": "-" if seconds is None else f"{seconds:,.0f}",
+        "rounds": number(summary["outer_steps"]),
+        "training tokens": number(summary["tokens"]),
+        "communications": number(summary["communications"]),
+        "communicated": byte_size(summary["bytes_communicated"]),
+        "trainers, first and last": f"{summary['initial_trainers']} → {summary['final_trainers']}",
+        "largest request": number(summary["largest_requested_batch"]),
+        "seconds": f"{summary['wall_seconds']:,.0f}",
     }
 
 
@@ -155,8 +149,8 @@ def _config_table(config: Mapping[str, Any]) -> str:
 def run_body(run: RunData) -> str:
     """The report of one run, as the body of a page."""
     summary = run.summary
-    status = summary.get("status", "unknown")
-    used = summary.get("dataset", run.config["dataset"])
+    status = summary["status"]
+    used = summary["dataset"]
     parts = [
         f"<h1>{html.escape(run.folder.name)} <span class='status {status}'>{html.escape(status)}</span></h1>",
         f"<p class=dim>{html.escape(run.config['model_type'])} on {html.escape(used)}"
