@@ -170,7 +170,9 @@ def test_nothing_is_reported_twice_and_inner_steps_only_when_their_round_is_whol
 def test_ctrl_c_is_for_the_run_alone(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "run", ignore=shutil.ignore_patterns("clearml"))
     process = ClearMLProcess(tmp_path / "run", "offline")
-    assert os.getsid(process._process.pid) != os.getsid(0)
+    process._process.send_signal(signal.SIGINT)
+    time.sleep(2)
+    process._process.send_signal(signal.SIGINT)
     process.close()
     assert process._process.wait(60) == 0
 

@@ -264,6 +264,9 @@ class ClearMLProcess:
         self._folder, self._mode = folder, mode
         (folder / SESSION).mkdir()
         self._log = folder / SESSION / "clearml.log"
+        # Ctrl-C is for the run, which then ends this in order. A session of its own would keep it away as well, but a
+        # low priority counts only among the processes of one session.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [
@@ -280,8 +283,8 @@ class ClearMLProcess:
                 stderr=log,
                 cwd=Path(__file__).resolve().parent.parent,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C is for the run, which then ends this in order
             )
+        signal.signal(signal.SIGINT, handler)
         # Training's threads wait for each other: whatever takes the core of one stops all of them.
         psutil.Process(self._process.pid).nice(19)
 
