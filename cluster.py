@@ -1,26 +1,35 @@
 """The cluster: devices, nodes and trainers, and the outer loop over rounds.
 
-A round trains every living trainer, evaluates, merges, and redistributes the nodes (AdLoCo, section 3). The
+A round redistributes the nodes, trains every living trainer, evaluates and merges (AdLoCo, section 3). The
 cluster decides nothing about batches or parameters itself: decisions are in `algorithms`, the work is in
 `trainers`. What happens is told to an observer, which writes it down.
+
+Every process of a run has a cluster and takes the same decisions: what workers and evaluations say is gathered once per
+round. Only tensors, and the work on them, are shared out.
 """
 
 import dataclasses
 import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from algorithms.calc_batch import BATCH_TESTS
 from algorithms.gradient_statistics import PerExampleProbe, UnsupportedModuleError
 from algorithms.learning_rate import LEARNING_RATE_SCALINGS, SCHEDULES
 from algorithms.outer_step import DISTRIBUTED_ALGORITHMS
-from algorithms.policies import MERGE_POLICIES, distribute_nodes
+from algorithms.policies import MERGE_POLICIES, MergePlan, distribute_nodes, slow_nodes
 from algorithms.switch_mode import SWITCH_MODES
 from fabrics.data_order import DataCursor, draw_subset
 from fabrics.dataset_loader import DATASETS, FALLBACKS, TEXT_DOCUMENTS
-from fabrics.eval_tool import METRICS, Evaluation, evaluate
+from fabrics.eval_tool import METRICS, Evaluation, EvaluationPart, batch_count, combined, evaluate_batches
 from fabrics.examples import TaskData
 from fabrics.models import (
     MODELS,
@@ -30,13 +39,20 @@ from fabrics.models import (
     save_model,
     settings_problems,
 )
+from fabrics.worker import Node, backward, probed_backward
 from fabrics.working_model import WorkingModel
-from trainers import ESTIMATORS, Node, RoundSchedule, Trainer, backward, probed_backward
+from trainers import ESTIMATORS, RoundSchedule, Trainer, TrainingError
 from training_logs.log_processor import MODES
-from training_logs.records import ClusterRound, Merge, Observer, Totals
-from utils.config import Config, ConfigError
+from training_logs.memory_monitor import Use, memory_use
+from training_logs.records import ClusterRound, Merge, Observer, Totals, WorkerRound
+from utils.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from utils.compression import COMMUNICATION_DTYPES
+from utils.config import Config, ConfigError, dump_config
 from utils.devices import resolve_devices
+from utils.distributed import Processes, connect
+from utils.launch import Launch
 from utils.max_batch_calculator import calculate_max_batch
+from utils.signals import StopRequest
 from utils.utils import write_folder_atomically
 
 # Config key -> the words that the registries know.
@@ -44,6 +60,7 @@ CHOICES = {
     "dataset": tuple(DATASETS),
     "dataset_fallback": FALLBACKS,
     "clearml": MODES,
+    "communication_dtype": tuple(COMMUNICATION_DTYPES),
     "text_documents": tuple(TEXT_DOCUMENTS),
     "model_type": tuple(MODELS),
     "distributed_algo": tuple(DISTRIBUTED_ALGORITHMS),
@@ -73,41 +90,84 @@ def _task_problems(config: Config) -> list[str]:
 CHECKS = (_model_problems, _task_problems)
 
 
+def join_processes(config: Config, launch: Launch | None = None) -> tuple[Processes, list[str]]:
+    """The processes of the run, as the environment says, and warnings about the devices.
+
+    Raises:
+        ConfigError: devices or processes are not to be had.
+    """
+    try:
+        devices, warnings = resolve_devices(config.devices)
+    except ValueError as error:
+        raise ConfigError(f"devices: {error}") from None
+    on_cpu = all(device.type == "cpu" for device in devices)
+    in_order = on_cpu if config.deterministic is None else config.deterministic
+    if in_order and not on_cpu:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
+        torch.use_deterministic_algorithms(True)
+    if config.real_device_ids and len(config.real_device_ids) != len(devices):
+        warnings.append(
+            f"real_device_ids: {len(config.real_device_ids)} labels for {len(devices)} devices, none is used"
+        )
+    try:
+        return connect(devices, config.nodes_per_gpu, in_order, launch), warnings
+    except ValueError as error:
+        raise ConfigError(f"processes: {error}") from None
+
+
+class NoNodeLeftError(TrainingError):
+    """All nodes failed; trainers are as they were after their last round."""
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one process tells all others, once per round."""
+
+    workers: dict[int, dict[int, WorkerRound]]  # by trainer
+    seconds: dict[int, float]  # by trainer
+    evaluations: dict[int, EvaluationPart]  # by trainer
+    memory: list[Use]
+    stop: bool
+
+
 class Cluster:
     """All devices, nodes and trainers of a run.
 
     Args:
         config: the run's configuration.
         data: what to train and evaluate on.
+        processes: those of the run; None: as the environment says, which is one where nobody started more.
 
     Raises:
         ConfigError: the config does not fit the data, the model or the machine.
     """
 
-    def __init__(self, config: Config, data: TaskData):
+    def __init__(self, config: Config, data: TaskData, processes: Processes | None = None):
         self.config = config
         self.data = data
+        processes = processes or join_processes(config)[0]
+        self.processes = processes
         self.metric = METRICS[data.task]
         self.totals = Totals()
         self.merges: list[Merge] = []
-        try:
-            self.devices, self.warnings = resolve_devices(config.devices)
-        except ValueError as error:
-            raise ConfigError(f"devices: {error}") from None
-        if config.real_device_ids and len(config.real_device_ids) != len(self.devices):
-            self.warnings.append(
-                f"real_device_ids: {len(config.real_device_ids)} labels for {len(self.devices)} devices, none is used"
-            )
+        self.stopped = False
+        self.warnings: list[str] = []
         if data.fallback_reason:
             self.warnings.append(
                 f"DATASET FALLBACK: trained on {data.dataset} because {config.dataset} could not be loaded: "
                 f"{data.fallback_reason}"
             )
         subsets = self._subsets()
+        self.devices = list(dict.fromkeys(d for node, d in enumerate(processes.devices) if processes.owns(node)))
         self.working = {device: WorkingModel(self._initial_model(0), device) for device in self.devices}
-        self.trainers = {trainer: self._initial_trainer(trainer, subset) for trainer, subset in enumerate(subsets)}
         self._check_modules()
         self.nodes = self._build_nodes()
+        self.failed_nodes: set[int] = set()
+        assignment = self._assignment(dict.fromkeys(range(len(subsets)), config.INITIAL_BATCH_SIZE))
+        self.trainers = {
+            trainer: self._initial_trainer(trainer, subset, any(map(processes.owns, assignment[trainer])))
+            for trainer, subset in enumerate(subsets)
+        }
         self._check_statistics()
         self.distribute()
 
@@ -142,24 +202,29 @@ class Cluster:
             reinitialise_output_layer(config.model_type, model, seed if config.single_seed else seed + trainer)
         return model
 
-    def _initial_trainer(self, trainer: int, subset: np.ndarray) -> Trainer:
+    def _initial_trainer(self, trainer: int, subset: np.ndarray, works_here: bool) -> Trainer:
         config, home = self.config, self.devices[0]
         same_body = config.identical_initialisation or is_pretrained(config.model_config)
         same_head = config.single_seed or not config.need_to_reinit_output_layers
-        if trainer == 0 or (same_body and same_head):
+        parameters = None
+        if not works_here:
+            pass
+        elif trainer == 0 or (same_body and same_head):
             parameters = self.working[home].parameters.detach().clone()
         else:
             parameters = WorkingModel(self._initial_model(trainer), home).parameters.detach()
         cursor = DataCursor(config.training_seed, trainer, subset)
-        return Trainer(trainer, config, parameters, cursor, self.data.train, self.working)
+        return Trainer(trainer, config, parameters, cursor, self.data.train, self.working, self.processes)
 
     def _build_nodes(self) -> tuple[Node, ...]:
-        nodes: list[Node] = []
-        for device in self.devices:
-            max_batch = self.config.max_batch_size or self._measured_max_batch(device)
-            for _ in range(self.config.nodes_per_gpu):
-                nodes.append(Node(len(nodes), device, max_batch))
-        return tuple(nodes)
+        devices, per_device = self.processes.devices, self.config.nodes_per_gpu
+        largest = dict.fromkeys(range(0, len(devices), per_device), self.config.max_batch_size)
+        if self.config.max_batch_size is None:
+            # Whoever owns the first node of a device measures it, alone.
+            own = {first: self._measured_max_batch(devices[first]) for first in largest if self.processes.owns(first)}
+            for measured in self.processes.gather(own):
+                largest.update(measured)
+        return tuple(Node(node, device, largest[node - node % per_device]) for node, device in enumerate(devices))
 
     def _measured_max_batch(self, device: torch.device) -> int:
         config, working, examples = self.config, self.working[device], self.data.train
@@ -227,11 +292,20 @@ class Cluster:
 
     # Decisions carried out
 
+    def _assignment(self, requests: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+        groups = {node.id: self.processes.groups[node.id] for node in self.nodes if node.id not in self.failed_nodes}
+        if not groups:
+            raise NoNodeLeftError("no node is left to train on: all of them failed, or were dropped as too slow")
+        return distribute_nodes(requests, groups)
+
     def distribute(self) -> None:
-        """Give every living trainer its nodes, in proportion to the requested batches."""
-        assignment = distribute_nodes(self._requests(), len(self.nodes))
-        for trainer, indices in assignment.items():
-            self.trainers[trainer].assign_nodes(tuple(self.nodes[index] for index in indices))
+        """Give every living trainer its nodes, in proportion to the requested batches.
+
+        Raises:
+            NoNodeLeftError: as it says.
+        """
+        for trainer, nodes in self._assignment(self._requests()).items():
+            self.trainers[trainer].assign_nodes(tuple(self.nodes[node] for node in nodes))
 
     def _requests(self) -> dict[int, int]:
         return {trainer.id: trainer.requested_batch for trainer in self.trainers.values()}
@@ -247,6 +321,32 @@ class Cluster:
         merge = Merge(self.totals.outer_steps, plan)
         self.merges.append(merge)
         return merge
+
+    def _look_after_nodes(self, workers: list[WorkerRound], observer: Observer) -> None:
+        """Take over what became of the nodes: smaller max batches, nodes that failed, nodes that are too slow."""
+        nodes = list(self.nodes)
+        for worker in workers:
+            if worker.max_batch < nodes[worker.node].max_batch:
+                nodes[worker.node] = dataclasses.replace(nodes[worker.node], max_batch=worker.max_batch)
+        self.nodes = tuple(nodes)
+        gone = {worker.node for worker in workers if worker.failed} - self.failed_nodes
+        if self.config.drop_slow_nodes is not None:
+            seconds: dict[int, float] = {}
+            examples: dict[int, int] = {}
+            for worker in workers:
+                if not worker.failed:
+                    seconds[worker.node] = seconds.get(worker.node, 0.0) + worker.seconds
+                    count = worker.plan.effective_batch * len(worker.losses)
+                    examples[worker.node] = examples.get(worker.node, 0) + count
+            if len(seconds) > 1:
+                slow = slow_nodes({n: s / examples[n] for n, s in seconds.items()}, self.config.drop_slow_nodes)
+                for node in sorted(slow):
+                    observer.warn(
+                        f"round {self.totals.outer_steps}: node {node} took {seconds[node] / examples[node]:.3g} s per "
+                        f"example, more than drop_slow_nodes allows; it works no more"
+                    )
+                gone |= slow
+        self.failed_nodes |= gone
 
     # The outer loop
 
@@ -266,7 +366,7 @@ class Cluster:
         """The next round; the last one is cut short so that a limit is exceeded by less than one inner step."""
         config, totals = self.config, self.totals
         examples = sum(trainer.examples_per_inner_step() for trainer in self.trainers.values())
-        tokens = sum(trainer.tokens_per_inner_step() for trainer in self.trainers.values())
+        tokens = sum(trainer.tokens_ahead(1) for trainer in self.trainers.values())
         steps = float(config.number_of_inner_steps_between_outers)
         if config.number_of_training_epochs:
             limit = config.number_of_training_epochs * len(self.data.train)
@@ -287,91 +387,234 @@ class Cluster:
         """Whether a limit of the run has been reached."""
         return self._progress(self.totals.outer_steps, self.totals.examples, self.totals.tokens) >= 1.0
 
-    def evaluate(self) -> dict[int, Evaluation]:
-        """Every living trainer on the validation examples."""
-        working, result = self.working[self.devices[0]], {}
+    def _evaluation_parts(self) -> dict[int, EvaluationPart]:
+        """What this process evaluates: of each trainer every worker its share of the batches."""
+        working, size, parts = self.working[self.devices[0]], self.config.eval_batch_size, {}
+        count = batch_count(self.data.validation, size)
         for trainer in self.trainers.values():
-            with working.evaluating(trainer.parameters) as module:
-                result[trainer.id] = evaluate(
-                    module, self.data.validation, self.data.task, self.config.eval_batch_size, working.device
-                )
-        return result
+            batches = [batch for batch in range(count) if batch % len(trainer.nodes) in trainer.workers]
+            if batches:
+                with working.evaluating(trainer.parameters) as module:
+                    parts[trainer.id] = evaluate_batches(module, self.data.validation, size, working.device, batches)
+        return parts
+
+    def _combined(self, everybody: list[dict[int, EvaluationPart]]) -> dict[int, Evaluation]:
+        return {
+            trainer: combined((parts[trainer] for parts in everybody if trainer in parts), self.data.task)
+            for trainer in self.trainers
+        }
+
+    def evaluate(self) -> dict[int, Evaluation]:
+        """Every living trainer on the validation examples, shared out over the processes."""
+        return self._combined(self.processes.gather(self._evaluation_parts()))
 
     def best(self, evaluations: dict[int, Evaluation]) -> int:
         """The trainer with the best metric; ties go to the smaller id."""
         sign = -1.0 if self.metric.higher_is_better else 1.0
         return min(evaluations, key=lambda trainer: (sign * evaluations[trainer].metric, trainer))
 
-    def run_round(self, observer: Observer) -> ClusterRound:
-        """Train every living trainer for one round, evaluate, merge, redistribute."""
-        totals, schedule = self.totals, self._schedule()
-        workers = sum(len(trainer.workers) for trainer in self.trainers.values())
-        planned = self.config.number_of_outer_steps
-        observer.on_round_start(totals.outer_steps + 1, planned, workers * schedule.inner_steps)
-        reports = {trainer.id: trainer.train_round(schedule, observer.on_step) for trainer in self.trainers.values()}
-        totals.outer_steps += 1
+    def run_round(self, observer: Observer, stop: StopRequest | None = None) -> ClusterRound:
+        """Redistribute the nodes, train every living trainer for one round, evaluate, merge.
+
+        Raises:
+            TrainingError: training cannot go on.
+        """
+        self.distribute()
+        schedule, trainers, planned = self._schedule(), self.trainers, self.config.number_of_outer_steps
+        own_steps = schedule.inner_steps * sum(len(trainer.workers) for trainer in trainers.values())
+        observer.on_round_start(self.totals.outer_steps + 1, planned, own_steps)
+        tokens = {trainer.id: trainer.tokens_ahead(schedule.inner_steps) for trainer in trainers.values()}
+        examples = {
+            trainer.id: schedule.inner_steps * trainer.examples_per_inner_step() for trainer in trainers.values()
+        }
+
+        def on_step() -> None:
+            observer.on_step()
+            if stop is not None:
+                stop.check()
+
+        local: dict[int, dict[int, WorkerRound]] = {}
+        seconds: dict[int, float] = {}
+        for trainer in trainers.values():
+            if trainer.workers:
+                started = time.perf_counter()
+                local[trainer.id] = trainer.train_round(schedule, on_step)
+                seconds[trainer.id] = time.perf_counter() - started
+        totals = dataclasses.replace(
+            self.totals,
+            outer_steps=self.totals.outer_steps + 1,
+            examples=self.totals.examples + sum(examples.values()),
+            tokens=self.totals.tokens + sum(tokens.values()),
+        )
+        finished = self._progress(totals.outer_steps, totals.examples, totals.tokens) >= 1.0
+        due = finished or totals.outer_steps % self.config.eval_every == 0
+        parts = self._evaluation_parts() if due else {}
+        stopping = stop is not None and stop.requested
+        shares = self.processes.gather(_Share(local, seconds, parts, memory_use(self.devices), stopping))
+        self.stopped = any(share.stop for share in shares)
+        reports = {}
+        for trainer in trainers.values():
+            workers = {w: run for share in shares for w, run in share.workers.get(trainer.id, {}).items()}
+            took = max(share.seconds.get(trainer.id, 0.0) for share in shares)
+            reports[trainer.id] = trainer.conclude_round(schedule, workers, tokens[trainer.id], took)
         for report in reports.values():
-            totals.examples += report.examples
-            totals.tokens += report.tokens
             totals.communications += report.communications
             totals.bytes_communicated += report.bytes_communicated
-            totals.training_seconds += report.seconds
+            totals.left_out += report.left_out
             for warning in report.warnings:
                 observer.warn(f"trainer {report.trainer}: {warning}")
-        due = totals.outer_steps % self.config.eval_every == 0 or self.finished
-        evaluations = self.evaluate() if due else {}
+        totals.training_seconds += max(sum(share.seconds.values()) for share in shares)
+        self.totals = totals
+        self._look_after_nodes([run for report in reports.values() for run in report.workers.values()], observer)
+        evaluations = self._combined([share.evaluations for share in shares]) if due else {}
         merge = None
-        if len(self.trainers) > 1 and totals.outer_steps % self.config.merge_frequency == 0:
+        if len(trainers) > 1 and totals.outer_steps % self.config.merge_frequency == 0:
             merge = self._merge()
-        self.distribute()
-        return ClusterRound(totals.outer_steps, planned, reports, evaluations, merge, dataclasses.replace(totals))
+        memory = [share.memory for share in shares]
+        return ClusterRound(
+            totals.outer_steps, planned, reports, evaluations, merge, dataclasses.replace(totals), memory
+        )
 
-    def train(self, observer: Observer) -> dict[int, Evaluation]:
-        """Train until a limit is reached; the final evaluations of the living trainers."""
+    def train(
+        self, observer: Observer, folder: Path | None = None, stop: StopRequest | None = None
+    ) -> dict[int, Evaluation]:
+        """Train until a limit is reached; the final evaluations of the living trainers.
+
+        Args:
+            folder: the run folder, for checkpoints and models on the way; None: nothing is written.
+            stop: where it asks to stop, the run ends after the round with a checkpoint; `stopped` is true then, and
+                nothing is evaluated.
+
+        Raises:
+            TrainingError: training cannot go on. Where no node is left, a checkpoint is written before.
+        """
         for warning in self.warnings:
             observer.warn(warning)
-        observer.on_start(self, self.evaluate())
+        observer.on_start(self, self.evaluate() if self.totals.outer_steps == 0 else {})
         result = None
         while not self.finished:
-            result = self.run_round(observer)
+            try:
+                result = self.run_round(observer, stop)
+            except NoNodeLeftError:
+                self.save_checkpoint(folder, observer)
+                raise
             observer.on_round(self, result)
+            every, step = self.config.save_weights_every, self.totals.outer_steps
+            due = every is not None and step % every == 0
+            # The models first: a run that is killed in between makes the round again, and them.
+            if due and folder is not None:
+                self.save_models(folder / self.config.model_weights_dir / f"round_{step:05d}", observer)
+            if due or self.finished or self.stopped:
+                self.save_checkpoint(folder, observer)
+            if self.stopped:
+                return {}
         if result is None or result.merge is not None:
             return self.evaluate()
         return result.evaluations
 
     # Models and state
 
-    def save_models(self, folder: Path) -> dict[int, Path]:
-        """Every living trainer as a Hugging Face folder `trainer_<id>`; where each was written."""
-        working, paths = self.working[self.devices[0]], {}
+    def save_models(self, folder: Path, observer: Observer) -> dict[int, Path]:
+        """Every living trainer as a Hugging Face folder `trainer_<id>`; where each was written.
+
+        What cannot be written is a warning.
+        """
+        working, problem = self.working[self.devices[0]], None
+        if self.processes.is_main:
+            for left_by_a_kill in folder.glob(".trainer_*"):
+                shutil.rmtree(left_by_a_kill, ignore_errors=True)
         for trainer in self.trainers.values():
-            working.load(trainer.parameters)
-            paths[trainer.id] = folder / f"trainer_{trainer.id}"
-            write_folder_atomically(
-                paths[trainer.id], lambda temporary: save_model(working.module, self.data.tokenizer, temporary)
+            parameters = trainer.parameters_for(self.nodes[0])  # the main process's
+            if self.processes.is_main:
+                working.load(parameters)
+                try:
+                    write_folder_atomically(
+                        folder / f"trainer_{trainer.id}",
+                        lambda temporary: save_model(working.module, self.data.tokenizer, temporary),
+                    )
+                except (OSError, SafetensorError) as error:
+                    problem = f"the models could not be written to {folder}: {error}"
+        problem = self.processes.gather(problem)[0]
+        if problem is not None:
+            observer.warn(problem)
+            return {}
+        return {trainer: folder / f"trainer_{trainer}" for trainer in self.trainers}
+
+    def save_checkpoint(self, folder: Path | None, observer: Observer) -> None:
+        """Write a checkpoint into a run folder; what cannot be written is a warning, and training goes on."""
+        if folder is None:
+            return
+        state = {"cluster": self.state_dict(), "observer": observer.state_dict()}
+        groups = {name: group for trainer in self.trainers.values() for name, group in trainer.tensors().items()}
+        checkpoints = Checkpoints(folder / "checkpoints", self.config.keep_checkpoints)
+        try:
+            checkpoints.save(
+                self.processes, self.totals.outer_steps, groups, state, {"config.yaml": dump_config(self.config)}
             )
-        return paths
+        except OSError as error:
+            observer.warn(
+                f"no checkpoint after round {self.totals.outer_steps}: {error}; training goes on, and what was written "
+                f"before is as it was"
+            )
 
     def state_dict(self) -> dict:
-        """Everything that the run's future depends on, by trainer and worker, never by process.
+        """What the run's future depends on, besides the trainers' tensors, as JSON values; the same in every process.
 
-        Tensors are references, so that a checkpoint needs no second copy: write or copy them before going on.
+        Random numbers need no state: they are functions of the seed and of the place in the run.
         """
         return {
             "totals": dataclasses.asdict(self.totals),
-            "merges": list(self.merges),
-            "trainers": {trainer.id: trainer.state_dict() for trainer in self.trainers.values()},
-            "nodes": {
-                trainer.id: tuple(worker.node.id for worker in trainer.workers.values())
-                for trainer in self.trainers.values()
-            },
+            "merges": [dataclasses.asdict(merge) for merge in self.merges],
+            "trainers": {str(trainer.id): trainer.state_dict() for trainer in self.trainers.values()},
+            "max_batches": [node.max_batch for node in self.nodes],
+            "threads": torch.get_num_threads(),
+            "parameters": self.parameter_count,
+            "data": self.data.fingerprint(),
         }
 
-    def load_state_dict(self, state: dict) -> None:
-        """Continue from a copy of `state`, in a cluster of the same configuration and data."""
+    def load_state_dict(self, state: Mapping, read: Callable[[str, str], torch.Tensor]) -> None:
+        """Continue from a state of a cluster of the same data and model, on any number of processes.
+
+        Nodes that had failed work again.
+
+        Args:
+            read: from the name of a group of tensors and of a tensor to that tensor.
+
+        Raises:
+            CheckpointError: the state is of another model or of other data.
+        """
+        if state["data"] != self.data.fingerprint():
+            raise CheckpointError("the checkpoint is of a run on other data: dataset, tokenizer or documents differ")
+        if state["parameters"] != self.parameter_count:
+            raise CheckpointError(
+                f"the checkpoint is of a model with {state['parameters']:,} parameters, this one has "
+                f"{self.parameter_count:,}"
+            )
         self.totals = Totals(**state["totals"])
-        self.merges = list(state["merges"])
-        self.trainers = {trainer: self.trainers[trainer] for trainer in state["trainers"]}
-        for trainer, trainer_state in state["trainers"].items():
-            nodes = tuple(self.nodes[index] for index in state["nodes"][trainer])
-            self.trainers[trainer].load_state_dict(trainer_state, nodes)
+        self.merges = [
+            Merge(
+                merge["outer_step"],
+                MergePlan(
+                    merge["plan"]["representative"],
+                    {int(trainer): weight for trainer, weight in merge["plan"]["weights"].items()},
+                ),
+            )
+            for merge in state["merges"]
+        ]
+        if len(state["max_batches"]) == len(self.nodes):
+            self.nodes = tuple(
+                dataclasses.replace(node, max_batch=max_batch)
+                for node, max_batch in zip(self.nodes, state["max_batches"], strict=True)
+            )
+        living = {int(trainer): values for trainer, values in state["trainers"].items()}
+        self.trainers = {trainer: self.trainers[trainer] for trainer in living}
+        for trainer, values in living.items():
+            self.trainers[trainer].requested_batch = values["requested_batch"]
+        self.distribute()
+        for trainer, values in living.items():
+            self.trainers[trainer].load_state_dict(values, read)
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint; see load_state_dict. What is wrong with newer ones becomes a warning."""
+        self.load_state_dict(checkpoint.state["cluster"], checkpoint.read)
+        self.warnings += [f"a checkpoint was passed over: {problem}" for problem in checkpoint.problems]

@@ -1,79 +1,208 @@
-"""AdLoCo from the command line: python run.py [--config PATH] [key=value ...]."""
+"""AdLoCo from the command line: python run.py [--config PATH | --resume RUN_DIR] [key=value ...]."""
 
 import argparse
 import os
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from utils.config import ConfigError
+from utils.launch import (
+    Launch,
+    attempted_before,
+    forget_attempt,
+    is_main,
+    remember_attempt,
+    start_processes,
+    started_by_others,
+    threads_per_process,
+)
+from utils.signals import STATUS_INTERRUPTED, StopRequest
+
+if TYPE_CHECKING:
+    from logging.handlers import MemoryHandler
+
+    from cluster import Cluster
+    from training_logs.records import Observer
+    from utils.config import Config
+    from utils.distributed import Processes
+
+T = TypeVar("T")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train language models with little communication (AdLoCo).",
         epilog="Every key of the configuration can be given as key=value, nested keys with dots: "
-        "python run.py ETA=0.5 model_config.hidden_size=128",
+        "python run.py ETA=0.5 model_config.hidden_size=128. Under torchrun the processes are torchrun's, otherwise "
+        "those of the key processes.",
     )
-    parser.add_argument("--config", default="config.yaml", help="configuration file (default: config.yaml)")
+    parser.add_argument("--config", help="configuration file (default: config.yaml)")
+    parser.add_argument(
+        "--resume", metavar="RUN_DIR", help="go on with the run in this folder, from its last checkpoint"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="with --resume: allow overrides that change how the run trains"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.resume and options.config:
+        parser.error("--resume takes the configuration from the run folder; give --config or --resume")
+    if options.force and not options.resume:
+        parser.error("--force has a meaning with --resume only")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Config -> data -> cluster -> train -> evaluate -> report; the exit status.
+    """Start the processes of the run, and be one of them; the exit status.
 
     0: done; 1: training stopped with an error that its message explains; 2: bad configuration, nothing done;
     130: interrupted. What was trained up to then is in the run folder in all cases but 2.
     """
     started = time.perf_counter()
+    arguments = sys.argv[1:] if arguments is None else arguments
     options = parse_arguments(arguments)
-    # Imported here, so that --help answers at once.
-    import torch
+    if started_by_others():
+        options.resume = attempted_before() or options.resume
+        return run(options, started, None)
+    config = Path(options.resume, "config.yaml") if options.resume else Path(options.config or "config.yaml")
+    with start_processes(config, options.overrides, [__file__, *arguments]) as launch:
+        status = run(options, started, launch)
+        if status and launch is not None:
+            launch.kill()
+        return status
 
-    from cluster import CHECKS, CHOICES, Cluster
-    from fabrics.dataset_loader import load_data
-    from trainers import TrainingError
-    from training_logs.training_monitoring import RunRecorder, check_logs, logger, make_run_folder, start_logging
-    from utils.config import ConfigError, load_config
 
-    kept = start_logging()
+def run(options: argparse.Namespace, started: float, launch: Launch | None) -> int:
+    """Be one of the processes of the run: configuration, processes, set up, train; the exit status of this one."""
+    # Imported here and below, so that --help answers at once.
+    from cluster import CHECKS, CHOICES, join_processes
+    from training_logs.training_monitoring import check_logs, start_logging
+    from utils.checkpoint import CheckpointError
+    from utils.config import load_config
+    from utils.heartbeat import PeerLostError
+    from utils.resume import resumed_config
+
+    kept = start_logging(is_main())
     try:
-        config, warnings = load_config(options.config, options.overrides, CHOICES, CHECKS)
-        check_logs(config)
+        if options.resume:
+            config, warnings = resumed_config(Path(options.resume), options.overrides, options.force, CHOICES, CHECKS)
+        else:
+            config, warnings = load_config(options.config or "config.yaml", options.overrides, CHOICES, CHECKS)
+            check_logs(config)
         if config.CUDA_VISIBLE_DEVICES is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = config.CUDA_VISIBLE_DEVICES
-        if config.cpu_threads:
-            torch.set_num_threads(config.cpu_threads)
-        data = load_data(config)
-        cluster = Cluster(config, data)
-        recorder = RunRecorder(config, make_run_folder(config, data.dataset), kept, started)
-    except ConfigError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        return 2
-    for warning in warnings:
-        recorder.warn(warning)
-    final = {}
+        processes, more = join_processes(config, launch)
+    except (ConfigError, PeerLostError) as error:
+        return refused(error)
     try:
-        final = cluster.train(recorder)
-        recorder.finish(cluster, final, "completed")
-        return 0
+        cluster, recorder, folder = set_up(config, processes, options.resume, kept, started)
+    except (ConfigError, CheckpointError, PeerLostError) as error:
+        processes.failed(str(error))
+        return refused(error)
+    for warning in [*warnings, *more]:
+        recorder.warn(warning)
+    return train(cluster, recorder, folder)
+
+
+def refused(error: Exception) -> int:
+    """Say why nothing is done; the exit status for that, or for another process that has died."""
+    if is_main():
+        for problem in getattr(error, "problems", [str(error)]):
+            print(f"error: {problem}", file=sys.stderr)
+    return 2 if isinstance(error, ValueError) else 1
+
+
+def decided(processes: "Processes", decide: Callable[[], T]) -> T:
+    """What the main process decides, in all of them; ConfigError in all of them where it cannot."""
+    from utils.checkpoint import CheckpointError
+
+    answer, problem = None, None
+    if processes.is_main:
+        try:
+            answer = decide()
+        except (CheckpointError, ConfigError, OSError) as error:
+            problem = str(error)
+    answer, problem = processes.gather((answer, problem))[0]
+    if problem is not None:
+        raise ConfigError(problem)
+    return answer
+
+
+def set_up(
+    config: "Config", processes: "Processes", resume: str | None, kept: "MemoryHandler", started: float
+) -> tuple["Cluster", "Observer", Path]:
+    """The cluster, who records it, and the run folder; where a run is resumed, as its last checkpoint has them."""
+    import torch
+
+    from cluster import Cluster
+    from fabrics.dataset_loader import load_data
+    from training_logs.records import Observer
+    from training_logs.training_monitoring import RunRecorder, make_run_folder
+    from utils.checkpoint import Checkpoints
+
+    checkpoint, state, threads = None, None, threads_per_process(config)
+    if resume:
+        checkpoint = decided(processes, Checkpoints(Path(resume, "checkpoints"), config.keep_checkpoints).newest)
+        state = checkpoint.state["observer"]
+        if config.cpu_threads is None:
+            threads = checkpoint.state["cluster"]["threads"]
+    torch.set_num_threads(threads)
+    data = processes.in_turn(lambda: load_data(config))
+    cluster = Cluster(config, data, processes)
+    if checkpoint is not None:
+        cluster.resume(checkpoint)
+    folder = Path(resume) if resume else decided(processes, lambda: make_run_folder(config, data.dataset))
+    recorder = Observer()
+    if processes.is_main:
+        try:
+            recorder = RunRecorder(config, folder, kept, started, state)
+        except OSError as error:
+            raise ConfigError(f"the run folder cannot be used: {error}") from None
+    remember_attempt(folder)
+    return cluster, recorder, folder
+
+
+def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
+    """Train and report; the exit status."""
+    from trainers import TrainingError
+    from training_logs.training_monitoring import logger
+    from utils.heartbeat import PeerLostError
+
+    processes, final, models, status, code = cluster.processes, {}, {}, "failed", 1
+    try:
+        with StopRequest(logger.info) as stop:
+            final = cluster.train(recorder, folder, stop)
+        models = cluster.save_models(folder / cluster.config.model_weights_dir, recorder)
+        status, code = ("interrupted", STATUS_INTERRUPTED) if cluster.stopped else ("completed", 0 if models else 1)
+        processes.close()
     except KeyboardInterrupt:
-        recorder.finish(cluster, final, "interrupted")
-        return 130
-    except TrainingError as error:
-        logger.error("error: %s", error)
-        recorder.finish(cluster, final, "failed")
-        return 1
-    except Exception:
+        status, code = "interrupted", STATUS_INTERRUPTED
+        processes.failed("it was interrupted")
+    except (TrainingError, PeerLostError) as error:
+        if processes.is_main:
+            logger.error("error: %s", error)
+        processes.failed(str(error))
+    except Exception as error:
         # Not foreseen: whoever mends it needs the traceback, and the user keeps what was trained.
         logger.exception("training failed")
-        recorder.finish(cluster, final, "failed")
-        return 1
-    finally:
+        processes.failed(f"{type(error).__name__}: {error}")
+    if processes.is_main:
+        if not models and processes.count == 1:
+            models = cluster.save_models(folder / cluster.config.model_weights_dir, recorder)
+        recorder.finish(cluster, final, status, models)
+        if code and any((folder / "checkpoints").glob("round_*")):
+            logger.info("to go on: python run.py --resume %s", folder)
         recorder.close()
+    if code == 0:
+        forget_attempt()
+    return code
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(STATUS_INTERRUPTED)

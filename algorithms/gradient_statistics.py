@@ -377,12 +377,33 @@ def per_example_statistics(model: nn.Module, batch: Mapping[str, torch.Tensor]) 
     return statistics
 
 
+@dataclass(frozen=True)
+class GradientMoments:
+    """What one worker's gradient g_m says beside the workers' mean gradient g; scalars, so that they can be sent.
+
+    squared_norm: ||g_m||^2. inner_product: <g_m, g>. squared_distance: ||g_m - g||^2. mean_squared_norm: ||g||^2.
+    """
+
+    squared_norm: float
+    inner_product: float
+    squared_distance: float
+    mean_squared_norm: float
+
+
 @torch.no_grad()
-def across_workers_statistics(gradients: Sequence[torch.Tensor], batch: int) -> GradientStatistics:
+def gradient_moments(gradient: torch.Tensor, mean: torch.Tensor) -> GradientMoments:
+    """Moments of a worker's flat gradient and the mean over all workers."""
+    # The squared distance is taken directly: its difference form would cancel where workers agree.
+    distance = torch.dist(gradient, mean).double().square()
+    values = [gradient.dot(gradient).double(), gradient.dot(mean).double(), distance, mean.dot(mean).double()]
+    return GradientMoments(*torch.stack(values).tolist())
+
+
+def across_workers_statistics(moments: Sequence[GradientMoments], batch: int) -> GradientStatistics:
     """Statistics from the workers' last gradients (DDP-Norm, arXiv 2412.21124).
 
     Args:
-        gradients: M >= 2 flat gradients g_m, each the mean over `batch` examples of worker m.
+        moments: of M >= 2 gradients g_m, each the mean over `batch` examples of worker m.
         batch: b, examples behind each gradient.
 
     Returns:
@@ -390,27 +411,20 @@ def across_workers_statistics(gradients: Sequence[torch.Tensor], batch: int) -> 
         V = b / (M - 1) * sum ||g_m - g||^2, P = b * var(<g_m, g>), and O likewise from the parts of the g_m
         orthogonal to g.
     """
-    workers = len(gradients)
+    workers = len(moments)
     if workers < 2:
         raise ValueError(f"across_workers statistics need at least 2 workers, got {workers}")
-    mean = gradients[0].clone()
-    for gradient in gradients[1:]:
-        mean += gradient
-    mean /= workers
-    # The squared distances are taken directly: their difference form would cancel where workers agree.
-    squared_norms = torch.stack([g.dot(g) for g in gradients]).double()
-    inner_products = torch.stack([g.dot(mean) for g in gradients]).double()
-    distances = torch.stack([torch.dist(g, mean) for g in gradients]).double().square()
-    squared_norm = mean.dot(mean).double().item()
-    scale = batch / (workers - 1)
-    variance = scale * distances.sum().item()
+    squared_norm, scale = moments[0].mean_squared_norm, batch / (workers - 1)
+    products = [m.inner_product for m in moments]
+    average = sum(products) / workers
+    variance = scale * sum(m.squared_distance for m in moments)
     orthogonal = variance
     if squared_norm > 0.0:
-        orthogonal = scale * (squared_norms - inner_products.square() / squared_norm).sum().item()
+        orthogonal = scale * sum(m.squared_norm - m.inner_product**2 / squared_norm for m in moments)
     return GradientStatistics(
         sample_size=workers * batch,
         squared_norm=squared_norm,
         variance=variance,
-        inner_product_variance=batch * inner_products.var().item(),
+        inner_product_variance=scale * sum((product - average) ** 2 for product in products),
         orthogonal_variance=0.0 if orthogonal < 0.0 else orthogonal,
     )

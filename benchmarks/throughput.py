@@ -16,6 +16,7 @@ import gc
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,8 @@ from cluster import CHOICES, Cluster
 from fabrics.examples import PackedSequences, TaskData
 from fabrics.models import build_model
 from fabrics.tokenization import train_tokenizer
-from trainers import RoundSchedule, Trainer, backward
+from fabrics.worker import backward
+from trainers import RoundSchedule, Trainer
 from utils.config import Config, ConfigError, parse_config
 
 DEFAULTS = {
@@ -106,8 +108,13 @@ def interleaved(functions: dict, device: torch.device, repeats: int) -> dict[str
 def inner_steps(trainer: Trainer, schedule: RoundSchedule) -> None:
     """A round's inner steps alone: no outer step and no batch test."""
     plans = trainer.execution_plans()
-    trainer.reference_batch = trainer.reference_batch or plans[0].effective_batch
     trainer._train_worker(0, plans[0], schedule, 0, plans[0].effective_batch, {}, lambda: None)
+
+
+def whole_round(trainer: Trainer, schedule: RoundSchedule, on_step: Callable[[], None] = lambda: None) -> None:
+    """A round of a trainer by itself."""
+    workers = trainer.train_round(schedule, on_step)
+    trainer.conclude_round(schedule, workers, trainer.tokens_ahead(schedule.inner_steps), 0.0)
 
 
 def throughput(config: Config, repeats: int) -> None:
@@ -123,8 +130,8 @@ def throughput(config: Config, repeats: int) -> None:
         {
             "bare loop": lambda: bare.run(steps),
             "inner steps": lambda: inner_steps(cluster.trainers[0], schedule),
-            "whole round": lambda: cluster.trainers[0].train_round(schedule, lambda: None),
-            "whole round with norm test": lambda: tested.trainers[0].train_round(schedule, lambda: None),
+            "whole round": lambda: whole_round(cluster.trainers[0], schedule),
+            "whole round with norm test": lambda: whole_round(tested.trainers[0], schedule),
         },
         device,
         repeats,
@@ -183,7 +190,7 @@ def memory(config: Config) -> None:
     gc.collect()
     for _ in range(2):
         for trainer in cluster.trainers.values():
-            trainer.train_round(RoundSchedule(2, 0.0, 0.0), look)
+            whole_round(trainer, RoundSchedule(2, 0.0, 0.0), look)
     workers = sum(len(trainer.workers) for trainer in cluster.trainers.values())
     trainers = len(cluster.trainers)
     formula = 4 * (2 + 1 + 2 * trainers + 2 * workers)

@@ -33,6 +33,8 @@ _TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean":
 def _describe(schema: dict) -> str:
     if "anyOf" in schema:
         return " or ".join(_describe(part) for part in schema["anyOf"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
     kind = schema.get("type", "")
     if kind == "null":
         return "null"

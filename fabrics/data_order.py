@@ -74,9 +74,10 @@ class DataCursor:
         self.position = 0
 
     def state_dict(self) -> dict:
-        return {"subset": self.subset, "generation": self.generation, "position": self.position}
+        """Where the walk is, as plain values; `subset` says where it walks."""
+        return {"generation": self.generation, "position": self.position}
 
-    def load_state_dict(self, state: dict) -> None:
-        self._set_subset(state["subset"])
+    def load_state_dict(self, state: dict, subset: np.ndarray) -> None:
+        self._set_subset(subset)
         self.generation = state["generation"]
         self.position = state["position"]

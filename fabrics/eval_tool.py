@@ -1,7 +1,7 @@
 """Evaluation: mean loss and the task's metric on held-out examples, in batches, padding excluded."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,36 +72,71 @@ def class_scores(confusion: torch.Tensor) -> tuple[ClassScores, ...]:
     )
 
 
-@torch.no_grad()
-def evaluate(module: nn.Module, examples: Examples, task: str, batch_size: int, device: torch.device) -> Evaluation:
-    """Evaluate a module (in eval mode) on all of `examples`.
+@dataclass(frozen=True)
+class EvaluationPart:
+    """Sums over some batches of the evaluation examples; small enough to send to everybody.
 
-    The loss is the sum of the losses of all predicted targets divided by their number (not a mean of batch
-    means), accumulated in float64 on the device, which is waited for at the end only.
+    sums: per batch the sum of the losses of its targets and how many targets it has. confusion: counts of
+    [true class, predicted class]; None for a language model.
+    """
+
+    sums: dict[int, tuple[float, float]]
+    confusion: torch.Tensor | None
+
+
+def batch_count(examples: Examples, batch_size: int) -> int:
+    """Batches that the examples make."""
+    return -(-len(examples) // batch_size)
+
+
+@torch.no_grad()
+def evaluate_batches(
+    module: nn.Module, examples: Examples, batch_size: int, device: torch.device, batches: Sequence[int]
+) -> EvaluationPart:
+    """Evaluate a module (in eval mode) on some batches of the examples; the device is waited for at the end only."""
+    sums = torch.zeros(len(batches), 2, dtype=torch.float64, device=device)
+    confusion: torch.Tensor | None = None
+    for row, number in enumerate(batches):
+        start = number * batch_size
+        batch = examples.batch(range(start, min(start + batch_size, len(examples))), device)
+        labels = batch.pop("labels")
+        logits = module(**batch).logits
+        losses, counts = example_loss_sums(logits, labels)
+        sums[row, 0] = losses.sum(dtype=torch.float64)
+        sums[row, 1] = counts.sum()
+        if labels.dim() == 1:
+            classes = logits.shape[-1]
+            if confusion is None:
+                confusion = torch.zeros(classes, classes, dtype=torch.int64, device=device)
+            cells = labels * classes + logits.argmax(-1)
+            confusion.view(-1).scatter_add_(0, cells, torch.ones_like(cells))
+    values = {number: tuple(pair) for number, pair in zip(batches, sums.tolist(), strict=True)}
+    return EvaluationPart(values, None if confusion is None else confusion.cpu())
+
+
+def combined(parts: Iterable[EvaluationPart], task: str) -> Evaluation:
+    """The evaluation that these parts make up together.
+
+    The loss is the sum of the losses of all predicted targets divided by their number (not a mean of batch means),
+    summed in the order of the batches whoever evaluated them.
 
     Raises:
         ValueError: there is nothing to predict in the examples.
     """
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
-    confusion: torch.Tensor | None = None
-    for start in range(0, len(examples), batch_size):
-        batch = examples.batch(range(start, min(start + batch_size, len(examples))), device)
-        labels = batch.pop("labels")
-        logits = module(**batch).logits
-        sums, counts = example_loss_sums(logits, labels)
-        totals[0] += sums.sum(dtype=torch.float64)
-        totals[1] += counts.sum()
-        if labels.dim() == 1:
-            classes = logits.shape[-1]
-            if confusion is None:
-                confusion = torch.zeros(classes * classes, dtype=torch.int64, device=device)
-            cells = labels * classes + logits.argmax(-1)
-            confusion.scatter_add_(0, cells, torch.ones_like(cells))
-    loss, count = totals.tolist()
+    parts = list(parts)
+    sums = {number: pair for part in parts for number, pair in part.sums.items()}
+    loss, count = (sum(sums[number][entry] for number in sorted(sums)) for entry in (0, 1))
     if count == 0:
         raise ValueError("the evaluation examples hold no target to predict")
+    confusions = [part.confusion for part in parts if part.confusion is not None]
     scores, correct = (), 0.0
-    if confusion is not None:
-        confusion = confusion.view(classes, classes).cpu()
+    if confusions:
+        confusion = torch.stack(confusions).sum(0)
         scores, correct = class_scores(confusion), confusion.trace().item() / count
     return Evaluation(loss / count, METRICS[task].value(loss / count, correct), scores)
+
+
+def evaluate(module: nn.Module, examples: Examples, task: str, batch_size: int, device: torch.device) -> Evaluation:
+    """Evaluate a module (in eval mode) on all of `examples`; see `combined`."""
+    everything = range(batch_count(examples, batch_size))
+    return combined([evaluate_batches(module, examples, batch_size, device, everything)], task)

@@ -14,9 +14,12 @@ from cluster import CHOICES, Cluster
 from fabrics.data_order import DataCursor
 from fabrics.examples import PackedSequences, PaddedSequences, TaskData
 from fabrics.tokenization import train_tokenizer
+from fabrics.worker import Node
 from fabrics.working_model import WorkingModel
-from trainers import Node, RoundSchedule, Trainer
+from trainers import RoundSchedule, Trainer
+from training_logs.records import Observer
 from utils.config import Config, parse_config
+from utils.distributed import LocalProcesses
 
 CPU = torch.device("cpu")
 VOCABULARY = 61
@@ -106,14 +109,20 @@ def make_trainer(
     working = WorkingModel(module, CPU)
     cursor = DataCursor(config.training_seed, trainer_id, np.arange(len(examples)))
     parameters = working.parameters.detach().clone()
-    trainer = Trainer(trainer_id, config, parameters, cursor, examples, {CPU: working})
+    processes = LocalProcesses([CPU], nodes)
+    trainer = Trainer(trainer_id, config, parameters, cursor, examples, {CPU: working}, processes)
     trainer.assign_nodes(tuple(Node(index, CPU, max_batch) for index in range(nodes)))
     return trainer
 
 
 def train(trainer: Trainer, rounds: int, inner_steps: int = 3) -> list:
     """Rounds of a trainer by itself; their reports."""
-    return [trainer.train_round(RoundSchedule(inner_steps, 0.0, 0.0), lambda: None) for _ in range(rounds)]
+    reports, schedule = [], RoundSchedule(inner_steps, 0.0, 0.0)
+    for _ in range(rounds):
+        trainer.assign_nodes(trainer.nodes)
+        tokens = trainer.tokens_ahead(inner_steps)
+        reports.append(trainer.conclude_round(schedule, trainer.train_round(schedule, lambda: None), tokens, 1.0))
+    return reports
 
 
 def parameters_of(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -154,10 +163,11 @@ TINY_ARCHITECTURE = {
 
 
 def tiny_cluster(**values) -> Cluster:
-    return Cluster(make_config(model_config=TINY_ARCHITECTURE, **values), tiny_data())
+    config = make_config(model_config=TINY_ARCHITECTURE, **values)
+    return Cluster(config, tiny_data())
 
 
-class Recorder:
+class Recorder(Observer):
     """An observer that remembers."""
 
     def __init__(self):
@@ -165,9 +175,6 @@ class Recorder:
 
     def on_start(self, cluster, initial):
         self.initial = initial
-
-    def on_round_start(self, outer_step, planned, steps):
-        pass
 
     def on_step(self):
         self.steps += 1

@@ -1,10 +1,16 @@
 """The benchmarks run, and what they say about memory is the formula; their timings are not tested."""
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
 import torch
 
 from benchmarks import data, throughput
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_throughput_prints_ratios_and_the_memory_formula(cache_dir, capsys):
@@ -60,3 +66,21 @@ def test_data_prints_memory_opening_and_batches(tmp_path, capsys):
     assert re.search(r"^opening 200 sequences: \d+\.\d+ s, \d+\.\d MB$", output, re.MULTILINE)
     for kind in ("packed", "padded"):
         assert re.search(rf"^{kind} batch of 8 x 128: \d+ us, \d+\.\d\d% of a training step", output, re.MULTILINE)
+
+
+@pytest.mark.xdist_group("processes")
+def test_scaling_sends_and_writes_and_says_how_much():
+    parts = ["--parts", "synchronisation", "checkpoint", "--parameters", "100000", "--repeats", "1"]
+    done = subprocess.run([sys.executable, "benchmarks/scaling.py", *parts], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    sent = re.findall(
+        r"^  (\w+) +(in worker order|one all-reduce) .* ([\d.]+) MB sent by both", done.stdout, re.MULTILINE
+    )
+    # Two workers: each sends half of its tensor, and half of the mean.
+    assert sent == [
+        ("float32", "in worker order", "0.8"),
+        ("float32", "one all-reduce", "0.8"),
+        ("bfloat16", "in worker order", "0.4"),
+        ("int8", "in worker order", "0.3"),
+    ]
+    assert len(re.findall(r"^  (?:copy to a file|write|verify|read) +\d", done.stdout, re.MULTILINE)) == 4

@@ -30,6 +30,10 @@ from utils.config import ConfigError, parse_config
 ROOT = Path(__file__).resolve().parent.parent
 
 
+# The reporting process has the lowest priority: tests that start several processes would starve it.
+pytestmark = pytest.mark.xdist_group("processes")
+
+
 @pytest.fixture(autouse=True)
 def _no_credentials(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("CLEARML_CONFIG_FILE", str(tmp_path_factory.getbasetemp() / "no-clearml.conf"))
@@ -43,7 +47,9 @@ def folder(tmp_path_factory):
     environment = dict(os.environ)
     os.environ["CLEARML_CONFIG_FILE"] = str(tmp_path_factory.getbasetemp() / "no-clearml.conf")
     try:
-        return record_run(tmp_path_factory.mktemp("logs"), clearml="offline", project_name="P", task_name="T")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(log_processor, "WAIT_SECONDS", 60.0)
+            return record_run(tmp_path_factory.mktemp("logs"), clearml="offline", project_name="P", task_name="T")
     finally:
         os.environ.clear()
         os.environ.update(environment)

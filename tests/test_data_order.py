@@ -40,7 +40,7 @@ def test_the_order_is_a_function_of_the_position_alone(size, steps):
     fresh = DataCursor(1, 2, np.arange(size))
     assert fresh.peek(0, sum(steps)).tolist() == stream
     assert fresh.peek(steps[0], sum(steps[1:])).tolist() == stream[steps[0] :]
-    fresh.load_state_dict(walker.state_dict())
+    fresh.load_state_dict(walker.state_dict(), walker.subset)
     assert fresh.peek(0, 7).tolist() == walker.peek(0, 7).tolist()
 
 

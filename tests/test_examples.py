@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from algorithms.losses import IGNORE_INDEX
-from fabrics.eval_tool import class_scores, evaluate
+from fabrics.eval_tool import batch_count, class_scores, combined, evaluate, evaluate_batches
 from fabrics.examples import PackedSequences
+from fabrics.worker import probed_backward
 from tests.helpers import CPU, VOCABULARY, make_config, make_trainer, padded, tiny_bert, tiny_llama, train
-from trainers import probed_backward
 
 
 def random_texts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
@@ -121,3 +121,16 @@ def test_class_scores_on_paper():
     assert (second.precision, second.recall, second.f1, second.examples) == (0.8, 0.8, 0.8, 5)
     never, _ = class_scores(torch.tensor([[0, 3], [0, 4]]))
     assert (never.precision, never.recall, never.f1) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 9])
+def test_an_evaluation_in_parts_is_the_whole_one_bit_for_bit(workers):
+    texts = random_texts(50, 9, 0)
+    labelled = padded(texts, np.random.default_rng(0).integers(0, 2, 50))
+    for model, examples, task in (
+        (tiny_bert(dtype=torch.float32).eval(), labelled, "classification"),
+        (tiny_llama(dtype=torch.float32).eval(), padded(texts), "causal_lm"),
+    ):
+        shares = [range(worker, batch_count(examples, 7), workers) for worker in range(workers)]
+        parts = [evaluate_batches(model, examples, 7, CPU, list(share)) for share in shares]
+        assert combined(reversed(parts), task) == evaluate(model, examples, task, 7, CPU)

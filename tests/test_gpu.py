@@ -2,6 +2,9 @@
 
 import copy
 import dataclasses
+import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -10,10 +13,13 @@ import torch
 from algorithms.gradient_statistics import per_example_statistics
 from fabrics.data_order import DataCursor
 from fabrics.examples import PackedSequences
+from fabrics.worker import Node, backward
 from fabrics.working_model import WorkingModel
 from gradient_analysis.gradients import Gradients
 from tests.helpers import make_config, make_trainer, padded, random_sequences, tiny_llama, train, use_torch_norms
-from trainers import Node, Trainer, backward
+from tests.test_run import ROOT, write_config
+from trainers import Trainer
+from utils.distributed import LocalProcesses
 from utils.max_batch_calculator import calculate_max_batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -35,7 +41,8 @@ def test_rounds_on_a_gpu_equal_the_cpu():
     expected = make_trainer(copy.deepcopy(model), config, examples)
     working = WorkingModel(model, CUDA)
     cursor = DataCursor(config.training_seed, 0, np.arange(60))
-    trainer = Trainer(0, config, working.parameters.detach().clone(), cursor, examples, {CUDA: working})
+    processes = LocalProcesses([CUDA], 2)
+    trainer = Trainer(0, config, working.parameters.detach().clone(), cursor, examples, {CUDA: working}, processes)
     trainer.assign_nodes((Node(0, CUDA, 64), Node(1, CUDA, 64)))
     reports = train(trainer, 3), train(expected, 3)
     assert [r.requested_batch for r in reports[0]] == [r.requested_batch for r in reports[1]]
@@ -80,3 +87,17 @@ def test_the_gradient_analysis_on_a_gpu_equals_the_cpu():
             ]
         )
     assert results[1] == pytest.approx(results[0], rel=1e-8, abs=1e-12)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_processes_that_share_gpus_or_have_their_own_equal_one_process(tmp_path, cache_dir, deterministic):
+    """Two processes: with one GPU they share it (gloo), with two each has its own (nccl)."""
+    losses = []
+    for processes in (1, 2):
+        config = write_config(tmp_path, cache_dir, processes=processes, deterministic=deterministic)
+        folder = tmp_path / f"{processes}"
+        arguments = ["--config", str(config), f"log_dir={folder}"]
+        subprocess.run([sys.executable, "run.py", *arguments], cwd=ROOT, check=True)
+        (summary,) = folder.glob("*/model_training_report/summary.json")
+        losses.append(json.loads(summary.read_text())["final_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6 if deterministic else 1e-3)

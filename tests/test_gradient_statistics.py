@@ -14,6 +14,7 @@ from algorithms.gradient_statistics import (
     PerExampleProbe,
     UnsupportedModuleError,
     across_workers_statistics,
+    gradient_moments,
     per_example_statistics,
 )
 from tests.helpers import VOCABULARY, tiny_bert, tiny_llama
@@ -283,9 +284,14 @@ def test_hooks_are_gone_afterwards():
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
+def across_workers(gradients: np.ndarray, batch: int):
+    mean = torch.from_numpy(gradients.mean(0))
+    return across_workers_statistics([gradient_moments(torch.from_numpy(g), mean) for g in gradients], batch)
+
+
 def test_across_workers_statistics_equal_numpy():
     gradients = np.random.default_rng(0).normal(size=(4, 30)) + 0.3
-    statistics = across_workers_statistics([torch.from_numpy(g) for g in gradients], batch=5)
+    statistics = across_workers(gradients, batch=5)
     mean = gradients.mean(0)
     inner = gradients @ mean
     orthogonal = gradients - np.outer(inner, mean) / (mean @ mean)
@@ -298,12 +304,12 @@ def test_across_workers_statistics_equal_numpy():
 
 def test_across_workers_needs_two():
     with pytest.raises(ValueError, match="at least 2 workers, got 1"):
-        across_workers_statistics([torch.ones(3)], batch=4)
+        across_workers(np.ones((1, 3)), batch=4)
 
 
 def test_both_estimators_estimate_the_same_variance():
     """With many workers of independent examples, across_workers meets the per-example variance."""
     generator = np.random.default_rng(1)
     examples = generator.normal(size=(400, 5, 20)) * 2.0 + 1.0
-    across = across_workers_statistics([torch.from_numpy(g) for g in examples.mean(1)], batch=5)
+    across = across_workers(examples.mean(1), batch=5)
     assert across.variance == pytest.approx(examples.reshape(-1, 20).var(0, ddof=1).sum(), rel=0.05)

@@ -222,7 +222,7 @@ def test_bert_learns_merges_and_accumulates(folder):
 def test_a_pretrained_berts_head_is_drawn_anew_identically_or_per_trainer(folder, tmp_path, single_seed):
     first = make(imdb_local_path=str(folder))
     cluster = Cluster(first, load_data(first))
-    paths = cluster.save_models(tmp_path)
+    paths = cluster.save_models(tmp_path, Recorder())
     config = make(
         imdb_local_path=str(folder),
         model_config={"name": str(paths[0]), "pretrained": True},

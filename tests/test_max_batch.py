@@ -8,9 +8,9 @@ import torch
 
 import cluster
 from fabrics.examples import PackedSequences
+from fabrics.worker import backward
 from fabrics.working_model import WorkingModel
 from tests.helpers import CPU, make_config, padded, random_sequences, tiny_bert, tiny_cluster, tiny_data, tiny_llama
-from trainers import backward
 from utils.config import ConfigError
 from utils.max_batch_calculator import calculate_max_batch, find_max_batch, fit_line
 

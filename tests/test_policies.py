@@ -58,7 +58,7 @@ def test_an_impossible_merge_is_refused(policy, requests, count):
     [
         ({0: 1, 1: 1, 2: 1, 3: 1}, 4, {0: (0,), 1: (1,), 2: (2,), 3: (3,)}),
         ({0: 30, 1: 10}, 4, {0: (0, 1, 2), 1: (3,)}),
-        ({0: 10, 1: 30}, 4, {0: (0,), 1: (1, 2, 3)}),
+        ({0: 10, 1: 30}, 4, {0: (3,), 1: (0, 1, 2)}),  # the larger trainer first
         ({0: 8, 1: 8}, 4, {0: (0, 1), 1: (2, 3)}),
         ({0: 8, 1: 8}, 5, {0: (0, 1, 2), 1: (3, 4)}),  # the odd node to the smaller id
         ({0: 1000, 1: 1, 2: 1}, 4, {0: (0, 1), 1: (2,), 2: (3,)}),  # everybody keeps one
@@ -68,12 +68,12 @@ def test_an_impossible_merge_is_refused(policy, requests, count):
     ],
 )
 def test_distribution_of_nodes(requests, nodes, expected):
-    assert distribute_nodes(requests, nodes) == expected
+    assert distribute_nodes(requests, dict.fromkeys(range(nodes), 0)) == expected
 
 
 @given(st.dictionaries(st.integers(0, 50), st.integers(1, 1000), min_size=1, max_size=10), st.integers(1, 24))
 def test_every_trainer_has_a_node_and_none_lies_idle(requests, nodes):
-    assignment = distribute_nodes(requests, nodes)
+    assignment = distribute_nodes(requests, dict.fromkeys(range(nodes), 0))
     assert set(assignment) == set(requests)
     assert all(assignment.values())
     used = [node for own in assignment.values() for node in own]
@@ -89,4 +89,4 @@ def test_every_trainer_has_a_node_and_none_lies_idle(requests, nodes):
 
 def test_there_must_be_a_node():
     with pytest.raises(ValueError, match="at least one node"):
-        distribute_nodes({0: 1}, 0)
+        distribute_nodes({0: 1}, {})

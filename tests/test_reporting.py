@@ -43,7 +43,9 @@ def record_run(folder: Path, **values) -> Path:
     started = training_monitoring.time.perf_counter()
     folder = make_run_folder(cluster.config, cluster.data.dataset)
     recorder = RunRecorder(cluster.config, folder, kept, started)
-    recorder.finish(cluster, cluster.train(recorder), "completed")
+    final = cluster.train(recorder)
+    models = cluster.save_models(folder / cluster.config.model_weights_dir, recorder)
+    recorder.finish(cluster, final, "completed", models)
     recorder.close()
     return recorder.folder
 
@@ -309,8 +311,8 @@ def test_step_losses_are_buffered_and_flushed(folder, run, tmp_path):
     from algorithms.switch_mode import ExecutionPlan
     from training_logs.records import RoundReport, WorkerRound
 
-    workers = {0: WorkerRound(3, ExecutionPlan((2,)), [2.0, 1.0], [0.1, 0.1], 8, None)}
-    report = RoundReport(7, 2, 2, workers, None, 4, 8, 0, 0, 1.0)
+    workers = {0: WorkerRound(3, ExecutionPlan((2,)), [2.0, 1.0], [0.1, 0.1], None, 1.0, 2)}
+    report = RoundReport(7, 2, 2, workers, None, 2, 4, 8, 0, 0, 1.0)
     logger = StepLossLogger(tmp_path)
     logger.log(1, report)
     assert logger.path.read_text().count("\n") == 1

@@ -34,6 +34,7 @@ SHORT = {
     "learning_rate_for_inner_opt": 5e-3,
     "save_weights_every": 2,
     "clearml": "off",
+    "processes": 1,
 }
 
 
@@ -78,6 +79,7 @@ def test_the_run_folder_is_named_after_model_dataset_and_date(finished):
         "model_training_report",
         "memory_report",
         "model_weights",
+        "checkpoints",
     }
 
 
@@ -288,11 +290,11 @@ def test_a_run_that_cannot_go_on_says_why_and_keeps_what_it_has(tmp_path, cache_
 def test_an_unforeseen_error_is_logged_whole_and_the_run_keeps_what_it_has(tmp_path, cache_dir, monkeypatch):
     calls = []
 
-    def fail_in_the_second_round(self, observer):
+    def fail_in_the_second_round(self, *arguments):
         calls.append(1)
         if len(calls) == 2:
             raise RuntimeError("the disk is on fire")
-        return original(self, observer)
+        return original(self, *arguments)
 
     original = Cluster.run_round
     monkeypatch.setattr(Cluster, "run_round", fail_in_the_second_round)

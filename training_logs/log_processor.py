@@ -262,7 +262,7 @@ class ClearMLProcess:
 
     def __init__(self, folder: Path, mode: str):
         self._folder, self._mode = folder, mode
-        (folder / SESSION).mkdir()
+        (folder / SESSION).mkdir(exist_ok=True)
         self._log = folder / SESSION / "clearml.log"
         # Ctrl-C is for the run, which then ends this in order. A session of its own would keep it away as well, but a
         # low priority counts only among the processes of one session.

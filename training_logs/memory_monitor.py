@@ -1,6 +1,5 @@
 """Memory use in `memory_log.csv`: the process, the host, and each device; at named stages and by a sampler."""
 
-import csv
 import threading
 import time
 from collections.abc import Sequence
@@ -9,9 +8,32 @@ from pathlib import Path
 import psutil
 import torch
 
+from training_logs.append_log import AppendLog
 from utils.utils import write_json_atomically
 
 COLUMNS = ("seconds", "stage", "outer_step", "device", "allocated_bytes", "reserved_bytes", "peak_bytes", "total_bytes")
+
+
+# Of a process or device: its name, and bytes allocated, reserved, at most, and in all.
+Use = tuple[str, int, int, int, int]
+
+
+def memory_use(devices: Sequence[torch.device]) -> list[Use]:
+    """What this process uses of the host's memory and of its GPUs'."""
+    resident, total = psutil.Process().memory_info().rss, psutil.virtual_memory().total
+    uses = [("process", resident, resident, resident, total)]
+    for device in devices:
+        if device.type == "cuda":
+            uses.append(
+                (
+                    str(device),
+                    torch.cuda.memory_allocated(device),
+                    torch.cuda.memory_reserved(device),
+                    torch.cuda.max_memory_allocated(device),
+                    torch.cuda.get_device_properties(device).total_memory,
+                )
+            )
+    return uses
 
 
 class MemoryMonitor:
@@ -19,30 +41,38 @@ class MemoryMonitor:
 
     Of the process, allocated is its resident memory and peak the largest so far; of the host, what is in use. Of a GPU
     they are what PyTorch has allocated, reserved, and allocated at most. A device's label is its real id where the
-    config gives one.
+    config gives one. Other processes of the run are measured after rounds, and their rows end with their number.
 
     Args:
         folder: receives memory_log.csv and, at the end, memory_summary.json.
         devices: those trained on.
         labels: one per device, or None for their names.
         every: seconds between samples in a thread of its own; None: stages only.
+        state: from state_dict, to go on there.
+
+    Raises:
+        OSError: the log cannot be made, or not be continued.
     """
 
     def __init__(
-        self, folder: Path, devices: Sequence[torch.device], labels: Sequence[str] | None, every: float | None = None
+        self,
+        folder: Path,
+        devices: Sequence[torch.device],
+        labels: Sequence[str] | None,
+        every: float | None = None,
+        state: dict | None = None,
     ):
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / "memory_log.csv"
+        self._log = AppendLog(folder / "memory_log.csv", COLUMNS, state and state["log"])
         self._summary_path = folder / "memory_summary.json"
         names = [str(device) for device in devices]
-        self._devices = list(zip(devices, labels if labels and len(labels) == len(names) else names, strict=True))
-        self._process, self._started = psutil.Process(), time.perf_counter()
-        self._peaks: dict[str, dict] = {}
+        self._devices = devices
+        self._labels = dict(zip(names, labels if labels and len(labels) == len(names) else names, strict=True))
+        self._started = time.perf_counter() - (state["seconds"] if state else 0.0)
+        self._peaks: dict[str, dict] = state["peaks"] if state else {}
         self._rows: list[tuple] = []
         self._outer_step = 0
         self._lock, self._stop = threading.Lock(), threading.Event()
-        with self.path.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerow(COLUMNS)
         self._thread = None
         if every is not None:
             self._thread = threading.Thread(target=self._sample, args=(every,), name="memory sampler", daemon=True)
@@ -52,29 +82,19 @@ class MemoryMonitor:
         while not self._stop.wait(every):
             self._measure("sample")
 
-    def _use(self) -> list[tuple[str, int, int, int, int]]:
-        resident, host = self._process.memory_info().rss, psutil.virtual_memory()
-        uses = [
-            ("process", resident, resident, resident, host.total),
-            ("host", host.total - host.available, host.total - host.available, 0, host.total),
-        ]
-        for device, label in self._devices:
-            if device.type == "cuda":
-                uses.append(
-                    (
-                        label,
-                        torch.cuda.memory_allocated(device),
-                        torch.cuda.memory_reserved(device),
-                        torch.cuda.max_memory_allocated(device),
-                        torch.cuda.get_device_properties(device).total_memory,
-                    )
-                )
-        return uses
-
-    def _measure(self, stage: str) -> None:
+    def _measure(self, stage: str, others: Sequence[Sequence[Use]] = ()) -> None:
+        host = psutil.virtual_memory()
+        in_use = host.total - host.available
+        uses = [(self._labels.get(name, name), *use) for name, *use in memory_use(self._devices)]
+        uses.append(("host", in_use, in_use, 0, host.total))
+        for number, theirs in enumerate(others, 1):
+            uses += [
+                (f"{name} {number}" if name == "process" else f"{name} of process {number}", *use)
+                for name, *use in theirs
+            ]
         with self._lock:
             seconds = time.perf_counter() - self._started
-            for device, allocated, reserved, peak, total in self._use():
+            for device, allocated, reserved, peak, total in uses:
                 known = self._peaks.get(device)
                 reached = max(peak, allocated)
                 if known is None or reached > known["peak_bytes"]:
@@ -88,14 +108,20 @@ class MemoryMonitor:
                 row = (stage, self._outer_step, device, allocated, reserved, self._peaks[device]["peak_bytes"], total)
                 self._rows.append((round(seconds, 3), *row))
 
-    def measure(self, stage: str, outer_step: int) -> None:
-        """Take the memory use as it is now, under the name of a stage, and write what was collected."""
+    def measure(self, stage: str, outer_step: int, others: Sequence[Sequence[Use]] = ()) -> OSError | None:
+        """Take the memory use as it is now, under the name of a stage, and write what was collected.
+
+        others: what the other processes of the run use, from memory_use. The error, if rows could not be written.
+        """
         self._outer_step = outer_step
-        self._measure(stage)
+        self._measure(stage, others)
         with self._lock:
             rows, self._rows = self._rows, []
-        with self.path.open("a", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows(rows)
+        return self._log.append(rows)
+
+    def state_dict(self) -> dict:
+        """Where the log stands, as JSON values."""
+        return {"log": self._log.state_dict(), "seconds": time.perf_counter() - self._started, "peaks": self.peaks}
 
     @property
     def peaks(self) -> dict[str, dict]:

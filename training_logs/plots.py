@@ -90,15 +90,18 @@ def mode_switches(run: RunData, trainer: int) -> list[Row]:
 
 def step_losses(run: RunData, trainer: int) -> tuple[np.ndarray, np.ndarray]:
     """The trainer's inner steps, counted over all rounds, and their losses: means over its workers."""
-    steps = run.steps[run.steps[:, 1] == trainer] if len(run.steps) else run.steps
+    steps = run.steps
+    if len(steps):
+        # A worker that diverged has no loss to show.
+        steps = steps[(steps[:, 1] == trainer) & np.isfinite(steps[:, 4])]
     if not len(steps):
         return np.empty(0), np.empty(0)
     lengths: dict[int, float] = {int(row["outer_step"]): row["inner_steps"] for row in run.rounds}
     before = np.cumsum([0, *(lengths.get(step, 0.0) for step in range(1, int(steps[:, 0].max()) + 1))])
-    positions = before[steps[:, 0].astype(int) - 1] + steps[:, 4]
+    positions = before[steps[:, 0].astype(int) - 1] + steps[:, 3]
     numbers, place = np.unique(positions, return_inverse=True)
-    weights = steps[:, 6]
-    return numbers, np.bincount(place, steps[:, 5] * weights) / np.bincount(place, weights)
+    weights = steps[:, 5]
+    return numbers, np.bincount(place, steps[:, 4] * weights) / np.bincount(place, weights)
 
 
 def thinned(xs: np.ndarray, ys: np.ndarray, points: int = _POINTS) -> tuple[np.ndarray, np.ndarray]:

@@ -2,30 +2,40 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from algorithms.gradient_statistics import GradientStatistics
+from algorithms.gradient_statistics import GradientMoments, GradientStatistics
 from algorithms.policies import MergePlan
 from algorithms.switch_mode import ExecutionPlan
 from fabrics.eval_tool import Evaluation, Metric
 from fabrics.examples import TaskData
+from training_logs.memory_monitor import Use
 from utils.config import Config
+from utils.distributed import Processes
 
 
 @dataclass(frozen=True)
 class WorkerRound:
-    """What one worker reports of a round: small enough to send to everybody."""
+    """What one worker reports of a round: small enough to send to everybody.
+
+    plan: that it ended with. losses: none where its node failed on the way. max_batch: of its node, afterwards.
+    left_out: why its pseudo-gradient is not in the mean, if it is not. failed: its node works no more. moments: of its
+    last gradient, where the across-workers estimator asks for them.
+    """
 
     node: int
     plan: ExecutionPlan
     losses: list[float]
     learning_rates: list[float]
-    tokens: int
     statistics: GradientStatistics | None
+    seconds: float
+    max_batch: int
+    left_out: str | None = None
+    failed: bool = False
+    moments: GradientMoments | None = None
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,7 @@ class RoundReport:
     next_requested_batch: int
     workers: dict[int, WorkerRound]
     statistics: GradientStatistics | None
+    inner_steps: int
     examples: int
     tokens: int
     communications: int
@@ -45,11 +56,17 @@ class RoundReport:
     warnings: tuple[str, ...] = ()
 
     @property
+    def left_out(self) -> int:
+        """Workers whose pseudo-gradients are not in the mean."""
+        return sum(worker.left_out is not None for worker in self.workers.values())
+
+    @property
     def train_loss(self) -> float:
-        """Mean loss over the inner steps of all workers, each weighted by its examples."""
-        weights = [w.plan.effective_batch for w in self.workers.values() for _ in w.losses]
-        losses = [loss for w in self.workers.values() for loss in w.losses]
-        return float(np.average(losses, weights=weights))
+        """Mean loss over the inner steps of all workers in the mean, weighted by examples; NaN without any."""
+        present = [worker for worker in self.workers.values() if not worker.left_out]
+        weights = [w.plan.effective_batch for w in present for _ in w.losses]
+        losses = [loss for w in present for loss in w.losses]
+        return float(np.average(losses, weights=weights)) if losses else float("nan")
 
     @property
     def effective_batch(self) -> int:
@@ -66,6 +83,7 @@ class Totals:
     tokens: int = 0
     communications: int = 0
     bytes_communicated: int = 0
+    left_out: int = 0
     training_seconds: float = 0.0
 
 
@@ -81,7 +99,8 @@ class Merge:
 class ClusterRound:
     """Everything about one round, for whoever writes it down.
 
-    evaluations holds the trainers as they were before the merge, and only where the round was evaluated.
+    evaluations holds the trainers as they were before the merge, and only where the round was evaluated. memory is what
+    each process uses after the round.
     """
 
     outer_step: int
@@ -90,6 +109,7 @@ class ClusterRound:
     evaluations: dict[int, Evaluation]
     merge: Merge | None
     totals: Totals
+    memory: list[list[Use]]
 
 
 class RunView(Protocol):
@@ -101,22 +121,21 @@ class RunView(Protocol):
     devices: list[torch.device]
     nodes: Sequence
     trainers: Mapping[int, object]
+    failed_nodes: set[int]
     merges: list[Merge]
     totals: Totals
     parameter_count: int
+    processes: Processes
 
     def best(self, evaluations: dict[int, Evaluation]) -> int:
         """The trainer with the best metric."""
 
-    def save_models(self, folder: Path) -> dict[int, Path]:
-        """Write every living trainer; where each was written."""
 
-
-class Observer(Protocol):
-    """Whoever follows a run."""
+class Observer:
+    """Whoever follows a run; this one does nothing with it."""
 
     def on_start(self, run: RunView, initial: dict[int, Evaluation]) -> None:
-        """Before the first round; the trainers as they are initialised."""
+        """Before the first round; the trainers as they are initialised, or nothing where a run is resumed."""
 
     def on_round_start(self, outer_step: int, planned: int | None, steps: int) -> None:
         """A round begins with so many inner steps over all workers; planned: rounds in all, where known."""
@@ -129,3 +148,7 @@ class Observer(Protocol):
 
     def warn(self, message: str) -> None:
         """Something that the user should know and that does not stop the run; may come again and again."""
+
+    def state_dict(self) -> dict:
+        """What to hand to the next observer when the run is resumed, as JSON values."""
+        return {}

@@ -1,5 +1,7 @@
 """What is said about a round of a trainer: a row of training_log.csv, and a line for people."""
 
+import math
+
 from fabrics.eval_tool import Metric
 from training_logs.records import ClusterRound, RoundReport
 from utils.utils import byte_size
@@ -32,6 +34,7 @@ COLUMNS = (
     "gradient_variance",
     "inner_product_variance",
     "orthogonal_variance",
+    "left_out_workers",
     "seconds",
     "wall_seconds",
 )
@@ -55,7 +58,6 @@ def round_row(result: ClusterRound, report: RoundReport, max_batch: int, wall_se
     """
     evaluation = result.evaluations.get(report.trainer)
     statistics = report.statistics
-    first = next(iter(report.workers.values()))
     return {
         "outer_step": result.outer_step,
         "trainer_id": report.trainer,
@@ -66,11 +68,11 @@ def round_row(result: ClusterRound, report: RoundReport, max_batch: int, wall_se
         "micro_batch": _micro_batch(report),
         "accumulation_steps": accumulation_steps(report),
         "next_requested_batch": report.next_requested_batch,
-        "inner_steps": len(first.losses),
-        "train_loss": report.train_loss,
+        "inner_steps": report.inner_steps,
+        "train_loss": None if math.isnan(report.train_loss) else report.train_loss,
         "validation_loss": evaluation.loss if evaluation else None,
         "validation_metric": evaluation.metric if evaluation else None,
-        "learning_rate": first.learning_rates[-1],
+        "learning_rate": report.workers[0].learning_rates[-1],
         "examples": result.totals.examples,
         "tokens": result.totals.tokens,
         "communications": result.totals.communications,
@@ -82,6 +84,7 @@ def round_row(result: ClusterRound, report: RoundReport, max_batch: int, wall_se
         "gradient_variance": statistics.variance if statistics else None,
         "inner_product_variance": statistics.inner_product_variance if statistics else None,
         "orthogonal_variance": statistics.orthogonal_variance if statistics else None,
+        "left_out_workers": report.left_out,
         "seconds": report.seconds,
         "wall_seconds": round(wall_seconds, 3),
     }

@@ -106,7 +106,7 @@ def _whole_lines(file: Iterable[str]) -> Iterator[str]:
 
 
 def _numbers(path: Path) -> np.ndarray:
-    columns = 8
+    columns = 7
     if not path.exists():
         return np.empty((0, columns))
     with path.open(encoding="utf-8") as file:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -36,6 +36,12 @@ def _off_is_a_word(value):
     return "off" if value is False else value  # YAML reads off as false
 
 
+def _auto_or_a_count(value):
+    if isinstance(value, bool) or not (value == "auto" or (str(value).isdecimal() and int(value) > 0)):
+        raise ValueError("Input should be auto or a positive integer")
+    return value
+
+
 Number = BeforeValidator(_no_bool)
 PositiveInt = Annotated[int, Field(gt=0), Number]
 NonNegativeInt = Annotated[int, Field(ge=0), Number]
@@ -48,10 +54,12 @@ Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 Name = Annotated[str, Field(min_length=1)]
 
 
-def _key(default, meaning: str, *, choices: bool = False, datasets: tuple[str, ...] = ()):
-    """A config key: default, meaning (shown in the README), whether a registry lists its values, and the only
-    datasets it has an effect with."""
-    metadata = {"meaning": meaning, "choices": choices, "datasets": datasets}
+def _key(
+    default, meaning: str, *, choices: bool = False, datasets: tuple[str, ...] = (), changes_training: bool = True
+):
+    """A config key: default, meaning (shown in the README), whether a registry lists its values, the only
+    datasets it has an effect with, and whether a run that is resumed with another value trains differently."""
+    metadata = {"meaning": meaning, "choices": choices, "datasets": datasets, "changes_training": changes_training}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -64,16 +72,41 @@ class Config:
     # Devices and seed
     training_seed: NonNegativeInt = _key(42, "seed of initialisation, data order and dropout")
     CUDA_VISIBLE_DEVICES: str | None = _key(
-        None, "GPUs that this run may see, as in the environment variable; null: all"
+        None, "GPUs that this run may see, as in the environment variable; null: all", changes_training=False
     )
     devices: Annotated[list[Device], Field(min_length=1)] | None = _key(
         None, "devices to train on, counted among the visible ones; null: every visible GPU, or the CPU"
     )
-    real_device_ids: list[str] | None = _key(None, "labels for the devices in logs, one per device; null: their names")
-    cpu_threads: PositiveInt | None = _key(None, "threads of PyTorch on the CPU; null: one per core")
+    real_device_ids: list[str] | None = _key(
+        None, "labels for the devices in logs, one per device; null: their names", changes_training=False
+    )
+    processes: Annotated[Literal["auto"] | PositiveInt, BeforeValidator(_auto_or_a_count)] = _key(
+        "auto",
+        "processes of python run.py, each with its part of the nodes; auto: processes_per_gpu on every GPU, or without "
+        "GPUs one per core, as far as there are nodes",
+        changes_training=False,
+    )
+    processes_per_gpu: PositiveInt = _key(
+        1,
+        "processes that share each GPU under processes: auto, for models too small to fill it",
+        changes_training=False,
+    )
+    cpu_threads: PositiveInt | None = _key(
+        None,
+        "threads of PyTorch on the CPU in each process; null: the cores shared by the processes that auto would start",
+    )
+    deterministic: bool | None = _key(
+        None,
+        "sum in worker order, so that the number of processes does not change a bit; null: true on CPUs, false on GPUs",
+    )
+    communication_dtype: str = _key(
+        "float32",
+        "how pseudo-gradients are sent: as they are, rounded, or as 8-bit integers with a scale per block",
+        choices=True,
+    )
 
     # Logs
-    log_dir: Name = _key("logs", "folder in which the run folder is made")
+    log_dir: Name = _key("logs", "folder in which the run folder is made", changes_training=False)
     log_file: Name = _key("training_log.log", "log file in the run folder")
     memory_report_dir: Name = _key("memory_report", "folder for memory use, in the run folder")
     model_training_report_dir: Name = _key(
@@ -83,20 +116,29 @@ class Config:
     plot_every: PositiveInt | None = _key(
         None,
         "draw plots and report every so many rounds, as long as that is 2% of the run at most; null: only at the end",
+        changes_training=False,
     )
     memory_sample_seconds: PositiveFloat | None = _key(
-        1.0, "seconds between measurements of memory use, besides those after every round; null: only those"
+        1.0,
+        "seconds between measurements of memory use, besides those after every round; null: only those",
+        changes_training=False,
     )
     save_weights_every: PositiveInt | None = _key(
-        None, "save every living trainer's model every so many rounds; null: only at the end"
+        None,
+        "write a checkpoint, and every living trainer's model, every so many rounds; null: only at the end",
+        changes_training=False,
     )
+    keep_checkpoints: PositiveInt = _key(2, "checkpoints to keep, the newest", changes_training=False)
     clearml: Annotated[str, BeforeValidator(_off_is_a_word)] = _key(
         "auto",
         "ClearML dashboard; auto: online where there are credentials, else offline, a session in the run folder",
         choices=True,
+        changes_training=False,
     )
-    project_name: str | None = _key(None, "project in the ClearML dashboard; null: AdLoCo")
-    task_name: str | None = _key(None, "task in the ClearML dashboard; null: the name of the run folder")
+    project_name: str | None = _key(None, "project in the ClearML dashboard; null: AdLoCo", changes_training=False)
+    task_name: str | None = _key(
+        None, "task in the ClearML dashboard; null: the name of the run folder", changes_training=False
+    )
 
     # Dataset
     dataset: Name = _key("python_docs", "what to train on", choices=True)
@@ -125,7 +167,7 @@ class Config:
     vocab_size: Annotated[int, Field(ge=258), Number] = _key(
         2048, "vocabulary of a tokenizer that is trained: byte-level BPE, or WordPiece for bert"
     )
-    cache_dir: Name = _key(".cache", "folder for tokenised documents, shared by runs")
+    cache_dir: Name = _key(".cache", "folder for tokenised documents, shared by runs", changes_training=False)
     trainer_data_fraction: Fraction | None = _key(
         None,
         "share of the training examples in each trainer's own random subset; null: 1 / number_of_initial_trainers, "
@@ -170,16 +212,23 @@ class Config:
     single_seed: bool = _key(False, "with need_to_reinit_output_layers: the same output layer for all trainers")
 
     # Length of the run: the first limit that is reached ends it
-    number_of_outer_steps: PositiveInt | None = _key(None, "rounds to train; null: no limit")
+    number_of_outer_steps: PositiveInt | None = _key(None, "rounds to train; null: no limit", changes_training=False)
     number_of_training_epochs: PositiveFloat | None = _key(
-        None, "passes over the training sample, all trainers together; null: no limit"
+        None, "passes over the training sample, all trainers together; null: no limit", changes_training=False
     )
-    max_tokens: PositiveInt | None = _key(None, "training tokens, all trainers together; null: no limit")
+    max_tokens: PositiveInt | None = _key(
+        None, "training tokens, all trainers together; null: no limit", changes_training=False
+    )
 
     # Cluster
     nodes_per_gpu: PositiveInt = _key(4, "nodes (worker slots) per device, on the CPU too")
     number_of_initial_trainers: PositiveInt = _key(4, "trainers (model instances) at the start")
     number_of_inner_steps_between_outers: PositiveInt = _key(20, "inner steps H of every worker in a round")
+    drop_slow_nodes: AtLeastOne | None = _key(
+        None,
+        "a node that takes more than so many times the median time per example in a round works no more; null: the "
+        "others wait for it",
+    )
     distributed_algo: str = _key("DiLoCo", "outer step and inner optimiser", choices=True)
 
     # Optimisers
@@ -235,8 +284,10 @@ class Config:
     merge_count: Annotated[int, Field(ge=2), Number] = _key(2, "trainers that become one in a merge")
 
     # Evaluation
-    eval_every: PositiveInt = _key(1, "evaluate the living trainers every so many rounds, and at the end")
-    eval_batch_size: PositiveInt = _key(16, "examples per batch in evaluation")
+    eval_every: PositiveInt = _key(
+        1, "evaluate the living trainers every so many rounds, and at the end", changes_training=False
+    )
+    eval_batch_size: PositiveInt = _key(16, "examples per batch in evaluation", changes_training=False)
 
 
 FIELDS = {entry.name: entry for entry in dataclasses.fields(Config)}

@@ -1,0 +1,141 @@
+"""A program that several processes run: torchrun ... tests/spmd.py FOLDER; see test_distributed.py.
+
+Every scenario is a small training run through growing batches, merges and redistribution. The main process writes what
+came out, and how many collectives every process called, to FOLDER.
+"""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+
+import cluster as cluster_module
+from cluster import Cluster, join_processes
+from tests.helpers import TINY_ARCHITECTURE, Recorder, make_config, tiny_data, use_torch_norms
+from trainers import NodeFailedError, Trainer
+
+_RUN = {"number_of_outer_steps": 7, "ETA": 0.3, "max_batch_size": 4, "max_requested_batch": 24, "cpu_threads": 1}
+# Name -> configuration, and whether in float64.
+SCENARIOS = {
+    "in order": (_RUN | {"deterministic": True}, False),
+    "more trainers than nodes": (
+        _RUN | {"deterministic": True, "number_of_initial_trainers": 6, "INITIAL_BATCH_SIZE": 2, "merge_frequency": 1},
+        False,
+    ),
+    "across workers": (
+        _RUN | {"deterministic": True, "number_of_initial_trainers": 2, "statistics_estimator": "across_workers"},
+        False,
+    ),
+    "bfloat16": (_RUN | {"deterministic": True, "communication_dtype": "bfloat16"}, False),
+    "int8": (_RUN | {"communication_dtype": "int8"}, False),
+    "a node fails": (_RUN | {"deterministic": True, "number_of_initial_trainers": 2}, False),
+    "LocalSGD": (_RUN | {"deterministic": True, "distributed_algo": "LocalSGD"}, False),
+    "all-reduce": (_RUN | {"deterministic": False}, False),
+    "all-reduce in float64": (_RUN | {"deterministic": False}, True),
+}
+COLLECTIVES = ("all_reduce", "all_to_all_single", "all_gather", "all_gather_object", "send", "recv", "new_group")
+
+
+class _Counting(Recorder):
+    """Counts the collectives of every round, its evaluation and merge included."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts: Counter = Counter()
+        self.by_round: list[dict] = []
+        self.originals = {name: getattr(dist, name) for name in COLLECTIVES}
+
+    def __enter__(self):
+        for name, original in self.originals.items():
+            setattr(dist, name, self._counted(name, original))
+        return self
+
+    def __exit__(self, *exception):
+        for name, original in self.originals.items():
+            setattr(dist, name, original)
+
+    def _counted(self, name, original):
+        def call(*arguments, **keywords):
+            self.counts[name] += 1
+            return original(*arguments, **keywords)
+
+        return call
+
+    def on_round_start(self, outer_step, planned, steps):
+        # What distributing the nodes took is not the round's.
+        self.counts.clear()
+
+    def on_round(self, cluster, result):
+        super().on_round(cluster, result)
+        self.by_round.append(dict(self.counts))
+
+
+def run_scenario(name: str, processes=None) -> dict:
+    """Train; what came out, as numbers and tensors."""
+    values, double = SCENARIOS[name]
+    config = make_config(model_config=TINY_ARCHITECTURE, **values)
+    build, inner_steps = cluster_module.build_model, Trainer._inner_steps
+
+    def build_double(*arguments):
+        return use_torch_norms(build(*arguments).double())
+
+    def fail_at_node_1(self, worker, *arguments):
+        if worker.node.id == 1 and self.rounds == 2:
+            raise NodeFailedError("pulled out")
+        return inner_steps(self, worker, *arguments)
+
+    if double:
+        cluster_module.build_model = build_double
+    if name == "a node fails":
+        Trainer._inner_steps = fail_at_node_1
+    try:
+        if processes is None:
+            processes = join_processes(config)[0]
+        cluster = Cluster(config, tiny_data(), processes)
+        with _Counting() as recorder:
+            final = cluster.train(recorder)
+    finally:
+        cluster_module.build_model, Trainer._inner_steps = build, inner_steps
+    reports = [report for result in recorder.rounds for report in result.reports.values()]
+    return {
+        "parameters": {t.id: t.parameters_for(cluster.nodes[0]) for t in cluster.trainers.values()},
+        "losses": {trainer: evaluation.loss for trainer, evaluation in final.items()},
+        "requests": [report.requested_batch for report in reports],
+        "train_losses": [report.train_loss for report in reports],
+        "workers": [len(report.workers) for report in reports],
+        "variances": [report.statistics and report.statistics.variance for report in reports],
+        "bytes": cluster.totals.bytes_communicated,
+        "left_out": cluster.totals.left_out,
+        "merges": len(cluster.merges),
+        "placement": [
+            {report.trainer: [w.node for w in report.workers.values()] for report in result.reports.values()}
+            for result in recorder.rounds
+        ],
+        "collectives": recorder.by_round,
+        "warnings": recorder.warnings,
+    }
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    processes, results = None, {}
+    for name, (values, _) in SCENARIOS.items():
+        if processes is None:
+            processes = join_processes(make_config(**values))[0]
+        processes._in_order = values.get("deterministic", True)
+        result = run_scenario(name, processes)
+        result["collectives"] = processes.gather(result["collectives"])
+        results[name] = result
+    if processes.is_main:
+        torch.save(results, folder / "results.pt")
+        (folder / "owners.json").write_text(json.dumps(processes._owners))
+    processes.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

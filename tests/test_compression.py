@@ -1,0 +1,108 @@
+"""What travels between workers, against numpy; and that nothing is lost for good."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fabrics.examples import PackedSequences
+from tests.helpers import CPU, Recorder, make_config, make_trainer, random_sequences, tiny_cluster, tiny_llama, train
+from utils.compression import BFLOAT16, COMMUNICATION_DTYPES, INT8, PLAIN
+
+
+def values(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed)) * torch.logspace(-4, 1, count)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_plain_is_lossless_and_no_copy(dtype):
+    tensor = values(64).to(dtype)
+    rows = PLAIN.encode(tensor)
+    assert rows.shape == (4, 16 * tensor.element_size())
+    assert rows.data_ptr() == tensor.data_ptr()
+    assert torch.equal(PLAIN.decode(rows, dtype), tensor)
+
+
+@pytest.mark.parametrize("count", [256, 300, 1000])
+def test_int8_equals_numpy(count):
+    tensor = values(count)
+    padded = np.zeros(-(-count // 256) * 256, dtype=np.float32)
+    padded[:count] = tensor.numpy()
+    blocks = padded.reshape(-1, 256)
+    scales = (np.abs(blocks).max(1, keepdims=True) / np.float32(127)).astype(np.float32)
+    expected = (np.round(blocks / scales) * scales).ravel()[:count]
+    np.testing.assert_array_equal(INT8.round_trip(tensor).numpy(), expected)
+    assert (INT8.round_trip(tensor) - tensor).abs().max() <= np.abs(blocks).max() / 254 * (1 + 1e-6)
+
+
+@given(st.integers(1, 900), st.integers(0, 3), st.floats(-30, 30))
+def test_encodings_hold_their_error_bounds(count, seed, exponent):
+    tensor = values(count, seed) * 10.0**exponent
+    assert (BFLOAT16.round_trip(tensor) - tensor).abs().le(tensor.abs() * 2.0**-8).all()
+    for block, arrived in zip(tensor.split(256), INT8.round_trip(tensor).split(256), strict=True):
+        assert (arrived - block).abs().max() <= block.abs().max() / 254 * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("encoding", [PLAIN, BFLOAT16, INT8])
+def test_any_range_of_rows_decodes_by_itself(encoding):
+    tensor = values(1000)
+    rows = encoding.encode(tensor)
+    whole = encoding.decode(rows, torch.float32)
+    part = encoding.decode(rows[1:3], torch.float32)
+    assert torch.equal(part, whole[encoding.block : 3 * encoding.block])
+    assert not encoding.decode(encoding.encode(torch.zeros(300)), torch.float32).any()
+
+
+def test_bytes_on_paper():
+    assert PLAIN.sent_bytes(1000, torch.float32) == 4000
+    assert PLAIN.sent_bytes(1000, torch.float64) == 8000
+    assert BFLOAT16.sent_bytes(1000, torch.float32) == 2000
+    assert INT8.sent_bytes(1000, torch.float32) == 1000 + 4 * 4
+    # Of four workers, three parts of each one's tensor go to the others, and three of each mean come back.
+    assert PLAIN.reduction_bytes(4, 1000, torch.float32) == 3 * (4000 + 4000)
+    assert BFLOAT16.reduction_bytes(4, 1000, torch.float32) == 3 * (2000 + 2000)
+    assert INT8.reduction_bytes(4, 1000, torch.float32) == 3 * (1016 + 2000)
+    assert set(COMMUNICATION_DTYPES) == {"float32", "bfloat16", "int8"}
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "int8"])
+def test_a_run_counts_what_is_sent(name):
+    settings = {"number_of_initial_trainers": 1, "nodes_per_gpu": 4, "number_of_outer_steps": 3}
+    cluster = tiny_cluster(communication_dtype=name, **settings)
+    cluster.train(Recorder())
+    parameters = sum(p.numel() for p in cluster.working[CPU].module.parameters())
+    one_way = {"bfloat16": 2 * parameters, "int8": parameters + 4 * -(-parameters // 256)}[name]
+    assert cluster.totals.bytes_communicated == 3 * 3 * (one_way + 2 * parameters)
+
+
+def test_what_int8_loses_is_sent_in_the_next_rounds():
+    """Over the rounds a worker sends the sum of its pseudo-gradients, up to the error that it still keeps."""
+    config = make_config(communication_dtype="int8", sampling_method="none")
+    trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(60)), nodes=1)
+    wanted, sent = torch.zeros_like(trainer.parameters), torch.zeros_like(trainer.parameters)
+    encode = trainer._encoded_pseudo_gradient
+
+    def recording(worker):
+        wanted.add_(trainer.parameters - worker.working.parameters.data)
+        rows = encode(worker)
+        sent.add_(INT8.decode(rows, sent.dtype)[: sent.numel()])
+        return rows
+
+    trainer._encoded_pseudo_gradient = recording
+    train(trainer, 4)
+    error = trainer.workers[0].error
+    assert error.abs().max() > 0
+    torch.testing.assert_close(sent + error, wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_a_single_worker_with_bfloat16_moves_by_the_rounded_pseudo_gradient():
+    config = make_config(communication_dtype="bfloat16", sampling_method="none", distributed_algo="LocalSGD")
+    examples = PackedSequences(random_sequences(60))
+    plain = make_trainer(tiny_llama(), make_config(sampling_method="none", distributed_algo="LocalSGD"), examples, 1)
+    rounded = make_trainer(tiny_llama(), config, examples, 1)
+    before = plain.parameters.clone()
+    train(plain, 1)
+    train(rounded, 1)
+    expected = before - (before - plain.parameters).bfloat16().double()
+    torch.testing.assert_close(rounded.parameters, expected, rtol=1e-9, atol=1e-12)

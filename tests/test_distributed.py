@@ -1,0 +1,167 @@
+"""One, two and four processes give the same run; real ones, started by torchrun, over gloo."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import spmd
+from tests.test_resume import assert_same_run, summary
+from utils.compression import BFLOAT16, INT8, PLAIN
+from utils.distributed import LocalProcesses, LocalWorkers, Rank, share_of
+
+# All that starts several processes runs in one test process, one after the other.
+pytestmark = pytest.mark.xdist_group("processes")
+
+ROOT = Path(__file__).resolve().parent.parent
+IN_ORDER = [name for name in spmd.SCENARIOS if not name.startswith("all-reduce")]
+
+
+def torchrun(count: int, *arguments: str, timeout: float = 300.0, **keywords) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+    return subprocess.run(
+        [*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False, **keywords
+    )
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def results(request, tmp_path_factory):
+    """What several processes make of every scenario, and who owns the nodes."""
+    folder = tmp_path_factory.mktemp("spmd")
+    done = torchrun(request.param, "tests/spmd.py", str(folder))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(folder / "results.pt", weights_only=True), json.loads((folder / "owners.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The same in this process."""
+    assert torch.get_num_threads() == 1
+    return {name: spmd.run_scenario(name) for name in spmd.SCENARIOS}
+
+
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_several_processes_give_the_same_bits(results, alone, name):
+    together, single = results[0][name], alone[name]
+    assert single["merges"] >= 1
+    assert len(set(single["requests"])) > 1 or name == "across workers"
+    assert together["parameters"].keys() == single["parameters"].keys()
+    for trainer, parameters in single["parameters"].items():
+        assert torch.equal(together["parameters"][trainer], parameters)
+    for what in set(single) - {"parameters", "collectives", "placement"}:
+        assert together[what] == single[what], what
+
+
+def test_one_all_reduce_differs_by_the_order_of_summation_alone(results, alone):
+    for name, tolerance in (("all-reduce", 1e-5), ("all-reduce in float64", 1e-10)):
+        together, single = results[0][name], alone[name]
+        assert together["requests"] == single["requests"]
+        for trainer, parameters in single["parameters"].items():
+            scale = parameters.abs().max().item()
+            torch.testing.assert_close(
+                together["parameters"][trainer], parameters, rtol=tolerance, atol=tolerance * scale
+            )
+
+
+@pytest.mark.parametrize("name", list(spmd.SCENARIOS))
+def test_a_round_has_one_reduction_per_trainer_over_several_processes_and_one_gather(results, name):
+    """Counted in every process: trainers on one process communicate nothing."""
+    (results_of, owners), expected_per_trainer = results, {"all_to_all_single": 1, "all_gather": 1}
+    if name.startswith("all-reduce"):
+        expected_per_trainer = {"all_reduce": 1}
+    reductions = 2 if name == "across workers" else 1
+    seen = 0
+    for rank, rounds in enumerate(results_of[name]["collectives"]):
+        for counts, placement in zip(rounds, results_of[name]["placement"], strict=True):
+            ranks_of = {trainer: {owners[node] for node in nodes} for trainer, nodes in placement.items()}
+            spread = sum(rank in ranks and len(ranks) > 1 for ranks in ranks_of.values())
+            expected = {kind: reductions * spread * count for kind, count in expected_per_trainer.items() if spread}
+            # A merge moves models between processes, and nothing else does.
+            counted = {kind: count for kind, count in counts.items() if kind not in ("send", "recv")}
+            assert counted == {"all_gather_object": 1, **expected}
+            seen += spread
+    assert seen > 0
+
+
+def test_a_failed_node_works_no_more_and_its_trainer_goes_on(alone):
+    result = alone["a node fails"]
+    failed = next(index for index, placement in enumerate(result["placement"]) if index == 2)
+    assert any(1 in nodes for nodes in result["placement"][failed].values())
+    for placement in result["placement"][failed + 1 :]:
+        used = [node for nodes in placement.values() for node in nodes]
+        assert sorted(used) == [0, 2, 3]
+    assert result["left_out"] == 1
+    assert any("node 1 failed: pulled out" in warning for warning in result["warnings"])
+
+
+def test_shares_of_nodes():
+    assert [list(share_of(range(7), index, 3)) for index in range(3)] == [[0, 1, 2], [3, 4], [5, 6]]
+    assert [list(share_of(range(4), index, 4)) for index in range(4)] == [[0], [1], [2], [3]]
+
+
+def test_the_rank_comes_from_the_environment(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert Rank.from_environment() is None
+    values = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    assert Rank.from_environment() == Rank(number=5, count=8, local=1, local_count=4, machine=1)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert Rank.from_environment() is None
+
+
+@pytest.mark.parametrize("encoding", [PLAIN, BFLOAT16, INT8])
+def test_the_mean_leaves_out_who_gives_nothing(encoding):
+    tensors = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)).double()
+    given = [(0, encoding.encode(tensors[0])), (1, None), (2, encoding.encode(tensors[2]))]
+    mean, count = LocalWorkers(3).mean(iter(given), tensors[0], encoding)
+    assert count == 2
+    rough = {PLAIN: 1e-15, BFLOAT16: 0.02, INT8: 0.04}[encoding]
+    torch.testing.assert_close(mean, (tensors[0] + tensors[2]) / 2, rtol=0, atol=rough)
+    nobody, count = LocalWorkers(2).mean(iter([(0, None), (1, None)]), tensors[0], encoding)
+    assert count == 0
+    assert not nobody.any()
+
+
+def test_more_processes_than_nodes_is_a_clear_error(tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(f"{{number_of_outer_steps: 1, nodes_per_gpu: 1, clearml: 'off', log_dir: {tmp_path}/logs}}")
+    result = torchrun(2, "run.py", "--config", str(config), timeout=120)
+    assert result.returncode != 0
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert errors[0].startswith("error: processes: 2 processes on a machine with 1 nodes (cpu, nodes_per_gpu 1)")
+    assert not (tmp_path / "logs").exists()
+
+
+def test_one_process_owns_everything():
+    processes = LocalProcesses([torch.device("cpu")], 3)
+    assert processes.groups == (0, 0, 0)
+    assert processes.gather("x") == ["x"]
+    assert processes.workers([0, 2]).local_workers == (0, 1)
+    assert os.environ.get("RANK") is None
+
+
+def test_the_demo_shortened_gives_the_same_run_on_one_two_and_four_processes(tmp_path, cache_dir):
+    """The program itself, through merges, redistribution and accumulation: weights, CSVs and summary."""
+    arguments = [
+        *("config.yaml", "clearml=off", f"cache_dir={cache_dir}", "memory_sample_seconds=null", "cpu_threads=1"),
+        *("data_sample_size=600", "val_size=40", "number_of_outer_steps=6", "number_of_inner_steps_between_outers=3"),
+        *("sequence_length=64", "max_requested_batch=24"),
+    ]
+    folders = {}
+    for processes in (1, 2, 4):
+        logs = tmp_path / f"{processes}"
+        done = torchrun(processes, "run.py", "--config", *arguments, f"log_dir={logs}")
+        assert done.returncode == 0, done.stderr
+        (folders[processes],) = logs.iterdir()
+    assert summary(folders[1])["merges"] == 3
+    assert summary(folders[1])["largest_requested_batch"] == 24
+    assert [summary(folder)["processes"] for folder in folders.values()] == [1, 2, 4]
+    for processes in (2, 4):
+        assert_same_run(folders[processes], folders[1], besides=("processes",))

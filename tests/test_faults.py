@@ -1,0 +1,315 @@
+"""Faults, injected: workers that diverge, devices without memory, nodes that fail, disks that refuse."""
+
+import csv
+import dataclasses
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import run as program
+import trainers
+from algorithms.policies import slow_nodes
+from cluster import Cluster, NoNodeLeftError
+from fabrics.examples import PackedSequences
+from tests.helpers import Recorder, make_config, make_trainer, random_sequences, tiny_cluster, tiny_llama, train
+from tests.test_run import write_config
+from trainers import NodeFailedError, Trainer, TrainingError
+from utils import checkpoint
+from utils.checkpoint import Checkpoints
+
+EXAMPLES = PackedSequences(random_sequences(80))
+
+
+@pytest.fixture
+def diverging(monkeypatch):
+    """A function that makes some workers' losses NaN: from (round, worker) to whether."""
+    inner_steps = Trainer._inner_steps
+
+    def install(diverges):
+        def diverged(self, worker, index, *arguments):
+            losses, run = inner_steps(self, worker, index, *arguments)
+            if diverges(self.rounds, index):
+                worker.working.parameters.data.fill_(float("nan"))
+                worker.optimizer.state[worker.working.parameters]["exp_avg"].fill_(float("nan"))
+            return losses, run
+
+        monkeypatch.setattr(Trainer, "_inner_steps", diverged)
+
+    return install
+
+
+def test_a_diverged_worker_is_left_out_and_begins_anew_like_the_first_healthy_one(diverging):
+    diverging(lambda step, worker: (step, worker) == (1, 0))
+    config = make_config(INITIAL_BATCH_SIZE=6, sampling_method="none", max_requested_batch=6)
+    trainer = make_trainer(tiny_llama(), config, EXAMPLES, nodes=3)
+    train(trainer, 1)
+    x, v, sent = trainer.parameters.clone(), trainer.velocity.clone(), []
+    encode = trainer._encoded_pseudo_gradient
+
+    def recording(worker):
+        sent.append(trainer.parameters - worker.working.parameters.data)
+        return encode(worker)
+
+    trainer._encoded_pseudo_gradient = recording
+    (report,) = train(trainer, 1)
+    assert report.left_out == 1
+    assert list(report.workers[0].losses)
+    assert report.train_loss == pytest.approx(sum(sum(report.workers[w].losses) for w in (1, 2)) / 6)
+    assert "worker 0 is left out of the average" in report.warnings[0]
+    mean = (sent[0] + sent[1]) / 2
+    velocity = 0.9 * v + mean
+    torch.testing.assert_close(trainer.parameters, x - 0.7 * (mean + 0.9 * velocity), rtol=1e-12, atol=1e-14)
+    trainer.assign_nodes(trainer.nodes)
+    states = [trainer.workers[worker].state_dict() for worker in (0, 1)]
+    assert torch.equal(states[0]["exp_avg"], states[1]["exp_avg"])
+    assert states[0]["exp_avg"].data_ptr() != states[1]["exp_avg"].data_ptr()
+    (report,) = train(trainer, 1)
+    assert report.left_out == 0
+
+
+def test_when_all_diverge_the_parameters_stay_and_the_learning_rate_is_halved_three_times(diverging):
+    diverging(lambda step, worker: step != 1)
+    config = make_config(INITIAL_BATCH_SIZE=6, learning_rate_for_inner_opt=0.08)
+    trainer = make_trainer(tiny_llama(), config, EXAMPLES, nodes=2)
+    before = trainer.parameters.clone()
+    (report,) = train(trainer, 1)
+    assert torch.equal(trainer.parameters, before)
+    assert not trainer.velocity.any()
+    assert (report.left_out, report.statistics, report.next_requested_batch) == (2, None, 6)
+    assert any("the inner learning rate is 0.5 of what it was" in warning for warning in report.warnings)
+    (healthy,) = train(trainer, 1)
+    assert healthy.workers[0].learning_rates == pytest.approx([0.04] * 3)
+    assert not torch.equal(trainer.parameters, before)
+    moved = trainer.parameters.clone()
+    train(trainer, 2)
+    assert trainer.halvings == 3
+    with pytest.raises(TrainingError, match=r"trainer 0: .* halved 3 times; lower learning_rate_for_inner_opt"):
+        train(trainer, 1)
+    assert torch.equal(trainer.parameters, moved)
+
+
+def test_a_learning_rate_that_explodes_stops_with_a_clear_message():
+    config = make_config(learning_rate_for_inner_opt=1e30, gradient_clipping=None)
+    trainer = make_trainer(tiny_llama(), config, EXAMPLES, nodes=1)
+    with pytest.raises(TrainingError, match=r"trainer 0.*lower learning_rate_for_inner_opt"):
+        train(trainer, 5)
+
+
+@pytest.mark.parametrize("at_step", [0, 2])
+def test_out_of_memory_halves_the_max_batch_and_runs_the_same_examples(monkeypatch, at_step):
+    """In float64 the round equals one that had the memory, up to the order of summation."""
+    config = make_config(INITIAL_BATCH_SIZE=14, sampling_method="none")
+    expected = make_trainer(tiny_llama(), config, EXAMPLES, nodes=2, max_batch=8)
+    train(expected, 2)
+    trainer = make_trainer(tiny_llama(), config, EXAMPLES, nodes=2, max_batch=8)
+    backward, done = trainers.backward, []
+
+    def limited(working, examples, indices, weight=1.0):
+        if len(indices) > 2 and len(done) >= at_step:
+            # What it leaves behind is half a gradient.
+            working.gradient.add_(1.0)
+            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+        loss = backward(working, examples, indices, weight)
+        done.append(len(indices))
+        return loss
+
+    monkeypatch.setattr(trainers, "backward", limited)
+    (report,) = train(trainer, 1)
+    monkeypatch.undo()
+    assert report.workers[0].plan.micro_batches == (2, 2, 2, 1)
+    # From 8 to 4, and as 4 and 3 at a time failed as well, to 2.
+    assert [worker.max_batch for worker in report.workers.values()] == [2, 2]
+    assert report.examples == 3 * 14
+    assert any("node 0 ran out of memory; its max batch is 2 from now on" in line for line in report.warnings)
+    trainer.assign_nodes(tuple(dataclasses.replace(node, max_batch=2) for node in trainer.nodes))
+    train(trainer, 1)
+    torch.testing.assert_close(trainer.parameters, expected.parameters, rtol=1e-10, atol=1e-12)
+
+
+def test_a_node_out_of_memory_keeps_its_smaller_max_batch(monkeypatch):
+    cluster, recorder = tiny_cluster(number_of_initial_trainers=1, max_batch_size=8, INITIAL_BATCH_SIZE=16), Recorder()
+    probed = trainers.probed_backward
+
+    def limited(working, examples, indices, weight=1.0):
+        if len(indices) > 2 and cluster.totals.outer_steps == 1:
+            raise torch.OutOfMemoryError("injected")
+        return probed(working, examples, indices, weight)
+
+    monkeypatch.setattr(trainers, "probed_backward", limited)
+    cluster.train(recorder)
+    assert [node.max_batch for node in cluster.nodes] == [2] * 4
+    assert {max(worker.plan.micro_batches) for worker in recorder.rounds[2].reports[0].workers.values()} == {2}
+    assert len(recorder.warnings) == 4
+
+
+def test_one_example_that_does_not_fit_is_an_error(monkeypatch):
+    def full(*arguments):
+        raise torch.OutOfMemoryError("injected")
+
+    monkeypatch.setattr(trainers, "backward", full)
+    trainer = make_trainer(tiny_llama(), make_config(sampling_method="none"), EXAMPLES, nodes=1)
+    with pytest.raises(TrainingError, match="one example does not fit into the memory of cpu"):
+        train(trainer, 1)
+
+
+# Nodes
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """A function that makes nodes fail: from (round, node) to whether."""
+    inner_steps = Trainer._inner_steps
+
+    def install(fails):
+        def failed(self, worker, *arguments):
+            if fails(self.rounds, worker.node.id):
+                raise NodeFailedError("injected")
+            return inner_steps(self, worker, *arguments)
+
+        monkeypatch.setattr(Trainer, "_inner_steps", failed)
+
+    return install
+
+
+def test_the_run_ends_with_a_result_on_the_nodes_that_are_left(failing):
+    failing(lambda step, node: node < 3 and step >= node)  # node 0 at once, node 1 after a round, node 2 after two
+    cluster, recorder = tiny_cluster(number_of_outer_steps=5, number_of_initial_trainers=2), Recorder()
+    final = cluster.train(recorder)
+    assert cluster.failed_nodes == {0, 1, 2}
+    assert cluster.totals.outer_steps == 5
+    assert all(torch.isfinite(trainer.parameters).all() for trainer in cluster.trainers.values())
+    assert all(evaluation.loss < 10 for evaluation in final.values())
+    last = recorder.rounds[-1].reports.values()
+    assert {worker.node for report in last for worker in report.workers.values()} == {3}
+    assert cluster.totals.left_out == sum(r.left_out for result in recorder.rounds for r in result.reports.values())
+
+
+def test_a_node_that_serves_two_trainers_fails_for_both(failing):
+    failing(lambda step, node: node == 1)
+    cluster, recorder = tiny_cluster(nodes_per_gpu=2, number_of_initial_trainers=4), Recorder()
+    cluster.train(recorder)
+    assert cluster.failed_nodes == {1}
+    assert recorder.rounds[0].totals.left_out == 2
+
+
+def test_with_no_node_left_there_is_a_checkpoint_and_a_clear_error(failing, tmp_path, monkeypatch):
+    failing(lambda step, node: step == 2)
+    cluster, recorder = tiny_cluster(number_of_outer_steps=5), Recorder()
+    with pytest.raises(NoNodeLeftError, match="no node is left to train on: all of them failed"):
+        cluster.train(recorder, tmp_path)
+    assert len(recorder.rounds) == 3
+    monkeypatch.undo()
+    written = Checkpoints(tmp_path / "checkpoints", 1).newest()
+    again = tiny_cluster(number_of_outer_steps=5)
+    again.resume(written)
+    for trainer, own in cluster.trainers.items():
+        assert torch.equal(again.trainers[trainer].parameters, own.parameters)
+    again.train(Recorder())
+    assert again.totals.outer_steps == 5
+
+
+def test_slow_nodes_are_those_beyond_the_factor():
+    assert slow_nodes({0: 1.0, 1: 1.1, 2: 0.9, 3: 3.5}, 3.0) == {3}
+    assert slow_nodes({0: 1.0, 1: 1.1, 2: 0.9, 3: 3.5}, 3.6) == set()
+    assert slow_nodes({0: 1.0, 1: 10.0}, 1.5) == {1}
+
+
+def test_a_slow_node_is_dropped_where_the_config_says_so(monkeypatch):
+    train_worker = Trainer._train_worker
+
+    def timed(self, index, *arguments):
+        run = train_worker(self, index, *arguments)
+        return dataclasses.replace(run, seconds=9.0 if run.node == 2 and self.rounds == 1 else 1.0)
+
+    monkeypatch.setattr(Trainer, "_train_worker", timed)
+    patient, impatient = tiny_cluster(), tiny_cluster(drop_slow_nodes=4.0)
+    for cluster, dropped in ((patient, set()), (impatient, {2})):
+        recorder = Recorder()
+        cluster.train(recorder)
+        assert cluster.failed_nodes == dropped
+        assert len([warning for warning in recorder.warnings if "node 2 took" in warning]) == len(dropped)
+
+
+# Disks
+
+
+def run_with(tmp_path, cache_dir, monkeypatch, faults, **values) -> tuple[int, Path]:
+    """The program, with something done to its run folder before some rounds; the exit status and the folder."""
+    original = Cluster.run_round
+
+    def run_round(self, *arguments):
+        (folder,) = (tmp_path / "logs").iterdir()
+        faults.get(self.totals.outer_steps, lambda folder: None)(folder)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Cluster, "run_round", run_round)
+    code = program.main(["--config", str(write_config(tmp_path, cache_dir, save_weights_every=1, **values))])
+    return code, next((tmp_path / "logs").iterdir())
+
+
+def summary_of(folder: Path) -> dict:
+    return json.loads((folder / "model_training_report" / "summary.json").read_text())
+
+
+def test_logs_that_cannot_be_written_for_a_while_are_complete_in_the_end(tmp_path, cache_dir, monkeypatch):
+    away = {
+        1: lambda folder: (folder / "model_training_report").rename(tmp_path / "away"),
+        3: lambda folder: (tmp_path / "away").rename(folder / "model_training_report"),
+    }
+    # summary.json makes its folder again: what was there comes back in its place.
+    away[3] = lambda folder: (
+        shutil.rmtree(folder / "model_training_report", ignore_errors=True),
+        (tmp_path / "away").rename(folder / "model_training_report"),
+    )
+    code, folder = run_with(tmp_path, cache_dir, monkeypatch, away)
+    assert code == 0
+    for name, count in (("training_log.csv", 11), ("step_loss_log.csv", 80)):
+        with (folder / "model_training_report" / name).open(newline="") as file:
+            assert len(list(csv.DictReader(file))) == count
+    warnings = summary_of(folder)["warnings"]
+    assert "training_log.csv could not be written (No such file or directory); training goes on" in warnings
+
+
+@pytest.mark.parametrize("fault", ["removed", "a file in its place"])
+def test_checkpoints_that_cannot_be_written_cost_a_warning(tmp_path, cache_dir, monkeypatch, fault):
+    def break_it(folder: Path) -> None:
+        checkpoints = folder / "checkpoints"
+        shutil.rmtree(checkpoints)
+        if fault == "a file in its place":
+            checkpoints.write_text("")
+
+    code, folder = run_with(tmp_path, cache_dir, monkeypatch, {2: break_it}, keep_checkpoints=9)
+    assert code == 0
+    assert summary_of(folder)["status"] == "completed"
+    warnings = summary_of(folder)["warnings"]
+    if fault == "removed":
+        assert warnings == []
+        assert [p.name for p in sorted((folder / "checkpoints").iterdir())] == [
+            *("round_00003", "round_00004", "round_00005")
+        ]
+    elif fault == "a file in its place":
+        assert len([w for w in warnings if w.startswith("no checkpoint after round")]) == 3
+
+
+def test_a_full_disk_costs_a_warning_and_leaves_the_checkpoints_before(tmp_path, cache_dir, monkeypatch):
+    write = checkpoint._write_tensors
+
+    def full(path, tensors):
+        if "round_00003" in str(path):
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, tensors)
+
+    monkeypatch.setattr(checkpoint, "_write_tensors", full)
+    code, folder = run_with(tmp_path, cache_dir, monkeypatch, {}, keep_checkpoints=9)
+    assert code == 0
+    (warning,) = summary_of(folder)["warnings"]
+    assert warning.startswith("no checkpoint after round 3: No space left on device; training goes on")
+    assert [p.name for p in sorted((folder / "checkpoints").iterdir())] == [
+        f"round_{step:05d}" for step in (1, 2, 4, 5)
+    ]

@@ -1,0 +1,267 @@
+"""A run that was stopped, killed or moved to another number of processes goes on as if nothing had happened."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import run as program
+from tests.test_run import write_config
+from utils.config import parse_config
+from utils.resume import training_changes
+from utils.signals import StopRequest
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMES = ("wall_seconds", "training_seconds", "tokens_per_second", "memory_peaks")
+
+
+def report(folder: Path, name: str) -> list[dict]:
+    with (folder / "model_training_report" / name).open(newline="") as file:
+        return [row | {"seconds": "", "wall_seconds": ""} for row in csv.DictReader(file)]
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "model_training_report" / "summary.json").read_text())
+
+
+def assert_same_run(folder: Path, expected: Path, besides: tuple[str, ...] = ()) -> None:
+    """Bit for bit: weights, CSVs but times, summary but times and what is named."""
+    for name in ("training_log.csv", "step_loss_log.csv", "merge_log.csv"):
+        assert report(folder, name) == report(expected, name), name
+    models = sorted(path.relative_to(expected) for path in expected.glob("model_weights/**/model.safetensors"))
+    assert models
+    for model in models:
+        ours, theirs = load_file(folder / model), load_file(expected / model)
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs), model
+    ours, theirs = summary(folder), summary(expected)
+    assert {k: v for k, v in ours.items() if k not in (*TIMES, *besides)} == {
+        k: v for k, v in theirs.items() if k not in (*TIMES, *besides)
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, cache_dir):
+    """A run that was never stopped, with all its checkpoints."""
+    folder = tmp_path_factory.mktemp("whole")
+    config = write_config(folder, cache_dir, keep_checkpoints=9, number_of_outer_steps=6)
+    assert program.main(["--config", str(config)]) == 0
+    return next((folder / "logs").iterdir())
+
+
+@pytest.fixture
+def stopped(whole, tmp_path):
+    """The same run as a machine that died in round 6 left it, its last checkpoint after round 4."""
+    folder = tmp_path / whole.name
+    shutil.copytree(whole, folder)
+    shutil.rmtree(folder / "checkpoints" / "round_00006")
+    for model in (folder / "model_weights").iterdir():
+        if model.name.startswith("trainer"):
+            shutil.rmtree(model)
+    with (folder / "model_training_report" / "training_log.csv").open("a") as file:
+        file.write("6,0,4,")
+    return folder
+
+
+def test_checkpoints_are_written_on_the_way_and_at_the_end(whole):
+    assert [path.name for path in sorted((whole / "checkpoints").iterdir())] == [
+        *("round_00002", "round_00004", "round_00006")
+    ]
+
+
+def test_a_resumed_run_equals_the_uninterrupted_run(stopped, whole):
+    assert program.main(["--resume", str(stopped)]) == 0
+    assert_same_run(stopped, whole)
+    log = (stopped / "training_log.log").read_text()
+    for step in range(1, 7):
+        assert len(re.findall(rf"round +{step}/6 \| trainer 0", log)) == len(
+            re.findall(rf"round +{step}/6 \| trainer 0", (whole / "training_log.log").read_text())
+        )
+    assert "resumed after round 4" in log
+    # What was logged after the checkpoint is not lost, but not in the way either.
+    assert "round   6/6" in (stopped / "training_log_lost.log").read_text()
+    rows = [r for r in csv.DictReader((stopped / "memory_report" / "memory_log.csv").open()) if r["device"] == "host"]
+    seconds = [float(row["seconds"]) for row in rows]
+    assert seconds == sorted(seconds)
+
+
+def test_a_resumed_run_on_two_processes_equals_the_uninterrupted_run_on_one(stopped, whole):
+    command = [sys.executable, "run.py", "--resume", str(stopped), "processes=2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "2 processes" in (stopped / "training_log.log").read_text()
+    assert_same_run(stopped, whole, besides=("processes",))
+    assert "process 1" in summary(stopped)["memory_peaks"]
+
+
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(stopped, whole, capsys):
+    state = stopped / "checkpoints" / "round_00004" / "state.json"
+    state.write_text(state.read_text().replace("0", "1", 1))
+    assert program.main(["--resume", str(stopped)]) == 0
+    assert "resumed after round 2" in (stopped / "training_log.log").read_text()
+    (warning,) = summary(stopped)["warnings"]
+    assert "a checkpoint was passed over" in warning
+    assert "round_00004: state.json is damaged" in warning
+    assert_same_run(stopped, whole, besides=("warnings",))
+
+
+def test_a_finished_run_can_be_made_longer(whole, tmp_path, cache_dir):
+    folder = tmp_path / "longer"
+    shutil.copytree(whole, folder)
+    assert program.main(["--resume", str(folder), "number_of_outer_steps=7"]) == 0
+    assert report(folder, "training_log.csv")[: len(report(whole, "training_log.csv"))] == report(
+        whole, "training_log.csv"
+    )
+    assert summary(folder)["outer_steps"] == 7
+    assert "number_of_outer_steps: 7" in (folder / "config.yaml").read_text()
+    assert program.main(["--resume", str(folder)]) == 0
+    assert summary(folder)["outer_steps"] == 7
+    assert summary(folder)["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["ETA=0.9"], "ETA: was 0.4, now 0.9; that changes how the run trains: --force allows it"),
+        (["log_file=other.log", "--force"], "log_file: cannot change within a run folder"),
+        (["ETAA=0.9"], "ETAA: unknown key; did you mean ETA?"),
+        (["sequence_length=16", "--force"], "the checkpoint is of a run on other data"),
+        (["model_config.num_hidden_layers=1", "--force"], "the checkpoint is of a model with"),
+    ],
+)
+def test_what_cannot_be_resumed_is_a_clear_error(whole, capsys, overrides, expected):
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
+    assert program.main(["--resume", str(whole), *overrides]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert expected in errors[0]
+    assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == before
+
+
+def test_force_allows_what_changes_the_training_and_the_summary_says_so(stopped):
+    assert program.main(["--resume", str(stopped), "ETA=0.9", "--force"]) == 0
+    assert summary(stopped)["warnings"] == ["resumed with another ETA: was 0.4, now 0.9"]
+    assert "ETA: 0.9" in (stopped / "config.yaml").read_text()
+
+
+def test_a_folder_without_a_run_or_a_checkpoint(whole, tmp_path, capsys):
+    assert program.main(["--resume", str(tmp_path)]) == 2
+    assert "cannot read the configuration" in capsys.readouterr().err
+    shutil.copy(whole / "config.yaml", tmp_path)
+    assert program.main(["--resume", str(tmp_path)]) == 2
+    assert "no checkpoint in" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        program.main(["--resume", str(tmp_path), "--config", "config.yaml"])
+
+
+def test_which_changes_need_force():
+    def config(**values):
+        return parse_config({"number_of_outer_steps": 3} | values)[0]
+
+    def changes(before, after):
+        return [line.split(":")[0] for line in training_changes(before, after)]
+
+    harmless = config(processes=3, clearml="off", number_of_outer_steps=9, keep_checkpoints=5, eval_every=2)
+    assert changes(config(), harmless) == []
+    assert changes(config(), config(nu=1, INITIAL_BATCH_SIZE=4, communication_dtype="int8")) == [
+        *("communication_dtype", "INITIAL_BATCH_SIZE", "nu")
+    ]
+    # With a schedule, the length of the run is in its learning rate.
+    cosine = {"learning_rate_schedule": "cosine"}
+    assert changes(config(**cosine), config(**cosine, number_of_outer_steps=9)) == ["number_of_outer_steps"]
+
+
+# Signals
+
+
+def start(folder: Path, cache_dir: Path, **values) -> tuple[subprocess.Popen, Path]:
+    """A run of its own, as soon as it has trained two rounds; its folder."""
+    config = write_config(folder, cache_dir, **{"save_weights_every": None, "number_of_outer_steps": 400} | values)
+    command = [sys.executable, "run.py", "--config", str(config)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        logs = list(folder.glob("logs/*/model_training_report/training_log.csv"))
+        if logs and logs[0].read_text().count("\n") > 4:
+            return process, logs[0].parent.parent
+        time.sleep(0.1)
+    process.kill()
+    raise AssertionError(process.communicate()[0])
+
+
+@pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_a_signal_ends_the_round_writes_a_checkpoint_and_says_how_to_resume(tmp_path, cache_dir, number, processes):
+    child, folder = start(tmp_path, cache_dir, processes=processes, merge_frequency=1000)
+    child.send_signal(number)
+    output, _ = child.communicate(timeout=60)
+    assert child.returncode == 130, output
+    assert f"{number.name}: stopping after this round" in output
+    assert f"to go on: python run.py --resume {folder}" in output
+    assert "Traceback" not in output
+    rounds = summary(folder)["outer_steps"]
+    assert summary(folder)["status"] == "interrupted"
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"round_{rounds:05d}"]
+    resumed = program.main(["--resume", str(folder), f"number_of_outer_steps={rounds + 1}", "processes=1"])
+    assert resumed == 0
+    whole = write_config(tmp_path, cache_dir, merge_frequency=1000, number_of_outer_steps=rounds + 1)
+    assert program.main(["--config", str(whole), f"log_dir={tmp_path / 'whole'}", "save_weights_every=null"]) == 0
+    assert_same_run(folder, next((tmp_path / "whole").iterdir()))
+
+
+def test_a_second_signal_stops_at_once(tmp_path, cache_dir):
+    child, _ = start(tmp_path, cache_dir, number_of_inner_steps_between_outers=2)
+    child.send_signal(signal.SIGSTOP)  # so that no round ends between the two
+    child.send_signal(signal.SIGINT)
+    child.send_signal(signal.SIGTERM)
+    child.send_signal(signal.SIGCONT)
+    child.communicate(timeout=60)
+    assert child.returncode in (-signal.SIGTERM, -signal.SIGINT, 130)
+
+
+def test_a_round_that_takes_too_long_is_given_up(monkeypatch):
+    said = []
+    monkeypatch.setattr("utils.signals.PATIENCE_SECONDS", 0.2)
+    with StopRequest(said.append) as stop:
+        assert not stop.requested
+        stop.check()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+        assert len(said) == 1
+        stop.check()
+        time.sleep(0.3)
+        with pytest.raises(KeyboardInterrupt):
+            stop.check()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+# Killed
+
+
+def test_a_run_killed_twenty_times_gives_the_same_weights(tmp_path, cache_dir):
+    values = {
+        "number_of_outer_steps": 16,
+        "save_weights_every": 1,
+        "max_requested_batch": 16,
+        "merge_frequency": 5,
+        "memory_sample_seconds": None,
+    }
+    config = str(write_config(tmp_path, cache_dir, **values))
+    command = [sys.executable, str(ROOT / "tests" / "killed.py"), str(tmp_path), config, "20", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "output.txt").read_text()[-2000:]
+    attempts = json.loads(done.stdout)
+    # It was killed while it loaded, and with checkpoints of many different rounds behind it.
+    assert len(attempts["rounds"]) == 21
+    assert len(set(attempts["rounds"])) >= 4
+    (folder,) = (tmp_path / "logs").iterdir()
+    assert program.main(["--config", config, f"log_dir={tmp_path / 'whole'}"]) == 0
+    assert_same_run(folder, next((tmp_path / "whole").iterdir()))

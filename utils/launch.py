@@ -1,0 +1,175 @@
+"""How many processes a run on one machine should have, and starting them; imports no PyTorch, so that it is quick."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from utils.config import Config, ConfigError, load_config
+from utils.utils import write_text_atomically
+
+_GPU_DRIVER = Path("/proc/driver/nvidia/version")
+# For the others to end by themselves after the run.
+_ENDING_SECONDS = 30.0
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _gpus() -> int:
+    if not _GPU_DRIVER.exists():
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def planned_processes(config: Config) -> int:
+    """Processes for this machine: `processes`, or for auto `processes_per_gpu` on each GPU, one per core without.
+
+    Never more than there are nodes.
+    """
+    if config.processes != "auto":
+        return config.processes
+    gpus = _gpus()
+    if config.devices is not None:
+        gpus = min(gpus, sum(device.startswith("cuda") for device in config.devices))
+    if gpus:
+        return gpus * min(config.processes_per_gpu, config.nodes_per_gpu)
+    return min(cores(), config.nodes_per_gpu)
+
+
+def threads_per_process(config: Config) -> int:
+    """Intra-op threads on a CPU: those that the config gives, or what one process of `processes: auto` may use.
+
+    It depends on the machine and the nodes, and not on how many processes there really are: the bits of a sum over
+    threads depend on their number, and the same run on one process or four should have the same.
+    """
+    return config.cpu_threads or max(1, cores() // min(cores(), config.nodes_per_gpu))
+
+
+class Launch:
+    """The other processes of a run on this machine, ranks 1 and up; the one that starts them is rank 0.
+
+    A context: at its end the others have ended, by themselves where it ends without an error, and the environment is
+    as it was.
+
+    Args:
+        count: processes in all.
+        program: arguments of the Python interpreter.
+    """
+
+    def __init__(self, count: int, program: Sequence[str]):
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        shared = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._socket.getsockname()[1]),
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "GROUP_RANK": "0",
+        }
+        if Path("/sys/class/net/lo").exists():
+            shared["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the host's name resolves to
+        self._before = {key: os.environ.get(key) for key in [*shared, "RANK", "LOCAL_RANK"]}
+        self.processes = {
+            rank: subprocess.Popen(
+                [sys.executable, *program],
+                env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+            )
+            for rank in range(1, count)
+        }
+        os.environ.update(shared | {"RANK": "0", "LOCAL_RANK": "0"})
+
+    def detach_socket(self) -> int:
+        """The descriptor of the listening socket at MASTER_PORT, which belongs to the caller from now on."""
+        return self._socket.detach()
+
+    def __enter__(self) -> "Launch":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception) -> None:
+        for process in self.processes.values():
+            if kind is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_ENDING_SECONDS)
+        self.kill()
+        self._socket.close()
+        for key, value in self._before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+    def kill(self) -> None:
+        """End the others now."""
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+
+def start_processes(
+    config: Path, overrides: Sequence[str], program: Sequence[str]
+) -> contextlib.AbstractContextManager[Launch | None]:
+    """The other processes that the configuration asks for; None where there are none, or where it is wrong.
+
+    What is wrong is found, and said, by whoever reads the configuration whole.
+
+    Args:
+        config: the configuration file.
+        overrides: its overrides.
+        program: arguments of the Python interpreter.
+    """
+    try:
+        count = planned_processes(load_config(config, overrides)[0])
+    except ConfigError:
+        count = 1
+    return Launch(count, program) if count > 1 else contextlib.nullcontext()
+
+
+def started_by_others() -> bool:
+    """Whether torchrun, or a Launch, started this process."""
+    return "RANK" in os.environ
+
+
+def is_main() -> bool:
+    """Whether this is the process that writes and speaks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+# torchrun --max-restarts starts all processes again with the same arguments; this tells them where they were.
+
+
+def _attempt_file() -> Path | None:
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    # All processes that an agent of torchrun starts on a machine have it for their parent.
+    return None if run is None else Path(tempfile.gettempdir()) / f"adloco_{os.getuid()}_{run}_{os.getppid()}"
+
+
+def remember_attempt(folder: Path) -> None:
+    """Let the next attempt find this run folder."""
+    path = _attempt_file()
+    if path is not None and os.environ["LOCAL_RANK"] == "0":
+        write_text_atomically(path, str(folder.resolve()))
+
+
+def forget_attempt() -> None:
+    """The run is over."""
+    path = _attempt_file()
+    if path is not None:
+        path.unlink(missing_ok=True)
+
+
+def attempted_before() -> str | None:
+    """The run folder of the attempt before, if torchrun has restarted the run and a checkpoint was written."""
+    path = _attempt_file()
+    if path is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not path.exists():
+        return None
+    folder = path.read_text(encoding="utf-8")
+    return folder if any(Path(folder, "checkpoints").glob("round_*")) else None

@@ -1,0 +1,50 @@
+"""What a run that is resumed may have changed: its configuration, held against the one it was begun with."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from utils.config import FIELDS, Check, Config, ConfigError, load_config
+
+# The places in the run folder, where its logs go on.
+_FIXED = ("log_file", "memory_report_dir", "model_training_report_dir", "model_weights_dir")
+_LENGTHS = ("number_of_outer_steps", "number_of_training_epochs", "max_tokens")
+
+
+def training_changes(before: Config, after: Config) -> list[str]:
+    """What a run that was begun with one configuration would train differently with another, one line per key."""
+    # The length of a run is in its learning rate where that follows a schedule.
+    scheduled = after.learning_rate_schedule != "constant"
+    return [
+        f"{name}: was {getattr(before, name)!r}, now {getattr(after, name)!r}"
+        for name, entry in FIELDS.items()
+        if name not in _FIXED
+        and getattr(before, name) != getattr(after, name)
+        and (entry.metadata["changes_training"] or (scheduled and name in _LENGTHS))
+    ]
+
+
+def resumed_config(
+    folder: Path,
+    overrides: Sequence[str],
+    force: bool,
+    allowed: Mapping[str, Sequence[str]],
+    checks: Sequence[Check] = (),
+) -> tuple[Config, list[str]]:
+    """The configuration of the run in a folder with overrides, and warnings for the log.
+
+    Raises:
+        ConfigError: the folder is that of no run, the overrides are wrong, or they change how it trains and `force` is
+            false.
+    """
+    path = folder / "config.yaml"
+    before, _ = load_config(path, (), allowed, checks)
+    after, warnings = load_config(path, overrides, allowed, checks)
+    problems = [
+        f"{name}: cannot change within a run folder" for name in _FIXED if getattr(before, name) != getattr(after, name)
+    ]
+    changes = training_changes(before, after)
+    if not force:
+        problems += [f"{change}; that changes how the run trains: --force allows it" for change in changes]
+    if problems:
+        raise ConfigError(problems)
+    return after, [*warnings, *(f"resumed with another {change}" for change in changes)]
