@@ -19,7 +19,14 @@ from cluster import Cluster, join_processes
 from tests.helpers import TINY_ARCHITECTURE, Recorder, make_config, tiny_data, use_torch_norms
 from trainers import NodeFailedError, Trainer
 
-_RUN = {"number_of_outer_steps": 7, "ETA": 0.3, "max_batch_size": 4, "max_requested_batch": 24, "cpu_threads": 1}
+_RUN = {
+    "number_of_outer_steps": 7,
+    "ETA": 0.3,
+    "max_batch_size": 4,
+    "max_requested_batch": 24,
+    "eval_batch_size": 3,  # six batches
+    "cpu_threads": 1,
+}
 # Name -> configuration, and whether in float64.
 SCENARIOS = {
     "in order": (_RUN | {"deterministic": True}, False),
@@ -48,16 +55,24 @@ class _Counting(Recorder):
         super().__init__()
         self.counts: Counter = Counter()
         self.by_round: list[dict] = []
+        self.batches, self.evaluated = 0, []
         self.originals = {name: getattr(dist, name) for name in COLLECTIVES}
+        self.evaluate = cluster_module.evaluate_batches
 
     def __enter__(self):
         for name, original in self.originals.items():
             setattr(dist, name, self._counted(name, original))
+        cluster_module.evaluate_batches = self._evaluate
         return self
+
+    def _evaluate(self, module, examples, batch_size, device, batches):
+        self.batches += len(batches)
+        return self.evaluate(module, examples, batch_size, device, batches)
 
     def __exit__(self, *exception):
         for name, original in self.originals.items():
             setattr(dist, name, original)
+        cluster_module.evaluate_batches = self.evaluate
 
     def _counted(self, name, original):
         def call(*arguments, **keywords):
@@ -69,10 +84,13 @@ class _Counting(Recorder):
     def on_round_start(self, outer_step, planned, steps):
         # What distributing the nodes took is not the round's.
         self.counts.clear()
+        self.batches = 0
 
     def on_round(self, cluster, result):
         super().on_round(cluster, result)
         self.by_round.append(dict(self.counts))
+        self.evaluated.append(self.batches)
+        self.batches = 0
 
 
 def run_scenario(name: str, processes=None) -> dict:
@@ -117,6 +135,7 @@ def run_scenario(name: str, processes=None) -> dict:
             for result in recorder.rounds
         ],
         "collectives": recorder.by_round,
+        "evaluated": recorder.evaluated,
         "warnings": recorder.warnings,
     }
 
@@ -129,7 +148,8 @@ def main(folder: Path) -> None:
             processes = join_processes(make_config(**values))[0]
         processes._in_order = values.get("deterministic", True)
         result = run_scenario(name, processes)
-        result["collectives"] = processes.gather(result["collectives"])
+        for what in ("collectives", "evaluated"):
+            result[what] = processes.gather(result[what])
         results[name] = result
     if processes.is_main:
         torch.save(results, folder / "results.pt")

@@ -173,7 +173,12 @@ def test_a_failed_load_says_so_and_never_passes_silently(tmp_path, cache_dir, c4
     arguments = [
         *("dataset=c4", f"c4_local_path={broken}", f"dataset_fallback={fallback}", f"log_dir={tmp_path / 'logs'}"),
         *("data_sample_size=300", "val_size=20", "sequence_length=32", "vocab_size=400", f"cache_dir={cache_dir}"),
-        *("number_of_outer_steps=1", "number_of_inner_steps_between_outers=1", "number_of_initial_trainers=1"),
+        *(
+            "number_of_outer_steps=1",
+            "number_of_inner_steps_between_outers=1",
+            "number_of_initial_trainers=1",
+            "processes=1",
+        ),
     ]
     code = program.main(["--config", str(ROOT / "config.yaml"), *arguments])
     captured = capsys.readouterr()

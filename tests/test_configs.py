@@ -22,7 +22,7 @@ def samples(tmp_path_factory):
 
 
 def run(config: str, folder: Path, *overrides: str) -> dict:
-    places = [f"log_dir={folder}", f"cache_dir={folder}/cache", "clearml=off"]
+    places = [f"log_dir={folder}", f"cache_dir={folder}/cache", "clearml=off", "processes=1"]
     result = subprocess.run(
         [sys.executable, "run.py", "--config", f"configs/{config}", *places, *overrides],
         cwd=ROOT,

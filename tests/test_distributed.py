@@ -52,7 +52,7 @@ def test_several_processes_give_the_same_bits(results, alone, name):
     assert together["parameters"].keys() == single["parameters"].keys()
     for trainer, parameters in single["parameters"].items():
         assert torch.equal(together["parameters"][trainer], parameters)
-    for what in set(single) - {"parameters", "collectives", "placement"}:
+    for what in set(single) - {"parameters", "collectives", "evaluated", "placement"}:
         assert together[what] == single[what], what
 
 
@@ -85,6 +85,18 @@ def test_a_round_has_one_reduction_per_trainer_over_several_processes_and_one_ga
             assert counted == {"all_gather_object": 1, **expected}
             seen += spread
     assert seen > 0
+
+
+def test_the_evaluation_is_shared_out(results):
+    """Six batches for every trainer, by its workers in turn; each is evaluated once, and never all by one process."""
+    results_of, owners = results
+    for name in ("in order", "all-reduce"):
+        evaluated = results_of[name]["evaluated"]
+        for step, placement in enumerate(results_of[name]["placement"]):
+            turns = [owners[nodes[batch % len(nodes)]] for nodes in placement.values() for batch in range(6)]
+            by_rank = [rounds[step] for rounds in evaluated]
+            assert by_rank == [turns.count(rank) for rank in range(len(by_rank))]
+            assert max(by_rank) < 6 * len(placement)
 
 
 def test_a_failed_node_works_no_more_and_its_trainer_goes_on(alone):

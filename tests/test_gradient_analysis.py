@@ -270,7 +270,7 @@ def analysed(tmp_path_factory, cache_dir):
     arguments = [
         *("dataset=python_docs", "data_sample_size=300", "val_size=20", "sequence_length=16", "vocab_size=300"),
         *("number_of_outer_steps=1", "number_of_inner_steps_between_outers=2", f"cache_dir={cache_dir}"),
-        *(f"log_dir={folder / 'logs'}", "clearml=off", "number_of_initial_trainers=2"),
+        *(f"log_dir={folder / 'logs'}", "clearml=off", "number_of_initial_trainers=2", "processes=1"),
     ]
     subprocess.run([sys.executable, "run.py", *arguments], cwd=ROOT, check=True, capture_output=True)
     (run,) = (folder / "logs").iterdir()

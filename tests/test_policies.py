@@ -90,3 +90,28 @@ def test_every_trainer_has_a_node_and_none_lies_idle(requests, nodes):
 def test_there_must_be_a_node():
     with pytest.raises(ValueError, match="at least one node"):
         distribute_nodes({0: 1}, {})
+
+
+def test_trainers_stay_within_groups_where_they_fit():
+    halves = {0: 0, 1: 0, 2: 1, 3: 1}
+    assert distribute_nodes({0: 1, 1: 2, 2: 1}, halves) == {0: (2,), 1: (0, 1), 2: (3,)}
+    assert distribute_nodes({0: 1, 1: 3}, halves) == {0: (3,), 1: (0, 1, 2)}
+    fours = dict.fromkeys(range(4), 0) | dict.fromkeys(range(4, 8), 1)
+    # 3, 2, 2 and 1 nodes fit as 3 + 1 and 2 + 2.
+    assert distribute_nodes({0: 30, 1: 20, 2: 20, 3: 9}, fours) == {0: (0, 1, 2), 1: (4, 5), 2: (6, 7), 3: (3,)}
+    # Into the fullest group that still holds it: the one of two stays whole for the trainer of two.
+    assert distribute_nodes({0: 20, 1: 20, 2: 9}, {0: 0, 1: 0, 2: 0, 3: 1, 4: 1}) == {0: (3, 4), 1: (0, 1), 2: (2,)}
+
+
+@given(
+    st.dictionaries(st.integers(0, 50), st.integers(1, 1000), min_size=1, max_size=6),
+    st.lists(st.integers(0, 3), min_size=1, max_size=12),
+)
+def test_how_many_nodes_a_trainer_gets_does_not_depend_on_the_groups(requests, groups):
+    grouped = distribute_nodes(requests, dict(enumerate(groups)))
+    plain = distribute_nodes(requests, dict.fromkeys(range(len(groups)), 0))
+    assert {trainer: len(nodes) for trainer, nodes in grouped.items()} == {
+        trainer: len(nodes) for trainer, nodes in plain.items()
+    }
+    if len(groups) > len(requests):
+        assert sorted(node for nodes in grouped.values() for node in nodes) == list(range(len(groups)))
