@@ -106,3 +106,20 @@ def test_a_single_worker_with_bfloat16_moves_by_the_rounded_pseudo_gradient():
     train(rounded, 1)
     expected = before - (before - plain.parameters).bfloat16().double()
     torch.testing.assert_close(rounded.parameters, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_new_worker_has_the_first_ones_moments_and_no_error_to_send():
+    settings = {
+        "number_of_initial_trainers": 2,
+        "nodes_per_gpu": 2,
+        "merge_frequency": 1,
+        "communication_dtype": "int8",
+    }
+    cluster = tiny_cluster(**settings)
+    cluster.run_round(Recorder())
+    cluster.distribute()
+    (trainer,) = cluster.trainers.values()
+    first, second = trainer.workers.values()
+    assert torch.equal(first.state_dict()["exp_avg"], second.state_dict()["exp_avg"])
+    assert first.error.abs().max() > 0
+    assert not second.error.any()

@@ -145,6 +145,10 @@ def test_a_node_out_of_memory_keeps_its_smaller_max_batch(monkeypatch):
     assert [node.max_batch for node in cluster.nodes] == [2] * 4
     assert {max(worker.plan.micro_batches) for worker in recorder.rounds[2].reports[0].workers.values()} == {2}
     assert len(recorder.warnings) == 4
+    tensors = {name: group for trainer in cluster.trainers.values() for name, group in trainer.tensors().items()}
+    resumed = tiny_cluster(number_of_initial_trainers=1, max_batch_size=8, INITIAL_BATCH_SIZE=16)
+    resumed.load_state_dict(cluster.state_dict(), lambda group, name: tensors[group][name])
+    assert [node.max_batch for node in resumed.nodes] == [2] * 4
 
 
 def test_one_example_that_does_not_fit_is_an_error(monkeypatch):
