@@ -1,8 +1,8 @@
 """A program that kills a run again and again: tests/killed.py FOLDER CONFIG KILLS SEED; see test_resume.py.
 
-Every attempt is the real entry point in a forked process, which is killed (SIGKILL) at a random moment: one in three
-while it probably loads, the others a little after a round has been logged, which is when a checkpoint is written. Then
-it is resumed; after the last kill it runs to its end.
+Every attempt is the real entry point in a forked process, which is killed (SIGKILL) at a random moment: while it
+probably loads, a little after a round has been logged, which is when models and checkpoint are written, or a little
+after a checkpoint, which is when it trains. Then it is resumed; after the last kill it runs to its end.
 """
 
 import json
@@ -34,15 +34,22 @@ def attempt(arguments: list[str], output: Path) -> int:
     os._exit(program.main(arguments))
 
 
-def wait_for_a_round(folder: Path, child: int) -> None:
-    """Until the child logs one, or has ended."""
-    before = None
+def rounds_logged(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("logs/*/model_training_report/training_log.csv"))
+
+
+def last_checkpoint(folder: Path) -> int:
+    return max((int(path.name.removeprefix("round_")) for path in folder.glob("logs/*/checkpoints/round_*")), default=0)
+
+
+def wait_for_more(measure, folder: Path, child: int) -> None:
+    """Until there is more of something than there was, or the child has ended."""
+    before = measure(folder)
     while not os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-        logs = [path.stat().st_size for path in folder.glob("logs/*/model_training_report/training_log.csv")]
-        # A log that is cut when a run is resumed is no round.
-        if before is not None and logs and logs[0] > before:
+        now = measure(folder)
+        if now > before:
             return
-        before = logs[0] if logs else 0
+        before = now  # a log that is cut when a run is resumed grows from there
         time.sleep(0.005)
 
 
@@ -62,11 +69,12 @@ def main(folder: Path, config: str, kills: int, seed: int) -> int:
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             print(json.dumps({"status": status, "from_scratch": from_scratch, "rounds": rounds}))
             return status
-        if generator.random() < 1 / 3:
+        moment = generator.randrange(3)
+        if moment == 0:
             time.sleep(generator.uniform(0.1, 1.5))
         else:
-            wait_for_a_round(folder, child)
-            time.sleep(generator.uniform(0.0, 0.8))
+            wait_for_more(rounds_logged if moment == 1 else last_checkpoint, folder, child)
+            time.sleep(generator.uniform(0.0, 0.3))
         if os.waitpid(child, os.WNOHANG)[0]:
             print("an attempt ended before it was killed: the run is too short")
             return 1

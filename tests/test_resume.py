@@ -248,10 +248,10 @@ def test_a_round_that_takes_too_long_is_given_up(monkeypatch):
 
 def test_a_run_killed_twenty_times_gives_the_same_weights(tmp_path, cache_dir):
     values = {
-        "number_of_outer_steps": 16,
+        "number_of_outer_steps": 30,
         "save_weights_every": 1,
         "max_requested_batch": 16,
-        "merge_frequency": 5,
+        "merge_frequency": 10,
         "memory_sample_seconds": None,
     }
     config = str(write_config(tmp_path, cache_dir, **values))
