@@ -53,7 +53,7 @@ from utils.distributed import Processes, connect
 from utils.launch import Launch
 from utils.max_batch_calculator import calculate_max_batch
 from utils.signals import StopRequest
-from utils.utils import write_folder_atomically
+from utils.utils import checkpoints_of, write_folder_atomically
 
 # Config key -> the words that the registries know.
 CHOICES = {
@@ -165,7 +165,15 @@ class Cluster:
         self.failed_nodes: set[int] = set()
         assignment = self._assignment(dict.fromkeys(range(len(subsets)), config.INITIAL_BATCH_SIZE))
         self.trainers = {
-            trainer: self._initial_trainer(trainer, subset, any(map(processes.owns, assignment[trainer])))
+            trainer: Trainer(
+                trainer,
+                config,
+                self._initial_parameters(trainer) if any(map(processes.owns, assignment[trainer])) else None,
+                DataCursor(config.training_seed, trainer, subset),
+                data.train,
+                self.working,
+                processes,
+            )
             for trainer, subset in enumerate(subsets)
         }
         self._check_statistics()
@@ -202,19 +210,13 @@ class Cluster:
             reinitialise_output_layer(config.model_type, model, seed if config.single_seed else seed + trainer)
         return model
 
-    def _initial_trainer(self, trainer: int, subset: np.ndarray, works_here: bool) -> Trainer:
+    def _initial_parameters(self, trainer: int) -> torch.Tensor:
         config, home = self.config, self.devices[0]
         same_body = config.identical_initialisation or is_pretrained(config.model_config)
         same_head = config.single_seed or not config.need_to_reinit_output_layers
-        parameters = None
-        if not works_here:
-            pass
-        elif trainer == 0 or (same_body and same_head):
-            parameters = self.working[home].parameters.detach().clone()
-        else:
-            parameters = WorkingModel(self._initial_model(trainer), home).parameters.detach()
-        cursor = DataCursor(config.training_seed, trainer, subset)
-        return Trainer(trainer, config, parameters, cursor, self.data.train, self.working, self.processes)
+        if trainer == 0 or (same_body and same_head):
+            return self.working[home].parameters.detach().clone()
+        return WorkingModel(self._initial_model(trainer), home).parameters.detach()
 
     def _build_nodes(self) -> tuple[Node, ...]:
         devices, per_device = self.processes.devices, self.config.nodes_per_gpu
@@ -546,7 +548,7 @@ class Cluster:
             return
         state = {"cluster": self.state_dict(), "observer": observer.state_dict()}
         groups = {name: group for trainer in self.trainers.values() for name, group in trainer.tensors().items()}
-        checkpoints = Checkpoints(folder / "checkpoints", self.config.keep_checkpoints)
+        checkpoints = Checkpoints(checkpoints_of(folder), self.config.keep_checkpoints)
         try:
             checkpoints.save(
                 self.processes, self.totals.outer_steps, groups, state, {"config.yaml": dump_config(self.config)}

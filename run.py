@@ -20,6 +20,7 @@ from utils.launch import (
     threads_per_process,
 )
 from utils.signals import STATUS_INTERRUPTED, StopRequest
+from utils.utils import checkpoints_of, has_checkpoint
 
 if TYPE_CHECKING:
     from logging.handlers import MemoryHandler
@@ -145,7 +146,7 @@ def set_up(
 
     checkpoint, state, threads = None, None, threads_per_process(config)
     if resume:
-        checkpoint = decided(processes, Checkpoints(Path(resume, "checkpoints"), config.keep_checkpoints).newest)
+        checkpoint = decided(processes, Checkpoints(checkpoints_of(Path(resume)), config.keep_checkpoints).newest)
         state = checkpoint.state["observer"]
         if config.cpu_threads is None:
             threads = checkpoint.state["cluster"]["threads"]
@@ -193,7 +194,7 @@ def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
         if not models and processes.count == 1:
             models = cluster.save_models(folder / cluster.config.model_weights_dir, recorder)
         recorder.finish(cluster, final, status, models)
-        if code and any((folder / "checkpoints").glob("round_*")):
+        if code and has_checkpoint(folder):
             logger.info("to go on: python run.py --resume %s", folder)
         recorder.close()
     if code == 0:

@@ -270,26 +270,26 @@ class Trainer:
     def _compares_workers(self) -> bool:
         return self._adapts and self._config.statistics_estimator == "across_workers"
 
-    def _learning_rate(self, step: int, schedule: RoundSchedule, plan: ExecutionPlan) -> float:
+    def _learning_rates(self, schedule: RoundSchedule, plan: ExecutionPlan) -> list[float]:
+        """Of the inner steps of a worker's round."""
         config = self._config
         base = config.learning_rate_for_inner_opt
         if self._algorithm.inner_optimizer == "sgd":
             base = config.lr_sgd or base
         reference = self.reference_batch or self.execution_plans()[0].effective_batch
-        share = step / schedule.inner_steps
-        progress = schedule.progress_before + share * (schedule.progress_after - schedule.progress_before)
-        return (
+        base *= 0.5**self.halvings * batch_scaling_factor(config.learning_rate_scaling, plan.effective_batch, reference)
+        length = schedule.progress_after - schedule.progress_before
+        return [
             base
-            * 0.5**self.halvings
-            * batch_scaling_factor(config.learning_rate_scaling, plan.effective_batch, reference)
             * schedule_factor(
                 config.learning_rate_schedule,
-                progress,
+                schedule.progress_before + step / schedule.inner_steps * length,
                 self.inner_steps + step,
                 config.warmup_steps,
                 config.minimum_learning_rate_ratio,
             )
-        )
+            for step in range(schedule.inner_steps)
+        ]
 
     def _seed(self, index: int, step: int) -> int:
         """Dropout, where a model has it, depends on the place in the run alone."""
@@ -313,7 +313,7 @@ class Trainer:
         """
         worker, started = self.workers[index], time.perf_counter()
         device = worker.node.device
-        learning_rates = [self._learning_rate(step, schedule, plan) for step in range(schedule.inner_steps)]
+        learning_rates = self._learning_rates(schedule, plan)
         run = WorkerRound(worker.node.id, plan, [], learning_rates, None, 0.0, worker.node.max_batch)
         try:
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from utils.config import Config, ConfigError, load_config
-from utils.utils import write_text_atomically
+from utils.utils import has_checkpoint, write_text_atomically
 
 _GPU_DRIVER = Path("/proc/driver/nvidia/version")
 # For the others to end by themselves after the run.
@@ -31,9 +31,9 @@ def _gpus() -> int:
 
 
 def planned_processes(config: Config) -> int:
-    """Processes for this machine: `processes`, or for auto `processes_per_gpu` on each GPU, one per core without.
+    """Processes for this machine: those that the config gives, else as many as there are nodes for.
 
-    Never more than there are nodes.
+    That is `processes_per_gpu` on each GPU, or without GPUs one per core.
     """
     if config.processes != "auto":
         return config.processes
@@ -172,4 +172,4 @@ def attempted_before() -> str | None:
     if path is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not path.exists():
         return None
     folder = path.read_text(encoding="utf-8")
-    return folder if any(Path(folder, "checkpoints").glob("round_*")) else None
+    return folder if has_checkpoint(Path(folder)) else None

@@ -61,6 +61,16 @@ def write_json_atomically(path: Path, value) -> None:
     write_text_atomically(path, json.dumps(plain(value), indent=2, allow_nan=False) + "\n")
 
 
+def checkpoints_of(run_folder: Path) -> Path:
+    """Where the checkpoints of a run are."""
+    return run_folder / "checkpoints"
+
+
+def has_checkpoint(run_folder: Path) -> bool:
+    """Whether a run can be resumed, as far as can be told without reading."""
+    return any(checkpoints_of(run_folder).glob("round_*"))
+
+
 def nearest_existing_folder(path: Path) -> Path:
     """The deepest ancestor of `path`, itself included, that exists."""
     path = path.absolute()
