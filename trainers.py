@@ -22,6 +22,7 @@ from algorithms.calc_batch import (
     BatchTestParameters,
     bounded_request,
     is_decisive,
+    scheduled_request,
     smoothed,
 )
 from algorithms.gradient_statistics import (
@@ -438,13 +439,16 @@ class Trainer:
         Raises:
             TrainingError: all workers diverged once more than the learning rate may be halved.
         """
-        workers = dict(sorted(workers.items()))
+        config, workers = self._config, dict(sorted(workers.items()))
         step_examples = sum(worker.plan.effective_batch for worker in workers.values())
         if self.reference_batch is None:
             self.reference_batch = workers[0].plan.effective_batch
         warnings = self._look_after(workers)
         requested = self.requested_batch
         statistics, more = self._batch_test(workers, step_examples)
+        if config.batch_schedule:
+            scheduled = scheduled_request(config.batch_schedule, schedule.progress_after, self.requested_batch)
+            self.requested_batch = min(scheduled, self._largest_request)
         self.cursor.advance(schedule.inner_steps * step_examples)
         self.inner_steps += schedule.inner_steps
         self.rounds += 1
@@ -522,9 +526,13 @@ class Trainer:
             self.requested_batch,
             test([self.statistics], parameters, step_examples),
             config.max_batch_growth,
-            config.max_requested_batch or len(self.cursor.subset),
+            self._largest_request,
         )
         return self.statistics, ()
+
+    @property
+    def _largest_request(self) -> int:
+        return self._config.max_requested_batch or len(self.cursor.subset)
 
     # Merging and state
 
@@ -533,8 +541,9 @@ class Trainer:
         """Become the merge of this trainer, the representative, with others (AdLoCo, section 3, step 7).
 
         Parameters and outer velocity become the weighted averages, data subsets are united; requested batch,
-        statistics and workers stay the representative's.
+        statistics and workers stay the representative's. The config may have velocity and moments begin anew.
         """
+        config = self._config
         for name in ("parameters", "velocity") if self._algorithm.has_velocity else ("parameters",):
             own = getattr(self, name)
             if own is not None:
@@ -543,6 +552,11 @@ class Trainer:
                 theirs = self._provide(getattr(other, name), other.nodes, self.nodes)
                 if own is not None:
                     own.add_(theirs, alpha=weights[other.id])
+        if config.outer_momentum_at_merge == "reset" and self.velocity is not None:
+            self.velocity.zero_()
+        if config.inner_state_at_merge == "reset":
+            for worker in self.workers.values():
+                worker.reset()
         self.cursor.unite([other.cursor for other in others])
 
     def state_dict(self) -> dict:

@@ -119,6 +119,16 @@ def bounded_request(current: int, test: int, max_growth: float, max_request: int
     return max(current, min(test, ceiling, max_request))
 
 
+def scheduled_request(schedule: Sequence[tuple[float, float]], progress: float, current: int) -> int:
+    """The request of a schedule by hand, never below the current one.
+
+    Args:
+        schedule: (share of the run, requested batch from there on), both growing.
+        progress: how much of the run is done, 0 to 1.
+    """
+    return max([current, *(int(batch) for share, batch in schedule if share <= progress)])
+
+
 def smoothed(
     previous: GradientStatistics | None, statistics: Sequence[GradientStatistics], decay: float
 ) -> GradientStatistics:

@@ -35,6 +35,8 @@ def _describe(schema: dict) -> str:
         return " or ".join(_describe(part) for part in schema["anyOf"])
     if "const" in schema:
         return f"`{schema['const']}`"
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
     kind = schema.get("type", "")
     if kind == "null":
         return "null"

@@ -47,6 +47,11 @@ class Worker:
         state = dict(self.optimizer.state[self.working.parameters])
         return state if self.error is None else state | {"error": self.error}
 
+    def reset(self) -> None:
+        """Let the optimiser begin anew: moments and step count are zero."""
+        for tensor in self.optimizer.state[self.working.parameters].values():
+            tensor.zero_()
+
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from a copy of `state`."""

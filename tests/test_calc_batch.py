@@ -13,6 +13,7 @@ from algorithms.calc_batch import (
     inner_product_test,
     is_decisive,
     norm_test,
+    scheduled_request,
     smoothed,
 )
 from algorithms.gradient_statistics import GradientStatistics
@@ -142,3 +143,10 @@ def test_each_registered_test_reads_its_own_parameters():
     answers = {name: test and test(sample, parameters, 4) for name, test in BATCH_TESTS.items()}
     # G2 = 2 - 8/8 = 1: 8 / 0.25 = 32.  6 / (0.25 * 4) = 6.  5 / (0.25 * 2) = 10.
     assert answers == {"norm_test": 32, "inner_product_test": 6, "augmented_inner_product_test": 10, "none": None}
+
+
+def test_a_schedule_by_hand_never_shrinks_the_request():
+    schedule = [(0.0, 8.0), (0.5, 16.0), (0.9, 64.0)]
+    assert [scheduled_request(schedule, progress, 4) for progress in (0.0, 0.49, 0.5, 0.9, 1.0)] == [8, 8, 16, 64, 64]
+    assert scheduled_request(schedule, 0.6, 20) == 20
+    assert scheduled_request([(0.3, 9.0)], 0.2, 4) == 4

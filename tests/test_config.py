@@ -183,6 +183,15 @@ def test_all_problems_are_reported_at_once_one_line_each():
             {"INITIAL_BATCH_SIZE": 9, "max_requested_batch": 8},
             "max_requested_batch: must be at least INITIAL_BATCH_SIZE",
         ),
+        ({"batch_schedule": [[0.5, 16]]}, "batch_schedule: needs sampling_method none, got norm_test"),
+        *(
+            (
+                {"sampling_method": "none", "batch_schedule": schedule},
+                "batch_schedule: shares must grow from 0 to at most 1",
+            )
+            for schedule in ([[0.5, 16], [0.5, 32]], [[0.5, 16], [0.6, 15]], [[0.1, 7]], [[1.1, 16]], [[0.1, 9.5]])
+        ),
+        ({"sampling_method": "none", "batch_schedule": [[0.5]]}, "batch_schedule"),
         ({"devices": ["cpu"], "real_device_ids": ["1", "2"]}, "real_device_ids: must name each of the 1 devices"),
         (
             {"number_of_inner_steps_between_outers": None},

@@ -218,6 +218,20 @@ def test_request_is_bounded_and_never_shrinks():
         assert max(own) <= 11
 
 
+def test_a_schedule_by_hand_sets_the_batch_by_the_share_of_the_run_that_is_done():
+    cluster = tiny_cluster(
+        sampling_method="none",
+        batch_schedule=[[0.25, 5], [0.5, 9], [1.0, 99]],
+        number_of_initial_trainers=1,
+        number_of_outer_steps=8,
+    )
+    recorder = Recorder()
+    cluster.train(recorder)
+    assert [result.reports[0].requested_batch for result in recorder.rounds] == [4, 4, 5, 5, 9, 9, 9, 9]
+    # As with a batch test, a request ends at the trainer's 96 examples.
+    assert cluster.trainers[0].requested_batch == 96
+
+
 def bits(cluster) -> dict[int, bytes]:
     return {trainer.id: trainer.parameters.numpy().tobytes() for trainer in cluster.trainers.values()}
 
@@ -301,6 +315,26 @@ def test_a_merge_averages_parameters_and_momentum_and_unites_the_data():
     assert trainers[0].requested_batch == 6
     assert cluster.totals.bytes_communicated - before[0] == trainers[0].parameter_bytes
     assert cluster.totals.communications - before[1] == 1
+
+
+@pytest.mark.parametrize("momentum", ["average", "reset"])
+@pytest.mark.parametrize("inner", ["keep", "reset"])
+def test_a_merged_trainer_may_begin_its_momenta_anew(momentum, inner):
+    cluster = tiny_cluster(
+        number_of_initial_trainers=2, merge_frequency=100, outer_momentum_at_merge=momentum, inner_state_at_merge=inner
+    )
+    cluster.run_round(Recorder())
+    before = {index: worker.state_dict()["exp_avg"].clone() for index, worker in cluster.trainers[0].workers.items()}
+    cluster._merge()
+    trainer = cluster.trainers[0]
+    assert bool(trainer.velocity.any()) == (momentum == "average")
+    for index, worker in trainer.workers.items():
+        kept = worker.state_dict()
+        assert int(kept["step"]) == (3 if inner == "keep" else 0)
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert bool(kept[name].any()) == (inner == "keep")
+        if inner == "keep":
+            assert torch.equal(kept["exp_avg"], before[index])
 
 
 def test_trainers_merge_down_to_one_and_go_on():

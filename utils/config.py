@@ -8,6 +8,7 @@ by the caller, so that this module depends on nothing that trains.
 
 import dataclasses
 import difflib
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -271,6 +272,11 @@ class Config:
     statistics_smoothing: BelowOne = _key(0.0, "weight of the past in the moving average of the statistics over rounds")
     max_batch_growth: AtLeastOne = _key(2.0, "largest factor by which a request grows in a round")
     max_requested_batch: PositiveInt | None = _key(None, "largest request; null: the examples in the trainer's subset")
+    batch_schedule: list[Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)]] | None = _key(
+        None,
+        "a schedule by hand, with sampling_method none: pairs of a share of the run (0 to 1) and the requested batch "
+        "from there on; null: the batch stays",
+    )
 
     # Switch mode and memory
     switch_mode: str = _key("threshold_switch_mode", "when to accumulate gradients", choices=True)
@@ -282,6 +288,12 @@ class Config:
     merging_policy: str = _key("worst_with_worst", "which trainers merge", choices=True)
     merge_frequency: PositiveInt = _key(2, "rounds between merges, while more than one trainer lives")
     merge_count: Annotated[int, Field(ge=2), Number] = _key(2, "trainers that become one in a merge")
+    outer_momentum_at_merge: Literal["average", "reset"] = _key(
+        "average", "outer momentum of a merged trainer: the weighted average of those that merge, or zero"
+    )
+    inner_state_at_merge: Literal["keep", "reset"] = _key(
+        "keep", "AdamW moments of a merged trainer's workers: the representative's, or as at the start of the run"
+    )
 
     # Evaluation
     eval_every: PositiveInt = _key(
@@ -405,6 +417,25 @@ def _check_choices(config: Config, allowed: Mapping[str, Sequence[str]], problem
             problems.append(f"{name}: must be one of {', '.join(choices)}, got {value!r}{hint}")
 
 
+def _check_schedule(config: Config, problems: list[str]) -> None:
+    if config.batch_schedule is None:
+        return
+    if config.sampling_method != "none":
+        problems.append(
+            f"batch_schedule: needs sampling_method none, got {config.sampling_method}, which sets the batch itself"
+        )
+    shares, batches = zip(*config.batch_schedule, strict=True) if config.batch_schedule else ((), ())
+    grows = all(before < after for before, after in itertools.pairwise(shares))
+    grows = grows and all(
+        before <= after for before, after in itertools.pairwise([config.INITIAL_BATCH_SIZE, *batches])
+    )
+    if not (grows and max(shares, default=0.0) <= 1.0 and all(float(batch).is_integer() for batch in batches)):
+        problems.append(
+            f"batch_schedule: shares must grow from 0 to at most 1 and batches be integers that do not shrink, from "
+            f"INITIAL_BATCH_SIZE ({config.INITIAL_BATCH_SIZE}) on, got {config.batch_schedule}"
+        )
+
+
 def _check_together(config: Config, problems: list[str]) -> None:
     if config.number_of_outer_steps is config.number_of_training_epochs is config.max_tokens is None:
         problems.append(
@@ -415,6 +446,7 @@ def _check_together(config: Config, problems: list[str]) -> None:
             f"max_requested_batch: must be at least INITIAL_BATCH_SIZE ({config.INITIAL_BATCH_SIZE}), "
             f"got {config.max_requested_batch}"
         )
+    _check_schedule(config, problems)
     if config.dataset == "text" and not config.text_files:
         problems.append("text_files: dataset text needs the names of its files")
     if config.devices and config.real_device_ids and len(config.devices) != len(config.real_device_ids):
