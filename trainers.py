@@ -265,7 +265,9 @@ class Trainer:
 
     @property
     def _adapts(self) -> bool:
-        return BATCH_TESTS[self._config.sampling_method] is not None
+        """Whether the round that is at hand ends with a batch test."""
+        config = self._config
+        return BATCH_TESTS[config.sampling_method] is not None and self.rounds + 1 >= config.batch_test_start
 
     @property
     def _compares_workers(self) -> bool:
@@ -451,12 +453,12 @@ class Trainer:
             self.requested_batch = min(scheduled, self._largest_request)
         self.cursor.advance(schedule.inner_steps * step_examples)
         self.inner_steps += schedule.inner_steps
-        self.rounds += 1
         bytes_sent = 0
         if len(workers) > 1:
             bytes_sent = self._encoding.reduction_bytes(len(workers), self._parameter_count, self._like.dtype)
             if self._compares_workers:
                 bytes_sent += PLAIN.reduction_bytes(len(workers), self._parameter_count, self._like.dtype)
+        self.rounds += 1
         return RoundReport(
             trainer=self.id,
             requested_batch=requested,
@@ -508,7 +510,7 @@ class Trainer:
         config = self._config
         test = BATCH_TESTS[config.sampling_method]
         present = [worker for worker in workers.values() if not worker.left_out]
-        if test is None or not present:
+        if not (self._adapts and present):
             return None, ()
         if config.statistics_estimator == "per_example":
             statistics = [worker.statistics for worker in present]

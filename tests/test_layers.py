@@ -24,7 +24,7 @@ ALLOWED = {
     "gradient_analysis": {"algorithms", "fabrics", "training_logs", "utils", "cluster"},
 }
 FORBIDDEN_IN_ALGORITHMS = ("torch.distributed", "logging", "os", "yaml", "clearml")
-ALLOWED_IN_ALGORITHMS = {"torch", "math", "statistics", "collections", "dataclasses", "algorithms"}
+ALLOWED_IN_ALGORITHMS = {"torch", "math", "itertools", "statistics", "collections", "dataclasses", "algorithms"}
 
 
 def imports(source: str) -> set[str]:

@@ -218,6 +218,16 @@ def test_request_is_bounded_and_never_shrinks():
         assert max(own) <= 11
 
 
+def test_the_batch_test_begins_when_it_is_told_to():
+    settings = {"ETA": 0.05, "number_of_initial_trainers": 1, "number_of_outer_steps": 5}
+    cluster, recorder = tiny_cluster(batch_test_start=3, **settings), Recorder()
+    cluster.train(recorder)
+    reports = [result.reports[0] for result in recorder.rounds]
+    assert [report.requested_batch for report in reports] == [4, 4, 4, 8, 16]
+    assert [report.statistics is None for report in reports] == [True, True, False, False, False]
+    assert all(worker.statistics is None for report in reports[:2] for worker in report.workers.values())
+
+
 def test_a_schedule_by_hand_sets_the_batch_by_the_share_of_the_run_that_is_done():
     cluster = tiny_cluster(
         sampling_method="none",

@@ -9,6 +9,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from algorithms.communications import best_fit
+from training_logs.prediction import RunFit, TooFewRoundsError, fit, measured
 from training_logs.run_data import Row, RunData
 from utils.utils import write_atomically
 
@@ -317,6 +319,52 @@ def draw_genealogy(axes: Axes, run: RunData, x: str) -> None:
     axis(axes, x, "", "Which trainer became which, with weights")
 
 
+def draw_batch_law(axes: Axes, run: RunData, x: str) -> None:
+    """Effective batch of all trainers together (dots), and the laws fitted to it after the last merge."""
+    rounds = sorted({row["outer_step"] for row in run.rounds})
+    totals = [sum(row["effective_batch"] for row in run.rounds if row["outer_step"] == step) for step in rounds]
+    axes.plot(rounds, totals, "o", ms=4, color="black", label="measured, all trainers")
+    found = _fitted(axes, run)
+    if found is not None:
+        ahead = np.linspace(found.first_round, 1.5 * rounds[-1], 100)
+        for index, (regime, law) in enumerate(found.fits.items()):
+            batches = [law.law.batch(step - found.first_round + 1) for step in ahead]
+            style = {"lw": 2.5 if law is best_fit(found.fits) else 1, "color": colour(index)}
+            axes.plot(ahead, batches, label=f"{regime}, weight {law.weight:.2f}", **style)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis(axes, x, "examples per inner step", "Law of the batch")
+    legend(axes)
+
+
+def draw_prediction(axes: Axes, run: RunData, x: str) -> None:
+    """Communications over examples: measured, and predicted up to three times as many, with a 90% interval."""
+    _, examples, communications = measured(run)
+    axes.plot([0, *examples], [0, *communications], ".-", color="black", label="measured")
+    found = _fitted(axes, run)
+    if found is not None:
+        ahead = np.linspace(examples[-1], 3.0 * examples[-1], 60)
+        values = [found.communications(count) for count in ahead]
+        axes.plot(ahead, [value.value for value in values], color=colour(0), label="predicted")
+        axes.fill_between(
+            ahead, [value.low for value in values], [value.high for value in values], color=colour(0), alpha=0.2, lw=0
+        )
+    axis(axes, x, "communications", "Communications: measured and predicted")
+    axes.set_xlabel("training examples, all trainers")
+    axes.xaxis.set_major_formatter(EngFormatter())
+    axes.set_ylim(bottom=0)
+    legend(axes, loc="upper left")
+
+
+def _fitted(axes: Axes, run: RunData) -> RunFit | None:
+    try:
+        return fit(run)
+    except TooFewRoundsError:
+        axes.text(0.5, 0.02, "too few rounds after the last merge to fit a law", ha="center", fontsize=8,
+                  transform=axes.transAxes)  # fmt: skip
+        return None
+
+
 def draw_memory(axes: Axes, run: RunData, x: str) -> None:
     """Memory of the process and of every GPU over time: allocated (line) and the largest so far (dashed)."""
     devices = dict.fromkeys(row["device"] for row in run.memory if row["device"] != "host")
@@ -355,6 +403,7 @@ PLOTS: dict[str, list[tuple[Draw, str]]] = {
     "gradient_statistics.png": [(draw_variance, "outer_step"), (draw_squared_norm, "outer_step"),
                                 (draw_noise_ratio, "outer_step"), (draw_noise_ratio, "tokens")],
     "trainers.png": [(draw_living, "tokens"), (draw_genealogy, "outer_step")],
+    "communications.png": [(draw_batch_law, "outer_step"), (draw_prediction, "communications")],
     "resources.png": [(draw_throughput, "outer_step"), (draw_memory, "wall_seconds")],
 }  # fmt: skip
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from training_logs.plots import PLOTS
+from training_logs.prediction import TooFewRoundsError, fit, sentences
 from training_logs.run_data import Row, RunData
 from utils.config import FIELDS, Config
 from utils.utils import byte_size, write_text_atomically
@@ -146,6 +147,16 @@ def _config_table(config: Mapping[str, Any]) -> str:
     return table(("key", "value", "meaning"), rows, changed)
 
 
+def _prediction(run: RunData) -> str:
+    """The law of the batch, and the communications that more examples would need, in words."""
+    try:
+        found = fit(run)
+    except TooFewRoundsError:
+        return ""
+    lines = sentences(found, [factor * run.rounds[-1]["examples"] for factor in (2, 4, 10)])
+    return "<h2>Communications for more examples</h2>" + "".join(f"<p>{html.escape(line)}</p>" for line in lines)
+
+
 def run_body(run: RunData) -> str:
     """The report of one run, as the body of a page."""
     summary = run.summary
@@ -160,6 +171,8 @@ def run_body(run: RunData) -> str:
         "<h2>Plots</h2>",
         *(picture(run.report_dir / name) for name in PLOTS),
     ]
+    if run.rounds:
+        parts.append(_prediction(run))
     if run.merges:
         rows = [
             (

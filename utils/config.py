@@ -269,6 +269,9 @@ class Config:
     statistics_batch_size: Annotated[int, Field(ge=2), Number] = _key(
         8, "smallest sample of per_example; smaller micro-batches use a probe batch of this size, or of the max batch"
     )
+    batch_test_start: PositiveInt = _key(
+        1, "first round with a batch test: before it gradients are not yet those of training, and the batch stays"
+    )
     statistics_smoothing: BelowOne = _key(0.0, "weight of the past in the moving average of the statistics over rounds")
     max_batch_growth: AtLeastOne = _key(2.0, "largest factor by which a request grows in a round")
     max_requested_batch: PositiveInt | None = _key(None, "largest request; null: the examples in the trainer's subset")

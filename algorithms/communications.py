@@ -1,0 +1,371 @@
+"""How many communications a run needs: the three laws of the batch, and fitting them (docs/theory.md derives them).
+
+With the norm test in force the batch of round t is b_t = V / (eta^2 ||grad F(x_t)||^2), so the law of the gradient is
+the law of the batch. A round uses H * b_t examples and makes a fixed number of communications (one of each living
+trainer with several workers), so that the examples after C rounds are N(C) = H * (b_1 + ... + b_C):
+
+    constant    b_t = b                      N = H b C                        C ~ N
+    linear      b_t = b + g (t - 1)          N = H (b C + g C (C - 1) / 2)    C ~ sqrt(N)    ||grad F||^2 ~ 1 / t
+    geometric   b_t = b q^(t - 1)            N = H b (q^C - 1) / (q - 1)      C ~ log(N)     ||grad F||^2 ~ q^-t
+
+Rounds are counted from 1; C may be a fraction, as a part of a round.
+"""
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BatchLaw:
+    """A law of b_t with its parameters.
+
+    Attributes:
+        regime: constant, linear or geometric.
+        first: b_1, examples per inner step over all workers.
+        growth: g examples per round (linear), ln q per round (geometric), 0 (constant).
+        largest: the batch at which it stops to grow (max_requested_batch).
+    """
+
+    regime: str
+    first: float
+    growth: float = 0.0
+    largest: float = math.inf
+
+    def batch(self, round_number: float) -> float:
+        """b_t of round t >= 1."""
+        return min(REGIMES[self.regime].batch(self.first, self.growth, round_number - 1.0), self.largest)
+
+    @property
+    def rounds_until_largest(self) -> float:
+        """How many whole rounds have less than the largest batch."""
+        if not math.isfinite(self.largest):
+            return math.inf
+        if self.first >= self.largest:
+            return 0.0
+        if self.growth <= 0.0:
+            return math.inf
+        if self.regime == "linear":
+            return math.ceil((self.largest - self.first) / self.growth)
+        return math.ceil(math.log(self.largest / self.first) / self.growth)
+
+    def examples(self, rounds: float, inner_steps: int) -> float:
+        """N(C): what so many rounds use."""
+        growing = min(rounds, self.rounds_until_largest)
+        used = REGIMES[self.regime].total(self.first, self.growth, growing) if growing > 0 else 0.0
+        return inner_steps * (used + (rounds - growing) * (self.largest if rounds > growing else 0.0))
+
+    def rounds(self, examples: float, inner_steps: int) -> float:
+        """C(N): how many rounds use so many examples."""
+        batches = examples / inner_steps
+        if batches <= 0.0:
+            return 0.0
+        until = self.rounds_until_largest
+        if math.isfinite(until):
+            growing = self.examples(until, 1)
+            if batches > growing:
+                return until + (batches - growing) / self.largest
+        return REGIMES[self.regime].rounds(self.first, self.growth, batches)
+
+
+@dataclass(frozen=True)
+class Regime:
+    """The mathematics of a law; `since` is t - 1. total and rounds are inverse to each other."""
+
+    batch: Callable[[float, float, float], float]
+    total: Callable[[float, float, float], float]
+    rounds: Callable[[float, float, float], float]
+    parameters: int
+
+
+def _linear_rounds(first: float, growth: float, batches: float) -> float:
+    if growth == 0.0:
+        return batches / first
+    # g/2 C^2 + (b - g/2) C - N = 0; this form of the root does not cancel for small g.
+    half, linear = growth / 2.0, first - growth / 2.0
+    discriminant = max(linear * linear + 4.0 * half * batches, 0.0)
+    return 2.0 * batches / (linear + math.sqrt(discriminant))
+
+
+def _geometric_total(first: float, growth: float, rounds: float) -> float:
+    if growth == 0.0:
+        return first * rounds
+    return first * math.expm1(growth * rounds) / math.expm1(growth)
+
+
+def _geometric_rounds(first: float, growth: float, batches: float) -> float:
+    if growth == 0.0:
+        return batches / first
+    return math.log1p(max(batches * math.expm1(growth) / first, -1.0 + 1e-12)) / growth
+
+
+REGIMES = {
+    "constant": Regime(
+        batch=lambda first, growth, since: first,
+        total=lambda first, growth, rounds: first * rounds,
+        rounds=lambda first, growth, batches: batches / first,
+        parameters=1,
+    ),
+    "linear": Regime(
+        batch=lambda first, growth, since: first + growth * since,
+        total=lambda first, growth, rounds: first * rounds + growth * rounds * (rounds - 1.0) / 2.0,
+        rounds=_linear_rounds,
+        parameters=2,
+    ),
+    "geometric": Regime(
+        batch=lambda first, growth, since: first * math.exp(growth * since),
+        total=_geometric_total,
+        rounds=_geometric_rounds,
+        parameters=2,
+    ),
+}
+
+
+# What methods need until ||grad F||^2 <= target: docs/theory.md, section 3.
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the bounds need to know of a problem.
+
+    Attributes:
+        smoothness: L, the Lipschitz constant of grad F.
+        variance: V, the trace of the covariance of one example's gradient.
+        gap: F(x_1) - min F.
+        curvature: mu of the Polyak-Lojasiewicz inequality ||grad F||^2 >= 2 mu (F - min F); 0: not assumed.
+    """
+
+    smoothness: float
+    variance: float
+    gap: float
+    curvature: float = 0.0
+
+
+@dataclass(frozen=True)
+class Need:
+    """Upper bounds: inner steps of a worker, communications, and examples over all workers."""
+
+    inner_steps: float
+    communications: float
+    examples: float
+
+
+def fixed_batch_need(problem: Problem, target: float, batch: float, inner_steps: int) -> Need:
+    """SGD with a constant batch and the step size that suits the target, over rounds of H inner steps.
+
+    The smallest expected ||grad F||^2 over K steps with step size gamma <= 1 / L is at most
+    2 gap / (gamma K) + gamma L V / batch. gamma = min(1 / L, target batch / (2 L V)) makes each half the target.
+
+    Args:
+        batch: examples per inner step over all workers.
+        inner_steps: H; 1 is synchronous training, more is LocalSGD, or DiLoCo with a plain outer step.
+    """
+    gamma = min(1.0 / problem.smoothness, target * batch / (2.0 * problem.smoothness * problem.variance))
+    steps = 4.0 * problem.gap / (gamma * target)
+    return Need(steps, steps / inner_steps, steps * batch)
+
+
+def norm_test_need(problem: Problem, target: float, eta: float, inner_steps: int) -> Need:
+    """SGD whose batch passes the norm test, V / b <= eta^2 ||grad F||^2, at every step; gamma = 1 / (L (1 + eta^2)).
+
+    Every step then lowers F by ||grad F||^2 / (2 L (1 + eta^2)) in expectation. So the smallest ||grad F||^2 of K steps
+    is at most 2 L (1 + eta^2) gap / K (linear regime); with curvature mu the gap shrinks by
+    1 - mu / (L (1 + eta^2)) in every step (geometric regime), and ||grad F||^2 <= 2 L gap.
+
+    Examples are the sum of V / (eta^2 g_k) over the bounds g_k of the steps, down to the target.
+    """
+    scaled = problem.smoothness * (1.0 + eta**2)
+    linear = max(2.0 * scaled * problem.gap / target, 1.0)
+    # Bound g_k = 2 scaled gap / k: the batches V k / (eta^2 2 scaled gap) add up to an arithmetic series.
+    linear_examples = problem.variance / (2.0 * eta**2 * scaled * problem.gap) * linear * (linear + 1.0) / 2.0
+    if problem.curvature == 0.0:
+        return Need(linear, linear / inner_steps, linear_examples)
+    shrink = -math.log1p(-problem.curvature / scaled)
+    steps = max(math.log(2.0 * problem.smoothness * problem.gap / target) / shrink, 1.0)
+    first = problem.variance / (eta**2 * 2.0 * problem.smoothness * problem.gap)
+    return Need(steps, steps / inner_steps, _geometric_total(first, shrink, steps))
+
+
+# Fitting
+
+
+@dataclass(frozen=True)
+class LawFit:
+    """One law fitted to the batches of a run.
+
+    Attributes:
+        law: with the best parameters.
+        error: standard deviation of ln b_t about the law.
+        weight: Akaike weight among the laws that were fitted; they add up to 1.
+        draws: laws drawn from the distribution of the parameters, for intervals.
+    """
+
+    law: BatchLaw
+    error: float
+    weight: float
+    draws: tuple[BatchLaw, ...]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Rounds, or communications, for a number of examples: the best law's, and an interval over laws and parameters."""
+
+    value: float
+    low: float
+    high: float
+
+
+_DRAWS = 400
+MINIMUM_ROUNDS = 4
+
+Theta = tuple[float, float]  # (ln b_1, growth); the growth of the linear law relative to b_1, so that both are about 1
+
+
+def _model(regime: str, theta: Theta, since: float) -> float:
+    """The law's ln b_t."""
+    if regime == "linear":
+        return theta[0] + math.log1p(theta[1] * since)
+    return theta[0] + theta[1] * since  # the constant law has no growth
+
+
+def _slope(regime: str, theta: Theta, since: float) -> float:
+    """Derivative of the law's ln b_t by the growth."""
+    return since / (1.0 + theta[1] * since) if regime == "linear" else since
+
+
+def _residuals(regime: str, theta: Theta, logs: Sequence[float]) -> list[float]:
+    return [value - _model(regime, theta, since) for since, value in enumerate(logs)]
+
+
+def _squares(values: Sequence[float]) -> float:
+    return math.fsum(value * value for value in values)
+
+
+def _to_law(regime: str, theta: Theta, largest: float) -> BatchLaw:
+    first = math.exp(theta[0])
+    return BatchLaw(regime, first, theta[1] * first if regime == "linear" else theta[1], largest)
+
+
+def _normal_matrix(regime: str, theta: Theta, count: int) -> tuple[float, float, float]:
+    """n, sum of slopes, sum of their squares: the entries of the 2 x 2 normal equations."""
+    slopes = [_slope(regime, theta, since) for since in range(count)]
+    return float(count), math.fsum(slopes), _squares(slopes)
+
+
+def _least_squares(regime: str, logs: Sequence[float]) -> Theta:
+    """theta of the smallest sum of squares with growth >= 0, by Gauss-Newton; one step if the law is linear in it."""
+    theta = (math.fsum(logs) / len(logs), 0.0)
+    if regime == "constant":
+        return theta
+    for _ in range(200):
+        residuals = _residuals(regime, theta, logs)
+        n, s, q = _normal_matrix(regime, theta, len(logs))
+        right = math.fsum(residuals)
+        left = math.fsum(r * _slope(regime, theta, since) for since, r in enumerate(residuals))
+        determinant = n * q - s * s
+        step = ((q * right - s * left) / determinant, (n * left - s * right) / determinant)
+        scale, before = 1.0, _squares(residuals)
+        while scale > 1e-9:
+            growth = max(theta[1] + scale * step[1], 0.0)
+            at_growth = (0.0, growth)  # the best ln b_1 for a growth is known in closed form
+            trial = (math.fsum(_residuals(regime, at_growth, logs)) / len(logs), growth)
+            if _squares(_residuals(regime, trial, logs)) <= before:
+                break
+            scale /= 2.0
+        else:
+            return theta
+        moved, theta = abs(trial[0] - theta[0]) + abs(trial[1] - theta[1]), trial
+        if moved < 1e-13:
+            return theta
+    return theta
+
+
+def _inflation(residuals: Sequence[float]) -> float:
+    """How many rounds say as much as one independent round: (1 + r) / (1 - r), r the autocorrelation of neighbours."""
+    energy = _squares(residuals)
+    if energy == 0.0:
+        return 1.0
+    alike = math.fsum(a * b for a, b in itertools.pairwise(residuals)) / energy
+    alike = min(max(alike, 0.0), 0.95)
+    return (1.0 + alike) / (1.0 - alike)
+
+
+def _draws(regime: str, theta: Theta, count: int, variance: float) -> list[Theta]:
+    """Parameters from their normal approximation, at points that fill the plane evenly (the R2 sequence)."""
+    n, s, q = _normal_matrix(regime, theta, count)
+    normal = statistics.NormalDist()
+    golden = 1.324717957244746  # the plastic number
+    points = [
+        tuple(normal.inv_cdf((0.5 + index / golden**power) % 1.0 or 0.5) for power in (1, 2))
+        for index in range(1, _DRAWS + 1)
+    ]
+    if regime == "constant":
+        return [(theta[0] + math.sqrt(variance / n) * first, 0.0) for first, _ in points]
+    # The covariance is variance * inverse of ((n, s), (s, q)); its Cholesky factor by hand.
+    determinant = n * q - s * s
+    a = math.sqrt(q / determinant)
+    b = -s / determinant / a
+    c = math.sqrt(max(n / determinant - b * b, 0.0))
+    deviation = math.sqrt(variance)
+    return [(theta[0] + deviation * a * u, max(theta[1] + deviation * (b * u + c * v), 0.0)) for u, v in points]
+
+
+def fit_laws(batches: Sequence[float], largest: float = math.inf) -> dict[str, LawFit]:
+    """Fit all laws to the batches b_1, b_2, ... of consecutive rounds, by least squares of ln b_t.
+
+    Requests never shrink, so growth is taken to be at least 0. Rounds at `largest` say nothing about growth and are
+    left out. Residuals of neighbouring rounds are alike, and standard errors allow for it.
+
+    Raises:
+        ValueError: fewer than MINIMUM_ROUNDS rounds below `largest`.
+    """
+    free = [batch for batch in batches if batch < largest]
+    if len(free) < MINIMUM_ROUNDS:
+        raise ValueError(f"a law needs at least {MINIMUM_ROUNDS} rounds below the largest batch, got {len(free)}")
+    logs, count = [math.log(batch) for batch in free], len(free)
+    # Batches are whole numbers: nothing is known better than to a third of an example.
+    rounding = math.fsum((0.3 / batch) ** 2 for batch in free) / count
+    found: dict[str, tuple[BatchLaw, float, float, tuple[BatchLaw, ...]]] = {}
+    for regime, mathematics in REGIMES.items():
+        theta, parameters = _least_squares(regime, logs), mathematics.parameters + 1  # the variance is one, too
+        residuals = _residuals(regime, theta, logs)
+        variance = max(_squares(residuals) / count, rounding)
+        correction = 2.0 * parameters * (parameters + 1) / max(count - parameters - 1, 1)
+        aicc = count * math.log(variance) + 2.0 * parameters + correction
+        draws = _draws(regime, theta, count, _inflation(residuals) * variance)
+        laws = tuple(_to_law(regime, draw, largest) for draw in draws)
+        found[regime] = _to_law(regime, theta, largest), math.sqrt(variance), aicc, laws
+    best = min(aicc for _, _, aicc, _ in found.values())
+    weights = {regime: math.exp(-0.5 * (aicc - best)) for regime, (_, _, aicc, _) in found.items()}
+    total = math.fsum(weights.values())
+    return {
+        regime: LawFit(law, error, weights[regime] / total, draws) for regime, (law, error, _, draws) in found.items()
+    }
+
+
+def best_fit(fits: dict[str, LawFit]) -> LawFit:
+    """The law with the largest weight."""
+    return max(fits.values(), key=lambda fit: fit.weight)
+
+
+def predict_rounds(fits: dict[str, LawFit], examples: float, inner_steps: int, coverage: float = 0.9) -> Prediction:
+    """How many rounds use so many examples, with an interval over all laws, by weight, and over their parameters."""
+    best = best_fit(fits)
+    values, weights = [], []
+    for fit in fits.values():
+        values += [law.rounds(examples, inner_steps) for law in fit.draws]
+        weights += [fit.weight / len(fit.draws)] * len(fit.draws)
+    order = sorted(range(len(values)), key=values.__getitem__)
+    low, high, passed = values[order[0]], values[order[-1]], 0.0
+    tail = (1.0 - coverage) / 2.0
+    for index in order:
+        if passed <= tail:
+            low = values[index]
+        passed += weights[index]
+        if passed >= 1.0 - tail:
+            high = values[index]
+            break
+    value = best.law.rounds(examples, inner_steps)
+    return Prediction(value, min(low, value), max(high, value))

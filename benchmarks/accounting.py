@@ -1,0 +1,149 @@
+"""What a run has used up, round by round, and how long it would have taken on other hardware and another network.
+
+Simulated time: nodes work side by side, each on a device of its own. An inner step with micro-batches b_1, b_2, ...
+takes the sum of max(t_min, b_i * t_example); the statistics of a batch test are added to it. A synchronisation takes
+latency + bytes / bandwidth, with the bytes that go through one worker's link, and so does a merge. Nothing overlaps.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from training_logs.comparison import best_per_round
+from training_logs.run_data import Row, RunData
+from utils.compression import COMMUNICATION_DTYPES, PLAIN
+
+# A pass with the per-example statistics against one without: design of the probe, measured by throughput.py.
+PROBED_PASS = 1.4
+
+
+@checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Hardware:
+    """A device that a node has for itself. t_min: seconds of the smallest backward pass and update; t_example: seconds
+    that an example adds once it counts; parameters: of the model there, None: of the run's own."""
+
+    name: str
+    t_min: float | None = None
+    t_example: float | None = None
+    parameters: float | None = None
+
+    def pass_seconds(self, examples: float) -> float:
+        """Of a forward and backward pass over so many examples."""
+        return max(self.t_min, examples * self.t_example)
+
+
+@checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Network:
+    """What connects the nodes. latency: seconds until all workers have begun and ended a synchronisation."""
+
+    name: str
+    bits_per_second: float
+    latency: float
+
+    def seconds(self, link_bytes: float) -> float:
+        """Of a synchronisation that sends so many bytes through each link."""
+        return self.latency + 8.0 * link_bytes / self.bits_per_second
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a run has used at the end of a round. inner_steps: one after the other, of one node."""
+
+    outer_step: int
+    tokens: int
+    inner_steps: int
+    communications: int
+    bytes_communicated: int
+
+
+def _rounds(run: RunData) -> list[list[Row]]:
+    rounds: dict[float, list[Row]] = {}
+    for row in run.rounds:
+        rounds.setdefault(row["outer_step"], []).append(row)
+    return list(rounds.values())
+
+
+def synchronous_bytes(run: RunData, workers: int) -> int:
+    """Bytes that so many workers send together to average one gradient of the run's model."""
+    return PLAIN.reduction_bytes(workers, run.summary["parameters"], torch.float32)
+
+
+def usage(run: RunData, synchronous_workers: int | None = None) -> list[Usage]:
+    """Totals of the whole run after every round.
+
+    Args:
+        synchronous_workers: count instead what so many workers would send that average gradients at every inner step.
+    """
+    found, steps = [], 0
+    for rows in _rounds(run):
+        steps += int(rows[0]["inner_steps"])
+        communications, sent = int(rows[0]["communications"]), int(rows[0]["bytes_communicated"])
+        if synchronous_workers:
+            communications, sent = steps, steps * synchronous_bytes(run, synchronous_workers)
+        found.append(Usage(int(rows[0]["outer_step"]), int(rows[0]["tokens"]), steps, communications, sent))
+    return found
+
+
+def _link_bytes(run: RunData, row: Row, parameters: float) -> float:
+    """Bytes that one worker of a trainer sends in a round."""
+    workers, compared = int(row["nodes"]), run.config["statistics_estimator"] == "across_workers"
+    encoding = COMMUNICATION_DTYPES[run.config["communication_dtype"]]
+    sent = encoding.reduction_bytes(workers, int(parameters), torch.float32)
+    if compared and row["gradient_sample_size"] == row["gradient_sample_size"]:
+        sent += PLAIN.reduction_bytes(workers, int(parameters), torch.float32)
+    return sent / workers
+
+
+def _compute_seconds(row: Row, hardware: Hardware, workers: int) -> float:
+    """A trainer's round on `workers` nodes: all inner steps of one of them, and its statistics."""
+    parts = row["accumulation_steps"]
+    micro_batch = row["effective_batch"] / workers / parts
+    seconds = row["inner_steps"] * parts * hardware.pass_seconds(micro_batch)
+    sample = row["gradient_sample_size"]
+    if sample == sample:
+        in_step = sample <= row["micro_batch"]
+        probed = row["micro_batch"] if in_step else sample
+        seconds += (PROBED_PASS - in_step) * hardware.pass_seconds(probed)
+    return seconds
+
+
+def simulated_seconds(
+    run: RunData, hardware: Hardware, network: Network, synchronous_workers: int | None = None
+) -> list[float]:
+    """Seconds since the start after every round."""
+    parameters = hardware.parameters or run.summary["parameters"]
+    nodes = run.config["nodes_per_gpu"] * len(run.summary["devices"])
+    merges = {merge.outer_step: len(merge.weights) for merge in run.merges}
+    elapsed, found = 0.0, []
+    for rows in _rounds(run):
+        per_node = [0.0] * min(nodes, len(rows))
+        for index, row in enumerate(rows):
+            workers = int(synchronous_workers or row["nodes"])
+            seconds = _compute_seconds(row, hardware, workers)
+            if synchronous_workers:
+                sent = PLAIN.reduction_bytes(workers, int(parameters), torch.float32) / workers
+                seconds += row["inner_steps"] * network.seconds(sent)
+            elif workers > 1:
+                seconds += network.seconds(_link_bytes(run, row, parameters))
+            per_node[index % len(per_node)] += seconds  # with more trainers than nodes, nodes serve them in turn
+        elapsed += max(per_node)
+        merged = merges.get(int(rows[0]["outer_step"]), 0)
+        if merged:
+            elapsed += network.seconds((merged - 1) * 4 * parameters)
+        found.append(elapsed)
+    return found
+
+
+def metric_at(run: RunData) -> dict[int, float]:
+    """The best validation metric of the living trainers, by round; only the rounds that were evaluated."""
+    steps, values = best_per_round(run, "outer_step")
+    return {int(step): value for step, value in zip(steps, values, strict=True)}
+
+
+def fit_step_cost(batches: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """t_min and t_example of measured passes: seconds per example of the largest batch, and the quickest pass."""
+    largest = max(range(len(batches)), key=lambda index: batches[index])
+    return min(seconds), seconds[largest] / batches[largest]

@@ -1,0 +1,331 @@
+"""Methods side by side: python benchmarks/compare.py [COMPARISON.yaml ...] [--jobs N] [--output FOLDER].
+
+Makes the runs that the comparisons in benchmarks/comparisons/ ask for and that are not finished yet, several at a time,
+and writes the results: FOLDER/results/<comparison>.json with what every run used up and reached, plots, and
+FOLDER/results.md. Every run is an ordinary run of run.py with overrides, on one process with one thread. Each method
+is tuned first, with the first seed; its best value is then run with all seeds. Stop it at any time: what is finished
+stays.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tqdm import tqdm
+
+from benchmarks.accounting import Hardware, fit_step_cost, metric_at, simulated_seconds, usage
+from benchmarks.plan import ROOT, Comparison, Method, Run, grid, load_comparison, seed_runs, tuning_runs
+from benchmarks.results import write_results
+from training_logs.run_data import RunData, read_run
+from utils.config import ConfigError
+from utils.launch import cores
+from utils.utils import write_json_atomically
+
+_ALONE = ("processes=1", "cpu_threads=1", "clearml=off", "memory_sample_seconds=null")
+
+
+class ComparisonError(RuntimeError):
+    """Runs could not be made; the message says which and why."""
+
+
+@dataclass(frozen=True)
+class Store:
+    """The folder of all runs, each in a folder named by its id."""
+
+    folder: Path
+
+    def record(self, run: Run) -> dict | None:
+        """What is known of a run that has ended by itself: done, or stopped by an error of training; else None."""
+        path = self.folder / run.id / "run.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def data(self, run: Run) -> RunData:
+        """The run folder of a run that is done."""
+        return read_run(self.folder / run.id / self.record(run)["folder"])
+
+
+class Runner:
+    """Makes runs, as many at a time as there are jobs."""
+
+    def __init__(self, store: Store, base: str, jobs: int):
+        self._store, self._base, self._jobs = store, base, jobs
+        self._commit = commit()
+        self._stopping = threading.Event()
+        self._running: set[subprocess.Popen] = set()
+
+    def _make(self, run: Run) -> None:
+        if self._stopping.is_set():
+            return
+        folder = self._store.folder / run.id
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that did not come to its end
+        folder.mkdir(parents=True)
+        started = time.perf_counter()
+        command = [sys.executable, "run.py", "--config", self._base, *run.overrides, *_ALONE, f"log_dir={folder}"]
+        with (folder / "output.txt").open("wb") as output:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+            self._running.add(process)
+            status = process.wait()
+            self._running.discard(process)
+        if self._stopping.is_set():
+            return
+        text = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
+        made = [path for path in folder.iterdir() if path.is_dir()]
+        if status not in (0, 1) or len(made) != 1 or "Traceback" in text:
+            raise ComparisonError(f"{run.method}, {run.value}, seed {run.seed}: exit status {status}\n{text[-2000:]}")
+        shutil.rmtree(made[0] / "model_weights", ignore_errors=True)
+        shutil.rmtree(made[0] / "checkpoints", ignore_errors=True)
+        record = {
+            "overrides": run.overrides,
+            "commit": self._commit,
+            "folder": made[0].name,
+            "completed": status == 0,
+            "seconds": round(time.perf_counter() - started, 1),
+        }
+        write_json_atomically(folder / "run.json", record)
+
+    def make(self, runs: Iterable[Run], title: str) -> None:
+        """Make the runs that are missing.
+
+        Raises:
+            ComparisonError: some could not be made; the others were.
+        """
+        missing = {run.id: run for run in runs if self._store.record(run) is None}
+        problems = []
+        with ThreadPoolExecutor(self._jobs) as pool, tqdm(total=len(missing), desc=title, unit="run") as bar:
+            futures = {pool.submit(self._make, run): run for run in missing.values()}
+            try:
+                for future in as_completed(futures):
+                    if (error := future.exception()) is not None:
+                        problems.append(str(error))
+                    bar.set_postfix_str(f"{futures[future].method}, seed {futures[future].seed}"[:40])
+                    bar.update()
+            except BaseException:
+                self._stopping.set()
+                for process in list(self._running):
+                    process.kill()
+                raise
+        if problems:
+            raise ComparisonError("\n".join(problems))
+
+
+def commit() -> str:
+    """The commit of the code that runs, marked where files differ from it."""
+
+    def git(*arguments: str) -> str:
+        result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        return result.stdout.strip() if result.returncode == 0 else ""
+
+    return (git("rev-parse", "--short=10", "HEAD") or "unknown") + ("+" if git("status", "--porcelain", "-uno") else "")
+
+
+def machine() -> str:
+    """This machine, in words."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        name = names[0] if names else name
+    return f"{name}, {cores()} cores, {platform.system()}, Python {platform.python_version()}"
+
+
+def calibrated(hardware: Hardware, run: RunData, store: Store) -> Hardware:
+    """The hardware with what it leaves out measured here, for the model and data of a run; measured once."""
+    if hardware.t_min is not None and hardware.t_example is not None:
+        return hardware
+    keys = ("model_type", "model_config", "sequence_length", "vocab_size")
+    wanted = {key: run.config[key] for key in keys}
+    path = store.folder / "calibration.json"
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    found = next((entry for entry in known if entry["of"] == wanted), None)
+    if found is None:
+        code = "import json, sys; from benchmarks.compare import measure; print(json.dumps(measure(sys.argv[1])))"
+        output = subprocess.run(
+            [sys.executable, "-c", code, str(run.folder / "config.yaml")],
+            cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        ).stdout  # fmt: skip
+        batches, seconds = json.loads(output.splitlines()[-1])
+        t_min, t_example = fit_step_cost(batches, seconds)
+        found = {"of": wanted, "batches": batches, "seconds": seconds, "t_min": t_min, "t_example": t_example}
+        write_json_atomically(path, [*known, found])
+    t_min = found["t_min"] if hardware.t_min is None else hardware.t_min
+    t_example = found["t_example"] if hardware.t_example is None else hardware.t_example
+    return Hardware(hardware.name, t_min, t_example, hardware.parameters)
+
+
+def measure(config_path: str, repeats: int = 15) -> tuple[list[int], list[float]]:
+    """Median seconds of an inner step on one thread of this machine, for several batches."""
+    import torch
+
+    from benchmarks.throughput import BareLoop, make_data
+    from utils.config import load_config
+
+    torch.set_num_threads(1)
+    config, _ = load_config(config_path)
+    config = dataclasses.replace(config, model_config={"vocab_size": config.vocab_size} | config.model_config)
+    loop = BareLoop(config, make_data(config, config.model_config["vocab_size"]), torch.device("cpu"))
+    batches = [1, 2, 4, 8, 16, 32]
+    times: dict[int, list[float]] = {batch: [] for batch in batches}
+    for repeat in range(repeats + 1):
+        for batch in batches:
+            loop.batch, started = batch, time.perf_counter()
+            loop.run(1)
+            if repeat:
+                times[batch].append(time.perf_counter() - started)
+    return batches, [statistics.median(values) for values in times.values()]
+
+
+def outcome(run: Run, method: Method, hardware: Iterable[Hardware], comparison: Comparison, store: Store) -> dict:
+    """What a run used up and reached, as JSON values."""
+    record = store.record(run)
+    head = {"method": run.method, "value": run.value, "seed": run.seed, "commit": record["commit"], "id": run.id}
+    if not record["completed"]:
+        return head | {"completed": False}
+    data = store.data(run)
+    metrics = metric_at(data) | {int(data.summary["outer_steps"]): data.summary["final_metric"]}
+    walls = {int(row["outer_step"]): row["wall_seconds"] for row in data.rounds}
+    start, wanted = data.summary["initial_metric"], sorted(metrics)
+    used = {entry.outer_step: entry for entry in usage(data, method.synchronous_workers)}
+    curves: dict[str, list[float]] = {
+        "metric": [start, *(metrics[step] for step in wanted)],
+        "wall_seconds": [0.0, *(walls[step] - walls[1] for step in wanted)],
+    }
+    for name in ("tokens", "inner_steps", "communications", "bytes_communicated"):
+        curves[name] = [0, *(getattr(used[step], name) for step in wanted)]
+    for device in hardware:
+        for network in comparison.networks:
+            elapsed = simulated_seconds(data, device, network, method.synchronous_workers)
+            by_step = dict(zip(used, elapsed, strict=True))
+            curves[simulated_axis(device.name, network.name)] = [0.0, *(by_step[step] for step in wanted)]
+    rounded = {name: [float(f"{value:.6g}") for value in values] for name, values in curves.items()}
+    requests = {int(row["outer_step"]): 0.0 for row in data.rounds}
+    for row in data.rounds:
+        requests[int(row["outer_step"])] += row["effective_batch"]
+    return head | {
+        "completed": True,
+        "final_metric": data.summary["final_metric"],
+        "rounds": len(used),
+        "first_batch": requests[min(requests)],
+        "last_batch": requests[max(requests)],
+        "curves": rounded,
+    }
+
+
+def simulated_axis(hardware: str, network: str) -> str:
+    """The name of the curve of simulated seconds."""
+    return f"simulated: {hardware}, {network}"
+
+
+def better(comparison_runs: Mapping[Run, dict | None], store: Store) -> float | None:
+    """Of one method's runs over its grid, the value with the best final metric."""
+
+    def badness(run: Run) -> float:
+        if not comparison_runs[run]["completed"]:
+            return float("inf")
+        data = store.data(run)
+        return data.summary["final_metric"] * (-1 if data.metric.higher_is_better else 1)
+
+    return min(comparison_runs, key=badness).value
+
+
+def carry_out(path: Path, store: Store, jobs: int, make: bool) -> dict:
+    """Make the runs of a comparison that are missing; its outcome as JSON values.
+
+    Raises:
+        ConfigError: the comparison is wrong.
+        ComparisonError: runs could not be made, or are missing and should not be made.
+    """
+    comparison = load_comparison(path)
+    runner = Runner(store, comparison.base, jobs)
+    tuned = tuning_runs(comparison)
+    if make:
+        runner.make(tuned, f"{path.stem}, tuning")
+    _check_there(tuned, store)
+    best = {
+        method.name: better({run: store.record(run) for run in tuned if run.method == method.name}, store)
+        for method in comparison.methods
+    }
+    chosen = seed_runs(comparison, best)
+    if make:
+        runner.make(chosen, f"{path.stem}, all seeds")
+    _check_there(chosen, store)
+    done = [run for run in chosen if store.record(run)["completed"]]
+    if not done:
+        raise ComparisonError(f"{path}: no run came to its end")
+    first = store.data(done[0])
+    hardware = [calibrated(entry, first, store) for entry in comparison.hardware]
+    methods = {method.name: method for method in comparison.methods}
+    runs = {run.id: run for run in [*tuned, *chosen]}
+    return {
+        "name": path.stem,
+        "comparison": comparison.model_dump() | {"hardware": [vars(entry) for entry in hardware]},
+        "grids": {method.name: grid(comparison, method) for method in comparison.methods},
+        "best": best,
+        "chosen": [run.id for run in chosen],
+        "metric": vars(first.metric),
+        "parameters": first.summary["parameters"],
+        "machine": machine(),
+        "versions": first.summary["versions"],
+        "outcomes": [outcome(run, methods[run.method], hardware, comparison, store) for run in runs.values()],
+    }
+
+
+def _check_there(runs: Iterable[Run], store: Store) -> None:
+    missing = [run for run in runs if store.record(run) is None]
+    if missing:
+        raise ComparisonError(
+            f"{len(missing)} runs are missing, the first: {missing[0].method}, seed {missing[0].seed}"
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit status: 0 done, 1 runs could not be made, 2 a comparison is wrong, 130 interrupted."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("comparisons", nargs="*", type=Path, help="default: all of benchmarks/comparisons/")
+    parser.add_argument("--jobs", type=int, default=cores(), help="runs at a time (default: one per core)")
+    parser.add_argument("--runs", type=Path, default=ROOT / "logs" / "comparisons", help="folder of the runs")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs", help="folder of results.md (default: docs)")
+    parser.add_argument("--report-only", action="store_true", help="make no run; all that are needed must be there")
+    options = parser.parse_args(arguments)
+    if options.jobs < 1:
+        parser.error("--jobs must be at least 1")
+    paths = options.comparisons or sorted((ROOT / "benchmarks" / "comparisons").glob("*.yaml"))
+    store, problems = Store(options.runs.resolve()), []
+    try:
+        for path in paths:
+            load_comparison(path)
+        for path in paths:
+            try:
+                found = carry_out(path, store, options.jobs, not options.report_only)
+            except ComparisonError as error:
+                problems.append(f"{path}: {error}")
+                continue
+            write_json_atomically(options.output / "results" / f"{path.stem}.json", found)
+        print(write_results(options.output))
+    except ConfigError as error:
+        problems += error.problems
+        print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; finished runs are kept, the same command goes on", file=sys.stderr)
+        return 130
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

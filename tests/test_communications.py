@@ -1,0 +1,148 @@
+"""The laws of the batch against sums over rounds, and fits against laws that are known."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from algorithms.communications import (
+    BatchLaw,
+    Problem,
+    best_fit,
+    fit_laws,
+    fixed_batch_need,
+    norm_test_need,
+    predict_rounds,
+)
+
+LAWS = [
+    BatchLaw("constant", 12.0),
+    BatchLaw("linear", 8.0, 3.0),
+    BatchLaw("geometric", 8.0, math.log(1.25)),
+    BatchLaw("linear", 8.0, 3.0, largest=30.0),
+    BatchLaw("geometric", 8.0, math.log(1.25), largest=40.0),
+    BatchLaw("constant", 12.0, largest=12.0),
+]
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+def test_examples_are_the_sum_over_rounds_and_rounds_are_their_inverse(law):
+    used = 0.0
+    for number in range(1, 26):
+        used += 20 * law.batch(number)
+        assert law.examples(number, 20) == pytest.approx(used)
+        assert law.rounds(used, 20) == pytest.approx(number)
+    assert law.rounds(0.0, 20) == 0.0
+
+
+def test_the_laws_on_paper():
+    # 8 + 11 + 14 = 33; 8 + 10 + 12.5 = 30.5; capped at 12: 8 + 11 + 12 + 12 = 43.
+    assert BatchLaw("linear", 8.0, 3.0).examples(3, 10) == pytest.approx(330.0)
+    assert BatchLaw("geometric", 8.0, math.log(1.25)).examples(3, 1) == pytest.approx(30.5)
+    assert BatchLaw("linear", 8.0, 3.0, 12.0).examples(4, 1) == pytest.approx(43.0)
+
+
+@pytest.mark.parametrize(
+    ("law", "ratio"), [(LAWS[0], 100.0), (LAWS[1], 10.0)], ids=["constant: C ~ N", "linear: C ~ sqrt(N)"]
+)
+def test_how_communications_grow_with_examples(law, ratio):
+    assert law.rounds(1e12, 20) / law.rounds(1e10, 20) == pytest.approx(ratio, rel=1e-3)
+
+
+def test_communications_grow_like_the_logarithm_in_the_geometric_regime():
+    law = LAWS[2]
+    per_decade = law.rounds(1e10, 20) - law.rounds(1e9, 20)
+    assert per_decade == pytest.approx(math.log(10) / math.log(1.25), rel=1e-3)
+
+
+@given(
+    st.sampled_from(["linear", "geometric"]),
+    st.floats(20.0, 100.0),
+    st.floats(0.08, 0.5),
+    st.integers(8, 40),
+)
+def test_a_law_without_noise_is_found_exactly(regime, first, growth, count):
+    true = BatchLaw(regime, first, growth * first if regime == "linear" else growth)
+    fits = fit_laws([true.batch(number) for number in range(1, count + 1)])
+    law = fits[regime].law
+    assert law.first == pytest.approx(true.first, rel=1e-6)
+    assert law.growth == pytest.approx(true.growth, rel=1e-5)
+    assert best_fit(fits) is not fits["constant"]
+
+
+@pytest.mark.parametrize("true", LAWS[:3], ids=lambda law: law.regime)
+def test_the_regime_is_picked_and_the_interval_holds_the_truth(true):
+    """Over twenty noisy runs: nearly always the right regime, and a 90% interval that is right most of the time."""
+    right = held = 0
+    for seed in range(20):
+        noise = np.random.default_rng(seed).normal(0.0, 0.05, 40)
+        batches = [true.batch(number) * math.exp(noise[number - 1]) for number in range(1, 41)]
+        fits = fit_laws(batches)
+        right += best_fit(fits).law.regime == true.regime
+        prediction = predict_rounds(fits, true.examples(120, 20), 20)
+        assert prediction.low <= prediction.value <= prediction.high
+        held += prediction.low <= 120 <= prediction.high
+    assert right >= 15
+    assert held >= 15
+    assert prediction.high < 400
+
+
+def test_rounds_at_the_largest_batch_say_nothing_of_growth():
+    true = BatchLaw("linear", 8.0, 4.0, largest=40.0)
+    fits = fit_laws([true.batch(number) for number in range(1, 30)], largest=40.0)
+    assert best_fit(fits).law.regime == "linear"
+    assert best_fit(fits).law.growth == pytest.approx(4.0)
+    assert best_fit(fits).law.rounds(true.examples(100, 20), 20) == pytest.approx(100.0)
+
+
+def test_a_batch_that_stays_is_constant_and_too_few_rounds_are_refused():
+    fits = fit_laws([16.0] * 12)
+    assert best_fit(fits).law.regime == "constant"
+    assert predict_rounds(fits, 16 * 20 * 50, 20).value == pytest.approx(50.0)
+    with pytest.raises(ValueError, match="at least 4 rounds below the largest batch, got 3"):
+        fit_laws([8.0, 9.0, 10.0, 16.0, 16.0], largest=16.0)
+
+
+# Bounds: L = 2, V = 30, gap = 5, target 0.1.
+PROBLEM = Problem(smoothness=2.0, variance=30.0, gap=5.0)
+
+
+def test_bounds_on_paper():
+    # gamma = min(1/2, 0.1 * 6 / 120) = 0.005; K = 4 * 5 / (0.005 * 0.1) = 40,000.
+    fixed = fixed_batch_need(PROBLEM, 0.1, 6.0, 20)
+    assert (fixed.inner_steps, fixed.communications, fixed.examples) == pytest.approx((40_000, 2_000, 240_000))
+    assert fixed_batch_need(PROBLEM, 0.1, 6.0, 1).communications == pytest.approx(40_000)
+    # A batch so large that noise does not matter: gamma = 1/2, K = 400, however large it is.
+    assert fixed_batch_need(PROBLEM, 0.1, 1e6, 20).inner_steps == pytest.approx(400)
+    # eta = 1: K = 2 * 2 * 2 * 5 / 0.1 = 400; the batches are 0.75 k, the last of them 300 = V / (eta^2 target).
+    tested = norm_test_need(PROBLEM, 0.1, 1.0, 20)
+    assert (tested.inner_steps, tested.communications) == pytest.approx((400, 20))
+    assert tested.examples == pytest.approx(sum(0.75 * k for k in range(1, 401)))
+    # mu = 1: rho = 1 - 1/4; K = ln(2 * 2 * 5 / 0.1) / ln(4/3).
+    curved = norm_test_need(Problem(2.0, 30.0, 5.0, 1.0), 0.1, 1.0, 20)
+    assert curved.inner_steps == pytest.approx(math.log(200) / math.log(4 / 3))
+    assert curved.examples == pytest.approx(1.5 * (200 - 1) / (4 / 3 - 1))
+
+
+def test_a_quadratic_obeys_the_bounds_of_the_norm_test():
+    """Gradient descent with noise whose size passes the test at every step, on F = sum of a_i x_i^2 / 2."""
+    curvatures, eta, steps = np.array([0.2, 0.5, 1.0, 2.0]), 0.8, 60
+    smoothness, mu = curvatures.max(), curvatures.min()
+    generator, gaps, gradients = np.random.default_rng(0), np.zeros(steps), np.zeros(steps)
+    runs, start = 400, np.ones(4)
+    for _ in range(runs):
+        x = start.copy()
+        for step in range(steps):
+            gradient = curvatures * x
+            gradients[step] += gradient @ gradient / runs
+            gaps[step] += 0.5 * (curvatures * x) @ x / runs
+            noise = generator.normal(size=4)
+            noise *= eta * np.linalg.norm(gradient) / np.sqrt(4.0)
+            x = x - (gradient + noise) / (smoothness * (1.0 + eta**2))
+    gap = 0.5 * curvatures @ start**2
+    scaled = smoothness * (1.0 + eta**2)
+    for step in range(1, steps):
+        assert gradients[: step + 1].min() <= 2.0 * scaled * gap / (step + 1)
+        assert gaps[step] <= 1.02 * gap * (1.0 - mu / scaled) ** step

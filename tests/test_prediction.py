@@ -1,0 +1,121 @@
+"""The laws fitted to run folders whose numbers are known, and to a run that was made."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from algorithms.communications import best_fit
+from training_logs import plots
+from training_logs.plots import draw
+from training_logs.prediction import TooFewRoundsError, fit, main, measured, sentences
+from training_logs.report import run_body
+from training_logs.run_data import MergeRecord, RunData
+
+
+def made_run(batches, merge_after: int = 0, nodes: int = 4, cap: int | None = None, steps: int = 20) -> RunData:
+    """Rounds of one trainer, and of a second one, with one node, until a merge."""
+    rows, examples, communications = [], 0, 0
+    for number, batch in enumerate(batches, start=1):
+        living = [(0, batch, nodes)] + ([(1, 8, 1)] if number <= merge_after else [])
+        examples += steps * sum(own for _, own, _ in living)
+        communications += int(nodes > 1) + (number == merge_after)
+        rows += [
+            {"outer_step": number, "trainer_id": trainer, "effective_batch": own, "nodes": workers,
+             "inner_steps": steps, "examples": examples, "communications": communications}
+            for trainer, own, workers in living
+        ]  # fmt: skip
+    merges = [MergeRecord(merge_after, 0, {0: 0.5, 1: 0.5})] if merge_after else []
+    config = {"number_of_inner_steps_between_outers": steps, "max_requested_batch": cap}
+    return RunData(Path("made"), config, {}, rows, merges)
+
+
+def test_only_rounds_after_the_last_merge_are_fitted_and_what_came_before_counts():
+    batches = [8, 8, 8, *(round(16 * 1.2**index) for index in range(12))]
+    run = made_run(batches, merge_after=3)
+    found = fit(run)
+    assert (found.first_round, found.batches) == (4, batches[3:])
+    assert (found.examples_before, found.communications_before) == (20 * (8 + 8) * 3, 4)
+    assert (found.communications_per_round, found.living) == (1, 1)
+    assert best_fit(found.fits).law.regime == "geometric"
+    _, examples, communications = measured(run)
+    assert found.communications(examples[-1]).value == pytest.approx(communications[-1], abs=0.1)
+    assert found.rounds(examples[-1]).value == pytest.approx(15, abs=0.1)
+    assert "geometric regime" in sentences(found, [1e6])[0]
+
+
+def test_the_end_is_predicted_from_the_beginning():
+    run = made_run([round(16 + 2.5 * index) for index in range(60)])
+    found = fit(run, share=1 / 3)
+    assert len(found.batches) == 20
+    _, examples, communications = measured(run)
+    prediction = found.communications(examples[-1])
+    assert prediction.value == pytest.approx(communications[-1], rel=0.03)
+    assert prediction.low <= communications[-1] <= prediction.high
+
+
+def test_one_worker_communicates_nothing_and_a_cap_makes_it_linear():
+    assert fit(made_run([16.0] * 8, nodes=1)).communications(1e6).value == 0.0
+    found = fit(made_run([16, 20, 24, 28, 32, 36, 40, 40, 40, 40], cap=40))
+    per_round = 20 * 40
+    first, second = (found.communications(count).value for count in (1e5, 2e5))
+    assert second - first == pytest.approx(1e5 / per_round)
+
+
+def test_too_few_rounds_say_so():
+    with pytest.raises(TooFewRoundsError, match="at least 4 rounds below the largest batch, got 3"):
+        fit(made_run([8, 9, 10]))
+    with pytest.raises(TooFewRoundsError, match="got 0"):
+        fit(made_run([]))
+
+
+def test_a_round_cut_short_by_the_budget_is_left_out():
+    run = made_run([16] * 8)
+    for row in run.rounds[-1:]:
+        row["inner_steps"] = 3
+    assert len(fit(run).batches) == 7
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    from tests.test_reporting import record_run
+    from training_logs.run_data import read_run
+
+    folder = tmp_path_factory.mktemp("logs")
+    return read_run(record_run(folder, number_of_outer_steps=12, number_of_initial_trainers=2, max_batch_growth=1.2))
+
+
+def test_the_plot_shows_the_measured_and_the_predicted(run):
+    axes = draw(run, [(plots.draw_prediction, "communications"), (plots.draw_batch_law, "outer_step")]).axes
+    drawn = {line.get_label(): line for line in axes[0].lines}
+    _, examples, communications = measured(run)
+    assert list(drawn["measured"].get_xdata()) == [0, *examples]
+    assert list(drawn["measured"].get_ydata()) == [0, *communications]
+    found = fit(run)
+    predicted = drawn["predicted"]
+    assert predicted.get_ydata()[-1] == pytest.approx(found.communications(3 * examples[-1]).value)
+    law = next(line for line in axes[1].lines if line.get_linewidth() == 2.5)
+    best = best_fit(found.fits).law
+    assert law.get_label().startswith(best.regime)
+    assert law.get_ydata()[0] == pytest.approx(best.batch(1))
+    assert "Communications for more examples" in run_body(run)
+
+
+def test_a_run_without_enough_rounds_is_drawn_without_a_law():
+    axes = draw(made_run([8, 9, 10]), [(plots.draw_prediction, "communications")]).axes[0]
+    assert [line.get_label() for line in axes.lines] == ["measured"]
+    assert any("too few rounds" in text.get_text() for text in axes.texts)
+
+
+def test_the_command_states_the_error(run, capsys, tmp_path):
+    assert main([str(run.folder), "--share", "0.7"]) == 0
+    printed = capsys.readouterr().out
+    _, examples, communications = measured(run)
+    value = fit(run, 0.7).communications(examples[-1]).value
+    assert f"error {value / communications[-1] - 1.0:+.1%}" in printed
+    assert main([str(run.folder), "--examples", "1e6"]) == 0
+    assert "1,000,000 examples" in capsys.readouterr().out
+    assert main([str(tmp_path)]) == 2
+    assert math.isfinite(value)
+    assert np.isfinite(examples).all()

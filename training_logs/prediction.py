@@ -1,0 +1,175 @@
+"""How many communications a run would need for more examples: the laws of algorithms/communications.py, fitted.
+
+    python -m training_logs.prediction RUN_DIR [--examples N] [--share 0.33]
+
+prints the laws and a prediction; with a share below 1 only the beginning of the run is fitted, and the prediction of
+its end is held against what was measured.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from algorithms.communications import (
+    LawFit,
+    Prediction,
+    best_fit,
+    fit_laws,
+    predict_rounds,
+)
+from training_logs.run_data import Row, RunData, RunFolderError, read_run
+
+_TOTALS = ("outer_step", "examples", "communications")
+
+
+class TooFewRoundsError(ValueError):
+    """There is not enough of a run to fit a law to; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class RunFit:
+    """The laws fitted to a run, or to the beginning of it.
+
+    Attributes:
+        fits: by regime.
+        batches: b_t, examples per inner step over all workers of all trainers, of the rounds that were fitted.
+        first_round: the first of them, which comes after the last merge.
+        inner_steps: H.
+        examples_before, communications_before: what the run had used before that round.
+        communications_per_round: of every later round, as in the last one that was fitted.
+        living: trainers that live; predictions take it that they stay.
+    """
+
+    fits: dict[str, LawFit]
+    batches: list[float]
+    first_round: int
+    inner_steps: int
+    examples_before: float
+    communications_before: float
+    communications_per_round: int
+    living: int
+
+    def rounds(self, examples: float) -> Prediction:
+        """The number of the round in which the run has used so many examples in all; a fraction within it."""
+        found = predict_rounds(self.fits, examples - self.examples_before, self.inner_steps)
+        before = self.first_round - 1
+        return Prediction(before + found.value, before + found.low, before + found.high)
+
+    def communications(self, examples: float) -> Prediction:
+        """Communications of a run with so many examples in all; merges to come are not among them."""
+        found = predict_rounds(self.fits, examples - self.examples_before, self.inner_steps)
+        base, each = self.communications_before, self.communications_per_round
+        return Prediction(*(base + each * value for value in (found.value, found.low, found.high)))
+
+
+def _by_round(run: RunData) -> list[list[Row]]:
+    rounds: dict[float, list[Row]] = {}
+    for row in run.rounds:
+        rounds.setdefault(row["outer_step"], []).append(row)
+    return [rounds[step] for step in sorted(rounds)]
+
+
+def fit(run: RunData | Path, share: float = 1.0) -> RunFit:
+    """Fit the laws to the rounds of a run after its last merge.
+
+    Args:
+        run: or its folder.
+        share: how much of the run to use, from its first round on, by rounds.
+
+    Raises:
+        TooFewRoundsError: fewer than MINIMUM_ROUNDS rounds of full length with a batch below the largest allowed.
+        RunFolderError: the folder is not that of a run.
+    """
+    run = run if isinstance(run, RunData) else read_run(run)
+    rounds = _by_round(run)
+    used = rounds[: math.ceil(share * len(rounds) - 1e-9)]
+    last = int(used[-1][0]["outer_step"]) if used else 0
+    merged = max((merge.outer_step for merge in run.merges if merge.outer_step <= last), default=0)
+    steps = run.config["number_of_inner_steps_between_outers"]
+    own = [rows for rows in used if rows[0]["outer_step"] > merged and rows[0]["inner_steps"] == steps]
+    batches = [sum(row["effective_batch"] for row in rows) for rows in own]
+    cap = run.config["max_requested_batch"]
+    largest = math.inf if cap is None or not own else float(cap * len(own[-1]))
+    try:
+        fits = fit_laws(batches, largest)
+    except ValueError as error:
+        raise TooFewRoundsError(f"{run.folder}: after the last merge, {error}") from None
+    before = [rows for rows in used if rows[0]["outer_step"] < own[0][0]["outer_step"]]
+    return RunFit(
+        fits=fits,
+        batches=batches,
+        first_round=int(own[0][0]["outer_step"]),
+        inner_steps=steps,
+        examples_before=before[-1][0]["examples"] if before else 0.0,
+        communications_before=before[-1][0]["communications"] if before else 0.0,
+        communications_per_round=sum(row["nodes"] > 1 for row in own[-1]),
+        living=len(own[-1]),
+    )
+
+
+def measured(run: RunData) -> tuple[list[float], list[float], list[float]]:
+    """Rounds, examples and communications of the run so far, after every round."""
+    rows = [rows[0] for rows in _by_round(run)]
+    return (
+        [row["outer_step"] for row in rows],
+        [row["examples"] for row in rows],
+        [row["communications"] for row in rows],
+    )
+
+
+def sentences(found: RunFit, examples: Sequence[float]) -> list[str]:
+    """The fit, and its predictions, in words."""
+    law = best_fit(found.fits).law
+    laws = {
+        "constant": f"b = {law.first:.1f}",
+        "linear": f"b_t = {law.first:.1f} + {law.growth:.2f} (t - {found.first_round})",
+        "geometric": f"b_t = {law.first:.1f} * {math.exp(law.growth):.4f}^(t - {found.first_round})",
+    }
+    weights = ", ".join(f"{regime} {entry.weight:.2f}" for regime, entry in found.fits.items())
+    lines = [
+        f"{law.regime} regime, {laws[law.regime]} from round {found.first_round} on "
+        f"({len(found.batches)} rounds; Akaike weights: {weights})"
+    ]
+    for count in examples:
+        value = found.communications(count)
+        interval = f"90% interval {value.low:.1f} to {value.high:.1f}"
+        lines.append(f"{count:,.0f} examples: {value.value:.1f} communications ({interval})")
+    if found.living > 1:
+        lines.append(f"{found.living} trainers live; merges to come are not in the prediction")
+    return lines
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the fit; the exit status."""
+    parser = argparse.ArgumentParser(description="Predict the communications of a run for more examples.")
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument(
+        "--examples", type=float, nargs="+", help="in all (default: 2, 4 and 10 times those of the run)"
+    )
+    parser.add_argument("--share", type=float, default=1.0, help="share of the run to fit, from its beginning")
+    options = parser.parse_args(arguments)
+    if not 0.0 < options.share <= 1.0:
+        parser.error("--share must be above 0 and at most 1")
+    try:
+        run = read_run(options.run)
+        found = fit(run, options.share)
+    except (RunFolderError, TooFewRoundsError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    _, examples, communications = measured(run)
+    wanted = options.examples or ([examples[-1]] if options.share < 1.0 else [k * examples[-1] for k in (2, 4, 10)])
+    print("\n".join(sentences(found, wanted)))
+    if options.share < 1.0:
+        value = found.communications(examples[-1])
+        print(
+            f"measured at {examples[-1]:,.0f} examples: {communications[-1]:.0f} communications; "
+            f"error {value.value / communications[-1] - 1.0:+.1%}"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
