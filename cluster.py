@@ -159,7 +159,11 @@ class Cluster:
             )
         subsets = self._subsets()
         self.devices = list(dict.fromkeys(d for node, d in enumerate(processes.devices) if processes.owns(node)))
-        self.working = {device: WorkingModel(self._initial_model(0), device) for device in self.devices}
+        autocast = None if config.autocast is None else getattr(torch, config.autocast)
+        self.working = {
+            device: WorkingModel(self._initial_model(0), device, autocast, config.compile_model)
+            for device in self.devices
+        }
         self._check_modules()
         self.nodes = self._build_nodes()
         self.failed_nodes: set[int] = set()

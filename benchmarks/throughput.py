@@ -162,7 +162,7 @@ def statistics_cost(config: Config, repeats: int) -> None:
 
     def probed() -> None:
         with PerExampleProbe(working.module, batch_size=len(sample)) as probe:
-            backward(working, data.train, sample)
+            backward(working, data.train, sample, hooked=True)
         probe.statistics()
         working.gradient.zero_()
 

@@ -30,6 +30,14 @@ class Examples(Protocol):
         """The index of an example that no other needs more memory than: a batch of it is the worst case."""
 
 
+def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The array there; a GPU copies it while the program goes on, which takes memory that stays in place."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 class PackedSequences:
     """Token sequences of one length, for a causal language model; no padding.
 
@@ -47,8 +55,7 @@ class PackedSequences:
         return self._tokens.shape[0]
 
     def batch(self, indices: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
-        rows = torch.from_numpy(self._tokens[np.asarray(indices)].astype(np.int64))
-        input_ids = rows.to(device, non_blocking=True)
+        input_ids = _to_device(self._tokens[np.asarray(indices)].astype(np.int64), device)
         # The loss shifts the labels (algorithms.losses): they are the inputs themselves.
         return {"input_ids": input_ids, "labels": input_ids}
 
@@ -95,7 +102,7 @@ class PaddedSequences:
         input_ids[mask] = self._tokens[(self._offsets[indices][:, None] + columns)[mask]]
         labels = np.where(mask, input_ids, IGNORE_INDEX) if self._classes is None else self._classes[indices]
         batch = {"input_ids": input_ids, "attention_mask": mask.astype(np.int64), "labels": labels.astype(np.int64)}
-        return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in batch.items()}
+        return {name: _to_device(array, device) for name, array in batch.items()}
 
     def tokens(self, indices: Sequence[int]) -> int:
         return int(self._lengths(np.asarray(indices, dtype=np.int64)).sum())

@@ -86,11 +86,16 @@ def _sgd(parameters: torch.nn.Parameter, config: Config) -> torch.optim.Optimize
 INNER_OPTIMIZERS = {"adamw": _adamw, "sgd": _sgd}
 
 
-def backward(working: WorkingModel, examples: Examples, indices: np.ndarray, weight: float = 1.0) -> torch.Tensor:
-    """Add the gradient of `weight` times the mean loss of these examples; that product, detached."""
+def backward(
+    working: WorkingModel, examples: Examples, indices: np.ndarray, weight: float = 1.0, hooked: bool = False
+) -> torch.Tensor:
+    """Add the gradient of `weight` times the mean loss of these examples; that product, detached.
+
+    hooked: layers of the module have hooks.
+    """
     batch = examples.batch(indices, working.device)
     labels = batch.pop("labels")
-    loss = example_losses(working.module(**batch).logits, labels).mean() * weight
+    loss = example_losses(working.logits(batch, hooked), labels).mean() * weight
     loss.backward()
     return loss.detach()
 
@@ -100,5 +105,5 @@ def probed_backward(
 ) -> tuple[torch.Tensor, GradientStatistics]:
     """As `backward`, into a gradient that holds nothing yet, with the statistics of these examples."""
     with PerExampleProbe(working.module, batch_size=len(indices)) as probe:
-        loss = backward(working, examples, indices, weight)
+        loss = backward(working, examples, indices, weight, hooked=True)
     return loss, probe.statistics(loss_weight=weight)

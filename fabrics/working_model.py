@@ -4,7 +4,7 @@ Its trainable parameters are views of one flat buffer and their gradients of ano
 loaded, differenced, clipped and stepped with a single operation each, whatever its number of layers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -21,6 +21,8 @@ class WorkingModel:
         module: its trainable parameters, all of one floating type, are moved into the buffers. Frozen ones stay
             where they are: they are the same for every replica.
         device: where the module and the buffers live.
+        autocast: type that the module computes in (torch.autocast); None: that of its parameters.
+        compiled: run the module through torch.compile.
 
     Attributes:
         module: the nn.Module to call.
@@ -28,9 +30,13 @@ class WorkingModel:
         parameter_count: trainable numbers in it, without the gaps.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device):
+    def __init__(
+        self, module: nn.Module, device: torch.device, autocast: torch.dtype | None = None, compiled: bool = False
+    ):
         self.module = module.to(device)
         self.device = device
+        self._autocast = autocast
+        self._compiled = torch.compile(self.module) if compiled else self.module
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         if not trainable:
             raise ValueError("the model has no trainable parameter")
@@ -67,6 +73,14 @@ class WorkingModel:
         """Become the replica with these flat parameters."""
         self.parameters.copy_(parameters)
 
+    def _computing(self) -> torch.autocast:
+        return torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None)
+
+    def logits(self, batch: Mapping[str, torch.Tensor], hooked: bool = False) -> torch.Tensor:
+        """The module's logits for these keyword arguments; hooked: layers have hooks, which a compiled module skips."""
+        with self._computing():
+            return (self.module if hooked else self._compiled)(**batch).logits
+
     @contextmanager
     def evaluating(self, parameters: torch.Tensor) -> Iterator[nn.Module]:
         """The module with these parameters, in eval mode and without gradients, for the length of the context."""
@@ -74,7 +88,7 @@ class WorkingModel:
         was_training = self.module.training
         self.module.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._computing():
                 yield self.module
         finally:
             self.module.train(was_training)

@@ -100,6 +100,11 @@ class Config:
         None,
         "sum in worker order, so that the number of processes does not change a bit; null: true on CPUs, false on GPUs",
     )
+    autocast: Literal["bfloat16"] | None = _key(
+        None,
+        "type that models compute in (torch.autocast); parameters, moments and sums stay float32; null: float32",
+    )
+    compile_model: bool = _key(False, "compile the model (torch.compile); passes with statistics run as they are")
     communication_dtype: str = _key(
         "float32",
         "how pseudo-gradients are sent: as they are, rounded, or as 8-bit integers with a scale per block",

@@ -1,0 +1,81 @@
+"""Other ways to compute: bfloat16 over float32 parameters, and a compiled model."""
+
+import functools
+
+import pytest
+import torch
+
+from fabrics.examples import PackedSequences
+from fabrics.worker import backward, probed_backward
+from fabrics.working_model import WorkingModel
+from tests.helpers import CPU, Recorder, random_sequences, tiny_cluster, tiny_llama
+
+
+def test_autocast_computes_in_bfloat16_and_keeps_everything_else_in_float32():
+    working = WorkingModel(tiny_llama(dtype=torch.float32), CPU, torch.bfloat16)
+    exact = WorkingModel(tiny_llama(dtype=torch.float32), CPU)
+    examples = PackedSequences(random_sequences(8))
+    batch = {"input_ids": examples.batch([0, 1], CPU)["input_ids"]}
+    assert working.logits(batch).dtype == torch.bfloat16
+    with working.evaluating(working.parameters.detach().clone()) as module:
+        assert module(**batch).logits.dtype == torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
+    for model in (working, exact):
+        backward(model, examples, range(8))
+    assert working.parameters.dtype == working.gradient.dtype == torch.float32
+    difference = (working.gradient - exact.gradient).norm() / exact.gradient.norm()
+    assert 1e-5 < difference < 0.03
+
+
+def test_statistics_under_autocast_are_those_of_one_example_at_a_time():
+    """The examples' gradients as autocast rounds them: so the loop runs under autocast, too."""
+    working = WorkingModel(tiny_llama(dtype=torch.float32), CPU, torch.bfloat16)
+    examples = PackedSequences(random_sequences(6))
+    gradients = []
+    for index in range(6):
+        backward(working, examples, [index])
+        gradients.append(working.gradient.double().clone())
+        working.gradient.zero_()
+    rows = torch.stack(gradients)
+    _, statistics = probed_backward(working, examples, range(6))
+    assert statistics.variance == pytest.approx(rows.var(0).sum().item(), rel=0.02)
+    assert statistics.squared_norm == pytest.approx(rows.mean(0).square().sum().item(), rel=0.02)
+
+
+def test_a_compiled_model_gives_the_same_gradients_and_statistics(monkeypatch):
+    """Through the compiler's front end; code generation would only cost time here."""
+    compiled, ran = functools.partial(torch.compile, backend="eager"), []
+
+    def compile_and_count(module):
+        inner = compiled(module)
+
+        def run(**batch):
+            ran.append(len(batch["input_ids"]))
+            return inner(**batch)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile_and_count)
+    examples, found = PackedSequences(random_sequences(8)), []
+    for wanted in (False, True):
+        working = WorkingModel(tiny_llama(), CPU, compiled=wanted)
+        backward(working, examples, range(5))
+        first = working.gradient.clone()
+        working.gradient.zero_()
+        _, statistics = probed_backward(working, examples, range(5))
+        found.append((first, statistics.variance))
+    assert ran == [5]  # not the pass with hooks
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-10, atol=1e-12)
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-12)
+    torch.compiler.reset()
+
+
+def test_a_run_in_bfloat16_learns_nearly_the_same():
+    losses = []
+    for autocast in (None, "bfloat16"):
+        cluster, recorder = tiny_cluster(autocast=autocast, number_of_initial_trainers=1), Recorder()
+        final = cluster.train(recorder)
+        losses.append(final[0].loss)
+        assert cluster.trainers[0].parameters.dtype == torch.float32
+    assert losses[1] != losses[0]
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
