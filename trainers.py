@@ -21,6 +21,7 @@ from algorithms.calc_batch import (
     BATCH_TESTS,
     BatchTestParameters,
     bounded_request,
+    eta_during,
     is_decisive,
     scheduled_request,
     smoothed,
@@ -447,7 +448,7 @@ class Trainer:
             self.reference_batch = workers[0].plan.effective_batch
         warnings = self._look_after(workers)
         requested = self.requested_batch
-        statistics, more = self._batch_test(workers, step_examples)
+        statistics, more = self._batch_test(workers, step_examples, schedule.progress_after)
         if config.batch_schedule:
             scheduled = scheduled_request(config.batch_schedule, schedule.progress_after, self.requested_batch)
             self.requested_batch = min(scheduled, self._largest_request)
@@ -504,7 +505,7 @@ class Trainer:
         return warnings
 
     def _batch_test(
-        self, workers: Mapping[int, WorkerRound], step_examples: int
+        self, workers: Mapping[int, WorkerRound], step_examples: int, progress: float
     ) -> tuple[GradientStatistics | None, tuple[str, ...]]:
         """Turn the round's statistics into the next requested batch; the statistics and what to warn of."""
         config = self._config
@@ -523,7 +524,8 @@ class Trainer:
             warning = "gradient statistics are zero or not finite: the requested batch stays as it is"
             return smoothed(None, statistics, 0.0), (warning,)
         self.statistics = smoothed(self.statistics, statistics, config.statistics_smoothing)
-        parameters = BatchTestParameters(config.ETA, config.vartheta, config.nu, config.debias)
+        eta = eta_during(config.ETA, config.ETA_at_end, progress)
+        parameters = BatchTestParameters(eta, config.vartheta, config.nu, config.debias)
         self.requested_batch = bounded_request(
             self.requested_batch,
             test([self.statistics], parameters, step_examples),

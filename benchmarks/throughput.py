@@ -1,14 +1,20 @@
-"""What the framework costs: python benchmarks/throughput.py [--repeats N] [key=value ...].
+"""What the framework costs: python benchmarks/throughput.py [--repeats N] [--parts ...] [key=value ...].
 
 Prints ratios of medians of interleaved measurements, because single timings on a shared machine say little:
 
-- inner steps: tokens/s of a trainer's inner steps against the loop that a good engineer would write (same
-  model and batch, fused AdamW, gradient clipping, the loss read once at the end, no framework);
-- whole rounds: the same with the outer step, batch test and statistics of a round, evaluation off;
+- steps: tokens/s of a trainer's inner steps against the loop that a good engineer would write (same model and
+  batch, autocast and compilation as configured, fused AdamW, gradient clipping, the loss read once at the end, no
+  framework), and of whole rounds, with outer step, batch test and statistics, evaluation off; with the model
+  FLOPs utilisation;
 - statistics: what the per-example statistics add to a round, from a pass with hooks against a plain one;
-- memory: bytes per parameter of everything of model size, beside the formula.
+- memory: bytes per parameter of everything of model size, beside the formula;
+- outer: GB/s of the outer step against a memory copy;
+- trainers: tokens/s of several trainers that share a device, together, against one that has it for itself.
 
-The model is the demo's unless model_config says otherwise; random tokens cost what real ones cost.
+The model is the demo's unless model_config says otherwise; random tokens cost what real ones cost. On a GPU:
+
+    python benchmarks/throughput.py devices=[cuda:0] autocast=bfloat16 model_config.preset=keeeeenw/MicroLlama \
+        model_config.vocab_size=32000 sequence_length=512 INITIAL_BATCH_SIZE=32 number_of_inner_steps_between_outers=200
 """
 
 import argparse
@@ -25,6 +31,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from algorithms.gradient_statistics import PerExampleProbe
+from algorithms.outer_step import diloco_step
 from cluster import CHOICES, Cluster
 from fabrics.examples import PackedSequences, TaskData
 from fabrics.models import build_model
@@ -58,6 +65,10 @@ class BareLoop:
     def __init__(self, config: Config, data: TaskData, device: torch.device):
         self.model = build_model(config.model_type, config.model_config, data.tokenizer, config.sequence_length, 0)
         self.model.to(device)
+        self.forward = torch.compile(self.model) if config.compile_model else self.model
+        self.autocast = torch.autocast(
+            device.type, getattr(torch, config.autocast or "bfloat16"), enabled=config.autocast is not None
+        )
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=config.learning_rate_for_inner_opt,
@@ -67,20 +78,51 @@ class BareLoop:
         )
         self.clip, self.batch, self.device = config.gradient_clipping, config.INITIAL_BATCH_SIZE, device
         self.tokens = torch.from_numpy(data.train._tokens).to(torch.long)
+        if device.type == "cuda":
+            self.tokens = self.tokens.pin_memory()
 
     def run(self, steps: int) -> None:
         loss_sum = torch.zeros((), device=self.device)
         for step in range(steps):
             rows = torch.arange(step * self.batch, (step + 1) * self.batch) % len(self.tokens)
             ids = self.tokens[rows].to(self.device, non_blocking=True)
-            logits = self.model(input_ids=ids).logits
-            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            with self.autocast:
+                logits = self.forward(input_ids=ids).logits
+                loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
             self.optimizer.step()
             loss_sum += loss.detach()
         loss_sum.item()
+
+
+def flops_per_token(model: torch.nn.Module, sequence_length: int) -> float:
+    """Of training a causal language model: 6 for every weight of a linear layer, the head included (2 forward, 4
+    backward), and 6 * layers * width * sequence_length for attention: 12 with all pairs, half of which are masked."""
+    linear = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
+    config = model.config
+    width = config.num_attention_heads * getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    return 6.0 * linear + 6.0 * config.num_hidden_layers * width * sequence_length
+
+
+# Dense bfloat16 FLOP/s of the makers' data sheets.
+DATA_SHEETS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+
+
+def peak_flops(device: torch.device, autocast: str | None) -> tuple[float, str]:
+    """The device's FLOP/s and where the number is from: a data sheet, or a large matrix product measured here."""
+    dtype = torch.bfloat16 if autocast else torch.float32
+    if device.type == "cuda" and autocast:
+        name = torch.cuda.get_device_name(device)
+        for known, peak in DATA_SHEETS.items():
+            if known in name:
+                return peak, f"{known}, data sheet, dense bfloat16"
+    size = 8192 if device.type == "cuda" else 1024
+    matrix, found = torch.randn(size, size, device=device, dtype=dtype), []
+    for _ in range(8):
+        found.append(seconds(lambda: torch.mm(matrix, matrix), device))
+    return 2.0 * size**3 / min(found), f"the fastest {size} x {size} matrix product here, {dtype}"
 
 
 def seconds(function, device: torch.device) -> float:
@@ -138,12 +180,17 @@ def throughput(config: Config, repeats: int) -> None:
     )
     tokens = steps * config.INITIAL_BATCH_SIZE * config.sequence_length
     base = statistics.median(times["bare loop"])
-    print(f"\n{'':28} {'tokens/s':>10}   ratio to the bare loop (median of pairs; quartiles)")
+    flops = flops_per_token(bare.model, config.sequence_length)
+    peak, source = peak_flops(device, config.autocast)
+    print(f"\nmodel FLOPs: {flops:,.0f} per token (6 per linear weight, 6 * layers * width * length for attention)")
+    print(f"peak: {peak / 1e12:,.3f} TFLOP/s ({source}; {torch.get_num_threads()} threads)")
+    print(f"\n{'':28} {'tokens/s':>10}    MFU   ratio to the bare loop (median of pairs; quartiles)")
     for name, values in times.items():
         pairs = [b / v for b, v in zip(times["bare loop"], values, strict=True)]
         low, middle, high = statistics.quantiles(pairs, n=4)
+        speed = tokens / statistics.median(values)
         print(
-            f"{name:28} {tokens / statistics.median(values):>10,.0f}   {base / statistics.median(values):.3f}"
+            f"{name:28} {speed:>10,.0f}  {speed * flops / peak:5.1%}   {base / statistics.median(values):.3f}"
             f"   ({middle:.3f}; {low:.3f} to {high:.3f})"
         )
 
@@ -199,6 +246,48 @@ def memory(config: Config) -> None:
     print(f"  formula  {formula} = 4 (2 working + 1 pseudo-gradient + 2 per trainer + 2 per worker)")
 
 
+def outer_step(config: Config, repeats: int, elements: int = 25_000_000) -> None:
+    """GB/s of the outer step and of a copy, on tensors that no cache holds."""
+    device = Cluster(config, make_data(config, build_vocabulary(config))).devices[0]
+    x, delta, velocity, other = (torch.randn(elements, device=device) * 1e-3 for _ in range(4))
+    times = interleaved(
+        {"copy": lambda: other.copy_(x), "outer": lambda: diloco_step(x, delta, velocity, 1e-3, 0.9)}, device, repeats
+    )
+    # A copy reads and writes once; the least that a Nesterov step can do is to read three tensors and write two.
+    speeds = {
+        name: moved * 4 * elements / statistics.median(times[name]) / 1e9 for name, moved in (("copy", 2), ("outer", 5))
+    }
+    print(
+        f"\nouter step of {elements:,} parameters: {speeds['outer']:.1f} GB/s of the 5 passes that it needs at least;"
+    )
+    print(f"  a copy {speeds['copy']:.1f} GB/s; ratio {speeds['outer'] / speeds['copy']:.2f}")
+
+
+def several_trainers(config: Config, repeats: int, counts: tuple[int, ...] = (1, 2, 4)) -> None:
+    """Tokens/s of all trainers of a device together; each has the batch that one alone has."""
+    data, rounds = make_data(config, build_vocabulary(config)), {}
+    for count in counts:
+        cluster = Cluster(with_values(config, number_of_initial_trainers=count, nodes_per_gpu=count), data)
+        schedule = RoundSchedule(config.number_of_inner_steps_between_outers, 0.0, 0.0)
+
+        def all_trainers(cluster: Cluster = cluster, schedule: RoundSchedule = schedule) -> None:
+            for trainer in cluster.trainers.values():
+                whole_round(trainer, schedule)
+
+        rounds[count], device = all_trainers, cluster.devices[0]
+    times = interleaved(rounds, device, repeats)
+    print("\ntrainers on one device, one after the other in one process: tokens/s of all together")
+    for count, values in times.items():
+        pairs = [count * alone / own for alone, own in zip(times[counts[0]], values, strict=True)]
+        tokens = (
+            count * config.number_of_inner_steps_between_outers * config.INITIAL_BATCH_SIZE * config.sequence_length
+        )
+        speed = tokens / statistics.median(values)
+        print(
+            f"  {count} trainer(s): {speed:>10,.0f}, {statistics.median(pairs):.3f} of one with the device for itself"
+        )
+
+
 def with_values(config: Config, **values) -> Config:
     return parse_config(vars(config) | values, allowed=CHOICES)[0]
 
@@ -207,9 +296,19 @@ def build_vocabulary(config: Config) -> int:
     return config.model_config.get("vocab_size", 2048)
 
 
+PARTS = {
+    "memory": lambda config, repeats: memory(config),
+    "statistics": statistics_cost,
+    "steps": throughput,
+    "outer": outer_step,
+    "trainers": several_trainers,
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure the framework against a bare training loop.")
     parser.add_argument("--repeats", type=int, default=15, help="interleaved measurements of everything, at least 2")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="config values")
     options = parser.parse_args(arguments)
     try:
@@ -222,9 +321,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--repeats must be at least 2")
     if config.cpu_threads:
         torch.set_num_threads(config.cpu_threads)
-    memory(config)
-    statistics_cost(config, options.repeats)
-    throughput(config, options.repeats)
+    for part in options.parts:
+        PARTS[part](config, options.repeats)
     return 0
 
 

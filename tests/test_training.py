@@ -228,6 +228,20 @@ def test_the_batch_test_begins_when_it_is_told_to():
     assert all(worker.statistics is None for report in reports[:2] for worker in report.workers.values())
 
 
+def test_the_test_grows_stricter_towards_the_end():
+    """V / (eta^2 G2) with the eta of the round's end: 2 at first, 0.5 at the end of four rounds."""
+    settings = {"debias": True, "max_batch_growth": 1e6, "number_of_initial_trainers": 1, "max_requested_batch": 10**6}
+    cluster, recorder = tiny_cluster(ETA=2.0, ETA_at_end=0.5, number_of_outer_steps=4, **settings), Recorder()
+    cluster.train(recorder)
+    asked = 4
+    for number, result in enumerate(recorder.rounds, start=1):
+        s = result.reports[0].statistics
+        squared = s.squared_norm - s.variance / s.sample_size
+        eta = 2.0 - 1.5 * number / 4
+        asked = max(asked, np.ceil(s.variance / (eta**2 * squared)) if squared > 0 else 0)
+        assert result.reports[0].next_requested_batch == asked
+
+
 def test_a_schedule_by_hand_sets_the_batch_by_the_share_of_the_run_that_is_done():
     cluster = tiny_cluster(
         sampling_method="none",

@@ -265,6 +265,9 @@ class Config:
     )
     sampling_method: str = _key("norm_test", "batch test that sets the requested batch", choices=True)
     ETA: PositiveFloat = _key(0.8, "eta of the norm test")
+    ETA_at_end: PositiveFloat | None = _key(
+        None, "eta of the norm test at the end of the run, approached linearly from ETA; null: ETA throughout"
+    )
     vartheta: PositiveFloat = _key(0.9, "theta of the inner product test")
     nu: PositiveFloat = _key(5.84, "nu of the augmented inner product test")
     debias: bool = _key(

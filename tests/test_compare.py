@@ -1,0 +1,271 @@
+"""Comparisons: counting against the logs, simulated time on paper, and a small one through its own command."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from benchmarks.accounting import PROBED_PASS, Hardware, Network, fit_step_cost, simulated_seconds, usage
+from benchmarks.compare import Store, main
+from benchmarks.plan import ROOT, load_comparison, make_run
+from benchmarks.results import Results, metric_where, used_until, verdicts
+from tests.helpers import Recorder, tiny_cluster
+from tests.test_reporting import record_run
+from training_logs.run_data import MergeRecord, RunData, read_run
+from utils.config import ConfigError
+
+# Paper-sized: a pass takes 10 ms, or 2 ms per example from 5 on; 1,000 parameters are 4,000 bytes.
+DEVICE = Hardware("paper", t_min=0.01, t_example=0.002)
+NETWORK = Network("slow", bits_per_second=8_000.0, latency=0.5)
+NOTHING = float("nan")
+
+
+def row(step, trainer, nodes, batch, parts=1, sample=NOTHING, **totals):
+    return {
+        "outer_step": step, "trainer_id": trainer, "nodes": nodes, "effective_batch": batch, "inner_steps": 20,
+        "accumulation_steps": parts, "micro_batch": math.ceil(batch / nodes / parts), "gradient_sample_size": sample,
+        "tokens": 0, "communications": 0, "bytes_communicated": 0,
+    } | totals  # fmt: skip
+
+
+def made_run(rows, merges=(), nodes_per_gpu=4, **config):
+    values = {"nodes_per_gpu": nodes_per_gpu, "communication_dtype": "float32", "statistics_estimator": "per_example"}
+    return RunData(Path("made"), values | config, {"parameters": 1000, "devices": ["cpu"]}, rows, list(merges))
+
+
+def test_simulated_time_of_one_trainer_on_paper():
+    # 16 examples on 4 workers: 4 each, the smallest pass, 20 of them; 2 * 3 / 4 * 4,000 bytes through each link.
+    sent = 0.5 + 8 * 6_000 / 8_000
+    small = 20 * 0.01 + sent
+    # 64: 16 each in two micro-batches of 8: 2 * 16 ms.
+    large = 20 * 2 * 0.016 + sent
+    run = made_run([row(1, 0, 4, 16), row(2, 0, 4, 64, parts=2)])
+    assert simulated_seconds(run, DEVICE, NETWORK) == pytest.approx([small, small + large])
+
+
+def test_simulated_time_of_statistics():
+    # In the last step where the micro-batch is large enough, else a pass of its own over 8 examples.
+    in_step = made_run([row(1, 0, 1, 10, sample=8)])
+    assert simulated_seconds(in_step, DEVICE, NETWORK) == pytest.approx([20 * 0.02 + (PROBED_PASS - 1) * 0.02])
+    alone = made_run([row(1, 0, 1, 4, sample=8)])
+    assert simulated_seconds(alone, DEVICE, NETWORK) == pytest.approx([20 * 0.01 + PROBED_PASS * 0.016])
+
+
+def test_simulated_time_of_trainers_side_by_side_in_turn_and_merging():
+    first = [row(1, 0, 1, 10), row(1, 1, 1, 5)]
+    merge = 0.5 + 8 * 4_000 / 8_000
+    side_by_side = made_run(first, [MergeRecord(1, 0, {0: 0.5, 1: 0.5})], nodes_per_gpu=2)
+    assert simulated_seconds(side_by_side, DEVICE, NETWORK) == pytest.approx([20 * 0.02 + merge])
+    in_turn = made_run(first, nodes_per_gpu=1)
+    assert simulated_seconds(in_turn, DEVICE, NETWORK) == pytest.approx([20 * 0.02 + 20 * 0.01])
+
+
+def test_simulated_time_of_synchronous_training_and_of_another_model():
+    run = made_run([row(1, 0, 1, 40)])
+    # 4 workers with 10 examples, and a synchronisation in every step.
+    each = 0.02 + 0.5 + 8 * 6_000 / 8_000
+    assert simulated_seconds(run, DEVICE, NETWORK, 4) == pytest.approx([20 * each])
+    larger = Hardware("larger", 0.01, 0.002, parameters=2000)
+    each = 0.02 + 0.5 + 8 * 12_000 / 8_000
+    assert simulated_seconds(run, larger, NETWORK, 4) == pytest.approx([20 * each])
+
+
+def test_synchronous_training_is_counted_per_step():
+    used = usage(made_run([row(1, 0, 1, 40, tokens=7), row(2, 0, 1, 40, tokens=9)]), 4)
+    assert [entry.communications for entry in used] == [20, 40]
+    assert used[1].bytes_communicated == 40 * 2 * 3 * 4000
+    assert (used[1].tokens, used[1].inner_steps) == (9, 40)
+
+
+def test_one_worker_under_a_plain_outer_step_is_training_without_rounds():
+    """So that synchronous AdamW over M workers can be run as one worker with the whole batch."""
+    settings = {
+        "number_of_initial_trainers": 1, "nodes_per_gpu": 1, "sampling_method": "none",
+        "learning_rate_for_outer_opt": 1.0, "outer_momentum": 0.0,
+    }  # fmt: skip
+    found = []
+    for rounds, steps in ((4, 3), (1, 12)):
+        cluster = tiny_cluster(number_of_outer_steps=rounds, number_of_inner_steps_between_outers=steps, **settings)
+        cluster.train(Recorder())
+        found.append(cluster.trainers[0].parameters)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-7)
+
+
+def test_counting_matches_the_logs_of_a_run(tmp_path):
+    run = read_run(record_run(tmp_path, nodes_per_gpu=4))
+    last = usage(run)[-1]
+    assert len(run.merges) == 2
+    for name in ("tokens", "communications", "bytes_communicated"):
+        assert getattr(last, name) == run.summary[name]
+    assert last.inner_steps == 3 * run.summary["outer_steps"]
+    # With nothing but bytes to wait for, simulated time is that of the links, whose sum is what the log counts.
+    free = Hardware("free", 0.0, 0.0)
+    seconds = simulated_seconds(run, free, Network("bytes", 8.0, 0.0))
+    slowest = 0.0
+    for number in {row["outer_step"] for row in run.rounds}:
+        sizes = [2 * (row["nodes"] - 1) / row["nodes"] for row in run.rounds if row["outer_step"] == number]
+        slowest += max(sizes) * 4 * run.summary["parameters"]
+    assert seconds[-1] == pytest.approx(slowest + 2 * 4 * run.summary["parameters"], rel=1e-6)
+
+
+def test_equal_tokens_are_equal():
+    """The same budget of tokens: within one inner step, whatever the method does with it."""
+    for settings in ({"sampling_method": "none"}, {"number_of_initial_trainers": 3, "ETA": 0.3}):
+        cluster, recorder = tiny_cluster(number_of_outer_steps=None, max_tokens=3000, **settings), Recorder()
+        cluster.train(recorder)
+        step = sum(report.effective_batch for report in recorder.rounds[-1].reports.values()) * 9
+        assert 3000 <= cluster.totals.tokens < 3000 + step
+
+
+def test_the_step_cost_of_measured_passes():
+    assert fit_step_cost([1, 2, 4, 8, 16], [0.011, 0.010, 0.012, 0.017, 0.032]) == (0.010, 0.002)
+
+
+# Reading curves
+
+
+def made_outcome(metric, tokens, method="a", final=None, seed=1):
+    curves = {"metric": metric, "tokens": tokens, "communications": [t / 10 for t in tokens]}
+    return {
+        "method": method, "value": None, "seed": seed, "id": f"{method}{seed}", "completed": True,
+        "final_metric": final or metric[-1], "curves": curves,
+    }  # fmt: skip
+
+
+def test_where_a_curve_is_and_when_it_arrives():
+    run = made_outcome([100.0, 25.0, 25.0, 20.0], [0, 10, 20, 30])
+    assert metric_where(run, "tokens", 5) == pytest.approx(50.0)  # halfway between logarithms
+    assert metric_where(run, "tokens", 99) == pytest.approx(20.0)
+    assert used_until(run, "tokens", 50.0) == pytest.approx(5.0)
+    assert used_until(run, "tokens", 25.0) == pytest.approx(10.0)
+    assert used_until(run, "tokens", 19.0) is None
+    accuracy = made_outcome([0.25, 0.5, 0.8], [0, 10, 20])
+    assert used_until(accuracy, "tokens", 0.5, sign=-1) == pytest.approx(10.0)
+    assert used_until(accuracy, "tokens", 0.9, sign=-1) is None
+
+
+def test_verdicts_are_computed_from_the_numbers():
+    methods = [{"name": "a", "baseline": True}, {"name": "b", "baseline": False}]
+    outcomes = [made_outcome([100.0, 40.0, 20.0], [0, 100, 200], "a"), made_outcome([100.0, 25.0], [0, 100], "b")]
+    raw = {
+        "comparison": {"methods": methods, "reference": "b", "seeds": [1]},
+        "chosen": ["a1", "b1"],
+        "metric": {"name": "perplexity", "higher_is_better": False, "decimals": 2},
+        "outcomes": outcomes,
+    }
+    said = verdicts(Results(raw))
+    assert said[0] == (
+        "At equal tokens a has the best perplexity (20.00), before b (25.00); b is number 2 of 2 (25.00)."
+    )
+    assert said[1].startswith(
+        "At as many communications as the reference b has the best perplexity (25.00), before a (40"
+    )
+    assert said[2].endswith("higher by 25.0% (25.00 against 20.00, worse) and makes 0.50 times its communications.")
+
+
+# Files
+
+
+def small_comparison(folder: Path, **values) -> Path:
+    common = {
+        "max_tokens": 6000, "number_of_outer_steps": None, "number_of_inner_steps_between_outers": 5,
+        "sequence_length": 16, "vocab_size": 300, "data_sample_size": 60, "model_config": {"preset": "demo",
+        "hidden_size": 16, "intermediate_size": 24}, "max_batch_size": 16, "max_requested_batch": None,
+    }  # fmt: skip
+    adaptive = {"number_of_initial_trainers": 2, "INITIAL_BATCH_SIZE": 8, "merge_frequency": 2, "ETA": 0.8}
+    fixed = {"number_of_initial_trainers": 1, "INITIAL_BATCH_SIZE": 8, "sampling_method": "none"}
+    written = {
+        "title": "Small", "question": "Does it run?", "common": common, "seeds": [1, 2], "reference": "AdLoCo",
+        "tune": {"learning_rate_for_inner_opt": ["1e-2"]},
+        "methods": [
+            {"name": "AdLoCo", "overrides": adaptive}, {"name": "DiLoCo", "overrides": fixed, "baseline": True},
+        ],
+        "hardware": [{"name": "paper", "t_min": 0.01, "t_example": 0.002}],
+        "networks": [{"name": "1 Gb/s", "bits_per_second": 1e9, "latency": 0.001}],
+    }  # fmt: skip
+    path = folder / "small.yaml"
+    path.write_text(yaml.safe_dump(written | values))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"reference": "SGD"}, "reference: must be one of the methods, got 'SGD'"),
+        ({"sedes": [1]}, "sedes: Extra inputs are not permitted"),
+        ({"seeds": []}, "seeds: List should have at least 1 item"),
+        ({"methods": [{"name": "AdLoCo", "overrides": {"ETTA": 1}}]}, "AdLoCo: ETTA: unknown key; did you mean ETA?"),
+        ({"methods": [{"name": "AdLoCo"}, {"name": "AdLoCo"}]}, "methods: 'AdLoCo' is there twice"),
+        ({"tune": {"ETA": [-1.0]}}, "AdLoCo: ETA: should be greater than 0"),
+    ],
+)
+def test_a_wrong_comparison_is_refused_before_any_run(tmp_path, capsys, values, problem):
+    path = small_comparison(tmp_path, **values)
+    with pytest.raises(ConfigError) as error:
+        load_comparison(path)
+    assert any(problem in line for line in error.value.problems), error.value.problems
+    assert main([str(path), "--runs", str(tmp_path / "runs"), "--output", str(tmp_path)]) == 2
+    assert problem in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_is_known_by_what_it_trains(tmp_path):
+    comparison = load_comparison(small_comparison(tmp_path))
+    method = comparison.methods[0]
+    run = make_run(comparison, method, 0.01, 1)
+    assert make_run(comparison, method.model_copy(update={"name": "other"}), 0.01, 1).id == run.id
+    elsewhere = comparison.model_copy(update={"common": comparison.common | {"cache_dir": "elsewhere"}})
+    assert make_run(elsewhere, method, 0.01, 1).id == run.id
+    assert make_run(comparison, method, 0.02, 1).id != run.id
+    assert make_run(comparison, method, 0.01, 2).id != run.id
+
+
+@pytest.mark.xdist_group("processes")
+def test_a_small_comparison_through_its_command(tmp_path, cache_dir, capsys):
+    path = small_comparison(tmp_path)
+    written = yaml.safe_load(path.read_text())
+    written["common"]["cache_dir"] = str(cache_dir)
+    path.write_text(yaml.safe_dump(written))
+    command = [
+        sys.executable,
+        "benchmarks/compare.py",
+        path,
+        "--runs",
+        tmp_path / "runs",
+        "--output",
+        tmp_path / "docs",
+    ]
+
+    assert main([*map(str, command[2:]), "--report-only"]) == 1
+    assert "2 runs are missing" in capsys.readouterr().err
+    done = subprocess.run([*command, "--jobs", "2"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "docs" / "results" / "small.json").read_text())
+    results = Results(found)
+    assert {name: len(runs) for name, runs in results.runs.items()} == {"AdLoCo": 2, "DiLoCo": 2}
+    store = Store(tmp_path / "runs")
+    for outcome in found["outcomes"]:
+        folder = store.folder / outcome["id"]
+        run = read_run(folder / json.loads((folder / "run.json").read_text())["folder"])
+        assert run.config["training_seed"] == outcome["seed"]
+        assert outcome["final_metric"] == run.summary["final_metric"]
+        assert 6000 <= outcome["curves"]["tokens"][-1] == run.summary["tokens"]
+        assert outcome["curves"]["communications"][-1] == run.summary["communications"] > 0
+        assert outcome["curves"]["metric"][-1] == pytest.approx(run.summary["final_metric"], rel=1e-5)
+    text = (tmp_path / "docs" / "results.md").read_text()
+    assert f"| DiLoCo | {results.mean_final('DiLoCo'):.2f} ±" in text
+    for name in ("small.png", "small_frontier.png"):
+        assert (tmp_path / "docs" / "results" / name).stat().st_size > 10_000
+    # What is finished is not made again; a run that broke off is.
+    times = {file: file.stat().st_mtime_ns for file in store.folder.glob("*/run.json")}
+    lost = sorted(times)[0]
+    lost.unlink()
+    assert main([*map(str, command[2:]), "--jobs", "2"]) == 0
+    made_again = [file for file, before in times.items() if file.stat().st_mtime_ns != before]
+    assert made_again == [lost]
+    assert (tmp_path / "docs" / "results.md").read_text() == text
