@@ -30,6 +30,7 @@ from tqdm import tqdm
 from benchmarks.accounting import Hardware, fit_step_cost, metric_at, simulated_seconds, usage
 from benchmarks.plan import ROOT, Comparison, Method, Run, grid, load_comparison, seed_runs, tuning_runs
 from benchmarks.results import write_results
+from configs import make_samples
 from training_logs.run_data import RunData, read_run
 from utils.config import ConfigError
 from utils.launch import cores
@@ -250,6 +251,8 @@ def carry_out(path: Path, store: Store, jobs: int, make: bool) -> dict:
     """
     comparison = load_comparison(path)
     runner = Runner(store, comparison.base, jobs)
+    if make and comparison.samples:
+        make_samples.main(ROOT / ".cache" / "samples")
     tuned = tuning_runs(comparison)
     if make:
         runner.make(tuned, f"{path.stem}, tuning")

@@ -61,6 +61,7 @@ class Comparison(_Part):
     Attributes:
         question: what it is about. answer: what a person concluded from its numbers; empty until there are some.
         base: the configuration that all methods begin with. common: overrides for all of them.
+        samples: the runs read what configs/make_samples.py writes to .cache/samples.
         seeds: of the runs; the first is the one that methods are tuned with.
         tune: a key and the values over which each method is tuned; {}: methods are as they are.
         reference: the method that the others are held against at its communications and simulated times.
@@ -71,6 +72,7 @@ class Comparison(_Part):
     question: str
     answer: str = ""
     base: str = "config.yaml"
+    samples: bool = False
     common: Overrides = {}
     seeds: list[int] = Field(min_length=1)
     tune: dict[str, list[Value]] = Field({}, max_length=1)

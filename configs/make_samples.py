@@ -1,18 +1,21 @@
-"""Writes the small data sets of the *_small.yaml configurations: python configs/make_samples.py [FOLDER].
+"""Writes the data of the *_small.yaml configurations and of comparisons: python configs/make_samples.py [FOLDER].
 
 Real English that every Python carries, in the real formats, without a network:
 
 - FOLDER/c4: shards as in the hub's allenai/c4 (gzip JSON lines with text, timestamp and url) of the docstrings and
   topics of Python's documentation, and the repository's card, so that `datasets` loads the folder as it does the hub's;
+- FOLDER/code: the source of the standard library's modules without docstrings and comments, a second kind of text;
 - FOLDER/aclImdb: the folders and files that aclImdb_v1.tar.gz unpacks to. There are no film reviews in Python, so
   the two classes are paragraphs of the language reference (pos) and docstrings (neg); they can be told apart.
 """
 
+import ast
 import gzip
 import json
 import pydoc_data.topics
 import re
 import sys
+import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -72,9 +75,23 @@ def write_imdb(folder: Path, train_per_class: int = 400, test_per_class: int = 1
                 (target / f"{number}_{stars}.txt").write_text(text, encoding="utf-8")
 
 
+def write_code(folder: Path, modules: int | None = None) -> None:
+    """A file for each of the first so many modules (all: None) that are a single file, as ast.unparse writes it.
+
+    Without docstrings, so that nothing of it is in python_docs; blank lines are between functions and classes.
+    """
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:modules]:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            if documented and ast.get_docstring(node, clean=False) is not None:
+                node.body = node.body[1:] or [ast.Pass()]
+        (folder / path.name).write_text(ast.unparse(tree) + "\n", encoding="utf-8")
+
+
 def main(folder: Path) -> None:
     """Write what is not there yet."""
-    for name, write in (("c4", write_c4), ("aclImdb", write_imdb)):
+    for name, write in (("c4", write_c4), ("aclImdb", write_imdb), ("code", write_code)):
         if (folder / name).exists():
             print(f"{folder / name}: there already")
         else:

@@ -34,6 +34,13 @@ def make_config(**values) -> Config:
         "max_batch_size": 64,
         "sequence_length": 9,
         "learning_rate_for_inner_opt": 0.01,
+        # The plain test at every round, so that three rounds are enough to see it work.
+        "ETA": 0.8,
+        "ETA_at_end": None,
+        "debias": False,
+        "statistics_smoothing": 0.0,
+        "batch_test_start": 1,
+        "identical_initialisation": False,
     }
     return parse_config(defaults | values, allowed=CHOICES)[0]
 

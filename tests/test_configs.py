@@ -1,5 +1,6 @@
 """The ready configurations: the small ones run on data in the real format, the others hold the published values."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -69,7 +70,22 @@ def test_the_published_values(name):
 
 def test_samples_are_written_once_and_the_same_everywhere(samples, tmp_path, capsys):
     make_samples.main(samples)
-    assert capsys.readouterr().out.count("there already") == 2
+    assert capsys.readouterr().out.count("there already") == 3
     make_samples.main(tmp_path)
     for path in sorted((samples / "c4").rglob("*.gz")):
         assert (tmp_path / path.relative_to(samples)).read_bytes() == path.read_bytes()
+
+
+def test_code_is_real_and_has_no_docstring(samples):
+    files = sorted((samples / "code").glob("*.py"))
+    assert len(files) > 100
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
+    documented = [
+        node
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node)
+    ]
+    assert documented == []
+    defined = {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    assert {"dedent", "shuffle", "bisect_left"} <= defined  # textwrap, random, bisect

@@ -18,7 +18,8 @@ from fabrics.working_model import WorkingModel
 from gradient_analysis.gradients import Gradients
 from tests.helpers import make_config, make_trainer, padded, random_sequences, tiny_llama, train, use_torch_norms
 from tests.test_run import ROOT, write_config
-from trainers import Trainer
+from trainers import RoundSchedule, Trainer
+from training_logs.records import WorkerRound
 from utils.distributed import LocalProcesses
 from utils.max_batch_calculator import calculate_max_batch
 
@@ -87,6 +88,44 @@ def test_the_gradient_analysis_on_a_gpu_equals_the_cpu():
             ]
         )
     assert results[1] == pytest.approx(results[0], rel=1e-8, abs=1e-12)
+
+
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+def test_the_inner_steps_of_a_round_never_wait_for_the_gpu(autocast):
+    """All of them but the last, whose statistics are read; with real attention kernels, accumulation and warm-up."""
+    config = make_config(INITIAL_BATCH_SIZE=8, max_batch_size=4, warmup_steps=3, sampling_method="none")
+    model = tiny_llama(dtype=torch.float32)
+    dtype = None if autocast is None else getattr(torch, autocast)
+    working, examples = WorkingModel(model, CUDA, dtype), PackedSequences(random_sequences(60, 64))
+    cursor = DataCursor(config.training_seed, 0, np.arange(60))
+    processes = LocalProcesses([CUDA], 1)
+    trainer = Trainer(0, config, working.parameters.detach().clone(), cursor, examples, {CUDA: working}, processes)
+    trainer.assign_nodes((Node(0, CUDA, 4),))
+    train(trainer, 1)  # libraries wait when they are used for the first time
+    trainer.assign_nodes(trainer.nodes)
+    plan, schedule = trainer.execution_plans()[0], RoundSchedule(5, 0.0, 0.5)
+    run = WorkerRound(0, plan, [], trainer._learning_rates(schedule, plan), None, 0.0, 4)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        losses, _ = trainer._inner_steps(trainer.workers[0], 0, run, 0, plan.effective_batch, {}, lambda: None)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert losses.isfinite().all()
+
+
+def test_bfloat16_rounds_stay_near_float32_rounds():
+    found = []
+    for dtype in (None, torch.bfloat16):
+        config, examples = make_config(INITIAL_BATCH_SIZE=8), PackedSequences(random_sequences(60))
+        working = WorkingModel(tiny_llama(dtype=torch.float32), CUDA, dtype)
+        cursor = DataCursor(config.training_seed, 0, np.arange(60))
+        start = working.parameters.detach().clone()
+        trainer = Trainer(0, config, start, cursor, examples, {CUDA: working}, LocalProcesses([CUDA], 1))
+        trainer.assign_nodes((Node(0, CUDA, 64),))
+        reports = train(trainer, 2)
+        assert trainer.parameters.dtype == torch.float32
+        found.append(reports[-1].train_loss)
+    assert found[1] == pytest.approx(found[0], rel=0.02)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

@@ -213,7 +213,7 @@ class Config:
         {"preset": "demo"},
         "preset, or name (of a preset, a hub model or a folder), pretrained, and any architecture value to change",
     )
-    identical_initialisation: bool = _key(False, "start all trainers from the same weights")
+    identical_initialisation: bool = _key(True, "start all trainers from the same weights")
     need_to_reinit_output_layers: bool = _key(False, "draw the output layer anew (Xavier uniform) before training")
     single_seed: bool = _key(False, "with need_to_reinit_output_layers: the same output layer for all trainers")
 
@@ -264,23 +264,23 @@ class Config:
         8, "requested batch of every trainer in the first round, in examples over all its workers"
     )
     sampling_method: str = _key("norm_test", "batch test that sets the requested batch", choices=True)
-    ETA: PositiveFloat = _key(0.8, "eta of the norm test")
+    ETA: PositiveFloat = _key(2.0, "eta of the norm test")
     ETA_at_end: PositiveFloat | None = _key(
-        None, "eta of the norm test at the end of the run, approached linearly from ETA; null: ETA throughout"
+        1.0, "eta of the norm test at the end of the run, approached linearly from ETA; null: ETA throughout"
     )
     vartheta: PositiveFloat = _key(0.9, "theta of the inner product test")
     nu: PositiveFloat = _key(5.84, "nu of the augmented inner product test")
     debias: bool = _key(
-        False, "norm test against the estimate of the true gradient's norm instead of the batch gradient's"
+        True, "norm test against the estimate of the true gradient's norm instead of the batch gradient's"
     )
     statistics_estimator: str = _key("per_example", "where the gradient statistics come from", choices=True)
     statistics_batch_size: Annotated[int, Field(ge=2), Number] = _key(
         8, "smallest sample of per_example; smaller micro-batches use a probe batch of this size, or of the max batch"
     )
     batch_test_start: PositiveInt = _key(
-        1, "first round with a batch test: before it gradients are not yet those of training, and the batch stays"
+        3, "first round with a batch test: before it gradients are not yet those of training, and the batch stays"
     )
-    statistics_smoothing: BelowOne = _key(0.0, "weight of the past in the moving average of the statistics over rounds")
+    statistics_smoothing: BelowOne = _key(0.8, "weight of the past in the moving average of the statistics over rounds")
     max_batch_growth: AtLeastOne = _key(2.0, "largest factor by which a request grows in a round")
     max_requested_batch: PositiveInt | None = _key(None, "largest request; null: the examples in the trainer's subset")
     batch_schedule: list[Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)]] | None = _key(
