@@ -50,13 +50,17 @@ class Network:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a run has used at the end of a round. inner_steps: one after the other, of one node."""
+    """What a run has used at the end of a round.
+
+    inner_steps: one after the other, of one node. wall_seconds: of training on one thread here, evaluation excluded.
+    """
 
     outer_step: int
     tokens: int
     inner_steps: int
     communications: int
     bytes_communicated: int
+    wall_seconds: float
 
 
 def _rounds(run: RunData) -> list[list[Row]]:
@@ -77,13 +81,14 @@ def usage(run: RunData, synchronous_workers: int | None = None) -> list[Usage]:
     Args:
         synchronous_workers: count instead what so many workers would send that average gradients at every inner step.
     """
-    found, steps = [], 0
+    found, steps, seconds = [], 0, 0.0
     for rows in _rounds(run):
         steps += int(rows[0]["inner_steps"])
+        seconds += sum(row["seconds"] for row in rows)
         communications, sent = int(rows[0]["communications"]), int(rows[0]["bytes_communicated"])
         if synchronous_workers:
             communications, sent = steps, steps * synchronous_bytes(run, synchronous_workers)
-        found.append(Usage(int(rows[0]["outer_step"]), int(rows[0]["tokens"]), steps, communications, sent))
+        found.append(Usage(int(rows[0]["outer_step"]), int(rows[0]["tokens"]), steps, communications, sent, seconds))
     return found
 
 

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,14 +197,12 @@ def outcome(run: Run, method: Method, hardware: Iterable[Hardware], comparison: 
         return head | {"completed": False}
     data = store.data(run)
     metrics = metric_at(data) | {int(data.summary["outer_steps"]): data.summary["final_metric"]}
-    walls = {int(row["outer_step"]): row["wall_seconds"] for row in data.rounds}
     start, wanted = data.summary["initial_metric"], sorted(metrics)
     used = {entry.outer_step: entry for entry in usage(data, method.synchronous_workers)}
     curves: dict[str, list[float]] = {
         "metric": [start, *(metrics[step] for step in wanted)],
-        "wall_seconds": [0.0, *(walls[step] - walls[1] for step in wanted)],
     }
-    for name in ("tokens", "inner_steps", "communications", "bytes_communicated"):
+    for name in ("tokens", "inner_steps", "communications", "bytes_communicated", "wall_seconds"):
         curves[name] = [0, *(getattr(used[step], name) for step in wanted)]
     for device in hardware:
         for network in comparison.networks:
@@ -230,16 +228,16 @@ def simulated_axis(hardware: str, network: str) -> str:
     return f"simulated: {hardware}, {network}"
 
 
-def better(comparison_runs: Mapping[Run, dict | None], store: Store) -> float | None:
+def best_value(runs: Iterable[Run], store: Store) -> float | None:
     """Of one method's runs over its grid, the value with the best final metric."""
 
     def badness(run: Run) -> float:
-        if not comparison_runs[run]["completed"]:
+        if not store.record(run)["completed"]:
             return float("inf")
         data = store.data(run)
         return data.summary["final_metric"] * (-1 if data.metric.higher_is_better else 1)
 
-    return min(comparison_runs, key=badness).value
+    return min(runs, key=badness).value
 
 
 def carry_out(path: Path, store: Store, jobs: int, make: bool) -> dict:
@@ -258,7 +256,7 @@ def carry_out(path: Path, store: Store, jobs: int, make: bool) -> dict:
         runner.make(tuned, f"{path.stem}, tuning")
     _check_there(tuned, store)
     best = {
-        method.name: better({run: store.record(run) for run in tuned if run.method == method.name}, store)
+        method.name: best_value([run for run in tuned if run.method == method.name], store)
         for method in comparison.methods
     }
     chosen = seed_runs(comparison, best)

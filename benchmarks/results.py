@@ -26,7 +26,7 @@ _LABELS = {
     "inner_steps": "inner steps of a node",
     "communications": "communications",
     "bytes_communicated": "bytes communicated",
-    "wall_seconds": "seconds on one core of this machine",
+    "wall_seconds": "seconds of training on one core of this machine",
 }
 
 
@@ -103,12 +103,9 @@ def _spread(values: Sequence[float], decimals: int = 2) -> str:
 
 
 def _count(values: Sequence[float]) -> str:
+    """A mean of whole numbers, with a digit after the point where it says something."""
     mean = statistics.fmean(values)
-    return (
-        f"{mean:,.0f}"
-        if mean >= 100 or (all(float(value).is_integer() for value in values) and len(set(values)) == 1)
-        else f"{mean:,.1f}"
-    )
+    return f"{mean:,.0f}" if mean >= 100 or mean == round(mean) else f"{mean:,.1f}"
 
 
 def _seconds(value: float) -> str:
@@ -284,7 +281,7 @@ def _draw_curves(axes: Axes, results: Results, axis: str) -> None:
         axes.plot(xs, np.exp(np.log(values).mean(0)), label=name, **_style(index))
     plain_logarithmic(axes)
     low, high = min(finals), max(finals)
-    axes.set_ylim(0.97 * low, max(1.05 * high, 3.0 * low) if high < 6 * low else 6 * low)
+    axes.set_ylim(0.97 * low, min(max(1.05 * high, 1.6 * low), 3.0 * low))
     axes.set_xlim(left=0)
     name = results.raw["metric"]["name"]
     axes.set_title(f"{name} over {_LABELS.get(axis, 'simulated time')}")
@@ -299,7 +296,7 @@ def _draw_curves(axes: Axes, results: Results, axis: str) -> None:
 
 def draw_curves(results: Results):
     """The metric over everything that is used up: mean over seeds, and the range of them."""
-    axes_names = ["tokens", "inner_steps", "communications", *results.simulated[:3]]
+    axes_names = ["tokens", "inner_steps", "communications", *results.simulated[-3:]]
     figure, places = make_figure(len(axes_names), 3, (17, 5.2 * math.ceil(len(axes_names) / 3)))
     for place, axis in zip(places, axes_names, strict=True):
         _draw_curves(place, results, axis)

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import data, throughput
+from benchmarks.throughput import flops_per_token
+from tests.helpers import random_sequences, tiny_llama
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -23,7 +26,21 @@ def test_throughput_prints_ratios_and_the_memory_formula(cache_dir, capsys):
     assert measured == 60.0
     assert "formula  60 =" in output
     for name in ("bare loop", "inner steps", "whole round", "whole round with norm test"):
-        assert re.search(rf"^{name} +[\d,]+ +\d\.\d+", output, re.MULTILINE), name
+        assert re.search(rf"^{name} +[\d,]+ +\d+\.\d% +\d\.\d+", output, re.MULTILINE), name
+    assert re.search(r"outer step of 25,000,000 parameters: \d+\.\d GB/s", output)
+    assert re.findall(r"^  (\d) trainer\(s\): +[\d,]+, \d+\.\d+ of one", output, re.MULTILINE) == ["1", "2", "4"]
+
+
+def test_model_flops_are_those_that_pytorch_counts():
+    """Its counter sees all pairs of tokens in attention; half of them are masked and not counted here."""
+    model = tiny_llama(dtype=torch.float32)
+    model.config._attn_implementation = "eager"
+    ids, length = torch.from_numpy(random_sequences(3, 12)).long(), 12
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids).logits.sum().backward()
+    width = model.config.num_attention_heads * (model.config.hidden_size // model.config.num_attention_heads)
+    masked = 6 * model.config.num_hidden_layers * width * length
+    assert counter.get_total_flops() == pytest.approx(ids.numel() * (flops_per_token(model, length) + masked), rel=1e-6)
 
 
 def test_the_bare_loop_and_the_inner_steps_do_the_same_work(cache_dir):

@@ -12,7 +12,7 @@ import yaml
 
 from benchmarks.accounting import PROBED_PASS, Hardware, Network, fit_step_cost, simulated_seconds, usage
 from benchmarks.compare import Store, main
-from benchmarks.plan import ROOT, load_comparison, make_run
+from benchmarks.plan import ROOT, grid, load_comparison, make_run, seed_runs
 from benchmarks.results import Results, metric_where, used_until, verdicts
 from tests.helpers import Recorder, tiny_cluster
 from tests.test_reporting import record_run
@@ -29,7 +29,7 @@ def row(step, trainer, nodes, batch, parts=1, sample=NOTHING, **totals):
     return {
         "outer_step": step, "trainer_id": trainer, "nodes": nodes, "effective_batch": batch, "inner_steps": 20,
         "accumulation_steps": parts, "micro_batch": math.ceil(batch / nodes / parts), "gradient_sample_size": sample,
-        "tokens": 0, "communications": 0, "bytes_communicated": 0,
+        "seconds": 1.5, "tokens": 0, "communications": 0, "bytes_communicated": 0,
     } | totals  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def test_synchronous_training_is_counted_per_step():
     used = usage(made_run([row(1, 0, 1, 40, tokens=7), row(2, 0, 1, 40, tokens=9)]), 4)
     assert [entry.communications for entry in used] == [20, 40]
     assert used[1].bytes_communicated == 40 * 2 * 3 * 4000
-    assert (used[1].tokens, used[1].inner_steps) == (9, 40)
+    assert (used[1].tokens, used[1].inner_steps, used[1].wall_seconds) == (9, 40, 3.0)
 
 
 def test_one_worker_under_a_plain_outer_step_is_training_without_rounds():
@@ -191,6 +191,15 @@ def small_comparison(folder: Path, **values) -> Path:
     path = folder / "small.yaml"
     path.write_text(yaml.safe_dump(written | values))
     return path
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "comparisons").glob("*.yaml")), ids=lambda p: p.stem)
+def test_the_comparisons_that_we_publish_are_valid(path):
+    comparison = load_comparison(path)
+    assert len(comparison.seeds) >= 3
+    best = {method.name: grid(comparison, method)[1][0] for method in comparison.methods}
+    runs = seed_runs(comparison, best)
+    assert len({run.id for run in runs}) == len(runs) == len(comparison.methods) * len(comparison.seeds)
 
 
 @pytest.mark.parametrize(
