@@ -33,11 +33,14 @@ CPU = torch.device("cpu")
 
 
 def tokens_per_second(processes: int, threads: int, rounds: int, folder: Path) -> float:
-    """Of a short run of the demo with batches that stay as they are."""
+    """Of a short run of the demo's model with four trainers whose batches stay as they are."""
     values = {
         "processes": processes,
         "cpu_threads": threads,
         "number_of_outer_steps": rounds,
+        "sequence_length": 128,
+        "vocab_size": 2048,
+        "INITIAL_BATCH_SIZE": 8,
         "sampling_method": "none",
         "merge_frequency": 10**6,
         "clearml": "off",
@@ -57,7 +60,7 @@ def compare_processes(repeats: int, rounds: int) -> None:
         for _ in range(repeats):
             for setting in settings:
                 speeds[setting].append(tokens_per_second(*setting, rounds, Path(folder)))
-    print(f"\n{'demo, 4 trainers of batch 8':36} {'tokens/s':>10}   against the first (median of pairs; all)")
+    print(f"\n{'4 trainers of batch 8':36} {'tokens/s':>10}   against the first (median of pairs; all)")
     for setting, values in speeds.items():
         pairs = sorted(value / first for value, first in zip(values, speeds[settings[0]], strict=True))
         name = f"{setting[0]} process(es) of {setting[1]} thread(s)"

@@ -89,6 +89,26 @@ def test_the_regime_is_picked_and_the_interval_holds_the_truth(true):
     assert prediction.high < 400
 
 
+def test_drawn_parameters_have_the_covariance_of_least_squares():
+    true, count = BatchLaw("geometric", 200.0, 0.05), 30
+    batches = [true.batch(number) * math.exp(0.05 * (-1) ** number) for number in range(1, count + 1)]
+    fit = fit_laws(batches)["geometric"]
+    design = np.stack([np.ones(count), np.arange(count)], axis=1)
+    expected = fit.error**2 * np.linalg.inv(design.T @ design)
+    drawn = np.cov([[math.log(law.first), law.growth] for law in fit.draws], rowvar=False, bias=True)
+    np.testing.assert_allclose(drawn, expected, rtol=0.06)
+
+
+def test_residuals_that_go_together_widen_the_interval():
+    """The same deviations from the law, once alternating and once in two long waves: two waves say less."""
+    true, widths = BatchLaw("geometric", 16.0, 0.05), []
+    for signs in ([1.0, -1.0] * 20, ([1.0] * 10 + [-1.0] * 10) * 2):
+        batches = [true.batch(number) * math.exp(0.05 * sign) for number, sign in enumerate(signs, start=1)]
+        prediction = predict_rounds(fit_laws(batches), true.examples(100, 20), 20)
+        widths.append(prediction.high - prediction.low)
+    assert widths[1] > 2.0 * widths[0]
+
+
 def test_rounds_at_the_largest_batch_say_nothing_of_growth():
     true = BatchLaw("linear", 8.0, 4.0, largest=40.0)
     fits = fit_laws([true.batch(number) for number in range(1, 30)], largest=40.0)
