@@ -21,7 +21,6 @@ from algorithms.calc_batch import (
     BATCH_TESTS,
     BatchTestParameters,
     bounded_request,
-    eta_during,
     is_decisive,
     scheduled_request,
     smoothed,
@@ -31,7 +30,7 @@ from algorithms.gradient_statistics import (
     across_workers_statistics,
     gradient_moments,
 )
-from algorithms.learning_rate import batch_scaling_factor, schedule_factor
+from algorithms.learning_rate import batch_scaling_factor, eta_during, schedule_factor
 from algorithms.outer_step import DISTRIBUTED_ALGORITHMS
 from algorithms.switch_mode import SWITCH_MODES, ExecutionPlan, only_gradient_accumulation
 from fabrics.data_order import DataCursor

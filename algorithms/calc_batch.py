@@ -83,14 +83,6 @@ def augmented_inner_product_test(statistics: Sequence[GradientStatistics], theta
     return max(inner_product_test(statistics, theta, batch), orthogonal)
 
 
-def eta_during(eta: float, eta_at_end: float | None, progress: float) -> float:
-    """eta when a share `progress`, 0 to 1, of the run is done: a line from eta to eta_at_end, where that is given.
-
-    A test that grows stricter lets the batch grow late, when averaging noise away is worth more than many steps.
-    """
-    return eta if eta_at_end is None else eta + progress * (eta_at_end - eta)
-
-
 @dataclass(frozen=True)
 class BatchTestParameters:
     """The parameters of all batch tests; each reads its own."""

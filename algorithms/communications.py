@@ -350,12 +350,30 @@ def best_fit(fits: dict[str, LawFit]) -> LawFit:
     return max(fits.values(), key=lambda fit: fit.weight)
 
 
-def predict_rounds(fits: dict[str, LawFit], examples: float, inner_steps: int, coverage: float = 0.9) -> Prediction:
-    """How many rounds use so many examples, with an interval over all laws, by weight, and over their parameters."""
+def rounds_while_eta_changes(
+    law: BatchLaw, examples: float, inner_steps: int, share: Callable[[float], float], before: float, largest: float
+) -> float:
+    """C(N) where the law is that of b_t * (eta_t / eta)^2: how many rounds use so many examples.
+
+    Args:
+        share: from the part of the run that is done, 0 to 1, to (eta_t / eta)^2.
+        before: examples that the run had used before the first of these rounds.
+        largest: batch.
+    """
+    used, rounds = 0.0, 0
+    while True:
+        batch = min(law.batch(rounds + 1) / share((before + used) / (before + examples)), largest)
+        if used + inner_steps * batch >= examples:
+            return rounds + (examples - used) / (inner_steps * batch)
+        used, rounds = used + inner_steps * batch, rounds + 1
+
+
+def predict_rounds(fits: dict[str, LawFit], rounds: Callable[[BatchLaw], float], coverage: float = 0.9) -> Prediction:
+    """A number of rounds that laws give, with an interval over all laws, by weight, and over their parameters."""
     best = best_fit(fits)
     values, weights = [], []
     for fit in fits.values():
-        values += [law.rounds(examples, inner_steps) for law in fit.draws]
+        values += [rounds(law) for law in fit.draws]
         weights += [fit.weight / len(fit.draws)] * len(fit.draws)
     order = sorted(range(len(values)), key=values.__getitem__)
     low, high, passed = values[order[0]], values[order[-1]], 0.0
@@ -367,5 +385,5 @@ def predict_rounds(fits: dict[str, LawFit], examples: float, inner_steps: int, c
         if passed >= 1.0 - tail:
             high = values[index]
             break
-    value = best.law.rounds(examples, inner_steps)
+    value = rounds(best.law)
     return Prediction(value, min(low, value), max(high, value))

@@ -1,4 +1,4 @@
-"""The inner learning rate: warm-up and schedule over the run, and its scaling with the batch."""
+"""What changes along the run: the inner learning rate, with its scaling with the batch, and eta of the norm test."""
 
 import math
 
@@ -32,3 +32,11 @@ def schedule_factor(
 def batch_scaling_factor(rule: str, effective_batch: int, reference_batch: int) -> float:
     """Factor on the base learning rate for a worker's batch, against the batch the rate was chosen for."""
     return LEARNING_RATE_SCALINGS[rule](effective_batch / reference_batch)
+
+
+def eta_during(eta: float, eta_at_end: float | None, progress: float) -> float:
+    """eta when a share `progress`, 0 to 1, of the run is done: a line from eta to eta_at_end, where that is given.
+
+    A test that grows stricter lets the batch grow late, when averaging noise away is worth more than many steps.
+    """
+    return eta if eta_at_end is None else eta + progress * (eta_at_end - eta)

@@ -25,6 +25,17 @@ CPU = torch.device("cpu")
 VOCABULARY = 61
 
 
+# The papers' form of the norm test in every round, so that a few rounds are enough to see it work.
+PLAIN_TEST = {
+    "ETA": 0.8,
+    "ETA_at_end": None,
+    "debias": False,
+    "statistics_smoothing": 0.0,
+    "batch_test_start": 1,
+    "identical_initialisation": False,
+}
+
+
 def make_config(**values) -> Config:
     """A config for small runs on the CPU; the registries' words are checked."""
     defaults = {
@@ -34,14 +45,7 @@ def make_config(**values) -> Config:
         "max_batch_size": 64,
         "sequence_length": 9,
         "learning_rate_for_inner_opt": 0.01,
-        # The plain test at every round, so that three rounds are enough to see it work.
-        "ETA": 0.8,
-        "ETA_at_end": None,
-        "debias": False,
-        "statistics_smoothing": 0.0,
-        "batch_test_start": 1,
-        "identical_initialisation": False,
-    }
+    } | PLAIN_TEST
     return parse_config(defaults | values, allowed=CHOICES)[0]
 
 

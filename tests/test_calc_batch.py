@@ -10,7 +10,6 @@ from algorithms.calc_batch import (
     BatchTestParameters,
     augmented_inner_product_test,
     bounded_request,
-    eta_during,
     inner_product_test,
     is_decisive,
     norm_test,
@@ -144,11 +143,6 @@ def test_each_registered_test_reads_its_own_parameters():
     answers = {name: test and test(sample, parameters, 4) for name, test in BATCH_TESTS.items()}
     # G2 = 2 - 8/8 = 1: 8 / 0.25 = 32.  6 / (0.25 * 4) = 6.  5 / (0.25 * 2) = 10.
     assert answers == {"norm_test": 32, "inner_product_test": 6, "augmented_inner_product_test": 10, "none": None}
-
-
-def test_eta_goes_along_a_line_to_its_end():
-    assert [eta_during(2.0, 0.5, progress) for progress in (0.0, 0.5, 1.0)] == [2.0, 1.25, 0.5]
-    assert eta_during(2.0, None, 0.7) == 2.0
 
 
 def test_a_schedule_by_hand_never_shrinks_the_request():

@@ -15,6 +15,7 @@ from algorithms.communications import (
     fixed_batch_need,
     norm_test_need,
     predict_rounds,
+    rounds_while_eta_changes,
 )
 
 LAWS = [
@@ -81,12 +82,23 @@ def test_the_regime_is_picked_and_the_interval_holds_the_truth(true):
         batches = [true.batch(number) * math.exp(noise[number - 1]) for number in range(1, 41)]
         fits = fit_laws(batches)
         right += best_fit(fits).law.regime == true.regime
-        prediction = predict_rounds(fits, true.examples(120, 20), 20)
+        prediction = predict_rounds(fits, lambda law: law.rounds(true.examples(120, 20), 20))
         assert prediction.low <= prediction.value <= prediction.high
         held += prediction.low <= 120 <= prediction.high
     assert right >= 15
     assert held >= 15
     assert prediction.high < 400
+
+
+def test_rounds_while_eta_changes_are_counted_one_by_one():
+    law = BatchLaw("linear", 8.0, 2.0)
+    constant = rounds_while_eta_changes(law, 5000.0, 20, lambda done: 1.0, 100.0, math.inf)
+    assert constant == pytest.approx(law.rounds(5000.0, 20), rel=0.01)  # which is no line within a round
+    # 10 steps of 8 / 1, then eta^2 halves once half of 200 examples are done: (8 + 2) / 0.5 = 20.
+    halved = rounds_while_eta_changes(law, 160.0, 10, lambda done: 1.0 if done < 0.5 else 0.5, 40.0, math.inf)
+    assert halved == pytest.approx(1 + 80 / 200)
+    capped = rounds_while_eta_changes(law, 160.0, 10, lambda done: 1.0 if done < 0.5 else 0.5, 40.0, 16.0)
+    assert capped == pytest.approx(1 + 80 / 160)
 
 
 def test_drawn_parameters_have_the_covariance_of_least_squares():
@@ -104,7 +116,7 @@ def test_residuals_that_go_together_widen_the_interval():
     true, widths = BatchLaw("geometric", 16.0, 0.05), []
     for signs in ([1.0, -1.0] * 20, ([1.0] * 10 + [-1.0] * 10) * 2):
         batches = [true.batch(number) * math.exp(0.05 * sign) for number, sign in enumerate(signs, start=1)]
-        prediction = predict_rounds(fit_laws(batches), true.examples(100, 20), 20)
+        prediction = predict_rounds(fit_laws(batches), lambda law: law.rounds(true.examples(100, 20), 20))
         widths.append(prediction.high - prediction.low)
     assert widths[1] > 2.0 * widths[0]
 
@@ -120,7 +132,7 @@ def test_rounds_at_the_largest_batch_say_nothing_of_growth():
 def test_a_batch_that_stays_is_constant_and_too_few_rounds_are_refused():
     fits = fit_laws([16.0] * 12)
     assert best_fit(fits).law.regime == "constant"
-    assert predict_rounds(fits, 16 * 20 * 50, 20).value == pytest.approx(50.0)
+    assert predict_rounds(fits, lambda law: law.rounds(16 * 20 * 50, 20)).value == pytest.approx(50.0)
     with pytest.raises(ValueError, match="at least 4 rounds below the largest batch, got 3"):
         fit_laws([8.0, 9.0, 10.0, 16.0, 16.0], largest=16.0)
 

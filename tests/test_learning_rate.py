@@ -2,7 +2,7 @@
 
 import pytest
 
-from algorithms.learning_rate import batch_scaling_factor, schedule_factor
+from algorithms.learning_rate import batch_scaling_factor, eta_during, schedule_factor
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,8 @@ def test_warm_up_is_linear(step, expected):
 @pytest.mark.parametrize(("rule", "expected"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
 def test_scaling_with_a_batch_four_times_the_first(rule, expected):
     assert batch_scaling_factor(rule, 32, 8) == pytest.approx(expected)
+
+
+def test_eta_goes_along_a_line_to_its_end():
+    assert [eta_during(2.0, 0.5, progress) for progress in (0.0, 0.5, 1.0)] == [2.0, 1.25, 0.5]
+    assert eta_during(2.0, None, 0.7) == 2.0

@@ -14,7 +14,9 @@ from training_logs.report import run_body
 from training_logs.run_data import MergeRecord, RunData
 
 
-def made_run(batches, merge_after: int = 0, nodes: int = 4, cap: int | None = None, steps: int = 20) -> RunData:
+def made_run(
+    batches, merge_after: int = 0, nodes: int = 4, cap: int | None = None, steps: int = 20, **values
+) -> RunData:
     """Rounds of one trainer, and of a second one, with one node, until a merge."""
     rows, examples, communications = [], 0, 0
     for number, batch in enumerate(batches, start=1):
@@ -22,13 +24,16 @@ def made_run(batches, merge_after: int = 0, nodes: int = 4, cap: int | None = No
         examples += steps * sum(own for _, own, _ in living)
         communications += int(nodes > 1) + (number == merge_after)
         rows += [
-            {"outer_step": number, "trainer_id": trainer, "effective_batch": own, "nodes": workers,
-             "inner_steps": steps, "examples": examples, "communications": communications}
+            {"outer_step": number, "trainer_id": trainer, "tokens": 10.0 * examples, "effective_batch": own,
+             "nodes": workers, "inner_steps": steps, "examples": examples, "communications": communications}
             for trainer, own, workers in living
         ]  # fmt: skip
     merges = [MergeRecord(merge_after, 0, {0: 0.5, 1: 0.5})] if merge_after else []
-    config = {"number_of_inner_steps_between_outers": steps, "max_requested_batch": cap}
-    return RunData(Path("made"), config, {}, rows, merges)
+    config = {
+        "number_of_inner_steps_between_outers": steps, "max_requested_batch": cap, "sampling_method": "norm_test",
+        "ETA": 2.0, "ETA_at_end": None, "max_tokens": None, "number_of_outer_steps": len(batches),
+    }  # fmt: skip
+    return RunData(Path("made"), config | values, {}, rows, merges)
 
 
 def test_only_rounds_after_the_last_merge_are_fitted_and_what_came_before_counts():
@@ -53,6 +58,30 @@ def test_the_end_is_predicted_from_the_beginning():
     prediction = found.communications(examples[-1])
     assert prediction.value == pytest.approx(communications[-1], rel=0.03)
     assert prediction.low <= communications[-1] <= prediction.high
+
+
+def test_an_eta_that_changes_is_taken_out_of_the_law_and_put_back():
+    """b_t = (16 + t) (2 / eta_t)^2 with eta from 2 to 1 along the tokens: fitted on a third, right to the end."""
+    batches, used, total = [], 0.0, 40_000.0
+    while used < total:
+        eta = 2.0 - used / total
+        batches.append((16 + len(batches)) * (2.0 / eta) ** 2)
+        used += 20 * batches[-1]
+    run = made_run(batches, ETA_at_end=1.0, max_tokens=10.0 * total, number_of_outer_steps=None)
+    found = fit(run, share=1 / 3)
+    law = best_fit(found.fits).law
+    assert (law.regime, law.first, law.growth) == ("linear", pytest.approx(16.0), pytest.approx(1.0, rel=1e-3))
+    assert found.communications(used).value == pytest.approx(len(batches), rel=0.02)
+    wrong = fit(made_run(batches), share=1 / 3).communications(used).value
+    assert abs(wrong / len(batches) - 1) > 0.1
+
+
+def test_rounds_before_the_batch_grows_say_nothing():
+    run = made_run([16.0] * 10 + [16 * 1.05**index for index in range(1, 15)])
+    found = fit(run)
+    assert found.first_round == 10
+    assert best_fit(found.fits).law.growth == pytest.approx(math.log(1.05), rel=1e-3)
+    assert fit(made_run([16.0] * 10)).first_round == 1
 
 
 def test_one_worker_communicates_nothing_and_a_cap_makes_it_linear():
@@ -83,7 +112,8 @@ def run(tmp_path_factory):
     from training_logs.run_data import read_run
 
     folder = tmp_path_factory.mktemp("logs")
-    return read_run(record_run(folder, number_of_outer_steps=12, number_of_initial_trainers=2, max_batch_growth=1.2))
+    settings = {"number_of_outer_steps": 12, "number_of_initial_trainers": 2, "max_batch_growth": 1.2}
+    return read_run(record_run(folder, max_batch_size=64, **settings))
 
 
 def test_the_plot_shows_the_measured_and_the_predicted(run):

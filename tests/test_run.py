@@ -13,6 +13,7 @@ import yaml
 
 import run as program
 from cluster import CHOICES, Cluster
+from tests.helpers import PLAIN_TEST
 from training_logs.step_loss_logger import COLUMNS as STEP_COLUMNS
 from utils.config import load_config
 
@@ -30,6 +31,7 @@ SHORT = {
     "INITIAL_BATCH_SIZE": 4,
     "max_batch_size": 2,
     "merge_frequency": 2,
+    **PLAIN_TEST,
     "ETA": 0.4,
     "learning_rate_for_inner_opt": 5e-3,
     "save_weights_every": 2,

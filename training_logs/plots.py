@@ -326,11 +326,11 @@ def draw_batch_law(axes: Axes, run: RunData, x: str) -> None:
     axes.plot(rounds, totals, "o", ms=4, color="black", label="measured, all trainers")
     found = _fitted(axes, run)
     if found is not None:
-        ahead = np.linspace(found.first_round, 1.5 * rounds[-1], 100)
         for index, (regime, law) in enumerate(found.fits.items()):
-            batches = [law.law.batch(step - found.first_round + 1) for step in ahead]
+            batches = [law.law.batch(number) / share for number, share in enumerate(found.shares, start=1)]
             style = {"lw": 2.5 if law is best_fit(found.fits) else 1, "color": colour(index)}
-            axes.plot(ahead, batches, label=f"{regime}, weight {law.weight:.2f}", **style)
+            steps = range(found.first_round, found.first_round + len(batches))
+            axes.plot(steps, batches, label=f"{regime}, weight {law.weight:.2f}", **style)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axis(axes, x, "examples per inner step", "Law of the batch")

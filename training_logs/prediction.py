@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from algorithms.communications import (
+    BatchLaw,
     LawFit,
     Prediction,
     best_fit,
     fit_laws,
     predict_rounds,
+    rounds_while_eta_changes,
 )
+from algorithms.learning_rate import eta_during
 from training_logs.run_data import Row, RunData, RunFolderError, read_run
 
 _TOTALS = ("outer_step", "examples", "communications")
@@ -34,33 +37,54 @@ class RunFit:
     """The laws fitted to a run, or to the beginning of it.
 
     Attributes:
-        fits: by regime.
+        fits: by regime; with an eta that changes, of b_t (eta_t / ETA)^2.
         batches: b_t, examples per inner step over all workers of all trainers, of the rounds that were fitted.
+        shares: (eta_t / ETA)^2 of these rounds.
         first_round: the first of them, which comes after the last merge.
         inner_steps: H.
         examples_before, communications_before: what the run had used before that round.
         communications_per_round: of every later round, as in the last one that was fitted.
         living: trainers that live; predictions take it that they stay.
+        largest: batch that all of them together may have.
+        eta, eta_at_end: of the config.
     """
 
     fits: dict[str, LawFit]
     batches: list[float]
+    shares: list[float]
     first_round: int
     inner_steps: int
     examples_before: float
     communications_before: float
     communications_per_round: int
     living: int
+    largest: float
+    eta: float
+    eta_at_end: float | None
+
+    def _predict(self, examples: float) -> Prediction:
+        wanted = examples - self.examples_before
+
+        def rounds(law: BatchLaw) -> float:
+            if self.eta_at_end is None:
+                return law.rounds(wanted, self.inner_steps)
+            return rounds_while_eta_changes(
+                law, wanted, self.inner_steps, self._share, self.examples_before, self.largest
+            )
+
+        return predict_rounds(self.fits, rounds)
+
+    def _share(self, progress: float) -> float:
+        return (eta_during(self.eta, self.eta_at_end, progress) / self.eta) ** 2
 
     def rounds(self, examples: float) -> Prediction:
-        """The number of the round in which the run has used so many examples in all; a fraction within it."""
-        found = predict_rounds(self.fits, examples - self.examples_before, self.inner_steps)
-        before = self.first_round - 1
+        """The number of the round in which a run of so many examples ends; a fraction within it."""
+        found, before = self._predict(examples), self.first_round - 1
         return Prediction(before + found.value, before + found.low, before + found.high)
 
     def communications(self, examples: float) -> Prediction:
-        """Communications of a run with so many examples in all; merges to come are not among them."""
-        found = predict_rounds(self.fits, examples - self.examples_before, self.inner_steps)
+        """Communications of a run of so many examples in all; merges to come are not among them."""
+        found = self._predict(examples)
         base, each = self.communications_before, self.communications_per_round
         return Prediction(*(base + each * value for value in (found.value, found.low, found.high)))
 
@@ -72,8 +96,20 @@ def _by_round(run: RunData) -> list[list[Row]]:
     return [rounds[step] for step in sorted(rounds)]
 
 
+def _progress(run: RunData, row: Row) -> float:
+    """How much of the run was done after a round, as far as its limits say; they do not where it counts epochs."""
+    limits = (("tokens", "max_tokens"), ("outer_step", "number_of_outer_steps"))
+    return max([row[used] / run.config[limit] for used, limit in limits if run.config[limit]], default=0.0)
+
+
+def _plateau(batches: Sequence[float]) -> int:
+    """Rounds at the beginning in which the test asks for less than the first batch, and so says nothing."""
+    same = next((index for index, batch in enumerate(batches) if batch != batches[0]), 0)
+    return max(same - 1, 0)
+
+
 def fit(run: RunData | Path, share: float = 1.0) -> RunFit:
-    """Fit the laws to the rounds of a run after its last merge.
+    """Fit the laws to the rounds of a run after its last merge, once the batch has begun to grow.
 
     Args:
         run: or its folder.
@@ -84,29 +120,41 @@ def fit(run: RunData | Path, share: float = 1.0) -> RunFit:
         RunFolderError: the folder is not that of a run.
     """
     run = run if isinstance(run, RunData) else read_run(run)
-    rounds = _by_round(run)
+    config, rounds = run.config, _by_round(run)
     used = rounds[: math.ceil(share * len(rounds) - 1e-9)]
     last = int(used[-1][0]["outer_step"]) if used else 0
     merged = max((merge.outer_step for merge in run.merges if merge.outer_step <= last), default=0)
-    steps = run.config["number_of_inner_steps_between_outers"]
+    steps = config["number_of_inner_steps_between_outers"]
     own = [rows for rows in used if rows[0]["outer_step"] > merged and rows[0]["inner_steps"] == steps]
+    own = own[_plateau([sum(row["effective_batch"] for row in rows) for rows in own]) :]
     batches = [sum(row["effective_batch"] for row in rows) for rows in own]
-    cap = run.config["max_requested_batch"]
+    eta_at_end = config.get("ETA_at_end") if config["sampling_method"] == "norm_test" else None
+    before = [rows for rows in used if own and rows[0]["outer_step"] < own[0][0]["outer_step"]]
+    done = [_progress(run, rows[0]) for rows in [*before[-1:], *own]]
+    done = done[:-1] if before else [0.0, *done[:-1]]  # a round's batch was decided when the one before it ended
+    shares = [(eta_during(config["ETA"], eta_at_end, progress) / config["ETA"]) ** 2 for progress in done]
+    cap = config["max_requested_batch"]
     largest = math.inf if cap is None or not own else float(cap * len(own[-1]))
     try:
-        fits = fit_laws(batches, largest)
+        if eta_at_end is None:
+            fits = fit_laws(batches, largest)
+        else:
+            fits = fit_laws([b * ratio for b, ratio in zip(batches, shares, strict=True) if b < largest])
     except ValueError as error:
         raise TooFewRoundsError(f"{run.folder}: after the last merge, {error}") from None
-    before = [rows for rows in used if rows[0]["outer_step"] < own[0][0]["outer_step"]]
     return RunFit(
         fits=fits,
         batches=batches,
+        shares=shares,
         first_round=int(own[0][0]["outer_step"]),
         inner_steps=steps,
         examples_before=before[-1][0]["examples"] if before else 0.0,
         communications_before=before[-1][0]["communications"] if before else 0.0,
         communications_per_round=sum(row["nodes"] > 1 for row in own[-1]),
         living=len(own[-1]),
+        largest=largest,
+        eta=config["ETA"],
+        eta_at_end=eta_at_end,
     )
 
 
@@ -128,9 +176,10 @@ def sentences(found: RunFit, examples: Sequence[float]) -> list[str]:
         "linear": f"b_t = {law.first:.1f} + {law.growth:.2f} (t - {found.first_round})",
         "geometric": f"b_t = {law.first:.1f} * {math.exp(law.growth):.4f}^(t - {found.first_round})",
     }
+    scaled = "" if found.eta_at_end is None else ", times (ETA / eta_t)^2"
     weights = ", ".join(f"{regime} {entry.weight:.2f}" for regime, entry in found.fits.items())
     lines = [
-        f"{law.regime} regime, {laws[law.regime]} from round {found.first_round} on "
+        f"{law.regime} regime, {laws[law.regime]} from round {found.first_round} on{scaled} "
         f"({len(found.batches)} rounds; Akaike weights: {weights})"
     ]
     for count in examples:
