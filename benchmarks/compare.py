@@ -4,7 +4,7 @@ Makes the runs that the comparisons in benchmarks/comparisons/ ask for and that 
 and writes the results: FOLDER/results/<comparison>.json with what every run used up and reached, plots, and
 FOLDER/results.md. Every run is an ordinary run of run.py with overrides, on one process with one thread. Each method
 is tuned first, with the first seed; its best value is then run with all seeds. Stop it at any time: what is finished
-stays.
+stays, but for its models and checkpoints, which nobody asks for.
 """
 
 import argparse
