@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 
-from training_logs.plots import colour, make_figure, plain_logarithmic
+from training_logs.plots import colour, make_figure
 from utils.utils import byte_size, write_atomically, write_text_atomically
 
 _SIMULATED = "simulated: "
@@ -268,8 +268,15 @@ def _style(index: int) -> dict[str, Any]:
     return {"color": colour(index), "ls": ("-", "--", ":")[index // 10 % 3], "lw": 1.6}
 
 
+def _limit_metric(axes: Axes, results: Results, room: float) -> None:
+    """From the best final metric to that of most methods, and some room; what is far off is left out."""
+    finals = sorted(results.mean_final(name) for name in results.methods if results.runs[name])
+    low, high = finals[0], finals[len(finals) * 3 // 4]
+    margin = room * (high - low) + 0.02 * high
+    axes.set_ylim(low - 0.3 * margin, high + margin)
+
+
 def _draw_curves(axes: Axes, results: Results, axis: str) -> None:
-    finals = [run["final_metric"] for runs in results.runs.values() for run in runs]
     for index, name in enumerate(results.methods):
         runs = results.runs[name]
         if not runs:
@@ -279,19 +286,18 @@ def _draw_curves(axes: Axes, results: Results, axis: str) -> None:
         values = np.array([[metric_where(run, axis, x) for x in xs] for run in runs])
         axes.fill_between(xs, values.min(0), values.max(0), color=colour(index), alpha=0.13, lw=0)
         axes.plot(xs, np.exp(np.log(values).mean(0)), label=name, **_style(index))
-    plain_logarithmic(axes)
-    low, high = min(finals), max(finals)
-    axes.set_ylim(0.97 * low, min(max(1.05 * high, 1.6 * low), 3.0 * low))
-    axes.set_xlim(left=0)
+    _limit_metric(axes, results, 3.0)
     name = results.raw["metric"]["name"]
     axes.set_title(f"{name} over {_LABELS.get(axis, 'simulated time')}")
     axes.set_xlabel(_LABELS.get(axis) or f"seconds: {_short(axis)}")
     axes.set_ylabel(name)
-    axes.grid(True, alpha=0.3)
+    axes.grid(True, which="both", alpha=0.25)
+    ends = [max(results.ends(method, axis)) for method in results.methods if results.runs[method]]
+    if axis != "tokens" and max(ends) > 0:
+        axes.set_xscale("log")
+        smallest = min(end for end in ends if end > 0)
+        axes.set_xlim(smallest / 3, 1.2 * max(ends))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    if axis == "communications":
-        longest = sorted(max(results.ends(m, axis)) for m in results.methods if results.runs[m])
-        axes.set_xlim(0, min(longest[-1], 2.0 * statistics.median(longest)) or 1.0)
 
 
 def draw_curves(results: Results):
@@ -306,24 +312,27 @@ def draw_curves(results: Results):
 
 
 def draw_frontier(results: Results):
-    """The final metric of every method beside the communications it made: towards the lower left is better."""
-    figure, (axes,) = make_figure(1, 1, (10, 6.5))
-    for index, name in enumerate(results.methods):
-        if not results.runs[name]:
-            continue
-        xs, ys = results.ends(name, "communications"), [run["final_metric"] for run in results.runs[name]]
-        x, y = max(statistics.fmean(xs), 1.0), statistics.fmean(ys)
-        axes.errorbar(x, y, [[y - min(ys)], [max(ys) - y]], fmt="o", color=colour(index), capsize=3)
-        axes.annotate(name, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8, color=colour(index))
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    plain_logarithmic(axes)
-    axes.margins(x=0.18, y=0.1)
-    axes.grid(True, which="both", alpha=0.25)
-    axes.set_xlabel("communications of the whole run")
-    name = results.raw["metric"]["name"]
-    axes.set_ylabel(f"final {name}")
-    axes.set_title(f"{results.raw['comparison']['title']}: final {name} (range over seeds) and communications")
+    """The final metric of every method beside the communications it made, and closer; the lower left is better."""
+    figure, places = make_figure(2, 2, (14, 6.5))
+    name_of_metric = results.raw["metric"]["name"]
+    for axes in places:
+        for index, name in enumerate(results.methods):
+            if not results.runs[name]:
+                continue
+            xs, ys = results.ends(name, "communications"), [run["final_metric"] for run in results.runs[name]]
+            x, y = max(statistics.fmean(xs), 1.0), statistics.fmean(ys)
+            shape = ("o", "s", "^")[index // 10 % 3]
+            axes.errorbar(x, y, [[y - min(ys)], [max(ys) - y]], fmt=shape, color=colour(index), capsize=3, label=name)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.grid(True, which="both", alpha=0.25)
+        axes.set_xlabel("communications of the whole run (none counts as one)")
+        axes.set_ylabel(f"final {name_of_metric}")
+    places[0].set_title(f"final {name_of_metric}, mean and range over seeds")
+    places[1].set_title("closer")
+    _limit_metric(places[1], results, 0.6)
+    handles, labels = places[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
     return figure
 
 
