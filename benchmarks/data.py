@@ -39,7 +39,7 @@ import fabrics.examples, fabrics.tokenised, numpy, psutil
 before, started = psutil.Process().memory_info().rss, time.perf_counter()
 documents = fabrics.tokenised.open_tokenised(Path(sys.argv[1]))
 examples = fabrics.examples.PackedSequences(documents.train.packed(128))
-examples.batch(numpy.arange(8) * (len(examples) // 8), "cpu")
+examples.batch(numpy.arange(8) * (len(examples) // 8), fabrics.examples.torch.device("cpu"))
 print(len(examples), time.perf_counter() - started, psutil.Process().memory_info().rss - before)
 """
 _TOKENISE = """

@@ -243,6 +243,7 @@ def test_documents_of_one_token_and_of_a_megabyte_train(make_c4, tmp_path, packi
     texts = [*python_documents()[:120], "real text, many times over. " * 40_000, *["a", "b", "é", "東"] * 10]
     make_samples.write_shard(tmp_path / "c4-train.00000-of-00001.json.gz", texts)
     values = {"number_of_initial_trainers": 1, "number_of_inner_steps_between_outers": 3, "max_batch_size": 8}
+    values["batch_test_start"] = 1
     config = make_c4(c4_local_path=tmp_path, data_sample_size=None, val_size=8, packing=packing, **values)
     data, recorder = load_data(config), Recorder()
     cluster = Cluster(config, data)

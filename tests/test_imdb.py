@@ -11,7 +11,7 @@ from configs.make_samples import paragraphs_and_docstrings, write_imdb
 from fabrics.dataset_loader import load_data
 from fabrics.documents import DatasetError, Skipped
 from fabrics.imdb import Reviews, choose, hub_reviews, local_reviews
-from tests.helpers import CPU, Recorder, parameters_of, without_privileges
+from tests.helpers import CPU, PLAIN_TEST, Recorder, parameters_of, without_privileges
 from utils.config import ConfigError, parse_config
 
 
@@ -203,7 +203,7 @@ def test_bert_learns_merges_and_accumulates(folder):
         max_requested_batch=32,
         learning_rate_for_inner_opt=2e-3,
         outer_momentum=0.5,
-        ETA=0.5,
+        **PLAIN_TEST | {"ETA": 0.5},
     )
     cluster, recorder = Cluster(config, load_data(config)), Recorder()
     final = cluster.train(recorder)
