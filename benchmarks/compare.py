@@ -36,6 +36,7 @@ from utils.config import ConfigError
 from utils.launch import cores
 from utils.utils import write_json_atomically
 
+_WORDS = ("title", "question", "answer")
 _ALONE = ("processes=1", "cpu_threads=1", "clearml=off", "memory_sample_seconds=null")
 
 
@@ -240,29 +241,25 @@ def best_value(runs: Iterable[Run], store: Store) -> float | None:
     return min(runs, key=badness).value
 
 
-def carry_out(path: Path, store: Store, jobs: int, make: bool) -> dict:
+def carry_out(path: Path, store: Store, jobs: int) -> dict:
     """Make the runs of a comparison that are missing; its outcome as JSON values.
 
     Raises:
         ConfigError: the comparison is wrong.
-        ComparisonError: runs could not be made, or are missing and should not be made.
+        ComparisonError: runs could not be made.
     """
     comparison = load_comparison(path)
     runner = Runner(store, comparison.base, jobs)
-    if make and comparison.samples:
+    if comparison.samples:
         make_samples.main(ROOT / ".cache" / "samples")
     tuned = tuning_runs(comparison)
-    if make:
-        runner.make(tuned, f"{path.stem}, tuning")
-    _check_there(tuned, store)
+    runner.make(tuned, f"{path.stem}, tuning")
     best = {
         method.name: best_value([run for run in tuned if run.method == method.name], store)
         for method in comparison.methods
     }
     chosen = seed_runs(comparison, best)
-    if make:
-        runner.make(chosen, f"{path.stem}, all seeds")
-    _check_there(chosen, store)
+    runner.make(chosen, f"{path.stem}, all seeds")
     done = [run for run in chosen if store.record(run)["completed"]]
     if not done:
         raise ComparisonError(f"{path}: no run came to its end")
@@ -284,12 +281,20 @@ def carry_out(path: Path, store: Store, jobs: int, make: bool) -> dict:
     }
 
 
-def _check_there(runs: Iterable[Run], store: Store) -> None:
-    missing = [run for run in runs if store.record(run) is None]
-    if missing:
-        raise ComparisonError(
-            f"{len(missing)} runs are missing, the first: {missing[0].method}, seed {missing[0].seed}"
-        )
+def with_new_words(path: Path, results: Path) -> dict:
+    """The outcome of a comparison as it was written, with the title, question and answer that the comparison has now.
+
+    Raises:
+        ConfigError: the comparison is wrong.
+        ComparisonError: it has no results yet, or asks for other runs by now.
+    """
+    if not results.exists():
+        raise ComparisonError(f"{results} is not there: the runs were not made yet")
+    found, now = json.loads(results.read_text(encoding="utf-8")), load_comparison(path).model_dump(mode="json")
+    same = (found["comparison"] | {key: now[key] for key in _WORDS}) | {"hardware": now["hardware"]} == now
+    if not same:
+        raise ComparisonError(f"it is no longer what {results} holds; without --report-only its runs are made")
+    return found | {"comparison": found["comparison"] | {key: now[key] for key in _WORDS}}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -299,7 +304,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=cores(), help="runs at a time (default: one per core)")
     parser.add_argument("--runs", type=Path, default=ROOT / "logs" / "comparisons", help="folder of the runs")
     parser.add_argument("--output", type=Path, default=ROOT / "docs", help="folder of results.md (default: docs)")
-    parser.add_argument("--report-only", action="store_true", help="make no run; all that are needed must be there")
+    parser.add_argument("--report-only", action="store_true", help="make no run: results/ as it is, with new words")
     options = parser.parse_args(arguments)
     if options.jobs < 1:
         parser.error("--jobs must be at least 1")
@@ -309,12 +314,13 @@ def main(arguments: list[str] | None = None) -> int:
         for path in paths:
             load_comparison(path)
         for path in paths:
+            results = options.output / "results" / f"{path.stem}.json"
             try:
-                found = carry_out(path, store, options.jobs, not options.report_only)
+                found = with_new_words(path, results) if options.report_only else carry_out(path, store, options.jobs)
             except ComparisonError as error:
                 problems.append(f"{path}: {error}")
                 continue
-            write_json_atomically(options.output / "results" / f"{path.stem}.json", found)
+            write_json_atomically(results, found)
         print(write_results(options.output))
     except ConfigError as error:
         problems += error.problems

@@ -155,7 +155,7 @@ def final_table(results: Results) -> str:
     for name in results.methods:
         runs = results.runs[name]
         if not runs:
-            rows.append((name, "stopped by an error in every run", *[""] * (5 + len(results.simulated))))
+            rows.append((name, "stopped by an error in every run", *[""] * (6 + len(results.simulated))))
             continue
         lost = len(results.raw["comparison"]["seeds"]) - len(runs)
         rows.append(
@@ -167,11 +167,12 @@ def final_table(results: Results) -> str:
                 _count(results.ends(name, "inner_steps")),
                 _count(results.ends(name, "communications")),
                 byte_size(round(statistics.fmean(results.ends(name, "bytes_communicated")))),
+                _seconds(statistics.fmean(results.ends(name, "wall_seconds"))),
                 *(_seconds(statistics.fmean(results.ends(name, axis))) for axis in results.simulated),
             )
         )
     columns = ("method", results.raw["metric"]["name"], "examples per step", "inner steps", "communications", "bytes")
-    return _table((*columns, *map(_short, results.simulated)), rows)
+    return _table((*columns, "wall-clock", *map(_short, results.simulated)), rows)
 
 
 def equal_table(results: Results) -> str:
@@ -239,7 +240,11 @@ def verdicts(results: Results) -> list[str]:
     winner(results.mean_final, there, "equal tokens")
     for axis in ("communications", *results.simulated):
         limit = statistics.fmean(results.ends(reference, axis))
-        words = "as many communications as the reference" if axis == "communications" else f"equal {axis}"
+        words = (
+            "as many communications as the reference"
+            if axis == "communications"
+            else f"equal simulated time ({_short(axis)})"
+        )
 
         def there_then(name: str, axis: str = axis, limit: float = limit) -> float:
             return statistics.fmean(metric_where(run, axis, limit) for run in results.runs[name])
@@ -407,7 +412,8 @@ _INTRODUCTION = """# Results
 
 Written by `python benchmarks/compare.py` from the files in `results/`; not to be edited by hand. Numbers are means over
 seeds with the sample's standard deviation, curves means with the range over seeds. A communication is one
-synchronisation of a trainer or one merge. Simulated time: nodes work side by side, each on a device of its own; a
+synchronisation of a trainer or one merge. Wall-clock: training on one thread of the machine named below, evaluation
+excluded, while its other cores made other runs. Simulated time: nodes work side by side, each on a device of its own; a
 forward and backward pass takes max(t_min, b * t_example), a synchronisation latency + bytes / bandwidth, and nothing
 overlaps (`benchmarks/accounting.py`). "What we conclude" is written by people, in the comparison's file, after the runs
 of the commit named there; all else is computed."""
