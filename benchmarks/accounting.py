@@ -63,13 +63,6 @@ class Usage:
     wall_seconds: float
 
 
-def _rounds(run: RunData) -> list[list[Row]]:
-    rounds: dict[float, list[Row]] = {}
-    for row in run.rounds:
-        rounds.setdefault(row["outer_step"], []).append(row)
-    return list(rounds.values())
-
-
 def synchronous_bytes(run: RunData, workers: int) -> int:
     """Bytes that so many workers send together to average one gradient of the run's model."""
     return PLAIN.reduction_bytes(workers, run.summary["parameters"], torch.float32)
@@ -82,7 +75,7 @@ def usage(run: RunData, synchronous_workers: int | None = None) -> list[Usage]:
         synchronous_workers: count instead what so many workers would send that average gradients at every inner step.
     """
     found, steps, seconds = [], 0, 0.0
-    for rows in _rounds(run):
+    for rows in run.by_round.values():
         steps += int(rows[0]["inner_steps"])
         seconds += sum(row["seconds"] for row in rows)
         communications, sent = int(rows[0]["communications"]), int(rows[0]["bytes_communicated"])
@@ -123,7 +116,7 @@ def simulated_seconds(
     nodes = run.config["nodes_per_gpu"] * len(run.summary["devices"])
     merges = {merge.outer_step: len(merge.weights) for merge in run.merges}
     elapsed, found = 0.0, []
-    for rows in _rounds(run):
+    for rows in run.by_round.values():
         per_node = [0.0] * min(nodes, len(rows))
         for index, row in enumerate(rows):
             workers = int(synchronous_workers or row["nodes"])

@@ -211,15 +211,13 @@ def outcome(run: Run, method: Method, hardware: Iterable[Hardware], comparison: 
             by_step = dict(zip(used, elapsed, strict=True))
             curves[simulated_axis(device.name, network.name)] = [0.0, *(by_step[step] for step in wanted)]
     rounded = {name: [float(f"{value:.6g}") for value in values] for name, values in curves.items()}
-    requests = {int(row["outer_step"]): 0.0 for row in data.rounds}
-    for row in data.rounds:
-        requests[int(row["outer_step"])] += row["effective_batch"]
+    batches = [sum(row["effective_batch"] for row in rows) for rows in data.by_round.values()]
     return head | {
         "completed": True,
         "final_metric": data.summary["final_metric"],
         "rounds": len(used),
-        "first_batch": requests[min(requests)],
-        "last_batch": requests[max(requests)],
+        "first_batch": batches[0],
+        "last_batch": batches[-1],
         "curves": rounded,
     }
 

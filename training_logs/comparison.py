@@ -1,12 +1,13 @@
 """Several runs on common axes, and what differs between their configurations."""
 
 import html
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from training_logs.plots import OVER, axis, colour, legend, make_figure, plain_logarithmic
 from training_logs.report import headline, page, picture, table
-from training_logs.run_data import Row, RunData, RunFolderError
+from training_logs.run_data import RunData, RunFolderError
 from utils.utils import write_atomically, write_text_atomically
 
 # Where a run is written has nothing to do with what it found.
@@ -16,12 +17,13 @@ _PLACES = ("log_dir", "log_file", "cache_dir")
 def best_per_round(run: RunData, x: str) -> tuple[list[float], list[float]]:
     """The best validation metric of the living trainers after every round, over a column of the round log."""
     best = max if run.metric.higher_is_better else min
-    rounds: dict[float, list[Row]] = {}
-    for row in run.rounds:
-        if row["validation_metric"] == row["validation_metric"]:
-            rounds.setdefault(row["outer_step"], []).append(row)
-    xs = [rows[0][x] for rows in rounds.values()]
-    return xs, [best(row["validation_metric"] for row in rows) for rows in rounds.values()]
+    xs, values = [], []
+    for rows in run.by_round.values():
+        found = [row["validation_metric"] for row in rows if not math.isnan(row["validation_metric"])]
+        if found:
+            xs.append(rows[0][x])
+            values.append(best(found))
+    return xs, values
 
 
 def differences(runs: Sequence[RunData]) -> dict[str, list]:

@@ -102,9 +102,7 @@ class Reporter:
 
     def report(self, run: RunData, finished: bool) -> None:
         """Everything that was not reported before; the inner steps of a round once the next one is there."""
-        steps: dict[float, list[Row]] = {}
-        for row in run.rounds:
-            steps.setdefault(row["outer_step"], []).append(row)
+        steps = run.by_round
         for step, rows in list(steps.items())[self._rounds :]:
             self._round(run, step, rows)
         self._rounds = len(steps)
@@ -122,7 +120,7 @@ class Reporter:
             self._logger.report_text(text, print_console=False)
         self._merges = len(run.merges)
 
-    def _round(self, run: RunData, step: float, rows: list[Row]) -> None:
+    def _round(self, run: RunData, step: int, rows: list[Row]) -> None:
         for row in rows:
             trainer = f"trainer {row['trainer_id']:.0f}"
             for column, title in TRAINER_SCALARS.items():
@@ -139,7 +137,7 @@ class Reporter:
         for trainer in run.trainers:
             for row in mode_switches(run, trainer):
                 if row["outer_step"] == step:
-                    text = f"trainer {trainer} begins to accumulate gradients in round {step:.0f}"
+                    text = f"trainer {trainer} begins to accumulate gradients in round {step}"
                     self._logger.report_text(text, print_console=False)
 
     def finish(self, run: RunData) -> None:

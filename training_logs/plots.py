@@ -274,10 +274,10 @@ def draw_throughput(axes: Axes, run: RunData, x: str) -> None:
 
 def draw_living(axes: Axes, run: RunData, x: str) -> None:
     """How many trainers live (line), and how many nodes work for each (stacked areas)."""
-    rounds = sorted({row["outer_step"] for row in run.rounds})
-    own = {step: {int(row["trainer_id"]): row for row in run.rounds if row["outer_step"] == step} for step in rounds}
-    xs = [next(iter(own[step].values()))[x] for step in rounds]
-    nodes = [[own[step][t]["nodes"] if t in own[step] else 0.0 for step in rounds] for t in run.trainers]
+    rounds = run.by_round.values()
+    own = [{int(row["trainer_id"]): row["nodes"] for row in rows} for rows in rounds]
+    xs = [rows[0][x] for rows in rounds]
+    nodes = [[held.get(trainer, 0.0) for held in own] for trainer in run.trainers]
     axes.stackplot(
         xs,
         nodes,
@@ -286,7 +286,7 @@ def draw_living(axes: Axes, run: RunData, x: str) -> None:
         alpha=0.35,
         labels=[f"nodes of trainer {trainer}" for trainer in run.trainers],
     )
-    living = [len(own[step]) for step in rounds]
+    living = [len(rows) for rows in rounds]
     axes.step(xs, living, where="mid", color="black", lw=2, label="living trainers")
     axes.set_ylim(bottom=0, top=1.45 * max(*living, *map(sum, zip(*nodes, strict=True))))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -321,9 +321,8 @@ def draw_genealogy(axes: Axes, run: RunData, x: str) -> None:
 
 def draw_batch_law(axes: Axes, run: RunData, x: str) -> None:
     """Effective batch of all trainers together (dots), and the laws fitted to it after the last merge."""
-    rounds = sorted({row["outer_step"] for row in run.rounds})
-    totals = [sum(row["effective_batch"] for row in run.rounds if row["outer_step"] == step) for step in rounds]
-    axes.plot(rounds, totals, "o", ms=4, color="black", label="measured, all trainers")
+    totals = [sum(row["effective_batch"] for row in rows) for rows in run.by_round.values()]
+    axes.plot(list(run.by_round), totals, "o", ms=4, color="black", label="measured, all trainers")
     found = _fitted(axes, run)
     if found is not None:
         for index, (regime, law) in enumerate(found.fits.items()):

@@ -89,13 +89,6 @@ class RunFit:
         return Prediction(*(base + each * value for value in (found.value, found.low, found.high)))
 
 
-def _by_round(run: RunData) -> list[list[Row]]:
-    rounds: dict[float, list[Row]] = {}
-    for row in run.rounds:
-        rounds.setdefault(row["outer_step"], []).append(row)
-    return [rounds[step] for step in sorted(rounds)]
-
-
 def _progress(run: RunData, row: Row) -> float:
     """How much of the run was done after a round, as far as its limits say; they do not where it counts epochs."""
     limits = (("tokens", "max_tokens"), ("outer_step", "number_of_outer_steps"))
@@ -120,7 +113,7 @@ def fit(run: RunData | Path, share: float = 1.0) -> RunFit:
         RunFolderError: the folder is not that of a run.
     """
     run = run if isinstance(run, RunData) else read_run(run)
-    config, rounds = run.config, _by_round(run)
+    config, rounds = run.config, list(run.by_round.values())
     used = rounds[: math.ceil(share * len(rounds) - 1e-9)]
     last = int(used[-1][0]["outer_step"]) if used else 0
     merged = max((merge.outer_step for merge in run.merges if merge.outer_step <= last), default=0)
@@ -160,7 +153,7 @@ def fit(run: RunData | Path, share: float = 1.0) -> RunFit:
 
 def measured(run: RunData) -> tuple[list[float], list[float], list[float]]:
     """Rounds, examples and communications of the run so far, after every round."""
-    rows = [rows[0] for rows in _by_round(run)]
+    rows = [rows[0] for rows in run.by_round.values()]
     return (
         [row["outer_step"] for row in rows],
         [row["examples"] for row in rows],

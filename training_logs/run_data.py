@@ -79,6 +79,14 @@ class RunData:
         return sorted({int(row["trainer_id"]) for row in self.rounds})
 
     @cached_property
+    def by_round(self) -> dict[int, list[Row]]:
+        """The rows of every round, in the order of the rounds."""
+        found: dict[int, list[Row]] = {}
+        for row in self.rounds:
+            found.setdefault(int(row["outer_step"]), []).append(row)
+        return found
+
+    @cached_property
     def steps(self) -> np.ndarray:
         """The rows of step_loss_log.csv: [rows, columns] in the file's order, float64."""
         return _numbers(self.report_dir / "step_loss_log.csv")
