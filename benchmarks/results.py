@@ -77,6 +77,10 @@ class Results:
         """What every run of a method had used up at its end."""
         return [run["curves"][axis][-1] for run in self.runs[method]]
 
+    def limit(self, axis: str) -> float:
+        """What all methods are compared at: as much as any run of the reference had used up at its end."""
+        return max(self.ends(self.raw["comparison"]["reference"], axis))
+
 
 def metric_where(run: Mapping[str, Any], axis: str, x: float) -> float:
     """The metric of a run once it has used up x; its last one where it ended before."""
@@ -176,12 +180,12 @@ def final_table(results: Results) -> str:
 
 
 def equal_table(results: Results) -> str:
-    """Every method where it has used up as many communications, or as much simulated time, as the reference in all."""
+    """Every method where it has used up as many communications, or as much simulated time, as the reference at most."""
     reference = results.raw["comparison"]["reference"]
     if not results.runs[reference]:
         return ""
     axes = ["tokens", "communications", *results.simulated]
-    limits = {axis: statistics.fmean(results.ends(reference, axis)) for axis in axes}
+    limits = {axis: results.limit(axis) for axis in axes}
     rows = []
     for name in results.methods:
         cells = []
@@ -239,7 +243,7 @@ def verdicts(results: Results) -> list[str]:
         return [f"{reference} came to its end in no run."]
     winner(results.mean_final, there, "equal tokens")
     for axis in ("communications", *results.simulated):
-        limit = statistics.fmean(results.ends(reference, axis))
+        limit = results.limit(axis)
         words = (
             "as many communications as the reference"
             if axis == "communications"
@@ -281,14 +285,27 @@ def _limit_metric(axes: Axes, results: Results, room: float) -> None:
     axes.set_ylim(low - 0.3 * margin, high + margin)
 
 
+def mean_curve(runs: Sequence[Mapping[str, Any]], axis: str, points: int = 200) -> tuple[np.ndarray, np.ndarray]:
+    """What runs have used up on average, and the metric of each, at equal shares of their tokens.
+
+    Returns:
+        [points] of the axis, and [runs, points] of the metric; the last ones are those of the ends of the runs.
+    """
+    shares = np.linspace(0.0, 1.0, points)
+    used, metrics = [], []
+    for run in runs:
+        tokens = np.asarray(run["curves"]["tokens"])
+        used.append(np.interp(shares * tokens[-1], tokens, run["curves"][axis]))
+        metrics.append(np.exp(np.interp(shares * tokens[-1], tokens, np.log(run["curves"]["metric"]))))
+    return np.mean(used, axis=0), np.array(metrics)
+
+
 def _draw_curves(axes: Axes, results: Results, axis: str) -> None:
     for index, name in enumerate(results.methods):
         runs = results.runs[name]
         if not runs:
             continue
-        end = min(results.ends(name, axis))
-        xs = np.linspace(0.0, end, 200)
-        values = np.array([[metric_where(run, axis, x) for x in xs] for run in runs])
+        xs, values = mean_curve(runs, axis)
         axes.fill_between(xs, values.min(0), values.max(0), color=colour(index), alpha=0.13, lw=0)
         axes.plot(xs, np.exp(np.log(values).mean(0)), label=name, **_style(index))
     _limit_metric(axes, results, 3.0)
@@ -306,7 +323,7 @@ def _draw_curves(axes: Axes, results: Results, axis: str) -> None:
 
 
 def draw_curves(results: Results):
-    """The metric over everything that is used up: mean over seeds, and the range of them."""
+    """The metric over everything that is used up, at equal shares of the runs: mean over seeds, and their range."""
     axes_names = ["tokens", "inner_steps", "communications", *results.simulated[-3:]]
     figure, places = make_figure(len(axes_names), 3, (17, 5.2 * math.ceil(len(axes_names) / 3)))
     for place, axis in zip(places, axes_names, strict=True):
@@ -393,7 +410,7 @@ def section(results: Results) -> str:
         f"![Frontier](results/{name}_frontier.png)",
         "### At the end of the token budget",
         final_table(results),
-        f"### At what {comparison['reference']} has used up in all",
+        f"### At what {comparison['reference']} has used up at most",
         equal_table(results),
     ]
     if target is not None:

@@ -14,7 +14,7 @@ import yaml
 from benchmarks.accounting import PROBED_PASS, Hardware, Network, fit_step_cost, simulated_seconds, usage
 from benchmarks.compare import Store, main
 from benchmarks.plan import ROOT, grid, load_comparison, make_run, seed_runs
-from benchmarks.results import Results, metric_where, used_until, verdicts
+from benchmarks.results import Results, mean_curve, metric_where, used_until, verdicts
 from tests.helpers import Recorder, tiny_cluster
 from tests.test_reporting import record_run
 from training_logs.run_data import MergeRecord, RunData, read_run
@@ -148,6 +148,14 @@ def test_where_a_curve_is_and_when_it_arrives():
     accuracy = made_outcome([0.25, 0.5, 0.8], [0, 10, 20])
     assert used_until(accuracy, "tokens", 0.5, sign=-1) == pytest.approx(10.0)
     assert used_until(accuracy, "tokens", 0.9, sign=-1) is None
+
+
+def test_the_mean_curve_ends_where_runs_end_on_average():
+    runs = [made_outcome([100.0, 50.0, 20.0], [0, 100, 200]), made_outcome([100.0, 30.0], [0, 300])]
+    xs, values = mean_curve(runs, "communications", points=3)
+    assert xs.tolist() == [0.0, 12.5, 25.0]
+    assert values[:, -1].tolist() == pytest.approx([20.0, 30.0])
+    assert values[:, 1].tolist() == pytest.approx([50.0, math.sqrt(3000.0)])
 
 
 def test_verdicts_are_computed_from_the_numbers():
