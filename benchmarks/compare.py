@@ -2,9 +2,10 @@
 
 Makes the runs that the comparisons in benchmarks/comparisons/ ask for and that are not finished yet, several at a time,
 and writes the results: FOLDER/results/<comparison>.json with what every run used up and reached, plots, and
-FOLDER/results.md. Every run is an ordinary run of run.py with overrides, on one process with one thread. Each method
-is tuned first, with the first seed; its best value is then run with all seeds. Stop it at any time: what is finished
-stays, but for its models and checkpoints, which nobody asks for.
+FOLDER/results.md. What an earlier one of these JSON files holds counts as finished, too: a method can be added to a
+published comparison without making the others again. Every run is an ordinary run of run.py with overrides, on one
+process with one thread. Each method is tuned first, with the first seed; its best value is then run with all seeds.
+Stop it at any time: what is finished stays, but for its models and checkpoints, which nobody asks for.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ from utils.launch import cores
 from utils.utils import write_json_atomically
 
 _WORDS = ("title", "question", "answer")
+_MEASURED = ("t_min", "t_example")
 _ALONE = ("processes=1", "cpu_threads=1", "clearml=off", "memory_sample_seconds=null")
 
 
@@ -93,19 +95,23 @@ class Runner:
         record = {
             "overrides": run.overrides,
             "commit": self._commit,
+            "machine": machine(),
             "folder": made[0].name,
             "completed": status == 0,
             "seconds": round(time.perf_counter() - started, 1),
         }
         write_json_atomically(folder / "run.json", record)
 
-    def make(self, runs: Iterable[Run], title: str) -> None:
+    def make(self, runs: Iterable[Run], title: str, known: Container[str]) -> None:
         """Make the runs that are missing.
+
+        Args:
+            known: ids of runs that are not needed.
 
         Raises:
             ComparisonError: some could not be made; the others were.
         """
-        missing = {run.id: run for run in runs if self._store.record(run) is None}
+        missing = {run.id: run for run in runs if run.id not in known and self._store.record(run) is None}
         problems = []
         with ThreadPoolExecutor(self._jobs) as pool, tqdm(total=len(missing), desc=title, unit="run") as bar:
             futures = {pool.submit(self._make, run): run for run in missing.values()}
@@ -193,7 +199,8 @@ def measure(config_path: str, repeats: int = 15) -> tuple[list[int], list[float]
 def outcome(run: Run, method: Method, hardware: Iterable[Hardware], comparison: Comparison, store: Store) -> dict:
     """What a run used up and reached, as JSON values."""
     record = store.record(run)
-    head = {"method": run.method, "value": run.value, "seed": run.seed, "commit": record["commit"], "id": run.id}
+    head = {"method": run.method, "value": run.value, "seed": run.seed, "id": run.id}
+    head |= {"commit": record["commit"], "machine": record["machine"]}
     if not record["completed"]:
         return head | {"completed": False}
     data = store.data(run)
@@ -227,55 +234,99 @@ def simulated_axis(hardware: str, network: str) -> str:
     return f"simulated: {hardware}, {network}"
 
 
-def best_value(runs: Iterable[Run], store: Store) -> float | None:
-    """Of one method's runs over its grid, the value with the best final metric."""
+def best_value(outcomes: Iterable[Mapping], metric: Mapping) -> float | None:
+    """Of the outcomes of one method over its grid, the value with the best final metric."""
 
-    def badness(run: Run) -> float:
-        if not store.record(run)["completed"]:
+    def badness(found: Mapping) -> float:
+        if not found["completed"]:
             return float("inf")
-        data = store.data(run)
-        return data.summary["final_metric"] * (-1 if data.metric.higher_is_better else 1)
+        return found["final_metric"] * (-1 if metric["higher_is_better"] else 1)
 
-    return min(runs, key=badness).value
+    return min(outcomes, key=badness)["value"]
 
 
-def carry_out(path: Path, store: Store, jobs: int) -> dict:
+def published(path: Path, comparison: Comparison) -> dict:
+    """What an earlier results/<comparison>.json knows: {} where there is none, or where it simulated other devices.
+
+    Outcomes of methods that stand for another number of synchronous workers by now are left out.
+    """
+    if not path.exists():
+        return {}
+    found, now = json.loads(path.read_text(encoding="utf-8")), comparison.model_dump(mode="json")
+    then = found["comparison"]
+    same = len(now["hardware"]) == len(then["hardware"]) and all(
+        value == old[key] or (value is None and key in _MEASURED)
+        for new, old in zip(now["hardware"], then["hardware"], strict=True)
+        for key, value in new.items()
+    )
+    if not same or now["networks"] != then["networks"]:
+        return {}
+    before, after = ({m["name"]: m["synchronous_workers"] for m in entry["methods"]} for entry in (then, now))
+    outcomes = [entry for entry in found["outcomes"] if before[entry["method"]] == after.get(entry["method"])]
+    return found | {"outcomes": outcomes}
+
+
+def carry_out(path: Path, store: Store, jobs: int, results: Path) -> dict:
     """Make the runs of a comparison that are missing; its outcome as JSON values.
+
+    Args:
+        results: where the outcome will be written; what is there by now is not made again.
 
     Raises:
         ConfigError: the comparison is wrong.
         ComparisonError: runs could not be made.
     """
     comparison = load_comparison(path)
-    runner = Runner(store, comparison.base, jobs)
+    runner, before = Runner(store, comparison.base, jobs), published(results, comparison)
+    known = {found["id"]: found for found in before.get("outcomes", [])}
+    methods = {method.name: method for method in comparison.methods}
     if comparison.samples:
         make_samples.main(ROOT / ".cache" / "samples")
     tuned = tuning_runs(comparison)
-    runner.make(tuned, f"{path.stem}, tuning")
+    runner.make(tuned, f"{path.stem}, tuning", known)
+    about = _about(before, [run for run in tuned if run.id not in known], comparison, store)
+    hardware = [Hardware(**entry) for entry in about["hardware"]]
+
+    def outcomes(runs: Iterable[Run]) -> list[dict]:
+        found = []
+        for run in runs:
+            if run.id in known:
+                found.append(known[run.id] | {"method": run.method, "value": run.value, "seed": run.seed})
+            else:
+                found.append(outcome(run, methods[run.method], hardware, comparison, store))
+        return found
+
+    tried = outcomes(tuned)
     best = {
-        method.name: best_value([run for run in tuned if run.method == method.name], store)
-        for method in comparison.methods
+        name: best_value([found for found in tried if found["method"] == name], about["metric"]) for name in methods
     }
     chosen = seed_runs(comparison, best)
-    runner.make(chosen, f"{path.stem}, all seeds")
-    done = [run for run in chosen if store.record(run)["completed"]]
-    if not done:
-        raise ComparisonError(f"{path}: no run came to its end")
-    first = store.data(done[0])
-    hardware = [calibrated(entry, first, store) for entry in comparison.hardware]
-    methods = {method.name: method for method in comparison.methods}
-    runs = {run.id: run for run in [*tuned, *chosen]}
+    runner.make(chosen, f"{path.stem}, all seeds", known)
+    there = {run.id for run in tuned}
     return {
         "name": path.stem,
-        "comparison": comparison.model_dump() | {"hardware": [vars(entry) for entry in hardware]},
+        "comparison": comparison.model_dump(mode="json") | {"hardware": about["hardware"]},
         "grids": {method.name: grid(comparison, method) for method in comparison.methods},
         "best": best,
         "chosen": [run.id for run in chosen],
+        **{key: about[key] for key in ("metric", "parameters", "versions")},
+        "outcomes": tried + outcomes(run for run in chosen if run.id not in there),
+    }
+
+
+def _about(before: Mapping, made: Iterable[Run], comparison: Comparison, store: Store) -> dict:
+    """What all runs of a comparison have in common: from earlier results, else from a run that came to its end."""
+    if before:
+        return before | {"hardware": before["comparison"]["hardware"]}
+    done = [run for run in made if store.record(run)["completed"]]
+    if not done:
+        raise ComparisonError("no run came to its end")
+    first = store.data(done[0])
+    return {
         "metric": vars(first.metric),
         "parameters": first.summary["parameters"],
-        "machine": machine(),
         "versions": first.summary["versions"],
-        "outcomes": [outcome(run, methods[run.method], hardware, comparison, store) for run in runs.values()],
+        "hardware": [vars(calibrated(entry, first, store)) for entry in comparison.hardware],
     }
 
 
@@ -314,7 +365,11 @@ def main(arguments: list[str] | None = None) -> int:
         for path in paths:
             results = options.output / "results" / f"{path.stem}.json"
             try:
-                found = with_new_words(path, results) if options.report_only else carry_out(path, store, options.jobs)
+                found = (
+                    with_new_words(path, results)
+                    if options.report_only
+                    else carry_out(path, store, options.jobs, results)
+                )
             except ComparisonError as error:
                 problems.append(f"{path}: {error}")
                 continue

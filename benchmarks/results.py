@@ -392,6 +392,7 @@ def section(results: Results) -> str:
     """One comparison as Markdown."""
     comparison, name = results.raw["comparison"], results.raw["name"]
     commits = sorted({run["commit"] for run in results.raw["outcomes"]})
+    machines = " and ".join(sorted({run["machine"] for run in results.raw["outcomes"]}))
     versions = ", ".join(f"{key} {value}" for key, value in results.raw["versions"].items())
     table, target = target_table(results)
     best_baseline = results.best_baseline()
@@ -399,7 +400,7 @@ def section(results: Results) -> str:
         f"## {comparison['title']}",
         comparison["question"].strip(),
         f"Made by `python benchmarks/compare.py benchmarks/comparisons/{name}.yaml` with commit {', '.join(commits)} "
-        f"on {results.raw['machine']}; {versions}. Seeds {', '.join(map(str, comparison['seeds']))}.",
+        f"on {machines}; {versions}. Seeds {', '.join(map(str, comparison['seeds']))}.",
         "### What the numbers say",
         "\n".join(f"- {sentence}" for sentence in verdicts(results)),
     ]

@@ -248,6 +248,10 @@ def test_a_run_is_known_by_what_it_trains(tmp_path):
     elsewhere = comparison.model_copy(update={"common": comparison.common | {"cache_dir": "elsewhere"}})
     assert make_run(elsewhere, method, 0.01, 1).id == run.id
     assert make_run(comparison, method, 0.02, 1).id != run.id
+    stricter = comparison.model_copy(update={"common": comparison.common | {"statistics_smoothing": 0.5}})
+    assert make_run(stricter, method, 0.01, 1).id != run.id
+    fixed = comparison.methods[1]
+    assert make_run(stricter, fixed, 0.01, 1).id == make_run(comparison, fixed, 0.01, 1).id  # there is no batch test
     assert make_run(comparison, method, 0.01, 2).id != run.id
 
 
@@ -287,7 +291,8 @@ def test_a_small_comparison_through_its_command(tmp_path, cache_dir, capsys):
     assert f"| DiLoCo | {results.mean_final('DiLoCo'):.2f} ±" in text
     for name in ("small.png", "small_frontier.png"):
         assert (tmp_path / "docs" / "results" / name).stat().st_size > 10_000
-    # What is finished is not made again; a run that broke off is.
+    # What is finished is not made again; a run that broke off is, where no results hold it.
+    (tmp_path / "docs" / "results" / "small.json").unlink()
     times = {file: file.stat().st_mtime_ns for file in store.folder.glob("*/run.json")}
     lost = sorted(times)[0]
     lost.unlink()
@@ -297,8 +302,13 @@ def test_a_small_comparison_through_its_command(tmp_path, cache_dir, capsys):
     again, written_again = (tmp_path / "docs" / name for name in ("results/small.json", "results.md"))
     assert without_times(json.loads(again.read_text())) == without_times(found)
     text = written_again.read_text()
-    # New words need no runs; other seeds do.
+    # Published results are as good as runs.
     shutil.rmtree(store.folder)
+    published = again.read_text()
+    assert main([*map(str, command[2:]), "--jobs", "2"]) == 0
+    assert again.read_text() == published
+    assert not store.folder.exists()
+    # New words need no runs; other seeds do.
     path.write_text(yaml.safe_dump(written | {"answer": "It does."}))
     assert main([*map(str, command[2:]), "--report-only"]) == 0
     assert written_again.read_text() == text.replace("![Curves]", "### What we conclude\n\nIt does.\n\n![Curves]")
