@@ -266,7 +266,7 @@ class Config:
     sampling_method: str = _key("norm_test", "batch test that sets the requested batch", choices=True)
     ETA: PositiveFloat = _key(2.0, "eta of the norm test")
     ETA_at_end: PositiveFloat | None = _key(
-        1.0, "eta of the norm test at the end of the run, approached linearly from ETA; null: ETA throughout"
+        0.9, "eta of the norm test at the end of the run, approached linearly from ETA; null: ETA throughout"
     )
     vartheta: PositiveFloat = _key(0.9, "theta of the inner product test")
     nu: PositiveFloat = _key(5.84, "nu of the augmented inner product test")
@@ -280,7 +280,7 @@ class Config:
     batch_test_start: PositiveInt = _key(
         3, "first round with a batch test: before it gradients are not yet those of training, and the batch stays"
     )
-    statistics_smoothing: BelowOne = _key(0.8, "weight of the past in the moving average of the statistics over rounds")
+    statistics_smoothing: BelowOne = _key(0.9, "weight of the past in the moving average of the statistics over rounds")
     max_batch_growth: AtLeastOne = _key(2.0, "largest factor by which a request grows in a round")
     max_requested_batch: PositiveInt | None = _key(None, "largest request; null: the examples in the trainer's subset")
     batch_schedule: list[Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)]] | None = _key(
