@@ -131,13 +131,14 @@ class Runner:
 
 
 def commit() -> str:
-    """The commit of the code that runs, marked where files differ from it."""
+    """The commit of the code that runs, marked where files differ from it; results in docs/ do not count."""
 
     def git(*arguments: str) -> str:
         result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
         return result.stdout.strip() if result.returncode == 0 else ""
 
-    return (git("rev-parse", "--short=10", "HEAD") or "unknown") + ("+" if git("status", "--porcelain", "-uno") else "")
+    changed = git("status", "--porcelain", "-uno", "--", ".", ":!docs")
+    return (git("rev-parse", "--short=10", "HEAD") or "unknown") + ("+" if changed else "")
 
 
 def machine() -> str:
