@@ -6,6 +6,7 @@ of its metric is taken to be linear.
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -439,12 +440,15 @@ of the commit named there; all else is computed."""
 
 def write_results(output: Path) -> Path:
     """Draw all comparisons in output/results/*.json and write output/results.md; where it is."""
-    sections = []
+    sections, contents = [], []
     for path in sorted((output / "results").glob("*.json")):
         results = Results(json.loads(path.read_text(encoding="utf-8")))
         for suffix, draw in (("", draw_curves), ("_frontier", draw_frontier)):
             image = path.with_name(f"{path.stem}{suffix}.png")
             write_atomically(image, lambda place, draw=draw, results=results: draw(results).savefig(place, dpi=80))
         sections.append(section(results))
-    write_text_atomically(output / "results.md", "\n\n".join([_INTRODUCTION, *sections]) + "\n")
+        title = results.raw["comparison"]["title"]
+        contents.append(f"- [{title}](#{re.sub(r'[^a-z0-9_ -]', '', title.lower()).replace(' ', '-')})")
+    page = [_INTRODUCTION, "\n".join(contents), *sections]
+    write_text_atomically(output / "results.md", "\n\n".join(page) + "\n")
     return output / "results.md"
