@@ -282,13 +282,11 @@ def _least_squares(regime: str, logs: Sequence[float]) -> Theta:
     return theta
 
 
-def _inflation(residuals: Sequence[float]) -> float:
+def _inflation(residuals: Sequence[float], smoothing: float) -> float:
     """How many rounds say as much as one independent round: (1 + r) / (1 - r), r the autocorrelation of neighbours."""
     energy = _squares(residuals)
-    if energy == 0.0:
-        return 1.0
-    alike = math.fsum(a * b for a, b in itertools.pairwise(residuals)) / energy
-    alike = min(max(alike, 0.0), 0.95)
+    alike = math.fsum(a * b for a, b in itertools.pairwise(residuals)) / energy if energy else 0.0
+    alike = min(max(alike, smoothing, 0.0), 0.95)
     return (1.0 + alike) / (1.0 - alike)
 
 
@@ -312,11 +310,14 @@ def _draws(regime: str, theta: Theta, count: int, variance: float) -> list[Theta
     return [(theta[0] + deviation * a * u, max(theta[1] + deviation * (b * u + c * v), 0.0)) for u, v in points]
 
 
-def fit_laws(batches: Sequence[float], largest: float = math.inf) -> dict[str, LawFit]:
+def fit_laws(batches: Sequence[float], largest: float = math.inf, smoothing: float = 0.0) -> dict[str, LawFit]:
     """Fit all laws to the batches b_1, b_2, ... of consecutive rounds, by least squares of ln b_t.
 
     Requests never shrink, so growth is taken to be at least 0. Rounds at `largest` say nothing about growth and are
     left out. Residuals of neighbouring rounds are alike, and standard errors allow for it.
+
+    Args:
+        smoothing: weight of the past in an average that the values come from; neighbours are at least so alike.
 
     Raises:
         ValueError: fewer than MINIMUM_ROUNDS rounds below `largest`.
@@ -334,7 +335,7 @@ def fit_laws(batches: Sequence[float], largest: float = math.inf) -> dict[str, L
         variance = max(_squares(residuals) / count, rounding)
         correction = 2.0 * parameters * (parameters + 1) / max(count - parameters - 1, 1)
         aicc = count * math.log(variance) + 2.0 * parameters + correction
-        draws = _draws(regime, theta, count, _inflation(residuals) * variance)
+        draws = _draws(regime, theta, count, _inflation(residuals, smoothing) * variance)
         laws = tuple(_to_law(regime, draw, largest) for draw in draws)
         found[regime] = _to_law(regime, theta, largest), math.sqrt(variance), aicc, laws
     best = min(aicc for _, _, aicc, _ in found.values())
@@ -350,22 +351,42 @@ def best_fit(fits: dict[str, LawFit]) -> LawFit:
     return max(fits.values(), key=lambda fit: fit.weight)
 
 
-def rounds_while_eta_changes(
-    law: BatchLaw, examples: float, inner_steps: int, share: Callable[[float], float], before: float, largest: float
-) -> float:
-    """C(N) where the law is that of b_t * (eta_t / eta)^2: how many rounds use so many examples.
+@dataclass(frozen=True)
+class Requests:
+    """How a run turns what the test asks for, by a law, into batches.
 
-    Args:
-        share: from the part of the run that is done, 0 to 1, to (eta_t / eta)^2.
-        before: examples that the run had used before the first of these rounds.
+    Attributes:
+        share: from the part of the run that is done, 0 to 1, to (eta_t / eta)^2; the law is that of b_t times this.
+        first: batch of the first round; a request never shrinks.
+        multiple: workers, each of which has as many examples as the others; 0: a batch may be any number.
         largest: batch.
     """
-    used, rounds = 0.0, 0
+
+    share: Callable[[float], float] = lambda done: 1.0
+    first: float = 0.0
+    multiple: int = 0
+    largest: float = math.inf
+
+
+def rounds_one_by_one(law: BatchLaw, examples: float, inner_steps: int, requests: Requests, before: float) -> float:
+    """C(N), counted: how many rounds use so many examples.
+
+    Where more than 400 are left, several are taken at once, so that no run takes long to predict.
+
+    Args:
+        before: examples that the run had used before the first of these rounds.
+    """
+    used, rounds, batch = 0.0, 0, requests.first
     while True:
-        batch = min(law.batch(rounds + 1) / share((before + used) / (before + examples)), largest)
-        if used + inner_steps * batch >= examples:
-            return rounds + (examples - used) / (inner_steps * batch)
-        used, rounds = used + inner_steps * batch, rounds + 1
+        asked = law.batch(rounds + 1) / requests.share((before + used) / (before + examples))
+        if requests.multiple:
+            asked = requests.multiple * math.ceil(asked / requests.multiple - 1e-9)
+        batch = min(max(batch, asked), requests.largest)
+        left = (examples - used) / (inner_steps * batch)
+        if left <= 1.0:
+            return rounds + left
+        count = max(1, int(left / 400.0))
+        used, rounds = used + count * inner_steps * batch, rounds + count
 
 
 def predict_rounds(fits: dict[str, LawFit], rounds: Callable[[BatchLaw], float], coverage: float = 0.9) -> Prediction:

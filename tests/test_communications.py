@@ -1,6 +1,7 @@
 """The laws of the batch against sums over rounds, and fits against laws that are known."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,12 +11,13 @@ from hypothesis import strategies as st
 from algorithms.communications import (
     BatchLaw,
     Problem,
+    Requests,
     best_fit,
     fit_laws,
     fixed_batch_need,
     norm_test_need,
     predict_rounds,
-    rounds_while_eta_changes,
+    rounds_one_by_one,
 )
 
 LAWS = [
@@ -90,15 +92,30 @@ def test_the_regime_is_picked_and_the_interval_holds_the_truth(true):
     assert prediction.high < 400
 
 
-def test_rounds_while_eta_changes_are_counted_one_by_one():
+def test_rounds_are_counted_one_by_one_where_eta_changes():
     law = BatchLaw("linear", 8.0, 2.0)
-    constant = rounds_while_eta_changes(law, 5000.0, 20, lambda done: 1.0, 100.0, math.inf)
+    constant = rounds_one_by_one(law, 5000.0, 20, Requests(), 100.0)
     assert constant == pytest.approx(law.rounds(5000.0, 20), rel=0.01)  # which is no line within a round
     # 10 steps of 8 / 1, then eta^2 halves once half of 200 examples are done: (8 + 2) / 0.5 = 20.
-    halved = rounds_while_eta_changes(law, 160.0, 10, lambda done: 1.0 if done < 0.5 else 0.5, 40.0, math.inf)
-    assert halved == pytest.approx(1 + 80 / 200)
-    capped = rounds_while_eta_changes(law, 160.0, 10, lambda done: 1.0 if done < 0.5 else 0.5, 40.0, 16.0)
-    assert capped == pytest.approx(1 + 80 / 160)
+    halved = Requests(lambda done: 1.0 if done < 0.5 else 0.5)
+    assert rounds_one_by_one(law, 160.0, 10, halved, 40.0) == pytest.approx(1 + 80 / 200)
+    assert rounds_one_by_one(law, 160.0, 10, replace(halved, largest=16.0), 40.0) == pytest.approx(1 + 80 / 160)
+
+
+def test_batches_never_shrink_and_are_shared_out_evenly():
+    law = BatchLaw("linear", 5.0, 2.0)
+    # The law's 5, 7, 9, 11, 13, ...: at least the 8 that there are, in fours: 8, 8, 12, 12, 16.
+    requests = Requests(first=8.0, multiple=4)
+    assert rounds_one_by_one(law, 10.0 * (8 + 8 + 12 + 12 + 16 / 2), 10, requests, 0.0) == pytest.approx(4.5)
+    # 8, 8, 9, and then not 11 / 4 but 9 again.
+    falling = Requests(lambda done: 1.0 if done < 0.5 else 4.0, first=8.0)
+    assert rounds_one_by_one(law, 10.0 * (8 + 8 + 9 + 9), 10, falling, 0.0) == pytest.approx(4.0)
+
+
+def test_long_predictions_take_several_rounds_at_once():
+    for law in (BatchLaw("constant", 16.0), BatchLaw("linear", 16.0, 0.5)):
+        exact = law.rounds(1e8, 20)
+        assert rounds_one_by_one(law, 1e8, 20, Requests(), 0.0) == pytest.approx(exact, rel=0.02)
 
 
 def test_drawn_parameters_have_the_covariance_of_least_squares():
@@ -119,6 +136,16 @@ def test_residuals_that_go_together_widen_the_interval():
         prediction = predict_rounds(fit_laws(batches), lambda law: law.rounds(true.examples(100, 20), 20))
         widths.append(prediction.high - prediction.low)
     assert widths[1] > 2.0 * widths[0]
+
+
+def test_smoothed_statistics_widen_the_interval():
+    """As far as their smoothing makes neighbours alike, whatever few residuals happen to look like."""
+    batches = [16.0 * math.exp(0.05 * index + 0.05 * (-1) ** index) for index in range(20)]
+    widths = []
+    for smoothing in (0.0, 0.6):
+        law = fit_laws(batches, smoothing=smoothing)["geometric"]
+        widths.append(np.std([draw.growth for draw in law.draws]))
+    assert widths[1] == pytest.approx(2.0 * widths[0], rel=1e-6)  # (1 + 0.6) / (1 - 0.6) = 4 times the variance
 
 
 def test_rounds_at_the_largest_batch_say_nothing_of_growth():

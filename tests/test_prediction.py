@@ -84,6 +84,45 @@ def test_rounds_before_the_batch_grows_say_nothing():
     assert fit(made_run([16.0] * 10)).first_round == 1
 
 
+def run_of_requests(asked) -> RunData:
+    """Batches as a debiased norm test with eta 2 makes them that asks for so much after each round."""
+    batches = [4 * math.ceil(max(asked[: index + 1]) / 4) for index in range(len(asked))]
+    run = made_run([16, *batches[:-1]], debias=True, statistics_smoothing=0.0)
+    for row, value in zip(run.rounds, asked, strict=True):
+        # V = 4 T G2 with G2 = 2 and a sample of 8: the gradient's squared norm is G2 + V / 8.
+        row |= {"gradient_variance": 8.0 * value, "gradient_squared_norm": 2.0 + value, "gradient_sample_size": 8.0}
+    return run
+
+
+def test_what_the_test_asked_for_is_fitted_where_the_batch_does_not_show_it():
+    """While the test asks for less than there is the batch is a plateau, but the statistics know how it goes on."""
+    asked = [30.0, 14.0, 9.0, *(8.0 + 2.0 * index for index in range(60))]
+    run = run_of_requests(asked)
+    found = fit(run, share=1 / 3)
+    law = best_fit(found.fits).law
+    assert found.asked
+    # The least was asked for after the fourth round, and so for the fifth.
+    assert (found.first_round, law.regime) == (5, "linear")
+    assert (law.first, law.growth) == (pytest.approx(8.0), pytest.approx(2.0))
+    assert found.batches[0] == 32
+    _, examples, communications = measured(run)
+    assert found.communications(examples[-1]).value == pytest.approx(communications[-1], rel=0.005)
+    without = fit(made_run([row["effective_batch"] for row in run.rounds]), share=1 / 3)
+    assert abs(without.communications(examples[-1]).value / communications[-1] - 1) > 0.05
+
+
+def test_rounds_without_statistics_and_other_tests_are_no_requests():
+    run = run_of_requests([8.0 + index for index in range(20)])
+    for row in run.rounds[:5]:
+        row["gradient_variance"] = math.nan
+    assert fit(run).first_round == 7
+    run.rounds[5]["gradient_squared_norm"] = 0.0  # G2 below zero says nothing, either
+    assert fit(run).first_round == 8
+    plain = run_of_requests([8.0 + index for index in range(20)])
+    plain.config["debias"] = False
+    assert not fit(plain).asked
+
+
 def test_one_worker_communicates_nothing_and_a_cap_makes_it_linear():
     assert fit(made_run([16.0] * 8, nodes=1)).communications(1e6).value == 0.0
     found = fit(made_run([16, 20, 24, 28, 32, 36, 40, 40, 40, 40], cap=40))

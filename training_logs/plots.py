@@ -342,7 +342,7 @@ def draw_prediction(axes: Axes, run: RunData, x: str) -> None:
     axes.plot([0, *examples], [0, *communications], ".-", color="black", label="measured")
     found = _fitted(axes, run)
     if found is not None:
-        ahead = np.linspace(examples[-1], 3.0 * examples[-1], 60)
+        ahead = np.linspace(examples[-1], 3.0 * examples[-1], 15)
         values = [found.communications(count) for count in ahead]
         axes.plot(ahead, [value.value for value in values], color=colour(0), label="predicted")
         axes.fill_between(

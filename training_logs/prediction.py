@@ -9,18 +9,20 @@ its end is held against what was measured.
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from algorithms.communications import (
+    MINIMUM_ROUNDS,
     BatchLaw,
     LawFit,
     Prediction,
+    Requests,
     best_fit,
     fit_laws,
     predict_rounds,
-    rounds_while_eta_changes,
+    rounds_one_by_one,
 )
 from algorithms.learning_rate import eta_during
 from training_logs.run_data import Row, RunData, RunFolderError, read_run
@@ -38,6 +40,7 @@ class RunFit:
 
     Attributes:
         fits: by regime; with an eta that changes, of b_t (eta_t / ETA)^2.
+        asked: what was fitted is what the test asked for, not what the run had, which never shrinks.
         batches: b_t, examples per inner step over all workers of all trainers, of the rounds that were fitted.
         shares: (eta_t / ETA)^2 of these rounds.
         first_round: the first of them, which comes after the last merge.
@@ -45,11 +48,13 @@ class RunFit:
         examples_before, communications_before: what the run had used before that round.
         communications_per_round: of every later round, as in the last one that was fitted.
         living: trainers that live; predictions take it that they stay.
+        workers: of all of them.
         largest: batch that all of them together may have.
         eta, eta_at_end: of the config.
     """
 
     fits: dict[str, LawFit]
+    asked: bool
     batches: list[float]
     shares: list[float]
     first_round: int
@@ -58,19 +63,20 @@ class RunFit:
     communications_before: float
     communications_per_round: int
     living: int
+    workers: int
     largest: float
     eta: float
     eta_at_end: float | None
 
     def _predict(self, examples: float) -> Prediction:
         wanted = examples - self.examples_before
+        first, workers = (self.batches[0], self.workers) if self.asked else (0.0, 0)
+        requests = Requests(self._share, first, workers, self.largest)
 
         def rounds(law: BatchLaw) -> float:
-            if self.eta_at_end is None:
+            if self.eta_at_end is None and not self.asked:
                 return law.rounds(wanted, self.inner_steps)
-            return rounds_while_eta_changes(
-                law, wanted, self.inner_steps, self._share, self.examples_before, self.largest
-            )
+            return rounds_one_by_one(law, wanted, self.inner_steps, requests, self.examples_before)
 
         return predict_rounds(self.fits, rounds)
 
@@ -101,8 +107,38 @@ def _plateau(batches: Sequence[float]) -> int:
     return max(same - 1, 0)
 
 
+def _asked(rows: Sequence[Row], eta: float) -> float:
+    """What a debiased norm test makes of the statistics of a round, all trainers together; NaN without statistics.
+
+    Not algorithms.calc_batch, which imports PyTorch and rounds.
+    """
+    asked = 0.0
+    for row in rows:
+        variance = row.get("gradient_variance", math.nan)
+        squared_norm = row.get("gradient_squared_norm", math.nan) - variance / row.get("gradient_sample_size", math.nan)
+        asked += math.inf if squared_norm <= 0.0 else variance / (eta**2 * squared_norm)
+    return asked
+
+
+def _requests_fitted(own: Sequence[list[Row]], config: Mapping) -> list[float]:
+    """What the test asked for in the last of these rounds, from where it asked for least; [] where that is not known.
+
+    The request of a round comes from the statistics of the one before it.
+    """
+    if config["sampling_method"] != "norm_test" or not config.get("debias"):
+        return []
+    asked = [_asked(rows, config["ETA"]) for rows in own[:-1]]
+    silent = [index for index, value in enumerate(asked) if not math.isfinite(value)]
+    asked = asked[silent[-1] + 1 :] if silent else asked
+    if len(asked) < MINIMUM_ROUNDS:
+        return []
+    return asked[min(asked.index(min(asked)), len(asked) - MINIMUM_ROUNDS) :]
+
+
 def fit(run: RunData | Path, share: float = 1.0) -> RunFit:
-    """Fit the laws to the rounds of a run after its last merge, once the batch has begun to grow.
+    """Fit the laws to the rounds of a run after its last merge, once what is fitted has begun to grow.
+
+    Where the log holds the statistics of a debiased norm test, to what it asked for; else to the batches.
 
     Args:
         run: or its folder.
@@ -119,7 +155,8 @@ def fit(run: RunData | Path, share: float = 1.0) -> RunFit:
     merged = max((merge.outer_step for merge in run.merges if merge.outer_step <= last), default=0)
     steps = config["number_of_inner_steps_between_outers"]
     own = [rows for rows in used if rows[0]["outer_step"] > merged and rows[0]["inner_steps"] == steps]
-    own = own[_plateau([sum(row["effective_batch"] for row in rows) for rows in own]) :]
+    asked = _requests_fitted(own, config)
+    own = own[-len(asked) if asked else _plateau([sum(row["effective_batch"] for row in rows) for rows in own]) :]
     batches = [sum(row["effective_batch"] for row in rows) for rows in own]
     eta_at_end = config.get("ETA_at_end") if config["sampling_method"] == "norm_test" else None
     before = [rows for rows in used if own and rows[0]["outer_step"] < own[0][0]["outer_step"]]
@@ -129,7 +166,9 @@ def fit(run: RunData | Path, share: float = 1.0) -> RunFit:
     cap = config["max_requested_batch"]
     largest = math.inf if cap is None or not own else float(cap * len(own[-1]))
     try:
-        if eta_at_end is None:
+        if asked:
+            fits = fit_laws(asked, smoothing=config["statistics_smoothing"])
+        elif eta_at_end is None:
             fits = fit_laws(batches, largest)
         else:
             fits = fit_laws([b * ratio for b, ratio in zip(batches, shares, strict=True) if b < largest])
@@ -137,6 +176,7 @@ def fit(run: RunData | Path, share: float = 1.0) -> RunFit:
         raise TooFewRoundsError(f"{run.folder}: after the last merge, {error}") from None
     return RunFit(
         fits=fits,
+        asked=bool(asked),
         batches=batches,
         shares=shares,
         first_round=int(own[0][0]["outer_step"]),
@@ -145,6 +185,7 @@ def fit(run: RunData | Path, share: float = 1.0) -> RunFit:
         communications_before=before[-1][0]["communications"] if before else 0.0,
         communications_per_round=sum(row["nodes"] > 1 for row in own[-1]),
         living=len(own[-1]),
+        workers=int(sum(row["nodes"] for row in own[-1])),
         largest=largest,
         eta=config["ETA"],
         eta_at_end=eta_at_end,
