@@ -12,8 +12,8 @@ import torch
 import yaml
 
 from benchmarks.accounting import PROBED_PASS, Hardware, Network, fit_step_cost, simulated_seconds, usage
-from benchmarks.compare import Store, main
-from benchmarks.plan import ROOT, grid, load_comparison, make_run, seed_runs
+from benchmarks.compare import Store, main, published
+from benchmarks.plan import ROOT, Comparison, grid, load_comparison, make_run, seed_runs
 from benchmarks.results import Results, mean_curve, metric_where, used_until, verdicts
 from tests.helpers import Recorder, tiny_cluster
 from tests.test_reporting import record_run
@@ -158,6 +158,16 @@ def test_the_mean_curve_ends_where_runs_end_on_average():
     assert values[:, 1].tolist() == pytest.approx([50.0, math.sqrt(3000.0)])
 
 
+def test_methods_are_held_against_the_longest_run_of_the_reference():
+    outcomes = [made_outcome([9.0, 3.0], [0, end], "a", seed=seed) for seed, end in enumerate((120, 100, 110))]
+    raw = {
+        "comparison": {"methods": [{"name": "a"}], "reference": "a"},
+        "chosen": [outcome["id"] for outcome in outcomes],
+        "outcomes": outcomes,
+    }
+    assert Results(raw).limit("tokens") == 120
+
+
 def test_verdicts_are_computed_from_the_numbers():
     methods = [{"name": "a", "baseline": True}, {"name": "b", "baseline": False}]
     outcomes = [made_outcome([100.0, 40.0, 20.0], [0, 100, 200], "a"), made_outcome([100.0, 25.0], [0, 100], "b")]
@@ -200,6 +210,26 @@ def small_comparison(folder: Path, **values) -> Path:
     path = folder / "small.yaml"
     path.write_text(yaml.safe_dump(written | values))
     return path
+
+
+def test_published_results_count_as_far_as_they_still_hold(tmp_path):
+    comparison = load_comparison(small_comparison(tmp_path))
+    path, outcomes = tmp_path / "small.json", [{"method": "AdLoCo", "id": "1"}, {"method": "DiLoCo", "id": "2"}]
+    path.write_text(json.dumps({"comparison": comparison.model_dump(mode="json"), "outcomes": outcomes}))
+
+    def left(**values) -> list[str]:
+        changed = Comparison.model_validate(comparison.model_dump() | values)
+        return [outcome["id"] for outcome in published(path, changed).get("outcomes", [])]
+
+    (device,), (network,) = (vars(comparison.hardware[0]),), (vars(comparison.networks[0]),)
+    assert left() == left(title="New", seeds=[1, 2, 3]) == ["1", "2"]
+    assert left(hardware=[device | {"t_min": None}]) == ["1", "2"]  # measured then
+    assert left(hardware=[device | {"t_min": 0.02}]) == []
+    assert left(hardware=[device, device | {"name": "other"}]) == []
+    assert left(networks=[network | {"latency": 0.01}]) == []
+    methods = comparison.model_dump()["methods"]
+    assert left(methods=[methods[0], methods[1] | {"synchronous_workers": 4}]) == ["1"]
+    assert published(tmp_path / "none.json", comparison) == {}
 
 
 def without_times(found: dict) -> dict:
