@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from training_logs.plots import colour, make_figure
 from utils.utils import byte_size, write_atomically, write_text_atomically
@@ -286,6 +286,16 @@ def _limit_metric(axes: Axes, results: Results, room: float) -> None:
     axes.set_ylim(low - 0.3 * margin, high + margin)
 
 
+def _logarithmic(axes: Axes, low: float, high: float) -> None:
+    """A logarithmic x axis with numbers that can be read, few or many as there is room."""
+    axes.set_xscale("log")
+    axes.set_xlim(low, high)
+    subs = (1.0, 2.0, 5.0) if high > 12.0 * low else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
+    axes.xaxis.set_major_locator(LogLocator(subs=subs, numticks=20))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
 def mean_curve(runs: Sequence[Mapping[str, Any]], axis: str, points: int = 200) -> tuple[np.ndarray, np.ndarray]:
     """What runs have used up on average, and the metric of each, at equal shares of their tokens.
 
@@ -317,9 +327,8 @@ def _draw_curves(axes: Axes, results: Results, axis: str) -> None:
     axes.grid(True, which="both", alpha=0.25)
     ends = [max(results.ends(method, axis)) for method in results.methods if results.runs[method]]
     if axis != "tokens" and max(ends) > 0:
-        axes.set_xscale("log")
         smallest = min(end for end in ends if end > 0)
-        axes.set_xlim(smallest / 3, 1.2 * max(ends))
+        _logarithmic(axes, smallest / 3, 1.2 * max(ends))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
@@ -338,16 +347,20 @@ def draw_frontier(results: Results):
     """The final metric of every method beside the communications it made, and closer; the lower left is better."""
     figure, places = make_figure(2, 2, (14, 6.5))
     name_of_metric = results.raw["metric"]["name"]
+    made = {
+        name: max(statistics.fmean(results.ends(name, "communications")), 1.0)
+        for name in results.methods
+        if results.runs[name]
+    }
     for axes in places:
         for index, name in enumerate(results.methods):
-            if not results.runs[name]:
+            if name not in made:
                 continue
-            xs, ys = results.ends(name, "communications"), [run["final_metric"] for run in results.runs[name]]
-            x, y = max(statistics.fmean(xs), 1.0), statistics.fmean(ys)
+            ys = [run["final_metric"] for run in results.runs[name]]
+            x, y = made[name], statistics.fmean(ys)
             shape = ("o", "s", "^")[index // 10 % 3]
             axes.errorbar(x, y, [[y - min(ys)], [max(ys) - y]], fmt=shape, color=colour(index), capsize=3, label=name)
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        _logarithmic(axes, min(made.values()) / 1.3, 1.3 * max(made.values()))
         axes.grid(True, which="both", alpha=0.25)
         axes.set_xlabel("communications of the whole run (none counts as one)")
         axes.set_ylabel(f"final {name_of_metric}")
