@@ -278,6 +278,8 @@ def test_a_run_is_known_by_what_it_trains(tmp_path):
     elsewhere = comparison.model_copy(update={"common": comparison.common | {"cache_dir": "elsewhere"}})
     assert make_run(elsewhere, method, 0.01, 1).id == run.id
     assert make_run(comparison, method, 0.02, 1).id != run.id
+    own = method.model_copy(update={"overrides": {"sequence_length": 8}})  # over what all have in common
+    assert "sequence_length=8" in make_run(comparison, own, 0.01, 1).overrides
     stricter = comparison.model_copy(update={"common": comparison.common | {"statistics_smoothing": 0.5}})
     assert make_run(stricter, method, 0.01, 1).id != run.id
     fixed = comparison.methods[1]
