@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tqdm import tqdm
 
 from benchmarks.accounting import Hardware, fit_step_cost, metric_at, simulated_seconds, usage
+from benchmarks.page import write_results
 from benchmarks.plan import ROOT, Comparison, Method, Run, grid, load_comparison, seed_runs, tuning_runs
-from benchmarks.results import write_results
 from configs import make_samples
 from training_logs.run_data import RunData, read_run
 from utils.config import ConfigError
