@@ -47,7 +47,8 @@ from training_logs.memory_monitor import Use, memory_use
 from training_logs.records import ClusterRound, Merge, Observer, Totals, WorkerRound
 from utils.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from utils.compression import COMMUNICATION_DTYPES
-from utils.config import Config, ConfigError, dump_config
+from utils.config import Config, ConfigError
+from utils.config_reading import dump_config
 from utils.devices import resolve_devices
 from utils.distributed import Processes, connect
 from utils.launch import Launch

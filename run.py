@@ -82,7 +82,7 @@ def run(options: argparse.Namespace, started: float, launch: Launch | None) -> i
     from cluster import CHECKS, CHOICES, join_processes
     from training_logs.training_monitoring import check_logs, start_logging
     from utils.checkpoint import CheckpointError
-    from utils.config import load_config
+    from utils.config_reading import load_config
     from utils.heartbeat import PeerLostError
     from utils.resume import resumed_config
 

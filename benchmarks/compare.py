@@ -180,7 +180,7 @@ def measure(config_path: str, repeats: int = 15) -> tuple[list[int], list[float]
     import torch
 
     from benchmarks.throughput import BareLoop, make_data
-    from utils.config import load_config
+    from utils.config_reading import load_config
 
     torch.set_num_threads(1)
     config, _ = load_config(config_path)

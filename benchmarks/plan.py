@@ -18,7 +18,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from benchmarks.accounting import Hardware, Network
 from cluster import CHECKS, CHOICES
-from utils.config import ConfigError, dump_config, load_config
+from utils.config import ConfigError
+from utils.config_reading import dump_config, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 # Where a run is written, and by how many processes and threads it is made, has nothing to do with what it finds.

@@ -38,7 +38,8 @@ from fabrics.models import build_model
 from fabrics.tokenization import train_tokenizer
 from fabrics.worker import backward
 from trainers import RoundSchedule, Trainer
-from utils.config import Config, ConfigError, parse_config
+from utils.config import Config, ConfigError
+from utils.config_reading import parse_config
 
 DEFAULTS = {
     "number_of_outer_steps": 1,

@@ -10,7 +10,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cluster import CHOICES
-from utils.config import FIELDS, Config, value_schema
+from utils.config import FIELDS, Config
+from utils.config_reading import value_schema
 
 SECTIONS = {
     "training_seed": "Devices and seed",

@@ -42,7 +42,8 @@ from gradient_analysis.laws import (
 )
 from training_logs.log_processor import ANALYSIS_SUMMARY, resolved_mode
 from training_logs.run_data import RunFolderError, read_run
-from utils.config import Config, ConfigError, load_config
+from utils.config import Config, ConfigError
+from utils.config_reading import load_config
 from utils.devices import resolve_devices
 from utils.utils import write_atomically, write_json_atomically
 

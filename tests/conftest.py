@@ -18,7 +18,7 @@ from cluster import CHECKS, CHOICES
 from configs import make_samples
 from fabrics.documents import python_documents
 from fabrics.tokenization import train_tokenizer
-from utils.config import load_config
+from utils.config_reading import load_config
 
 
 @pytest.fixture(autouse=True, scope="session")

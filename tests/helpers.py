@@ -18,7 +18,8 @@ from fabrics.worker import Node
 from fabrics.working_model import WorkingModel
 from trainers import RoundSchedule, Trainer
 from training_logs.records import Observer
-from utils.config import Config, parse_config
+from utils.config import Config
+from utils.config_reading import parse_config
 from utils.distributed import LocalProcesses
 
 CPU = torch.device("cpu")

@@ -30,7 +30,8 @@ from fabrics.examples import Examples
 from fabrics.language_modelling import task_data
 from fabrics.models import build_model
 from fabrics.tokenised import TokenisedPart, TokenisedSet
-from utils.config import Config, ConfigError, load_config
+from utils.config import Config, ConfigError
+from utils.config_reading import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")

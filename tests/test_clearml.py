@@ -25,7 +25,8 @@ from training_logs.log_processor import MODES, ClearMLProcess, Reporter, has_cre
 from training_logs.plots import PLOTS, mode_switches, step_losses
 from training_logs.run_data import read_run
 from training_logs.training_monitoring import RunRecorder
-from utils.config import ConfigError, parse_config
+from utils.config import ConfigError
+from utils.config_reading import parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster import CHOICES
-from utils.config import ALIASES, FIELDS, Config, ConfigError, dump_config, load_config, parse_config
+from utils.config import FIELDS, Config, ConfigError
+from utils.config_reading import ALIASES, dump_config, load_config, parse_config
 from utils.devices import resolve_devices
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,7 +88,7 @@ def refuse(*_, **__):
 torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = refuse
 import training_logs.training_monitoring
 from cluster import CHECKS, CHOICES
-from utils.config import load_config
+from utils.config_reading import load_config
 load_config("config.yaml", ["CUDA_VISIBLE_DEVICES=1"], CHOICES, CHECKS)
 """
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)

@@ -10,7 +10,7 @@ import pytest
 
 from cluster import CHECKS, CHOICES
 from configs import make_samples
-from utils.config import load_config
+from utils.config_reading import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -9,7 +9,8 @@ from fabrics.dataset_loader import load_data
 from fabrics.documents import document_hash, python_documents
 from fabrics.tokenization import END_OF_TEXT
 from tests.helpers import CPU
-from utils.config import ConfigError, parse_config
+from utils.config import ConfigError
+from utils.config_reading import parse_config
 
 CONVERSATION = "\n\n".join(f"{number}: a paragraph of\nsome lines, é" for number in range(60))
 

@@ -12,7 +12,8 @@ from fabrics.dataset_loader import load_data
 from fabrics.documents import DatasetError, Skipped
 from fabrics.imdb import Reviews, choose, hub_reviews, local_reviews
 from tests.helpers import CPU, PLAIN_TEST, Recorder, parameters_of, without_privileges
-from utils.config import ConfigError, parse_config
+from utils.config import ConfigError
+from utils.config_reading import parse_config
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tests.test_distributed import torchrun
 from tests.test_resume import assert_same_run, report, start
 from tests.test_run import write_config
 from utils import heartbeat, launch
-from utils.config import parse_config
+from utils.config_reading import parse_config
 from utils.heartbeat import Heartbeat, PeerLostError, exit_reason
 from utils.launch import planned_processes, threads_per_process
 

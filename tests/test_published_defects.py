@@ -28,7 +28,8 @@ from tests.helpers import (
     tiny_llama,
     train,
 )
-from utils.config import ConfigError, parse_config
+from utils.config import ConfigError
+from utils.config_reading import parse_config
 
 # 1. Labels are shifted by hand and again by the model.
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import run as program
 from tests.test_run import write_config
-from utils.config import parse_config
+from utils.config_reading import parse_config
 from utils.resume import training_changes
 from utils.signals import StopRequest
 

@@ -36,7 +36,8 @@ from training_logs.report import write_report
 from training_logs.round_log import COLUMNS, accumulation_steps, round_line, round_row
 from training_logs.run_data import RunFolderError, read_run
 from training_logs.step_loss_logger import StepLossLogger
-from utils.config import Config, ConfigError, dump_config
+from utils.config import Config, ConfigError
+from utils.config_reading import dump_config
 from utils.utils import byte_size, nearest_existing_folder, write_json_atomically, write_text_atomically
 
 logger = logging.getLogger("adloco")

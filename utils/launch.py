@@ -9,7 +9,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from utils.config import Config, ConfigError, load_config
+from utils.config import Config, ConfigError
+from utils.config_reading import load_config
 from utils.utils import has_checkpoint, write_text_atomically
 
 _GPU_DRIVER = Path("/proc/driver/nvidia/version")

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from utils.config import FIELDS, Check, Config, ConfigError, load_config
+from utils.config import FIELDS, Config, ConfigError
+from utils.config_reading import Check, load_config
 
 # The places in the run folder, where its logs go on.
 _FIXED = ("log_file", "memory_report_dir", "model_training_report_dir", "model_weights_dir")

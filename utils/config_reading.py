@@ -1,0 +1,271 @@
+"""From a YAML file and `key=value` overrides to a checked `Config`, and back to YAML.
+
+All problems are reported at once, one line each, with the nearest known key, and the key names of the published AdLoCo
+code are understood. The choices of the registries are handed in by the caller.
+"""
+
+import dataclasses
+import difflib
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from utils.config import FIELDS, Config, ConfigError
+
+# The names in the published code's config.yaml.
+ALIASES = {
+    "lr_inner": "learning_rate_for_inner_opt",
+    "lr_outer": "learning_rate_for_outer_opt",
+    "num_inner_steps": "number_of_inner_steps_between_outers",
+    "num_outer_steps": "number_of_outer_steps",
+    "num_init_trainers": "number_of_initial_trainers",
+    "initial_batch_size": "INITIAL_BATCH_SIZE",
+    "num_epochs": "number_of_training_epochs",
+}
+
+_ADAPTERS = {
+    name: TypeAdapter(entry.type, config=ConfigDict(coerce_numbers_to_str=True)) for name, entry in FIELDS.items()
+}
+
+
+def value_schema(name: str) -> dict:
+    """The JSON schema of a key's values."""
+    return _ADAPTERS[name].json_schema()
+
+
+def _mapping(text: str, source: str) -> dict:
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{source}: must be a mapping of keys to values, got {type(values).__name__}")
+    return values
+
+
+def _repaired_model_config(value, warnings: list[str]):
+    """The published config writes {"name": ..., pretrained=True}, which YAML reads as a key 'pretrained=True'."""
+    if not isinstance(value, dict):
+        return value
+    repaired = {}
+    for key, entry in value.items():
+        if isinstance(key, str) and entry is None and (match := re.fullmatch(r"(\w+)=(\w+)", key)):
+            key, entry = match[1], yaml.safe_load(match[2])
+            warnings.append(f"model_config: '{match[0]}' is read as '{key}: {match[2]}'")
+        repaired[key] = entry
+    return repaired
+
+
+def _unknown(key) -> str:
+    known = {name.lower(): name for name in [*ALIASES, *FIELDS]}
+    close = difflib.get_close_matches(str(key).lower(), known, n=1, cutoff=0.5)
+    return f"{key}: unknown key" + (f"; did you mean {known[close[0]]}?" if close else "")
+
+
+def _override(values: dict, assignment: str) -> str | None:
+    """Apply one `key=value` (nested keys with dots) to `values`; a problem comes back as its line."""
+    key, separator, text = assignment.partition("=")
+    if not separator or not key:
+        return f"{assignment}: an override must have the form key=value"
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return f"{key}: value is not valid YAML: {text}"
+    *parents, last = key.split(".")
+    if parents:
+        parents[0] = ALIASES.get(parents[0], parents[0])
+    else:
+        last = ALIASES.get(last, last)
+    for depth, parent in enumerate(parents):
+        if depth == 0 and parent == "model_config":
+            values.setdefault(parent, dict(Config().model_config))
+        values = values.setdefault(parent, {})
+        if not isinstance(values, dict):
+            return f"{key}: {'.'.join(parents[: depth + 1])} is not a mapping"
+    values[last] = value
+    return None
+
+
+def _canonical(raw: Mapping, problems: list[str]) -> dict:
+    """Aliases resolved, unknown keys and double definitions reported."""
+    values, origin = {}, {}
+    for key, value in raw.items():
+        name = ALIASES.get(key, key)
+        if name not in FIELDS:
+            problems.append(_unknown(key))
+        elif name in values:
+            problems.append(f"{key}: given twice, as {origin[name]} and as {key}")
+        else:
+            values[name], origin[name] = value, key
+    return values
+
+
+def _check_types(values: Mapping, problems: list[str]) -> dict:
+    typed = {}
+    for name, value in values.items():
+        try:
+            typed[name] = _ADAPTERS[name].validate_python(value)
+        except ValidationError as error:
+            # For `X | None` pydantic reports each alternative; the first is X, which is what a person meant.
+            first = error.errors()[0]
+            place = "".join(f"[{part}]" for part in first["loc"] if isinstance(part, int))
+            reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ").removeprefix("String ")
+            problems.append(f"{name}{place}: {reason}, got {value!r}")
+    return typed
+
+
+def _check_choices(config: Config, allowed: Mapping[str, Sequence[str]], problems: list[str]) -> None:
+    for name, choices in allowed.items():
+        value = getattr(config, name)
+        if value not in choices:
+            close = difflib.get_close_matches(str(value), choices, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            problems.append(f"{name}: must be one of {', '.join(choices)}, got {value!r}{hint}")
+
+
+def _check_schedule(config: Config, problems: list[str]) -> None:
+    if config.batch_schedule is None:
+        return
+    if config.sampling_method != "none":
+        problems.append(
+            f"batch_schedule: needs sampling_method none, got {config.sampling_method}, which sets the batch itself"
+        )
+    shares, batches = zip(*config.batch_schedule, strict=True) if config.batch_schedule else ((), ())
+    grows = all(before < after for before, after in itertools.pairwise(shares))
+    grows = grows and all(
+        before <= after for before, after in itertools.pairwise([config.INITIAL_BATCH_SIZE, *batches])
+    )
+    if not (grows and max(shares, default=0.0) <= 1.0 and all(float(batch).is_integer() for batch in batches)):
+        problems.append(
+            f"batch_schedule: shares must grow from 0 to at most 1 and batches be integers that do not shrink, from "
+            f"INITIAL_BATCH_SIZE ({config.INITIAL_BATCH_SIZE}) on, got {config.batch_schedule}"
+        )
+
+
+def _check_together(config: Config, problems: list[str]) -> None:
+    if config.number_of_outer_steps is config.number_of_training_epochs is config.max_tokens is None:
+        problems.append(
+            "number_of_outer_steps: give it, number_of_training_epochs or max_tokens, so that the run has an end"
+        )
+    if config.max_requested_batch is not None and config.max_requested_batch < config.INITIAL_BATCH_SIZE:
+        problems.append(
+            f"max_requested_batch: must be at least INITIAL_BATCH_SIZE ({config.INITIAL_BATCH_SIZE}), "
+            f"got {config.max_requested_batch}"
+        )
+    _check_schedule(config, problems)
+    if config.dataset == "text" and not config.text_files:
+        problems.append("text_files: dataset text needs the names of its files")
+    if config.devices and config.real_device_ids and len(config.devices) != len(config.real_device_ids):
+        problems.append(
+            f"real_device_ids: must name each of the {len(config.devices)} devices, got {config.real_device_ids}"
+        )
+
+
+def _warnings(config: Config, given: Mapping) -> list[str]:
+    """A key that is changed and cannot have an effect is said to have none."""
+    warnings, defaults = [], Config()
+    for name, value in given.items():
+        if getattr(config, name) == getattr(defaults, name):
+            continue
+        metadata = FIELDS[name].metadata
+        if metadata["datasets"] and config.dataset not in metadata["datasets"]:
+            warnings.append(f"{name}: has no effect with dataset {config.dataset}")
+        if name in ("project_name", "task_name") and config.clearml == "off":
+            warnings.append(f"{name}: has no effect with clearml: off")
+        if name == "vocab_size" and (config.tokenizer or config.model_config.get("pretrained") is True):
+            warnings.append("vocab_size: has no effect, the tokenizer is not trained here")
+        if name == "single_seed" and value and not config.need_to_reinit_output_layers:
+            warnings.append("single_seed: has no effect without need_to_reinit_output_layers")
+        if name == "lr_sgd" and config.distributed_algo != "LocalSGD":
+            warnings.append(f"lr_sgd: has no effect with distributed_algo {config.distributed_algo}")
+    return warnings
+
+
+Check = Callable[[Config], list[str]]
+
+
+def parse_config(
+    raw: Mapping,
+    overrides: Sequence[str] = (),
+    allowed: Mapping[str, Sequence[str]] | None = None,
+    checks: Sequence[Check] = (),
+) -> tuple[Config, list[str]]:
+    """A checked Config from parsed YAML and `key=value` overrides, and warnings for the log.
+
+    Args:
+        raw: the mapping from the file; AdLoCo's published names are accepted.
+        overrides: such as "ETA=0.5" or "model_config.hidden_size=128"; they win over the file.
+        allowed: key -> values that the program knows now; keys left out are not checked against a list.
+        checks: what else the program knows to be wrong, one line per problem.
+
+    Raises:
+        ConfigError: with one line per problem.
+    """
+    problems: list[str] = []
+    warnings: list[str] = []
+    values = _canonical(raw, problems)
+    if "model_config" in values:
+        values["model_config"] = _repaired_model_config(values["model_config"], warnings)
+    for assignment in overrides:
+        problem = _override(values, assignment)
+        if problem:
+            problems.append(problem)
+    for name in [name for name in values if name not in FIELDS]:
+        problems.append(_unknown(name))
+        del values[name]
+    typed = _check_types(values, problems)
+    # A value of a wrong type is reported once; the others are checked beside the defaults.
+    config = Config(**typed)
+    _check_choices(config, {k: v for k, v in (allowed or {}).items() if k in typed or k not in values}, problems)
+    if len(typed) == len(values):
+        _check_together(config, problems)
+    for check in checks:
+        problems.extend(check(config))
+    if problems:
+        raise ConfigError(problems)
+    return config, warnings + _warnings(config, values)
+
+
+def load_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    allowed: Mapping[str, Sequence[str]] | None = None,
+    checks: Sequence[Check] = (),
+) -> tuple[Config, list[str]]:
+    """Read a YAML file into a Config and its warnings; see parse_config.
+
+    Raises:
+        ConfigError: the file cannot be read, is not a YAML mapping, or holds problems.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ConfigError(f"{path}: cannot read the configuration: {reason}") from None
+    return parse_config(_mapping(text, str(path)), overrides, allowed, checks)
+
+
+class _FloatDumper(yaml.SafeDumper):
+    """Writes floats so that any YAML 1.1 reader takes them as floats (1.0e-05, not 1e-05)."""
+
+
+def _represent_float(dumper: yaml.SafeDumper, value: float):
+    text = repr(value)
+    if "e" in text and "." not in text:
+        text = text.replace("e", ".0e")
+    return dumper.represent_scalar("tag:yaml.org,2002:float", text)
+
+
+_FloatDumper.add_representer(float, _represent_float)
+
+
+def dump_config(config: Config) -> str:
+    """The configuration as YAML with every default filled in; loading it gives an equal Config."""
+    return yaml.dump(dataclasses.asdict(config), Dumper=_FloatDumper, sort_keys=False, allow_unicode=True)
