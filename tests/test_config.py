@@ -1,7 +1,6 @@
 """The configuration: types, aliases, overrides, and all problems at once."""
 
 import dataclasses
-import importlib.util
 import re
 import subprocess
 import sys
@@ -269,13 +268,3 @@ def test_choices_are_the_keys_that_say_so():
 def test_shipped_configurations_are_valid(path):
     config, _ = load_config(path)
     assert config.number_of_outer_steps or config.number_of_training_epochs or config.max_tokens
-
-
-def test_the_readme_documents_every_key():
-    """`python docs/config_table.py` prints the table; it is made from the fields alone."""
-    spec = importlib.util.spec_from_file_location("config_table", ROOT / "docs" / "config_table.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    table = module.table()
-    assert all(f"| `{name}` |" in table for name in FIELDS)
-    assert table in (ROOT / "README.md").read_text(encoding="utf-8")

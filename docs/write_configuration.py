@@ -1,6 +1,6 @@
-"""Prints the README's table of configuration keys: python docs/config_table.py.
+"""Writes docs/configuration.md, the page of all configuration keys: python docs/write_configuration.py.
 
-The table is made from utils/config.py alone, and a test compares it with the README.
+Names, types, defaults, choices and meanings come from utils/config.py alone, and a test compares the page with them.
 """
 
 import json
@@ -12,6 +12,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from cluster import CHOICES
 from utils.config import FIELDS, Config
 from utils.config_reading import value_schema
+
+PAGE = Path(__file__).resolve().parent / "configuration.md"
+
+_INTRODUCTION = """\
+# Configuration
+
+<!-- Written by docs/write_configuration.py from utils/config.py; a test compares. Not to be edited by hand. -->
+
+To change what a run does, write a YAML file with the keys that differ from the defaults below and name it, or give
+keys on the command line, nested ones with dots; the command line wins:
+
+```bash
+python run.py --config configs/c4_microllama_small.yaml ETA=1.5 model_config.hidden_size=128 max_tokens=200000
+```
+
+Without `--config` the file is [config.yaml](../config.yaml), the demo. Every run folder holds its `config.yaml` with
+all defaults filled in. Unknown keys, wrong types and impossible values end the program before any work, all of them
+at once, one line each. Text like `1e-5` or `"2e-5"` counts as the number it is. `null` means what the meaning column
+says. Names of the published code's configuration are [understood as well](published_code.md).
+"""
 
 SECTIONS = {
     "training_seed": "Devices and seed",
@@ -58,22 +78,22 @@ def allowed(name: str) -> str:
     return _describe(value_schema(name))
 
 
-def table() -> str:
-    """The whole table, as Markdown."""
-    lines = []
+def page() -> str:
+    """The whole page, as Markdown."""
+    lines = [_INTRODUCTION.rstrip()]
     for name, field in FIELDS.items():
         if name in SECTIONS:
             lines += [
                 "",
-                f"**{SECTIONS[name]}**",
+                f"## {SECTIONS[name]}",
                 "",
                 "| key | meaning | default | allowed |",
                 "| --- | --- | --- | --- |",
             ]
         default = json.dumps(getattr(Config(), name))
         lines.append(f"| `{name}` | {field.metadata['meaning']} | `{default}` | {allowed(name)} |")
-    return "\n".join(lines).strip()
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    print(table())
+    PAGE.write_text(page(), encoding="utf-8")
