@@ -42,9 +42,9 @@ from fabrics.models import (
 from fabrics.worker import Node, backward, probed_backward
 from fabrics.working_model import WorkingModel
 from trainers import ESTIMATORS, RoundSchedule, Trainer, TrainingError
-from training_logs.log_processor import MODES
-from training_logs.memory_monitor import Use, memory_use
-from training_logs.records import ClusterRound, Merge, Observer, Totals, WorkerRound
+from training_logs.clearml_modes import MODES
+from training_logs.recording.memory_monitor import Use, memory_use
+from training_logs.recording.records import ClusterRound, Merge, Observer, Totals, WorkerRound
 from utils.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from utils.compression import COMMUNICATION_DTYPES
 from utils.config import Config, ConfigError

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from logging.handlers import MemoryHandler
 
     from cluster import Cluster
-    from training_logs.records import Observer
+    from training_logs.recording.records import Observer
     from utils.config import Config
     from utils.distributed import Processes
 
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace, started: float, launch: Launch | None) -> i
     """Be one of the processes of the run: configuration, processes, set up, train; the exit status of this one."""
     # Imported here and below, so that --help answers at once.
     from cluster import CHECKS, CHOICES, join_processes
-    from training_logs.training_monitoring import check_logs, start_logging
+    from training_logs.recording.run_folder import check_logs, start_logging
     from utils.checkpoint import CheckpointError
     from utils.config_reading import load_config
     from utils.heartbeat import PeerLostError
@@ -140,8 +140,9 @@ def set_up(
 
     from cluster import Cluster
     from fabrics.dataset_loader import load_data
-    from training_logs.records import Observer
-    from training_logs.training_monitoring import RunRecorder, make_run_folder
+    from training_logs.recording.recorder import RunRecorder
+    from training_logs.recording.records import Observer
+    from training_logs.recording.run_folder import make_run_folder
     from utils.checkpoint import Checkpoints
 
     checkpoint, state, threads = None, None, threads_per_process(config)
@@ -169,7 +170,7 @@ def set_up(
 def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
     """Train and report; the exit status."""
     from trainers import TrainingError
-    from training_logs.training_monitoring import logger
+    from training_logs.recording.run_folder import logger
     from utils.heartbeat import PeerLostError
 
     processes, final, models, status, code = cluster.processes, {}, {}, "failed", 1

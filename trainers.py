@@ -37,7 +37,7 @@ from fabrics.data_order import DataCursor
 from fabrics.examples import Examples
 from fabrics.worker import Node, Worker, backward, probed_backward
 from fabrics.working_model import WorkingModel
-from training_logs.records import RoundReport, WorkerRound
+from training_logs.recording.records import RoundReport, WorkerRound
 from utils.compression import COMMUNICATION_DTYPES, PLAIN
 from utils.config import Config
 from utils.distributed import LocalWorkers, Processes, Workers

@@ -12,8 +12,8 @@ import torch
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from training_logs.comparison import best_per_round
-from training_logs.run_data import Row, RunData
+from training_logs.showing.comparison import best_per_round
+from training_logs.showing.run_data import Row, RunData
 from utils.compression import COMMUNICATION_DTYPES, PLAIN
 
 # A pass with the per-example statistics against one without: design of the probe, measured by throughput.py.

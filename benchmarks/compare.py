@@ -32,7 +32,7 @@ from benchmarks.accounting import Hardware, fit_step_cost, metric_at, simulated_
 from benchmarks.page import write_results
 from benchmarks.plan import ROOT, Comparison, Method, Run, grid, load_comparison, seed_runs, tuning_runs
 from configs import make_samples
-from training_logs.run_data import RunData, read_run
+from training_logs.showing.run_data import RunData, read_run
 from utils.config import ConfigError
 from utils.launch import cores
 from utils.utils import write_json_atomically

@@ -22,7 +22,7 @@ from benchmarks.results import (
     target_table,
     verdicts,
 )
-from training_logs.plots import colour, make_figure
+from training_logs.showing.plots import colour, make_figure
 from utils.utils import write_atomically, write_text_atomically
 
 # Plots

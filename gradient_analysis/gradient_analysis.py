@@ -40,8 +40,8 @@ from gradient_analysis.laws import (
     requests,
     root_mean_square,
 )
-from training_logs.log_processor import ANALYSIS_SUMMARY, resolved_mode
-from training_logs.run_data import RunFolderError, read_run
+from training_logs.clearml_modes import ANALYSIS_SUMMARY, resolved_mode
+from training_logs.showing.run_data import RunFolderError, read_run
 from utils.config import Config, ConfigError
 from utils.config_reading import load_config
 from utils.devices import resolve_devices

@@ -17,7 +17,7 @@ from fabrics.tokenization import train_tokenizer
 from fabrics.worker import Node
 from fabrics.working_model import WorkingModel
 from trainers import RoundSchedule, Trainer
-from training_logs.records import Observer
+from training_logs.recording.records import Observer
 from utils.config import Config
 from utils.config_reading import parse_config
 from utils.distributed import LocalProcesses

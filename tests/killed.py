@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import cluster  # noqa: F401
 import fabrics.dataset_loader  # noqa: F401
 import run as program
-import training_logs.training_monitoring  # noqa: F401
+import training_logs.recording.recorder  # noqa: F401
 
 
 def attempt(arguments: list[str], output: Path) -> int:

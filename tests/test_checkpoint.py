@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.helpers import without_privileges
-from training_logs.append_log import AppendLog
+from training_logs.recording.append_log import AppendLog
 from utils import checkpoint
 from utils.checkpoint import CheckpointError, Checkpoints, damage
 from utils.distributed import LocalProcesses

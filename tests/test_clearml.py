@@ -20,11 +20,14 @@ import run as program
 from cluster import CHOICES
 from tests.clearml_server import ClearMLServer
 from tests.test_reporting import record_run
-from training_logs import log_processor
-from training_logs.log_processor import MODES, ClearMLProcess, Reporter, has_credentials, resolved_mode
-from training_logs.plots import PLOTS, mode_switches, step_losses
-from training_logs.run_data import read_run
-from training_logs.training_monitoring import RunRecorder
+from training_logs.clearml_modes import MODES, has_credentials, resolved_mode
+from training_logs.recording import clearml_process
+from training_logs.recording.clearml_process import ClearMLProcess
+from training_logs.recording.recorder import RunRecorder
+from training_logs.showing.clearml_reporter import Reporter
+from training_logs.showing.plots import PLOTS
+from training_logs.showing.run_data import read_run
+from training_logs.showing.series import mode_switches, step_losses
 from utils.config import ConfigError
 from utils.config_reading import parse_config
 
@@ -49,7 +52,7 @@ def folder(tmp_path_factory):
     os.environ["CLEARML_CONFIG_FILE"] = str(tmp_path_factory.getbasetemp() / "no-clearml.conf")
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(log_processor, "WAIT_SECONDS", 60.0)
+            patch.setattr(clearml_process, "WAIT_SECONDS", 60.0)
             return record_run(tmp_path_factory.mktemp("logs"), clearml="offline", project_name="P", task_name="T")
     finally:
         os.environ.clear()
@@ -227,15 +230,15 @@ def online(monkeypatch):
         monkeypatch.setenv("CLEARML_API_ACCESS_KEY", "key")
         monkeypatch.setenv("CLEARML_API_SECRET_KEY", "secret")
 
-    monkeypatch.setattr(log_processor, "WAIT_SECONDS", 1.0)
+    monkeypatch.setattr(clearml_process, "WAIT_SECONDS", 1.0)
     started = []
-    original = log_processor.ClearMLProcess.__init__
+    original = clearml_process.ClearMLProcess.__init__
 
     def remember(self, *arguments):
         original(self, *arguments)
         started.append(self._process)
 
-    monkeypatch.setattr(log_processor.ClearMLProcess, "__init__", remember)
+    monkeypatch.setattr(clearml_process.ClearMLProcess, "__init__", remember)
     use.started = started
     yield use
     for process in started:
@@ -256,7 +259,7 @@ def warnings_of(folder: Path) -> list[str]:
 
 
 def test_a_server_is_told_everything_while_the_run_goes_on(online, tmp_path, monkeypatch):
-    monkeypatch.setattr(log_processor, "WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(clearml_process, "WAIT_SECONDS", 60.0)
     server, after_two_rounds = ClearMLServer(), []
     online(server.port)
     original = RunRecorder.on_round

@@ -17,7 +17,7 @@ from benchmarks.plan import ROOT, Comparison, grid, load_comparison, make_run, s
 from benchmarks.results import Results, mean_curve, metric_where, used_until, verdicts
 from tests.helpers import Recorder, tiny_cluster
 from tests.test_reporting import record_run
-from training_logs.run_data import MergeRecord, RunData, read_run
+from training_logs.showing.run_data import MergeRecord, RunData, read_run
 from utils.config import ConfigError
 
 # Paper-sized: a pass takes 10 ms, or 2 ms per example from 5 on; 1,000 parameters are 4,000 bytes.

@@ -85,7 +85,7 @@ import torch
 def refuse(*_, **__):
     raise AssertionError("CUDA was asked too early")
 torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = refuse
-import training_logs.training_monitoring
+import training_logs.recording.recorder
 from cluster import CHECKS, CHOICES
 from utils.config_reading import load_config
 load_config("config.yaml", ["CUDA_VISIBLE_DEVICES=1"], CHOICES, CHECKS)

@@ -19,7 +19,7 @@ from gradient_analysis.gradients import Gradients
 from tests.helpers import make_config, make_trainer, padded, random_sequences, tiny_llama, train, use_torch_norms
 from tests.test_run import ROOT, write_config
 from trainers import RoundSchedule, Trainer
-from training_logs.records import WorkerRound
+from training_logs.recording.records import WorkerRound
 from utils.distributed import LocalProcesses
 from utils.max_batch_calculator import calculate_max_batch
 

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from algorithms.communications import best_fit
-from training_logs import plots
-from training_logs.plots import draw
-from training_logs.prediction import TooFewRoundsError, fit, main, measured, sentences
-from training_logs.report import run_body
-from training_logs.run_data import MergeRecord, RunData
+from training_logs.prediction import main
+from training_logs.showing import plots
+from training_logs.showing.plots import draw
+from training_logs.showing.prediction import TooFewRoundsError, fit, measured, sentences
+from training_logs.showing.report import run_body
+from training_logs.showing.run_data import MergeRecord, RunData
 
 
 def made_run(
@@ -148,7 +149,7 @@ def test_a_round_cut_short_by_the_budget_is_left_out():
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     from tests.test_reporting import record_run
-    from training_logs.run_data import read_run
+    from training_logs.showing.run_data import read_run
 
     folder = tmp_path_factory.mktemp("logs")
     settings = {"number_of_outer_steps": 12, "number_of_initial_trainers": 2, "max_batch_growth": 1.2}

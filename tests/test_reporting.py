@@ -15,14 +15,18 @@ import pytest
 import torch
 
 from tests.helpers import tiny_cluster
-from training_logs import plots, training_monitoring
-from training_logs.comparison import best_per_round, differences, draw_comparison
-from training_logs.memory_monitor import MemoryMonitor
-from training_logs.plots import PLOTS, accumulation_threshold, draw, mode_switches, step_losses, thinned
-from training_logs.report import headline, run_body
-from training_logs.run_data import RunFolderError, read_run
-from training_logs.step_loss_logger import StepLossLogger, _RunningLine
-from training_logs.training_monitoring import RunRecorder, make_run_folder, start_logging
+from training_logs import training_monitoring
+from training_logs.recording import recorder as recording
+from training_logs.recording.memory_monitor import MemoryMonitor
+from training_logs.recording.recorder import RunRecorder
+from training_logs.recording.run_folder import make_run_folder, start_logging
+from training_logs.recording.step_loss_logger import StepLossLogger, _RunningLine
+from training_logs.showing import plots
+from training_logs.showing.comparison import best_per_round, differences, draw_comparison
+from training_logs.showing.plots import PLOTS, accumulation_threshold, draw
+from training_logs.showing.report import headline, run_body
+from training_logs.showing.run_data import RunFolderError, read_run
+from training_logs.showing.series import mode_switches, step_losses, thinned
 
 
 def record_run(folder: Path, **values) -> Path:
@@ -40,7 +44,7 @@ def record_run(folder: Path, **values) -> Path:
         | values
     )
     kept = start_logging()
-    started = training_monitoring.time.perf_counter()
+    started = recording.time.perf_counter()
     folder = make_run_folder(cluster.config, cluster.data.dataset)
     recorder = RunRecorder(cluster.config, folder, kept, started)
     final = cluster.train(recorder)
@@ -266,8 +270,8 @@ def test_plots_on_the_way_keep_to_their_share(tmp_path, monkeypatch, round_secon
         clock.now += drawing_seconds
         drawn.append(len(run.rounds))
 
-    monkeypatch.setattr(training_monitoring, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    monkeypatch.setattr(training_monitoring, "plot_run", plot_run)
+    monkeypatch.setattr(recording, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(recording, "plot_run", plot_run)
     monkeypatch.setattr(RunRecorder, "on_round", on_round)
     record_run(tmp_path, plot_every=2)
     assert len(drawn) == expected
@@ -309,7 +313,7 @@ def test_a_small_slope_does_not_drown():
 
 def test_step_losses_are_buffered_and_flushed(folder, run, tmp_path):
     from algorithms.switch_mode import ExecutionPlan
-    from training_logs.records import RoundReport, WorkerRound
+    from training_logs.recording.records import RoundReport, WorkerRound
 
     workers = {0: WorkerRound(3, ExecutionPlan((2,)), [2.0, 1.0], [0.1, 0.1], None, 1.0, 2)}
     report = RoundReport(7, 2, 2, workers, None, 2, 4, 8, 0, 0, 1.0)

@@ -14,7 +14,7 @@ import yaml
 import run as program
 from cluster import CHOICES, Cluster
 from tests.helpers import PLAIN_TEST
-from training_logs.step_loss_logger import COLUMNS as STEP_COLUMNS
+from training_logs.recording.step_loss_logger import COLUMNS as STEP_COLUMNS
 from utils.config_reading import load_config
 
 ROOT = Path(__file__).resolve().parent.parent

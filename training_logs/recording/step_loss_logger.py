@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from training_logs.append_log import AppendLog
-from training_logs.records import RoundReport
+from training_logs.recording.append_log import AppendLog
+from training_logs.recording.records import RoundReport
 
 COLUMNS = (
     "outer_step",

@@ -10,8 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from algorithms.communications import best_fit
-from training_logs.prediction import RunFit, TooFewRoundsError, fit, measured
-from training_logs.run_data import Row, RunData
+from training_logs.showing.prediction import RunFit, TooFewRoundsError, fit, measured
+from training_logs.showing.run_data import Row, RunData
+from training_logs.showing.series import mode_switches, step_losses, thinned
 from utils.utils import write_atomically
 
 # What a plot can be drawn over: column of the round log -> label of the axis.
@@ -34,8 +35,6 @@ _COLOURS = (
     "#7f7f7f",
     "#bcbd22",
 )
-# More points than pixels only cost time.
-_POINTS = 500
 
 
 def colour(index: int) -> str:
@@ -81,38 +80,6 @@ def _mark_merges(axes: Axes, run: RunData, x: str) -> None:
             axes.axvline(
                 position[merge.outer_step], ls=":", lw=1, color="grey", label=None if number else "trainers merge"
             )
-
-
-def mode_switches(run: RunData, trainer: int) -> list[Row]:
-    """The rows at which a trainer begins to accumulate gradients, having not done so before."""
-    rows = run.of(trainer)
-    before = [False, *(row["accumulation_steps"] > 1 for row in rows)]
-    return [row for row, was in zip(rows, before, strict=False) if row["accumulation_steps"] > 1 and not was]
-
-
-def step_losses(run: RunData, trainer: int) -> tuple[np.ndarray, np.ndarray]:
-    """The trainer's inner steps, counted over all rounds, and their losses: means over its workers."""
-    steps = run.steps
-    if len(steps):
-        # A worker that diverged has no loss to show.
-        steps = steps[(steps[:, 1] == trainer) & np.isfinite(steps[:, 4])]
-    if not len(steps):
-        return np.empty(0), np.empty(0)
-    lengths: dict[int, float] = {int(row["outer_step"]): row["inner_steps"] for row in run.rounds}
-    before = np.cumsum([0, *(lengths.get(step, 0.0) for step in range(1, int(steps[:, 0].max()) + 1))])
-    positions = before[steps[:, 0].astype(int) - 1] + steps[:, 3]
-    numbers, place = np.unique(positions, return_inverse=True)
-    weights = steps[:, 5]
-    return numbers, np.bincount(place, steps[:, 4] * weights) / np.bincount(place, weights)
-
-
-def thinned(xs: np.ndarray, ys: np.ndarray, points: int = _POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """At most so many points: means over stretches of equal length."""
-    if len(xs) <= points:
-        return xs, ys
-    edges = np.linspace(0, len(xs), points + 1).astype(int)[:-1]
-    counts = np.diff([*edges, len(xs)])
-    return np.add.reduceat(xs, edges) / counts, np.add.reduceat(ys, edges) / counts
 
 
 # Panels

@@ -3,7 +3,7 @@
 import math
 
 from fabrics.eval_tool import Metric
-from training_logs.records import ClusterRound, RoundReport
+from training_logs.recording.records import ClusterRound, RoundReport
 from utils.utils import byte_size
 
 # examples, tokens, communications and bytes_communicated are totals of the whole run at the end of the round;

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from training_logs.append_log import AppendLog
+from training_logs.recording.append_log import AppendLog
 from utils.utils import write_json_atomically
 
 COLUMNS = ("seconds", "stage", "outer_step", "device", "allocated_bytes", "reserved_bytes", "peak_bytes", "total_bytes")

@@ -5,9 +5,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from training_logs.plots import OVER, axis, colour, legend, make_figure, plain_logarithmic
-from training_logs.report import headline, page, picture, table
-from training_logs.run_data import RunData, RunFolderError
+from training_logs.showing.plots import OVER, axis, colour, legend, make_figure, plain_logarithmic
+from training_logs.showing.report import headline, page, picture, table
+from training_logs.showing.run_data import RunData, RunFolderError
 from utils.utils import write_atomically, write_text_atomically
 
 # Where a run is written has nothing to do with what it found.

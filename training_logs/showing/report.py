@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from training_logs.plots import PLOTS
-from training_logs.prediction import TooFewRoundsError, fit, sentences
-from training_logs.run_data import Row, RunData
+from training_logs.showing.plots import PLOTS
+from training_logs.showing.prediction import TooFewRoundsError, fit, sentences
+from training_logs.showing.run_data import Row, RunData
 from utils.config import FIELDS, Config
 from utils.utils import byte_size, write_text_atomically
 

@@ -12,7 +12,7 @@ from algorithms.policies import MergePlan
 from algorithms.switch_mode import ExecutionPlan
 from fabrics.eval_tool import Evaluation, Metric
 from fabrics.examples import TaskData
-from training_logs.memory_monitor import Use
+from training_logs.recording.memory_monitor import Use
 from utils.config import Config
 from utils.distributed import Processes
 

@@ -1,0 +1,305 @@
+"""The record of a run: run folder, log file, progress bars, round log, summary and plots.
+
+`RunRecorder` observes a run. CSVs and summary are complete up to the last finished round at any moment; plots are drawn
+at the end, also when the run is interrupted or fails. What cannot be written (a full disk) is a warning and is written
+later, if it can be; training goes on.
+"""
+
+import dataclasses
+import logging
+import logging.handlers
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tqdm import tqdm
+
+from fabrics.eval_tool import Evaluation
+from training_logs.recording.append_log import AppendLog
+from training_logs.recording.clearml_process import ClearMLProcess, start_clearml
+from training_logs.recording.memory_monitor import MemoryMonitor
+from training_logs.recording.records import ClusterRound, Observer, RunView
+from training_logs.recording.round_log import COLUMNS, accumulation_steps, round_line, round_row
+from training_logs.recording.run_folder import FileHandler, continue_log, logger
+from training_logs.recording.step_loss_logger import StepLossLogger
+from training_logs.recording.summary import run_summary
+from training_logs.showing.plots import plot_run
+from training_logs.showing.report import write_report
+from training_logs.showing.run_data import RunFolderError, read_run
+from utils.config import Config
+from utils.config_reading import dump_config
+from utils.utils import byte_size, write_json_atomically, write_text_atomically
+
+
+class RunRecorder(Observer):
+    """Writes down everything about one run.
+
+    Args:
+        config: the resolved configuration; a copy goes into the folder.
+        folder: the run folder, empty, or that of the run that is resumed.
+        kept: the log records so far, from start_logging.
+        started: time.perf_counter() at the start of the program, for wall_seconds.
+        state: from state_dict, where a run is resumed; what was logged after it is dropped, or for the log file moved
+            to `<log>_lost.log`.
+
+    Raises:
+        OSError: the folder cannot be written, or its logs do not fit the state.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        kept: logging.handlers.MemoryHandler,
+        started: float,
+        state: Mapping | None = None,
+    ):
+        self.config = config
+        self.folder = folder
+        self.report_dir = folder / config.model_training_report_dir
+        self.report_dir.mkdir(parents=True, exist_ok=state is not None)
+        self._started = started - (state["seconds"] if state else 0.0)
+        self._log_path = folder / config.log_file
+        logs = state["logs"] if state else {}
+        self._rounds = AppendLog(self.report_dir / "training_log.csv", COLUMNS, logs.get("rounds"))
+        merge_columns = ("outer_step", "representative", "trainer_id", "weight")
+        self._merges = AppendLog(self.report_dir / "merge_log.csv", merge_columns, logs.get("merges"))
+        self._steps = StepLossLogger(self.report_dir, logs.get("steps"))
+        self._memory_state = logs.get("memory")
+        if state:
+            continue_log(self._log_path, logs["text"])
+        self._file = FileHandler(self._log_path, encoding="utf-8")
+        self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        kept.setTarget(self._file)
+        kept.flush()
+        logging.getLogger("adloco").removeHandler(kept)
+        logging.getLogger("adloco").addHandler(self._file)
+        write_text_atomically(folder / "config.yaml", dump_config(config))
+        self._clearml: ClearMLProcess | None = None
+        self._memory: MemoryMonitor | None = None
+        self._initial_metric: float | None = state["initial_metric"] if state else None
+        self._largest_request = state["largest_request"] if state else config.INITIAL_BATCH_SIZE
+        self._last_accumulation_steps: int | None = state["last_accumulation_steps"] if state else None
+        self._warnings: list[str] = list(state["warnings"]) if state else []
+        self._placement: dict[int, list[int]] = {}
+        # Drawing takes about two seconds; what it really took is known after the first time.
+        self._drawing_seconds, self._last_drawing_seconds = 0.0, 2.0
+        self._rounds_bar: tqdm | None = None
+        self._steps_bar: tqdm | None = None
+
+    def state_dict(self) -> dict:
+        return {
+            "logs": {
+                "rounds": self._rounds.state_dict(),
+                "merges": self._merges.state_dict(),
+                "steps": self._steps.state_dict(),
+                "memory": self._memory.state_dict(),
+                "text": self._log_path.stat().st_size if self._log_path.exists() else 0,
+            },
+            "seconds": time.perf_counter() - self._started,
+            "initial_metric": self._initial_metric,
+            "largest_request": self._largest_request,
+            "last_accumulation_steps": self._last_accumulation_steps,
+            "warnings": self._warnings,
+        }
+
+    def _check(self, what: str, error: OSError | None) -> None:
+        if error is not None:
+            self.warn(f"{what} could not be written ({error.strerror}); training goes on")
+
+    def _attempt(self, what: str, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as error:
+            self._check(what, error)
+
+    # Observer
+
+    def warn(self, message: str) -> None:
+        """Log a warning the first time it comes up, and keep it for the summary."""
+        if message not in self._warnings:
+            self._warnings.append(message)
+            logger.warning("warning: %s", message)
+
+    def on_start(self, run: RunView, initial: dict[int, Evaluation]) -> None:
+        self._memory = MemoryMonitor(
+            self.folder / self.config.memory_report_dir,
+            run.devices,
+            self.config.real_device_ids,
+            self.config.memory_sample_seconds,
+            self._memory_state,
+        )
+        self._check("memory_log.csv", self._memory.measure("before training", run.totals.outer_steps))
+        if initial:
+            self._initial_metric = sum(evaluation.metric for evaluation in initial.values()) / len(initial)
+        self._save_summary(self._summary(run, {}, "running"))
+        self._clearml = start_clearml(self.config, self.folder)
+        data = run.data
+        processes = run.processes.count
+        logger.info(
+            "%s with %s parameters on %s (%s training and %s validation examples); %d trainers on %d nodes (%s%s), "
+            "max batch %s; %s before training %.*f",
+            self.config.model_type,
+            f"{run.parameter_count:,}",
+            data.dataset,
+            f"{len(data.train):,}",
+            f"{len(data.validation):,}",
+            len(run.trainers),
+            len(run.nodes),
+            ", ".join(dict.fromkeys(map(str, run.processes.devices))),
+            f", {processes} processes" if processes > 1 else "",
+            "/".join(str(size) for size in sorted({node.max_batch for node in run.nodes})),
+            run.metric.name,
+            run.metric.decimals,
+            self._initial_metric,
+        )
+        if not initial:
+            logger.info("resumed after round %d", run.totals.outer_steps)
+        logger.info("run folder: %s", self.folder)
+
+    def on_round_start(self, outer_step: int, planned: int | None, steps: int) -> None:
+        if self._rounds_bar is None:
+            self._rounds_bar = tqdm(
+                total=planned, initial=outer_step - 1, desc="rounds", unit="round", disable=None, dynamic_ncols=True
+            )
+            self._steps_bar = tqdm(total=steps, unit="step", leave=False, disable=None, dynamic_ncols=True)
+        self._steps_bar.reset(total=steps)
+        self._steps_bar.set_description(f"inner steps of round {outer_step}")
+
+    def on_step(self) -> None:
+        self._steps_bar.update(1)
+
+    def on_round(self, run: RunView, result: ClusterRound) -> None:
+        reports = result.reports.values()
+        self._largest_request = max(self._largest_request, *(report.requested_batch for report in reports))
+        self._last_accumulation_steps = max(accumulation_steps(report) for report in reports)
+        wall_seconds = time.perf_counter() - self._started
+        rows = []
+        for report in reports:
+            max_batch = min(worker.max_batch for worker in report.workers.values())
+            row = round_row(result, report, max_batch, wall_seconds)
+            rows.append([row[column] for column in COLUMNS])
+        self._check("training_log.csv", self._rounds.append(rows))
+        self._log_placement(result)
+        for report in reports:
+            self._steps.log(result.outer_step, report)
+            logger.info(round_line(result, report, run.metric))
+        self._check("step_loss_log.csv", self._steps.flush())
+        if result.merge is not None:
+            plan = result.merge.plan
+            rows = [(result.outer_step, plan.representative, *weight) for weight in plan.weights.items()]
+            self._check("merge_log.csv", self._merges.append(rows))
+            parts = ", ".join(f"trainer {trainer} ({share:.2f})" for trainer, share in plan.weights.items())
+            logger.info("merge after round %d: %s become trainer %d", result.outer_step, parts, plan.representative)
+        self._check("memory_log.csv", self._memory.measure("after a round", result.outer_step, result.memory[1:]))
+        self._save_summary(self._summary(run, {}, "running"))
+        if self.config.plot_every and result.outer_step % self.config.plot_every == 0:
+            self._draw_if_cheap()
+        self._rounds_bar.update(1)
+
+    def _log_placement(self, result: ClusterRound) -> None:
+        """Say which nodes worked for whom, where that has changed."""
+        placement = {
+            report.trainer: [worker.node for worker in report.workers.values()] for report in result.reports.values()
+        }
+        if placement != self._placement:
+            self._placement = placement
+            parts = "; ".join(
+                f"trainer {trainer} on {'node' if len(nodes) == 1 else 'nodes'} {', '.join(map(str, nodes))}"
+                for trainer, nodes in placement.items()
+            )
+            logger.info("round %d: %s", result.outer_step, parts)
+
+    def _draw_if_cheap(self) -> None:
+        """Draw plots and report on the way, as long as that is 2% of the run at most; the end draws in any case."""
+        elapsed = time.perf_counter() - self._started
+        if self._drawing_seconds + self._last_drawing_seconds <= 0.02 * elapsed:
+            self._draw()
+
+    def _draw(self) -> None:
+        started = time.perf_counter()
+
+        def draw() -> None:
+            run = read_run(self.folder)
+            plot_run(run)
+            write_report(run)
+
+        try:
+            self._attempt("plots and report", draw)
+        except RunFolderError as error:
+            self.warn(f"plots and report could not be drawn: {error}")
+        self._last_drawing_seconds = time.perf_counter() - started
+        self._drawing_seconds += self._last_drawing_seconds
+
+    # The end
+
+    def finish(self, run: RunView, final: dict[int, Evaluation], status: str, models: Mapping[int, Path]) -> None:
+        """Write plots and summary.
+
+        Args:
+            final: evaluations of the living trainers; empty where the run did not get that far.
+            status: completed, interrupted or failed.
+            models: where the living trainers' models were written; empty where they were not.
+        """
+        for bar in (self._steps_bar, self._rounds_bar):
+            if bar is not None:
+                bar.close()
+        if self._memory is not None:
+            self._check("memory_log.csv", self._memory.measure("end", run.totals.outer_steps))
+            self._attempt("memory_summary.json", self._memory.close)
+        summary = self._summary(run, final, status)
+        if final:
+            best = run.best(final)
+            summary["best_trainer"] = best
+            if models:
+                summary["best_model"] = str(models[best].relative_to(self.folder))
+            logger.info(
+                "%s: %s %.*f before training, %.*f after %s tokens in %d rounds with %d communications (%s); %.0f s",
+                status,
+                run.metric.name,
+                run.metric.decimals,
+                summary["initial_metric"],
+                run.metric.decimals,
+                summary["final_metric"],
+                f"{summary['tokens']:,}",
+                summary["outer_steps"],
+                summary["communications"],
+                byte_size(summary["bytes_communicated"]),
+                summary["wall_seconds"],
+            )
+            if models:
+                logger.info("model: %s", models[best])
+        else:
+            where = f"; models: {next(iter(models.values())).parent}" if models else ""
+            logger.info("%s after %d rounds%s", status, run.totals.outer_steps, where)
+        self._save_summary(summary)
+        self._draw()
+        logger.info("report: %s", self.report_dir / "report.html")
+        if self._clearml is not None:
+            message, is_warning = self._clearml.close()
+            logger.log(logging.WARNING if is_warning else logging.INFO, message)
+            if is_warning:
+                self._warnings.append(message)
+                self._save_summary(summary)
+
+    def _save_summary(self, summary: dict) -> None:
+        self._attempt("summary.json", lambda: write_json_atomically(self.report_dir / "summary.json", summary))
+
+    def close(self) -> None:
+        """Let go of the log file."""
+        logging.getLogger("adloco").removeHandler(self._file)
+        self._file.close()
+
+    def _summary(self, run: RunView, final: dict[int, Evaluation], status: str) -> dict:
+        recorded = {
+            "initial_metric": self._initial_metric,
+            "largest_requested_batch": self._largest_request,
+            "last_accumulation_steps": self._last_accumulation_steps,
+            "wall_seconds": time.perf_counter() - self._started,
+            "memory_peaks": self._memory.peaks if self._memory else {},
+            "step_loss": {
+                trainer: dataclasses.asdict(statistics) for trainer, statistics in self._steps.statistics().items()
+            },
+            "warnings": self._warnings,
+        }
+        return run_summary(run, final, status, recorded)

@@ -1,0 +1,68 @@
+"""summary.json: what a run used and reached, in one place."""
+
+import dataclasses
+import platform
+from importlib.metadata import version
+
+from fabrics.eval_tool import Evaluation
+from training_logs.recording.records import RunView
+
+_LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+
+
+def run_summary(run: RunView, final: dict[int, Evaluation], status: str, recorded: dict) -> dict:
+    """The summary as JSON values, in the order in which it is read.
+
+    Args:
+        final: evaluations of the living trainers; empty where the run did not get that far.
+        status: running, completed, interrupted or failed.
+        recorded: what is known to who records the run alone.
+    """
+    totals, config = run.totals, run.config
+    best = final[run.best(final)] if final else None
+    classes = zip(run.data.class_names, best.classes, strict=True) if best else ()
+    return {
+        "status": status,
+        "metric": run.metric.name,
+        "metric_higher_is_better": run.metric.higher_is_better,
+        "metric_decimals": run.metric.decimals,
+        "final_metric": best.metric if best else None,
+        "final_loss": best.loss if best else None,
+        "final_metrics": {trainer: evaluation.metric for trainer, evaluation in final.items()},
+        "final_classes": {name: dataclasses.asdict(scores) for name, scores in classes},
+        "outer_steps": totals.outer_steps,
+        "examples": totals.examples,
+        "tokens": totals.tokens,
+        "communications": totals.communications,
+        "bytes_communicated": totals.bytes_communicated,
+        "left_out_workers": totals.left_out,
+        "failed_nodes": sorted(run.failed_nodes),
+        "merges": len(run.merges),
+        "merge_history": [
+            {
+                "outer_step": merge.outer_step,
+                "representative": merge.plan.representative,
+                "weights": merge.plan.weights,
+            }
+            for merge in run.merges
+        ],
+        "initial_trainers": config.number_of_initial_trainers,
+        "final_trainers": len(run.trainers),
+        "first_requested_batch": config.INITIAL_BATCH_SIZE,
+        "training_seconds": totals.training_seconds,
+        "tokens_per_second": totals.tokens / totals.training_seconds if totals.training_seconds else None,
+        "parameters": run.parameter_count,
+        "devices": list(dict.fromkeys(map(str, run.processes.devices))),
+        "processes": run.processes.count,
+        "max_batch": sorted({node.max_batch for node in run.nodes}),
+        "model_type": config.model_type,
+        "dataset": run.data.dataset,
+        "dataset_asked_for": config.dataset,
+        "dataset_fallback_reason": run.data.fallback_reason,
+        "data_source": run.data.source,
+        "documents": dict(run.data.documents),
+        "skipped_documents": dict(run.data.skipped),
+        "seed": config.training_seed,
+        **recorded,
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in _LIBRARIES},
+    }
