@@ -22,6 +22,7 @@ import torch.distributed as dist
 from utils.compression import PLAIN, Encoding
 from utils.heartbeat import Heartbeat
 from utils.launch import Launch
+from utils.notices import Notices, common_attempt
 
 T = TypeVar("T")
 
@@ -55,6 +56,16 @@ class Processes(Protocol):
     is_main: bool
     devices: tuple[torch.device, ...]  # those of all nodes of the run, of every machine
     groups: tuple[int, ...]  # per node: nodes with one number communicate for free
+
+    notices: Notices
+    first_here: bool  # whether this is the first process of its machine
+
+    def place(self, devices: Sequence[torch.device], nodes_per_device: int, in_order: bool) -> None:
+        """Share out the nodes of all devices; everybody calls this, with the devices of its machine.
+
+        Raises:
+            ValueError: there are more processes on a machine than nodes.
+        """
 
     def gather(self, value: T) -> list[T]:
         """Everybody's value, everywhere, in one order; also a point that nobody passes before all are there."""
@@ -116,9 +127,13 @@ class LocalWorkers:
 class LocalProcesses:
     """The only process of a run; it owns every node."""
 
-    count, is_main = 1, True
+    count, is_main, first_here = 1, True, True
 
-    def __init__(self, devices: Sequence[torch.device], nodes_per_device: int):
+    def __init__(self, devices: Sequence[torch.device] = (), nodes_per_device: int = 1):
+        self.notices = Notices(dist.HashStore())
+        self.place(devices, nodes_per_device)
+
+    def place(self, devices: Sequence[torch.device], nodes_per_device: int, in_order: bool = True) -> None:
         self.devices = tuple(device for device in devices for _ in range(nodes_per_device))
         self.groups = (0,) * len(self.devices)
 
@@ -277,36 +292,26 @@ class DistributedWorkers:
 
 
 class DistributedProcesses:
-    """Many processes over torch.distributed.
+    """Many processes over torch.distributed; they have no nodes before `place`.
 
     Args:
         rank: which one this is.
         store: where they find each other.
         heartbeat: watches the others.
-        devices: those of this machine.
-        nodes_per_device: nodes of every device of every machine.
-        in_order: every mean sums in worker order.
-
-    Raises:
-        ValueError: there are more processes on a machine than nodes.
+        notices: their notice board.
     """
 
-    def __init__(
-        self,
-        rank: Rank,
-        store: dist.Store,
-        heartbeat: Heartbeat,
-        devices: Sequence[torch.device],
-        nodes_per_device: int,
-        in_order: bool,
-    ):
-        self._rank, self._heartbeat, self._in_order = rank, heartbeat, in_order
-        self.count, self.is_main = rank.count, rank.number == 0
+    def __init__(self, rank: Rank, store: dist.Store, heartbeat: Heartbeat, notices: Notices):
+        self._rank, self._heartbeat, self._on_gpus, self.notices = rank, heartbeat, False, notices
+        self.count, self.is_main, self.first_here = rank.count, rank.number == 0, rank.local == 0
         with heartbeat.explaining():
             dist.init_process_group("gloo", store=store, rank=rank.number, world_size=rank.count, timeout=_PATIENCE)
+
+    def place(self, devices: Sequence[torch.device], nodes_per_device: int, in_order: bool) -> None:
+        self._in_order = in_order
         self.devices, self._owners = self._place(devices, nodes_per_device)
         self.groups = self._owners
-        own = [device for device, owner in zip(self.devices, self._owners, strict=True) if owner == rank.number]
+        own = [device for device, owner in zip(self.devices, self._owners, strict=True) if owner == self._rank.number]
         self._on_gpus = self._own_gpus_everywhere({str(device) for device in own})
         self._device = own[0] if self._on_gpus else torch.device("cpu")
         if own[0].type == "cuda":
@@ -347,10 +352,9 @@ class DistributedProcesses:
         return values
 
     def in_turn(self, work: Callable[[], T]) -> T:
-        first = self._rank.local == 0
-        result = work() if first else None
+        result = work() if self.first_here else None
         self.gather(None)
-        return result if first else work()
+        return result if self.first_here else work()
 
     def failed(self, reason: str) -> None:
         self._heartbeat.failed(reason)
@@ -398,38 +402,46 @@ class DistributedProcesses:
         dist.destroy_process_group()
 
 
-def connect(
-    devices: Sequence[torch.device], nodes_per_device: int, in_order: bool, launch: Launch | None = None
-) -> Processes:
+def meet(launch: Launch | None = None) -> Processes:
     """The processes of this run, as the environment says: one, or those that torchrun or `launch` started.
 
+    They can speak to each other, and have no nodes yet.
+
     Raises:
-        ValueError: there are more processes on a machine than nodes.
+        PeerLostError: the others do not come.
     """
     rank = Rank.from_environment()
     if rank is None:
-        return LocalProcesses(devices, nodes_per_device)
+        return LocalProcesses()
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
     def client() -> dist.Store:
         return dist.TCPStore(host, port, is_master=False, timeout=_CONNECTING)
 
     # torchrun's own agent keeps the store; otherwise the first rank does.
-    if rank.number == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank.number == 0 and not agents_store:
         listening = {} if launch is None else {"master_listen_fd": launch.detach_socket()}
         store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=_CONNECTING, **listening)
     else:
         store = client()
-    attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    attempt = common_attempt(store, rank.number, rank.count, _CONNECTING.total_seconds()) if agents_store else "run"
     # A connection serves one thread at a time.
     heartbeat = Heartbeat(
         dist.PrefixStore(attempt, client()), rank.number, rank.count, {} if launch is None else launch.processes
     )
+    notices = Notices(dist.PrefixStore(f"{attempt} notices", client()))
+    return DistributedProcesses(rank, dist.PrefixStore(f"{attempt} group", store), heartbeat, notices)
+
+
+def connect(
+    devices: Sequence[torch.device], nodes_per_device: int, in_order: bool, launch: Launch | None = None
+) -> Processes:
+    """The processes of this run, with their nodes: see `meet` and `Processes.place`."""
+    processes = meet(launch)
     try:
-        return DistributedProcesses(
-            rank, dist.PrefixStore(f"{attempt} group", store), heartbeat, devices, nodes_per_device, in_order
-        )
+        processes.place(devices, nodes_per_device, in_order)
     except ValueError as error:
-        heartbeat.failed(str(error))
-        dist.destroy_process_group()
+        processes.failed(str(error))
         raise
+    return processes
