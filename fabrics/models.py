@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from fabrics.tokenization import padding
+from fabrics.tokenization import padding, vocabulary_size
 from utils.config import ConfigError
 
 # Keys of model_config that are not architecture values.
@@ -209,7 +209,7 @@ def build_model(
                     f"not {family.config_class.model_type}"
                 )
         else:
-            values = {"vocab_size": len(tokenizer)} | _architecture(family, settings)
+            values = {"vocab_size": vocabulary_size(tokenizer)} | _architecture(family, settings)
             values |= {"pad_token_id": padding(tokenizer) if family.task == "classification" else None}
             values |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
             try:
@@ -221,9 +221,10 @@ def build_model(
                 raise ConfigError(
                     f"model_config: cannot build this architecture: {' '.join(str(error).split())}"
                 ) from error
-    if model.config.vocab_size < len(tokenizer):
+    if model.config.vocab_size < vocabulary_size(tokenizer):
         raise ConfigError(
-            f"model_config.vocab_size: the model has {model.config.vocab_size} tokens, the tokenizer {len(tokenizer)}"
+            f"model_config.vocab_size: the model has {model.config.vocab_size} tokens, the tokenizer "
+            f"{vocabulary_size(tokenizer)}"
         )
     if model.config.max_position_embeddings < sequence_length:
         raise ConfigError(

@@ -34,7 +34,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from fabrics.documents import DatasetError, Parts, Skipped
-from fabrics.tokenization import end_of_text, fingerprint, load_tokenizer
+from fabrics.tokenization import end_of_text, fingerprint, load_tokenizer, vocabulary_size
 from utils.config import ConfigError
 from utils.utils import batched, write_json_atomically
 
@@ -143,10 +143,17 @@ def open_tokenised(folder: Path) -> TokenisedSet:
         raise DatasetError(f"{folder}: damaged: {error}") from None
     if fingerprint(tokenizer) != metadata["tokenizer"]["fingerprint"]:
         raise DatasetError(f"{folder}/tokenizer: damaged: not the tokenizer that metadata.json names")
+    if dtype.itemsize < _token_type(tokenizer).itemsize:
+        raise DatasetError(f"{folder}: damaged: tokens of {dtype.name} cannot hold the tokenizer's largest")
     return TokenisedSet(folder, metadata, tokenizer, train, parts.get("validation"))
 
 
 # Writing
+
+
+def _token_type(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
+    """The smallest type that holds every token: vocabularies may have gaps, so their length does not tell."""
+    return np.dtype("<u2" if vocabulary_size(tokenizer) <= 2**16 else "<u4")
 
 
 class _PartWriter:
@@ -168,10 +175,21 @@ class _PartWriter:
             self._files[name].seek(size)
 
     def append(self, hashes: list[int], documents: list[np.ndarray]) -> None:
-        """Add documents, end-of-text included; they are on the disk when this returns."""
+        """Add documents, end-of-text included; they are on the disk when this returns.
+
+        Raises:
+            ConfigError: a token is larger than the type of the file; nothing is written then.
+        """
+        block = np.concatenate(documents)
+        largest = int(block.max())
+        if largest > np.iinfo(self._dtype).max:
+            raise ConfigError(
+                f"tokenizer: gives the token {largest}, which is not in its vocabulary and does not fit into "
+                f"{self._dtype.name}"
+            )
         ends = self.tokens + np.cumsum([len(document) for document in documents])
         self.documents, self.tokens = self.documents + len(documents), int(ends[-1])
-        self._files["tokens"].write(np.concatenate(documents).astype(self._dtype).tobytes())
+        self._files["tokens"].write(block.astype(self._dtype).tobytes())
         self._files["offsets"].write(ends.astype(_OFFSET).tobytes())
         self._files["hashes"].write(np.array(hashes, _HASH).tobytes())
         for file in self._files.values():
@@ -322,7 +340,7 @@ def _write(partial: Path, recipe: Recipe, processes: int) -> None:
         # Read back even where it has just been made: what is stored is what is used.
         tokenizer = load_tokenizer(str(partial / "tokenizer"), "tokenizer")
         end_of_text(tokenizer)
-        dtype = np.dtype("<u2" if len(tokenizer) <= 2**16 else "<u4")
+        dtype = _token_type(tokenizer)
         with _encoder(tokenizer, processes) as encoder:
             for name, documents in (("validation", parts.validation), ("train", parts.train)):
                 if documents is not None and "complete" not in state["parts"].get(name, {}):

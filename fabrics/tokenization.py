@@ -108,6 +108,11 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Rows that an embedding needs: one more than the largest token, where a vocabulary with gaps has fewer words."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+
+
 def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:
     """The token that ends a document.
 

@@ -2,7 +2,13 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from fabrics.models import (
     MODELS,
@@ -39,6 +45,14 @@ def test_demo_models_are_small_and_take_the_tokenizers_vocabulary(tokenizer):
         assert model.config.vocab_size == len(tokenizer)
         assert sum(p.numel() for p in model.parameters()) < 1_000_000
         assert model.training
+
+
+def test_a_vocabulary_with_gaps_has_an_embedding_for_its_largest_token():
+    words = Tokenizer(models.WordLevel({"<eos>": 0, "far": 500}, unk_token="<eos>"))
+    gaps = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
+    assert build_model("microllama", {"preset": "demo"}, gaps, 9, 0).config.vocab_size == 501
+    with pytest.raises(ConfigError, match=r"model_config\.vocab_size: the model has 2 tokens, the tokenizer 501"):
+        build_model("microllama", {"preset": "demo", "vocab_size": 2}, gaps, 9, 0)
 
 
 def test_initialisation_depends_on_the_seed_alone(tokenizer):

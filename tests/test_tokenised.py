@@ -15,12 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from filelock import FileLock
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from configs.make_samples import write_c4, write_shard
 from fabrics.c4 import local_source
 from fabrics.documents import DatasetError, Skipped, Source, document_hash, python_documents, split
 from fabrics.tokenised import BLOCK_DOCUMENTS, Recipe, is_written, open_tokenised, write_tokenised
-from fabrics.tokenization import fingerprint, train_tokenizer
+from fabrics.tokenization import fingerprint, train_tokenizer, vocabulary_size
 from utils.config import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,6 +94,37 @@ def test_a_large_vocabulary_takes_four_bytes(tokenizer, tmp_path):
     assert documents.train.tokens.dtype == np.uint32
     tokens = np.concatenate([documents.train.tokens, documents.validation.tokens])
     assert tokens.max() == large.convert_tokens_to_ids("<token 65535>") > 2**16
+
+
+def word_tokenizer(**vocabulary: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of whole words with these numbers."""
+    words = Tokenizer(models.WordLevel(vocabulary | {"<eos>": 0}, unk_token="<eos>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
+
+
+def test_a_vocabulary_with_gaps_takes_as_many_bytes_as_its_largest_token(tmp_path):
+    gaps = word_tokenizer(one=1, far=70_000)
+    assert (len(gaps), vocabulary_size(gaps)) == (3, 70_001)
+    documents = write_tokenised(tmp_path / "set", recipe(gaps, ["far one far", "one one"], 1, 1))
+    tokens = sorted(documents.train.tokens.tolist() + documents.validation.tokens.tolist())
+    assert tokens == [0, 0, 1, 1, 1, 70_000, 70_000]
+    # As one that was written without a thought of gaps: whoever finds it must not read it.
+    (tmp_path / "set" / "metadata.json").write_text(
+        (tmp_path / "set" / "metadata.json").read_text().replace('"<u4"', '"<u2"')
+    )
+    for part in ("train", "validation"):
+        path = tmp_path / "set" / part / "tokens.bin"
+        np.fromfile(path, np.uint32).astype(np.uint16).tofile(path)
+    with pytest.raises(DatasetError, match="set: damaged: tokens of uint16 cannot hold the tokenizer's largest"):
+        open_tokenised(tmp_path / "set")
+
+
+def test_a_token_that_does_not_fit_is_an_error_and_not_another_token(tmp_path, monkeypatch):
+    beyond = [np.array([1, 65_536, 0], np.uint32)]
+    monkeypatch.setattr("fabrics.tokenised.encode", lambda tokenizer, texts: beyond * len(texts))
+    with pytest.raises(ConfigError, match="gives the token 65536, which is not in its vocabulary and does not fit"):
+        write_tokenised(tmp_path / "set", recipe(word_tokenizer(one=1), ["one", "two"], 1, 1))
 
 
 def test_the_content_does_not_depend_on_the_number_of_processes(tokenizer, tmp_path):
