@@ -1,6 +1,7 @@
 """Small models, data and configurations that the tests share."""
 
 import contextlib
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -196,6 +197,12 @@ class Recorder(Observer):
 
     def warn(self, message):
         self.warnings.append(message)
+
+
+def warnings_of(folder: Path) -> list[str]:
+    """The first warning of every kind in a run folder's summary."""
+    summary = json.loads((folder / "model_training_report" / "summary.json").read_text(encoding="utf-8"))
+    return [warning["message"] for warning in summary["warnings"]]
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from fabrics.documents import DatasetError, Skipped, document_hash, python_docum
 from fabrics.examples import PackedSequences, PaddedSequences
 from fabrics.tokenised import write_tokenised
 from fabrics.tokenization import train_tokenizer
-from tests.helpers import Recorder
+from tests.helpers import Recorder, warnings_of
 from tests.test_c4_dataset import in_both
 from utils.config import ConfigError
 
@@ -195,7 +195,7 @@ def test_a_failed_load_says_so_and_never_passes_silently(tmp_path, cache_dir, c4
     assert (summary["dataset"], summary["dataset_asked_for"]) == ("python_docs", "c4")
     assert summary["dataset_fallback_reason"].startswith(reason)
     warning = f"DATASET FALLBACK: trained on python_docs because c4 could not be loaded: {reason}"
-    assert any(line.startswith(warning) for line in summary["warnings"])
+    assert any(line.startswith(warning) for line in warnings_of(folder))
     for text in (captured.out + captured.err, (folder / "training_log.log").read_text()):
         assert f"warning: {warning}" in text
         assert "hub: allenai/c4 (en): ConnectionError" in text

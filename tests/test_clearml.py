@@ -255,7 +255,7 @@ def wait_until(condition) -> None:
 def warnings_of(folder: Path) -> list[str]:
     summary = json.loads((folder / "model_training_report" / "summary.json").read_text())
     assert (summary["status"], summary["outer_steps"]) == ("completed", 5)
-    return [warning for warning in summary["warnings"] if "ClearML" in warning]
+    return [entry["message"] for entry in summary["warnings"] if "ClearML" in entry["message"]]
 
 
 def test_a_server_is_told_everything_while_the_run_goes_on(online, tmp_path, monkeypatch):

@@ -16,7 +16,16 @@ import trainers
 from algorithms.policies import slow_nodes
 from cluster import Cluster, NoNodeLeftError
 from fabrics.examples import PackedSequences
-from tests.helpers import Recorder, make_config, make_trainer, random_sequences, tiny_cluster, tiny_llama, train
+from tests.helpers import (
+    Recorder,
+    make_config,
+    make_trainer,
+    random_sequences,
+    tiny_cluster,
+    tiny_llama,
+    train,
+    warnings_of,
+)
 from tests.test_run import write_config
 from trainers import NodeFailedError, Trainer, TrainingError
 from utils import checkpoint
@@ -275,7 +284,7 @@ def test_logs_that_cannot_be_written_for_a_while_are_complete_in_the_end(tmp_pat
     for name, count in (("training_log.csv", 11), ("step_loss_log.csv", 80)):
         with (folder / "model_training_report" / name).open(newline="") as file:
             assert len(list(csv.DictReader(file))) == count
-    warnings = summary_of(folder)["warnings"]
+    warnings = warnings_of(folder)
     assert "training_log.csv could not be written (No such file or directory); training goes on" in warnings
 
 
@@ -290,14 +299,17 @@ def test_checkpoints_that_cannot_be_written_cost_a_warning(tmp_path, cache_dir, 
     code, folder = run_with(tmp_path, cache_dir, monkeypatch, {2: break_it}, keep_checkpoints=9)
     assert code == 0
     assert summary_of(folder)["status"] == "completed"
-    warnings = summary_of(folder)["warnings"]
+    warnings = warnings_of(folder)
     if fault == "removed":
         assert warnings == []
         assert [p.name for p in sorted((folder / "checkpoints").iterdir())] == [
             *("round_00003", "round_00004", "round_00005")
         ]
     elif fault == "a file in its place":
-        assert len([w for w in warnings if w.startswith("no checkpoint after round")]) == 3
+        (warning,) = summary_of(folder)["warnings"]
+        assert warning["message"].startswith("no checkpoint after round 3")
+        assert warning["last"].startswith("no checkpoint after round 5")
+        assert warning["count"] == 3
 
 
 def test_a_full_disk_costs_a_warning_and_leaves_the_checkpoints_before(tmp_path, cache_dir, monkeypatch):
@@ -312,7 +324,7 @@ def test_a_full_disk_costs_a_warning_and_leaves_the_checkpoints_before(tmp_path,
     monkeypatch.setattr(checkpoint, "_write_tensors", full)
     code, folder = run_with(tmp_path, cache_dir, monkeypatch, {}, keep_checkpoints=9)
     assert code == 0
-    (warning,) = summary_of(folder)["warnings"]
+    (warning,) = warnings_of(folder)
     assert warning.startswith("no checkpoint after round 3: No space left on device; training goes on")
     assert [p.name for p in sorted((folder / "checkpoints").iterdir())] == [
         f"round_{step:05d}" for step in (1, 2, 4, 5)

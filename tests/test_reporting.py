@@ -165,13 +165,20 @@ def test_a_fallback_is_written_over_the_plots_and_in_the_report(run):
         "dataset_fallback_reason": reason,
         "dataset_asked_for": "c4",
         "dataset": "python_docs",
-        "warnings": [f"DATASET FALLBACK: trained on python_docs because c4 could not be loaded: {reason} <b>"],
+        "warnings": [
+            {
+                "message": f"DATASET FALLBACK: trained on python_docs as c4 could not be loaded: {reason} <b>",
+                "count": 1,
+            },
+            {"message": "worker 3 left out in round 5", "count": 1234, "last": "worker 0 left out in round 99"},
+        ],
     }
     fallen = dataclasses.replace(run, summary=summary)
     figure = draw(fallen, PLOTS["loss.png"])
     assert figure.get_suptitle() == "c4 could not be loaded: trained on python_docs instead"
     assert "<li class=loud>DATASET FALLBACK: trained on python_docs" in run_body(fallen)
-    assert "no network &lt;b&gt;" in run_body(fallen)
+    assert "no network &lt;b&gt;</li>" in run_body(fallen)
+    assert "worker 3 left out in round 5 (1,234 times, the last: worker 0 left out in round 99)" in run_body(fallen)
     assert draw(run, PLOTS["loss.png"]).get_suptitle() == ""
 
 

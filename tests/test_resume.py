@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import run as program
+from tests.helpers import warnings_of
 from tests.test_run import write_config
 from utils.config_reading import parse_config
 from utils.resume import training_changes
@@ -108,7 +109,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(stopped, wh
     state.write_text(state.read_text().replace("0", "1", 1))
     assert program.main(["--resume", str(stopped)]) == 0
     assert "resumed after round 2" in (stopped / "training_log.log").read_text()
-    (warning,) = summary(stopped)["warnings"]
+    (warning,) = warnings_of(stopped)
     assert "a checkpoint was passed over" in warning
     assert "round_00004: state.json is damaged" in warning
     assert_same_run(stopped, whole, besides=("warnings",))
@@ -149,7 +150,7 @@ def test_what_cannot_be_resumed_is_a_clear_error(whole, capsys, overrides, expec
 
 def test_force_allows_what_changes_the_training_and_the_summary_says_so(stopped):
     assert program.main(["--resume", str(stopped), "ETA=0.9", "--force"]) == 0
-    assert summary(stopped)["warnings"] == ["resumed with another ETA: was 0.4, now 0.9"]
+    assert warnings_of(stopped) == ["resumed with another ETA: was 0.4, now 0.9"]
     assert "ETA: 0.9" in (stopped / "config.yaml").read_text()
 
 

@@ -23,6 +23,7 @@ from training_logs.recording.round_log import COLUMNS, accumulation_steps, round
 from training_logs.recording.run_folder import FileHandler, continue_log, logger
 from training_logs.recording.step_loss_logger import StepLossLogger
 from training_logs.recording.summary import run_summary
+from training_logs.recording.warnings import Warnings
 from training_logs.showing.plots import plot_run
 from training_logs.showing.report import write_report
 from training_logs.showing.run_data import RunFolderError, read_run
@@ -80,7 +81,7 @@ class RunRecorder(Observer):
         self._initial_metric: float | None = state["initial_metric"] if state else None
         self._largest_request = state["largest_request"] if state else config.INITIAL_BATCH_SIZE
         self._last_accumulation_steps: int | None = state["last_accumulation_steps"] if state else None
-        self._warnings: list[str] = list(state["warnings"]) if state else []
+        self._warnings = Warnings(state["warnings"] if state else None)
         self._placement: dict[int, list[int]] = {}
         # Drawing takes about two seconds; what it really took is known after the first time.
         self._drawing_seconds, self._last_drawing_seconds = 0.0, 2.0
@@ -100,7 +101,7 @@ class RunRecorder(Observer):
             "initial_metric": self._initial_metric,
             "largest_request": self._largest_request,
             "last_accumulation_steps": self._last_accumulation_steps,
-            "warnings": self._warnings,
+            "warnings": self._warnings.state_dict(),
         }
 
     def _check(self, what: str, error: OSError | None) -> None:
@@ -116,9 +117,8 @@ class RunRecorder(Observer):
     # Observer
 
     def warn(self, message: str) -> None:
-        """Log a warning the first time it comes up, and keep it for the summary."""
-        if message not in self._warnings:
-            self._warnings.append(message)
+        """Count a warning for the summary, and log it unless there were many of its kind."""
+        if self._warnings.add(message):
             logger.warning("warning: %s", message)
 
     def on_start(self, run: RunView, initial: dict[int, Evaluation]) -> None:
@@ -279,8 +279,8 @@ class RunRecorder(Observer):
             message, is_warning = self._clearml.close()
             logger.log(logging.WARNING if is_warning else logging.INFO, message)
             if is_warning:
-                self._warnings.append(message)
-                self._save_summary(summary)
+                self._warnings.add(message)
+                self._save_summary(summary | {"warnings": self._warnings.summary()})
 
     def _save_summary(self, summary: dict) -> None:
         self._attempt("summary.json", lambda: write_json_atomically(self.report_dir / "summary.json", summary))
@@ -300,6 +300,6 @@ class RunRecorder(Observer):
             "step_loss": {
                 trainer: dataclasses.asdict(statistics) for trainer, statistics in self._steps.statistics().items()
             },
-            "warnings": self._warnings,
+            "warnings": self._warnings.summary(),
         }
         return run_summary(run, final, status, recorded)

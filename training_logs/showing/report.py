@@ -117,13 +117,16 @@ def headline(run: RunData) -> dict[str, str]:
 
 
 def _warnings(run: RunData) -> str:
-    warnings = list(run.summary.get("warnings", ()))
+    warnings = run.summary.get("warnings", ())
     if not warnings:
         return ""
-    items = "".join(
-        f"<li{' class=loud' if text.startswith('DATASET FALLBACK') else ''}>{html.escape(text)}</li>"
-        for text in warnings
-    )
+    items = ""
+    for warning in warnings:
+        text, count = warning["message"], warning["count"]
+        if count > 1:
+            last = f", the last: {warning['last']}" if "last" in warning else ""
+            text += f" ({number(count)} times{last})"
+        items += f"<li{' class=loud' if text.startswith('DATASET FALLBACK') else ''}>{html.escape(text)}</li>"
     return f"<div class=warnings><b>Warnings</b><ul>{items}</ul></div>"
 
 
