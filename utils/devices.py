@@ -30,3 +30,8 @@ def resolve_devices(requested: list[str] | None) -> tuple[list[torch.device], li
                 "the devices that CUDA_VISIBLE_DEVICES leaves"
             )
     return devices, []
+
+
+def identity(device: torch.device) -> str:
+    """What tells a device from others of its machine, whatever CUDA_VISIBLE_DEVICES makes it be called."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
