@@ -5,6 +5,7 @@ came out, and how many collectives every process called, to FOLDER.
 """
 
 import json
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -45,7 +46,10 @@ SCENARIOS = {
     "all-reduce": (_RUN | {"deterministic": False}, False),
     "all-reduce in float64": (_RUN | {"deterministic": False}, True),
 }
-COLLECTIVES = ("all_reduce", "all_to_all_single", "all_gather", "all_gather_object", "send", "recv", "new_group")
+IN_ORDER_REDUCTION = ("all_reduce", "all_to_all_single", "all_gather_single")
+# What a merge calls besides.
+MOVES = ("broadcast", "new_group", "send", "recv")
+COLLECTIVES = (*IN_ORDER_REDUCTION, *MOVES, "all_gather_object")
 
 
 class _Counting(Recorder):
@@ -140,6 +144,28 @@ def run_scenario(name: str, processes=None) -> dict:
     }
 
 
+def churn(processes, redistributions: int = 40) -> dict:
+    """Two trainers whose nodes change each time: how many groups there are at most, and descriptors more than before.
+
+    What is given to new nodes is checked on the way.
+    """
+    nodes, most = range(len(processes.devices)), 0
+    cuts, descriptors = [1, 2, 3], None
+    for step in range(redistributions):
+        first, second = nodes[: cuts[step % 3]], nodes[cuts[step % 3] :]
+        for trainer in (first, second):
+            processes.workers(trainer)
+        held = torch.full((5,), float(step)) if processes.owns(first[0]) else None
+        taken = processes.provide(held, first[:1], [first[0], *second], torch.empty(5))
+        assert (taken is None) != any(map(processes.owns, [first[0], *second]))
+        assert taken is None or torch.equal(taken, torch.full((5,), float(step)))
+        processes.keep([first, second])
+        most = max(most, len(processes._groups))
+        if step == 3:
+            descriptors = len(os.listdir("/dev/fd"))
+    return {"groups": most, "descriptors": len(os.listdir("/dev/fd")) - descriptors}
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     processes, results = None, {}
@@ -151,6 +177,7 @@ def main(folder: Path) -> None:
         for what in ("collectives", "evaluated"):
             result[what] = processes.gather(result[what])
         results[name] = result
+    results["churn"] = processes.gather(churn(processes))
     if processes.is_main:
         torch.save(results, folder / "results.pt")
         (folder / "owners.json").write_text(json.dumps(processes._owners))

@@ -12,7 +12,8 @@ import torch
 from tests import spmd
 from tests.test_resume import assert_same_run, summary
 from utils.compression import BFLOAT16, INT8, PLAIN
-from utils.distributed import LocalProcesses, LocalWorkers, Rank, share_of
+from utils.distributed import LocalProcesses
+from utils.reductions import LocalWorkers
 
 # All that starts several processes runs in one test process, one after the other.
 pytestmark = pytest.mark.xdist_group("processes")
@@ -69,8 +70,11 @@ def test_one_all_reduce_differs_by_the_order_of_summation_alone(results, alone):
 
 @pytest.mark.parametrize("name", list(spmd.SCENARIOS))
 def test_a_round_has_one_reduction_per_trainer_over_several_processes_and_one_gather(results, name):
-    """Counted in every process: trainers on one process communicate nothing."""
-    (results_of, owners), expected_per_trainer = results, {"all_to_all_single": 1, "all_gather": 1}
+    """Counted in every process: trainers on one process communicate nothing.
+
+    In worker order, who takes part is found out before, in a sum of as many integers as there are workers.
+    """
+    (results_of, owners), expected_per_trainer = results, dict.fromkeys(spmd.IN_ORDER_REDUCTION, 1)
     if name.startswith("all-reduce"):
         expected_per_trainer = {"all_reduce": 1}
     reductions = 2 if name == "across workers" else 1
@@ -81,10 +85,17 @@ def test_a_round_has_one_reduction_per_trainer_over_several_processes_and_one_ga
             spread = sum(rank in ranks and len(ranks) > 1 for ranks in ranks_of.values())
             expected = {kind: reductions * spread * count for kind, count in expected_per_trainer.items() if spread}
             # A merge moves models between processes, and nothing else does.
-            counted = {kind: count for kind, count in counts.items() if kind not in ("send", "recv")}
+            counted = {kind: count for kind, count in counts.items() if kind not in spmd.MOVES}
             assert counted == {"all_gather_object": 1, **expected}
             seen += spread
     assert seen > 0
+
+
+def test_what_moving_nodes_opened_is_closed_again(results):
+    """After 40 redistributions of two trainers there are no more groups or files than after the first."""
+    for process in results[0]["churn"]:
+        assert process["groups"] <= 2
+        assert process["descriptors"] == 0
 
 
 def test_the_evaluation_is_shared_out(results):
@@ -110,31 +121,19 @@ def test_a_failed_node_works_no_more_and_its_trainer_goes_on(alone):
     assert any("node 1 failed: pulled out" in warning for warning in result["warnings"])
 
 
-def test_shares_of_nodes():
-    assert [list(share_of(range(7), index, 3)) for index in range(3)] == [[0, 1, 2], [3, 4], [5, 6]]
-    assert [list(share_of(range(4), index, 4)) for index in range(4)] == [[0], [1], [2], [3]]
-
-
-def test_the_rank_comes_from_the_environment(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    assert Rank.from_environment() is None
-    values = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
-    for name, value in values.items():
-        monkeypatch.setenv(name, value)
-    assert Rank.from_environment() == Rank(number=5, count=8, local=1, local_count=4, machine=1)
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert Rank.from_environment() is None
-
-
 @pytest.mark.parametrize("encoding", [PLAIN, BFLOAT16, INT8])
-def test_the_mean_leaves_out_who_gives_nothing(encoding):
+def test_the_mean_leaves_out_who_gives_nothing_and_equal_weights_leave_no_trace(encoding):
     tensors = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)).double()
     given = [(0, encoding.encode(tensors[0])), (1, None), (2, encoding.encode(tensors[2]))]
     mean, count = LocalWorkers(3).mean(iter(given), tensors[0], encoding)
     assert count == 2
     rough = {PLAIN: 1e-15, BFLOAT16: 0.02, INT8: 0.04}[encoding]
     torch.testing.assert_close(mean, (tensors[0] + tensors[2]) / 2, rtol=0, atol=rough)
+    equal, _ = LocalWorkers(3).mean(iter(given), tensors[0], encoding, [6.0] * 3)
+    assert torch.equal(equal, mean)
+    weighted, count = LocalWorkers(3).mean(iter(given), tensors[0], encoding, [1.0, 9.0, 3.0])
+    assert count == 2
+    torch.testing.assert_close(weighted, (tensors[0] + 3 * tensors[2]) / 4, rtol=0, atol=rough)
     nobody, count = LocalWorkers(2).mean(iter([(0, None), (1, None)]), tensors[0], encoding)
     assert count == 0
     assert not nobody.any()
