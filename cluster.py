@@ -9,111 +9,34 @@ round. Only tensors, and the work on them, are shared out.
 """
 
 import dataclasses
-import math
-import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from safetensors import SafetensorError
 
-from algorithms.calc_batch import BATCH_TESTS
-from algorithms.gradient_statistics import PerExampleProbe, UnsupportedModuleError
-from algorithms.learning_rate import LEARNING_RATE_SCALINGS, SCHEDULES
-from algorithms.outer_step import DISTRIBUTED_ALGORITHMS
-from algorithms.policies import MERGE_POLICIES, MergePlan, distribute_nodes, slow_nodes
-from algorithms.switch_mode import SWITCH_MODES
-from fabrics.data_order import DataCursor, draw_subset
-from fabrics.dataset_loader import DATASETS, FALLBACKS, TEXT_DOCUMENTS
-from fabrics.eval_tool import METRICS, Evaluation, EvaluationPart, batch_count, combined, evaluate_batches
+from algorithms.limits import Limits, RoundSchedule
+from algorithms.policies import MERGE_POLICIES, distribute_nodes
+from fabrics.data_order import DataCursor
+from fabrics.eval_tool import Evaluation, EvaluationPart
 from fabrics.examples import TaskData
-from fabrics.models import (
-    MODELS,
-    build_model,
-    is_pretrained,
-    reinitialise_output_layer,
-    save_model,
-    settings_problems,
-)
-from fabrics.worker import Node, backward, probed_backward
+from fabrics.initialisation import initial_model, initial_parameters, initial_subsets
+from fabrics.model_folders import save_models
+from fabrics.nodes import NodePool, build_nodes, check_statistics
+from fabrics.validation import Validation
+from fabrics.worker import Node, TrainingError, WorkerRound
 from fabrics.working_model import WorkingModel
-from trainers import ESTIMATORS, RoundSchedule, Trainer, TrainingError
-from training_logs.clearml_modes import MODES
+from trainers import Trainer
 from training_logs.recording.memory_monitor import Use, memory_use
-from training_logs.recording.records import ClusterRound, Merge, Observer, Totals, WorkerRound
+from training_logs.recording.records import ClusterRound, Merge, Observer, Totals
 from utils.checkpoint import Checkpoint, CheckpointError, Checkpoints
-from utils.compression import COMMUNICATION_DTYPES
-from utils.config import Config, ConfigError
+from utils.config import Config
 from utils.config_reading import dump_config
-from utils.devices import resolve_devices
-from utils.distributed import Processes, connect
-from utils.launch import Launch
-from utils.max_batch_calculator import calculate_max_batch
+from utils.distributed import Processes
+from utils.joining import join_processes
 from utils.signals import StopRequest
-from utils.utils import checkpoints_of, write_folder_atomically
-
-# Config key -> the words that the registries know.
-CHOICES = {
-    "dataset": tuple(DATASETS),
-    "dataset_fallback": FALLBACKS,
-    "clearml": MODES,
-    "communication_dtype": tuple(COMMUNICATION_DTYPES),
-    "text_documents": tuple(TEXT_DOCUMENTS),
-    "model_type": tuple(MODELS),
-    "distributed_algo": tuple(DISTRIBUTED_ALGORITHMS),
-    "learning_rate_schedule": tuple(SCHEDULES),
-    "learning_rate_scaling": tuple(LEARNING_RATE_SCALINGS),
-    "sampling_method": tuple(BATCH_TESTS),
-    "statistics_estimator": ESTIMATORS,
-    "switch_mode": tuple(SWITCH_MODES),
-    "merging_policy": tuple(MERGE_POLICIES),
-}
-
-
-def _model_problems(config: Config) -> list[str]:
-    return settings_problems(config.model_type, config.model_config) if config.model_type in MODELS else []
-
-
-def _task_problems(config: Config) -> list[str]:
-    if config.model_type not in MODELS or config.dataset not in DATASETS:
-        return []
-    task, needed = DATASETS[config.dataset].task, MODELS[config.model_type].task
-    if task == needed:
-        return []
-    return [f"model_type: {config.model_type} is for {needed}, dataset {config.dataset} for {task}"]
-
-
-# What is wrong with a config that only the parts know, for load_config.
-CHECKS = (_model_problems, _task_problems)
-
-
-def join_processes(config: Config, launch: Launch | None = None) -> tuple[Processes, list[str]]:
-    """The processes of the run, as the environment says, and warnings about the devices.
-
-    Raises:
-        ConfigError: devices or processes are not to be had.
-    """
-    try:
-        devices, warnings = resolve_devices(config.devices)
-    except ValueError as error:
-        raise ConfigError(f"devices: {error}") from None
-    on_cpu = all(device.type == "cpu" for device in devices)
-    in_order = on_cpu if config.deterministic is None else config.deterministic
-    if in_order and not on_cpu:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
-        torch.use_deterministic_algorithms(True)
-    if config.real_device_ids and len(config.real_device_ids) != len(devices):
-        warnings.append(
-            f"real_device_ids: {len(config.real_device_ids)} labels for {len(devices)} devices, none is used"
-        )
-    try:
-        return connect(devices, config.nodes_per_gpu, in_order, launch), warnings
-    except ValueError as error:
-        raise ConfigError(f"processes: {error}") from None
+from utils.utils import checkpoints_of
 
 
 class NoNodeLeftError(TrainingError):
@@ -148,7 +71,6 @@ class Cluster:
         self.data = data
         processes = processes or join_processes(config)[0]
         self.processes = processes
-        self.metric = METRICS[data.task]
         self.totals = Totals()
         self.merges: list[Merge] = []
         self.stopped = False
@@ -158,139 +80,41 @@ class Cluster:
                 f"DATASET FALLBACK: trained on {data.dataset} because {config.dataset} could not be loaded: "
                 f"{data.fallback_reason}"
             )
-        subsets = self._subsets()
+        subsets = initial_subsets(config, len(data.train))
+        self._limits = Limits(
+            config.number_of_outer_steps,
+            config.number_of_training_epochs and config.number_of_training_epochs * len(data.train),
+            config.max_tokens,
+        )
         self.devices = list(dict.fromkeys(d for node, d in enumerate(processes.devices) if processes.owns(node)))
         autocast = None if config.autocast is None else getattr(torch, config.autocast)
         self.working = {
-            device: WorkingModel(self._initial_model(0), device, autocast, config.compile_model)
+            device: WorkingModel(initial_model(config, data, 0), device, autocast, config.compile_model)
             for device in self.devices
         }
-        self._check_modules()
-        self.nodes = self._build_nodes()
-        self.failed_nodes: set[int] = set()
+        self.validation = Validation(data, self.working, config.eval_batch_size)
+        self.metric = self.validation.metric
+        nodes = build_nodes(config, self.working, data.train, processes)
+        check_statistics(config, nodes, len(subsets), min(len(subset) for subset in subsets))
+        self.pool = NodePool(nodes, config.drop_slow_nodes)
         assignment = self._assignment(dict.fromkeys(range(len(subsets)), config.INITIAL_BATCH_SIZE))
-        self.trainers = {
-            trainer: Trainer(
-                trainer,
-                config,
-                self._initial_parameters(trainer) if any(map(processes.owns, assignment[trainer])) else None,
-                DataCursor(config.training_seed, trainer, subset),
-                data.train,
-                self.working,
-                processes,
-            )
-            for trainer, subset in enumerate(subsets)
-        }
-        self._check_statistics()
+        self.trainers = {}
+        for trainer, subset in enumerate(subsets):
+            here = any(map(processes.owns, assignment[trainer]))
+            start = initial_parameters(config, data, trainer, self.working[self.devices[0]]) if here else None
+            cursor = DataCursor(config.training_seed, trainer, subset)
+            self.trainers[trainer] = Trainer(trainer, config, start, cursor, data.train, self.working, processes)
         self.distribute()
 
-    # Construction
-
-    def _subsets(self) -> list[np.ndarray]:
-        config, examples = self.config, len(self.data.train)
-        trainers = config.number_of_initial_trainers
-        subsets = [
-            draw_subset(config.training_seed, trainer, trainers, examples, config.trainer_data_fraction)
-            for trainer in range(trainers)
-        ]
-        smallest = min(len(subset) for subset in subsets)
-        if config.INITIAL_BATCH_SIZE > smallest:
-            raise ConfigError(
-                f"INITIAL_BATCH_SIZE: must be at most the {smallest} examples of a trainer's subset "
-                f"({examples} in all, {trainers} trainers), got {config.INITIAL_BATCH_SIZE}"
-            )
-        return subsets
-
-    def _initial_model(self, trainer: int) -> torch.nn.Module:
-        config, seed = self.config, self.config.training_seed
-        model = build_model(
-            config.model_type,
-            config.model_config,
-            self.data.tokenizer,
-            config.sequence_length,
-            seed if config.identical_initialisation else seed + trainer,
-            self.data.class_names,
-        )
-        if config.need_to_reinit_output_layers:
-            reinitialise_output_layer(config.model_type, model, seed if config.single_seed else seed + trainer)
-        return model
-
-    def _initial_parameters(self, trainer: int) -> torch.Tensor:
-        config, home = self.config, self.devices[0]
-        same_body = config.identical_initialisation or is_pretrained(config.model_config)
-        same_head = config.single_seed or not config.need_to_reinit_output_layers
-        if trainer == 0 or (same_body and same_head):
-            return self.working[home].parameters.detach().clone()
-        return WorkingModel(self._initial_model(trainer), home).parameters.detach()
-
-    def _build_nodes(self) -> tuple[Node, ...]:
-        devices, per_device = self.processes.devices, self.config.nodes_per_gpu
-        largest = dict.fromkeys(range(0, len(devices), per_device), self.config.max_batch_size)
-        if self.config.max_batch_size is None:
-            # Whoever owns the first node of a device measures it, alone.
-            own = {first: self._measured_max_batch(devices[first]) for first in largest if self.processes.owns(first)}
-            for measured in self.processes.gather(own):
-                largest.update(measured)
-        return tuple(Node(node, device, largest[node - node % per_device]) for node, device in enumerate(devices))
-
-    def _measured_max_batch(self, device: torch.device) -> int:
-        config, working, examples = self.config, self.working[device], self.data.train
-        # Still to come: two moments per worker, and the round's pseudo-gradient.
-        workers = max(config.nodes_per_gpu, config.number_of_initial_trainers)
-        reserved = (2 * workers + 1) * working.parameters.numel() * working.parameters.element_size()
-        # The most that a step can need: the last of a round is also probed.
-        step = probed_backward if self._probes_examples else backward
-
-        def run(count: int) -> None:
-            working.gradient.zero_()
-            step(working, examples, np.full(count, examples.largest))
-
-        try:
-            return calculate_max_batch(
-                run,
-                working.gradient,
-                device,
-                config.padding_percentage,
-                config.nodes_per_gpu,
-                reserved,
-            )
-        except MemoryError as error:
-            raise ConfigError(f"max_batch_size: {error}") from None
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """All nodes of the run."""
+        return self.pool.nodes
 
     @property
-    def _probes_examples(self) -> bool:
-        adapts = BATCH_TESTS[self.config.sampling_method] is not None
-        return adapts and self.config.statistics_estimator == "per_example"
-
-    def _check_modules(self) -> None:
-        if self._probes_examples:
-            try:
-                PerExampleProbe(self.working[self.devices[0]].module, batch_size=1)
-            except UnsupportedModuleError as error:
-                raise ConfigError(f"statistics_estimator: {error}") from None
-
-    def _check_statistics(self) -> None:
-        config = self.config
-        if BATCH_TESTS[config.sampling_method] is None:
-            return
-        if config.statistics_estimator == "across_workers":
-            if len(self.nodes) < 2 * len(self.trainers):
-                raise ConfigError(
-                    f"statistics_estimator: across_workers needs two nodes per trainer, got {len(self.nodes)} nodes "
-                    f"for {len(self.trainers)} trainers; use per_example, or more nodes_per_gpu"
-                )
-            return
-        if min(node.max_batch for node in self.nodes) < 2:
-            raise ConfigError(
-                "max_batch_size: statistics_estimator per_example needs at least 2 examples at a time, got 1; "
-                "use across_workers, or sampling_method: none"
-            )
-        smallest = min(len(trainer.cursor.subset) for trainer in self.trainers.values())
-        if config.statistics_batch_size > smallest:
-            raise ConfigError(
-                f"statistics_batch_size: must be at most the {smallest} examples of a trainer's subset, "
-                f"got {config.statistics_batch_size}"
-            )
+    def failed_nodes(self) -> set[int]:
+        """Those that work no more."""
+        return self.pool.failed
 
     @property
     def parameter_count(self) -> int:
@@ -329,96 +153,34 @@ class Cluster:
         self.merges.append(merge)
         return merge
 
-    def _look_after_nodes(self, workers: list[WorkerRound], observer: Observer) -> None:
-        """Take over what became of the nodes: smaller max batches, nodes that failed, nodes that are too slow."""
-        nodes = list(self.nodes)
-        for worker in workers:
-            if worker.max_batch < nodes[worker.node].max_batch:
-                nodes[worker.node] = dataclasses.replace(nodes[worker.node], max_batch=worker.max_batch)
-        self.nodes = tuple(nodes)
-        gone = {worker.node for worker in workers if worker.failed} - self.failed_nodes
-        if self.config.drop_slow_nodes is not None:
-            seconds: dict[int, float] = {}
-            examples: dict[int, int] = {}
-            for worker in workers:
-                if not worker.failed:
-                    seconds[worker.node] = seconds.get(worker.node, 0.0) + worker.seconds
-                    count = worker.plan.effective_batch * len(worker.losses)
-                    examples[worker.node] = examples.get(worker.node, 0) + count
-            if len(seconds) > 1:
-                slow = slow_nodes({n: s / examples[n] for n, s in seconds.items()}, self.config.drop_slow_nodes)
-                for node in sorted(slow):
-                    observer.warn(
-                        f"round {self.totals.outer_steps}: node {node} took {seconds[node] / examples[node]:.3g} s per "
-                        f"example, more than drop_slow_nodes allows; it works no more"
-                    )
-                gone |= slow
-        self.failed_nodes |= gone
-
     # The outer loop
 
-    def _progress(self, outer_steps: float, examples: float, tokens: float) -> float:
-        """How much of the run is done, 0 to 1: the largest share of any limit."""
-        config = self.config
-        shares = [0.0]
-        if config.number_of_outer_steps:
-            shares.append(outer_steps / config.number_of_outer_steps)
-        if config.number_of_training_epochs:
-            shares.append(examples / (config.number_of_training_epochs * len(self.data.train)))
-        if config.max_tokens:
-            shares.append(tokens / config.max_tokens)
-        return min(max(shares), 1.0)
-
     def _schedule(self) -> RoundSchedule:
-        """The next round; the last one is cut short so that a limit is exceeded by less than one inner step."""
-        config, totals = self.config, self.totals
-        examples = sum(trainer.examples_per_inner_step() for trainer in self.trainers.values())
-        tokens = sum(trainer.tokens_ahead(1) for trainer in self.trainers.values())
-        steps = float(config.number_of_inner_steps_between_outers)
-        if config.number_of_training_epochs:
-            limit = config.number_of_training_epochs * len(self.data.train)
-            steps = min(steps, math.ceil((limit - totals.examples) / examples))
-        if config.max_tokens:
-            steps = min(steps, math.ceil((config.max_tokens - totals.tokens) / tokens))
-        steps = max(1, int(steps))
-        return RoundSchedule(
-            inner_steps=steps,
-            progress_before=self._progress(totals.outer_steps, totals.examples, totals.tokens),
-            progress_after=self._progress(
-                totals.outer_steps + 1, totals.examples + steps * examples, totals.tokens + steps * tokens
-            ),
+        trainers = self.trainers.values()
+        return self._limits.next_round(
+            self.totals.done,
+            self.config.number_of_inner_steps_between_outers,
+            sum(trainer.examples_per_inner_step() for trainer in trainers),
+            lambda steps: sum(trainer.tokens_ahead(steps) for trainer in trainers),
         )
 
     @property
     def finished(self) -> bool:
         """Whether a limit of the run has been reached."""
-        return self._progress(self.totals.outer_steps, self.totals.examples, self.totals.tokens) >= 1.0
+        return self._limits.progress(self.totals.done) >= 1.0
 
     def _evaluation_parts(self) -> dict[int, EvaluationPart]:
-        """What this process evaluates: of each trainer every worker its share of the batches."""
-        working, size, parts = self.working[self.devices[0]], self.config.eval_batch_size, {}
-        count = batch_count(self.data.validation, size)
-        for trainer in self.trainers.values():
-            batches = [batch for batch in range(count) if batch % len(trainer.nodes) in trainer.workers]
-            if batches:
-                with working.evaluating(trainer.parameters) as module:
-                    parts[trainer.id] = evaluate_batches(module, self.data.validation, size, working.device, batches)
-        return parts
-
-    def _combined(self, everybody: list[dict[int, EvaluationPart]]) -> dict[int, Evaluation]:
-        return {
-            trainer: combined((parts[trainer] for parts in everybody if trainer in parts), self.data.task)
-            for trainer in self.trainers
-        }
+        """What the workers of this process evaluate, by trainer."""
+        parts = {t.id: self.validation.part(t.workforce, t.parameters) for t in self.trainers.values()}
+        return {trainer: part for trainer, part in parts.items() if part is not None}
 
     def evaluate(self) -> dict[int, Evaluation]:
         """Every living trainer on the validation examples, shared out over the processes."""
-        return self._combined(self.processes.gather(self._evaluation_parts()))
+        return self.validation.combined(self.processes.gather(self._evaluation_parts()), list(self.trainers))
 
     def best(self, evaluations: dict[int, Evaluation]) -> int:
         """The trainer with the best metric; ties go to the smaller id."""
-        sign = -1.0 if self.metric.higher_is_better else 1.0
-        return min(evaluations, key=lambda trainer: (sign * evaluations[trainer].metric, trainer))
+        return self.validation.best(evaluations)
 
     def run_round(self, observer: Observer, stop: StopRequest | None = None) -> ClusterRound:
         """Redistribute the nodes, train every living trainer for one round, evaluate, merge.
@@ -453,8 +215,7 @@ class Cluster:
             examples=self.totals.examples + sum(examples.values()),
             tokens=self.totals.tokens + sum(tokens.values()),
         )
-        finished = self._progress(totals.outer_steps, totals.examples, totals.tokens) >= 1.0
-        due = finished or totals.outer_steps % self.config.eval_every == 0
+        due = self._limits.progress(totals.done) >= 1.0 or totals.outer_steps % self.config.eval_every == 0
         parts = self._evaluation_parts() if due else {}
         stopping = stop is not None and stop.requested
         shares = self.processes.gather(_Share(local, seconds, parts, memory_use(self.devices), stopping))
@@ -465,15 +226,16 @@ class Cluster:
             took = max(share.seconds.get(trainer.id, 0.0) for share in shares)
             reports[trainer.id] = trainer.conclude_round(schedule, workers, tokens[trainer.id], took)
         for report in reports.values():
-            totals.communications += report.communications
-            totals.bytes_communicated += report.bytes_communicated
-            totals.left_out += report.left_out
+            totals.count(report)
             for warning in report.warnings:
                 observer.warn(f"trainer {report.trainer}: {warning}")
         totals.training_seconds += max(sum(share.seconds.values()) for share in shares)
         self.totals = totals
-        self._look_after_nodes([run for report in reports.values() for run in report.workers.values()], observer)
-        evaluations = self._combined([share.evaluations for share in shares]) if due else {}
+        for warning in self.pool.look_after([run for report in reports.values() for run in report.workers.values()]):
+            observer.warn(f"round {totals.outer_steps}: {warning}")
+        evaluations = {}
+        if due:
+            evaluations = self.validation.combined([share.evaluations for share in shares], list(trainers))
         merge = None
         if len(trainers) > 1 and totals.outer_steps % self.config.merge_frequency == 0:
             merge = self._merge()
@@ -526,26 +288,18 @@ class Cluster:
 
         What cannot be written is a warning.
         """
-        working, problem = self.working[self.devices[0]], None
-        if self.processes.is_main:
-            for left_by_a_kill in folder.glob(".trainer_*"):
-                shutil.rmtree(left_by_a_kill, ignore_errors=True)
-        for trainer in self.trainers.values():
-            parameters = trainer.parameters_for(self.nodes[0])  # the main process's
-            if self.processes.is_main:
-                working.load(parameters)
-                try:
-                    write_folder_atomically(
-                        folder / f"trainer_{trainer.id}",
-                        lambda temporary: save_model(working.module, self.data.tokenizer, temporary),
-                    )
-                except (OSError, SafetensorError) as error:
-                    problem = f"the models could not be written to {folder}: {error}"
-        problem = self.processes.gather(problem)[0]
+        first = self.nodes[0]  # the main process's
+        folders, problem = save_models(
+            folder,
+            self.trainers,
+            lambda trainer: self.trainers[trainer].parameters_for(first),
+            self.working[self.devices[0]],
+            self.data.tokenizer,
+            self.processes,
+        )
         if problem is not None:
             observer.warn(problem)
-            return {}
-        return {trainer: folder / f"trainer_{trainer}" for trainer in self.trainers}
+        return folders
 
     def save_checkpoint(self, folder: Path | None, observer: Observer) -> None:
         """Write a checkpoint into a run folder; what cannot be written is a warning, and training goes on."""
@@ -573,7 +327,7 @@ class Cluster:
             "totals": dataclasses.asdict(self.totals),
             "merges": [dataclasses.asdict(merge) for merge in self.merges],
             "trainers": {str(trainer.id): trainer.state_dict() for trainer in self.trainers.values()},
-            "max_batches": [node.max_batch for node in self.nodes],
+            "max_batches": self.pool.state_dict(),
             "threads": torch.get_num_threads(),
             "parameters": self.parameter_count,
             "data": self.data.fingerprint(),
@@ -598,25 +352,12 @@ class Cluster:
                 f"{self.parameter_count:,}"
             )
         self.totals = Totals(**state["totals"])
-        self.merges = [
-            Merge(
-                merge["outer_step"],
-                MergePlan(
-                    merge["plan"]["representative"],
-                    {int(trainer): weight for trainer, weight in merge["plan"]["weights"].items()},
-                ),
-            )
-            for merge in state["merges"]
-        ]
-        if len(state["max_batches"]) == len(self.nodes):
-            self.nodes = tuple(
-                dataclasses.replace(node, max_batch=max_batch)
-                for node, max_batch in zip(self.nodes, state["max_batches"], strict=True)
-            )
+        self.merges = [Merge.from_values(merge) for merge in state["merges"]]
+        self.pool.load_state_dict(state["max_batches"])
         living = {int(trainer): values for trainer, values in state["trainers"].items()}
         self.trainers = {trainer: self.trainers[trainer] for trainer in living}
         for trainer, values in living.items():
-            self.trainers[trainer].requested_batch = values["requested_batch"]
+            self.trainers[trainer].batch.requested_batch = values["requested_batch"]
         self.distribute()
         for trainer, values in living.items():
             self.trainers[trainer].load_state_dict(values, read)

@@ -79,11 +79,12 @@ def main(arguments: list[str] | None = None) -> int:
 def run(options: argparse.Namespace, started: float, launch: Launch | None) -> int:
     """Be one of the processes of the run: configuration, processes, set up, train; the exit status of this one."""
     # Imported here and below, so that --help answers at once.
-    from cluster import CHECKS, CHOICES, join_processes
+    from fabrics.choices import CHECKS, CHOICES
     from training_logs.recording.run_folder import check_logs, start_logging
     from utils.checkpoint import CheckpointError
     from utils.config_reading import load_config
     from utils.heartbeat import PeerLostError
+    from utils.joining import join_processes
     from utils.resume import resumed_config
 
     kept = start_logging(is_main())
@@ -169,7 +170,7 @@ def set_up(
 
 def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
     """Train and report; the exit status."""
-    from trainers import TrainingError
+    from fabrics.worker import TrainingError
     from training_logs.recording.run_folder import logger
     from utils.heartbeat import PeerLostError
 

@@ -2,6 +2,8 @@
 
 import math
 
+from algorithms.limits import RoundSchedule
+
 SCHEDULES = {
     "constant": lambda progress: 1.0,
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
@@ -27,6 +29,27 @@ def schedule_factor(
     warmup = min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
     decay = SCHEDULES[schedule](min(max(progress, 0.0), 1.0))
     return warmup * (minimum_ratio + (1.0 - minimum_ratio) * decay)
+
+
+def round_factors(
+    schedule: str, planned: RoundSchedule, steps_before: int, warmup_steps: int = 0, minimum_ratio: float = 0.0
+) -> list[float]:
+    """Factors on the base learning rate at the inner steps of a round, its progress shared out evenly over them.
+
+    Args:
+        steps_before: inner steps that the trainer has done before the round; see schedule_factor for the others.
+    """
+    length = planned.progress_after - planned.progress_before
+    return [
+        schedule_factor(
+            schedule,
+            planned.progress_before + step / planned.inner_steps * length,
+            steps_before + step,
+            warmup_steps,
+            minimum_ratio,
+        )
+        for step in range(planned.inner_steps)
+    ]
 
 
 def batch_scaling_factor(rule: str, effective_batch: int, reference_batch: int) -> float:

@@ -4,6 +4,7 @@ A plan that accumulates runs exactly what was requested, in near-equal parts: 17
 (6, 6, 5). Only the two cases in which the paper asks for less than was requested run less.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -71,3 +72,15 @@ SWITCH_MODES = {
     "only_gradient_accumulation": lambda request, max_batch, multiplier: only_gradient_accumulation(request, max_batch),
     "only_data_loader": lambda request, max_batch, multiplier: only_data_loader(request, max_batch),
 }
+
+
+def execution_plans(mode: str, request: int, max_batches: Sequence[int], multiplier: int) -> list[ExecutionPlan]:
+    """Each worker's plan for a trainer's request: ceil(B / M) examples through the switch mode.
+
+    Args:
+        mode: a key of SWITCH_MODES.
+        request: B, in examples over all M workers.
+        max_batches: largest micro-batch of each worker's node.
+    """
+    per_worker = -(-request // len(max_batches))
+    return [SWITCH_MODES[mode](per_worker, max_batch, multiplier) for max_batch in max_batches]

@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from benchmarks.accounting import Hardware, Network
-from cluster import CHECKS, CHOICES
+from fabrics.choices import CHECKS, CHOICES
 from utils.config import ConfigError
 from utils.config_reading import dump_config, load_config
 

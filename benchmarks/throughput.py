@@ -31,13 +31,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from algorithms.gradient_statistics import PerExampleProbe
+from algorithms.limits import RoundSchedule
 from algorithms.outer_step import diloco_step
-from cluster import CHOICES, Cluster
+from cluster import Cluster
+from fabrics.choices import CHOICES
 from fabrics.examples import PackedSequences, TaskData
 from fabrics.models import build_model
+from fabrics.passes import backward
 from fabrics.tokenization import train_tokenizer
-from fabrics.worker import backward
-from trainers import RoundSchedule, Trainer
+from trainers import Trainer
 from utils.config import Config, ConfigError
 from utils.config_reading import parse_config
 
@@ -150,8 +152,7 @@ def interleaved(functions: dict, device: torch.device, repeats: int) -> dict[str
 
 def inner_steps(trainer: Trainer, schedule: RoundSchedule) -> None:
     """A round's inner steps alone: no outer step and no batch test."""
-    plans = trainer.execution_plans()
-    trainer._train_worker(0, plans[0], schedule, 0, plans[0].effective_batch, {}, lambda: None)
+    trainer.workers[0].run(trainer.parameters, trainer.assignments(schedule)[0], lambda: None)
 
 
 def whole_round(trainer: Trainer, schedule: RoundSchedule, on_step: Callable[[], None] = lambda: None) -> None:

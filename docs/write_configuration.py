@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cluster import CHOICES
+from fabrics.choices import CHOICES
 from utils.config import FIELDS, Config
 from utils.config_reading import value_schema
 

@@ -83,6 +83,27 @@ class EvaluationPart:
     sums: dict[int, tuple[float, float]]
     confusion: torch.Tensor | None
 
+    @classmethod
+    def joined(cls, parts: Sequence["EvaluationPart"]) -> "EvaluationPart":
+        """Several parts, of different batches, as one."""
+        sums = {number: pair for part in parts for number, pair in part.sums.items()}
+        confusions = [part.confusion for part in parts if part.confusion is not None]
+        return cls(sums, torch.stack(confusions).sum(0) if confusions else None)
+
+
+@dataclass(frozen=True)
+class BegunBatches:
+    """Batches that a device is evaluating. sums: [batches, 2] there; confusion: likewise, or None."""
+
+    numbers: Sequence[int]
+    sums: torch.Tensor
+    confusion: torch.Tensor | None
+
+    def wait(self) -> EvaluationPart:
+        """The sums, when the device has them."""
+        values = {number: tuple(pair) for number, pair in zip(self.numbers, self.sums.tolist(), strict=True)}
+        return EvaluationPart(values, None if self.confusion is None else self.confusion.cpu())
+
 
 def batch_count(examples: Examples, batch_size: int) -> int:
     """Batches that the examples make."""
@@ -90,10 +111,10 @@ def batch_count(examples: Examples, batch_size: int) -> int:
 
 
 @torch.no_grad()
-def evaluate_batches(
+def begin_batches(
     module: nn.Module, examples: Examples, batch_size: int, device: torch.device, batches: Sequence[int]
-) -> EvaluationPart:
-    """Evaluate a module (in eval mode) on some batches of the examples; the device is waited for at the end only."""
+) -> BegunBatches:
+    """Evaluate a module (in eval mode) on some batches of the examples, without waiting for the device."""
     sums = torch.zeros(len(batches), 2, dtype=torch.float64, device=device)
     confusion: torch.Tensor | None = None
     for row, number in enumerate(batches):
@@ -110,8 +131,7 @@ def evaluate_batches(
                 confusion = torch.zeros(classes, classes, dtype=torch.int64, device=device)
             cells = labels * classes + logits.argmax(-1)
             confusion.view(-1).scatter_add_(0, cells, torch.ones_like(cells))
-    values = {number: tuple(pair) for number, pair in zip(batches, sums.tolist(), strict=True)}
-    return EvaluationPart(values, None if confusion is None else confusion.cpu())
+    return BegunBatches(batches, sums, confusion)
 
 
 def combined(parts: Iterable[EvaluationPart], task: str) -> Evaluation:
@@ -123,20 +143,17 @@ def combined(parts: Iterable[EvaluationPart], task: str) -> Evaluation:
     Raises:
         ValueError: there is nothing to predict in the examples.
     """
-    parts = list(parts)
-    sums = {number: pair for part in parts for number, pair in part.sums.items()}
-    loss, count = (sum(sums[number][entry] for number in sorted(sums)) for entry in (0, 1))
+    part = EvaluationPart.joined(list(parts))
+    loss, count = (sum(part.sums[number][entry] for number in sorted(part.sums)) for entry in (0, 1))
     if count == 0:
         raise ValueError("the evaluation examples hold no target to predict")
-    confusions = [part.confusion for part in parts if part.confusion is not None]
     scores, correct = (), 0.0
-    if confusions:
-        confusion = torch.stack(confusions).sum(0)
-        scores, correct = class_scores(confusion), confusion.trace().item() / count
+    if part.confusion is not None:
+        scores, correct = class_scores(part.confusion), part.confusion.trace().item() / count
     return Evaluation(loss / count, METRICS[task].value(loss / count, correct), scores)
 
 
 def evaluate(module: nn.Module, examples: Examples, task: str, batch_size: int, device: torch.device) -> Evaluation:
     """Evaluate a module (in eval mode) on all of `examples`; see `combined`."""
     everything = range(batch_count(examples, batch_size))
-    return combined([evaluate_batches(module, examples, batch_size, device, everything)], task)
+    return combined([begin_batches(module, examples, batch_size, device, everything).wait()], task)

@@ -1,22 +1,43 @@
-"""A worker: a node's inner optimiser over the working model of its device, and the passes that it makes there.
+"""A worker: a node's inner optimiser over the working model of its device, and its inner steps of a round.
+
+A worker is handed an assignment and hands back a record. A device without memory, parameters that are not finite and a
+node that fails are its business: what it cannot mend is in the record.
 
 A worker's parameters and gradients are reached through its WorkingModel alone, as flat tensors: a worker whose model is
 spread over several devices would bring another one of these.
 """
 
-from collections.abc import Mapping
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from algorithms.gradient_statistics import GradientStatistics, PerExampleProbe
-from algorithms.losses import example_losses
+from algorithms.gradient_statistics import GradientMoments, GradientStatistics
 from algorithms.outer_step import DISTRIBUTED_ALGORITHMS
+from algorithms.switch_mode import ExecutionPlan, only_gradient_accumulation
 from fabrics.examples import Examples
+from fabrics.inner_optimizers import INNER_OPTIMIZERS
+from fabrics.passes import accumulate, probed_backward
 from fabrics.working_model import WorkingModel
 from utils.compression import COMMUNICATION_DTYPES
 from utils.config import Config
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says why and what would help."""
+
+
+class NodeFailedError(RuntimeError):
+    """A node cannot work any more; its trainer goes on with the others."""
+
+
+# What a device that has broken down raises, and one that has no memory left.
+NODE_FAILURES = (NodeFailedError, *([torch.AcceleratorError] if hasattr(torch, "AcceleratorError") else []))
+OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
 @dataclass(frozen=True)
@@ -28,6 +49,65 @@ class Node:
     max_batch: int
 
 
+class Place(NamedTuple):
+    """Where in a run a worker's round is; `round` counts from 0."""
+
+    seed: int
+    trainer: int
+    worker: int
+    round: int
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a worker is to do in a round.
+
+    Attributes:
+        plan: the micro-batches of an inner step.
+        learning_rates: one per inner step, so that there are as many steps.
+        examples: all training examples.
+        places: from (offset, count) to the indices of the trainer's next examples, counted from where the round begins.
+        first_example: where the worker's slice begins among the examples of an inner step of all workers.
+        step_examples: examples of an inner step of all workers.
+        place: in the run; dropout depends on it and on the inner step alone.
+        sample: offset of the examples to take statistics of where a micro-batch is too small for it.
+        probes: whether to take per-example statistics at the last inner step.
+        keeps_gradient: whether to hand back the gradient of the last inner step.
+    """
+
+    plan: ExecutionPlan
+    learning_rates: Sequence[float]
+    examples: Examples
+    places: Callable[[int, int], np.ndarray]
+    first_example: int
+    step_examples: int
+    place: Place
+    sample: int
+    probes: bool = False
+    keeps_gradient: bool = False
+
+
+@dataclass(frozen=True)
+class WorkerRound:
+    """What one worker reports of a round: small enough to send to everybody.
+
+    plan: that it ended with. losses: none where its node failed on the way. max_batch: of its node, afterwards.
+    left_out: why its pseudo-gradient is not in the mean, if it is not. failed: its node works no more. moments: of its
+    last gradient, where the across-workers estimator asks for them.
+    """
+
+    node: int
+    plan: ExecutionPlan
+    losses: list[float]
+    learning_rates: list[float]
+    statistics: GradientStatistics | None
+    seconds: float
+    max_batch: int
+    left_out: str | None = None
+    failed: bool = False
+    moments: GradientMoments | None = None
+
+
 class Worker:
     """A node while it works for a trainer: the state of its inner optimiser over the device's working model.
 
@@ -37,10 +117,13 @@ class Worker:
     def __init__(self, node: Node, working: WorkingModel, config: Config):
         self.node = node
         self.working = working
+        self._config = config
         kind = DISTRIBUTED_ALGORITHMS[config.distributed_algo].inner_optimizer
         self.optimizer = INNER_OPTIMIZERS[kind](working.parameters, config)
-        keeps_error = COMMUNICATION_DTYPES[config.communication_dtype].keeps_error
-        self.error = torch.zeros_like(working.parameters.data) if keeps_error else None
+        self._encoding = COMMUNICATION_DTYPES[config.communication_dtype]
+        self.error = torch.zeros_like(working.parameters.data) if self._encoding.keeps_error else None
+
+    # State
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The optimiser's state and the error, by reference."""
@@ -58,52 +141,130 @@ class Worker:
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name])
 
+    # A round
 
-# The learning rate is not theirs to know: it is set at every inner step. Their state is there from the beginning, as
-# AdamW would make it at its first step, so that every worker has the same tensors at any time.
+    def run(
+        self, parameters: torch.Tensor, assignment: Assignment, on_step: Callable[[], None]
+    ) -> tuple[WorkerRound, torch.Tensor | None]:
+        """H inner steps from these parameters; the replica is left in the working model.
 
+        Args:
+            parameters: flat, of the trainer.
+            on_step: called after every inner step.
 
-def _adamw(parameters: torch.nn.Parameter, config: Config) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(
-        [parameters],
-        betas=tuple(config.adam_betas),
-        eps=config.adam_epsilon,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
-    optimizer.state[parameters] = {
-        "step": torch.zeros((), dtype=torch.float32, device=parameters.device),
-        "exp_avg": torch.zeros_like(parameters.data),
-        "exp_avg_sq": torch.zeros_like(parameters.data),
-    }
-    return optimizer
+        Returns:
+            The record, and where it was asked for the flat gradient of the last inner step, a copy.
 
+        Raises:
+            TrainingError: not even one example fits into the device's memory.
+        """
+        started, gradient = time.perf_counter(), None
+        cuda = [self.node.device] if self.node.device.type == "cuda" else []
+        run = WorkerRound(
+            self.node.id, assignment.plan, [], list(assignment.learning_rates), None, 0.0, self.node.max_batch
+        )
+        try:
+            with torch.random.fork_rng(devices=cuda):
+                losses, run, gradient = self._inner_steps(parameters, assignment, run, on_step)
+            finite = torch.isfinite(losses).all() & torch.isfinite(self.working.parameters.sum())
+            left_out = None if finite.item() else "its loss or parameters became NaN or infinite"
+            losses = losses.tolist()
+        except NODE_FAILURES as error:
+            left_out, losses = f"node {self.node.id} failed: {error}", []
+            run = dataclasses.replace(run, failed=True, statistics=None)
+        seconds = time.perf_counter() - started
+        run = dataclasses.replace(run, losses=losses, left_out=left_out, seconds=seconds)
+        return run, None if left_out else gradient
 
-def _sgd(parameters: torch.nn.Parameter, config: Config) -> torch.optim.Optimizer:
-    return torch.optim.SGD([parameters], fused=True)
+    def _inner_steps(
+        self, parameters: torch.Tensor, assignment: Assignment, run: WorkerRound, on_step: Callable[[], None]
+    ) -> tuple[torch.Tensor, WorkerRound, torch.Tensor | None]:
+        """The losses [H] on the device, `run` with the plan that it ended with and the statistics, and the gradient."""
+        config, working, examples = self._config, self.working, assignment.examples
+        plan, inner_steps, step = run.plan, len(run.learning_rates), 0
+        statistics = gradient = None
+        losses = torch.zeros(inner_steps, dtype=working.parameters.dtype, device=working.device)
+        working.load(parameters)
+        working.gradient.zero_()
+        self._seed(assignment, 0)
+        while step < inner_steps:
+            last = step == inner_steps - 1
+            # A probe batch is no larger than a node can run.
+            sample_size = min(config.statistics_batch_size, self.node.max_batch)
+            probe = last and assignment.probes and plan.micro_batches[0] >= sample_size
+            indices = assignment.places(
+                step * assignment.step_examples + assignment.first_example, plan.effective_batch
+            )
+            fits = True
+            try:
+                losses[step], statistics = accumulate(working, examples, plan, indices, probe)
+            except OUT_OF_MEMORY:
+                fits = False  # looked after below, where the error does not keep its tensors alive any more
+            if not fits:
+                # Nothing of this step has reached parameters or moments: it is made again, in smaller parts.
+                plan = self._smaller_plan(plan)
+                working.gradient.zero_()
+                self._seed(assignment, step)
+                continue
+            if last and assignment.keeps_gradient:
+                gradient = working.gradient.clone()
+            self._update(run.learning_rates[step])
+            on_step()
+            step += 1
+        while assignment.probes and statistics is None:
+            # The examples that come next in the trainer's stream; they are looked at, not used up.
+            sample = assignment.places(assignment.sample, min(config.statistics_batch_size, self.node.max_batch))
+            try:
+                _, statistics = probed_backward(working, examples, sample)
+            except OUT_OF_MEMORY:
+                self._smaller_plan(ExecutionPlan((len(sample),)))
+            working.gradient.zero_()
+        run = dataclasses.replace(run, plan=plan, statistics=statistics, max_batch=self.node.max_batch)
+        return losses, run, gradient
 
+    @staticmethod
+    def _seed(assignment: Assignment, step: int) -> None:
+        """Dropout, where a model has it, depends on the place in the run alone."""
+        sequence = np.random.SeedSequence([*assignment.place, step])
+        torch.manual_seed(int(sequence.generate_state(1, np.uint64)[0]))
 
-INNER_OPTIMIZERS = {"adamw": _adamw, "sgd": _sgd}
+    def _smaller_plan(self, plan: ExecutionPlan) -> ExecutionPlan:
+        """Half the node's max batch, for good, and the same examples in parts of at most that."""
+        if self.node.device.type == "cuda":
+            torch.cuda.empty_cache()
+        largest = max(plan.micro_batches)
+        if largest == 1:
+            raise TrainingError(
+                f"node {self.node.id}: one example does not fit into the memory of {self.node.device}; "
+                f"use a smaller model or sequence_length"
+            )
+        max_batch = self.node.max_batch
+        while max_batch >= largest:
+            max_batch //= 2
+        self.node = dataclasses.replace(self.node, max_batch=max_batch)
+        return only_gradient_accumulation(plan.effective_batch, max_batch)
 
+    def _update(self, learning_rate: float) -> None:
+        """Clip the gradient, make the optimiser's step, and clear the gradient: nothing waits for the device."""
+        gradient = self.working.gradient
+        if self._config.gradient_clipping is not None:
+            norm = torch.linalg.vector_norm(gradient)
+            gradient.mul_((self._config.gradient_clipping / (norm + 1e-6)).clamp(max=1.0))
+        self.optimizer.param_groups[0]["lr"] = learning_rate
+        self.optimizer.step()
+        gradient.zero_()
 
-def backward(
-    working: WorkingModel, examples: Examples, indices: np.ndarray, weight: float = 1.0, hooked: bool = False
-) -> torch.Tensor:
-    """Add the gradient of `weight` times the mean loss of these examples; that product, detached.
+    def encoded_pseudo_gradient(self, parameters: torch.Tensor) -> torch.Tensor:
+        """What the worker sends: x - x_m, with the error of the last one; the new error stays.
 
-    hooked: layers of the module have hooks.
-    """
-    batch = examples.batch(indices, working.device)
-    labels = batch.pop("labels")
-    loss = example_losses(working.logits(batch, hooked), labels).mean() * weight
-    loss.backward()
-    return loss.detach()
-
-
-def probed_backward(
-    working: WorkingModel, examples: Examples, indices: np.ndarray, weight: float = 1.0
-) -> tuple[torch.Tensor, GradientStatistics]:
-    """As `backward`, into a gradient that holds nothing yet, with the statistics of these examples."""
-    with PerExampleProbe(working.module, batch_size=len(indices)) as probe:
-        loss = backward(working, examples, indices, weight, hooked=True)
-    return loss, probe.statistics(loss_weight=weight)
+        parameters: x, flat, from which the round began.
+        """
+        # In the working buffer itself: the next replica overwrites it anyway.
+        tensor = self.working.parameters.data
+        tensor.neg_().add_(parameters.to(tensor.device))
+        if self.error is None:
+            return self._encoding.encode(tensor)
+        encoded = self._encoding.encode(tensor.add_(self.error))
+        arriving = self._encoding.decode(encoded, tensor.dtype)[: tensor.numel()]
+        torch.sub(tensor, arriving, out=self.error)
+        return encoded

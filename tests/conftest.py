@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from c4 import tokenize_c4
-from cluster import CHECKS, CHOICES
 from configs import make_samples
+from fabrics.choices import CHECKS, CHOICES
 from fabrics.documents import python_documents
 from fabrics.tokenization import train_tokenizer
 from utils.config_reading import load_config

@@ -11,13 +11,15 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
-from cluster import CHOICES, Cluster
+from algorithms.limits import RoundSchedule
+from cluster import Cluster
+from fabrics.choices import CHOICES
 from fabrics.data_order import DataCursor
 from fabrics.examples import PackedSequences, PaddedSequences, TaskData
 from fabrics.tokenization import train_tokenizer
 from fabrics.worker import Node
 from fabrics.working_model import WorkingModel
-from trainers import RoundSchedule, Trainer
+from trainers import Trainer
 from training_logs.recording.records import Observer
 from utils.config import Config
 from utils.config_reading import parse_config
@@ -140,7 +142,7 @@ def train(trainer: Trainer, rounds: int, inner_steps: int = 3) -> list:
 
 def parameters_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """The trainer's parameters by name."""
-    working = next(iter(trainer._working.values()))
+    working = next(iter(trainer.workforce._working.values()))
     working.load(trainer.parameters)
     return {name: tensor.detach().clone() for name, tensor in working.module.named_parameters()}
 

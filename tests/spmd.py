@@ -15,10 +15,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 
-import cluster as cluster_module
-from cluster import Cluster, join_processes
+from cluster import Cluster
+from fabrics import initialisation, validation
+from fabrics.worker import NodeFailedError, Worker
 from tests.helpers import TINY_ARCHITECTURE, Recorder, make_config, tiny_data, use_torch_norms
-from trainers import NodeFailedError, Trainer
+from utils.joining import join_processes
 
 _RUN = {
     "number_of_outer_steps": 7,
@@ -61,12 +62,12 @@ class _Counting(Recorder):
         self.by_round: list[dict] = []
         self.batches, self.evaluated = 0, []
         self.originals = {name: getattr(dist, name) for name in COLLECTIVES}
-        self.evaluate = cluster_module.evaluate_batches
+        self.evaluate = validation.begin_batches
 
     def __enter__(self):
         for name, original in self.originals.items():
             setattr(dist, name, self._counted(name, original))
-        cluster_module.evaluate_batches = self._evaluate
+        validation.begin_batches = self._evaluate
         return self
 
     def _evaluate(self, module, examples, batch_size, device, batches):
@@ -76,7 +77,7 @@ class _Counting(Recorder):
     def __exit__(self, *exception):
         for name, original in self.originals.items():
             setattr(dist, name, original)
-        cluster_module.evaluate_batches = self.evaluate
+        validation.begin_batches = self.evaluate
 
     def _counted(self, name, original):
         def call(*arguments, **keywords):
@@ -101,20 +102,20 @@ def run_scenario(name: str, processes=None) -> dict:
     """Train; what came out, as numbers and tensors."""
     values, double = SCENARIOS[name]
     config = make_config(model_config=TINY_ARCHITECTURE, **values)
-    build, inner_steps = cluster_module.build_model, Trainer._inner_steps
+    build, inner_steps = initialisation.build_model, Worker._inner_steps
 
     def build_double(*arguments):
         return use_torch_norms(build(*arguments).double())
 
-    def fail_at_node_1(self, worker, *arguments):
-        if worker.node.id == 1 and self.rounds == 2:
+    def fail_at_node_1(self, parameters, assignment, *arguments):
+        if self.node.id == 1 and assignment.place.round == 2:
             raise NodeFailedError("pulled out")
-        return inner_steps(self, worker, *arguments)
+        return inner_steps(self, parameters, assignment, *arguments)
 
     if double:
-        cluster_module.build_model = build_double
+        initialisation.build_model = build_double
     if name == "a node fails":
-        Trainer._inner_steps = fail_at_node_1
+        Worker._inner_steps = fail_at_node_1
     try:
         if processes is None:
             processes = join_processes(config)[0]
@@ -122,7 +123,7 @@ def run_scenario(name: str, processes=None) -> dict:
         with _Counting() as recorder:
             final = cluster.train(recorder)
     finally:
-        cluster_module.build_model, Trainer._inner_steps = build, inner_steps
+        initialisation.build_model, Worker._inner_steps = build, inner_steps
     reports = [report for result in recorder.rounds for report in result.reports.values()]
     return {
         "parameters": {t.id: t.parameters_for(cluster.nodes[0]) for t in cluster.trainers.values()},

@@ -45,9 +45,9 @@ def test_model_flops_are_those_that_pytorch_counts():
 
 def test_the_bare_loop_and_the_inner_steps_do_the_same_work(cache_dir):
     """Same model, same batches, same optimiser: after some steps the same parameters."""
+    from algorithms.limits import RoundSchedule
     from cluster import Cluster
     from tests.helpers import make_config
-    from trainers import RoundSchedule
 
     config = make_config(
         **throughput.DEFAULTS

@@ -21,9 +21,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cluster import CHECKS, CHOICES
 from configs import make_samples
 from fabrics import c4
+from fabrics.choices import CHECKS, CHOICES
 from fabrics.documents import DatasetError, document_hash
 from fabrics.eval_tool import evaluate
 from fabrics.examples import Examples

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 import run as program
-from cluster import CHOICES
+from fabrics.choices import CHOICES
 from tests.clearml_server import ClearMLServer
 from tests.test_reporting import record_run
-from training_logs.clearml_modes import MODES, has_credentials, resolved_mode
+from training_logs.clearml_modes import has_credentials, resolved_mode
 from training_logs.recording import clearml_process
 from training_logs.recording.clearml_process import ClearMLProcess
 from training_logs.recording.recorder import RunRecorder
@@ -28,7 +28,7 @@ from training_logs.showing.clearml_reporter import Reporter
 from training_logs.showing.plots import PLOTS
 from training_logs.showing.run_data import read_run
 from training_logs.showing.series import mode_switches, step_losses
-from utils.config import ConfigError
+from utils.config import CLEARML_MODES, ConfigError
 from utils.config_reading import parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -206,7 +206,7 @@ def test_auto_is_online_where_there_are_credentials(monkeypatch, tmp_path):
 
 def test_off_in_yaml_is_a_word():
     assert parse_config({"number_of_outer_steps": 1, "clearml": False}, (), CHOICES)[0].clearml == "off"
-    with pytest.raises(ConfigError, match=f"clearml: must be one of {', '.join(MODES)}, got 'sometimes'"):
+    with pytest.raises(ConfigError, match=f"clearml: must be one of {', '.join(CLEARML_MODES)}, got 'sometimes'"):
         parse_config({"number_of_outer_steps": 1, "clearml": "sometimes"}, (), CHOICES)
 
 

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster import CHOICES
+from fabrics.choices import CHOICES
 from utils.config import FIELDS, Config, ConfigError
 from utils.config_reading import ALIASES, dump_config, load_config, parse_config
 from utils.devices import resolve_devices
@@ -86,7 +86,7 @@ def refuse(*_, **__):
     raise AssertionError("CUDA was asked too early")
 torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = refuse
 import training_logs.recording.recorder
-from cluster import CHECKS, CHOICES
+from fabrics.choices import CHECKS, CHOICES
 from utils.config_reading import load_config
 load_config("config.yaml", ["CUDA_VISIBLE_DEVICES=1"], CHOICES, CHECKS)
 """

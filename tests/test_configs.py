@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster import CHECKS, CHOICES
 from configs import make_samples
+from fabrics.choices import CHECKS, CHOICES
 from utils.config_reading import load_config
 
 ROOT = Path(__file__).resolve().parent.parent

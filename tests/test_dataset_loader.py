@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from cluster import CHECKS, CHOICES
+from fabrics.choices import CHECKS, CHOICES
 from fabrics.dataset_loader import load_data
 from fabrics.documents import document_hash, python_documents
 from fabrics.tokenization import END_OF_TEXT

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from algorithms.losses import IGNORE_INDEX
 from fabrics.eval_tool import batch_count, class_scores, combined, evaluate, evaluate_batches
 from fabrics.examples import PackedSequences
-from fabrics.worker import probed_backward
+from fabrics.passes import probed_backward
 from tests.helpers import CPU, VOCABULARY, make_config, make_trainer, padded, tiny_bert, tiny_llama, train
 
 

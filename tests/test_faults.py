@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import run as program
-import trainers
 from algorithms.policies import slow_nodes
 from cluster import Cluster, NoNodeLeftError
+from fabrics import passes, worker
 from fabrics.examples import PackedSequences
+from fabrics.worker import NodeFailedError, TrainingError, Worker
 from tests.helpers import (
     Recorder,
     make_config,
@@ -27,7 +28,6 @@ from tests.helpers import (
     warnings_of,
 )
 from tests.test_run import write_config
-from trainers import NodeFailedError, Trainer, TrainingError
 from utils import checkpoint
 from utils.checkpoint import Checkpoints
 
@@ -37,34 +37,34 @@ EXAMPLES = PackedSequences(random_sequences(80))
 @pytest.fixture
 def diverging(monkeypatch):
     """A function that makes some workers' losses NaN: from (round, worker) to whether."""
-    inner_steps = Trainer._inner_steps
+    inner_steps = Worker._inner_steps
 
     def install(diverges):
-        def diverged(self, worker, index, *arguments):
-            losses, run = inner_steps(self, worker, index, *arguments)
-            if diverges(self.rounds, index):
-                worker.working.parameters.data.fill_(float("nan"))
-                worker.optimizer.state[worker.working.parameters]["exp_avg"].fill_(float("nan"))
-            return losses, run
+        def diverged(self, parameters, assignment, *arguments):
+            result = inner_steps(self, parameters, assignment, *arguments)
+            if diverges(assignment.place.round, assignment.place.worker):
+                self.working.parameters.data.fill_(float("nan"))
+                self.optimizer.state[self.working.parameters]["exp_avg"].fill_(float("nan"))
+            return result
 
-        monkeypatch.setattr(Trainer, "_inner_steps", diverged)
+        monkeypatch.setattr(Worker, "_inner_steps", diverged)
 
     return install
 
 
-def test_a_diverged_worker_is_left_out_and_begins_anew_like_the_first_healthy_one(diverging):
+def test_a_diverged_worker_is_left_out_and_begins_anew_like_the_first_healthy_one(diverging, monkeypatch):
     diverging(lambda step, worker: (step, worker) == (1, 0))
     config = make_config(INITIAL_BATCH_SIZE=6, sampling_method="none", max_requested_batch=6)
     trainer = make_trainer(tiny_llama(), config, EXAMPLES, nodes=3)
     train(trainer, 1)
     x, v, sent = trainer.parameters.clone(), trainer.velocity.clone(), []
-    encode = trainer._encoded_pseudo_gradient
+    encode = Worker.encoded_pseudo_gradient
 
-    def recording(worker):
-        sent.append(trainer.parameters - worker.working.parameters.data)
-        return encode(worker)
+    def recording(worker, parameters):
+        sent.append(parameters - worker.working.parameters.data)
+        return encode(worker, parameters)
 
-    trainer._encoded_pseudo_gradient = recording
+    monkeypatch.setattr(Worker, "encoded_pseudo_gradient", recording)
     (report,) = train(trainer, 1)
     assert report.left_out == 1
     assert list(report.workers[0].losses)
@@ -116,7 +116,7 @@ def test_out_of_memory_halves_the_max_batch_and_runs_the_same_examples(monkeypat
     expected = make_trainer(tiny_llama(), config, EXAMPLES, nodes=2, max_batch=8)
     train(expected, 2)
     trainer = make_trainer(tiny_llama(), config, EXAMPLES, nodes=2, max_batch=8)
-    backward, done = trainers.backward, []
+    backward, done = passes.backward, []
 
     def limited(working, examples, indices, weight=1.0):
         if len(indices) > 2 and len(done) >= at_step:
@@ -127,7 +127,7 @@ def test_out_of_memory_halves_the_max_batch_and_runs_the_same_examples(monkeypat
         done.append(len(indices))
         return loss
 
-    monkeypatch.setattr(trainers, "backward", limited)
+    monkeypatch.setattr(passes, "backward", limited)
     (report,) = train(trainer, 1)
     monkeypatch.undo()
     assert report.workers[0].plan.micro_batches == (2, 2, 2, 1)
@@ -142,14 +142,15 @@ def test_out_of_memory_halves_the_max_batch_and_runs_the_same_examples(monkeypat
 
 def test_a_node_out_of_memory_keeps_its_smaller_max_batch(monkeypatch):
     cluster, recorder = tiny_cluster(number_of_initial_trainers=1, max_batch_size=8, INITIAL_BATCH_SIZE=16), Recorder()
-    probed = trainers.probed_backward
+    probed = passes.probed_backward
 
     def limited(working, examples, indices, weight=1.0):
         if len(indices) > 2 and cluster.totals.outer_steps == 1:
             raise torch.OutOfMemoryError("injected")
         return probed(working, examples, indices, weight)
 
-    monkeypatch.setattr(trainers, "probed_backward", limited)
+    for module in (passes, worker):  # in an inner step, and of a sample of its own
+        monkeypatch.setattr(module, "probed_backward", limited)
     cluster.train(recorder)
     assert [node.max_batch for node in cluster.nodes] == [2] * 4
     assert {max(worker.plan.micro_batches) for worker in recorder.rounds[2].reports[0].workers.values()} == {2}
@@ -164,7 +165,7 @@ def test_one_example_that_does_not_fit_is_an_error(monkeypatch):
     def full(*arguments):
         raise torch.OutOfMemoryError("injected")
 
-    monkeypatch.setattr(trainers, "backward", full)
+    monkeypatch.setattr(passes, "backward", full)
     trainer = make_trainer(tiny_llama(), make_config(sampling_method="none"), EXAMPLES, nodes=1)
     with pytest.raises(TrainingError, match="one example does not fit into the memory of cpu"):
         train(trainer, 1)
@@ -176,15 +177,15 @@ def test_one_example_that_does_not_fit_is_an_error(monkeypatch):
 @pytest.fixture
 def failing(monkeypatch):
     """A function that makes nodes fail: from (round, node) to whether."""
-    inner_steps = Trainer._inner_steps
+    inner_steps = Worker._inner_steps
 
     def install(fails):
-        def failed(self, worker, *arguments):
-            if fails(self.rounds, worker.node.id):
+        def failed(self, parameters, assignment, *arguments):
+            if fails(assignment.place.round, self.node.id):
                 raise NodeFailedError("injected")
-            return inner_steps(self, worker, *arguments)
+            return inner_steps(self, parameters, assignment, *arguments)
 
-        monkeypatch.setattr(Trainer, "_inner_steps", failed)
+        monkeypatch.setattr(Worker, "_inner_steps", failed)
 
     return install
 
@@ -233,13 +234,14 @@ def test_slow_nodes_are_those_beyond_the_factor():
 
 
 def test_a_slow_node_is_dropped_where_the_config_says_so(monkeypatch):
-    train_worker = Trainer._train_worker
+    run = Worker.run
 
-    def timed(self, index, *arguments):
-        run = train_worker(self, index, *arguments)
-        return dataclasses.replace(run, seconds=9.0 if run.node == 2 and self.rounds == 1 else 1.0)
+    def timed(self, parameters, assignment, *arguments):
+        record, gradient = run(self, parameters, assignment, *arguments)
+        slow = record.node == 2 and assignment.place.round == 1
+        return dataclasses.replace(record, seconds=9.0 if slow else 1.0), gradient
 
-    monkeypatch.setattr(Trainer, "_train_worker", timed)
+    monkeypatch.setattr(Worker, "run", timed)
     patient, impatient = tiny_cluster(), tiny_cluster(drop_slow_nodes=4.0)
     for cluster, dropped in ((patient, set()), (impatient, {2})):
         recorder = Recorder()

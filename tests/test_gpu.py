@@ -11,15 +11,16 @@ import pytest
 import torch
 
 from algorithms.gradient_statistics import per_example_statistics
+from algorithms.limits import RoundSchedule
 from fabrics.data_order import DataCursor
 from fabrics.examples import PackedSequences
-from fabrics.worker import Node, backward
+from fabrics.passes import backward
+from fabrics.worker import Node, WorkerRound
 from fabrics.working_model import WorkingModel
 from gradient_analysis.gradients import Gradients
 from tests.helpers import make_config, make_trainer, padded, random_sequences, tiny_llama, train, use_torch_norms
 from tests.test_run import ROOT, write_config
-from trainers import RoundSchedule, Trainer
-from training_logs.recording.records import WorkerRound
+from trainers import Trainer
 from utils.distributed import LocalProcesses
 from utils.max_batch_calculator import calculate_max_batch
 
@@ -103,11 +104,11 @@ def test_the_inner_steps_of_a_round_never_wait_for_the_gpu(autocast):
     trainer.assign_nodes((Node(0, CUDA, 4),))
     train(trainer, 1)  # libraries wait when they are used for the first time
     trainer.assign_nodes(trainer.nodes)
-    plan, schedule = trainer.execution_plans()[0], RoundSchedule(5, 0.0, 0.5)
-    run = WorkerRound(0, plan, [], trainer._learning_rates(schedule, plan), None, 0.0, 4)
+    assignment = trainer.assignments(RoundSchedule(5, 0.0, 0.5))[0]
+    run = WorkerRound(0, assignment.plan, [], list(assignment.learning_rates), None, 0.0, 4)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        losses, _ = trainer._inner_steps(trainer.workers[0], 0, run, 0, plan.effective_batch, {}, lambda: None)
+        losses, *_ = trainer.workers[0]._inner_steps(trainer.parameters, assignment, run, lambda: None)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert losses.isfinite().all()

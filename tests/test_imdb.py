@@ -6,8 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from cluster import CHECKS, CHOICES, Cluster
+from cluster import Cluster
 from configs.make_samples import paragraphs_and_docstrings, write_imdb
+from fabrics.choices import CHECKS, CHOICES
 from fabrics.dataset_loader import load_data
 from fabrics.documents import DatasetError, Skipped
 from fabrics.imdb import Reviews, choose, hub_reviews, local_reviews

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-import cluster
+from cluster import Cluster
+from fabrics import nodes
 from fabrics.examples import PackedSequences
-from fabrics.worker import backward
+from fabrics.passes import backward
 from fabrics.working_model import WorkingModel
 from tests.helpers import CPU, make_config, padded, random_sequences, tiny_bert, tiny_cluster, tiny_data, tiny_llama
 from utils.config import ConfigError
@@ -124,13 +125,13 @@ def test_a_sample_must_fit_into_a_trainers_data():
 @pytest.mark.parametrize(("method", "expected"), [("norm_test", "probed"), ("none", "plain")])
 def test_the_memory_of_a_probed_step_is_measured_where_steps_are_probed(monkeypatch, method, expected):
     steps = set()
-    for name, step in (("plain", cluster.backward), ("probed", cluster.probed_backward)):
+    for name, step in (("plain", nodes.backward), ("probed", nodes.probed_backward)):
 
         def recorded(*arguments, name=name, step=step):
             steps.add(name)
             return step(*arguments)
 
-        monkeypatch.setattr(cluster, step.__name__, recorded)
+        monkeypatch.setattr(nodes, step.__name__, recorded)
     tiny_cluster(max_batch_size=None, sampling_method=method)
     assert steps == {expected}
 
@@ -150,5 +151,5 @@ def test_memory_is_measured_with_the_longest_example():
             return batch
 
     data = dataclasses.replace(tiny_data(), train=Recorded())
-    cluster.Cluster(make_config(max_batch_size=None, number_of_initial_trainers=1), data)
+    Cluster(make_config(max_batch_size=None, number_of_initial_trainers=1), data)
     assert widths == {40}

@@ -320,7 +320,8 @@ def test_a_small_slope_does_not_drown():
 
 def test_step_losses_are_buffered_and_flushed(folder, run, tmp_path):
     from algorithms.switch_mode import ExecutionPlan
-    from training_logs.recording.records import RoundReport, WorkerRound
+    from fabrics.worker import WorkerRound
+    from training_logs.recording.records import RoundReport
 
     workers = {0: WorkerRound(3, ExecutionPlan((2,)), [2.0, 1.0], [0.1, 0.1], None, 1.0, 2)}
     report = RoundReport(7, 2, 2, workers, None, 2, 4, 8, 0, 0, 1.0)

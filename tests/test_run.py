@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 import run as program
-from cluster import CHOICES, Cluster
+from cluster import Cluster
+from fabrics.choices import CHOICES
 from tests.helpers import PLAIN_TEST
 from training_logs.recording.step_loss_logger import COLUMNS as STEP_COLUMNS
 from utils.config_reading import load_config

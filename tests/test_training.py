@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from algorithms.gradient_statistics import per_example_statistics
+from algorithms.limits import RoundSchedule
 from algorithms.switch_mode import ExecutionPlan
 from cluster import Cluster
 from fabrics.eval_tool import evaluate
@@ -32,7 +33,6 @@ from tests.helpers import (
     train,
     use_torch_norms,
 )
-from trainers import RoundSchedule
 
 
 def straightforward_diloco(model, stream, rounds, workers, inner_steps, batch, config, local_sgd=False):
@@ -198,7 +198,7 @@ def test_learning_rate_follows_warm_up_schedule_and_batch():
     first_round = trainer.train_round(RoundSchedule(2, 0.0, 0.5), lambda: None)
     assert first_round[0].learning_rates == pytest.approx([0.1 * 0.25, 0.1 * 0.5 * 0.5 * (1 + np.cos(np.pi / 4))])
     trainer.conclude_round(RoundSchedule(2, 0.0, 0.5), first_round, 1, 1.0)
-    trainer.requested_batch = 8
+    trainer.batch.requested_batch = 8
     second = trainer.train_round(RoundSchedule(2, 0.5, 1.0), lambda: None)[0].learning_rates
     assert second == pytest.approx([2 * 0.1 * 0.75 * 0.5, 2 * 0.1 * 0.5 * (1 + np.cos(0.75 * np.pi))])
 
@@ -324,7 +324,7 @@ def test_a_merge_averages_parameters_and_momentum_and_unites_the_data():
         cluster.run_round(Recorder())
     trainers = cluster.trainers
     for trainer, request in ((0, 6), (1, 2), (2, 9)):
-        trainers[trainer].requested_batch = request
+        trainers[trainer].batch.requested_batch = request
     x = 0.75 * trainers[0].parameters + 0.25 * trainers[1].parameters
     v = 0.75 * trainers[0].velocity + 0.25 * trainers[1].velocity
     assert v.abs().max() > 0.0
@@ -526,7 +526,7 @@ def test_a_node_on_another_device_takes_the_state_along():
     train(trainer, 1)
     before = trainer.workers[0].state_dict()
     elsewhere = torch.device("cpu", 0)
-    trainer._working[elsewhere] = trainer._working[CPU]
+    trainer.workforce._working[elsewhere] = trainer.workforce._working[CPU]
     trainer.assign_nodes((Node(9, elsewhere, 64),))
     after = trainer.workers[0].state_dict()
     assert trainer.workers[0].node.id == 9

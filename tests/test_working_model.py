@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fabrics.examples import PackedSequences
-from fabrics.worker import backward, probed_backward
+from fabrics.passes import backward, probed_backward
 from fabrics.working_model import WorkingModel
 from tests.helpers import CPU, Recorder, random_sequences, tiny_cluster, tiny_llama
 

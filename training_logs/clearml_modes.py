@@ -5,7 +5,6 @@ from pathlib import Path
 
 from utils.config import ConfigError
 
-MODES = ("auto", "online", "offline", "off")
 SESSION = "clearml"
 # How long the last reports may take when the run does not wait any more.
 LAST_SECONDS = 600

@@ -10,10 +10,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from training_logs.clearml_modes import ANALYSIS_SUMMARY, MODES, SESSION, resolved_mode
+from training_logs.clearml_modes import ANALYSIS_SUMMARY, SESSION, resolved_mode
 from training_logs.showing.clearml_reporter import process, send_analysis
 from training_logs.showing.run_data import RunFolderError
-from utils.config import ConfigError
+from utils.config import CLEARML_MODES, ConfigError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m training_logs.log_processor", description="Send a run folder to ClearML."
     )
     parser.add_argument("run", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--mode", choices=MODES[:3], default="auto", help="default: %(default)s")
+    parser.add_argument("--mode", choices=CLEARML_MODES[:3], default="auto", help="default: %(default)s")
     parser.add_argument("--follow", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:

@@ -7,35 +7,15 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from algorithms.gradient_statistics import GradientMoments, GradientStatistics
+from algorithms.gradient_statistics import GradientStatistics
+from algorithms.limits import Done
 from algorithms.policies import MergePlan
-from algorithms.switch_mode import ExecutionPlan
 from fabrics.eval_tool import Evaluation, Metric
 from fabrics.examples import TaskData
+from fabrics.worker import WorkerRound
 from training_logs.recording.memory_monitor import Use
 from utils.config import Config
 from utils.distributed import Processes
-
-
-@dataclass(frozen=True)
-class WorkerRound:
-    """What one worker reports of a round: small enough to send to everybody.
-
-    plan: that it ended with. losses: none where its node failed on the way. max_batch: of its node, afterwards.
-    left_out: why its pseudo-gradient is not in the mean, if it is not. failed: its node works no more. moments: of its
-    last gradient, where the across-workers estimator asks for them.
-    """
-
-    node: int
-    plan: ExecutionPlan
-    losses: list[float]
-    learning_rates: list[float]
-    statistics: GradientStatistics | None
-    seconds: float
-    max_batch: int
-    left_out: str | None = None
-    failed: bool = False
-    moments: GradientMoments | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +66,17 @@ class Totals:
     left_out: int = 0
     training_seconds: float = 0.0
 
+    @property
+    def done(self) -> Done:
+        """What counts towards the limits of the run."""
+        return Done(self.outer_steps, self.examples, self.tokens)
+
+    def count(self, report: RoundReport) -> None:
+        """Add what a trainer's round communicated, and who was left out."""
+        self.communications += report.communications
+        self.bytes_communicated += report.bytes_communicated
+        self.left_out += report.left_out
+
 
 @dataclass(frozen=True)
 class Merge:
@@ -93,6 +84,12 @@ class Merge:
 
     outer_step: int
     plan: MergePlan
+
+    @classmethod
+    def from_values(cls, values: Mapping) -> "Merge":
+        """From dataclasses.asdict of one, through JSON."""
+        weights = {int(trainer): weight for trainer, weight in values["plan"]["weights"].items()}
+        return cls(values["outer_step"], MergePlan(values["plan"]["representative"], weights))
 
 
 @dataclass(frozen=True)

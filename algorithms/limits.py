@@ -1,0 +1,66 @@
+"""The length of a run: how much of it is done, and how many inner steps the next round has."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a run has used up, or will have: rounds, examples and tokens, all trainers together."""
+
+    outer_steps: int
+    examples: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class RoundSchedule:
+    """One round: its inner steps, and how much of the run is done before and after, 0 to 1."""
+
+    inner_steps: int
+    progress_before: float
+    progress_after: float
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where a run ends, at the first limit that is reached; None: no limit of that kind.
+
+    outer_steps: rounds. examples: may be a fraction, of a number of epochs. tokens: of training.
+    """
+
+    outer_steps: int | None
+    examples: float | None
+    tokens: int | None
+
+    def progress(self, done: Done) -> float:
+        """How much of the run is done, 0 to 1: the largest share of any limit."""
+        shares = [
+            used / limit
+            for used, limit in (
+                (done.outer_steps, self.outer_steps),
+                (done.examples, self.examples),
+                (done.tokens, self.tokens),
+            )
+            if limit
+        ]
+        return min(max(shares, default=0.0), 1.0)
+
+    def next_round(self, done: Done, inner_steps: int, examples: int, tokens: Callable[[int], int]) -> RoundSchedule:
+        """The next round; the last one is cut short so that a limit is exceeded by less than one inner step.
+
+        Args:
+            done: before it.
+            inner_steps: of a whole round.
+            examples: of one inner step, all trainers together.
+            tokens: of the next so many inner steps, likewise.
+        """
+        steps = float(inner_steps)
+        if self.examples:
+            steps = min(steps, math.ceil((self.examples - done.examples) / examples))
+        if self.tokens:
+            steps = min(steps, math.ceil((self.tokens - done.tokens) / tokens(1)))
+        steps = max(1, int(steps))
+        after = Done(done.outer_steps + 1, done.examples + steps * examples, done.tokens + steps * tokens(1))
+        return RoundSchedule(steps, self.progress(done), self.progress(after))

@@ -1,0 +1,46 @@
+"""The words that configuration keys may have, from the registries, and what only the parts know to be wrong."""
+
+from algorithms.batch_control import ESTIMATORS
+from algorithms.calc_batch import BATCH_TESTS
+from algorithms.learning_rate import LEARNING_RATE_SCALINGS, SCHEDULES
+from algorithms.outer_step import DISTRIBUTED_ALGORITHMS
+from algorithms.policies import MERGE_POLICIES
+from algorithms.switch_mode import SWITCH_MODES
+from fabrics.dataset_loader import DATASETS, FALLBACKS, TEXT_DOCUMENTS
+from fabrics.models import MODELS, settings_problems
+from utils.compression import COMMUNICATION_DTYPES
+from utils.config import CLEARML_MODES, Config
+
+# Config key -> the words that the registries know.
+CHOICES = {
+    "dataset": tuple(DATASETS),
+    "dataset_fallback": FALLBACKS,
+    "clearml": CLEARML_MODES,
+    "communication_dtype": tuple(COMMUNICATION_DTYPES),
+    "text_documents": tuple(TEXT_DOCUMENTS),
+    "model_type": tuple(MODELS),
+    "distributed_algo": tuple(DISTRIBUTED_ALGORITHMS),
+    "learning_rate_schedule": tuple(SCHEDULES),
+    "learning_rate_scaling": tuple(LEARNING_RATE_SCALINGS),
+    "sampling_method": tuple(BATCH_TESTS),
+    "statistics_estimator": ESTIMATORS,
+    "switch_mode": tuple(SWITCH_MODES),
+    "merging_policy": tuple(MERGE_POLICIES),
+}
+
+
+def _model_problems(config: Config) -> list[str]:
+    return settings_problems(config.model_type, config.model_config) if config.model_type in MODELS else []
+
+
+def _task_problems(config: Config) -> list[str]:
+    if config.model_type not in MODELS or config.dataset not in DATASETS:
+        return []
+    task, needed = DATASETS[config.dataset].task, MODELS[config.model_type].task
+    if task == needed:
+        return []
+    return [f"model_type: {config.model_type} is for {needed}, dataset {config.dataset} for {task}"]
+
+
+# What is wrong with a config that only the parts know, for load_config.
+CHECKS = (_model_problems, _task_problems)

@@ -1,0 +1,49 @@
+"""Models on the disk: every trainer's as a Hugging Face folder, written by the main process."""
+
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import PreTrainedTokenizerBase
+
+from fabrics.models import save_model
+from fabrics.working_model import WorkingModel
+from utils.distributed import Processes
+from utils.utils import write_folder_atomically
+
+
+def save_models(
+    folder: Path,
+    trainers: Iterable[int],
+    parameters_of: Callable[[int], torch.Tensor | None],
+    working: WorkingModel,
+    tokenizer: PreTrainedTokenizerBase,
+    processes: Processes,
+) -> tuple[dict[int, Path], str | None]:
+    """Write every trainer's model to `folder/trainer_<id>`; all processes together.
+
+    Args:
+        parameters_of: from a trainer to its flat parameters in the main process; asked for one after the other.
+        working: what the parameters pass through.
+
+    Returns:
+        Where each was written, and nothing where something could not be, with what is wrong.
+    """
+    folders, problem = {}, None
+    if processes.is_main:
+        for left_by_a_kill in folder.glob(".trainer_*"):
+            shutil.rmtree(left_by_a_kill, ignore_errors=True)
+    for trainer in trainers:
+        parameters, folders[trainer] = parameters_of(trainer), folder / f"trainer_{trainer}"
+        if processes.is_main:
+            working.load(parameters)
+            try:
+                write_folder_atomically(
+                    folders[trainer], lambda temporary: save_model(working.module, tokenizer, temporary)
+                )
+            except (OSError, SafetensorError) as error:
+                problem = f"the models could not be written to {folder}: {error}"
+    problem = processes.gather(problem)[0]
+    return ({} if problem else folders), problem

@@ -1,0 +1,57 @@
+"""Validation of several trainers, shared out over their workers, wherever those are."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from fabrics.eval_tool import METRICS, Evaluation, EvaluationPart, batch_count, begin_batches, combined
+from fabrics.examples import TaskData
+from fabrics.workforce import Workforce
+from fabrics.working_model import WorkingModel
+
+
+class Validation:
+    """Evaluates trainers on the validation examples: each worker takes its share of the batches on its own device.
+
+    Args:
+        data: what to evaluate on.
+        working: the working model of each device of this process.
+        batch_size: examples per batch.
+    """
+
+    def __init__(self, data: TaskData, working: Mapping[torch.device, WorkingModel], batch_size: int):
+        self._data, self._working, self._batch_size = data, working, batch_size
+        self.metric = METRICS[data.task]
+
+    def part(self, workforce: Workforce, parameters: torch.Tensor | None) -> EvaluationPart | None:
+        """What the workers of this process evaluate of a trainer; None where it has none here, or nothing is left.
+
+        parameters: flat, of the trainer.
+        """
+        examples, size = self._data.validation, self._batch_size
+        numbers: dict[torch.device, list[int]] = {}
+        for batch in range(batch_count(examples, size)):
+            worker = workforce.local.get(batch % len(workforce))
+            if worker is not None:
+                numbers.setdefault(worker.node.device, []).append(batch)
+        begun = []
+        for device, batches in numbers.items():
+            with self._working[device].evaluating(parameters) as module:
+                begun.append(begin_batches(module, examples, size, device, batches))
+        # Devices are waited for when all of them have something to do.
+        parts = [batches.wait() for batches in begun]
+        return EvaluationPart.joined(parts) if parts else None
+
+    def combined(
+        self, everybody: Sequence[Mapping[int, EvaluationPart]], trainers: Sequence[int]
+    ) -> dict[int, Evaluation]:
+        """From what all processes have evaluated, by trainer, to each trainer's evaluation."""
+        return {
+            trainer: combined((parts[trainer] for parts in everybody if trainer in parts), self._data.task)
+            for trainer in trainers
+        }
+
+    def best(self, evaluations: Mapping[int, Evaluation]) -> int:
+        """The trainer with the best metric; ties go to the smaller id."""
+        sign = -1.0 if self.metric.higher_is_better else 1.0
+        return min(evaluations, key=lambda trainer: (sign * evaluations[trainer].metric, trainer))
