@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 
 from docs.write_configuration import PAGE, page
+from tests.blocks import PAGES
 from utils.config import FIELDS
-
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "c4" / "guide.md"]
 
 
 def without_code(text: str) -> str:
