@@ -262,12 +262,14 @@ def reinitialise_output_layer(model_type: str, model: nn.Module, seed: int) -> N
 def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: str | os.PathLike) -> None:
     """Write a Hugging Face folder (safetensors, config, tokenizer) that the Auto classes load."""
     # The working module's parameters are views of one buffer, which the file format would take for shared tensors.
-    # One copy per tensor, so that what is tied stays tied.
-    copies: dict[int, torch.Tensor] = {}
-    state = {
-        name: copies.setdefault(tensor.data_ptr(), tensor.detach().cpu().clone())
-        for name, tensor in model.state_dict().items()
-    }
+    # One copy per tensor, so that what is tied stays tied; a tensor without elements is nowhere, and never the same.
+    copies: dict[object, torch.Tensor] = {}
+    state = {}
+    for name, tensor in model.state_dict().items():
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
+        if place not in copies:
+            copies[place] = tensor.detach().to("cpu", copy=True)
+        state[name] = copies[place]
     use_cache = getattr(model.config, "use_cache", None)
     if use_cache is not None:
         model.config.use_cache = True

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors import safe_open
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
@@ -141,6 +142,21 @@ def test_the_output_layer_is_drawn_anew_by_seed(tokenizer):
     assert torch.equal(model.bert.embeddings.word_embeddings.weight, body)
     reinitialise_output_layer("bert", model, 2)
     assert not torch.equal(model.classifier.weight, first)
+
+
+def test_every_tensor_is_saved_once_and_those_without_elements_are_not_mixed_up(tmp_path):
+    model = tiny_llama(tied=True)
+    WorkingModel(model, CPU)
+    for name, columns in (("none", 3), ("nothing", 5)):
+        model.register_buffer(name, torch.empty(0, columns))
+    save_model(model, None, tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        shapes = {name: tuple(file.get_tensor(name).shape) for name in file.keys()}  # noqa: SIM118
+        embedding = file.get_tensor("model.embed_tokens.weight")
+    assert (shapes["none"], shapes["nothing"]) == ((0, 3), (0, 5))
+    assert torch.equal(embedding, model.lm_head.weight)
+    assert "lm_head.weight" not in shapes
+    assert shapes.keys() == set(model.state_dict()) - {"lm_head.weight"}
 
 
 def test_a_tied_output_layer_cannot_be_drawn_anew(tokenizer):
