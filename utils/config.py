@@ -54,7 +54,7 @@ Name = Annotated[str, Field(min_length=1)]
 def _key(
     default, meaning: str, *, choices: bool = False, datasets: tuple[str, ...] = (), changes_training: bool = True
 ):
-    """A config key: default, meaning (shown in the README), whether a registry lists its values, the only
+    """A config key: default, meaning (shown in docs/configuration.md), whether a registry lists its values, the only
     datasets it has an effect with, and whether a run that is resumed with another value trains differently."""
     metadata = {"meaning": meaning, "choices": choices, "datasets": datasets, "changes_training": changes_training}
     if isinstance(default, list | dict):
@@ -64,7 +64,7 @@ def _key(
 
 @dataclass(frozen=True)
 class Config:
-    """Every key of a configuration; the names are those of the AdLoCo README."""
+    """Every key of a configuration; the names are those of the published code's README."""
 
     # Devices and seed
     training_seed: NonNegativeInt = _key(42, "seed of initialisation, data order and dropout")
@@ -240,7 +240,9 @@ class Config:
     )
     learning_rate_for_outer_opt: PositiveFloat = _key(0.7, "learning rate of the outer step (DiLoCo)")
     outer_momentum: BelowOne = _key(0.9, "Nesterov momentum of the outer step (DiLoCo)")
-    weight_decay: NonNegativeFloat = _key(0.1, "decoupled weight decay of the inner AdamW")
+    weight_decay: NonNegativeFloat = _key(
+        0.1, "decoupled weight decay of the inner AdamW, on every parameter: norms, biases and embeddings as well"
+    )
     adam_betas: Annotated[list[BelowOne], Field(min_length=2, max_length=2)] = _key(
         [0.9, 0.99], "betas of the inner AdamW"
     )
