@@ -22,21 +22,20 @@ from fabrics.data_order import DataCursor
 from fabrics.eval_tool import Evaluation, EvaluationPart
 from fabrics.examples import TaskData
 from fabrics.initialisation import initial_model, initial_parameters, initial_subsets
+from fabrics.keeper import Keeper
 from fabrics.model_folders import save_models
-from fabrics.nodes import NodePool, build_nodes, check_statistics
+from fabrics.nodes import NodePool, check_modules, check_statistics, measured_max_batches
 from fabrics.validation import Validation
 from fabrics.worker import Node, TrainingError, WorkerRound
 from fabrics.working_model import WorkingModel
 from trainers import Trainer
 from training_logs.recording.memory_monitor import Use, memory_use
 from training_logs.recording.records import ClusterRound, Merge, Observer, Totals
-from utils.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from utils.checkpoint import Checkpoint, CheckpointError
 from utils.config import Config
-from utils.config_reading import dump_config
 from utils.distributed import Processes
 from utils.joining import join_processes
 from utils.signals import StopRequest
-from utils.utils import checkpoints_of
 
 
 class NoNodeLeftError(TrainingError):
@@ -52,6 +51,23 @@ class _Share:
     evaluations: dict[int, EvaluationPart]  # by trainer
     memory: list[Use]
     stop: bool
+
+
+def first_trainers(
+    config: Config,
+    data: TaskData,
+    assignment: Mapping[int, tuple[int, ...]],
+    working: Mapping[torch.device, WorkingModel],
+    processes: Processes,
+) -> dict[int, Trainer]:
+    """The trainers that a run begins with; assignment: the nodes of each, which are not given to them yet."""
+    trainers, first = {}, next(iter(working.values()))
+    for trainer, subset in enumerate(initial_subsets(config, len(data.train))):
+        here = any(map(processes.owns, assignment[trainer]))
+        start = initial_parameters(config, data, trainer, first) if here else None
+        cursor = DataCursor(config.training_seed, trainer, subset)
+        trainers[trainer] = Trainer(trainer, config, start, cursor, data.train, working, processes)
+    return trainers
 
 
 class Cluster:
@@ -80,7 +96,6 @@ class Cluster:
                 f"DATASET FALLBACK: trained on {data.dataset} because {config.dataset} could not be loaded: "
                 f"{data.fallback_reason}"
             )
-        subsets = initial_subsets(config, len(data.train))
         self._limits = Limits(
             config.number_of_outer_steps,
             config.number_of_training_epochs and config.number_of_training_epochs * len(data.train),
@@ -94,17 +109,17 @@ class Cluster:
         }
         self.validation = Validation(data, self.working, config.eval_batch_size)
         self.metric = self.validation.metric
-        nodes = build_nodes(config, self.working, data.train, processes)
-        check_statistics(config, nodes, len(subsets), min(len(subset) for subset in subsets))
-        self.pool = NodePool(nodes, config.drop_slow_nodes)
-        assignment = self._assignment(dict.fromkeys(range(len(subsets)), config.INITIAL_BATCH_SIZE))
-        self.trainers = {}
-        for trainer, subset in enumerate(subsets):
-            here = any(map(processes.owns, assignment[trainer]))
-            start = initial_parameters(config, data, trainer, self.working[self.devices[0]]) if here else None
-            cursor = DataCursor(config.training_seed, trainer, subset)
-            self.trainers[trainer] = Trainer(trainer, config, start, cursor, data.train, self.working, processes)
+        check_modules(config, self.working[self.devices[0]])
+        self.pool = NodePool(processes.devices, config)
+        first_requests = dict.fromkeys(range(config.number_of_initial_trainers), config.INITIAL_BATCH_SIZE)
+        self.trainers = first_trainers(config, data, self._assignment(first_requests), self.working, processes)
         self.distribute()
+        if config.max_batch_size is None:
+            # Now that everything is there which lives between rounds.
+            size = sum(tensor.nbytes for group in self.tensors().values() for tensor in group.values())
+            self.pool.limit(measured_max_batches(config, self.working, data.train, processes, size))
+            self.distribute()
+        check_statistics(config, self.nodes, min(len(trainer.cursor.subset) for trainer in self.trainers.values()))
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -260,21 +275,15 @@ class Cluster:
         for warning in self.warnings:
             observer.warn(warning)
         observer.on_start(self, self.evaluate() if self.totals.outer_steps == 0 else {})
-        result = None
+        result, keeper = None, Keeper(folder, self.config, self.processes)
         while not self.finished:
             try:
                 result = self.run_round(observer, stop)
             except NoNodeLeftError:
-                self.save_checkpoint(folder, observer)
+                keeper.save_checkpoint(self, observer)
                 raise
             observer.on_round(self, result)
-            every, step = self.config.save_weights_every, self.totals.outer_steps
-            due = every is not None and step % every == 0
-            # The models first: a run that is killed in between makes the round again, and them.
-            if due and folder is not None:
-                self.save_models(folder / self.config.model_weights_dir / f"round_{step:05d}", observer)
-            if due or self.finished or self.stopped:
-                self.save_checkpoint(folder, observer)
+            keeper.after_round(self, observer)
             if self.stopped:
                 return {}
         if result is None or result.merge is not None:
@@ -301,22 +310,9 @@ class Cluster:
             observer.warn(problem)
         return folders
 
-    def save_checkpoint(self, folder: Path | None, observer: Observer) -> None:
-        """Write a checkpoint into a run folder; what cannot be written is a warning, and training goes on."""
-        if folder is None:
-            return
-        state = {"cluster": self.state_dict(), "observer": observer.state_dict()}
-        groups = {name: group for trainer in self.trainers.values() for name, group in trainer.tensors().items()}
-        checkpoints = Checkpoints(checkpoints_of(folder), self.config.keep_checkpoints)
-        try:
-            checkpoints.save(
-                self.processes, self.totals.outer_steps, groups, state, {"config.yaml": dump_config(self.config)}
-            )
-        except OSError as error:
-            observer.warn(
-                f"no checkpoint after round {self.totals.outer_steps}: {error}; training goes on, and what was written "
-                f"before is as it was"
-            )
+    def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The trainers' tensors that are in this process, by reference, in groups named by trainer and worker."""
+        return {name: group for trainer in self.trainers.values() for name, group in trainer.tensors().items()}
 
     def state_dict(self) -> dict:
         """What the run's future depends on, besides the trainers' tensors, as JSON values; the same in every process.

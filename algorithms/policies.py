@@ -101,6 +101,11 @@ def distribute_nodes(requests: Mapping[int, int], groups: Mapping[int, int]) -> 
 
 
 def slow_nodes(seconds_per_example: Mapping[int, float], factor: float) -> frozenset[int]:
-    """The nodes that take more than `factor` times the median time per example."""
-    limit = factor * statistics.median(seconds_per_example.values())
-    return frozenset(node for node, seconds in seconds_per_example.items() if seconds > limit)
+    """The nodes that take more than `factor` times the median time per example of the others."""
+
+    def others(node: int) -> float:
+        return statistics.median(seconds for other, seconds in seconds_per_example.items() if other != node)
+
+    if len(seconds_per_example) < 2:
+        return frozenset()
+    return frozenset(node for node, seconds in seconds_per_example.items() if seconds > factor * others(node))

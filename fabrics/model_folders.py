@@ -1,5 +1,6 @@
 """Models on the disk: every trainer's as a Hugging Face folder, written by the main process."""
 
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,6 +13,22 @@ from fabrics.models import save_model
 from fabrics.working_model import WorkingModel
 from utils.distributed import Processes
 from utils.utils import write_folder_atomically
+
+_ROUND = re.compile(r"round_(\d{5,})")
+
+
+def round_folder(folder: Path, outer_step: int) -> Path:
+    """Where the models after a round are, in the folder of a run's models."""
+    return folder / f"round_{outer_step:05d}"
+
+
+def prune(folder: Path, keep: int | None) -> None:
+    """Delete the models of all rounds but the newest `keep`; None: keep all. What cannot be deleted stays."""
+    if keep is None or not folder.is_dir():
+        return
+    rounds = [(int(match[1]), path) for path in folder.iterdir() if (match := _ROUND.fullmatch(path.name))]
+    for _, path in sorted(rounds)[:-keep]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def save_models(

@@ -13,9 +13,13 @@ from fabrics.examples import Examples
 from fabrics.passes import backward, probed_backward
 from fabrics.worker import Node, WorkerRound
 from fabrics.working_model import WorkingModel
+from utils.compression import COMMUNICATION_DTYPES
 from utils.config import Config, ConfigError
 from utils.distributed import Processes
 from utils.max_batch_calculator import calculate_max_batch
+
+# So many rounds running must a node be too slow before it is dropped: one may have had to wait for something else.
+SLOW_ROUNDS = 3
 
 
 def probes_examples(config: Config) -> bool:
@@ -23,41 +27,71 @@ def probes_examples(config: Config) -> bool:
     return BATCH_TESTS[config.sampling_method] is not None and config.statistics_estimator == "per_example"
 
 
-def build_nodes(
-    config: Config, working: Mapping[torch.device, WorkingModel], examples: Examples, processes: Processes
-) -> tuple[Node, ...]:
-    """All nodes of the run, with max batches as the config gives them or as measured; all processes together.
+def check_modules(config: Config, working: WorkingModel) -> None:
+    """Raise ConfigError where the batch test needs per-example statistics that the model's modules do not give."""
+    if probes_examples(config):
+        try:
+            PerExampleProbe(working.module, batch_size=1)
+        except UnsupportedModuleError as error:
+            raise ConfigError(f"statistics_estimator: {error}") from None
+
+
+def round_tensors(config: Config, workers: int, several_processes: bool) -> int:
+    """Tensors of model size that a round of a trainer needs on a device, besides what lives between rounds.
+
+    The sum of the pseudo-gradients; where they go to other processes one of each worker, in its encoding, at most
+    twice as large while it is made; and what the across-workers estimator keeps.
+
+    Args:
+        workers: the most that a trainer has on the device.
+        several_processes: whether a trainer's workers may be in several.
+    """
+    held = workers if several_processes else 0
+    encoding = 0 if COMMUNICATION_DTYPES[config.communication_dtype].lossless else 2
+    compared = workers if config.statistics_estimator == "across_workers" else 0
+    return 1 + held + encoding + compared
+
+
+def measured_max_batches(
+    config: Config,
+    working: Mapping[torch.device, WorkingModel],
+    examples: Examples,
+    processes: Processes,
+    state_bytes: int,
+) -> dict[int, int]:
+    """The max batch of every node, as its device's memory allows; all processes together, with all trainers made.
+
+    What lives between rounds is on the devices then, and so in use; on a CPU it is not, before it is written to for
+    the first time. Nodes of a process take turns; processes that share a device do not, and share what is left.
 
     Args:
         working: the working model of each device of this process.
         examples: all training examples.
+        state_bytes: what lives between rounds in this process.
 
     Raises:
-        ConfigError: the module cannot be probed, or not even one example fits into a device's memory.
+        ConfigError: not even one example fits into a device's memory.
     """
-    if probes_examples(config):
-        try:
-            PerExampleProbe(next(iter(working.values())).module, batch_size=1)
-        except UnsupportedModuleError as error:
-            raise ConfigError(f"statistics_estimator: {error}") from None
-    devices, per_device = processes.devices, config.nodes_per_gpu
-    largest = dict.fromkeys(range(0, len(devices), per_device), config.max_batch_size)
-    if config.max_batch_size is None:
+    processes.gather(None)  # everybody's tensors are there afterwards
+    per_device = config.nodes_per_gpu
+    own: dict[int, int] = {}
+    for first in range(0, len(processes.devices), per_device):
         # Whoever owns the first node of a device measures it, alone.
-        own = {
-            first: _measured_max_batch(config, working[devices[first]], examples)
-            for first in largest
-            if processes.owns(first)
-        }
-        for measured in processes.gather(own):
-            largest.update(measured)
-    return tuple(Node(node, device, largest[node - node % per_device]) for node, device in enumerate(devices))
+        if processes.owns(first):
+            model, nodes = working[processes.devices[first]], range(first, first + per_device)
+            sharing = len({processes.groups[node] for node in nodes})
+            workers = sum(map(processes.owns, nodes))
+            parameters = model.parameters
+            size = parameters.numel() * parameters.element_size()
+            needed = size * round_tensors(config, workers, processes.count > 1)
+            if model.device.type == "cpu":
+                needed += state_bytes
+            own[first] = _measured_max_batch(config, model, examples, sharing, sharing * needed)
+    largest = {first: measured for share in processes.gather(own) for first, measured in share.items()}
+    return {node: largest[node - node % per_device] for node in range(len(processes.devices))}
 
 
-def _measured_max_batch(config: Config, working: WorkingModel, examples: Examples) -> int:
-    # Still to come: two moments per worker, and the round's pseudo-gradient.
-    workers = max(config.nodes_per_gpu, config.number_of_initial_trainers)
-    reserved = (2 * workers + 1) * working.parameters.numel() * working.parameters.element_size()
+def _measured_max_batch(config: Config, working: WorkingModel, examples: Examples, sharing: int, reserved: int) -> int:
     # The most that a step can need: the last of a round is also probed.
     step = probed_backward if probes_examples(config) else backward
 
@@ -66,23 +100,21 @@ def _measured_max_batch(config: Config, working: WorkingModel, examples: Example
         step(working, examples, np.full(count, examples.largest))
 
     try:
-        return calculate_max_batch(
-            run, working.gradient, working.device, config.padding_percentage, config.nodes_per_gpu, reserved
-        )
+        return calculate_max_batch(run, working.gradient, working.device, config.padding_percentage, sharing, reserved)
     except MemoryError as error:
         raise ConfigError(f"max_batch_size: {error}") from None
 
 
-def check_statistics(config: Config, nodes: Sequence[Node], trainers: int, smallest_subset: int) -> None:
+def check_statistics(config: Config, nodes: Sequence[Node], smallest_subset: int) -> None:
     """Raise ConfigError where the nodes or a trainer's data are too few for the statistics of the batch test.
 
     Args:
-        trainers: at the start.
         smallest_subset: examples of the trainer that has the fewest.
     """
     if BATCH_TESTS[config.sampling_method] is None:
         return
     if config.statistics_estimator == "across_workers":
+        trainers = config.number_of_initial_trainers
         if len(nodes) < 2 * trainers:
             raise ConfigError(
                 f"statistics_estimator: across_workers needs two nodes per trainer, got {len(nodes)} nodes "
@@ -105,14 +137,16 @@ class NodePool:
     """The nodes and what becomes of them; the same in every process.
 
     Attributes:
-        nodes: all of the run.
+        nodes: all of the run, of the devices given.
         failed: those that work no more.
     """
 
-    def __init__(self, nodes: tuple[Node, ...], drop_slow_nodes: float | None):
-        self.nodes = nodes
+    def __init__(self, devices: Sequence[torch.device], config: Config):
+        # Without one given, the max batch is measured later.
+        self.nodes = tuple(Node(node, device, config.max_batch_size or 1) for node, device in enumerate(devices))
         self.failed: set[int] = set()
-        self._factor = drop_slow_nodes
+        self._factor = config.drop_slow_nodes
+        self._slow_rounds: dict[int, int] = {}
 
     def look_after(self, workers: Sequence[WorkerRound]) -> list[str]:
         """Take over what a round says of the nodes: smaller max batches, nodes that failed, nodes that are too slow.
@@ -128,25 +162,29 @@ class NodePool:
         slow = self._slow(workers)
         self.failed |= {worker.node for worker in workers if worker.failed} | set(slow)
         return [
-            f"node {node} took {seconds:.3g} s per example, more than drop_slow_nodes allows; it works no more"
+            f"node {node} took {seconds:.3g} s per example, more than drop_slow_nodes allows, in {SLOW_ROUNDS} rounds "
+            f"running; it works no more"
             for node, seconds in slow.items()
         ]
 
     def _slow(self, workers: Sequence[WorkerRound]) -> dict[int, float]:
-        """The nodes that are too slow, with their seconds per example."""
+        """The nodes that were too slow in several rounds running, with their seconds per example."""
         if self._factor is None:
             return {}
         seconds: dict[int, float] = {}
         examples: dict[int, int] = {}
         for worker in workers:
-            if not worker.failed:
-                seconds[worker.node] = seconds.get(worker.node, 0.0) + worker.seconds
-                count = worker.plan.effective_batch * len(worker.losses)
-                examples[worker.node] = examples.get(worker.node, 0) + count
-        if len(seconds) < 2:
-            return {}
+            if worker.steady_examples and not worker.failed:
+                seconds[worker.node] = seconds.get(worker.node, 0.0) + worker.steady_seconds
+                examples[worker.node] = examples.get(worker.node, 0) + worker.steady_examples
         pace = {node: seconds[node] / examples[node] for node in seconds}
-        return {node: pace[node] for node in sorted(slow_nodes(pace, self._factor))}
+        slow = slow_nodes(pace, self._factor)
+        self._slow_rounds = {node: self._slow_rounds.get(node, 0) + 1 for node in slow}
+        return {node: pace[node] for node, rounds in sorted(self._slow_rounds.items()) if rounds >= SLOW_ROUNDS}
+
+    def limit(self, max_batches: Mapping[int, int]) -> None:
+        """Give every node its max batch."""
+        self.nodes = tuple(dataclasses.replace(node, max_batch=max_batches[node.id]) for node in self.nodes)
 
     def state_dict(self) -> list[int]:
         """The max batches; nodes that failed work again after a resume."""
@@ -155,7 +193,4 @@ class NodePool:
     def load_state_dict(self, max_batches: Sequence[int]) -> None:
         """Take over max batches, where there are as many nodes."""
         if len(max_batches) == len(self.nodes):
-            self.nodes = tuple(
-                dataclasses.replace(node, max_batch=max_batch)
-                for node, max_batch in zip(self.nodes, max_batches, strict=True)
-            )
+            self.limit(dict(enumerate(max_batches)))

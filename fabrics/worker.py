@@ -92,8 +92,9 @@ class WorkerRound:
     """What one worker reports of a round: small enough to send to everybody.
 
     plan: that it ended with. losses: none where its node failed on the way. max_batch: of its node, afterwards.
-    left_out: why its pseudo-gradient is not in the mean, if it is not. failed: its node works no more. moments: of its
-    last gradient, where the across-workers estimator asks for them.
+    steady_seconds, steady_examples: of the inner steps but the first, which may compile and fill caches. left_out: why
+    its pseudo-gradient is not in the mean, if it is not. failed: its node works no more. moments: of its last gradient,
+    where the across-workers estimator asks for them.
     """
 
     node: int
@@ -103,6 +104,8 @@ class WorkerRound:
     statistics: GradientStatistics | None
     seconds: float
     max_batch: int
+    steady_seconds: float = 0.0
+    steady_examples: int = 0
     left_out: str | None = None
     failed: bool = False
     moments: GradientMoments | None = None
@@ -158,22 +161,32 @@ class Worker:
         Raises:
             TrainingError: not even one example fits into the device's memory.
         """
-        started, gradient = time.perf_counter(), None
+        started, gradient, ends = time.perf_counter(), None, []
+
+        def step_done() -> None:
+            if not ends:
+                ends.append(time.perf_counter())
+            on_step()
+
         cuda = [self.node.device] if self.node.device.type == "cuda" else []
         run = WorkerRound(
             self.node.id, assignment.plan, [], list(assignment.learning_rates), None, 0.0, self.node.max_batch
         )
         try:
             with torch.random.fork_rng(devices=cuda):
-                losses, run, gradient = self._inner_steps(parameters, assignment, run, on_step)
+                losses, run, gradient = self._inner_steps(parameters, assignment, run, step_done)
             finite = torch.isfinite(losses).all() & torch.isfinite(self.working.parameters.sum())
             left_out = None if finite.item() else "its loss or parameters became NaN or infinite"
             losses = losses.tolist()
         except NODE_FAILURES as error:
             left_out, losses = f"node {self.node.id} failed: {error}", []
             run = dataclasses.replace(run, failed=True, statistics=None)
-        seconds = time.perf_counter() - started
-        run = dataclasses.replace(run, losses=losses, left_out=left_out, seconds=seconds)
+        ended = time.perf_counter()
+        run = dataclasses.replace(run, losses=losses, left_out=left_out, seconds=ended - started)
+        if len(losses) > 1:
+            # The host has waited for the device by now, and compiling keeps the host itself.
+            steady = run.plan.effective_batch * (len(losses) - 1)
+            run = dataclasses.replace(run, steady_seconds=ended - ends[0], steady_examples=steady)
         return run, None if left_out else gradient
 
     def _inner_steps(

@@ -78,6 +78,30 @@ def test_only_two_files_know_how_processes_communicate():
             assert not any(name.startswith("torch.distributed") for name in found), file
 
 
+LONGEST_FILE, LONGEST_CLASS = 450, 300
+
+
+def too_long(source: str) -> list[str]:
+    """Whether a file is, and which of its classes are."""
+    found = [f"{len(source.splitlines())} lines"] if len(source.splitlines()) > LONGEST_FILE else []
+    classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+    return found + [node.name for node in classes if node.end_lineno - node.lineno + 1 > LONGEST_CLASS]
+
+
+def test_files_and_classes_fit_into_a_head():
+    names = [path for path in ROOT.glob("**/*.py") if not {".venv", "tests"} & set(path.relative_to(ROOT).parts)]
+    assert len(names) > 50
+    found = {str(path.relative_to(ROOT)): too_long(path.read_text(encoding="utf-8")) for path in names}
+    assert {name: what for name, what in found.items() if what} == {}
+
+
+def test_the_check_sees_what_is_too_long():
+    assert too_long("x = 1\n" * 450) == []
+    assert too_long("x = 1\n" * 451) == ["451 lines"]
+    assert too_long("class A:\n" + "    x = 1\n" * 299) == []
+    assert too_long("class A:\n" + "    x = 1\n" * 300) == ["A"]
+
+
 def test_the_check_sees_a_wrong_arrow_and_an_impurity():
     assert wrong_arrows("algorithms", "def f():\n    from trainers import Trainer") == {"trainers"}
     assert wrong_arrows("trainers", "import cluster") == {"cluster"}

@@ -11,8 +11,19 @@ from fabrics import nodes
 from fabrics.examples import PackedSequences
 from fabrics.passes import backward
 from fabrics.working_model import WorkingModel
-from tests.helpers import CPU, make_config, padded, random_sequences, tiny_bert, tiny_cluster, tiny_data, tiny_llama
+from tests.helpers import (
+    CPU,
+    TINY_ARCHITECTURE,
+    make_config,
+    padded,
+    random_sequences,
+    tiny_bert,
+    tiny_cluster,
+    tiny_data,
+    tiny_llama,
+)
 from utils.config import ConfigError
+from utils.distributed import LocalProcesses
 from utils.max_batch_calculator import calculate_max_batch, find_max_batch, fit_line
 
 
@@ -79,7 +90,7 @@ def test_a_measurement_on_the_cpu_leaves_nothing_behind():
         sizes.append(count)
         backward(working, examples, np.arange(count) % len(examples))
 
-    batch = calculate_max_batch(step, working.gradient, CPU, 0.9, nodes=4, reserved_bytes=0)
+    batch = calculate_max_batch(step, working.gradient, CPU, 0.9, sharing=4, reserved_bytes=0)
     assert batch > 100
     assert sizes == [1, 2]
     assert torch.equal(working.parameters, parameters)
@@ -88,12 +99,12 @@ def test_a_measurement_on_the_cpu_leaves_nothing_behind():
     assert working.module.training
 
 
-def test_more_nodes_and_longer_sequences_mean_smaller_batches():
-    def max_batch(length, nodes, share=0.9):
+def test_more_processes_on_a_device_and_longer_sequences_mean_smaller_batches():
+    def max_batch(length, sharing, share=0.9):
         working = WorkingModel(tiny_llama(dtype=torch.float32), CPU)
         examples = PackedSequences(random_sequences(8, length))
         return calculate_max_batch(
-            lambda count: backward(working, examples, np.arange(count) % 8), working.gradient, CPU, share, nodes, 0
+            lambda count: backward(working, examples, np.arange(count) % 8), working.gradient, CPU, share, sharing, 0
         )
 
     assert max_batch(16, 1) == pytest.approx(4 * max_batch(16, 4), rel=0.1)
@@ -153,3 +164,46 @@ def test_memory_is_measured_with_the_longest_example():
     data = dataclasses.replace(tiny_data(), train=Recorded())
     Cluster(make_config(max_batch_size=None, number_of_initial_trainers=1), data)
     assert widths == {40}
+
+
+class _Sharing(LocalProcesses):
+    """One process that says that the four nodes of its device belong to several."""
+
+    def __init__(self, owners):
+        super().__init__([CPU], 4)
+        self.groups = owners
+
+
+@pytest.mark.parametrize(
+    ("values", "owners", "sums"),
+    [
+        ({}, (0, 0, 0, 0), 1),  # the sum of the pseudo-gradients
+        ({"communication_dtype": "int8"}, (0, 0, 0, 0), 3),  # with what encoding needs on the way
+        ({"statistics_estimator": "across_workers", "number_of_initial_trainers": 1}, (0, 0, 0, 0), 5),
+        ({}, (0, 0, 1, 1), 1),
+    ],
+)
+def test_the_max_batch_is_measured_beside_all_that_will_be_there(monkeypatch, values, owners, sums):
+    """x, velocity and moments of all trainers are there, as bytes of a CPU reserved, which has not touched them yet."""
+    asked = []
+
+    def calculate(step, gradient, device, share, sharing, reserved):
+        asked.append((sharing, reserved))
+        return 64
+
+    monkeypatch.setattr(nodes, "calculate_max_batch", calculate)
+    config = make_config(model_config=TINY_ARCHITECTURE, max_batch_size=None, **values)
+    cluster = Cluster(config, tiny_data(), _Sharing(owners))
+    size = cluster.working[CPU].parameters.nbytes
+    state = sum(tensor.nbytes for group in cluster.tensors().values() for tensor in group.values())
+    per_worker = 3 if values.get("communication_dtype") == "int8" else 2
+    assert state >= size * (2 * len(cluster.trainers) + per_worker * 4)
+    sharing = len(set(owners))
+    assert asked == [(sharing, sharing * (sums * size + state))]
+    assert {node.max_batch for trainer in cluster.trainers.values() for node in trainer.nodes} == {64}
+
+
+def test_a_process_beside_others_holds_its_workers_pseudo_gradients():
+    config = make_config()
+    assert nodes.round_tensors(config, workers=4, several_processes=False) == 1
+    assert nodes.round_tensors(config, workers=4, several_processes=True) == 5

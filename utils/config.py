@@ -131,6 +131,9 @@ class Config:
         changes_training=False,
     )
     keep_checkpoints: PositiveInt = _key(2, "checkpoints to keep, the newest", changes_training=False)
+    keep_models: PositiveInt | None = _key(
+        2, "rounds whose models to keep, the newest, besides those at the end; null: all", changes_training=False
+    )
     clearml: Annotated[str, BeforeValidator(_off_is_a_word)] = _key(
         "auto",
         "ClearML dashboard; auto: online where there are credentials, else offline, a session in the run folder",
@@ -228,8 +231,8 @@ class Config:
     number_of_inner_steps_between_outers: PositiveInt = _key(20, "inner steps H of every worker in a round")
     drop_slow_nodes: AtLeastOne | None = _key(
         None,
-        "a node that takes more than so many times the median time per example in a round works no more; null: the "
-        "others wait for it",
+        "a node that takes more than so many times the median time per example of the others, in three rounds running "
+        "and without the first step of each, works no more; null: the others wait for it",
     )
     distributed_algo: str = _key("DiLoCo", "outer step and inner optimiser", choices=True)
 
@@ -291,7 +294,7 @@ class Config:
     switch_mode: str = _key("threshold_switch_mode", "when to accumulate gradients", choices=True)
     switch_multiplier: PositiveInt = _key(2, "threshold_switch_mode accumulates above this multiple of the max batch")
     max_batch_size: PositiveInt | None = _key(None, "largest micro-batch; null: measured from the device's memory")
-    padding_percentage: Fraction = _key(0.9, "share of a device's memory that its nodes may use together")
+    padding_percentage: Fraction = _key(0.9, "share of a device's memory that may be used")
 
     # Merging
     merging_policy: str = _key("worst_with_worst", "which trainers merge", choices=True)

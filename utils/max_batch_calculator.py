@@ -123,16 +123,17 @@ def calculate_max_batch(
     gradient: torch.Tensor,
     device: torch.device,
     padding_percentage: float,
-    nodes: int,
+    sharing: int,
     reserved_bytes: int,
 ) -> int:
-    """The max batch of each of the `nodes` nodes that share a device.
+    """The max batch of a device's nodes.
 
     Args:
         step: runs one forward and backward pass with so many examples on the device.
         gradient: the flat gradient that the steps fill; zero again afterwards.
-        padding_percentage: share of the device's memory that the nodes may use together, 0 to 1.
-        reserved_bytes: what will be allocated later and lives on: the optimisers' moments.
+        padding_percentage: share of the device's memory that may be used, 0 to 1.
+        sharing: processes that run steps on the device at one time; the nodes of a process take turns.
+        reserved_bytes: what will be allocated besides, by all of them.
 
     Raises:
         MemoryError: naming the keys to change, when one example does not fit.
@@ -145,13 +146,14 @@ def calculate_max_batch(
         state = psutil.virtual_memory()
         taken = state.total - state.available
         memory, measure, probes, confirm = state.total, _measure_cpu(step), _CPU_PROBES, False
-    budget = int((padding_percentage * memory - taken - reserved_bytes) / nodes)
+    budget = int((padding_percentage * memory - taken - reserved_bytes) / sharing)
     with _no_trace(gradient, device):
         try:
             return find_max_batch(measure, budget, probes, confirm)
         except MemoryError as error:
             raise MemoryError(
                 f"no example fits on {device}: {error} (padding_percentage {padding_percentage} of "
-                f"{memory:,} bytes, less {taken:,} in use and {reserved_bytes:,} for optimiser states, "
-                f"shared by {nodes} nodes); use a smaller model or sequence_length, or fewer nodes_per_gpu"
+                f"{memory:,} bytes, less {taken:,} in use and {reserved_bytes:,} for a round's sums, "
+                f"shared by {sharing} processes); use a smaller model or sequence_length, or fewer nodes_per_gpu, "
+                f"trainers or processes_per_gpu"
             ) from None
