@@ -61,11 +61,11 @@ def first_trainers(
     processes: Processes,
 ) -> dict[int, Trainer]:
     """The trainers that a run begins with; assignment: the nodes of each, which are not given to them yet."""
-    trainers, first = {}, next(iter(working.values()))
-    for trainer, subset in enumerate(initial_subsets(config, len(data.train))):
+    trainers, first, subsets = {}, next(iter(working.values())), initial_subsets(config, len(data.train))
+    for trainer in range(subsets.trainers):
         here = any(map(processes.owns, assignment[trainer]))
         start = initial_parameters(config, data, trainer, first) if here else None
-        cursor = DataCursor(config.training_seed, trainer, subset)
+        cursor = DataCursor(subsets, trainer)
         trainers[trainer] = Trainer(trainer, config, start, cursor, data.train, working, processes)
     return trainers
 
@@ -119,7 +119,7 @@ class Cluster:
             size = sum(tensor.nbytes for group in self.tensors().values() for tensor in group.values())
             self.pool.limit(measured_max_batches(config, self.working, data.train, processes, size))
             self.distribute()
-        check_statistics(config, self.nodes, min(len(trainer.cursor.subset) for trainer in self.trainers.values()))
+        check_statistics(config, self.nodes, min(len(trainer.cursor) for trainer in self.trainers.values()))
 
     @property
     def nodes(self) -> tuple[Node, ...]:

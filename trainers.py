@@ -275,7 +275,7 @@ class Trainer:
         warnings = self._look_after(workers)
         requested = self.requested_batch
         samples, problem = _samples(workers, self._config.statistics_estimator) if self._adapts else ([], None)
-        largest = self._config.max_requested_batch or len(self.cursor.subset)
+        largest = self._config.max_requested_batch or len(self.cursor)
         statistics, warning = self.batch.conclude(samples, step_examples, schedule.progress_after, largest)
         self.cursor.advance(schedule.inner_steps * step_examples)
         self.inner_steps += schedule.inner_steps
@@ -358,7 +358,7 @@ class Trainer:
         """Its tensors, by reference, in groups named by trainer and worker; each group in one process only."""
         groups = {f"trainer_{self.id}_worker_{index}": worker.state_dict() for index, worker in self.workers.items()}
         if 0 in self.workers:
-            own = {"parameters": self.parameters, "subset": torch.from_numpy(self.cursor.subset)}
+            own = {"parameters": self.parameters}
             groups[f"trainer_{self.id}"] = own if self.velocity is None else own | {"velocity": self.velocity}
         return groups
 
@@ -374,7 +374,7 @@ class Trainer:
         for name in _COUNTERS:
             setattr(self, name, state[name])
         group = f"trainer_{self.id}"
-        self.cursor.load_state_dict(state["cursor"], read(group, "subset").numpy())
+        self.cursor.load_state_dict(state["cursor"])
         if self.workers:
             self.parameters.copy_(read(group, "parameters"))
             if self.velocity is not None:

@@ -1,8 +1,10 @@
-"""What data costs: python benchmarks/data.py [--documents N ...] [--sequences N] [--folder PATH].
+"""What data costs: python benchmarks/data.py [--documents N ...] [--sequences N] [--examples N] [--folder PATH].
 
 - tokenising: documents per second and peak memory of c4/tokenize_c4.py, for growing numbers of documents. They are
   made from real text (paragraphs of Python's documentation) in the real format, about as long as those of C4.
 - opening: time and memory until a tokenised set of so many sequences can be read.
+- order: time and memory until a process knows which examples come next, for one of four trainers; and for their merge
+  at half an epoch.
 - batches: the time to assemble a batch, as a share of a training step of the demo model with it, interleaved.
 """
 
@@ -42,14 +44,40 @@ examples = fabrics.examples.PackedSequences(documents.train.packed(128))
 examples.batch(numpy.arange(8) * (len(examples) // 8), fabrics.examples.torch.device("cpu"))
 print(len(examples), time.perf_counter() - started, psutil.Process().memory_info().rss - before)
 """
+_ORDER = """
+import sys, time
+import psutil
+from benchmarks.data import peak_memory
+from fabrics.data_order import DataCursor, Subsets
+count = int(sys.argv[1])
+before = psutil.Process().memory_info().rss
+subsets = Subsets(0, count, 4)
+first, *others = [DataCursor(subsets, trainer) for trainer in range(4)]
+for name in ("one of four trainers", "their merge at half an epoch"):
+    started = time.perf_counter()
+    first.peek(0, 8)
+    seconds, used, most = time.perf_counter() - started, psutil.Process().memory_info().rss, peak_memory()
+    print(f"order of {count:,} examples, {name}: {seconds:.2f} s, {(used - before) / 1e6:.0f} MB, "
+          f"at most {(most - before) / 1e6:.0f} MB")
+    for cursor in (first, *others):
+        cursor.advance(len(cursor) // 2)
+    first.unite(others)
+"""
 _TOKENISE = """
-import resource, sys
+import sys
 sys.argv = sys.argv[1:]
+from benchmarks.data import peak_memory
 from c4.tokenize_c4 import main
 code = main()
-print("PEAK", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print("PEAK", peak_memory())
 sys.exit(code)
 """
+
+
+def peak_memory() -> int:
+    """The most bytes that this program has held; getrusage would count what its parent held before it began."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
 
 
 def made_documents(count: int) -> Iterator[str]:
@@ -119,6 +147,14 @@ def measure_opening(folder: Path, sequences: int) -> None:
     print(f"opening {int(count):,} sequences: {float(seconds):.3f} s, {int(memory) / 1e6:.1f} MB")
 
 
+def measure_order(examples: int) -> None:
+    """Print what it takes to know the order of so many examples."""
+    result = subprocess.run(
+        [sys.executable, "-c", _ORDER, str(examples)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    print(result.stdout, end="")
+
+
 def measure_batches(repeats: int = 60, batch: int = 8) -> None:
     """Print what assembling a batch takes beside a training step of the demo model."""
     tokenizer = train_tokenizer(python_documents(), 2048)
@@ -161,11 +197,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="What data costs.")
     parser.add_argument("--documents", type=int, nargs="+", default=[2_000, 50_000], help="numbers to tokenise")
     parser.add_argument("--sequences", type=int, default=1_000_000, help="size of the set to open")
+    parser.add_argument("--examples", type=int, default=10_000_000, help="examples to put in order")
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         measure_tokenising(Path(name), options.documents)
         measure_opening(Path(name), options.sequences)
+    measure_order(options.examples)
     measure_batches()
 
 

@@ -1,9 +1,8 @@
 """What trainers start from: their models' initial weights and their shares of the training examples."""
 
-import numpy as np
 import torch
 
-from fabrics.data_order import draw_subset
+from fabrics.data_order import Subsets
 from fabrics.examples import TaskData
 from fabrics.models import build_model, is_pretrained, reinitialise_output_layer
 from fabrics.working_model import WorkingModel
@@ -42,18 +41,15 @@ def initial_parameters(config: Config, data: TaskData, trainer: int, first: Work
     return WorkingModel(initial_model(config, data, trainer), first.device).parameters.detach()
 
 
-def initial_subsets(config: Config, examples: int) -> list[np.ndarray]:
-    """Each trainer's own random share of so many training examples, as indices.
+def initial_subsets(config: Config, examples: int) -> Subsets:
+    """Each trainer's own random share of so many training examples.
 
     Raises:
         ConfigError: a share is smaller than the first batch.
     """
     trainers = config.number_of_initial_trainers
-    subsets = [
-        draw_subset(config.training_seed, trainer, trainers, examples, config.trainer_data_fraction)
-        for trainer in range(trainers)
-    ]
-    smallest = min(len(subset) for subset in subsets)
+    subsets = Subsets(config.training_seed, examples, trainers, config.trainer_data_fraction)
+    smallest = subsets.smallest
     if config.INITIAL_BATCH_SIZE > smallest:
         raise ConfigError(
             f"INITIAL_BATCH_SIZE: must be at most the {smallest} examples of a trainer's subset "

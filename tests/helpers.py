@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 from algorithms.limits import RoundSchedule
 from cluster import Cluster
 from fabrics.choices import CHOICES
-from fabrics.data_order import DataCursor
+from fabrics.data_order import DataCursor, Subsets
 from fabrics.examples import PackedSequences, PaddedSequences, TaskData
 from fabrics.tokenization import train_tokenizer
 from fabrics.worker import Node
@@ -122,7 +122,7 @@ def make_trainer(
 ) -> Trainer:
     """A trainer over all examples with `nodes` workers on the CPU."""
     working = WorkingModel(module, CPU)
-    cursor = DataCursor(config.training_seed, trainer_id, np.arange(len(examples)))
+    cursor = DataCursor(Subsets(config.training_seed, len(examples), trainer_id + 1, 1.0), trainer_id)
     parameters = working.parameters.detach().clone()
     processes = LocalProcesses([CPU], nodes)
     trainer = Trainer(trainer_id, config, parameters, cursor, examples, {CPU: working}, processes)

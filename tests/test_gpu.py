@@ -12,7 +12,7 @@ import torch
 
 from algorithms.gradient_statistics import per_example_statistics
 from algorithms.limits import RoundSchedule
-from fabrics.data_order import DataCursor
+from fabrics.data_order import DataCursor, Subsets
 from fabrics.examples import PackedSequences
 from fabrics.passes import backward
 from fabrics.worker import Node, WorkerRound
@@ -42,7 +42,7 @@ def test_rounds_on_a_gpu_equal_the_cpu():
     examples, model = PackedSequences(random_sequences(60)), use_torch_norms(tiny_llama())
     expected = make_trainer(copy.deepcopy(model), config, examples)
     working = WorkingModel(model, CUDA)
-    cursor = DataCursor(config.training_seed, 0, np.arange(60))
+    cursor = DataCursor(Subsets(config.training_seed, 60), 0)
     processes = LocalProcesses([CUDA], 2)
     trainer = Trainer(0, config, working.parameters.detach().clone(), cursor, examples, {CUDA: working}, processes)
     trainer.assign_nodes((Node(0, CUDA, 64), Node(1, CUDA, 64)))
@@ -98,7 +98,7 @@ def test_the_inner_steps_of_a_round_never_wait_for_the_gpu(autocast):
     model = tiny_llama(dtype=torch.float32)
     dtype = None if autocast is None else getattr(torch, autocast)
     working, examples = WorkingModel(model, CUDA, dtype), PackedSequences(random_sequences(60, 64))
-    cursor = DataCursor(config.training_seed, 0, np.arange(60))
+    cursor = DataCursor(Subsets(config.training_seed, 60), 0)
     processes = LocalProcesses([CUDA], 1)
     trainer = Trainer(0, config, working.parameters.detach().clone(), cursor, examples, {CUDA: working}, processes)
     trainer.assign_nodes((Node(0, CUDA, 4),))
@@ -119,7 +119,7 @@ def test_bfloat16_rounds_stay_near_float32_rounds():
     for dtype in (None, torch.bfloat16):
         config, examples = make_config(INITIAL_BATCH_SIZE=8), PackedSequences(random_sequences(60))
         working = WorkingModel(tiny_llama(dtype=torch.float32), CUDA, dtype)
-        cursor = DataCursor(config.training_seed, 0, np.arange(60))
+        cursor = DataCursor(Subsets(config.training_seed, 60), 0)
         start = working.parameters.detach().clone()
         trainer = Trainer(0, config, start, cursor, examples, {CUDA: working}, LocalProcesses([CUDA], 1))
         trainer.assign_nodes((Node(0, CUDA, 64),))

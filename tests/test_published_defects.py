@@ -171,7 +171,7 @@ def test_a_failing_worker_stops_the_run():
 
 def test_the_max_batch_is_not_shrunk_by_small_subsets():
     cluster = tiny_cluster(max_batch_size=50)
-    assert all(len(trainer.cursor.subset) == 24 for trainer in cluster.trainers.values())
+    assert all(len(trainer.cursor) == 24 for trainer in cluster.trainers.values())
     cluster.train(Recorder())
     assert {node.max_batch for node in cluster.nodes} == {50}
 

@@ -480,6 +480,25 @@ def test_a_budget_is_exceeded_by_less_than_one_inner_step(limit, examples):
     assert cluster.totals.examples == examples
 
 
+@pytest.mark.parametrize("merge_count", [2, 4])
+def test_an_epoch_through_merges_sees_every_example_once(merge_count):
+    seen = []
+
+    class Noted(PackedSequences):
+        def batch(self, indices, device):
+            seen.extend(np.asarray(indices).tolist())
+            return super().batch(indices, device)
+
+    config = make_config(
+        model_config=TINY_ARCHITECTURE, number_of_outer_steps=None, number_of_training_epochs=1,
+        number_of_inner_steps_between_outers=2, sampling_method="none", merge_frequency=1, merge_count=merge_count,
+    )  # fmt: skip
+    cluster = Cluster(config, dataclasses.replace(tiny_data(), train=Noted(random_sequences(96, 9, seed=1))))
+    cluster.train(Recorder())
+    assert len(cluster.merges) == {2: 3, 4: 1}[merge_count]
+    assert sorted(seen) == list(range(96))
+
+
 def test_classification_runs_through_the_same_trainers():
     """BERT on texts that are easy to tell apart: adaptive batches, padding, and accuracy from chance to nearly 1."""
     config = make_config(INITIAL_BATCH_SIZE=8, learning_rate_for_inner_opt=3e-3, ETA=0.5, statistics_batch_size=4)
