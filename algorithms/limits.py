@@ -1,6 +1,7 @@
 """The length of a run: how much of it is done, and how many inner steps the next round has."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -56,11 +57,11 @@ class Limits:
             examples: of one inner step, all trainers together.
             tokens: of the next so many inner steps, likewise.
         """
-        steps = float(inner_steps)
+        steps = inner_steps
         if self.examples:
-            steps = min(steps, math.ceil((self.examples - done.examples) / examples))
+            steps = max(1, min(steps, math.ceil((self.examples - done.examples) / examples)))
         if self.tokens:
-            steps = min(steps, math.ceil((self.tokens - done.tokens) / tokens(1)))
-        steps = max(1, int(steps))
-        after = Done(done.outer_steps + 1, done.examples + steps * examples, done.tokens + steps * tokens(1))
+            # Steps differ in their tokens where examples do.
+            steps = 1 + bisect_left(range(1, steps), self.tokens - done.tokens, key=tokens)
+        after = Done(done.outer_steps + 1, done.examples + steps * examples, done.tokens + tokens(steps))
         return RoundSchedule(steps, self.progress(done), self.progress(after))

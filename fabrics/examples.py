@@ -26,6 +26,10 @@ class Examples(Protocol):
         """Tokens in these examples, padding excluded."""
 
     @property
+    def tokens_per_example(self) -> int | None:
+        """Tokens of every example, where all have the same number: they are counted without looking then; else None."""
+
+    @property
     def largest(self) -> int:
         """The index of an example that no other needs more memory than: a batch of it is the worst case."""
 
@@ -50,6 +54,7 @@ class PackedSequences:
     def __init__(self, tokens: np.ndarray):
         # A plain view: indexing the subclass for mapped files costs several times as much.
         self._tokens = np.asarray(tokens)
+        self.tokens_per_example: int | None = self._tokens.shape[1]
 
     def __len__(self) -> int:
         return self._tokens.shape[0]
@@ -60,7 +65,7 @@ class PackedSequences:
         return {"input_ids": input_ids, "labels": input_ids}
 
     def tokens(self, indices: Sequence[int]) -> int:
-        return len(indices) * self._tokens.shape[1]
+        return len(indices) * self.tokens_per_example
 
 
 class PaddedSequences:
@@ -76,6 +81,8 @@ class PaddedSequences:
         classes: the class of each sequence, [examples]; None for a causal language model, which predicts the
             sequence itself.
     """
+
+    tokens_per_example: int | None = None
 
     def __init__(
         self, tokens: np.ndarray, offsets: np.ndarray, limit: int, padding: int, classes: np.ndarray | None = None

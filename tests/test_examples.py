@@ -29,7 +29,7 @@ def test_packed_sequences_are_rows(dtype, tmp_path):
         assert batch["input_ids"].tolist() == tokens[[6, 0, 6]].tolist()
         assert batch["input_ids"].dtype == torch.int64
         assert batch["labels"] is batch["input_ids"]
-        assert (len(examples), examples.tokens([6, 0, 6])) == (8, 15)
+        assert (len(examples), examples.tokens([6, 0, 6]), examples.tokens_per_example) == (8, 15, 5)
 
 
 @given(st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=12), min_size=1, max_size=9), st.integers(1, 9))
@@ -46,6 +46,7 @@ def test_padding_is_on_the_right_masked_and_no_wider_than_the_batch_needs(texts,
         assert batch["attention_mask"][row].tolist() == [*[1] * len(text), *[0] * rest]
         assert batch["labels"][row].tolist() == [*text, *[IGNORE_INDEX] * rest]
     assert examples.tokens(indices) == sum(map(len, cut))
+    assert examples.tokens_per_example is None
     assert min(len(texts[examples.largest]), limit) == width
 
 

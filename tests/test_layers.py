@@ -24,7 +24,9 @@ ALLOWED = {
     "gradient_analysis": {"algorithms", "fabrics", "training_logs", "utils", "cluster"},
 }
 FORBIDDEN_IN_ALGORITHMS = ("torch.distributed", "logging", "os", "yaml", "clearml")
-ALLOWED_IN_ALGORITHMS = {"torch", "math", "itertools", "statistics", "collections", "dataclasses", "algorithms"}
+ALLOWED_IN_ALGORITHMS = {
+    "torch", "math", "bisect", "itertools", "statistics", "collections", "dataclasses", "algorithms",
+}  # fmt: skip
 
 
 def imports(source: str) -> set[str]:

@@ -20,9 +20,11 @@ from fabrics.worker import Node
 from tests.helpers import (
     CPU,
     TINY_ARCHITECTURE,
+    VOCABULARY,
     Recorder,
     make_config,
     make_trainer,
+    padded,
     parameters_of,
     random_sequences,
     separable_texts,
@@ -497,6 +499,26 @@ def test_an_epoch_through_merges_sees_every_example_once(merge_count):
     cluster.train(Recorder())
     assert len(cluster.merges) == {2: 3, 4: 1}[merge_count]
     assert sorted(seen) == list(range(96))
+
+
+def test_tokens_are_exceeded_by_less_than_one_inner_step_though_sequences_differ():
+    """Sequences of 2 to 60 tokens: the first steps of the last round say little about the others."""
+    generator = np.random.default_rng(3)
+    texts = [generator.integers(1, VOCABULARY, length).tolist() for length in generator.choice([2, 60], 96)]
+    for limit in (1500, 1600, 1700):
+        config = make_config(
+            model_config=TINY_ARCHITECTURE, number_of_outer_steps=None, number_of_inner_steps_between_outers=30,
+            sampling_method="none", merge_frequency=99, max_tokens=limit, sequence_length=64,
+        )  # fmt: skip
+        cluster = Cluster(config, dataclasses.replace(tiny_data(), train=padded(texts)))
+        cluster.train(Recorder())
+        assert cluster.totals.outer_steps == 1
+        last = 0
+        for trainer in cluster.trainers.values():
+            seen, step = trainer.cursor.position, trainer.examples_per_inner_step()
+            trainer.cursor.position = seen - step
+            last += trainer.tokens_ahead(1)
+        assert 0 <= cluster.totals.tokens - limit < last
 
 
 def test_classification_runs_through_the_same_trainers():
