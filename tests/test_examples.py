@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from algorithms.losses import IGNORE_INDEX
-from fabrics.eval_tool import batch_count, class_scores, combined, evaluate, evaluate_batches
+from fabrics.eval_tool import batch_count, begin_batches, class_scores, combined, evaluate
 from fabrics.examples import PackedSequences
 from fabrics.passes import probed_backward
 from tests.helpers import CPU, VOCABULARY, make_config, make_trainer, padded, tiny_bert, tiny_llama, train
@@ -133,5 +133,5 @@ def test_an_evaluation_in_parts_is_the_whole_one_bit_for_bit(workers):
         (tiny_llama(dtype=torch.float32).eval(), padded(texts), "causal_lm"),
     ):
         shares = [range(worker, batch_count(examples, 7), workers) for worker in range(workers)]
-        parts = [evaluate_batches(model, examples, 7, CPU, list(share)) for share in shares]
+        parts = [begin_batches(model, examples, 7, CPU, list(share)).wait() for share in shares]
         assert combined(reversed(parts), task) == evaluate(model, examples, task, 7, CPU)
