@@ -13,7 +13,8 @@ from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from training_logs.showing.comparison import best_per_round
-from training_logs.showing.run_data import Row, RunData
+from training_logs.showing.number_log import Row
+from training_logs.showing.run_data import RunData
 from utils.compression import COMMUNICATION_DTYPES, PLAIN
 
 # A pass with the per-example statistics against one without: design of the probe, measured by throughput.py.

@@ -20,6 +20,9 @@ class ClearMLServer(ThreadingHTTPServer):
     Attributes:
         calls: (endpoint, body) of every API call, in order.
         scalars: (title, series) -> iteration -> value.
+        repeated: points that came again for the same iteration of a series.
+        arrived: set whenever something came.
+        task: the task that was made last; it is the only one that there is.
         uploads: how many files were posted.
     """
 
@@ -29,7 +32,9 @@ class ClearMLServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.calls: list[tuple[str, dict]] = []
         self.scalars: dict[tuple[str, str], dict[int, float]] = {}
+        self.repeated: list[tuple] = []
         self.uploads = 0
+        self.arrived = threading.Condition()
         self.task: dict = {}
         self._thread = threading.Thread(target=self.serve_forever, daemon=True)
         self._thread.start()
@@ -47,12 +52,19 @@ class ClearMLServer(ThreadingHTTPServer):
         """The endpoints that were called."""
         return [name for name, _ in self.calls]
 
-    def answer(self, name: str, content: bytes) -> dict:
-        """The data of an API call's answer."""
+    def wait_for(self, condition) -> None:
+        """Until a condition holds that something which comes may fulfil."""
+        with self.arrived:
+            self.arrived.wait_for(condition)
+
+    def answer(self, name: str, content: bytes) -> dict | None:
+        """The data of an API call's answer; None: there is no such task."""
         if name == "events.add_batch":
             for event in map(json.loads, content.splitlines()):
                 if event["type"] == "training_stats_scalar":
                     series = self.scalars.setdefault((event["metric"], event["variant"]), {})
+                    if event["iter"] in series:
+                        self.repeated.append((event["metric"], event["variant"], event["iter"]))
                     series[event["iter"]] = event["value"]
             return {"added": 1, "errors": 0}
         body = json.loads(content) if content else {}
@@ -61,12 +73,15 @@ class ClearMLServer(ThreadingHTTPServer):
             return {"token": _token()}
         if name == "tasks.create":
             parts = {"execution": {"artifacts": []}, "output": {}, "models": {"input": [], "output": []}}
-            self.task = body | {"id": "task", "status": "created", "project": "p"} | parts
+            number = self.names().count("tasks.create")
+            self.task = body | {"id": f"task{number}", "status": "created", "project": "p"} | parts
+        if name.startswith("tasks.") and body.get("task", self.task.get("id")) != self.task.get("id"):
+            return None
         states = {"tasks.started": "in_progress", "tasks.completed": "completed", "tasks.stopped": "stopped"}
         if name in states:
             self.task["status"] = states[name]
         answers = {
-            "tasks.create": {"id": "task"},
+            "tasks.create": {"id": self.task.get("id")},
             "tasks.get_by_id": {"task": self.task},
             "tasks.get_all": {"tasks": [self.task]},
             "projects.get_all": {"projects": [{"id": "p", "name": "AdLoCo"}]},
@@ -85,22 +100,24 @@ class _Handler(BaseHTTPRequestHandler):
     def _respond(self) -> None:
         content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         name = self.path.split("?")[0].rstrip("/").split("/")[-1]
-        if name:
-            data = self.server.answer(name, content)
-        else:
-            self.server.uploads += 1
-            data = {}
+        with self.server.arrived:
+            if name:
+                data = self.server.answer(name, content)
+            else:
+                self.server.uploads += 1
+                data = {}
+            self.server.arrived.notify_all()
         endpoint = {"name": name, "requested_version": "2.31", "actual_version": "2.31"}
         meta = {
             "id": "x",
             "trx": "x",
             "endpoint": endpoint,
-            "result_code": 200,
+            "result_code": 400 if data is None else 200,
             "result_subcode": 0,
-            "result_msg": "OK",
+            "result_msg": "Invalid task id" if data is None else "OK",
         }
-        answer = json.dumps({"meta": meta, "data": data}).encode()
-        self.send_response(200)
+        answer = json.dumps({"meta": meta, "data": data or {}}).encode()
+        self.send_response(meta["result_code"])
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()

@@ -1,16 +1,14 @@
 """ClearML: what is reported is the round log, and whatever a server does, the run goes on."""
 
-import dataclasses
+import contextlib
+import fcntl
 import json
 import math
-import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 import zipfile
 from pathlib import Path
 
@@ -21,10 +19,11 @@ from fabrics.choices import CHOICES
 from tests.clearml_server import ClearMLServer
 from tests.test_reporting import record_run
 from training_logs.clearml_modes import has_credentials, resolved_mode
-from training_logs.recording import clearml_process
+from training_logs.recording import background, clearml_process
 from training_logs.recording.clearml_process import ClearMLProcess
 from training_logs.recording.recorder import RunRecorder
-from training_logs.showing.clearml_reporter import Reporter
+from training_logs.showing import number_log
+from training_logs.showing.clearml_reporter import GrowingMeans, Reporter
 from training_logs.showing.plots import PLOTS
 from training_logs.showing.run_data import read_run
 from training_logs.showing.series import mode_switches, step_losses
@@ -34,36 +33,47 @@ from utils.config_reading import parse_config
 ROOT = Path(__file__).resolve().parent.parent
 
 
-# The reporting process has the lowest priority: tests that start several processes would starve it.
-pytestmark = pytest.mark.xdist_group("processes")
-
-
 @pytest.fixture(autouse=True)
 def _no_credentials(monkeypatch, tmp_path_factory):
+    # With the lowest priority, a machine with other work on it would leave the reporting process nothing.
+    monkeypatch.setattr(background, "NICENESS", 0)
     monkeypatch.setenv("CLEARML_CONFIG_FILE", str(tmp_path_factory.getbasetemp() / "no-clearml.conf"))
     for name in ("CLEARML_API_ACCESS_KEY", "CLEARML_API_SECRET_KEY", "CLEARML_API_HOST"):
         monkeypatch.delenv(name, raising=False)
 
 
+@contextlib.contextmanager
+def remembered_processes(patch):
+    """The reporting processes that runs start."""
+    started, start = [], background.start
+
+    def remember(*arguments, **options):
+        started.append(start(*arguments, **options))
+        return started[-1]
+
+    patch.setattr(clearml_process.background, "start", remember)
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A run that was followed while it went on, offline."""
-    environment = dict(os.environ)
-    os.environ["CLEARML_CONFIG_FILE"] = str(tmp_path_factory.getbasetemp() / "no-clearml.conf")
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(clearml_process, "WAIT_SECONDS", 60.0)
-            return record_run(tmp_path_factory.mktemp("logs"), clearml="offline", project_name="P", task_name="T")
-    finally:
-        os.environ.clear()
-        os.environ.update(environment)
+    """A run with an offline session."""
+    with pytest.MonkeyPatch.context() as patch, remembered_processes(patch) as started:
+        patch.setattr(background, "NICENESS", 0)
+        patch.setenv("CLEARML_CONFIG_FILE", str(tmp_path_factory.getbasetemp() / "no-clearml.conf"))
+        folder = record_run(tmp_path_factory.mktemp("logs"), clearml="offline", project_name="P", task_name="T")
+        (process,) = started
+        log = folder / "training_log.log"
+        assert "ClearML: an offline session is being written" in log.read_text().splitlines()[-1]
+        assert process.wait() == 0, (folder / "clearml" / "clearml.log").read_text()
+        return folder
 
 
 def session_of(folder: Path) -> zipfile.ZipFile:
-    deadline = time.monotonic() + 60
-    while not (found := list((folder / "clearml" / "offline").glob("*.zip"))) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    (path,) = found
+    (path,) = (folder / "clearml" / "offline").glob("*.zip")
     return zipfile.ZipFile(path)
 
 
@@ -103,7 +113,7 @@ def expected_scalars(run) -> dict[tuple[str, str], dict]:
         expect("run", "living trainers", step, len(rows))
         expect("run", "total batch", step, sum(row["effective_batch"] for row in rows))
     for trainer in run.trainers:
-        for number, loss in zip(*step_losses(run, trainer), strict=True):
+        for number, loss, _ in zip(*step_losses(run, trainer), strict=True):
             expect("loss per inner step", f"trainer {trainer}", number, loss)
     return expected
 
@@ -120,7 +130,7 @@ def test_the_session_holds_config_plots_texts_summary_and_model(folder):
     log = session.read("log.jsonl").decode()
     for merge in run.merges:
         assert f"merge after round {merge.outer_step}: trainer " in log
-    switches = sum(len(mode_switches(run, trainer)) for trainer in run.trainers)
+    switches = sum(len(mode_switches(run.of(trainer))) for trainer in run.trainers)
     assert log.count("begins to accumulate gradients in round") == switches > 0
     names = session.namelist()
     for plot in PLOTS:
@@ -132,59 +142,134 @@ def test_the_session_holds_config_plots_texts_summary_and_model(folder):
     assert model["weights"]["register_uri"] == expected.as_uri()
 
 
+def send(folder: Path, *options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "training_logs.log_processor", str(folder), *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
 def test_a_finished_run_is_sent_by_the_command(folder, tmp_path):
-    before = set((folder / "clearml" / "offline").glob("*.zip"))
-    result = subprocess.run(
-        [sys.executable, "-m", "training_logs.log_processor", str(folder), "--mode", "offline"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    sent, sessions = scalars_of(session_of(folder)), folder / "clearml" / "offline"
+    before = set(sessions.iterdir())
+    result = send(folder, "--mode", "offline")
     assert result.returncode == 0, result.stderr
-    (new,) = set((folder / "clearml" / "offline").glob("*.zip")) - before
-    with zipfile.ZipFile(new) as again:
-        sent = scalars_of(again)
-    new.unlink()
-    assert sent == scalars_of(session_of(folder))
-    missing = subprocess.run(
-        [sys.executable, "-m", "training_logs.log_processor", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
-    )
+    assert scalars_of(session_of(folder)) == sent
+    assert not before & set(sessions.iterdir())  # the new session takes the place of the old one
+    missing = send(tmp_path)
     assert missing.returncode == 2
     assert "not a run folder" in missing.stderr
 
 
-class _Logger:
+class _Task:
+    """Remembers what it is told."""
+
     def __init__(self):
-        self.scalars = []
+        self.scalars, self.flushed = [], 0
+
+    def get_logger(self):
+        return self
+
+    def flush(self, wait_for_uploads):
+        self.flushed += 1
 
     def report_scalar(self, title, series, value, iteration):
-        self.scalars.append((title, series, iteration))
+        self.scalars.append((title, series, iteration, value))
 
     def report_text(self, text, print_console):
-        pass
+        self.scalars.append(text)
 
 
-def test_nothing_is_reported_twice_and_inner_steps_only_when_their_round_is_whole(folder):
-    logger, run = _Logger(), read_run(folder)
-    reporter = Reporter(type("Task", (), {"get_logger": lambda self: logger})())
-    for rounds in (1, 1, 3, 5):
-        rows = [row for row in run.rounds if row["outer_step"] <= rounds]
-        reporter.report(dataclasses.replace(run, rounds=rows), finished=False)
-        steps = [scalar for scalar in logger.scalars if scalar[0] == "loss per inner step"]
-        assert max((step for _, _, step in steps), default=0) == 3 * (rounds - 1)
-    reporter.report(run, finished=True)
-    assert len(set(logger.scalars)) == len(logger.scalars)
-    assert max(step for title, _, step in logger.scalars if title == "loss per inner step") == 15
+def logs_of(folder: Path) -> dict[str, list[str]]:
+    report = folder / "model_training_report"
+    return {name: (report / name).read_text().splitlines(True) for name in ("training_log.csv", "step_loss_log.csv")}
 
 
-def test_ctrl_c_is_for_the_run_alone(folder, tmp_path):
+def write_up_to(rounds: int, logs: dict[str, list[str]], output: Path) -> None:
+    for name, (header, *lines) in logs.items():
+        (output / name).write_text("".join([header, *(line for line in lines if int(line.split(",")[0]) <= rounds)]))
+
+
+@pytest.fixture
+def pieces(monkeypatch):
+    """The text of logs that is read from now on."""
+    read, original = [], number_log.parse_rows
+    monkeypatch.setattr(number_log, "parse_rows", lambda text: (read.append(text), original(text))[1])
+    return read
+
+
+def test_every_row_is_read_once_and_nothing_is_reported_twice(folder, tmp_path, pieces):
+    task, logs = _Task(), logs_of(folder)
+    reporter = Reporter(task, tmp_path, read_run(folder).metric)
+    del pieces[:]
+    for rounds, shown in ((1, 0), (1, 1), (3, 2), (5, 4)):
+        write_up_to(rounds, logs, tmp_path)
+        reporter.report(finished=False)
+        points = [entry for entry in task.scalars if isinstance(entry, tuple)]
+        # A round is whole when the next one is there, or nothing new came since the last look.
+        assert max((step for title, _, step, _ in points if title == "training loss"), default=0) == shown
+        assert max((step for title, _, step, _ in points if "inner step" in title), default=0) == 3 * shown
+    assert reporter.report(finished=False)
+    assert not reporter.report(finished=True)
+    assert sum(map(len, pieces)) == sum(len("".join(lines)) for _, *lines in logs.values())
+    again = _Task()
+    Reporter(again, tmp_path, read_run(folder).metric).report(finished=True)
+    assert sorted(map(str, task.scalars)) == sorted(map(str, again.scalars))
+    assert len(set(map(str, task.scalars))) == len(task.scalars)
+
+
+def test_what_was_sent_before_a_resume_is_not_sent_again(folder, tmp_path):
+    whole, before, after = _Task(), _Task(), _Task()
+    metric, logs = read_run(folder).metric, logs_of(folder)
+    write_up_to(3, logs, tmp_path)
+    reporter = Reporter(before, tmp_path, metric)
+    reporter.report(finished=True)
+    assert reporter.state_dict() == {"training": 3, "merge": 0, "step_loss": 3}
+    write_up_to(5, logs, tmp_path)
+    Reporter(after, tmp_path, metric, json.loads(json.dumps(reporter.state_dict()))).report(finished=True)
+    Reporter(whole, tmp_path, metric).report(finished=True)
+    assert sorted(map(str, before.scalars + after.scalars)) == sorted(map(str, whole.scalars))
+    assert len(before.scalars) > 0 < len(after.scalars)
+
+
+def test_a_point_of_a_long_run_is_a_mean_over_several_rounds():
+    means, key, points = GrowingMeans(4), ("loss", "trainer 0"), []
+    for value in range(1, 31):
+        points += [
+            (value, mean[key]) for mean in [means.add({key: float(value), ("never", "measured"): math.nan})] if mean
+        ]
+    assert points == [
+        *((value, value) for value in (1, 2, 3, 4)),
+        *((value, value - 0.5) for value in (6, 8, 10, 12)),
+        *((value, value - 1.5) for value in (16, 20, 24, 28)),
+    ]
+    assert means.rest() == {key: 29.5}
+    weighted = GrowingMeans(1)
+    assert weighted.add({key: 7.0}, weight=3) == {key: 7.0}
+    assert weighted.add({key: 1.0}, weight=1) == {}
+    assert weighted.add({key: 5.0}, weight=3) == {key: 4.0}
+
+
+def test_the_run_does_not_wait_for_an_offline_session_and_follows_nothing_on_the_way(folder, tmp_path, monkeypatch):
     shutil.copytree(folder, tmp_path / "run", ignore=shutil.ignore_patterns("clearml"))
-    process = ClearMLProcess(tmp_path / "run", "offline")
-    process._process.send_signal(signal.SIGINT)
-    time.sleep(2)
-    process._process.send_signal(signal.SIGINT)
-    process.close()
-    assert process._process.wait(60) == 0
+    with remembered_processes(monkeypatch) as started:
+        process = ClearMLProcess(tmp_path / "run", "offline")
+        assert started == []
+        with (tmp_path / "run" / "clearml" / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # no session is written as long as this is held
+            message, is_warning = process.close()
+        assert "an offline session is being written" in message
+        assert not is_warning
+        assert started[0].wait() == 0
+    assert scalars_of(session_of(tmp_path / "run")) == scalars_of(session_of(folder))
+
+
+def test_ctrl_c_and_the_end_of_the_terminal_are_for_the_run_alone(tmp_path):
+    program = "import signal, sys; sys.exit(not all(signal.getsignal(s) == signal.SIG_IGN for s in (1, 2)))"
+    (tmp_path / "asks.py").write_text(program)
+    with (tmp_path / "output").open("wb") as output, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        before = [signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGINT)]
+        assert background.start("asks", output=output).wait() == 0
+        assert [signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGINT)] == before
 
 
 # Modes
@@ -222,7 +307,7 @@ def test_online_without_credentials_ends_before_training(tmp_path, capsys):
 
 @pytest.fixture
 def online(monkeypatch):
-    """Credentials for a server at an address of this machine."""
+    """Credentials for a server at an address of this machine; the reporting processes that were started."""
 
     def use(port: int) -> None:
         for name in ("API", "WEB", "FILES"):
@@ -230,26 +315,10 @@ def online(monkeypatch):
         monkeypatch.setenv("CLEARML_API_ACCESS_KEY", "key")
         monkeypatch.setenv("CLEARML_API_SECRET_KEY", "secret")
 
-    monkeypatch.setattr(clearml_process, "WAIT_SECONDS", 1.0)
-    started = []
-    original = clearml_process.ClearMLProcess.__init__
-
-    def remember(self, *arguments):
-        original(self, *arguments)
-        started.append(self._process)
-
-    monkeypatch.setattr(clearml_process.ClearMLProcess, "__init__", remember)
-    use.started = started
-    yield use
-    for process in started:
-        process.kill()
-        process.wait()
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 60
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    monkeypatch.setattr(clearml_process, "WAIT_SECONDS", None)  # for ever: who is waited for comes, or dies
+    with remembered_processes(monkeypatch) as started:
+        use.started = started
+        yield use
 
 
 def warnings_of(folder: Path) -> list[str]:
@@ -259,7 +328,6 @@ def warnings_of(folder: Path) -> list[str]:
 
 
 def test_a_server_is_told_everything_while_the_run_goes_on(online, tmp_path, monkeypatch):
-    monkeypatch.setattr(clearml_process, "WAIT_SECONDS", 60.0)
     server, after_two_rounds = ClearMLServer(), []
     online(server.port)
     original = RunRecorder.on_round
@@ -267,7 +335,7 @@ def test_a_server_is_told_everything_while_the_run_goes_on(online, tmp_path, mon
     def on_round(self, run, result):
         original(self, run, result)
         if result.outer_step == 2:
-            wait_until(lambda: 2 in server.scalars.get(("run", "communications"), {}))
+            server.wait_for(lambda: 2 in server.scalars.get(("run", "communications"), {}))
             after_two_rounds.extend(server.scalars)
 
     monkeypatch.setattr(RunRecorder, "on_round", on_round)
@@ -277,6 +345,7 @@ def test_a_server_is_told_everything_while_the_run_goes_on(online, tmp_path, mon
     assert ("training loss", "trainer 0") in after_two_rounds
     run = read_run(folder)
     assert server.scalars == expected_scalars(run)
+    assert server.repeated == []
     assert server.uploads == len(PLOTS) + 1
     assert "tasks.completed" in server.names()
     assert server.task["status"] == "completed"
@@ -284,15 +353,41 @@ def test_a_server_is_told_everything_while_the_run_goes_on(online, tmp_path, mon
     assert weights in [body.get("uri") for name, body in server.calls if name == "models.edit"]
 
 
+def test_a_resumed_run_goes_on_in_its_task_and_sends_no_point_twice(online, folder, tmp_path):
+    server, resumed = ClearMLServer(), tmp_path / "run"
+    online(server.port)
+    shutil.copytree(folder, resumed, ignore=shutil.ignore_patterns("clearml"))
+    report, logs = resumed / "model_training_report", logs_of(folder)
+    write_up_to(3, logs, report)
+    assert send(resumed).returncode == 0
+    assert max(server.scalars["run", "communications"]) == 3
+    write_up_to(5, logs, report)
+    assert send(resumed).returncode == 0
+    assert server.scalars == expected_scalars(read_run(folder))
+    assert server.repeated == []
+    assert server.names().count("tasks.create") == 1
+    assert server.task["status"] == "completed"
+    # A new task, because it is asked for, or because the server has lost the old one, gets everything.
+    first, server.scalars = server.scalars, {}
+    assert send(resumed, "--new").returncode == 0
+    assert server.scalars == first
+    server.task, server.scalars = {"id": "another"}, {}
+    assert send(resumed).returncode == 0
+    server.stop()
+    assert server.scalars == first
+    assert server.names().count("tasks.create") == 3
+
+
 def test_a_server_that_disappears_in_the_middle_costs_a_warning(online, tmp_path, monkeypatch):
     server = ClearMLServer()
     online(server.port)
+    monkeypatch.setattr(clearml_process, "WAIT_SECONDS", 1.0)  # this process tries again and again
     original = RunRecorder.on_round
 
     def on_round(self, run, result):
         original(self, run, result)
         if result.outer_step == 3:
-            wait_until(lambda: server.scalars)
+            server.wait_for(lambda: server.scalars)
             server.stop()
 
     monkeypatch.setattr(RunRecorder, "on_round", on_round)
@@ -301,7 +396,8 @@ def test_a_server_that_disappears_in_the_middle_costs_a_warning(online, tmp_path
     assert "python -m training_logs.log_processor" in warning
 
 
-def test_a_server_that_refuses_costs_a_warning(online, tmp_path):
+def test_a_server_that_refuses_costs_a_warning(online, tmp_path, monkeypatch):
+    monkeypatch.setattr(clearml_process, "WAIT_SECONDS", 1.0)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         online(unused.getsockname()[1])
@@ -309,19 +405,19 @@ def test_a_server_that_refuses_costs_a_warning(online, tmp_path):
     assert "python -m training_logs.log_processor" in warning
 
 
-def test_a_server_that_hangs_costs_a_warning(online, tmp_path):
+def test_a_server_that_hangs_costs_a_warning(online, tmp_path, monkeypatch):
+    monkeypatch.setattr(clearml_process, "WAIT_SECONDS", 1.0)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        server.listen()
+        server.listen()  # connections are made, and nobody answers
         online(server.getsockname()[1])
-        held = []
-        accepting = threading.Thread(target=lambda: held.append(server.accept()), daemon=True)
-        accepting.start()
         (warning,) = warnings_of(record_run(tmp_path, clearml="auto"))
     assert "ClearML is still sending and goes on in the background for 10 minutes at most" in warning
 
 
 def test_a_reporter_that_dies_in_the_middle_costs_a_warning(online, tmp_path, monkeypatch):
+    server = ClearMLServer()
+    online(server.port)
     original = RunRecorder.on_round
 
     def kill_in_the_second_round(self, run, result):
@@ -331,5 +427,6 @@ def test_a_reporter_that_dies_in_the_middle_costs_a_warning(online, tmp_path, mo
         return original(self, run, result)
 
     monkeypatch.setattr(RunRecorder, "on_round", kill_in_the_second_round)
-    (warning,) = warnings_of(record_run(tmp_path, clearml="offline"))
+    (warning,) = warnings_of(record_run(tmp_path, clearml="online"))
+    server.stop()
     assert "ClearML failed (-9)" in warning

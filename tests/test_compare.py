@@ -17,6 +17,7 @@ from benchmarks.plan import ROOT, Comparison, grid, load_comparison, make_run, s
 from benchmarks.results import Results, mean_curve, metric_where, used_until, verdicts
 from tests.helpers import Recorder, tiny_cluster
 from tests.test_reporting import record_run
+from training_logs.showing.number_log import Rows
 from training_logs.showing.run_data import MergeRecord, RunData, read_run
 from utils.config import ConfigError
 
@@ -36,7 +37,7 @@ def row(step, trainer, nodes, batch, parts=1, sample=NOTHING, **totals):
 
 def made_run(rows, merges=(), nodes_per_gpu=4, **config):
     values = {"nodes_per_gpu": nodes_per_gpu, "communication_dtype": "float32", "statistics_estimator": "per_example"}
-    return RunData(Path("made"), values | config, {"parameters": 1000, "devices": ["cpu"]}, rows, list(merges))
+    return RunData(Path("made"), values | config, {"parameters": 1000, "devices": ["cpu"]}, Rows.of(rows), list(merges))
 
 
 def test_simulated_time_of_one_trainer_on_paper():

@@ -104,6 +104,13 @@ def test_the_check_sees_what_is_too_long():
     assert too_long("class A:\n" + "    x = 1\n" * 300) == ["A"]
 
 
+def test_what_is_written_and_what_is_shown_meet_in_the_run_folder_alone():
+    for side, other in (("recording", "showing"), ("showing", "recording")):
+        for file in (ROOT / "training_logs" / side).glob("*.py"):
+            found = imports(file.read_text(encoding="utf-8"))
+            assert not any(name.startswith(f"training_logs.{other}") for name in found), file
+
+
 def test_the_check_sees_a_wrong_arrow_and_an_impurity():
     assert wrong_arrows("algorithms", "def f():\n    from trainers import Trainer") == {"trainers"}
     assert wrong_arrows("trainers", "import cluster") == {"cluster"}
@@ -112,7 +119,8 @@ def test_the_check_sees_a_wrong_arrow_and_an_impurity():
     assert impurities("import numpy as np") == {"numpy"}
 
 
-def test_the_process_that_reports_starts_without_pytorch():
-    program = "import sys, training_logs.log_processor; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+@pytest.mark.parametrize("command", ["log_processor", "training_monitoring"])
+def test_what_reports_and_draws_beside_a_run_starts_without_pytorch(command):
+    program = f"import sys, training_logs.{command}; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

@@ -1,5 +1,6 @@
 """The laws fitted to run folders whose numbers are known, and to a run that was made."""
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from algorithms.communications import best_fit
 from training_logs.prediction import main
 from training_logs.showing import plots
+from training_logs.showing.number_log import Rows
 from training_logs.showing.plots import draw
 from training_logs.showing.prediction import TooFewRoundsError, fit, measured, sentences
 from training_logs.showing.report import run_body
@@ -34,7 +36,15 @@ def made_run(
         "number_of_inner_steps_between_outers": steps, "max_requested_batch": cap, "sampling_method": "norm_test",
         "ETA": 2.0, "ETA_at_end": None, "max_tokens": None, "number_of_outer_steps": len(batches),
     }  # fmt: skip
-    return RunData(Path("made"), config | values, {}, rows, merges)
+    return RunData(Path("made"), config | values, {}, Rows.of(rows), merges)
+
+
+def with_values(run: RunData, places, **values) -> RunData:
+    """The run with other values in some of its rows."""
+    rows = list(run.rounds)
+    for place in places:
+        rows[place] |= {name: value(place) if callable(value) else value for name, value in values.items()}
+    return dataclasses.replace(run, rounds=Rows.of(rows))
 
 
 def test_only_rounds_after_the_last_merge_are_fitted_and_what_came_before_counts():
@@ -89,10 +99,14 @@ def run_of_requests(asked) -> RunData:
     """Batches as a debiased norm test with eta 2 makes them that asks for so much after each round."""
     batches = [4 * math.ceil(max(asked[: index + 1]) / 4) for index in range(len(asked))]
     run = made_run([16, *batches[:-1]], debias=True, statistics_smoothing=0.0)
-    for row, value in zip(run.rounds, asked, strict=True):
-        # V = 4 T G2 with G2 = 2 and a sample of 8: the gradient's squared norm is G2 + V / 8.
-        row |= {"gradient_variance": 8.0 * value, "gradient_squared_norm": 2.0 + value, "gradient_sample_size": 8.0}
-    return run
+    # V = 4 T G2 with G2 = 2 and a sample of 8: the gradient's squared norm is G2 + V / 8.
+    return with_values(
+        run,
+        range(len(asked)),
+        gradient_variance=lambda place: 8.0 * asked[place],
+        gradient_squared_norm=lambda place: 2.0 + asked[place],
+        gradient_sample_size=8.0,
+    )
 
 
 def test_what_the_test_asked_for_is_fitted_where_the_batch_does_not_show_it():
@@ -114,10 +128,9 @@ def test_what_the_test_asked_for_is_fitted_where_the_batch_does_not_show_it():
 
 def test_rounds_without_statistics_and_other_tests_are_no_requests():
     run = run_of_requests([8.0 + index for index in range(20)])
-    for row in run.rounds[:5]:
-        row["gradient_variance"] = math.nan
+    run = with_values(run, range(5), gradient_variance=math.nan)
     assert fit(run).first_round == 7
-    run.rounds[5]["gradient_squared_norm"] = 0.0  # G2 below zero says nothing, either
+    run = with_values(run, [5], gradient_squared_norm=0.0)  # G2 below zero says nothing, either
     assert fit(run).first_round == 8
     plain = run_of_requests([8.0 + index for index in range(20)])
     plain.config["debias"] = False
@@ -140,9 +153,7 @@ def test_too_few_rounds_say_so():
 
 
 def test_a_round_cut_short_by_the_budget_is_left_out():
-    run = made_run([16] * 8)
-    for row in run.rounds[-1:]:
-        row["inner_steps"] = 3
+    run = with_values(made_run([16] * 8), [7], inner_steps=3)
     assert len(fit(run).batches) == 7
 
 

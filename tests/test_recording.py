@@ -1,6 +1,30 @@
-"""What a run writes while it goes on stays small however long it goes on."""
+"""What a run writes while it goes on stays small however long it goes on, and is read back in pieces."""
 
+import csv
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from algorithms.switch_mode import ExecutionPlan
+from fabrics.worker import WorkerRound
+from tests.helpers import warnings_of
+from tests.test_reporting import record_run
+from training_logs.recording import drawing, memory_monitor, step_loss_logger
+from training_logs.recording.drawing import Drawing, affordable
+from training_logs.recording.memory_monitor import MemoryMonitor
+from training_logs.recording.recorder import RunRecorder
+from training_logs.recording.records import RoundReport
+from training_logs.recording.step_loss_logger import StepLossLogger
 from training_logs.recording.warnings import KEPT, Warnings, kind_of
+from training_logs.showing import number_log
+from training_logs.showing.number_log import NumberLog, Rows, parse_rows
+from training_logs.showing.run_data import RunData
+from training_logs.showing.series import step_losses
+
+# Warnings
 
 
 def letters(number: int) -> str:
@@ -40,3 +64,193 @@ def test_of_many_kinds_the_first_and_the_last_are_kept_and_all_are_counted():
     assert found[KEPT]["count"] == 5000 - 2 * KEPT
     assert found[-1]["count"] == 2
     assert sum(entry["count"] for entry in found) == 5001
+
+
+# Step losses
+
+STEPS = 5
+BATCHES = (4, 12)
+
+
+def losses_of(outer_step: int) -> list[list[float]]:
+    """Of two workers; the second one diverges in every third round."""
+    generator = np.random.default_rng(outer_step)
+    losses = generator.normal(3.0, 1.0, (2, STEPS)).tolist()
+    if outer_step % 3 == 0:
+        losses[1] = [losses[1][0], *[float("nan")] * (STEPS - 1)]
+    return losses
+
+
+def round_of(outer_step: int) -> RoundReport:
+    rates = [1.0 / step for step in range(1, STEPS + 1)]
+    workers = {
+        index: WorkerRound(index, ExecutionPlan((BATCHES[index],)), losses, rates, None, 1.0, 16)
+        for index, losses in enumerate(losses_of(outer_step))
+    }
+    return RoundReport(7, 16, 16, workers, None, STEPS, 80, 800, 1, 100, 1.0)
+
+
+def write_steps(folder: Path, rounds: range, state: dict | None = None) -> dict:
+    logger = StepLossLogger(folder, state)
+    for step in rounds:
+        logger.log(step, [round_of(step)])
+        assert logger.flush() is None
+    return logger.state_dict()
+
+
+def rows_of(path: Path) -> list[dict]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_step_log_grows_with_the_logarithm_of_the_run(tmp_path, monkeypatch):
+    """40 rows of every step of both workers are four rounds; 40 means over workers 8, over two steps (3 rows) 14."""
+    monkeypatch.setattr(step_loss_logger, "ROWS", 40)
+    write_steps(tmp_path, range(1, 1001))
+    rows = rows_of(tmp_path / "step_loss_log.csv")
+    kinds = [(row["worker"] != "", int(row["steps"])) for row in rows]
+    assert kinds[:40] == [(True, 1)] * 40
+    assert kinds[40:80] == [(False, 1)] * 40
+    assert kinds[80:122] == [(False, 2), (False, 2), (False, 1)] * 14
+    assert kinds[122:162] == [(False, 4), (False, 1)] * 20
+    # From there on a row is a whole round: never fewer than the round log has.
+    assert kinds[162:] == [(False, STEPS)] * (1000 - 4 - 8 - 14 - 20)
+    row = rows[80]
+    expected = [
+        np.average([of[step] for of in losses_of(13) if of[step] == of[step]], weights=BATCHES[: 2 if step < 9 else 1])
+        for step in (0, 1)
+    ]
+    assert (row["outer_step"], row["inner_step"], row["effective_batch"]) == ("13", "2", "16")
+    assert float(row["loss"]) == pytest.approx(np.mean(expected))
+    assert float(row["learning_rate"]) == 0.5
+
+
+def test_a_step_log_that_is_continued_is_the_one_that_was_not_interrupted(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_loss_logger, "ROWS", 40)
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    write_steps(tmp_path / "whole", range(1, 101))
+    state = write_steps(tmp_path / "cut", range(1, 30))
+    write_steps(tmp_path / "cut", range(30, 45), state)  # lost: the checkpoint was written before
+    write_steps(tmp_path / "cut", range(30, 101), state)
+    whole, cut = ((tmp_path / name / "step_loss_log.csv").read_bytes() for name in ("whole", "cut"))
+    assert whole == cut
+
+
+def run_of(folder: Path, rounds: int) -> RunData:
+    (folder / "report").mkdir(exist_ok=True)
+    table = Rows.of([{"outer_step": step, "trainer_id": 7, "inner_steps": STEPS} for step in range(1, rounds + 1)])
+    return RunData(folder, {"model_training_report_dir": "report"}, {}, table, [])
+
+
+@pytest.mark.parametrize("piece", [97, 10**6])
+def test_step_losses_are_read_in_pieces_and_weigh_what_they_stand_for(tmp_path, monkeypatch, piece):
+    monkeypatch.setattr(step_loss_logger, "ROWS", 40)
+    monkeypatch.setattr(number_log, "_PIECE", piece)
+    run = run_of(tmp_path, 40)
+    write_steps(run.report_dir, range(1, 42))  # the last round is not in the round log yet
+    numbers, losses, steps = step_losses(run, 7)
+    assert numbers[:60].tolist() == list(range(1, 61))
+    assert set(np.diff(numbers[100:])) <= {1.0, 4.0, 5.0}
+    assert numbers[-1] == steps.sum() == 40 * STEPS
+    (first, second), *_ = zip(*losses_of(2), strict=True)
+    assert losses[STEPS] == pytest.approx((4 * first + 12 * second) / 16)
+    assert step_losses(run, 8)[0].tolist() == []
+
+
+# Reading
+
+
+def test_numbers_are_read_once_and_half_a_line_waits(tmp_path, monkeypatch):
+    path, read = tmp_path / "log.csv", []
+    monkeypatch.setattr(number_log, "parse_rows", lambda text: (read.append(text), parse_rows(text))[1])
+    log = NumberLog(path)
+    assert list(log.new()) == []
+    path.write_text("a,b")
+    assert list(log.new()) == []
+    path.write_text("a,b\r\n1,\r\n2,3\r\n4,")
+    assert [piece.tolist() for piece in log.new()] == [[[1, pytest.approx(np.nan, nan_ok=True)], [2, 3]]]
+    assert list(log.new()) == []
+    with path.open("a") as file:
+        file.write("5\r\n")
+    assert [piece.tolist() for piece in log.new()] == [[[4, 5]]]
+    assert b"".join(read) == path.read_bytes()[len("a,b\r\n") :]
+    assert np.nan_to_num(parse_rows(b",1,,,\n5,,,6,7\n"), nan=-1).tolist() == [[-1, 1, -1, -1, -1], [5, -1, -1, 6, 7]]
+    with pytest.raises(ValueError, match="text"):
+        parse_rows(b"1,text\n")
+
+
+# Memory
+
+
+def test_the_memory_log_grows_with_the_logarithm_of_the_run(tmp_path, monkeypatch):
+    """A measurement is two rows, process and host: 8 rows are four rounds, then eight, sixteen and so on."""
+    monkeypatch.setattr(memory_monitor, "ROWS", 8)
+    state = None
+    for start in range(0, 200, 50):
+        monitor = MemoryMonitor(tmp_path, [torch.device("cpu")], None, state=state)
+        for step in range(start, start + 50):
+            if step == 150:
+                monitor._peaks.clear()
+            monitor.measure("after a round", step)
+        state = monitor.state_dict()
+        monitor.close()
+    measured = [int(row["outer_step"]) for row in rows_of(tmp_path / "memory_log.csv") if row["device"] == "host"]
+    early = [*range(4), *range(4, 12, 2), *range(12, 28, 4)]
+    assert measured == [*early, *range(32, 64, 8), *range(64, 128, 16), 128, 160, 192]
+    assert monitor.peaks["process"]["outer_step"] >= 150  # of all measurements, written or not
+
+
+# Drawing
+
+
+def test_drawing_keeps_to_two_per_cent_of_the_run_across_a_resume(tmp_path):
+    assert [affordable(0.0, 2.0, elapsed) for elapsed in (99.0, 100.0)] == [False, True]
+    assert [affordable(30.0, 15.0, elapsed) for elapsed in (2249.0, 2251.0)] == [False, True]
+    resumed = Drawing(tmp_path, {"spent": 30.0, "last": 15.0})
+    assert resumed.draw_if_cheap(2249.0) is None
+    assert resumed._process is None
+    assert resumed.state_dict() == {"spent": 30.0, "last": 15.0}
+
+
+def record_with(folder: Path, monkeypatch, after: dict, **values) -> tuple[Path, list[dict]]:
+    """A run that may draw after every round; what is done to its recorder after some; drawing's states."""
+    states, original = [], RunRecorder.on_round
+
+    def on_round(self, run, result):
+        original(self, run, result)
+        after.get(result.outer_step, lambda recorder: None)(self)
+        if self._drawing._process is not None:
+            os.waitid(os.P_PID, self._drawing._process.pid, os.WEXITED | os.WNOWAIT)
+        states.append(self.state_dict()["drawing"])
+
+    monkeypatch.setattr(RunRecorder, "on_round", on_round)
+    monkeypatch.setattr(drawing, "SHARE", 1e9)
+    monkeypatch.setattr(drawing.background, "NICENESS", 0)
+    return record_run(folder, number_of_outer_steps=3, **values), states
+
+
+def test_on_the_way_another_process_draws(tmp_path, monkeypatch):
+    drawn = []
+
+    def see(recorder):
+        os.waitid(os.P_PID, recorder._drawing._process.pid, os.WEXITED | os.WNOWAIT)
+        drawn.append((recorder.report_dir / "report.html").exists())
+
+    folder, states = record_with(tmp_path, monkeypatch, {1: see}, plot_every=1)
+    assert drawn == [True]
+    assert [state["spent"] > 0 for state in states] == [False, True, True]
+    assert states[1]["spent"] == states[1]["last"]
+    assert states[2]["spent"] == pytest.approx(states[1]["last"] + states[2]["last"])
+    assert warnings_of(folder) == []
+    assert not list(folder.rglob(".*"))
+
+
+def test_what_cannot_be_drawn_is_a_warning_with_its_reason(tmp_path, monkeypatch):
+    def spoil(recorder):
+        (recorder.folder / "config.yaml").write_text("no: configuration")
+
+    folder, _ = record_with(tmp_path, monkeypatch, {1: spoil}, plot_every=2)
+    (warning,) = (text for text in warnings_of(folder) if "drawn" in text)
+    assert "plots and report could not be drawn: " in warning
+    assert "not a run folder, or damaged: 'model_training_report_dir'" in warning

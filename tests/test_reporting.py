@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,8 +22,9 @@ from training_logs.recording.run_folder import make_run_folder, start_logging
 from training_logs.recording.step_loss_logger import StepLossLogger, _RunningLine
 from training_logs.showing import plots
 from training_logs.showing.comparison import best_per_round, differences, draw_comparison
+from training_logs.showing.number_log import Rows
 from training_logs.showing.plots import PLOTS, accumulation_threshold, draw
-from training_logs.showing.report import headline, run_body
+from training_logs.showing.report import headline, run_body, table
 from training_logs.showing.run_data import RunFolderError, read_run
 from training_logs.showing.series import mode_switches, step_losses, thinned
 
@@ -124,8 +124,8 @@ def test_merges_and_mode_switches_are_marked(run):
             for row, now, before in zip(run.of(trainer), accumulates, [False, *accumulates], strict=False)
             if now and not before
         ]
-        assert [row["outer_step"] for row in mode_switches(run, trainer)] == starts
-    assert any(mode_switches(run, trainer) for trainer in run.trainers)
+        assert [row["outer_step"] for row in mode_switches(run.of(trainer))] == starts
+    assert any(mode_switches(run.of(trainer)) for trainer in run.trainers)
     genealogy = draw(run, [(plots.draw_genealogy, "outer_step")]).axes[0]
     texts = [text.get_text().strip() for text in genealogy.texts if text.get_text().strip()]
     assert sorted(texts) == sorted(f"{w:.2f}" for merge in run.merges for w in merge.weights.values())
@@ -143,8 +143,9 @@ def test_the_region_of_accumulation_is_the_switch_modes(run):
 
 def test_step_losses_are_means_over_workers_in_order(run):
     rows = rows_of(run.report_dir / "step_loss_log.csv")
-    numbers, losses = step_losses(run, 0)
+    numbers, losses, steps = step_losses(run, 0)
     assert numbers.tolist() == list(range(1, 16))
+    assert set(steps) == {1}
     own = [row for row in rows if (row["outer_step"], row["trainer_id"], row["inner_step"]) == ("5", "0", "2")]
     assert len(own) == 4
     weights = [int(row["effective_batch"]) for row in own]
@@ -152,10 +153,15 @@ def test_step_losses_are_means_over_workers_in_order(run):
 
 
 def test_thinning_keeps_the_mean():
-    xs, ys = thinned(np.arange(1003.0), np.arange(1003.0) ** 2, 10)
+    xs, ys = thinned(np.arange(1003.0), np.arange(1003.0) ** 2, points=10)
     assert len(xs) == 10
-    assert xs[0] == 49.5
-    assert ys[0] == pytest.approx(np.mean(np.arange(100.0) ** 2))
+    assert xs[0] == 50.0
+    assert ys[0] == pytest.approx(np.mean(np.arange(101.0) ** 2))
+    # A thousand steps one by one, then four thousand in means over two: the stretches are equally long.
+    numbers = np.array([*range(1, 1001), *range(1002, 5001, 2)], dtype=float)
+    steps = np.where(numbers <= 1000, 1.0, 2.0)
+    xs, ys = thinned(numbers, numbers, steps, points=5)
+    assert xs.tolist() == ys.tolist() == [500.5, 1501.0, 2501.0, 3501.0, 4501.0]
     assert thinned(np.arange(5.0), np.arange(5.0))[0].tolist() == [0, 1, 2, 3, 4]
 
 
@@ -252,7 +258,7 @@ def test_rounds_that_do_not_communicate_stay_apart(run):
         {"outer_step": step, "communications": 0.0, "trainer_id": trainer, "validation_metric": metric}
         for step, trainer, metric in ((1.0, 0, 9.0), (1.0, 1, 8.0), (2.0, 0, 7.0), (2.0, 1, 7.5))
     ]
-    assert best_per_round(dataclasses.replace(run, rounds=rows), "communications") == ([0.0, 0.0], [8.0, 7.0])
+    assert best_per_round(dataclasses.replace(run, rounds=Rows.of(rows)), "communications") == ([0.0, 0.0], [8.0, 7.0])
 
 
 def test_what_is_no_run_folder(tmp_path, capsys):
@@ -261,27 +267,6 @@ def test_what_is_no_run_folder(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("model_type: microllama")
     with pytest.raises(RunFolderError, match="not a run folder, or damaged"):
         read_run(tmp_path)
-
-
-@pytest.mark.parametrize(("round_seconds", "drawing_seconds", "expected"), [(1, 0, 1), (1000, 0, 3), (1000, 50, 2)])
-def test_plots_on_the_way_keep_to_their_share(tmp_path, monkeypatch, round_seconds, drawing_seconds, expected):
-    """Due after rounds 2 and 4 of 5. The first may take 2 s by estimate; the end draws in any case."""
-    clock, drawn = SimpleNamespace(now=0.0), []
-    original = RunRecorder.on_round
-
-    def on_round(self, run, result):
-        clock.now += round_seconds
-        original(self, run, result)
-
-    def plot_run(run):
-        clock.now += drawing_seconds
-        drawn.append(len(run.rounds))
-
-    monkeypatch.setattr(recording, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    monkeypatch.setattr(recording, "plot_run", plot_run)
-    monkeypatch.setattr(RunRecorder, "on_round", on_round)
-    record_run(tmp_path, plot_every=2)
-    assert len(drawn) == expected
 
 
 # Step losses
@@ -326,7 +311,7 @@ def test_step_losses_are_buffered_and_flushed(folder, run, tmp_path):
     workers = {0: WorkerRound(3, ExecutionPlan((2,)), [2.0, 1.0], [0.1, 0.1], None, 1.0, 2)}
     report = RoundReport(7, 2, 2, workers, None, 2, 4, 8, 0, 0, 1.0)
     logger = StepLossLogger(tmp_path)
-    logger.log(1, report)
+    logger.log(1, [report])
     assert logger.path.read_text().count("\n") == 1
     logger.flush()
     assert [row["loss"] for row in rows_of(logger.path)] == ["2.0", "1.0"]
@@ -377,6 +362,15 @@ def test_the_command_prints_where_the_report_is(folder):
         text=True,
     )
     assert result.stdout.strip() == str(folder / "model_training_report" / "report.html")
+
+
+def test_long_tables_say_what_they_leave_out():
+    page = table(("n", "square"), [(number, number**2) for number in range(10_000)])
+    assert page.count("<tr") == 1 + 250 + 1 + 250
+    assert "9,500 rows left out" in page
+    for number, there in ((0, True), (249, True), (250, False), (9749, False), (9750, True), (9999, True)):
+        assert (f"<td>{number:,}</td><td>{number**2:,}</td>" in page) == there, number
+    assert "left out" not in table(("n",), [(number,) for number in range(500)])
 
 
 def test_classes_have_a_table_of_their_own(run):

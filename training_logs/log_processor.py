@@ -1,6 +1,6 @@
 """Send a run folder, or a gradient analysis, to ClearML.
 
-    python -m training_logs.log_processor RUN_DIR [--mode auto|online|offline]
+    python -m training_logs.log_processor RUN_DIR [--mode auto|online|offline] [--new]
 
 While a run goes on, the same program follows its folder from a process of its own. PyTorch is not imported: this
 process starts while training does, and should not take its cores for seconds.
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from training_logs.clearml_modes import ANALYSIS_SUMMARY, SESSION, resolved_mode
-from training_logs.showing.clearml_reporter import process, send_analysis
+from training_logs.showing.clearml_reporter import send_analysis, send_run
 from training_logs.showing.run_data import RunFolderError
 from utils.config import CLEARML_MODES, ConfigError
 
@@ -23,6 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("run", type=Path, metavar="RUN_DIR")
     parser.add_argument("--mode", choices=CLEARML_MODES[:3], default="auto", help="default: %(default)s")
+    parser.add_argument(
+        "--new", action="store_true", help="to a new task, though the run has one that lacks only what was not sent yet"
+    )
     parser.add_argument("--follow", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:
@@ -30,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         if (options.run / ANALYSIS_SUMMARY).exists():
             send_analysis(options.run, mode)
         else:
-            process(options.run, mode, options.follow)
+            send_run(options.run, mode, options.follow, options.new)
     except (ConfigError, RunFolderError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -4,6 +4,7 @@ python -m training_logs.training_monitoring RUN_DIR [RUN_DIR ...] [--output FOLD
 """
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -11,6 +12,17 @@ from training_logs.showing.comparison import compare
 from training_logs.showing.plots import plot_run
 from training_logs.showing.report import write_report
 from training_logs.showing.run_data import RunFolderError, read_run
+
+
+def draw(folder: Path) -> Path:
+    """Draw plots and report of a run folder; where the report is.
+
+    Raises:
+        RunFolderError: it is none of a run, or is damaged.
+    """
+    run = read_run(folder)
+    plot_run(run)
+    return write_report(run)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,12 +35,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("comparison"), help="folder of the comparison")
     options = parser.parse_args(arguments)
     try:
-        runs = [read_run(folder) for folder in options.runs]
-        for run in runs:
-            plot_run(run)
-            print(write_report(run))
-        if len(runs) > 1:
-            print(compare(runs, options.output))
+        for folder in options.runs:
+            print(draw(folder))
+        if len(options.runs) > 1:
+            print(compare([read_run(folder) for folder in options.runs], options.output))
     except RunFolderError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -36,4 +46,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which removes half-written files
     sys.exit(main())

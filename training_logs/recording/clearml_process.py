@@ -1,22 +1,22 @@
-"""The process that reports a run to ClearML while it goes on: nothing that a server does reaches the training."""
+"""The process that reports a run to ClearML: nothing that a server does, or does not do, reaches the training."""
 
-import os
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
-import psutil
-
 from training_logs.clearml_modes import LAST_SECONDS, SESSION, resolved_mode
+from training_logs.recording import background
 from utils.config import Config
 
-# How long the run waits for the last reports.
+# How long the run waits for the last reports to a server.
 WAIT_SECONDS = 4.0
+_COMMAND = "python -m training_logs.log_processor"
 
 
 class ClearMLProcess:
-    """The reporting process of a run that goes on; nothing here waits for it but `close`, and that not for long.
+    """Follows a run that goes on, where there is a server; an offline session is written when the run is over.
+
+    Importing clearml and writing a session costs seconds of processor time: nobody waits for a session, and while the
+    run goes on nobody looks at it.
 
     Args:
         folder: the run folder, with its configuration.
@@ -27,47 +27,37 @@ class ClearMLProcess:
         self._folder, self._mode = folder, mode
         (folder / SESSION).mkdir(exist_ok=True)
         self._log = folder / SESSION / "clearml.log"
-        # Ctrl-C is for the run, which then ends this in order. A session of its own would keep it away as well, but a
-        # low priority counts only among the processes of one session.
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._process = self._start("--follow") if mode == "online" else None
+
+    def _start(self, *options: str) -> subprocess.Popen:
+        arguments = (str(self._folder.resolve()), "--mode", self._mode, *options)
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "training_logs.log_processor",
-                    str(folder.resolve()),
-                    "--mode",
-                    mode,
-                    "--follow",
-                ],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                cwd=Path(__file__).resolve().parents[2],
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
-        signal.signal(signal.SIGINT, handler)
-        # Training's threads wait for each other: whatever takes the core of one stops all of them.
-        psutil.Process(self._process.pid).nice(19)
+            return background.start("training_logs.log_processor", *arguments, output=log, waits=bool(options))
 
     def close(self) -> tuple[str, bool]:
-        """Let it send the rest, and wait a little; what to tell the user, and whether that is a warning."""
-        again = f"python -m training_logs.log_processor {self._folder}"
+        """Let it send the rest, and wait a little for a server; what to tell the user, and whether it is a warning."""
+        again = f"{_COMMAND} {self._folder}"
+        if self._mode == "offline":
+            try:
+                self._process = self._start()
+            except OSError as error:
+                return f"ClearML: no offline session ({error}); {again} writes it", True
+            return (
+                f"ClearML: an offline session is being written to {self._folder / SESSION} in the background, some "
+                f"seconds from now it is whole; with credentials, to the dashboard: {again}"
+            ), False
         try:
             self._process.stdin.close()
             code = self._process.wait(WAIT_SECONDS)
         except subprocess.TimeoutExpired:
             return (
                 f"ClearML is still sending and goes on in the background for {LAST_SECONDS // 60} minutes at most "
-                f"({self._log}); {again} sends the run again"
+                f"({self._log}); {again} sends what did not arrive"
             ), True
         except OSError as error:
             code = error
         if code != 0:
-            return f"ClearML failed ({code}), see {self._log}; {again} sends the run", True
-        if self._mode == "offline":
-            return f"ClearML: offline session in {self._folder / SESSION}; with credentials: {again}", False
+            return f"ClearML failed ({code}), see {self._log}; {again} sends what did not arrive", True
         return "ClearML: everything is in the dashboard", False
 
 

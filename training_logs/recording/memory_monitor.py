@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from utils.utils import write_json_atomically
 
 COLUMNS = ("seconds", "stage", "outer_step", "device", "allocated_bytes", "reserved_bytes", "peak_bytes", "total_bytes")
 
+# So many rows before only half as many measurements are written.
+ROWS = 20_000
 
 # Of a process or device: its name, and bytes allocated, reserved, at most, and in all.
 Use = tuple[str, int, int, int, int]
@@ -43,6 +46,9 @@ class MemoryMonitor:
     they are what PyTorch has allocated, reserved, and allocated at most. A device's label is its real id where the
     config gives one. Other processes of the run are measured after rounds, and their rows end with their number.
 
+    The log grows with the logarithm of the run: after ROWS rows only every second sample and every second round are
+    written, after as many more every fourth, and so on. Peaks are of all measurements.
+
     Args:
         folder: receives memory_log.csv and, at the end, memory_summary.json.
         devices: those trained on.
@@ -71,6 +77,9 @@ class MemoryMonitor:
         self._started = time.perf_counter() - (state["seconds"] if state else 0.0)
         self._peaks: dict[str, dict] = state["peaks"] if state else {}
         self._rows: list[tuple] = []
+        # Of so many measurements of a stage one is written; rows since that was so; measurements by stage.
+        self._every, self._written = (state["every"], state["written"]) if state else (1, 0)
+        self._measured: Counter[str] = Counter(state["measured"] if state else {})
         self._outer_step = 0
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._thread = None
@@ -94,6 +103,8 @@ class MemoryMonitor:
             ]
         with self._lock:
             seconds = time.perf_counter() - self._started
+            shown = self._measured[stage] % self._every == 0
+            self._measured[stage] += 1
             for device, allocated, reserved, peak, total in uses:
                 known = self._peaks.get(device)
                 reached = max(peak, allocated)
@@ -106,7 +117,8 @@ class MemoryMonitor:
                         "total_bytes": total,
                     }
                 row = (stage, self._outer_step, device, allocated, reserved, self._peaks[device]["peak_bytes"], total)
-                self._rows.append((round(seconds, 3), *row))
+                if shown:
+                    self._rows.append((round(seconds, 3), *row))
 
     def measure(self, stage: str, outer_step: int, others: Sequence[Sequence[Use]] = ()) -> OSError | None:
         """Take the memory use as it is now, under the name of a stage, and write what was collected.
@@ -117,11 +129,21 @@ class MemoryMonitor:
         self._measure(stage, others)
         with self._lock:
             rows, self._rows = self._rows, []
+            self._written += len(rows)
+            if self._written >= ROWS:
+                self._every, self._written = 2 * self._every, 0
         return self._log.append(rows)
 
     def state_dict(self) -> dict:
         """Where the log stands, as JSON values."""
-        return {"log": self._log.state_dict(), "seconds": time.perf_counter() - self._started, "peaks": self.peaks}
+        return {
+            "log": self._log.state_dict(),
+            "seconds": time.perf_counter() - self._started,
+            "peaks": self.peaks,
+            "every": self._every,
+            "written": self._written,
+            "measured": dict(self._measured),
+        }
 
     @property
     def peaks(self) -> dict[str, dict]:

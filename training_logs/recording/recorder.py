@@ -17,6 +17,7 @@ from tqdm import tqdm
 from fabrics.eval_tool import Evaluation
 from training_logs.recording.append_log import AppendLog
 from training_logs.recording.clearml_process import ClearMLProcess, start_clearml
+from training_logs.recording.drawing import Drawing
 from training_logs.recording.memory_monitor import MemoryMonitor
 from training_logs.recording.records import ClusterRound, Observer, RunView
 from training_logs.recording.round_log import COLUMNS, accumulation_steps, round_line, round_row
@@ -24,9 +25,6 @@ from training_logs.recording.run_folder import FileHandler, continue_log, logger
 from training_logs.recording.step_loss_logger import StepLossLogger
 from training_logs.recording.summary import run_summary
 from training_logs.recording.warnings import Warnings
-from training_logs.showing.plots import plot_run
-from training_logs.showing.report import write_report
-from training_logs.showing.run_data import RunFolderError, read_run
 from utils.config import Config
 from utils.config_reading import dump_config
 from utils.utils import byte_size, write_json_atomically, write_text_atomically
@@ -83,8 +81,7 @@ class RunRecorder(Observer):
         self._last_accumulation_steps: int | None = state["last_accumulation_steps"] if state else None
         self._warnings = Warnings(state["warnings"] if state else None)
         self._placement: dict[int, list[int]] = {}
-        # Drawing takes about two seconds; what it really took is known after the first time.
-        self._drawing_seconds, self._last_drawing_seconds = 0.0, 2.0
+        self._drawing = Drawing(folder, state["drawing"] if state else None)
         self._rounds_bar: tqdm | None = None
         self._steps_bar: tqdm | None = None
 
@@ -102,6 +99,7 @@ class RunRecorder(Observer):
             "largest_request": self._largest_request,
             "last_accumulation_steps": self._last_accumulation_steps,
             "warnings": self._warnings.state_dict(),
+            "drawing": self._drawing.state_dict(),
         }
 
     def _check(self, what: str, error: OSError | None) -> None:
@@ -179,12 +177,13 @@ class RunRecorder(Observer):
             max_batch = min(worker.max_batch for worker in report.workers.values())
             row = round_row(result, report, max_batch, wall_seconds)
             rows.append([row[column] for column in COLUMNS])
+        self._steps.log(result.outer_step, reports)
+        # Before the round: who reads along finds the steps of every round that is there.
+        self._check("step_loss_log.csv", self._steps.flush())
         self._check("training_log.csv", self._rounds.append(rows))
         self._log_placement(result)
         for report in reports:
-            self._steps.log(result.outer_step, report)
             logger.info(round_line(result, report, run.metric))
-        self._check("step_loss_log.csv", self._steps.flush())
         if result.merge is not None:
             plan = result.merge.plan
             rows = [(result.outer_step, plan.representative, *weight) for weight in plan.weights.items()]
@@ -194,7 +193,7 @@ class RunRecorder(Observer):
         self._check("memory_log.csv", self._memory.measure("after a round", result.outer_step, result.memory[1:]))
         self._save_summary(self._summary(run, {}, "running"))
         if self.config.plot_every and result.outer_step % self.config.plot_every == 0:
-            self._draw_if_cheap()
+            self._draw(lambda: self._drawing.draw_if_cheap(time.perf_counter() - self._started))
         self._rounds_bar.update(1)
 
     def _log_placement(self, result: ClusterRound) -> None:
@@ -210,26 +209,13 @@ class RunRecorder(Observer):
             )
             logger.info("round %d: %s", result.outer_step, parts)
 
-    def _draw_if_cheap(self) -> None:
-        """Draw plots and report on the way, as long as that is 2% of the run at most; the end draws in any case."""
-        elapsed = time.perf_counter() - self._started
-        if self._drawing_seconds + self._last_drawing_seconds <= 0.02 * elapsed:
-            self._draw()
+    def _draw(self, draw: Callable[[], str | None]) -> None:
+        def drawn() -> None:
+            problem = draw()
+            if problem is not None:
+                self.warn(f"plots and report could not be drawn: {problem}")
 
-    def _draw(self) -> None:
-        started = time.perf_counter()
-
-        def draw() -> None:
-            run = read_run(self.folder)
-            plot_run(run)
-            write_report(run)
-
-        try:
-            self._attempt("plots and report", draw)
-        except RunFolderError as error:
-            self.warn(f"plots and report could not be drawn: {error}")
-        self._last_drawing_seconds = time.perf_counter() - started
-        self._drawing_seconds += self._last_drawing_seconds
+        self._attempt("plots and report", drawn)
 
     # The end
 
@@ -273,14 +259,15 @@ class RunRecorder(Observer):
             where = f"; models: {next(iter(models.values())).parent}" if models else ""
             logger.info("%s after %d rounds%s", status, run.totals.outer_steps, where)
         self._save_summary(summary)
-        self._draw()
+        self._draw(self._drawing.draw)
         logger.info("report: %s", self.report_dir / "report.html")
         if self._clearml is not None:
             message, is_warning = self._clearml.close()
             logger.log(logging.WARNING if is_warning else logging.INFO, message)
             if is_warning:
                 self._warnings.add(message)
-                self._save_summary(summary | {"warnings": self._warnings.summary()})
+        if self._warnings.summary() != summary["warnings"]:
+            self._save_summary(summary | {"warnings": self._warnings.summary()})
 
     def _save_summary(self, summary: dict) -> None:
         self._attempt("summary.json", lambda: write_json_atomically(self.report_dir / "summary.json", summary))

@@ -1,6 +1,7 @@
-"""The loss of every inner step of every worker, in `step_loss_log.csv`, and its trend."""
+"""The losses of inner steps in `step_loss_log.csv`, and their trend."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,10 @@ COLUMNS = (
     "loss",
     "effective_batch",
     "learning_rate",
+    "steps",
 )
+# So many rows of one kind before they stand for more steps each.
+ROWS = 100_000
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,12 @@ class _RunningLine:
 
 
 class StepLossLogger:
-    """Collects step losses and appends them in one write per round; `effective_batch` is that of the worker.
+    """Writes step losses, in one write per round, in rows that grow with the logarithm of the run.
+
+    At first there is a row for every inner step of every worker. After ROWS rows a row is the mean over all workers,
+    weighted by their examples, after as many more over two steps of the round, then four, eight, and so on, at most
+    over the whole round. In such a row `worker` is empty, `effective_batch` that of the trainer, `inner_step` and
+    `learning_rate` those of the last of its steps, of which there are `steps`.
 
     Args:
         folder: receives step_loss_log.csv.
@@ -93,6 +102,8 @@ class StepLossLogger:
     def __init__(self, folder: Path, state: dict | None = None):
         self._log = AppendLog(folder / "step_loss_log.csv", COLUMNS, state and state["log"])
         self._buffer: list[tuple] = []
+        # Steps of a row, 0: of one worker; and how many such rows there are.
+        self._steps, self._rows = (state["steps"], state["rows"]) if state else (0, 0)
         self._lines: dict[int, _RunningLine] = {}
         for trainer, line in (state["lines"] if state else {}).items():
             self._lines[int(trainer)] = _RunningLine()
@@ -103,18 +114,45 @@ class StepLossLogger:
         """The log."""
         return self._log.path
 
-    def log(self, outer_step: int, report: RoundReport) -> None:
-        """Take the steps of one trainer's round; the trend is that of the workers in the mean."""
+    def log(self, outer_step: int, reports: Iterable[RoundReport]) -> None:
+        """Take the steps of a round; the trend is that of the workers in the mean."""
+        for report in reports:
+            if self._steps == 0:
+                self._log_workers(outer_step, report)
+            else:
+                self._log_means(outer_step, report)
+            line = self._lines.setdefault(report.trainer, _RunningLine())
+            present = [worker.losses for worker in report.workers.values() if not worker.left_out]
+            for losses in zip(*present, strict=True):
+                line.add(sum(losses) / len(losses))
+        self._rows += len(self._buffer)
+        if self._rows >= ROWS:
+            self._steps, self._rows = max(2 * self._steps, 1), 0
+
+    def _log_workers(self, outer_step: int, report: RoundReport) -> None:
         for index, worker in report.workers.items():
             # A worker whose node failed has learning rates, but no losses.
             for step, (loss, learning_rate) in enumerate(zip(worker.losses, worker.learning_rates, strict=False), 1):
                 self._buffer.append(
-                    (outer_step, report.trainer, index, step, loss, worker.plan.effective_batch, learning_rate)
+                    (outer_step, report.trainer, index, step, loss, worker.plan.effective_batch, learning_rate, 1)
                 )
-        line = self._lines.setdefault(report.trainer, _RunningLine())
-        present = [worker.losses for worker in report.workers.values() if not worker.left_out]
-        for losses in zip(*present, strict=True):
-            line.add(sum(losses) / len(losses))
+
+    def _log_means(self, outer_step: int, report: RoundReport) -> None:
+        sums: dict[int, list[float]] = {}
+        for worker in report.workers.values():
+            batch = worker.plan.effective_batch
+            for step, loss in enumerate(worker.losses):
+                if math.isfinite(loss):
+                    entry = sums.setdefault(step // self._steps, [0.0, 0.0])
+                    entry[0] += batch * loss
+                    entry[1] += batch
+        rates = next((worker.learning_rates for worker in report.workers.values() if worker.losses), [])
+        for place, (total, weight) in sorted(sums.items()):
+            last = min((place + 1) * self._steps, len(rates))
+            steps = last - place * self._steps
+            self._buffer.append(
+                (outer_step, report.trainer, None, last, total / weight, report.effective_batch, rates[last - 1], steps)
+            )
 
     def flush(self) -> OSError | None:
         """Write what was collected; the error, if it could not be written and waits."""
@@ -126,6 +164,8 @@ class StepLossLogger:
         """Where log and trends stand, as JSON values."""
         return {
             "log": self._log.state_dict(),
+            "steps": self._steps,
+            "rows": self._rows,
             "lines": {str(trainer): line.state_dict() for trainer, line in self._lines.items()},
         }
 

@@ -1,6 +1,7 @@
 """summary.json: what a run used and reached, in one place."""
 
 import dataclasses
+import functools
 import platform
 from importlib.metadata import version
 
@@ -8,6 +9,11 @@ from fabrics.eval_tool import Evaluation
 from training_logs.recording.records import RunView
 
 _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {name: version(name) for name in _LIBRARIES}
 
 
 def run_summary(run: RunView, final: dict[int, Evaluation], status: str, recorded: dict) -> dict:
@@ -64,5 +70,5 @@ def run_summary(run: RunView, final: dict[int, Evaluation], status: str, recorde
         "skipped_documents": dict(run.data.skipped),
         "seed": config.training_seed,
         **recorded,
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in _LIBRARIES},
+        "versions": _versions(),
     }

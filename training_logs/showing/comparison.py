@@ -1,13 +1,15 @@
 """Several runs on common axes, and what differs between their configurations."""
 
 import html
-import math
 from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 from training_logs.showing.plots import OVER, axis, colour, legend, make_figure, plain_logarithmic
 from training_logs.showing.report import headline, page, picture, table
 from training_logs.showing.run_data import RunData, RunFolderError
+from training_logs.showing.series import thinned
 from utils.utils import write_atomically, write_text_atomically
 
 # Where a run is written has nothing to do with what it found.
@@ -19,10 +21,11 @@ def best_per_round(run: RunData, x: str) -> tuple[list[float], list[float]]:
     best = max if run.metric.higher_is_better else min
     xs, values = [], []
     for rows in run.by_round.values():
-        found = [row["validation_metric"] for row in rows if not math.isnan(row["validation_metric"])]
-        if found:
-            xs.append(rows[0][x])
-            values.append(best(found))
+        metrics = rows["validation_metric"]
+        metrics = metrics[np.isfinite(metrics)]
+        if len(metrics):
+            xs.append(float(rows[x][0]))
+            values.append(float(best(metrics)))
     return xs, values
 
 
@@ -43,7 +46,7 @@ def draw_comparison(runs: Sequence[RunData]):
     figure, axes = make_figure(len(OVER))
     for place, x in zip(axes, OVER, strict=True):
         for index, (run, name) in enumerate(zip(runs, _names(runs), strict=True)):
-            place.plot(*best_per_round(run, x), ".-", color=colour(index), label=name)
+            place.plot(*thinned(*map(np.array, best_per_round(run, x))), ".-", color=colour(index), label=name)
         metric = runs[0].metric.name
         if metric == "perplexity":
             plain_logarithmic(place)

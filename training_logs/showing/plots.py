@@ -10,9 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from algorithms.communications import best_fit
+from training_logs.showing.number_log import Rows
 from training_logs.showing.prediction import RunFit, TooFewRoundsError, fit, measured
-from training_logs.showing.run_data import Row, RunData
-from training_logs.showing.series import mode_switches, step_losses, thinned
+from training_logs.showing.run_data import RunData
+from training_logs.showing.series import mode_switches, spread, step_losses, thinned
 from utils.utils import write_atomically
 
 # What a plot can be drawn over: column of the round log -> label of the axis.
@@ -42,9 +43,11 @@ def colour(index: int) -> str:
     return _COLOURS[index % len(_COLOURS)]
 
 
-def _series(rows: list[Row], x: str, y: str) -> tuple[list[float], list[float]]:
-    points = [(row[x], row[y]) for row in rows if row[y] == row[y]]
-    return [point[0] for point in points], [point[1] for point in points]
+def _series(rows: Rows, x: str, y: str | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A column, or values of the same length, over another: what was measured of it, thinned."""
+    values = rows[y] if isinstance(y, str) else y
+    measured = np.isfinite(values)
+    return thinned(rows[x][measured], values[measured])
 
 
 def axis(axes: Axes, x: str, y_label: str, title: str) -> None:
@@ -74,12 +77,10 @@ def legend(axes: Axes, **where) -> None:
 
 def _mark_merges(axes: Axes, run: RunData, x: str) -> None:
     """A dotted line where trainers merged: after the round, so at the end of what it shows."""
-    position = {row["outer_step"]: row[x] for row in run.rounds}
     for number, merge in enumerate(run.merges):
-        if merge.outer_step in position:
-            axes.axvline(
-                position[merge.outer_step], ls=":", lw=1, color="grey", label=None if number else "trainers merge"
-            )
+        if merge.outer_step in run.by_round:
+            place = run.by_round[merge.outer_step][0][x]
+            axes.axvline(place, ls=":", lw=1, color="grey", label=None if number else "trainers merge")
 
 
 # Panels
@@ -112,17 +113,17 @@ def draw_loss(axes: Axes, run: RunData, x: str) -> None:
 
 def draw_metric(axes: Axes, run: RunData, x: str) -> None:
     """The validation metric of every trainer; a cross where it was merged, a triangle where it began to accumulate."""
-    last_round = max(row["outer_step"] for row in run.rounds)
+    last_round = run.rounds[-1]["outer_step"]
     switched = False
     for trainer in run.trainers:
         rows = run.of(trainer)
         xs, values = _series(rows, x, "validation_metric")
         axes.plot(xs, values, ".-", color=colour(trainer), label=f"trainer {trainer}")
-        if rows[-1]["outer_step"] < last_round and xs:
+        if rows[-1]["outer_step"] < last_round and len(xs):
             axes.plot(xs[-1], values[-1], "x", ms=9, mew=2, color=colour(trainer))
-        switches = _series(mode_switches(run, trainer), x, "validation_metric")
+        switches = _series(mode_switches(rows), x, "validation_metric")
         axes.plot(*switches, "^", ms=7, color=colour(trainer))
-        switched = switched or bool(switches[0])
+        switched = switched or len(switches[0]) > 0
     if run.merges:
         axes.plot([], [], "x", mew=2, color="grey", label="merged into another")
     if switched:
@@ -139,7 +140,7 @@ def draw_batches(axes: Axes, run: RunData, x: str) -> None:
         rows = run.of(trainer)
         axes.step(*_series(rows, x, "requested_batch"), where="mid", color=colour(trainer), label=f"trainer {trainer}")
         for accumulates, fill in ((False, "white"), (True, colour(trainer))):
-            chosen = [row for row in rows if (row["accumulation_steps"] > 1) == accumulates]
+            chosen = rows.where((rows["accumulation_steps"] > 1) == accumulates)
             axes.plot(*_series(chosen, x, "effective_batch"), "o", ms=5, color=colour(trainer), mfc=fill)
     axes.plot([], [], "o", color="grey", mfc="white", label="effective, one micro-batch")
     axes.plot([], [], "o", color="grey", label="effective, accumulated")
@@ -159,27 +160,22 @@ def accumulation_threshold(run: RunData) -> float | None:
 
 def draw_worker_batches(axes: Axes, run: RunData, x: str) -> None:
     """Per worker: request (line) and effective batch (dots), max batch, and the region in which it accumulates."""
-    top = 1.0
+    largest = run.rounds["max_batch"].max()
+    top = largest
     for trainer in run.trainers:
-        rows = [
-            row
-            | {
-                "request": np.ceil(row["requested_batch"] / row["nodes"]),
-                "effect": row["effective_batch"] / row["nodes"],
-            }
-            for row in run.of(trainer)
-        ]
-        top = max(top, *(row["request"] for row in rows))
-        axes.step(*_series(rows, x, "request"), where="mid", color=colour(trainer), label=f"trainer {trainer}")
-        axes.plot(*_series(rows, x, "effect"), "o", ms=4, color=colour(trainer))
-    largest = [row["max_batch"] for row in run.rounds]
-    axes.axhline(max(largest), color="black", lw=1.2, ls="--", label="max batch")
+        rows = run.of(trainer)
+        request = np.ceil(rows["requested_batch"] / rows["nodes"])
+        top = max(top, request.max())
+        axes.step(*_series(rows, x, request), where="mid", color=colour(trainer), label=f"trainer {trainer}")
+        effective = rows["effective_batch"] / rows["nodes"]
+        axes.plot(*_series(rows, x, effective), "o", ms=4, color=colour(trainer))
+    axes.axhline(largest, color="black", lw=1.2, ls="--", label="max batch")
     threshold = accumulation_threshold(run)
-    top = 1.3 * max(top, max(largest))
+    top = 1.3 * top
     if threshold is not None:
-        axes.axhspan(threshold * max(largest), max(top, 1.3 * threshold * max(largest)), color="orange", alpha=0.15,
+        axes.axhspan(threshold * largest, max(top, 1.3 * threshold * largest), color="orange", alpha=0.15,
                      label="accumulates above")  # fmt: skip
-        top = max(top, 1.3 * threshold * max(largest))
+        top = max(top, 1.3 * threshold * largest)
     axes.set_yscale("log", base=2)
     axes.set_ylim(top=top)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -187,14 +183,15 @@ def draw_worker_batches(axes: Axes, run: RunData, x: str) -> None:
     legend(axes)
 
 
-def _draw_column(axes: Axes, run: RunData, x: str, title: str, label: str, value: Callable[[Row], float]) -> None:
+def _draw_column(axes: Axes, run: RunData, x: str, title: str, label: str, value: Callable[[Rows], np.ndarray]) -> None:
     found = False
     for trainer in run.trainers:
-        points = [(row[x], value(row)) for row in run.of(trainer)]
-        points = [point for point in points if np.isfinite(point[1]) and point[1] > 0]
-        found = found or bool(points)
-        axes.plot(*zip(*points, strict=True) if points else ([], []), ".-", color=colour(trainer),
-                  label=f"trainer {trainer}")  # fmt: skip
+        rows = run.of(trainer)
+        values = value(rows)
+        values[~(values > 0)] = np.nan  # not measured, or nothing that a logarithmic axis could show
+        points = _series(rows, x, values)
+        found = found or len(points[0]) > 0
+        axes.plot(*points, ".-", color=colour(trainer), label=f"trainer {trainer}")
     if found:
         plain_logarithmic(axes)
         legend(axes)
@@ -206,12 +203,12 @@ def _draw_column(axes: Axes, run: RunData, x: str, title: str, label: str, value
 
 def draw_variance(axes: Axes, run: RunData, x: str) -> None:
     """The variance of the per-example gradients (trace of their covariance)."""
-    _draw_column(axes, run, x, "Gradient variance", "V", lambda row: row["gradient_variance"])
+    _draw_column(axes, run, x, "Gradient variance", "V", lambda rows: rows["gradient_variance"])
 
 
 def draw_squared_norm(axes: Axes, run: RunData, x: str) -> None:
     """The squared norm of the gradient, averaged over workers."""
-    _draw_column(axes, run, x, "Squared gradient norm", "||g||²", lambda row: row["gradient_squared_norm"])
+    _draw_column(axes, run, x, "Squared gradient norm", "||g||²", lambda rows: rows["gradient_squared_norm"])
 
 
 def draw_noise_ratio(axes: Axes, run: RunData, x: str) -> None:
@@ -222,7 +219,10 @@ def draw_noise_ratio(axes: Axes, run: RunData, x: str) -> None:
         x,
         "Gradient noise: variance / squared norm",
         "V / ||g||² (examples)",
-        lambda row: row["gradient_variance"] / (row["gradient_squared_norm"] or np.nan),
+        lambda rows: (
+            rows["gradient_variance"]
+            / np.where(rows["gradient_squared_norm"] == 0, np.nan, rows["gradient_squared_norm"])
+        ),
     )
 
 
@@ -230,8 +230,8 @@ def draw_throughput(axes: Axes, run: RunData, x: str) -> None:
     """Training tokens per second of every trainer's rounds, evaluation excluded."""
     for trainer in run.trainers:
         rows = run.of(trainer)
-        speeds = [row["round_tokens"] / row["seconds"] for row in rows]
-        axes.plot([row[x] for row in rows], speeds, ".-", color=colour(trainer), label=f"trainer {trainer}")
+        speeds = rows["round_tokens"] / rows["seconds"]
+        axes.plot(*_series(rows, x, speeds), ".-", color=colour(trainer), label=f"trainer {trainer}")
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(EngFormatter())
     _mark_merges(axes, run, x)
@@ -241,8 +241,9 @@ def draw_throughput(axes: Axes, run: RunData, x: str) -> None:
 
 def draw_living(axes: Axes, run: RunData, x: str) -> None:
     """How many trainers live (line), and how many nodes work for each (stacked areas)."""
-    rounds = run.by_round.values()
-    own = [{int(row["trainer_id"]): row["nodes"] for row in rows} for rows in rounds]
+    rounds = list(run.by_round.values())
+    rounds = [rounds[place] for place in spread(len(rounds))]
+    own = [dict(zip(rows["trainer_id"].astype(int), rows["nodes"], strict=True)) for rows in rounds]
     xs = [rows[0][x] for rows in rounds]
     nodes = [[held.get(trainer, 0.0) for held in own] for trainer in run.trainers]
     axes.stackplot(
@@ -264,13 +265,12 @@ def draw_living(axes: Axes, run: RunData, x: str) -> None:
 def draw_genealogy(axes: Axes, run: RunData, x: str) -> None:
     """A lane per trainer, as long as it lives; where it merges, an arrow to its representative, and its weight."""
     lane = {trainer: place for place, trainer in enumerate(run.trainers)}
-    position = {row["outer_step"]: row[x] for row in run.rounds}
     for trainer in run.trainers:
         rows = run.of(trainer)
         xs = [rows[0][x], rows[-1][x]]
         axes.plot(xs, [lane[trainer]] * 2, lw=5, color=colour(trainer), solid_capstyle="round")
     for merge in run.merges:
-        place = position[merge.outer_step]
+        place = run.by_round[merge.outer_step][0][x]
         for trainer, weight in merge.weights.items():
             if trainer != merge.representative:
                 axes.annotate(
@@ -288,15 +288,15 @@ def draw_genealogy(axes: Axes, run: RunData, x: str) -> None:
 
 def draw_batch_law(axes: Axes, run: RunData, x: str) -> None:
     """Effective batch of all trainers together (dots), and the laws fitted to it after the last merge."""
-    totals = [sum(row["effective_batch"] for row in rows) for rows in run.by_round.values()]
-    axes.plot(list(run.by_round), totals, "o", ms=4, color="black", label="measured, all trainers")
+    totals = np.array([rows["effective_batch"].sum() for rows in run.by_round.values()])
+    axes.plot(*thinned(np.array(list(run.by_round)), totals), "o", ms=4, color="black", label="measured, all trainers")
     found = _fitted(axes, run)
     if found is not None:
         for index, (regime, law) in enumerate(found.fits.items()):
-            batches = [law.law.batch(number) / share for number, share in enumerate(found.shares, start=1)]
+            places = spread(len(found.shares))
+            batches = [law.law.batch(place + 1) / found.shares[place] for place in places]
             style = {"lw": 2.5 if law is best_fit(found.fits) else 1, "color": colour(index)}
-            steps = range(found.first_round, found.first_round + len(batches))
-            axes.plot(steps, batches, label=f"{regime}, weight {law.weight:.2f}", **style)
+            axes.plot(found.first_round + places, batches, label=f"{regime}, weight {law.weight:.2f}", **style)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axis(axes, x, "examples per inner step", "Law of the batch")
@@ -306,7 +306,7 @@ def draw_batch_law(axes: Axes, run: RunData, x: str) -> None:
 def draw_prediction(axes: Axes, run: RunData, x: str) -> None:
     """Communications over examples: measured, and predicted up to three times as many, with a 90% interval."""
     _, examples, communications = measured(run)
-    axes.plot([0, *examples], [0, *communications], ".-", color="black", label="measured")
+    axes.plot(*thinned(np.array([0, *examples]), np.array([0, *communications])), ".-", color="black", label="measured")
     found = _fitted(axes, run)
     if found is not None:
         ahead = np.linspace(examples[-1], 3.0 * examples[-1], 15)
@@ -333,13 +333,11 @@ def _fitted(axes: Axes, run: RunData) -> RunFit | None:
 
 def draw_memory(axes: Axes, run: RunData, x: str) -> None:
     """Memory of the process and of every GPU over time: allocated (line) and the largest so far (dashed)."""
-    devices = dict.fromkeys(row["device"] for row in run.memory if row["device"] != "host")
-    for index, device in enumerate(devices):
-        rows = [row for row in run.memory if row["device"] == device]
-        xs = np.array([float(row["seconds"]) for row in rows])
+    devices = {device: columns for device, columns in run.memory.items() if device != "host"}
+    for index, (device, columns) in enumerate(devices.items()):
         for column, style, name in (("allocated_bytes", "-", device), ("peak_bytes", "--", f"{device}, peak")):
-            ys = np.array([float(row[column]) for row in rows])
-            axes.plot(*thinned(xs, ys), style, lw=1.5 if style == "-" else 1, color=colour(index), label=name)
+            points = thinned(columns["seconds"], columns[column])
+            axes.plot(*points, style, lw=1.5 if style == "-" else 1, color=colour(index), label=name)
     axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
     axes.set_ylim(bottom=0)
     axis(axes, x, "memory", "Memory")

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from algorithms.communications import (
     MINIMUM_ROUNDS,
     BatchLaw,
@@ -17,7 +19,8 @@ from algorithms.communications import (
     rounds_one_by_one,
 )
 from algorithms.learning_rate import eta_during
-from training_logs.showing.run_data import Row, RunData, read_run
+from training_logs.showing.number_log import Row, Rows
+from training_logs.showing.run_data import RunData, read_run
 
 _TOTALS = ("outer_step", "examples", "communications")
 
@@ -99,20 +102,22 @@ def _plateau(batches: Sequence[float]) -> int:
     return max(same - 1, 0)
 
 
-def _asked(rows: Sequence[Row], eta: float) -> float:
+def _asked(rows: Rows, eta: float) -> float:
     """What a debiased norm test makes of the statistics of a round, all trainers together; NaN without statistics.
 
     Not algorithms.calc_batch, which imports PyTorch and rounds.
     """
+    names = ("gradient_variance", "gradient_squared_norm", "gradient_sample_size")
+    if not all(rows.has(name) for name in names):
+        return math.nan
     asked = 0.0
-    for row in rows:
-        variance = row.get("gradient_variance", math.nan)
-        squared_norm = row.get("gradient_squared_norm", math.nan) - variance / row.get("gradient_sample_size", math.nan)
-        asked += math.inf if squared_norm <= 0.0 else variance / (eta**2 * squared_norm)
+    for variance, squared_norm, sample_size in zip(*(rows[name].tolist() for name in names), strict=True):
+        true_norm = squared_norm - variance / sample_size
+        asked += math.inf if true_norm <= 0.0 else variance / (eta**2 * true_norm)
     return asked
 
 
-def _requests_fitted(own: Sequence[list[Row]], config: Mapping) -> list[float]:
+def _requests_fitted(own: Sequence[Rows], config: Mapping) -> list[float]:
     """What the test asked for in the last of these rounds, from where it asked for least; [] where that is not known.
 
     The request of a round comes from the statistics of the one before it.
@@ -146,12 +151,12 @@ def fit(run: RunData | Path, share: float = 1.0) -> RunFit:
     last = int(used[-1][0]["outer_step"]) if used else 0
     merged = max((merge.outer_step for merge in run.merges if merge.outer_step <= last), default=0)
     steps = config["number_of_inner_steps_between_outers"]
-    own = [rows for rows in used if rows[0]["outer_step"] > merged and rows[0]["inner_steps"] == steps]
+    own = [rows for rows in used if rows["outer_step"][0] > merged and rows["inner_steps"][0] == steps]
     asked = _requests_fitted(own, config)
-    own = own[-len(asked) if asked else _plateau([sum(row["effective_batch"] for row in rows) for rows in own]) :]
-    batches = [sum(row["effective_batch"] for row in rows) for rows in own]
+    own = own[-len(asked) if asked else _plateau([float(rows["effective_batch"].sum()) for rows in own]) :]
+    batches = [float(rows["effective_batch"].sum()) for rows in own]
     eta_at_end = config.get("ETA_at_end") if config["sampling_method"] == "norm_test" else None
-    before = [rows for rows in used if own and rows[0]["outer_step"] < own[0][0]["outer_step"]]
+    before = [rows for rows in used if own and rows["outer_step"][0] < own[0]["outer_step"][0]]
     done = [_progress(run, rows[0]) for rows in [*before[-1:], *own]]
     done = done[:-1] if before else [0.0, *done[:-1]]  # a round's batch was decided when the one before it ended
     shares = [(eta_during(config["ETA"], eta_at_end, progress) / config["ETA"]) ** 2 for progress in done]
@@ -175,9 +180,9 @@ def fit(run: RunData | Path, share: float = 1.0) -> RunFit:
         inner_steps=steps,
         examples_before=before[-1][0]["examples"] if before else 0.0,
         communications_before=before[-1][0]["communications"] if before else 0.0,
-        communications_per_round=sum(row["nodes"] > 1 for row in own[-1]),
+        communications_per_round=int((own[-1]["nodes"] > 1).sum()),
         living=len(own[-1]),
-        workers=int(sum(row["nodes"] for row in own[-1])),
+        workers=int(own[-1]["nodes"].sum()),
         largest=largest,
         eta=config["ETA"],
         eta_at_end=eta_at_end,
@@ -186,12 +191,8 @@ def fit(run: RunData | Path, share: float = 1.0) -> RunFit:
 
 def measured(run: RunData) -> tuple[list[float], list[float], list[float]]:
     """Rounds, examples and communications of the run so far, after every round."""
-    rows = [rows[0] for rows in run.by_round.values()]
-    return (
-        [row["outer_step"] for row in rows],
-        [row["examples"] for row in rows],
-        [row["communications"] for row in rows],
-    )
+    steps, first = np.unique(run.rounds["outer_step"], return_index=True)
+    return steps.tolist(), run.rounds["examples"][first].tolist(), run.rounds["communications"][first].tolist()
 
 
 def sentences(found: RunFit, examples: Sequence[float]) -> list[str]:

@@ -2,15 +2,21 @@
 
 import base64
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from training_logs.showing.number_log import Rows
 from training_logs.showing.plots import PLOTS
 from training_logs.showing.prediction import TooFewRoundsError, fit, sentences
-from training_logs.showing.run_data import Row, RunData
+from training_logs.showing.run_data import RunData
 from utils.config import FIELDS, Config
 from utils.utils import byte_size, write_text_atomically
+
+# A table shows so many rows from its beginning and from its end.
+_ROWS = 250
 
 _STYLE = """
 :root { --ink: #1c2430; --dim: #5d6b7c; --line: #dde3ea; --paper: #fff; --ground: #f4f6f9; --accent: #1f5fa8; }
@@ -56,10 +62,15 @@ def number(value: Any) -> str:
     return f"{value:,.5g}" if abs(value) < 1e5 else f"{value:,.0f}"
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], changed: Iterable[bool] | None = None) -> str:
-    """An HTML table in a box that scrolls; text columns are those whose first cell is text."""
-    rows = [[cell if isinstance(cell, str) else number(cell) for cell in row] for row in rows]
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], changed: Sequence[bool] | None = None) -> str:
+    """An HTML table in a box that scrolls; of a long one the first and the last rows, and how many are between them."""
     marks = list(changed) if changed is not None else [False] * len(rows)
+    left_out = max(len(rows) - 2 * _ROWS, 0)
+    if left_out:
+        note = [f"{number(left_out)} rows left out (all are in the CSVs)"] + [""] * (len(columns) - 1)
+        rows = [*rows[:_ROWS], note, *rows[-_ROWS:]]
+        marks = [*marks[:_ROWS], True, *marks[-_ROWS:]]
+    rows = [[cell if isinstance(cell, str) else number(cell) for cell in row] for row in rows]
     head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
     body = "".join(
         f"<tr{' class=changed' if mark else ''}>"
@@ -97,7 +108,8 @@ def _cards(values: Mapping[str, str]) -> str:
 def headline(run: RunData) -> dict[str, str]:
     """The few numbers that a run is about; those of the end are missing while it goes on."""
     summary, decimals, name = run.summary, run.metric.decimals, run.metric.name
-    best = [row["validation_metric"] for row in run.rounds if row["validation_metric"] == row["validation_metric"]]
+    metrics = run.rounds["validation_metric"] if run.rounds else np.empty(0)
+    best = metrics[np.isfinite(metrics)]
 
     def shown(value: float | None) -> str:
         return "-" if value is None else f"{value:,.{decimals}f}"
@@ -105,7 +117,7 @@ def headline(run: RunData) -> dict[str, str]:
     return {
         f"{name}, at the end": shown(summary["final_metric"]),
         f"{name}, before training": shown(summary["initial_metric"]),
-        f"{name}, best in a round": shown((max if run.metric.higher_is_better else min)(best) if best else None),
+        f"{name}, best in a round": shown((max if run.metric.higher_is_better else min)(best) if len(best) else None),
         "rounds": number(summary["outer_steps"]),
         "training tokens": number(summary["tokens"]),
         "communications": number(summary["communications"]),
@@ -139,8 +151,9 @@ _ROUND_COLUMNS = {
 }  # fmt: skip
 
 
-def _round_table(rows: list[Row]) -> str:
-    return table(list(_ROUND_COLUMNS), [[row[column] for column in _ROUND_COLUMNS.values()] for row in rows])
+def _round_table(rows: Rows) -> str:
+    cells = list(zip(*(rows[column] for column in _ROUND_COLUMNS.values()), strict=True)) if rows else []
+    return table(list(_ROUND_COLUMNS), cells)
 
 
 def _config_table(config: Mapping[str, Any]) -> str:

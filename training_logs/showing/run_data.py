@@ -1,12 +1,13 @@
 """A run folder read back: what plots, report and ClearML show comes from here, and so from its files alone.
 
-Nothing here, in plots or in log_processor imports PyTorch: the process that reports to ClearML starts while training
-does, and should not take its cores for seconds.
+Nothing in `showing` imports PyTorch: what reports or draws while training goes on should not take its cores for
+seconds.
 """
 
 import csv
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,10 @@ from typing import Any
 import numpy as np
 import yaml
 
-Row = dict[str, float]
+from training_logs.showing.number_log import NumberLog, Rows
+
+# Numbers of steps in their trainer's run, their losses, and how many steps an entry is the mean of: of one length.
+Curve = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class RunFolderError(ValueError):
@@ -48,14 +52,14 @@ class RunData:
         folder: where it is.
         config: the resolved configuration, as plain values.
         summary: summary.json; its status is running for a run that goes on, or that died.
-        rounds: the rows of training_log.csv as numbers; an empty cell is NaN.
+        rounds: the rows of training_log.csv; an empty cell is NaN.
         merges: in order.
     """
 
     folder: Path
     config: Mapping[str, Any]
     summary: Mapping[str, Any]
-    rounds: list[Row]
+    rounds: Rows
     merges: list[MergeRecord]
 
     @property
@@ -76,69 +80,97 @@ class RunData:
     @cached_property
     def trainers(self) -> list[int]:
         """The ids of all trainers there were."""
-        return sorted({int(row["trainer_id"]) for row in self.rounds})
+        return sorted({int(trainer) for trainer in np.unique(self.rounds["trainer_id"])}) if self.rounds else []
 
     @cached_property
-    def by_round(self) -> dict[int, list[Row]]:
+    def by_round(self) -> dict[int, Rows]:
         """The rows of every round, in the order of the rounds."""
-        found: dict[int, list[Row]] = {}
-        for row in self.rounds:
-            found.setdefault(int(row["outer_step"]), []).append(row)
-        return found
+        return self.rounds.by("outer_step") if self.rounds else {}
 
     @cached_property
-    def steps(self) -> np.ndarray:
-        """The rows of step_loss_log.csv: [rows, columns] in the file's order, float64."""
-        return _numbers(self.report_dir / "step_loss_log.csv")
+    def by_trainer(self) -> dict[int, Rows]:
+        """The rows of every trainer."""
+        return {trainer: self.rounds.where(self.rounds["trainer_id"] == trainer) for trainer in self.trainers}
 
-    @cached_property
-    def memory(self) -> list[dict[str, str]]:
-        """The rows of memory_log.csv as text; empty where memory was not measured."""
-        return _rows(self.memory_dir / "memory_log.csv")
-
-    def of(self, trainer: int) -> list[Row]:
+    def of(self, trainer: int) -> Rows:
         """One trainer's rows."""
-        return [row for row in self.rounds if row["trainer_id"] == trainer]
+        return self.by_trainer[trainer]
+
+    @cached_property
+    def step_losses(self) -> dict[int, Curve]:
+        """Per trainer its losses over its inner steps, counted over all rounds: means over its workers."""
+        return _step_losses(self)
+
+    @cached_property
+    def memory(self) -> dict[str, dict[str, np.ndarray]]:
+        """Per device the columns seconds, allocated_bytes and peak_bytes of memory_log.csv; empty if not measured."""
+        return _memory(self.memory_dir / "memory_log.csv")
 
 
-def _rows(path: Path) -> list[dict[str, str]]:
+def _step_losses(run: RunData) -> dict[int, Curve]:
+    log = NumberLog(run.report_dir / "step_loss_log.csv")
+    if not run.rounds:
+        return {}
+    rounds, first = np.unique(run.rounds["outer_step"].astype(int), return_index=True)
+    before = np.zeros(rounds[-1] + 2)
+    before[rounds + 1] = run.rounds["inner_steps"][first]
+    before = np.cumsum(before)
+    found: dict[int, list[np.ndarray]] = {}
+    for piece in log.new():
+        table = dict(zip(log.columns, piece.T, strict=True))
+        # A worker that diverged has no loss to show, and a round that is not in the round log yet has no place.
+        shown = np.isfinite(table["loss"]) & (table["outer_step"] < len(before) - 1)
+        table = {name: column[shown] for name, column in table.items()}
+        numbers = before[table["outer_step"].astype(int)] + table["inner_step"]
+        steps = table.get("steps", np.ones(len(numbers)))
+        entries = np.stack([numbers, table["loss"] * table["effective_batch"], table["effective_batch"], steps])
+        for trainer in np.unique(table["trainer_id"]):
+            found.setdefault(int(trainer), []).append(_added_up(entries[:, table["trainer_id"] == trainer]))
+    curves = {}
+    for trainer, parts in found.items():
+        numbers, losses, weights, steps = _added_up(np.concatenate(parts, axis=1))
+        curves[trainer] = (numbers, losses / weights, steps)
+    return curves
+
+
+def _added_up(entries: np.ndarray) -> np.ndarray:
+    """One entry per number (first row), with the sums of the second and third row, and the largest of the fourth."""
+    order = np.argsort(entries[0], kind="stable")
+    entries = entries[:, order]
+    starts = np.flatnonzero(np.diff(entries[0], prepend=np.nan) != 0)
+    if not len(starts):
+        return entries
+    sums = np.add.reduceat(entries[1:3], starts, axis=1)
+    return np.concatenate([entries[:1, starts], sums, np.maximum.reduceat(entries[3:], starts, axis=1)])
+
+
+def _memory(path: Path) -> dict[str, dict[str, np.ndarray]]:
+    columns = ("seconds", "allocated_bytes", "peak_bytes")
+    found: dict[str, dict[str, array]] = {}
     if not path.exists():
-        return []
+        return {}
     with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(_whole_lines(file)))
-
-
-def _whole_lines(file: Iterable[str]) -> Iterator[str]:
-    """The lines that were written to their end: a program that died, or writes just now, leaves half of one."""
-    return (line for line in file if line.endswith("\n"))
-
-
-def _numbers(path: Path) -> np.ndarray:
-    columns = 7
-    if not path.exists():
-        return np.empty((0, columns))
-    with path.open(encoding="utf-8") as file:
-        columns = file.readline().count(",") + 1
-        lines = list(_whole_lines(file))
-    return np.loadtxt(lines, delimiter=",", ndmin=2) if lines else np.empty((0, columns))
-
-
-def read_round_log(path: Path) -> list[Row]:
-    """The rows of training_log.csv as numbers; an empty cell is NaN."""
-    return [{name: float(value) if value else float("nan") for name, value in row.items()} for row in _rows(path)]
+        for row in csv.DictReader(line for line in file if line.endswith("\n")):
+            device = found.setdefault(row["device"], {column: array("d") for column in columns})
+            for column in columns:
+                device[column].append(float(row[column]))
+    return {name: {column: np.array(values) for column, values in device.items()} for name, device in found.items()}
 
 
 def _merges(path: Path) -> list[MergeRecord]:
     merges: dict[int, MergeRecord] = {}
-    for row in _rows(path):
+    for row in NumberLog(path).all():
         step = int(row["outer_step"])
         merge = merges.setdefault(step, MergeRecord(step, int(row["representative"]), {}))
-        merge.weights[int(row["trainer_id"])] = float(row["weight"])
+        merge.weights[int(row["trainer_id"])] = row["weight"]
     return list(merges.values())
 
 
-def read_run(folder: Path) -> RunData:
+def read_run(folder: Path, rows: bool = True) -> RunData:
     """Read a run folder; it may be that of a run that goes on, or that died.
+
+    Args:
+        rows: read the rounds and merges; otherwise there are none.
 
     Raises:
         RunFolderError: it is none, or is damaged.
@@ -151,8 +183,8 @@ def read_run(folder: Path) -> RunData:
             folder=folder,
             config=config,
             summary=json.loads((report_dir / "summary.json").read_text(encoding="utf-8")),
-            rounds=read_round_log(report_dir / "training_log.csv"),
-            merges=_merges(report_dir / "merge_log.csv"),
+            rounds=NumberLog(report_dir / "training_log.csv").all() if rows else Rows({}),
+            merges=_merges(report_dir / "merge_log.csv") if rows else [],
         )
     except OSError as error:
         raise RunFolderError(f"{folder}: not a run folder: {error.filename}: {error.strerror}") from None
