@@ -141,11 +141,14 @@ def set_up(
 
     from cluster import Cluster
     from fabrics.dataset_loader import load_data
+    from training_logs.recording.provenance import Origin, code_of, machine
     from training_logs.recording.recorder import RunRecorder
     from training_logs.recording.records import Observer
     from training_logs.recording.run_folder import make_run_folder
     from utils.checkpoint import Checkpoints
 
+    # Before the data, which may take long: what is asked for is the code that has just been read.
+    code = code_of() if processes.is_main else None
     checkpoint, state, threads = None, None, threads_per_process(config)
     if resume:
         checkpoint = decided(processes, Checkpoints(checkpoints_of(Path(resume)), config.keep_checkpoints).newest)
@@ -158,10 +161,11 @@ def set_up(
     if checkpoint is not None:
         cluster.resume(checkpoint)
     folder = Path(resume) if resume else decided(processes, lambda: make_run_folder(config, data.dataset))
-    recorder = Observer()
+    recorder, machines = Observer(), processes.gather(machine(cluster.devices))
     if processes.is_main:
         try:
-            recorder = RunRecorder(config, folder, kept, started, state)
+            origin = Origin.of_this_program(started, code, machines)
+            recorder = RunRecorder(config, folder, kept, started, state, origin)
         except OSError as error:
             raise ConfigError(f"the run folder cannot be used: {error}") from None
     remember_attempt(folder)

@@ -137,6 +137,10 @@ def test_the_session_holds_config_plots_texts_summary_and_model(folder):
         assert any(name.endswith(f"plots_{Path(plot).stem}_00000000.png") for name in names), plot
     (summary,) = [name for name in names if name.endswith("summary.json")]
     assert json.loads(session.read(summary))["final_metric"] == run.summary["final_metric"]
+    invocation = {name: entry["value"] for name, entry in task["hyperparams"]["invocation 1"].items()}
+    assert (invocation["command"], invocation["commit"]) == ("python run.py 'task_name=<i>'", "c0ffee")
+    (patch,) = [name for name in names if name.endswith("changes.patch")]
+    assert session.read(patch) == b"+1\n"
     (model,) = task["offline_output_models"]
     expected = (folder / run.summary["best_model"] / "model.safetensors").resolve()
     assert model["weights"]["register_uri"] == expected.as_uri()
@@ -346,7 +350,7 @@ def test_a_server_is_told_everything_while_the_run_goes_on(online, tmp_path, mon
     run = read_run(folder)
     assert server.scalars == expected_scalars(run)
     assert server.repeated == []
-    assert server.uploads == len(PLOTS) + 1
+    assert server.uploads == len(PLOTS) + 2  # the summary and changes.patch
     assert "tasks.completed" in server.names()
     assert server.task["status"] == "completed"
     weights = (folder / run.summary["best_model"] / "model.safetensors").resolve().as_uri()

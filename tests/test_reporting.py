@@ -17,6 +17,7 @@ from tests.helpers import tiny_cluster
 from training_logs import training_monitoring
 from training_logs.recording import recorder as recording
 from training_logs.recording.memory_monitor import MemoryMonitor
+from training_logs.recording.provenance import Code, Origin, machine, machines
 from training_logs.recording.recorder import RunRecorder
 from training_logs.recording.run_folder import make_run_folder, start_logging
 from training_logs.recording.step_loss_logger import StepLossLogger, _RunningLine
@@ -46,7 +47,9 @@ def record_run(folder: Path, **values) -> Path:
     kept = start_logging()
     started = recording.time.perf_counter()
     folder = make_run_folder(cluster.config, cluster.data.dataset)
-    recorder = RunRecorder(cluster.config, folder, kept, started)
+    here = machines([machine(cluster.devices)])
+    origin = Origin("python run.py 'task_name=<i>'", "2026-01-02T03:04:05+01:00", Code("c0ffee", True, b"+1\n"), here)
+    recorder = RunRecorder(cluster.config, folder, kept, started, None, origin)
     final = cluster.train(recorder)
     models = cluster.save_models(folder / cluster.config.model_weights_dir, recorder)
     recorder.finish(cluster, final, "completed", models)
@@ -206,6 +209,20 @@ def test_the_report_holds_everything_and_needs_nothing_else(run):
     ):
         assert text in page, text
     assert page.count("<tr class=changed>") >= 5
+
+
+def test_the_report_says_where_the_run_comes_from(folder, run):
+    (invocation,) = run.summary["invocations"]
+    assert (folder / invocation["patch"]).read_text() == "+1\n"
+    resumed = invocation | {"first_round": 1234, "commit": "<b>unknown</b>", "changed": None, "patch": None}
+    page = run_body(dataclasses.replace(run, summary=run.summary | {"invocations": [invocation, resumed]}))
+    begun = "<td>2026-01-02T03:04:05+01:00</td><td>{}</td><td>python run.py &#x27;task_name=&lt;i&gt;&#x27;</td>"
+    assert begun.format("1") + "<td>c0ffee</td><td>in changes.patch</td>" in page
+    assert begun.format("1,234") + "<td>&lt;b&gt;unknown&lt;/b&gt;</td><td>not known</td>" in page
+    assert f"torch {torch.__version__}, 1 process</td>" in page
+    assert "<h2>Where it comes from</h2>" not in run_body(
+        dataclasses.replace(run, summary=run.summary | {"invocations": []})
+    )
 
 
 def test_a_dead_run_has_a_report_up_to_its_last_round(tmp_path, monkeypatch):

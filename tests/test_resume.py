@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from utils.resume import training_changes
 from utils.signals import StopRequest
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMES = ("wall_seconds", "training_seconds", "tokens_per_second", "memory_peaks")
+TIMES = ("wall_seconds", "training_seconds", "tokens_per_second", "memory_peaks", "invocations")
 
 
 def report(folder: Path, name: str) -> list[dict]:
@@ -102,6 +103,10 @@ def test_a_resumed_run_on_two_processes_equals_the_uninterrupted_run_on_one(stop
     assert "2 processes" in (stopped / "training_log.log").read_text()
     assert_same_run(stopped, whole, besides=("processes",))
     assert "process 1" in summary(stopped)["memory_peaks"]
+    begun, resumed = summary(stopped)["invocations"]
+    assert begun == summary(whole)["invocations"][0]
+    assert (resumed["first_round"], resumed["processes"]) == (5, 2)
+    assert shlex.split(resumed["command"])[1:] == command[1:]
 
 
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(stopped, whole, capsys):

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import platform
+import shlex
 import signal
 import subprocess
 import sys
@@ -76,7 +78,8 @@ def summary(finished):
 
 def test_the_run_folder_is_named_after_model_dataset_and_date(finished):
     assert finished[0].name.startswith("microllama_python_docs_20")
-    assert {path.name for path in finished[0].iterdir()} == {
+    # Where files differ from the commit, changes.patch is there as well.
+    assert {path.name for path in finished[0].iterdir()} - {"changes.patch"} == {
         "config.yaml",
         "training_log.log",
         "model_training_report",
@@ -145,6 +148,19 @@ def test_the_summary_tells_the_run(rows, summary):
     assert summary["last_accumulation_steps"] == int(rows[-1]["accumulation_steps"])
     assert summary["wall_seconds"] > summary["training_seconds"] > 0
     assert summary["tokens_per_second"] == pytest.approx(summary["tokens"] / summary["training_seconds"])
+
+
+def test_the_run_can_be_traced(finished, summary):
+    (invocation,) = summary["invocations"]
+    program, *arguments = shlex.split(invocation["command"])
+    assert program.startswith("python")
+    assert arguments == finished[1].args[1:]
+    assert (invocation["first_round"], invocation["processes"]) == (1, 1)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    assert invocation["commit"] == (commit or "unknown")
+    assert (finished[0] / "changes.patch").exists() == bool(invocation["changed"])
+    (hardware,) = invocation["hardware"]
+    assert (hardware["host"], hardware["processes"]) == (platform.node(), 1)
 
 
 def test_every_inner_step_is_in_the_step_log(finished, rows):

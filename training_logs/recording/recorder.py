@@ -19,6 +19,7 @@ from training_logs.recording.append_log import AppendLog
 from training_logs.recording.clearml_process import ClearMLProcess, start_clearml
 from training_logs.recording.drawing import Drawing
 from training_logs.recording.memory_monitor import MemoryMonitor
+from training_logs.recording.provenance import Invocations, Origin
 from training_logs.recording.records import ClusterRound, Observer, RunView
 from training_logs.recording.round_log import COLUMNS, accumulation_steps, round_line, round_row
 from training_logs.recording.run_folder import FileHandler, continue_log, logger
@@ -40,6 +41,7 @@ class RunRecorder(Observer):
         started: time.perf_counter() at the start of the program, for wall_seconds.
         state: from state_dict, where a run is resumed; what was logged after it is dropped, or for the log file moved
             to `<log>_lost.log`.
+        origin: what this start or resume comes from; None: that is not recorded.
 
     Raises:
         OSError: the folder cannot be written, or its logs do not fit the state.
@@ -52,11 +54,15 @@ class RunRecorder(Observer):
         kept: logging.handlers.MemoryHandler,
         started: float,
         state: Mapping | None = None,
+        origin: Origin | None = None,
     ):
         self.config = config
         self.folder = folder
         self.report_dir = folder / config.model_training_report_dir
         self.report_dir.mkdir(parents=True, exist_ok=state is not None)
+        self._invocations = Invocations(
+            folder, self.report_dir / "summary.json", origin, state.get("invocations") if state else None
+        )
         self._started = started - (state["seconds"] if state else 0.0)
         self._log_path = folder / config.log_file
         logs = state["logs"] if state else {}
@@ -100,6 +106,7 @@ class RunRecorder(Observer):
             "last_accumulation_steps": self._last_accumulation_steps,
             "warnings": self._warnings.state_dict(),
             "drawing": self._drawing.state_dict(),
+            "invocations": list(self._invocations.entries),
         }
 
     def _check(self, what: str, error: OSError | None) -> None:
@@ -120,6 +127,7 @@ class RunRecorder(Observer):
             logger.warning("warning: %s", message)
 
     def on_start(self, run: RunView, initial: dict[int, Evaluation]) -> None:
+        self._attempt("changes.patch", lambda: self._invocations.begin(run.totals.outer_steps + 1))
         self._memory = MemoryMonitor(
             self.folder / self.config.memory_report_dir,
             run.devices,
@@ -288,5 +296,6 @@ class RunRecorder(Observer):
                 trainer: dataclasses.asdict(statistics) for trainer, statistics in self._steps.statistics().items()
             },
             "warnings": self._warnings.summary(),
+            "invocations": self._invocations.entries,
         }
         return run_summary(run, final, status, recorded)

@@ -236,6 +236,7 @@ class Reporter:
                 self._logger.report_image("plots", path.stem, iteration=self._last_round, local_path=str(path))
         if run.summary:
             self._task.upload_artifact("summary", dict(run.summary))
+        self._origin(run)
         model = run.summary.get("best_model")
         if model:
             from clearml import OutputModel
@@ -246,6 +247,14 @@ class Reporter:
                 # clearml 2.1.12 asks its offline stand-in of a model for this, and forgot to give it.
                 registered._get_base_model().locked = False
             registered.update_weights(register_uri=weights.as_uri())
+
+    def _origin(self, run: RunData) -> None:
+        """What the run can be traced to: among the hyper-parameters, and the differences as artifacts."""
+        for number, invocation in enumerate(run.summary.get("invocations", ()), 1):
+            self._task.connect(dict(invocation), name=f"invocation {number}")
+            path = run.folder / (invocation["patch"] or "")
+            if path.is_file():
+                self._task.upload_artifact(path.name, path)
 
     def close(self, run: RunData) -> None:
         """Give the task the run's status, when everything has arrived."""

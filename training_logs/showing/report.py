@@ -2,6 +2,7 @@
 
 import base64
 import html
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,35 @@ def _prediction(run: RunData) -> str:
     return "<h2>Communications for more examples</h2>" + "".join(f"<p>{html.escape(line)}</p>" for line in lines)
 
 
+def _machine(machine: Mapping[str, Any]) -> str:
+    gpus = Counter(f"{gpu['name']} ({byte_size(gpu['memory_bytes'])})" for gpu in machine["gpus"])
+    parts = [
+        f"{machine['host']}: {machine['cpu']}",
+        f"{machine['usable_cores']} of {machine['cores']} cores",
+        byte_size(machine["memory_bytes"]),
+        *(f"{count} x {gpu}" for gpu, count in gpus.items()),
+        machine["system"],
+        f"Python {machine['python']}",
+        f"torch {machine['torch']}" + (f" for CUDA {machine['cuda']}" if machine["cuda"] else ""),
+        f"{machine['processes']} processes" if machine["processes"] > 1 else "1 process",
+    ]
+    return ", ".join(parts)
+
+
+def _origin(run: RunData) -> str:
+    """What the run can be traced to, by start and resume."""
+    rows = []
+    for invocation in run.summary.get("invocations", ()):
+        difference = {None: "not known", False: "none", True: "yes"}[invocation["changed"]]
+        if invocation["patch"]:
+            difference = f"in {invocation['patch']}"
+        machines = "; ".join(map(_machine, invocation["hardware"]))
+        parts = (invocation[name] for name in ("started", "first_round", "command", "commit"))
+        rows.append((*parts, difference, machines))
+    columns = ("started", "from round", "command", "commit", "files that differ", "hardware")
+    return "<h2>Where it comes from</h2>" + table(columns, rows) if rows else ""
+
+
 def run_body(run: RunData) -> str:
     """The report of one run, as the body of a page."""
     summary = run.summary
@@ -215,7 +245,7 @@ def run_body(run: RunData) -> str:
             for device, peak in summary["memory_peaks"].items()
         ]
         parts += ["<h2>Memory</h2>", table(("device", "peak", "of", "first seen at", "round"), rows)]
-    parts += ["<h2>Rounds</h2>", _round_table(run.rounds)]
+    parts += ["<h2>Rounds</h2>", _round_table(run.rounds), _origin(run)]
     if summary:
         plain = [(key, str(value)) for key, value in summary.items() if not isinstance(value, dict | list)]
         parts += ["<details><summary>Summary</summary>", table(("key", "value"), plain), "</details>"]
