@@ -112,10 +112,17 @@ def test_batches_never_shrink_and_are_shared_out_evenly():
     assert rounds_one_by_one(law, 10.0 * (8 + 8 + 9 + 9), 10, falling, 0.0) == pytest.approx(4.0)
 
 
-def test_long_predictions_take_several_rounds_at_once():
-    for law in (BatchLaw("constant", 16.0), BatchLaw("linear", 16.0, 0.5)):
-        exact = law.rounds(1e8, 20)
-        assert rounds_one_by_one(law, 1e8, 20, Requests(), 0.0) == pytest.approx(exact, rel=0.02)
+@pytest.mark.parametrize(
+    ("regime", "growth"),
+    [("constant", 0.0), ("linear", 0.5), ("linear", 8.0), ("geometric", 0.001), ("geometric", 0.05)],
+)
+@pytest.mark.parametrize("examples", [1e6, 1e8, 1e10])
+def test_long_predictions_take_several_rounds_at_once_and_lose_nothing_by_it(regime, growth, examples):
+    asked, law = [], BatchLaw(regime, 16.0, growth)
+    requests = Requests(lambda done: (asked.append(done), 1.0)[1])
+    exact = law.rounds(examples, 20)
+    assert rounds_one_by_one(law, examples, 20, requests, 0.0) == pytest.approx(exact, rel=1e-3, abs=0.5)
+    assert len(asked) < 1200
 
 
 def test_drawn_parameters_have_the_covariance_of_least_squares():

@@ -309,7 +309,7 @@ def draw_prediction(axes: Axes, run: RunData, x: str) -> None:
     axes.plot(*thinned(np.array([0, *examples]), np.array([0, *communications])), ".-", color="black", label="measured")
     found = _fitted(axes, run)
     if found is not None:
-        ahead = np.linspace(examples[-1], 3.0 * examples[-1], 15)
+        ahead = np.linspace(examples[-1], 3.0 * examples[-1], 9)
         values = [found.communications(count) for count in ahead]
         axes.plot(ahead, [value.value for value in values], color=colour(0), label="predicted")
         axes.fill_between(
