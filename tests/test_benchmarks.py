@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import data, throughput
+from benchmarks import data, logs, throughput
 from benchmarks.throughput import flops_per_token
 from tests.helpers import random_sequences, tiny_llama
+from training_logs.recording import step_loss_logger
+from training_logs.showing.run_data import read_run
+from training_logs.training_monitoring import draw
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -101,3 +104,19 @@ def test_scaling_sends_and_writes_and_says_how_much():
         ("int8", "in worker order", "0.3"),
     ]
     assert len(re.findall(r"^  (?:copy to a file|write|verify|read) +\d", done.stdout, re.MULTILINE)) == 4
+
+
+def test_logs_of_synthetic_rounds_are_those_of_a_run(tmp_path, monkeypatch):
+    beside = []
+    monkeypatch.setattr(logs, "beside", lambda *command: beside.append(command))
+    monkeypatch.setattr(step_loss_logger, "ROWS", 200)
+    found = logs.push(tmp_path / "run", 30, 2, 4, 3)
+    run = read_run(tmp_path / "run")
+    # Two trainers until the merge after the third round; 4 workers of 3 steps until 200 rows are reached.
+    assert len(run.rounds) == found["logs"]["training_log.csv"]["rows"] == 2 * 3 + 27
+    assert found["logs"]["step_loss_log.csv"]["rows"] < 30 * 4 * 3
+    assert (run.summary["status"], run.summary["outer_steps"], run.summary["merges"]) == ("completed", 30, 1)
+    assert run.summary["warnings"][0]["count"] == 30
+    assert found["points_reported"] > 30 * 10
+    assert [command[0] for command in beside] == ["training_logs.training_monitoring", "training_logs.log_processor"]
+    draw(tmp_path / "run")
