@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch
 
+from algorithms.distribution import distribute_nodes
 from algorithms.limits import Limits, RoundSchedule
-from algorithms.policies import MERGE_POLICIES, distribute_nodes
+from algorithms.policies import MERGE_POLICIES
 from fabrics.data_order import DataCursor
 from fabrics.eval_tool import Evaluation, EvaluationPart
 from fabrics.examples import TaskData
