@@ -10,7 +10,7 @@ round. Only tensors, and the work on them, are shared out.
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,6 +113,7 @@ class Cluster:
         check_modules(config, self.working[self.devices[0]])
         self.pool = NodePool(processes.devices, config)
         first_requests = dict.fromkeys(range(config.number_of_initial_trainers), config.INITIAL_BATCH_SIZE)
+        self.trainers: dict[int, Trainer] = {}
         self.trainers = first_trainers(config, data, self._assignment(first_requests), self.working, processes)
         self.distribute()
         if config.max_batch_size is None:
@@ -143,16 +144,22 @@ class Cluster:
         groups = {node.id: self.processes.groups[node.id] for node in self.nodes if node.id not in self.failed_nodes}
         if not groups:
             raise NoNodeLeftError("no node is left to train on: all of them failed, or were dropped as too slow")
-        return distribute_nodes(requests, groups)
+        present = {trainer.id: [node.id for node in trainer.nodes] for trainer in self.trainers.values()}
+        return distribute_nodes(requests, groups, present, self.config.redistribution_hysteresis)
 
     def distribute(self) -> None:
-        """Give every living trainer its nodes, in proportion to the requested batches.
+        """Give every living trainer its nodes, in proportion to the requested batches; bytes are counted.
 
         Raises:
             NoNodeLeftError: as it says.
         """
-        for trainer, nodes in self._assignment(self._requests()).items():
-            self.trainers[trainer].assign_nodes(tuple(self.nodes[node] for node in nodes))
+        self._assign(self._assignment(self._requests()))
+
+    def _assign(self, assignment: Mapping[int, Sequence[int]]) -> None:
+        for trainer, nodes in assignment.items():
+            arrived = self.trainers[trainer].assign_nodes(tuple(self.nodes[node] for node in nodes))
+            self.totals.bytes_redistributed += arrived
+        self.processes.keep(assignment.values())
 
     def _requests(self) -> dict[int, int]:
         return {trainer.id: trainer.requested_batch for trainer in self.trainers.values()}
@@ -162,9 +169,8 @@ class Cluster:
         plan = MERGE_POLICIES[self.config.merging_policy](self._requests(), self.config.merge_count)
         others = [self.trainers.pop(trainer) for trainer in plan.weights if trainer != plan.representative]
         representative = self.trainers[plan.representative]
-        representative.absorb(others, plan.weights)
+        self.totals.bytes_merged += representative.absorb(others, plan.weights)
         self.totals.communications += 1
-        self.totals.bytes_communicated += len(others) * representative.parameter_bytes
         merge = Merge(self.totals.outer_steps, plan)
         self.merges.append(merge)
         return merge
@@ -348,14 +354,16 @@ class Cluster:
                 f"the checkpoint is of a model with {state['parameters']:,} parameters, this one has "
                 f"{self.parameter_count:,}"
             )
-        self.totals = Totals(**state["totals"])
         self.merges = [Merge.from_values(merge) for merge in state["merges"]]
         self.pool.load_state_dict(state["max_batches"])
         living = {int(trainer): values for trainer, values in state["trainers"].items()}
         self.trainers = {trainer: self.trainers[trainer] for trainer in living}
-        for trainer, values in living.items():
-            self.trainers[trainer].batch.requested_batch = values["requested_batch"]
-        self.distribute()
+        assignment = {trainer: values["nodes"] for trainer, values in living.items()}
+        if len(state["max_batches"]) != len(self.nodes):  # other nodes than those of the checkpoint
+            requests = {trainer: values["requested_batch"] for trainer, values in living.items()}
+            assignment = distribute_nodes(requests, dict(enumerate(self.processes.groups)))
+        self._assign(assignment)
+        self.totals = Totals(**state["totals"])
         for trainer, values in living.items():
             self.trainers[trainer].load_state_dict(values, read)
 

@@ -23,7 +23,7 @@ from algorithms.switch_mode import ExecutionPlan, execution_plans
 from fabrics.data_order import DataCursor
 from fabrics.examples import Examples
 from fabrics.worker import Assignment, Node, Place, TrainingError, Worker, WorkerRound
-from fabrics.workforce import Workforce
+from fabrics.workforce import Workforce, merge
 from fabrics.working_model import WorkingModel
 from training_logs.recording.records import RoundReport
 from utils.compression import COMMUNICATION_DTYPES, PLAIN
@@ -119,9 +119,6 @@ class Trainer:
         self.velocity = None
         if self._algorithm.has_velocity and parameters is not None:
             self.velocity = torch.zeros_like(parameters)
-        first = next(iter(working.values()))
-        self._parameter_count, self._dtype = first.parameter_count, first.parameters.dtype
-        self.parameter_bytes = self._parameter_count * self._dtype.itemsize
 
     @property
     def requested_batch(self) -> int:
@@ -140,17 +137,24 @@ class Trainer:
         """Those of this process, by number."""
         return self.workforce.local
 
-    def assign_nodes(self, nodes: tuple[Node, ...]) -> None:
-        """Let these nodes work for the trainer from now on; see Workforce.assign."""
-        hand_over = self.workforce.assign(nodes)
-        if hand_over is not None:
-            self.parameters = hand_over(self.parameters)
-            if self._algorithm.has_velocity:
-                self.velocity = hand_over(self.velocity)
+    @property
+    def _shared(self) -> list[torch.Tensor] | None:
+        """What all workers have in common: parameters and velocity; None in a process without a worker."""
+        if self.parameters is None:
+            return None
+        return [self.parameters] if self.velocity is None else [self.parameters, self.velocity]
+
+    def assign_nodes(self, nodes: tuple[Node, ...]) -> int:
+        """Let these nodes work for the trainer from now on; the bytes that arrive at them. See Workforce.assign."""
+        tensors, arrived = self.workforce.assign(nodes, self._shared)
+        self.parameters, self.velocity = (*(tensors or ()), None, None)[:2]
+        return arrived
 
     def parameters_for(self, node: Node) -> torch.Tensor | None:
         """The parameters in the process that owns the node, None elsewhere; all processes ask together."""
-        return self.workforce.provide(self.parameters, (node,))
+        own = None if self.parameters is None else [self.parameters]
+        provided = self.workforce.provide(own, self.nodes, (node,), 1)
+        return None if provided is None else provided[0]
 
     def execution_plans(self) -> dict[int, ExecutionPlan]:
         """Each worker's plan for the requested batch: ceil(B / M) examples through the switch mode."""
@@ -192,7 +196,9 @@ class Trainer:
             local[index], gradients[index] = worker.run(self.parameters, assignments[index], on_step)
             return None if local[index].left_out else worker.encoded_pseudo_gradient(self.parameters)
 
-        pseudo_gradient, count = self.workforce.mean(pseudo_gradient_of, self.parameters, self._encoding)
+        # Every example counts the same, whichever worker it is with.
+        weights = [assignment.plan.effective_batch for assignment in assignments.values()]
+        pseudo_gradient, count = self.workforce.mean(pseudo_gradient_of, self.parameters, self._encoding, weights)
         if count:
             self._algorithm.outer_step(
                 self.parameters,
@@ -280,11 +286,7 @@ class Trainer:
         statistics, warning = self.batch.conclude(samples, step_examples, schedule.progress_after, largest)
         self.cursor.advance(schedule.inner_steps * step_examples)
         self.inner_steps += schedule.inner_steps
-        bytes_sent = 0
-        if len(workers) > 1:
-            bytes_sent = self._encoding.reduction_bytes(len(workers), self._parameter_count, self._dtype)
-            if self._compares_workers:
-                bytes_sent += PLAIN.reduction_bytes(len(workers), self._parameter_count, self._dtype)
+        encodings = [self._encoding, PLAIN] if self._compares_workers else [self._encoding]
         self.rounds += 1
         return RoundReport(
             trainer=self.id,
@@ -296,7 +298,7 @@ class Trainer:
             examples=schedule.inner_steps * step_examples,
             tokens=tokens,
             communications=int(len(workers) > 1),
-            bytes_communicated=bytes_sent,
+            bytes_synchronised=sum(map(self.workforce.reduction_bytes, encodings)),
             seconds=seconds,
             warnings=(*warnings, *filter(None, (problem, warning))),
         )
@@ -323,28 +325,25 @@ class Trainer:
 
     # Merging and state
 
-    @torch.no_grad()
-    def absorb(self, others: list["Trainer"], weights: Mapping[int, float]) -> None:
+    def absorb(self, others: list["Trainer"], weights: Mapping[int, float]) -> int:
         """Become the merge of this trainer, the representative, with others (AdLoCo, section 3, step 7).
 
         Parameters and outer velocity become the weighted averages, data subsets are united; requested batch,
-        statistics and workers stay the representative's. The config may have velocity and moments begin anew.
+        statistics and workers stay the representative's. The config may have velocity and moments begin anew. Returns
+        the bytes that arrive at nodes.
         """
         config = self._config
-        for name in ("parameters", "velocity") if self._algorithm.has_velocity else ("parameters",):
-            own = getattr(self, name)
-            if own is not None:
-                own.mul_(weights[self.id])
-            for other in others:
-                theirs = other.workforce.provide(getattr(other, name), self.nodes)
-                if own is not None:
-                    own.add_(theirs, alpha=weights[other.id])
+        # A velocity that begins anew is not sent.
+        count = self.workforce.trainer_tensors if config.outer_momentum_at_merge == "average" else 1
+        given = [(trainer.workforce, trainer._shared and trainer._shared[:count]) for trainer in (self, *others)]
+        arrived = merge(given, [weights[trainer.id] for trainer in (self, *others)], count)
         if config.outer_momentum_at_merge == "reset" and self.velocity is not None:
             self.velocity.zero_()
         if config.inner_state_at_merge == "reset":
             for worker in self.workers.values():
                 worker.reset()
         self.cursor.unite([other.cursor for other in others])
+        return arrived
 
     def state_dict(self) -> dict:
         """What the trainer's future depends on, besides its tensors, as plain values."""

@@ -208,14 +208,15 @@ def redistributed_bytes(old: Sequence[int], new: Sequence[int], moves: Sequence[
     return sent
 
 
-def merged_bytes(representative: Sequence[int], others: Sequence[Sequence[int]], sizes: StateBytes) -> int:
+def merged_bytes(representative: Sequence[int], others: Sequence[Sequence[int]], size: int) -> int:
     """Bytes that arrive at nodes when trainers merge; every node counts as a machine of its own.
 
-    The representative's first node gets the others' parameters and velocity, if it does not serve them too, and sends
-    the average to its other nodes.
+    The representative's first node gets what the others have, if it does not serve them too, and sends the average to
+    its other nodes.
 
     Args:
         representative, others: the nodes of the trainers.
+        size: bytes of what a trainer gives: parameters, and the outer velocity unless it begins anew.
     """
     arriving = sum(representative[0] not in nodes for nodes in others)
-    return (arriving + len(representative) - 1) * sizes.trainer
+    return (arriving + len(representative) - 1) * size

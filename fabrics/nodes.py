@@ -79,7 +79,7 @@ def measured_max_batches(
         # Whoever owns the first node of a device measures it, alone.
         if processes.owns(first):
             model, nodes = working[processes.devices[first]], range(first, first + per_device)
-            sharing = len({processes.groups[node] for node in nodes})
+            sharing = processes.sharing(first)
             workers = sum(map(processes.owns, nodes))
             parameters = model.parameters
             size = parameters.numel() * parameters.element_size()

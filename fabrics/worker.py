@@ -122,7 +122,7 @@ class Worker:
         self.working = working
         self._config = config
         kind = DISTRIBUTED_ALGORITHMS[config.distributed_algo].inner_optimizer
-        self.optimizer = INNER_OPTIMIZERS[kind](working.parameters, config)
+        self.optimizer = INNER_OPTIMIZERS[kind].build(working.parameters, config)
         self._encoding = COMMUNICATION_DTYPES[config.communication_dtype]
         self.error = torch.zeros_like(working.parameters.data) if self._encoding.keeps_error else None
 

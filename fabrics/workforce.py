@@ -4,14 +4,17 @@ Workers are numbered from 0; a process has those whose nodes it owns. All proces
 and in the same order.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
+from algorithms.distribution import HandOver, StateBytes, hand_overs, merged_bytes, redistributed_bytes
 from algorithms.gradient_statistics import GradientMoments, gradient_moments
+from algorithms.outer_step import DISTRIBUTED_ALGORITHMS
+from fabrics.inner_optimizers import INNER_OPTIMIZERS
 from fabrics.worker import Node, Worker
 from fabrics.working_model import WorkingModel
-from utils.compression import PLAIN, Encoding
+from utils.compression import COMMUNICATION_DTYPES, PLAIN, Encoding
 from utils.config import Config
 from utils.distributed import LocalWorkers, Processes, Workers
 
@@ -28,6 +31,8 @@ class Workforce:
         nodes: of all workers, in order.
         local: the workers of this process, by number.
         lost: workers whose state is lost, until nodes are assigned again.
+        trainer_tensors: how many flat tensors a trainer has: parameters, and an outer velocity if there is one.
+        parameter_bytes: of one model, without the gaps of the flat tensors. sizes: of the state, likewise.
     """
 
     def __init__(self, config: Config, working: Mapping[torch.device, WorkingModel], processes: Processes):
@@ -35,76 +40,100 @@ class Workforce:
         self.local: dict[int, Worker] = {}
         self.lost: frozenset[int] = frozenset()
         self._config, self._working, self._processes = config, working, processes
-        self._like = next(iter(working.values())).parameters.data
+        first, algorithm = next(iter(working.values())), DISTRIBUTED_ALGORITHMS[config.distributed_algo]
+        self._like = first.parameters.data
+        self._parameter_count = first.parameter_count
+        self.trainer_tensors = 1 + algorithm.has_velocity
+        flat = torch.empty(self._parameter_count, dtype=self._like.dtype, device="meta")
+        moments = INNER_OPTIMIZERS[algorithm.inner_optimizer].state(flat)
+        self.parameter_bytes = flat.nbytes
+        self.sizes = StateBytes(
+            trainer=self.trainer_tensors * flat.nbytes,
+            worker=sum(tensor.nbytes for tensor in moments.values()),
+            error=COMMUNICATION_DTYPES[config.communication_dtype].keeps_error * flat.nbytes,
+        )
         self._group: Workers = LocalWorkers(0)
 
     def __len__(self) -> int:
         return len(self.nodes)
 
-    def assign(self, nodes: tuple[Node, ...]) -> Callable[[torch.Tensor | None], torch.Tensor | None] | None:
+    def assign(
+        self, nodes: tuple[Node, ...], tensors: list[torch.Tensor] | None
+    ) -> tuple[list[torch.Tensor] | None, int]:
         """Let these nodes work from now on.
 
-        Workers keep their state as far as there are nodes for them, wherever those are; a new one, and one whose state
-        is lost, starts with a copy of that of the first worker that has one. Surplus workers end.
+        Workers keep their state as far as there are nodes for them, wherever those are; what a new one, and one whose
+        state is lost, begins with says `new_worker_moments`. Surplus workers end.
+
+        Args:
+            tensors: of the trainer, flat; None in a process without a worker.
 
         Returns:
-            What hands a tensor of the trainer over from the old nodes to the new ones; None where nothing moves.
+            The trainer's tensors in the processes that own the new nodes, and the bytes that arrive at nodes.
         """
         old, lost = self.nodes, self.lost
         self.nodes, self.lost = nodes, frozenset()
-        if [node.id for node in nodes] == [node.id for node in old] and not lost:
+        before, after = [node.id for node in old], [node.id for node in nodes]
+        if before == after and not lost:
             for index, worker in self.local.items():
                 worker.node = nodes[index]
-            return None
-        self._group = self._processes.workers([node.id for node in nodes])
-        before, self.local = self.local, {}
-        healthy = [index for index in range(len(old)) if index not in lost]
+            return tensors, 0
+        self._group = self._processes.workers(after)
+        if old:
+            tensors = self.provide(tensors, old, nodes, self.trainer_tensors)
+        previous, self.local = self.local, {}
         for index, node in enumerate(nodes):
-            source = index if index in healthy else healthy[0] if healthy else None
-            stays = source == index and self._processes.owns(node.id) and index in before
-            if stays and before[index].node.device == node.device:
-                self.local[index] = before[index]
-                self.local[index].node = node
-                continue
-            worker = Worker(node, self._working[node.device], self._config) if self._processes.owns(node.id) else None
-            if source is not None:
-                self._hand_over(before.get(source), worker, old[source], node, with_error=source == index)
-            if worker is not None:
-                self.local[index] = worker
-        return (lambda tensor: self._provide(tensor, old, nodes)) if old else None
+            if self._processes.owns(node.id):
+                here = None if index in lost else previous.get(index)
+                if here is None or here.node.device != node.device:
+                    here = Worker(node, self._working[node.device], self._config)
+                here.node = node
+                self.local[index] = here
+        moves = hand_overs(before, after, lost, self._config.new_worker_moments == "copy")
+        for move in moves:
+            self._hand_over(move, previous.get(move.worker))
+        return tensors, redistributed_bytes(before, after, moves, self.sizes)
 
-    def _hand_over(self, source: Worker | None, target: Worker | None, old: Node, new: Node, with_error: bool) -> None:
-        """Copy a worker's state to another, wherever both are: None is one that is not in this process."""
-        if not (self._processes.owns(old.id) or self._processes.owns(new.id)):
-            return
-        states = (source or target).state_dict()
-        received = {
-            name: self._provide(tensor if source is not None else None, (old,), (new,), tensor)
-            for name, tensor in states.items()
-            if with_error or name != "error"
-        }
-        if target is not None:
-            target.load_state_dict(target.state_dict() | received)
+    def _hand_over(self, move: HandOver, source: Worker | None) -> None:
+        """Copy a worker's state to others, wherever all are. source: None, where it is not in this process."""
+        takers = [self.local[index] for index in move.takers if index in self.local]
 
-    def _provide(
+        def state(worker: Worker) -> dict[str, torch.Tensor]:
+            return {name: tensor for name, tensor in worker.state_dict().items() if move.whole or name != "error"}
+
+        held = None if source is None else list(state(source).values())
+        received = self._processes.provide(
+            held, [move.source], list(move.takers.values()), lambda: list(state(takers[0]).values())
+        )
+        for taker in takers:
+            if taker is not source:
+                taker.load_state_dict(taker.state_dict() | dict(zip(state(taker), received, strict=True)))
+
+    def provide(
         self,
-        tensor: torch.Tensor | None,
-        old: tuple[Node, ...],
-        new: tuple[Node, ...],
-        like: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        like = self._like if like is None else like
-        return self._processes.provide(tensor, [node.id for node in old], [node.id for node in new], like)
+        tensors: list[torch.Tensor] | None,
+        holders: Sequence[Node],
+        takers: Sequence[Node],
+        count: int,
+        into: list[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor] | None:
+        """So many flat tensors of the owners of some nodes, for those of others; None elsewhere.
 
-    def provide(self, tensor: torch.Tensor | None, to: tuple[Node, ...]) -> torch.Tensor | None:
-        """A tensor that the workers' processes have, in those that own the nodes `to`; None elsewhere."""
-        return self._provide(tensor, self.nodes, to)
+        into: what is overwritten with them where they are not; None: new ones.
+        """
+        return self._processes.provide(
+            tensors,
+            [node.id for node in holders],
+            [node.id for node in takers],
+            lambda: [torch.empty_like(self._like) for _ in range(count)] if into is None else into,
+        )
 
     def mean(
         self,
         tensor_of: Callable[[int, Worker], torch.Tensor | None],
         like: torch.Tensor,
         encoding: Encoding = PLAIN,
+        weights: Sequence[float] | None = None,
     ) -> tuple[torch.Tensor, int]:
         """Mean over all workers, wherever they are, and how many are in it.
 
@@ -112,9 +141,14 @@ class Workforce:
             tensor_of: from a worker of this process to its tensor, encoded; None leaves it out. It is asked once per
                 worker, one after the other, and the next may overwrite the tensor.
             like: shape, type and device of the mean.
+            weights: of all workers, by number; None: equal ones.
         """
         tensors: Iterable = ((index, tensor_of(index, self.local[index])) for index in self._group.local_workers)
-        return self._group.mean(tensors, like, encoding)
+        return self._group.mean(tensors, like, encoding, weights)
+
+    def reduction_bytes(self, encoding: Encoding) -> int:
+        """What all workers send for a mean of tensors of model size; nothing where there is one."""
+        return encoding.reduction_bytes(len(self), self._parameter_count, self._like.dtype)
 
     def gradient_moments(
         self, gradients: Mapping[int, torch.Tensor | None], like: torch.Tensor
@@ -133,18 +167,50 @@ class Workforce:
         }
 
     def state_dict(self) -> dict:
-        """How many workers there are and whose state is lost, as plain values; each has tensors of its own."""
-        return {"workers": len(self.nodes), "lost": sorted(self.lost)}
+        """The workers' nodes and whose state is lost, as plain values; each worker has tensors of its own."""
+        return {"nodes": [node.id for node in self.nodes], "lost": sorted(self.lost)}
 
     def load_state_dict(self, state: Mapping, read: Callable[[int, str], torch.Tensor]) -> None:
-        """Give as many workers as there were their state back; others begin as new workers do.
+        """Give as many workers as there were their state back; others begin with that of the first healthy one.
 
         Args:
             read: from a worker's number and the name of a tensor to that tensor.
         """
-        healthy = [index for index in range(state["workers"]) if index not in state["lost"]]
-        for index, worker in self.local.items() if healthy else ():
-            source = index if index in healthy else healthy[0]
-            own = worker.state_dict()
-            loaded = {name: read(source, name) for name in own if name != "error" or source == index}
-            worker.load_state_dict(own | loaded)
+        workers, lost = len(state["nodes"]), frozenset(state["lost"])
+        healthy = [index for index in range(workers) if index not in lost]
+        self.lost = lost & set(range(len(self.nodes))) if healthy else frozenset()
+        for index, worker in self.local.items():
+            source = index if index < workers else min(healthy, default=None)
+            if source is not None and source not in lost:
+                own = worker.state_dict()
+                loaded = {name: read(source, name) for name in own if name != "error" or source == index}
+                worker.load_state_dict(own | loaded)
+
+
+@torch.no_grad()
+def merge(given: Sequence[tuple[Workforce, list[torch.Tensor] | None]], weights: Sequence[float], count: int) -> int:
+    """Make the first trainer's flat tensors, in place, the weighted average of all trainers'.
+
+    The process of its first worker makes the averages, and those of its other workers have them from there.
+
+    Args:
+        given: the workers and the tensors of each trainer; None in a process without one of its workers.
+        weights: of each; they sum to 1.
+        count: tensors of each.
+
+    Returns:
+        The bytes that arrive at nodes.
+    """
+    (workforce, average), others = given[0], given[1:]
+    first = workforce.nodes[:1]
+    if 0 in workforce.local:
+        for tensor in average:
+            tensor.mul_(weights[0])
+    for (other, tensors), weight in zip(others, weights[1:], strict=True):
+        theirs = other.provide(tensors, other.nodes, first, count)
+        if 0 in workforce.local:
+            for tensor, their in zip(average, theirs, strict=True):
+                tensor.add_(their, alpha=weight)
+    workforce.provide(average, first, workforce.nodes, count, into=average)
+    nodes = [[node.id for node in trainer.nodes] for trainer, _ in given]
+    return merged_bytes(nodes[0], nodes[1:], count * workforce.parameter_bytes)

@@ -61,6 +61,7 @@ class _Counting(Recorder):
         self.counts: Counter = Counter()
         self.by_round: list[dict] = []
         self.batches, self.evaluated = 0, []
+        self.received = 0  # bytes of state that came from other processes
         self.originals = {name: getattr(dist, name) for name in COLLECTIVES}
         self.evaluate = validation.begin_batches
 
@@ -82,6 +83,8 @@ class _Counting(Recorder):
     def _counted(self, name, original):
         def call(*arguments, **keywords):
             self.counts[name] += 1
+            if name == "broadcast" and arguments[1] != dist.get_rank():
+                self.received += arguments[0].nbytes
             return original(*arguments, **keywords)
 
         return call
@@ -124,6 +127,7 @@ def run_scenario(name: str, processes=None) -> dict:
             final = cluster.train(recorder)
     finally:
         initialisation.build_model, Worker._inner_steps = build, inner_steps
+    trainer_bytes = next(iter(cluster.trainers.values())).workforce.parameter_bytes
     reports = [report for result in recorder.rounds for report in result.reports.values()]
     return {
         "parameters": {t.id: t.parameters_for(cluster.nodes[0]) for t in cluster.trainers.values()},
@@ -132,7 +136,12 @@ def run_scenario(name: str, processes=None) -> dict:
         "train_losses": [report.train_loss for report in reports],
         "workers": [len(report.workers) for report in reports],
         "variances": [report.statistics and report.statistics.variance for report in reports],
-        "bytes": cluster.totals.bytes_communicated,
+        "bytes": [
+            *(cluster.totals.bytes_synchronised, cluster.totals.bytes_merged, cluster.totals.bytes_redistributed)
+        ],
+        # Flat tensors have gaps between parameters, which are sent and not counted.
+        "flat_bytes": [cluster.working[cluster.devices[0]].parameters.nbytes, trainer_bytes],
+        "received": recorder.received,
         "left_out": cluster.totals.left_out,
         "merges": len(cluster.merges),
         "placement": [
@@ -156,14 +165,16 @@ def churn(processes, redistributions: int = 40) -> dict:
         first, second = nodes[: cuts[step % 3]], nodes[cuts[step % 3] :]
         for trainer in (first, second):
             processes.workers(trainer)
-        held = torch.full((5,), float(step)) if processes.owns(first[0]) else None
-        taken = processes.provide(held, first[:1], [first[0], *second], torch.empty(5))
-        assert (taken is None) != any(map(processes.owns, [first[0], *second]))
-        assert taken is None or torch.equal(taken, torch.full((5,), float(step)))
+        held = [torch.full((5,), float(step)), torch.tensor(0.5)] if processes.owns(first[0]) else None
+        takers = [first[0], *second]
+        taken = processes.provide(held, first[:1], takers, lambda: [torch.empty(5), torch.empty(())])
+        assert (taken is None) != any(map(processes.owns, takers))
+        assert taken is None or [tensor.tolist() for tensor in taken] == [[step] * 5, 0.5]
         processes.keep([first, second])
         most = max(most, len(processes._groups))
         if step == 3:
             descriptors = len(os.listdir("/dev/fd"))
+    assert processes.sharing(0) == processes.count  # one CPU
     return {"groups": most, "descriptors": len(os.listdir("/dev/fd")) - descriptors}
 
 
@@ -175,7 +186,7 @@ def main(folder: Path) -> None:
             processes = join_processes(make_config(**values))[0]
         processes._in_order = values.get("deterministic", True)
         result = run_scenario(name, processes)
-        for what in ("collectives", "evaluated"):
+        for what in ("collectives", "evaluated", "received"):
             result[what] = processes.gather(result[what])
         results[name] = result
     results["churn"] = processes.gather(churn(processes))

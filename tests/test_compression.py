@@ -81,15 +81,16 @@ def test_what_int8_loses_is_sent_in_the_next_rounds():
     config = make_config(communication_dtype="int8", sampling_method="none")
     trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(60)), nodes=1)
     wanted, sent = torch.zeros_like(trainer.parameters), torch.zeros_like(trainer.parameters)
-    encode = trainer._encoded_pseudo_gradient
+    (worker,) = trainer.workers.values()
+    encode = worker.encoded_pseudo_gradient
 
-    def recording(worker):
-        wanted.add_(trainer.parameters - worker.working.parameters.data)
-        rows = encode(worker)
+    def recording(parameters):
+        wanted.add_(parameters - worker.working.parameters.data)
+        rows = encode(parameters)
         sent.add_(INT8.decode(rows, sent.dtype)[: sent.numel()])
         return rows
 
-    trainer._encoded_pseudo_gradient = recording
+    worker.encoded_pseudo_gradient = recording
     train(trainer, 4)
     error = trainer.workers[0].error
     assert error.abs().max() > 0

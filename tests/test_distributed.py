@@ -53,7 +53,7 @@ def test_several_processes_give_the_same_bits(results, alone, name):
     assert together["parameters"].keys() == single["parameters"].keys()
     for trainer, parameters in single["parameters"].items():
         assert torch.equal(together["parameters"][trainer], parameters)
-    for what in set(single) - {"parameters", "collectives", "evaluated", "placement"}:
+    for what in set(single) - {"parameters", "collectives", "evaluated", "placement", "received"}:
         assert together[what] == single[what], what
 
 
@@ -89,6 +89,21 @@ def test_a_round_has_one_reduction_per_trainer_over_several_processes_and_one_ga
             assert counted == {"all_gather_object": 1, **expected}
             seen += spread
     assert seen > 0
+
+
+@pytest.mark.parametrize("name", list(spmd.SCENARIOS))
+def test_what_a_process_per_node_sends_to_move_state_is_what_is_counted(results, name):
+    """Fewer processes send less and count the same."""
+    (_, owners), found = results, results[0][name]
+    flat, model = found["flat_bytes"]
+    _, merged, redistributed = found["bytes"]
+    assert merged > 0
+    models, step_counts = divmod(merged + redistributed, model)
+    assert step_counts < 100 * 4
+    if len(set(owners)) == len(owners):
+        assert sum(found["received"]) == models * flat + step_counts
+    else:
+        assert 0 < sum(found["received"]) < models * flat
 
 
 def test_what_moving_nodes_opened_is_closed_again(results):

@@ -210,8 +210,7 @@ def test_bytes_of_moves_on_paper():
 
 
 def test_bytes_of_merges_on_paper():
-    sizes = StateBytes(trainer=800, worker=804)
-    assert merged_bytes((0,), [(1,)], sizes) == 800
-    assert merged_bytes((0,), [(1,), (2,), (3,)], sizes) == 3 * 800
-    assert merged_bytes((0, 1, 2), [(3, 4), (5,)], sizes) == 2 * 800 + 2 * 800  # there, and to its other two nodes
-    assert merged_bytes((0,), [(0,), (1,)], sizes) == 800  # node 0 serves both in turn
+    assert merged_bytes((0,), [(1,)], 800) == 800
+    assert merged_bytes((0,), [(1,), (2,), (3,)], 800) == 3 * 800
+    assert merged_bytes((0, 1, 2), [(3, 4), (5,)], 800) == 2 * 800 + 2 * 800  # there, and to its other two nodes
+    assert merged_bytes((0,), [(0,), (1,)], 800) == 800  # node 0 serves both in turn

@@ -171,7 +171,10 @@ class _Sharing(LocalProcesses):
 
     def __init__(self, owners):
         super().__init__([CPU], 4)
-        self.groups = owners
+        self.owners = owners
+
+    def sharing(self, node):
+        return len(set(self.owners))
 
 
 @pytest.mark.parametrize(

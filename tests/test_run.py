@@ -130,8 +130,20 @@ def test_totals_are_the_sums_of_the_rounds(rows, summary):
     synchronisations = sum(int(row["nodes"]) > 1 for row in rows)
     assert summary["communications"] == synchronisations + summary["merges"] == int(rows[-1]["communications"])
     model_bytes = 4 * summary["parameters"]
-    sent = sum(2 * (int(row["nodes"]) - 1) * model_bytes for row in rows)
-    assert summary["bytes_communicated"] == sent + 2 * model_bytes == int(rows[-1]["bytes_communicated"])
+    nodes = {(int(row["outer_step"]), int(row["trainer_id"])): int(row["nodes"]) for row in rows}
+    # Parameters and velocity of one trainer to the other's first node, the average from there to its others.
+    merging = [nodes[merge["outer_step"], merge["representative"]] for merge in summary["merge_history"]]
+    # Parameters, velocity, two moments and a step count to every new node.
+    new = sum(max(0, count - nodes.get((step - 1, trainer), count)) for (step, trainer), count in nodes.items())
+    assert new > 0
+    expected = {
+        "bytes_synchronised": sum(2 * (count - 1) * model_bytes for count in nodes.values()),
+        "bytes_merged": 2 * model_bytes * sum(merging),
+        "bytes_redistributed": new * (4 * model_bytes + 4),
+    }
+    expected["bytes_communicated"] = sum(expected.values())
+    for name, value in expected.items():
+        assert summary[name] == value == int(rows[-1][name])
 
 
 def test_the_summary_tells_the_run(rows, summary):

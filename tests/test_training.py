@@ -183,7 +183,7 @@ def test_across_workers_uses_the_last_gradient_of_every_worker():
     assert report.statistics.variance == pytest.approx(2 * gradients.var(0, ddof=1).sum(), rel=1e-9)
     assert report.statistics.sample_size == 6
     # One synchronisation and one all-reduce of the gradients.
-    assert report.bytes_communicated == 2 * 2 * (3 - 1) * trainer.parameter_bytes
+    assert report.bytes_synchronised == 2 * 2 * (3 - 1) * trainer.workforce.parameter_bytes
 
 
 def test_learning_rate_follows_warm_up_schedule_and_batch():
@@ -331,7 +331,7 @@ def test_a_merge_averages_parameters_and_momentum_and_unites_the_data():
     v = 0.75 * trainers[0].velocity + 0.25 * trainers[1].velocity
     assert v.abs().max() > 0.0
     data = set(trainers[0].cursor.subset) | set(trainers[1].cursor.subset)
-    before = cluster.totals.bytes_communicated, cluster.totals.communications
+    before = cluster.totals.bytes_merged, cluster.totals.communications
     merge = cluster._merge()
     assert merge.plan.representative == 0
     assert sorted(cluster.trainers) == [0, 2]
@@ -339,7 +339,7 @@ def test_a_merge_averages_parameters_and_momentum_and_unites_the_data():
     torch.testing.assert_close(trainers[0].velocity, v)
     assert set(trainers[0].cursor.subset) == data
     assert trainers[0].requested_batch == 6
-    assert cluster.totals.bytes_communicated - before[0] == trainers[0].parameter_bytes
+    assert cluster.totals.bytes_merged - before[0] == 2 * trainers[0].workforce.parameter_bytes  # the velocity too
     assert cluster.totals.communications - before[1] == 1
 
 
@@ -353,6 +353,9 @@ def test_a_merged_trainer_may_begin_its_momenta_anew(momentum, inner):
     before = {index: worker.state_dict()["exp_avg"].clone() for index, worker in cluster.trainers[0].workers.items()}
     cluster._merge()
     trainer = cluster.trainers[0]
+    # To the first of its two nodes, and from there to the second; a velocity that begins anew is not sent.
+    models = 2 if momentum == "average" else 1
+    assert cluster.totals.bytes_merged == 2 * models * trainer.workforce.parameter_bytes
     assert bool(trainer.velocity.any()) == (momentum == "average")
     for index, worker in trainer.workers.items():
         kept = worker.state_dict()
@@ -407,7 +410,29 @@ def test_a_merge_of_three_counts_two_models():
     assert len(cluster.trainers) == 2
     # Four trainers on four nodes do not synchronise: the merge is all the communication there is.
     assert cluster.totals.communications == 1
-    assert cluster.totals.bytes_communicated == 2 * cluster.trainers[0].parameter_bytes
+    assert cluster.totals.bytes_communicated == 2 * 2 * cluster.trainers[0].workforce.parameter_bytes
+
+
+@pytest.mark.parametrize(("moments", "models"), [("copy", 4), ("zero", 2)])
+def test_what_goes_to_new_nodes_is_counted(moments, models):
+    """Four trainers with a node each merge into one: its three new nodes get x and velocity, and moments or none."""
+    cluster = tiny_cluster(merge_count=4, merge_frequency=1, number_of_outer_steps=2, new_worker_moments=moments)
+    cluster.train(Recorder())
+    (trainer,) = cluster.trainers.values()
+    size, totals = trainer.workforce.parameter_bytes, cluster.totals
+    assert totals.bytes_merged == 3 * 2 * size
+    assert totals.bytes_redistributed == 3 * models * size + (3 * 4 if moments == "copy" else 0)  # and a step count
+    assert totals.bytes_synchronised == 2 * 3 * size
+    assert totals.bytes_communicated == totals.bytes_merged + totals.bytes_redistributed + totals.bytes_synchronised
+
+
+def test_new_workers_may_begin_without_moments():
+    cluster = tiny_cluster(merge_count=4, merge_frequency=1, number_of_outer_steps=9, new_worker_moments="zero")
+    cluster.run_round(Recorder())
+    cluster.distribute()
+    (trainer,) = cluster.trainers.values()
+    assert [int(worker.state_dict()["step"]) for worker in trainer.workers.values()] == [3, 0, 0, 0]
+    assert not any(worker.state_dict()["exp_avg"].any() for worker in list(trainer.workers.values())[1:])
 
 
 def test_communications_and_bytes_of_a_ring_all_reduce():

@@ -234,6 +234,16 @@ class Config:
         "a node that takes more than so many times the median time per example of the others, in three rounds running "
         "and without the first step of each, works no more; null: the others wait for it",
     )
+    redistribution_hysteresis: NonNegativeFloat = _key(
+        0.25,
+        "a node moves to another trainer only where that one's request per node would, with it, still be larger than "
+        "the giver's is now by more than this share; 0: whenever proportions say so",
+    )
+    new_worker_moments: Literal["copy", "zero"] = _key(
+        "copy",
+        "AdamW moments of a worker that is new, or whose own were lost: those of the trainer's first worker, or none, "
+        "which sends less",
+    )
     distributed_algo: str = _key("DiLoCo", "outer step and inner optimiser", choices=True)
 
     # Optimisers

@@ -19,7 +19,7 @@ from utils.heartbeat import Heartbeat
 from utils.launch import Launch
 from utils.notices import Notices, common_attempt
 from utils.placement import Rank, Site, gpus_of_their_own, share_out
-from utils.reductions import BUCKET_BYTES, DistributedWorkers, Group, LocalWorkers, Workers
+from utils.reductions import DistributedWorkers, Group, LocalWorkers, Workers
 
 T = TypeVar("T")
 
@@ -58,16 +58,23 @@ class Processes(Protocol):
     def owns(self, node: int) -> bool:
         """Whether the node works in this process."""
 
+    def sharing(self, node: int) -> int:
+        """How many processes work on the node's device."""
+
     def workers(self, nodes: Sequence[int]) -> Workers:
         """The workers of a trainer with these nodes; every process asks for all trainers', in the same order."""
 
     def provide(
-        self, tensor: torch.Tensor | None, holders: Sequence[int], takers: Sequence[int], like: torch.Tensor
-    ) -> torch.Tensor | None:
-        """A tensor that the owners of the nodes `holders` have, for the owners of `takers`; None for others.
+        self,
+        tensors: list[torch.Tensor] | None,
+        holders: Sequence[int],
+        takers: Sequence[int],
+        into: Callable[[], list[torch.Tensor]],
+    ) -> list[torch.Tensor] | None:
+        """Tensors that the owners of the nodes `holders` have, for the owners of `takers`; None for others.
 
-        Everybody calls this in the same order. Who holds it gets the very tensor back. like: its shape, type and
-        device.
+        Everybody calls this in the same order. Who holds them gets the very tensors back, and who lacks them those that
+        `into` makes, filled.
         """
 
     def keep(self, trainers: Iterable[Sequence[int]]) -> None:
@@ -102,11 +109,14 @@ class LocalProcesses:
     def owns(self, node: int) -> bool:
         return True
 
+    def sharing(self, node: int) -> int:
+        return 1
+
     def workers(self, nodes: Sequence[int]) -> Workers:
         return LocalWorkers(len(nodes))
 
-    def provide(self, tensor, holders, takers, like):
-        return tensor
+    def provide(self, tensors, holders, takers, into):
+        return tensors
 
     def keep(self, trainers: Iterable[Sequence[int]]) -> None:
         """Nothing to free."""
@@ -163,6 +173,9 @@ class DistributedProcesses:
     def owns(self, node: int) -> bool:
         return self._owners[node] == self._rank.number
 
+    def sharing(self, node: int) -> int:
+        return len(self._ranks(other for other, group in enumerate(self.groups) if group == self.groups[node]))
+
     def _ranks(self, nodes: Iterable[int]) -> tuple[int, ...]:
         return tuple(sorted({self._owners[node] for node in nodes}))
 
@@ -183,35 +196,21 @@ class DistributedProcesses:
         return DistributedWorkers(owners, me, group, self._in_order) if me in ranks else LocalWorkers(0)
 
     def provide(
-        self, tensor: torch.Tensor | None, holders: Sequence[int], takers: Sequence[int], like: torch.Tensor
-    ) -> torch.Tensor | None:
+        self,
+        tensors: list[torch.Tensor] | None,
+        holders: Sequence[int],
+        takers: Sequence[int],
+        into: Callable[[], list[torch.Tensor]],
+    ) -> list[torch.Tensor] | None:
         have, need = set(self._ranks(holders)), set(self._ranks(takers))
-        source, me = self._owners[holders[0]], self._rank.number
-        missing = need - have
-        if len(missing) == 1:
-            tensor = self._passed(tensor, source, missing.pop(), like)
-        elif missing:
+        source, missing, me = self._owners[holders[0]], need - have, self._rank.number
+        if missing:
             group = self._group(tuple(sorted({source} | missing)))
             if me in missing:
-                tensor = torch.empty_like(like)
+                tensors = into()
             if me in group.ranks:
-                group.broadcast([tensor], source)
-        return tensor if me in need else None
-
-    def _passed(self, tensor: torch.Tensor | None, source: int, target: int, like: torch.Tensor) -> torch.Tensor | None:
-        """From one process to one other: the others need not know."""
-        if self._rank.number == target:
-            tensor = torch.empty_like(like)
-        if self._rank.number in (source, target):
-            for part in tensor.view(-1).split(BUCKET_BYTES["cpu"] // like.element_size()):
-                staged = part.cpu()
-                with self._heartbeat.explaining():
-                    if self._rank.number == source:
-                        dist.send(staged, target)
-                    else:
-                        dist.recv(staged, source)
-                        part.copy_(staged)
-        return tensor
+                group.broadcast(tensors, source)
+        return tensors if me in need else None
 
     def keep(self, trainers: Iterable[Sequence[int]]) -> None:
         unused = sorted(set(self._groups) - {self._ranks(nodes) for nodes in trainers})

@@ -20,7 +20,7 @@ from utils.distributed import Processes
 
 @dataclass(frozen=True)
 class RoundReport:
-    """One trainer's round. bytes_communicated is the sum over its workers; seconds exclude evaluation."""
+    """One trainer's round. bytes_synchronised is the sum over its workers; seconds exclude evaluation."""
 
     trainer: int
     requested_batch: int
@@ -31,7 +31,7 @@ class RoundReport:
     examples: int
     tokens: int
     communications: int
-    bytes_communicated: int
+    bytes_synchronised: int
     seconds: float
     warnings: tuple[str, ...] = ()
 
@@ -56,15 +56,26 @@ class RoundReport:
 
 @dataclass
 class Totals:
-    """What the whole run has used so far, all trainers together."""
+    """What the whole run has used so far, all trainers together.
+
+    Bytes are what nodes send each other, counted as if each were a machine of its own, whatever the processes: for
+    synchronisations of a trainer's workers, for merges, and for state that goes with nodes to other trainers.
+    """
 
     outer_steps: int = 0
     examples: int = 0
     tokens: int = 0
     communications: int = 0
-    bytes_communicated: int = 0
+    bytes_synchronised: int = 0
+    bytes_merged: int = 0
+    bytes_redistributed: int = 0
     left_out: int = 0
     training_seconds: float = 0.0
+
+    @property
+    def bytes_communicated(self) -> int:
+        """All bytes together."""
+        return self.bytes_synchronised + self.bytes_merged + self.bytes_redistributed
 
     @property
     def done(self) -> Done:
@@ -74,7 +85,7 @@ class Totals:
     def count(self, report: RoundReport) -> None:
         """Add what a trainer's round communicated, and who was left out."""
         self.communications += report.communications
-        self.bytes_communicated += report.bytes_communicated
+        self.bytes_synchronised += report.bytes_synchronised
         self.left_out += report.left_out
 
 

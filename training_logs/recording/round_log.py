@@ -6,7 +6,7 @@ from fabrics.eval_tool import Metric
 from training_logs.recording.records import ClusterRound, RoundReport
 from utils.utils import byte_size
 
-# examples, tokens, communications and bytes_communicated are totals of the whole run at the end of the round;
+# examples, tokens, communications and bytes are totals of the whole run at the end of the round;
 # the columns with round_ are the trainer's own in this round.
 COLUMNS = (
     "outer_step",
@@ -27,6 +27,9 @@ COLUMNS = (
     "tokens",
     "communications",
     "bytes_communicated",
+    "bytes_synchronised",
+    "bytes_merged",
+    "bytes_redistributed",
     "round_examples",
     "round_tokens",
     "gradient_sample_size",
@@ -77,6 +80,9 @@ def round_row(result: ClusterRound, report: RoundReport, max_batch: int, wall_se
         "tokens": result.totals.tokens,
         "communications": result.totals.communications,
         "bytes_communicated": result.totals.bytes_communicated,
+        "bytes_synchronised": result.totals.bytes_synchronised,
+        "bytes_merged": result.totals.bytes_merged,
+        "bytes_redistributed": result.totals.bytes_redistributed,
         "round_examples": report.examples,
         "round_tokens": report.tokens,
         "gradient_sample_size": statistics.sample_size if statistics else None,
