@@ -168,8 +168,7 @@ class Trainer:
 
     def tokens_ahead(self, inner_steps: int) -> int:
         """Tokens of the next inner steps over all workers."""
-        count, each = inner_steps * self.examples_per_inner_step(), self._examples.tokens_per_example
-        return self._examples.tokens(self.cursor.peek(0, count)) if each is None else count * each
+        return self.cursor.tokens(self._examples, inner_steps * self.examples_per_inner_step())
 
     # A round
 

@@ -15,6 +15,8 @@ from functools import cached_property
 
 import numpy as np
 
+from fabrics.examples import Examples
+
 # Streams of random numbers derived from one seed; stream 0 shuffles reviews (imdb).
 _SUBSETS, _ORDER = 1, 2
 
@@ -229,6 +231,11 @@ class DataCursor:
             parts.append(part)
             epoch, at, count = epoch + 1, 0, count - len(part)
         return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, dtype=np.int64)
+
+    def tokens(self, examples: Examples, count: int) -> int:
+        """Tokens of the next `count` examples; nothing is drawn where all have the same number."""
+        each = examples.tokens_per_example
+        return examples.tokens(self.peek(0, count)) if each is None else count * each
 
     def advance(self, count: int) -> None:
         """Count examples as seen."""
