@@ -12,7 +12,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from fabrics.c4 import hub_source, local_source
-from fabrics.documents import DatasetError, split
+from fabrics.documents import DatasetError
+from fabrics.held_out import MOST_BY_DEFAULT, sizes, split
 from fabrics.tokenised import Recipe, TokenisedSet, is_written, write_tokenised
 from fabrics.tokenization import describe, fingerprint, load_tokenizer
 from utils.config import ConfigError
@@ -57,7 +58,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="write validation documents as well, without which the set cannot be trained on",
     )
     parser.add_argument(
-        "--eval_size", type=_positive, help="validation documents (default: one in twenty of data_sample_size)"
+        "--eval_size",
+        type=_positive,
+        help=f"validation documents (default: one in twenty of data_sample_size, at most {MOST_BY_DEFAULT})",
     )
     parser.add_argument("--input", help="local shards (file, folder or glob) instead of the hub")
     parser.add_argument(
@@ -89,9 +92,8 @@ def make_recipe(options: argparse.Namespace) -> Recipe:
     return Recipe(
         arguments={
             "source": source.identity,
-            "train_documents": options.data_sample_size,
             "create_eval_split": options.create_eval_split,
-            "validation_documents": options.eval_size,
+            **sizes(options.data_sample_size, options.eval_size, options.create_eval_split),
             "max_length": options.max_length,
             "tokenizer": fingerprint(tokenizer),
         },
@@ -107,10 +109,10 @@ def report(documents: TokenisedSet) -> None:
     metadata, length = documents.metadata, documents.metadata["max_length"]
     print(f"source: {metadata['source']}")
     print(f"tokenizer: {describe(documents.tokenizer, metadata['tokenizer']['name'])}")
-    for name, sizes in metadata["parts"].items():
+    for name, part in metadata["parts"].items():
         print(
-            f"{name}: {sizes['documents']:,} documents, {sizes['tokens']:,} tokens, "
-            f"{sizes['tokens'] // length:,} sequences of {length}; longest document {sizes['longest_document']:,}"
+            f"{name}: {part['documents']:,} documents, {part['tokens']:,} tokens, "
+            f"{part['tokens'] // length:,} sequences of {length}; longest document {part['longest_document']:,}"
         )
     for reason, entry in metadata["skipped"].items():
         print(f"skipped: {entry['documents']:,} {reason} (first: {entry['first']})")

@@ -1,8 +1,7 @@
 """Documents: where text comes from, one document at a time.
 
 A source hands out its documents as often as it is asked to, always in the same order, and never holds more than
-one of them (or one file's) in memory. Which of them train and which validate is decided here as well, by the
-hash of their text alone, so that no text is in both parts.
+one of them (or one file's) in memory.
 """
 
 import ast
@@ -19,15 +18,12 @@ import pydoc_data.topics
 import sys
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 from tqdm import tqdm
-
-from utils.config import ConfigError
 
 logger = logging.getLogger("adloco.dataset")
 
@@ -74,146 +70,9 @@ class Source:
     validation: Documents | None = None
 
 
-# Training and validation
-
-
 def document_hash(text: str) -> int:
     """64 bits that depend on the text alone."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little")
-
-
-def _validation_size(documents: int) -> int:
-    return max(1, documents // 20)
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The documents of both parts, with their hashes; each is read from its start whenever it is asked for."""
-
-    train: Callable[[Skipped], Iterator[tuple[int, str]]]
-    validation: Callable[[Skipped], Iterator[tuple[int, str]]] | None
-
-    def texts(self) -> Iterator[str]:
-        """The training texts alone."""
-        return (text for _, text in self.train(Skipped()))
-
-
-def split(source: Source, train_size: int | None, val_size: int | None, validate: bool = True) -> Parts:
-    """Divide a source into training and validation documents; no text is in both.
-
-    Validation is the beginning of the source's own validation part. Where it has none, the documents with the
-    smallest hashes are held out: among the first train_size + val_size, or among all. A training document whose text
-    is held out is skipped, wherever it stands.
-
-    Args:
-        train_size: the first so many others train; None: all.
-        val_size: None: one for every twenty of train_size, as far as the validation part goes; without train_size
-            the whole validation part, or one in twenty of all documents.
-        validate: False for training documents only.
-
-    Raises:
-        ConfigError: there are fewer documents.
-        DatasetError: the source cannot be read.
-    """
-    count = val_size
-    if val_size is None and train_size is not None:
-        count = _validation_size(train_size)
-    if not validate:
-        held_out, validation = frozenset(), None
-    elif source.validation is not None:
-        own = source.validation
-
-        def validation(skipped: Skipped) -> Iterator[tuple[int, str]]:
-            return _first(
-                _hashed(own(skipped)),
-                count,
-                val_size or 1,
-                lambda found: f"val_size: the validation part has {found} documents, got {val_size or 'null'}",
-            )
-
-        held_out = frozenset(number for number, _ in validation(Skipped()))
-    else:
-        held_out = _smallest_hashes(source, train_size, count)
-
-        def validation(skipped: Skipped) -> Iterator[tuple[int, str]]:
-            missing = set(held_out)
-            for number, text in _hashed(source.train(skipped)):
-                if number in missing:
-                    missing.remove(number)
-                    yield number, text
-                    if not missing:
-                        return
-
-    def train(skipped: Skipped) -> Iterator[tuple[int, str]]:
-        return _first(
-            _others(_hashed(source.train(skipped)), held_out, source.validation is None, skipped),
-            train_size,
-            train_size or 1,
-            lambda found: _too_few_for_training(found, len(held_out), train_size),
-        )
-
-    return Parts(train, validation)
-
-
-def _others(
-    documents: Iterable[tuple[int, str]], held_out: frozenset[int], inside: bool, skipped: Skipped
-) -> Iterator[tuple[int, str]]:
-    """The documents that are not held out; inside: the first of each that is comes from among these documents."""
-    expected = set(held_out) if inside else set()
-    for number, text in documents:
-        if number not in held_out:
-            yield number, text
-        elif number in expected:
-            expected.remove(number)
-        else:
-            skipped.add("the same text as a validation document", repr(text[:40]))
-
-
-def _hashed(documents: Iterable[str]) -> Iterator[tuple[int, str]]:
-    return ((document_hash(text), text) for text in documents)
-
-
-def _first(documents: Iterable, count: int | None, least: int, problem: Callable[[int], str]) -> Iterator:
-    """The first `count` of them (None: all); fewer than `least` are a ConfigError that says how many there are."""
-    found = 0
-    for item in itertools.islice(documents, count):
-        found += 1
-        yield item
-    if found < least:
-        raise ConfigError(problem(found))
-
-
-def _too_few_for_training(found: int, held_out: int, wanted: int | None) -> str:
-    return (
-        f"data_sample_size: {found} documents are left for training beside {held_out} for validation, "
-        f"got {wanted or 'null'}"
-    )
-
-
-def _smallest_hashes(source: Source, train_size: int | None, val_size: int | None) -> frozenset[int]:
-    """The hashes of the documents to hold out; one pass over the source."""
-    pool = None if train_size is None else train_size + val_size
-    documents = tqdm(
-        itertools.islice(source.train(Skipped()), pool),
-        desc="choosing validation documents", unit="document", leave=False, disable=None,
-    )  # fmt: skip
-    total = 0
-
-    def hashes() -> Iterator[int]:
-        nonlocal total
-        for text in documents:
-            total += 1
-            yield document_hash(text)
-
-    # 8 bytes per document, and no text.
-    different = np.unique(np.fromiter(hashes(), dtype=np.uint64))
-    if val_size is None:
-        val_size = _validation_size(total)
-    if val_size >= len(different):
-        raise ConfigError(f"val_size: must be below the {len(different)} documents of the dataset, got {val_size}")
-    if pool is not None and total < pool:
-        raise ConfigError(_too_few_for_training(total - val_size, val_size, train_size))
-    return frozenset(different[:val_size].tolist())
 
 
 # Readers

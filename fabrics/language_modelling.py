@@ -7,8 +7,9 @@ import os
 import shutil
 from pathlib import Path
 
-from fabrics.documents import DatasetError, Source, split
+from fabrics.documents import DatasetError, Source
 from fabrics.examples import Examples, PackedSequences, PaddedSequences, TaskData
+from fabrics.held_out import sizes, split
 from fabrics.tokenised import Recipe, TokenisedPart, TokenisedSet, is_written, write_tokenised
 from fabrics.tokenization import describe, fingerprint, named_tokenizer, padding, train_tokenizer
 from utils.config import Config, ConfigError
@@ -28,8 +29,7 @@ def tokenised_documents(config: Config, source: Source) -> TokenisedSet:
     recipe = Recipe(
         arguments={
             "source": source.identity,
-            "train_documents": config.data_sample_size,
-            "validation_documents": config.val_size,
+            **sizes(config.data_sample_size, config.val_size),
             "tokenizer": {"trained": config.vocab_size} if named is None else fingerprint(named),
         },
         source=source.name,
@@ -77,7 +77,7 @@ def task_data(config: Config, dataset: str, source: str, documents: TokenisedSet
         dataset=dataset,
         source=source,
         train=_examples(config, "train", parts["train"], documents),
-        validation=_examples(config, "validation", parts["validation"], documents),
+        validation=_examples(config, "validation", parts["validation"], documents, config.val_sequences),
         tokenizer=documents.tokenizer,
         documents={name: len(part) for name, part in parts.items()},
         skipped={reason: entry["documents"] for reason, entry in documents.metadata["skipped"].items()},
@@ -102,10 +102,14 @@ def _first(part: TokenisedPart, count: int | None, key: str, kind: str, source: 
     return part.first(count)
 
 
-def _examples(config: Config, name: str, part: TokenisedPart, documents: TokenisedSet) -> Examples:
+def _examples(
+    config: Config, name: str, part: TokenisedPart, documents: TokenisedSet, most: int | None = None
+) -> Examples:
+    """The sequences of a part, the first `most` of them."""
     if not config.packing:
-        return PaddedSequences(part.tokens, part.offsets, config.sequence_length, padding(documents.tokenizer))
-    packed = part.packed(config.sequence_length)
+        offsets = part.offsets if most is None else part.offsets[: most + 1]
+        return PaddedSequences(part.tokens, offsets, config.sequence_length, padding(documents.tokenizer))
+    packed = part.packed(config.sequence_length)[:most]
     if not len(packed):
         raise ConfigError(
             f"sequence_length: the {len(part)} {name} documents do not fill one sequence of "

@@ -33,7 +33,8 @@ from filelock import FileLock
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from fabrics.documents import DatasetError, Parts, Skipped
+from fabrics.documents import DatasetError, Skipped
+from fabrics.held_out import Parts
 from fabrics.tokenization import end_of_text, fingerprint, load_tokenizer, vocabulary_size
 from utils.config import ConfigError
 from utils.utils import batched, write_json_atomically

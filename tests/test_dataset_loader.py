@@ -7,6 +7,7 @@ import pytest
 from fabrics.choices import CHECKS, CHOICES
 from fabrics.dataset_loader import load_data
 from fabrics.documents import document_hash, python_documents
+from fabrics.held_out import MOST_BY_DEFAULT, sizes
 from fabrics.tokenization import END_OF_TEXT
 from tests.helpers import CPU
 from utils.config import ConfigError
@@ -40,6 +41,24 @@ def test_python_docs_holds_out_documents_and_fills_sequences(make):
     text = END_OF_TEXT.join(document for document in pool if document not in held_out) + END_OF_TEXT
     assert text.startswith(text_of(data))
     assert len(text_of(data)) > 0.99 * len(text)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_an_evaluation_reads_a_bounded_number_of_sequences(make, packing):
+    whole, bounded = (
+        load_data(make(data_sample_size=300, val_size=40, packing=packing, val_sequences=most)).validation
+        for most in (None, 7)
+    )
+    assert len(whole) > len(bounded) == 7
+    first, same = (examples.batch(range(7), CPU)["input_ids"].tolist() for examples in (whole, bounded))
+    assert first == same
+
+
+def test_the_default_is_not_taken_for_as_many_documents_by_name():
+    assert sizes(None, None) != sizes(None, MOST_BY_DEFAULT)
+    # What was tokenised when nothing bounded the default is used as far as it is the same.
+    assert sizes(10_000, None) == {"train_documents": 10_000, "validation_documents": None}
+    assert sizes(20 * MOST_BY_DEFAULT + 20, None) != sizes(20 * MOST_BY_DEFAULT + 20, None, validate=False)
 
 
 def test_the_split_does_not_depend_on_the_seed(make):

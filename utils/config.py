@@ -150,7 +150,13 @@ class Config:
     data_sample_size: PositiveInt | None = _key(None, "documents to train on; null: all")
     val_size: PositiveInt | None = _key(
         None,
-        "documents held out for validation; null: one for every twenty of data_sample_size, or of all documents",
+        "documents held out for validation; null: one for every twenty of data_sample_size, or of all documents, at "
+        "most 500; of c4_tokenized_path all",
+        datasets=("python_docs", "c4", "text"),
+    )
+    val_sequences: PositiveInt | None = _key(
+        10_000,
+        "sequences that an evaluation reads at most, the first of the documents held out; null: all",
         datasets=("python_docs", "c4", "text"),
     )
     samples_per_class: PositiveInt | None = _key(
