@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +24,10 @@ from training_logs.recording.step_loss_logger import StepLossLogger, _RunningLin
 from training_logs.showing import plots
 from training_logs.showing.comparison import best_per_round, differences, draw_comparison
 from training_logs.showing.number_log import Rows
-from training_logs.showing.plots import PLOTS, accumulation_threshold, draw
+from training_logs.showing.plots import PLOTS, accumulation_threshold, draw, line_style
 from training_logs.showing.report import headline, run_body, table
 from training_logs.showing.run_data import RunFolderError, read_run
-from training_logs.showing.series import mode_switches, step_losses, thinned
+from training_logs.showing.series import marked, mode_switches, step_losses, thinned
 
 
 def record_run(folder: Path, **values) -> Path:
@@ -166,6 +166,18 @@ def test_thinning_keeps_the_mean():
     xs, ys = thinned(numbers, numbers, steps, points=5)
     assert xs.tolist() == ys.tolist() == [500.5, 1501.0, 2501.0, 3501.0, 4501.0]
     assert thinned(np.arange(5.0), np.arange(5.0))[0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_marks_can_be_told_apart_and_are_at_the_same_rounds_for_all_trainers(run):
+    def rows(rounds):
+        living = ((step, trainer) for step in range(1, rounds + 1) for trainer in range(2 if step <= rounds / 2 else 1))
+        return Rows.of([{"outer_step": float(step), "trainer_id": float(trainer)} for step, trainer in living])
+
+    for rounds, every in ((80, 1), (81, 2), (800, 10), (801, 11)):
+        long = dataclasses.replace(run, rounds=rows(rounds))
+        for trainer, lived in ((0, rounds), (1, rounds // 2)):
+            assert marked(long, long.of(trainer))["outer_step"].tolist() == list(range(1, lived + 1, every))
+    assert [line_style((np.arange(count),)) for count in (80, 81)] == [".-", "-"]
 
 
 def test_a_fallback_is_written_over_the_plots_and_in_the_report(run):
@@ -355,11 +367,22 @@ def test_memory_is_measured_at_stages_and_summarised(run):
     assert set(summary) == {"process", "host"}
 
 
-def test_the_sampler_sees_what_stages_miss(tmp_path):
+def test_the_sampler_sees_what_stages_miss(tmp_path, monkeypatch):
+    sampled, original = threading.Semaphore(0), MemoryMonitor._measure
+
+    def measure(self, stage, others=()):
+        original(self, stage, others)
+        if stage == "sample":
+            sampled.release()
+
+    monkeypatch.setattr(MemoryMonitor, "_measure", measure)
     monitor = MemoryMonitor(tmp_path, [torch.device("cpu")], None, every=0.01)
     monitor.measure("start", 0)
     block = np.ones(30_000_000)
-    time.sleep(0.2)
+    while sampled.acquire(blocking=False):
+        pass
+    for _ in range(2):  # the first one may have begun before
+        sampled.acquire()
     del block
     monitor.measure("end", 1)
     monitor.close()

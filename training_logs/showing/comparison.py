@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from training_logs.showing.plots import OVER, axis, colour, legend, make_figure, plain_logarithmic
+from training_logs.showing.plots import OVER, axis, colour, legend, line_style, make_figure, plain_logarithmic
 from training_logs.showing.report import headline, page, picture, table
 from training_logs.showing.run_data import RunData, RunFolderError
 from training_logs.showing.series import thinned
@@ -46,7 +46,8 @@ def draw_comparison(runs: Sequence[RunData]):
     figure, axes = make_figure(len(OVER))
     for place, x in zip(axes, OVER, strict=True):
         for index, (run, name) in enumerate(zip(runs, _names(runs), strict=True)):
-            place.plot(*thinned(*map(np.array, best_per_round(run, x))), ".-", color=colour(index), label=name)
+            points = thinned(*map(np.array, best_per_round(run, x)))
+            place.plot(*points, line_style(points), color=colour(index), label=name)
         metric = runs[0].metric.name
         if metric == "perplexity":
             plain_logarithmic(place)

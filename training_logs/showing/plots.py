@@ -1,6 +1,6 @@
 """Plots of a run, drawn from its run folder alone. A trainer has the same colour in all of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from algorithms.communications import best_fit
 from training_logs.showing.number_log import Rows
 from training_logs.showing.prediction import RunFit, TooFewRoundsError, fit, measured
 from training_logs.showing.run_data import RunData
-from training_logs.showing.series import mode_switches, spread, step_losses, thinned
+from training_logs.showing.series import MARKS, marked, mode_switches, spread, step_losses, thinned
 from utils.utils import write_atomically
 
 # What a plot can be drawn over: column of the round log -> label of the axis.
@@ -48,6 +48,11 @@ def _series(rows: Rows, x: str, y: str | np.ndarray) -> tuple[np.ndarray, np.nda
     values = rows[y] if isinstance(y, str) else y
     measured = np.isfinite(values)
     return thinned(rows[x][measured], values[measured])
+
+
+def line_style(points: Sequence[np.ndarray]) -> str:
+    """A line, with its points where they can be told apart."""
+    return ".-" if len(points[0]) <= MARKS else "-"
 
 
 def axis(axes: Axes, x: str, y_label: str, title: str) -> None:
@@ -104,7 +109,8 @@ def draw_loss(axes: Axes, run: RunData, x: str) -> None:
     for trainer in run.trainers:
         rows = run.of(trainer)
         axes.plot(*_series(rows, x, "train_loss"), "--", lw=1, color=colour(trainer), alpha=0.7)
-        axes.plot(*_series(rows, x, "validation_loss"), ".-", color=colour(trainer), label=f"trainer {trainer}")
+        points = _series(rows, x, "validation_loss")
+        axes.plot(*points, line_style(points), color=colour(trainer), label=f"trainer {trainer}")
     axes.plot([], [], "--", lw=1, color="grey", label="training (dashed)")
     _mark_merges(axes, run, x)
     axis(axes, x, "loss (nats per target)", "Loss per round")
@@ -118,7 +124,7 @@ def draw_metric(axes: Axes, run: RunData, x: str) -> None:
     for trainer in run.trainers:
         rows = run.of(trainer)
         xs, values = _series(rows, x, "validation_metric")
-        axes.plot(xs, values, ".-", color=colour(trainer), label=f"trainer {trainer}")
+        axes.plot(xs, values, line_style((xs, values)), color=colour(trainer), label=f"trainer {trainer}")
         if rows[-1]["outer_step"] < last_round and len(xs):
             axes.plot(xs[-1], values[-1], "x", ms=9, mew=2, color=colour(trainer))
         switches = _series(mode_switches(rows), x, "validation_metric")
@@ -139,8 +145,9 @@ def draw_batches(axes: Axes, run: RunData, x: str) -> None:
     for trainer in run.trainers:
         rows = run.of(trainer)
         axes.step(*_series(rows, x, "requested_batch"), where="mid", color=colour(trainer), label=f"trainer {trainer}")
+        shown = marked(run, rows)
         for accumulates, fill in ((False, "white"), (True, colour(trainer))):
-            chosen = rows.where((rows["accumulation_steps"] > 1) == accumulates)
+            chosen = shown.where((shown["accumulation_steps"] > 1) == accumulates)
             axes.plot(*_series(chosen, x, "effective_batch"), "o", ms=5, color=colour(trainer), mfc=fill)
     axes.plot([], [], "o", color="grey", mfc="white", label="effective, one micro-batch")
     axes.plot([], [], "o", color="grey", label="effective, accumulated")
@@ -167,8 +174,8 @@ def draw_worker_batches(axes: Axes, run: RunData, x: str) -> None:
         request = np.ceil(rows["requested_batch"] / rows["nodes"])
         top = max(top, request.max())
         axes.step(*_series(rows, x, request), where="mid", color=colour(trainer), label=f"trainer {trainer}")
-        effective = rows["effective_batch"] / rows["nodes"]
-        axes.plot(*_series(rows, x, effective), "o", ms=4, color=colour(trainer))
+        shown = marked(run, rows)
+        axes.plot(*_series(shown, x, shown["effective_batch"] / shown["nodes"]), "o", ms=4, color=colour(trainer))
     axes.axhline(largest, color="black", lw=1.2, ls="--", label="max batch")
     threshold = accumulation_threshold(run)
     top = 1.3 * top
@@ -191,7 +198,7 @@ def _draw_column(axes: Axes, run: RunData, x: str, title: str, label: str, value
         values[~(values > 0)] = np.nan  # not measured, or nothing that a logarithmic axis could show
         points = _series(rows, x, values)
         found = found or len(points[0]) > 0
-        axes.plot(*points, ".-", color=colour(trainer), label=f"trainer {trainer}")
+        axes.plot(*points, line_style(points), color=colour(trainer), label=f"trainer {trainer}")
     if found:
         plain_logarithmic(axes)
         legend(axes)
@@ -230,8 +237,8 @@ def draw_throughput(axes: Axes, run: RunData, x: str) -> None:
     """Training tokens per second of every trainer's rounds, evaluation excluded."""
     for trainer in run.trainers:
         rows = run.of(trainer)
-        speeds = rows["round_tokens"] / rows["seconds"]
-        axes.plot(*_series(rows, x, speeds), ".-", color=colour(trainer), label=f"trainer {trainer}")
+        points = _series(rows, x, rows["round_tokens"] / rows["seconds"])
+        axes.plot(*points, line_style(points), color=colour(trainer), label=f"trainer {trainer}")
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(EngFormatter())
     _mark_merges(axes, run, x)
@@ -289,7 +296,10 @@ def draw_genealogy(axes: Axes, run: RunData, x: str) -> None:
 def draw_batch_law(axes: Axes, run: RunData, x: str) -> None:
     """Effective batch of all trainers together (dots), and the laws fitted to it after the last merge."""
     totals = np.array([rows["effective_batch"].sum() for rows in run.by_round.values()])
-    axes.plot(*thinned(np.array(list(run.by_round)), totals), "o", ms=4, color="black", label="measured, all trainers")
+    shown = spread(len(totals), MARKS)
+    axes.plot(
+        np.array(list(run.by_round))[shown], totals[shown], "o", ms=4, color="black", label="measured, all trainers"
+    )
     found = _fitted(axes, run)
     if found is not None:
         for index, (regime, law) in enumerate(found.fits.items()):
@@ -306,7 +316,8 @@ def draw_batch_law(axes: Axes, run: RunData, x: str) -> None:
 def draw_prediction(axes: Axes, run: RunData, x: str) -> None:
     """Communications over examples: measured, and predicted up to three times as many, with a 90% interval."""
     _, examples, communications = measured(run)
-    axes.plot(*thinned(np.array([0, *examples]), np.array([0, *communications])), ".-", color="black", label="measured")
+    points = thinned(np.array([0, *examples]), np.array([0, *communications]))
+    axes.plot(*points, line_style(points), color="black", label="measured")
     found = _fitted(axes, run)
     if found is not None:
         ahead = np.linspace(examples[-1], 3.0 * examples[-1], 9)

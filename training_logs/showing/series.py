@@ -7,6 +7,8 @@ from training_logs.showing.run_data import RunData
 
 # More points than pixels only cost time.
 POINTS = 500
+# More marks than this on a line cannot be told apart.
+MARKS = 80
 
 
 def mode_switches(rows: Rows) -> Rows:
@@ -37,3 +39,9 @@ def thinned(
 def spread(count: int, points: int = POINTS) -> np.ndarray:
     """At most so many of `count` places, the first and the last among them, in equal steps."""
     return np.arange(count) if count <= points else np.linspace(0, count - 1, points).astype(int)
+
+
+def marked(run: RunData, rows: Rows) -> Rows:
+    """Of one trainer's rows those that get a mark of their own: of every round, or of every so many of a long run."""
+    every = -(-len(run.by_round) // MARKS)
+    return rows.where((rows["outer_step"] - 1) % every == 0)
