@@ -23,7 +23,7 @@ from fabrics.data_order import DataCursor
 from fabrics.eval_tool import Evaluation, EvaluationPart
 from fabrics.examples import TaskData
 from fabrics.initialisation import initial_model, initial_parameters, initial_subsets
-from fabrics.keeper import Keeper
+from fabrics.keeper import Keeper, Wishes
 from fabrics.model_folders import save_models
 from fabrics.nodes import NodePool, check_modules, check_statistics, measured_max_batches
 from fabrics.validation import Validation
@@ -51,7 +51,7 @@ class _Share:
     seconds: dict[int, float]  # by trainer
     evaluations: dict[int, EvaluationPart]  # by trainer
     memory: list[Use]
-    stop: bool
+    wishes: Wishes
 
 
 def first_trainers(
@@ -204,44 +204,38 @@ class Cluster:
         """The trainer with the best metric; ties go to the smaller id."""
         return self.validation.best(evaluations)
 
-    def run_round(self, observer: Observer, stop: StopRequest | None = None) -> ClusterRound:
+    def run_round(self, observer: Observer, keeper: Keeper | None = None) -> ClusterRound:
         """Redistribute the nodes, train every living trainer for one round, evaluate, merge.
 
         Raises:
-            TrainingError: training cannot go on.
+            TrainingError: training cannot go on. KeyboardInterrupt: the keeper gives the round up.
         """
+        keeper, began = keeper or Keeper(self.config, self.processes, observer), time.perf_counter()
         self.distribute()
         schedule, trainers, planned = self._schedule(), self.trainers, self.config.number_of_outer_steps
         own_steps = schedule.inner_steps * sum(len(trainer.workers) for trainer in trainers.values())
         observer.on_round_start(self.totals.outer_steps + 1, planned, own_steps)
         tokens = {trainer.id: trainer.tokens_ahead(schedule.inner_steps) for trainer in trainers.values()}
-        examples = {
-            trainer.id: schedule.inner_steps * trainer.examples_per_inner_step() for trainer in trainers.values()
-        }
-
-        def on_step() -> None:
-            observer.on_step()
-            if stop is not None:
-                stop.check()
+        examples = schedule.inner_steps * sum(trainer.examples_per_inner_step() for trainer in trainers.values())
 
         local: dict[int, dict[int, WorkerRound]] = {}
         seconds: dict[int, float] = {}
         for trainer in trainers.values():
             if trainer.workers:
                 started = time.perf_counter()
-                local[trainer.id] = trainer.train_round(schedule, on_step)
+                local[trainer.id] = trainer.train_round(schedule, keeper.on_step)
                 seconds[trainer.id] = time.perf_counter() - started
         totals = dataclasses.replace(
             self.totals,
             outer_steps=self.totals.outer_steps + 1,
-            examples=self.totals.examples + sum(examples.values()),
+            examples=self.totals.examples + examples,
             tokens=self.totals.tokens + sum(tokens.values()),
         )
         due = self._limits.progress(totals.done) >= 1.0 or totals.outer_steps % self.config.eval_every == 0
         parts = self._evaluation_parts() if due else {}
-        stopping = stop is not None and stop.requested
-        shares = self.processes.gather(_Share(local, seconds, parts, memory_use(self.devices), stopping))
-        self.stopped = any(share.stop for share in shares)
+        wishes = keeper.wishes(time.perf_counter() - began)
+        shares = self.processes.gather(_Share(local, seconds, parts, memory_use(self.devices), wishes))
+        keeper.grant([share.wishes for share in shares])
         reports = {}
         for trainer in trainers.values():
             workers = {w: run for share in shares for w, run in share.workers.get(trainer.id, {}).items()}
@@ -255,9 +249,7 @@ class Cluster:
         self.totals = totals
         for warning in self.pool.look_after([run for report in reports.values() for run in report.workers.values()]):
             observer.warn(f"round {totals.outer_steps}: {warning}")
-        evaluations = {}
-        if due:
-            evaluations = self.validation.combined([share.evaluations for share in shares], list(trainers))
+        evaluations = self.validation.combined([share.evaluations for share in shares], list(trainers)) if due else {}
         merge = None
         if len(trainers) > 1 and totals.outer_steps % self.config.merge_frequency == 0:
             merge = self._merge()
@@ -274,28 +266,36 @@ class Cluster:
         Args:
             folder: the run folder, for checkpoints and models on the way; None: nothing is written.
             stop: where it asks to stop, the run ends after the round with a checkpoint; `stopped` is true then, and
-                nothing is evaluated.
+                nothing is evaluated. A round that it gives up leaves a checkpoint of the state before.
 
         Raises:
             TrainingError: training cannot go on. Where no node is left, a checkpoint is written before.
+            KeyboardInterrupt: a round was given up.
         """
+        with Keeper(self.config, self.processes, observer, folder, stop) as keeper:
+            result = self._rounds(observer, keeper)
+            evaluations = {}
+            if not self.stopped:
+                evaluations = self.evaluate() if result is None or result.merge is not None else result.evaluations
+            keeper.finish()
+        return evaluations
+
+    def _rounds(self, observer: Observer, keeper: Keeper) -> ClusterRound | None:
+        """All rounds that are left; the last one."""
         for warning in self.warnings:
             observer.warn(warning)
         observer.on_start(self, self.evaluate() if self.totals.outer_steps == 0 else {})
-        result, keeper = None, Keeper(folder, self.config, self.processes)
-        while not self.finished:
+        result = None
+        while not self.finished and not self.stopped:
             try:
-                result = self.run_round(observer, stop)
+                result = self.run_round(observer, keeper)
             except NoNodeLeftError:
-                keeper.save_checkpoint(self, observer)
+                keeper.save_checkpoint(self)
                 raise
             observer.on_round(self, result)
-            keeper.after_round(self, observer)
-            if self.stopped:
-                return {}
-        if result is None or result.merge is not None:
-            return self.evaluate()
-        return result.evaluations
+            self.stopped = keeper.stopping
+            keeper.after_round(self)
+        return result
 
     # Models and state
 

@@ -145,13 +145,13 @@ def set_up(
     from training_logs.recording.recorder import RunRecorder
     from training_logs.recording.records import Observer
     from training_logs.recording.run_folder import make_run_folder
-    from utils.checkpoint import Checkpoints
+    from utils.checkpoint import newest_checkpoint
 
     # Before the data, which may take long: what is asked for is the code that has just been read.
     code = code_of() if processes.is_main else None
     checkpoint, state, threads = None, None, threads_per_process(config)
     if resume:
-        checkpoint = decided(processes, Checkpoints(checkpoints_of(Path(resume)), config.keep_checkpoints).newest)
+        checkpoint = newest_checkpoint(checkpoints_of(Path(resume)), processes)
         state = checkpoint.state["observer"]
         if config.cpu_threads is None:
             threads = checkpoint.state["cluster"]["threads"]
@@ -179,19 +179,22 @@ def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
     from utils.heartbeat import PeerLostError
 
     processes, final, models, status, code = cluster.processes, {}, {}, "failed", 1
+    stop = StopRequest(logger.info, processes.notices, processes.is_main)
     try:
-        with StopRequest(logger.info) as stop:
+        with stop:
             final = cluster.train(recorder, folder, stop)
         models = cluster.save_models(folder / cluster.config.model_weights_dir, recorder)
         status, code = ("interrupted", STATUS_INTERRUPTED) if cluster.stopped else ("completed", 0 if models else 1)
         processes.close()
+    except (TrainingError, PeerLostError) as error:
+        if stop.given_up:
+            status, code = "interrupted", STATUS_INTERRUPTED
+        elif processes.is_main:
+            logger.error("error: %s", error)
+        processes.failed(str(error))
     except KeyboardInterrupt:
         status, code = "interrupted", STATUS_INTERRUPTED
         processes.failed("it was interrupted")
-    except (TrainingError, PeerLostError) as error:
-        if processes.is_main:
-            logger.error("error: %s", error)
-        processes.failed(str(error))
     except Exception as error:
         # Not foreseen: whoever mends it needs the traceback, and the user keeps what was trained.
         logger.exception("training failed")

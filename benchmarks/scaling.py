@@ -5,7 +5,7 @@
 - synchronisation: seconds, and bytes sent, of the mean of 100M parameters over two processes, for every encoding,
   summed in worker order and with one all-reduce; encoding and decoding included.
 - checkpoint: GB/s of writing and reading one, checksums and fsync included, beside copying the same bytes to a file
-  with fsync.
+  with fsync; and of the copy in memory, for which training stands still.
 """
 
 import argparse
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from utils.checkpoint import Checkpoints
+from utils.checkpoint import Checkpoints, newest_checkpoint
 from utils.compression import COMMUNICATION_DTYPES
 from utils.distributed import LocalProcesses, connect
 from utils.launch import Launch, cores
@@ -105,9 +105,10 @@ def measure_checkpoint(parameters: int, repeats: int) -> None:
         "trainer_0_worker_0": {name: torch.randn(parameters) for name in ("exp_avg", "exp_avg_sq")},
     }
     size = 4 * 4 * parameters
-    times: dict[str, list[float]] = {"copy to a file": [], "write": [], "verify": [], "read": []}
+    times: dict[str, list[float]] = {"copy to a file": [], "stand still": [], "write": [], "verify": [], "read": []}
     with tempfile.TemporaryDirectory(dir=ROOT) as folder:
-        checkpoints, alone = Checkpoints(Path(folder), 1), LocalProcesses([CPU], 1)
+        alone = LocalProcesses([CPU], 1)
+        checkpoints = Checkpoints(Path(folder), 1, None, alone, print)
         for number in range(repeats):
             started = time.perf_counter()
             with (Path(folder) / "plain").open("wb") as file:
@@ -117,10 +118,12 @@ def measure_checkpoint(parameters: int, repeats: int) -> None:
                 os.fsync(file.fileno())
             times["copy to a file"].append(time.perf_counter() - started)
             started = time.perf_counter()
-            checkpoints.save(alone, number, groups, {}, {})
+            checkpoints.save(number, groups, {}, {})
+            times["stand still"].append(time.perf_counter() - started)
+            checkpoints.finish()
             times["write"].append(time.perf_counter() - started)
             started = time.perf_counter()
-            checkpoint = checkpoints.newest()
+            checkpoint = newest_checkpoint(Path(folder), alone)
             times["verify"].append(time.perf_counter() - started)
             started = time.perf_counter()
             for group, tensors in groups.items():

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,8 +33,8 @@ from tests.helpers import (
     warnings_of,
 )
 from tests.test_run import write_config
-from utils import checkpoint
-from utils.checkpoint import Checkpoints
+from utils import checkpoint_writer
+from utils.checkpoint import newest_checkpoint
 
 EXAMPLES = PackedSequences(random_sequences(80))
 
@@ -222,7 +223,7 @@ def test_with_no_node_left_there_is_a_checkpoint_and_a_clear_error(failing, tmp_
         cluster.train(recorder, tmp_path)
     assert len(recorder.rounds) == 3
     monkeypatch.undo()
-    written = Checkpoints(tmp_path / "checkpoints", 1).newest()
+    written = newest_checkpoint(tmp_path / "checkpoints", cluster.processes)
     again = tiny_cluster(number_of_outer_steps=5)
     again.resume(written)
     for trainer, own in cluster.trainers.items():
@@ -352,6 +353,8 @@ def test_logs_that_cannot_be_written_for_a_while_are_complete_in_the_end(tmp_pat
 def test_checkpoints_that_cannot_be_written_cost_a_warning(tmp_path, cache_dir, monkeypatch, fault):
     def break_it(folder: Path) -> None:
         checkpoints = folder / "checkpoints"
+        while not (checkpoints / "round_00002").exists():  # it is written while the run goes on
+            time.sleep(0.01)
         shutil.rmtree(checkpoints)
         if fault == "a file in its place":
             checkpoints.write_text("")
@@ -373,7 +376,7 @@ def test_checkpoints_that_cannot_be_written_cost_a_warning(tmp_path, cache_dir, 
 
 
 def test_a_full_disk_costs_a_warning_and_leaves_the_checkpoints_before(tmp_path, cache_dir, monkeypatch):
-    write = checkpoint._write_tensors
+    write = checkpoint_writer.write_tensors
 
     def full(path, tensors):
         if "round_00003" in str(path):
@@ -381,7 +384,7 @@ def test_a_full_disk_costs_a_warning_and_leaves_the_checkpoints_before(tmp_path,
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(path, tensors)
 
-    monkeypatch.setattr(checkpoint, "_write_tensors", full)
+    monkeypatch.setattr(checkpoint_writer, "write_tensors", full)
     code, folder = run_with(tmp_path, cache_dir, monkeypatch, {}, keep_checkpoints=9)
     assert code == 0
     (warning,) = warnings_of(folder)

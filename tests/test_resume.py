@@ -1,8 +1,8 @@
 """A run that was stopped, killed or moved to another number of processes goes on as if nothing had happened."""
 
 import csv
+import dataclasses
 import json
-import os
 import re
 import shlex
 import shutil
@@ -21,7 +21,6 @@ from tests.helpers import warnings_of
 from tests.test_run import write_config
 from utils.config_reading import parse_config
 from utils.resume import training_changes
-from utils.signals import StopRequest
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMES = ("wall_seconds", "training_seconds", "tokens_per_second", "memory_peaks", "invocations")
@@ -177,13 +176,27 @@ def test_which_changes_need_force():
         return [line.split(":")[0] for line in training_changes(before, after)]
 
     harmless = config(processes=3, clearml="off", number_of_outer_steps=9, keep_checkpoints=5, eval_every=2)
-    assert changes(config(), harmless) == []
+    assert changes(config(ETA_at_end=None), dataclasses.replace(harmless, ETA_at_end=None)) == []
     assert changes(config(), config(nu=1, INITIAL_BATCH_SIZE=4, communication_dtype="int8")) == [
         *("communication_dtype", "INITIAL_BATCH_SIZE", "nu")
     ]
-    # With a schedule, the length of the run is in its learning rate.
-    cosine = {"learning_rate_schedule": "cosine"}
-    assert changes(config(**cosine), config(**cosine, number_of_outer_steps=9)) == ["number_of_outer_steps"]
+
+
+@pytest.mark.parametrize(
+    ("values", "matters"),
+    [
+        ({"ETA_at_end": None}, False),
+        ({}, True),  # the default: an eta that falls over the run
+        ({"sampling_method": "none"}, False),  # nobody asks for eta
+        ({"sampling_method": "none", "batch_schedule": [[0.5, 32]]}, True),
+        ({"ETA_at_end": None, "learning_rate_schedule": "cosine"}, True),
+    ],
+)
+@pytest.mark.parametrize("length", ["number_of_outer_steps", "number_of_training_epochs", "max_tokens"])
+def test_another_length_is_refused_where_something_follows_the_progress_of_the_run(values, matters, length):
+    before = parse_config({"number_of_outer_steps": 3} | values)[0]
+    after = dataclasses.replace(before, **{length: 9})
+    assert [line.split(":")[0] for line in training_changes(before, after)] == [length] * matters
 
 
 # Signals
@@ -236,20 +249,24 @@ def test_a_second_signal_stops_at_once(tmp_path, cache_dir):
     assert not (folder / "checkpoints").exists()
 
 
-def test_a_round_that_takes_too_long_is_given_up(monkeypatch):
-    said, before = [], signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr("utils.signals.PATIENCE_SECONDS", 0.2)
-    with StopRequest(said.append) as stop:
-        assert not stop.requested
-        stop.check()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.requested
-        assert len(said) == 1
-        stop.check()
-        time.sleep(0.3)
-        with pytest.raises(KeyboardInterrupt):
-            stop.check()
-    assert signal.getsignal(signal.SIGINT) is before
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_in_a_long_round_loses_nothing_of_the_rounds_before(tmp_path, cache_dir, whole, rank):
+    """One process gets it in round 4, while the others may wait for that one in the mean; all end, and go on."""
+    values = {"keep_checkpoints": 9, "number_of_outer_steps": 6, "processes": 2}
+    config = write_config(tmp_path, cache_dir, **values)
+    command = [sys.executable, "tests/given_up.py", str(rank), "--config", str(config)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 130, done.stdout + done.stderr
+    assert f"SIGTERM{' to another process' * (rank > 0)}: stopping after this round" in done.stdout
+    (folder,) = (tmp_path / "logs").iterdir()
+    assert f"to go on: python run.py --resume {folder}" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+    assert (summary(folder)["status"], summary(folder)["outer_steps"]) == ("interrupted", 3)
+    # There is one every second round, and that of round 3 was not to be written.
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["round_00002", "round_00003"]
+    assert program.main(["--resume", str(folder), "processes=1"]) == 0
+    assert "resumed after round 3" in (folder / "training_log.log").read_text()
+    assert_same_run(folder, whole)
 
 
 # Killed

@@ -2,38 +2,34 @@
 
 A checkpoint is state.json, safetensors files named by trainer and worker (never by process), and SHA256SUMS over all of
 them, which `sha256sum -c` checks as well. Every process writes the tensors that it has, so that with several machines
-the run folder must be on a file system that they share. All files go to a temporary folder, are synced to the disk, and
-the folder is then renamed.
+the run folder must be on a file system that they share.
+
+Training goes on while a checkpoint is written: it waits for a copy of the state in host memory, which a thread of each
+process writes (`utils.checkpoint_writer`) and which is freed then. The same on the way back: every process verifies a
+share of the files.
 """
 
-import contextlib
-import hashlib
 import json
-import os
-import re
-import shutil
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-_NAME = re.compile(r"round_(\d{5,})")
-_STATE, _SUMS = "state.json", "SHA256SUMS"
+from utils.checkpoint_files import damage, finished_checkpoints, read_sums
+from utils.checkpoint_writer import Snapshot, Writing, copied
+from utils.distributed import Processes
+
+STATE = "state.json"
+_SECONDS_FOR_THE_LOST = 5.0
 
 
 class CheckpointError(ValueError):
     """A checkpoint is damaged, or there is none."""
-
-
-class _Gathers(Protocol):
-    is_main: bool
-
-    def gather(self, value: Any) -> list:
-        """Everybody's value, everywhere."""
 
 
 @dataclass(frozen=True)
@@ -57,162 +53,133 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: cannot read {name} of {group}: {error}") from None
 
 
-def _sum(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+def newest_checkpoint(folder: Path, processes: Processes) -> Checkpoint:
+    """The newest whole checkpoint in a folder; all processes call this, and verify a share of the files each.
+
+    Raises:
+        CheckpointError: there is none; in all processes.
+    """
+    problems = []
+    for path in processes.gather(list(reversed(finished_checkpoints(folder))))[0]:
+        checkpoint, problem = _verified(path, processes)
+        if checkpoint is not None:
+            return Checkpoint(path, checkpoint, tuple(problems))
+        problems.append(f"{path}: {problem}")
+    found = "; ".join(problems) if problems else "none was written"
+    raise CheckpointError(f"no checkpoint in {folder}: {found}")
 
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Write a safetensors file to the disk; its checksum, of what is really there."""
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-    _sync(path)
-    return _sum(path)
-
-
-def _write_text(path: Path, text: str) -> str:
-    path.write_text(text, encoding="utf-8")
-    _sync(path)
-    return _sum(path)
-
-
-def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint folder, or None."""
-    try:
-        lines = (folder / _SUMS).read_text(encoding="utf-8").splitlines()
-        expected = dict(reversed(line.split("  ", 1)) for line in lines)
-        if _STATE not in expected:
-            return f"{_SUMS} does not name {_STATE}"
-        for name, digest in expected.items():
-            if _sum(folder / name) != digest:
-                return f"{name} is damaged (its checksum is not that in {_SUMS})"
-    except (OSError, ValueError) as error:
-        return " ".join(str(error).split())
-    return None
+def _verified(path: Path, processes: Processes) -> tuple[dict | None, str | None]:
+    """The state in a checkpoint, or what is wrong with it; what the main process reads of it holds for all."""
+    sums, state, problem = {}, None, None
+    if processes.is_main:
+        try:
+            sums = read_sums(path)
+            state = json.loads((path / STATE).read_text(encoding="utf-8"))
+            problem = None if STATE in sums else f"the list of files does not name {STATE}"
+        except (OSError, ValueError) as error:
+            problem = " ".join(str(error).split())
+    sums, state, problem = processes.gather((sums, state, problem))[0]
+    if problem is None:
+        found = damage(path, {name: sums[name] for name in processes.share(list(sums))})
+        problem = next((each for each in processes.gather(found) if each is not None), None)
+    return (None, problem) if problem else (state, None)
 
 
 class Checkpoints:
-    """The checkpoints of one run.
+    """Writes the checkpoints of one run, one at a time, while it goes on.
+
+    All processes call `save`, `hold` and `finish` at the same places of the run. What cannot be written is a warning.
 
     Args:
         folder: where they are; made when it is needed.
         keep: how many of the newest stay.
+        minutes: after which one is due; None: never.
+        processes: those of the run.
+        warn: what to do with a warning, in the main process.
     """
 
-    def __init__(self, folder: Path, keep: int):
-        self.folder, self._keep = folder, keep
+    def __init__(
+        self, folder: Path, keep: int, minutes: float | None, processes: Processes, warn: Callable[[str], None]
+    ):
+        self._folder, self._keep, self._minutes = folder, keep, minutes
+        self._processes, self._warn = processes, warn
+        self._lock = threading.Lock()
+        self._held: Snapshot | None = None
+        self._writing: Writing | None = None
+        self._last = time.monotonic()
 
-    def _all(self) -> list[Path]:
-        """The finished ones, oldest first."""
-        if not self.folder.is_dir():
-            return []
-        named = [(int(match[1]), path) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-        return [path for _, path in sorted(named)]
+    @property
+    def due(self) -> bool:
+        """Whether a state should be saved again, by this process's clock."""
+        return self._minutes is not None and time.monotonic() - self._last >= 60 * self._minutes
 
     def save(
         self,
-        processes: _Gathers,
         number: int,
         groups: Mapping[str, Mapping[str, torch.Tensor]],
         state: Mapping[str, Any],
         text_files: Mapping[str, str],
-    ) -> Path:
-        """Write a checkpoint, together with all processes.
+    ) -> None:
+        """Begin to write a checkpoint; all of it has been copied when this returns.
 
         Args:
             number: of the round after which it is written.
             groups: the tensors that this process is to write, a file each.
             state: JSON values, those of the main process count.
             text_files: more files to keep with it, likewise.
-
-        Raises:
-            OSError: in every process, if one cannot write; what was written before is as it was.
         """
-        final = self.folder / f"round_{number:05d}"
-        temporary = self.folder / f".{final.name}.new"
-        try:
-            self._together(processes, lambda: self._begin(temporary) if processes.is_main else None)
-            parts = self._together(
-                processes,
-                lambda: {
-                    f"{name}.safetensors": _write_tensors(temporary / f"{name}.safetensors", tensors)
-                    for name, tensors in groups.items()
-                },
-            )
-            sums = {name: digest for part in parts for name, digest in part.items()}
-            self._together(
-                processes,
-                lambda: self._complete(temporary, final, sums, state, text_files) if processes.is_main else None,
-            )
-        except OSError:
-            if processes.is_main:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        return final
+        self.hold(number, groups, state, text_files)
+        self._last = time.monotonic()
+        self.write_held(self.held)
 
-    @staticmethod
-    def _together(processes: _Gathers, work) -> list:
-        """What each process's part of the work gives; OSError everywhere if one fails."""
-        result, failure = None, None
-        try:
-            result = work()
-        except (OSError, SafetensorError) as error:
-            failure = error.strerror or str(error) if isinstance(error, OSError) else str(error)
-        answers = processes.gather((result, failure))
-        failures = sorted({failure for _, failure in answers if failure is not None})
-        if failures:
-            raise OSError("; ".join(failures))
-        return [result for result, _ in answers]
-
-    def _begin(self, temporary: Path) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for left_over in self.folder.glob(".round_*"):
-            shutil.rmtree(left_over)
-        temporary.mkdir()
-
-    def _complete(
-        self, temporary: Path, final: Path, sums: dict[str, str], state: Mapping, text_files: Mapping[str, str]
+    def hold(
+        self,
+        number: int,
+        groups: Mapping[str, Mapping[str, torch.Tensor]],
+        state: Mapping[str, Any],
+        text_files: Mapping[str, str],
     ) -> None:
-        for name, text in text_files.items():
-            sums[name] = _write_text(temporary / name, text)
-        sums[_STATE] = _write_text(temporary / _STATE, json.dumps(state, indent=1) + "\n")
-        _write_text(temporary / _SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
-        _sync(temporary)
-        if final.exists():
-            # The same round again, after a resume from an earlier one.
-            old = temporary.with_suffix(".old")
-            os.replace(final, old)
-            os.replace(temporary, final)
-            shutil.rmtree(old)
-        else:
-            os.replace(temporary, final)
-        _sync(self.folder)
-        for path in self._all()[: -self._keep]:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(path)
+        """As `save`, but only keep the copy, in place of the last, for `write_held`."""
+        self._held = None  # no two copies at a time
+        self.finish()
+        texts = {**text_files, STATE: json.dumps(state, indent=1) + "\n"} if self._processes.is_main else {}
+        topic = self._processes.notices.new_topic("checkpoint")
+        self._held = copied(topic, number, groups, texts)
 
-    def newest(self) -> Checkpoint:
-        """The newest whole checkpoint.
+    @property
+    def held(self) -> str:
+        """A name for what is held, the same in all processes; empty: nothing is."""
+        held = self._held
+        return held.topic if held is not None else ""
 
-        Raises:
-            CheckpointError: there is none.
+    def write_held(self, name: str) -> None:
+        """Begin to write what is held, if it has this name; from any thread, and without the others' being here.
+
+        All processes must do so; none waits for another but in the thread that writes.
         """
-        problems = []
-        for path in reversed(self._all()):
-            problem = damage(path)
-            if problem is None:
-                state = json.loads((path / _STATE).read_text(encoding="utf-8"))
-                return Checkpoint(path, state, tuple(problems))
-            problems.append(f"{path}: {problem}")
-        found = "; ".join(problems) if problems else "none was written"
-        raise CheckpointError(f"no checkpoint in {self.folder}: {found}")
+        with self._lock:
+            if self._held is not None and self._held.topic == name:
+                self._writing = Writing(self._held, self._folder, self._keep, self._processes)
+                self._held = None
+
+    def finish(self) -> None:
+        """Wait, with all processes, until the checkpoint that is being written is there, or warn that it is not."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        failures = self._processes.gather(writing.own_failure())
+        problem = writing.outcome(failures) if self._processes.is_main else None
+        if problem is not None:
+            self._warn(
+                f"no checkpoint after round {writing.number}: {problem}; training goes on, and what was written before "
+                f"is as it was"
+            )
+
+    def settle(self, somebody_is_lost: bool = False) -> None:
+        """Let the checkpoint that is being written be completed, without the others' being here.
+
+        somebody_is_lost: wait for parts that others have written and not said so yet, and no longer.
+        """
+        if self._writing is not None:
+            self._writing.over.wait(_SECONDS_FOR_THE_LOST if somebody_is_lost else None)

@@ -127,7 +127,13 @@ class Config:
     )
     save_weights_every: PositiveInt | None = _key(
         None,
-        "write a checkpoint, and every living trainer's model, every so many rounds; null: only at the end",
+        "write a checkpoint, and every living trainer's model, every so many rounds; null: only at the end, and "
+        "checkpoints by checkpoint_every_minutes",
+        changes_training=False,
+    )
+    checkpoint_every_minutes: PositiveFloat | None = _key(
+        10.0,
+        "write a checkpoint after the first round that ends so many minutes after the last one; null: off",
         changes_training=False,
     )
     keep_checkpoints: PositiveInt = _key(2, "checkpoints to keep, the newest", changes_training=False)

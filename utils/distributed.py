@@ -52,6 +52,9 @@ class Processes(Protocol):
     def in_turn(self, work: Callable[[], T]) -> T:
         """Do something once per machine before the other processes there do it, who find a cache then."""
 
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        """This process's part of a list that all have; every item is in the part of one."""
+
     def failed(self, reason: str) -> None:
         """Leave the others without waiting for them, and tell them why."""
 
@@ -102,6 +105,9 @@ class LocalProcesses:
 
     def in_turn(self, work: Callable[[], T]) -> T:
         return work()
+
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        return items
 
     def failed(self, reason: str) -> None:
         """Nobody to tell."""
@@ -164,6 +170,9 @@ class DistributedProcesses:
         result = work() if self.first_here else None
         self.gather(None)
         return result if self.first_here else work()
+
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        return items[self._rank.number :: self.count]
 
     def failed(self, reason: str) -> None:
         self._heartbeat.failed(reason)
@@ -252,7 +261,7 @@ def meet(launch: Launch | None = None) -> Processes:
     heartbeat = Heartbeat(
         dist.PrefixStore(attempt, client()), rank.number, rank.count, {} if launch is None else launch.processes
     )
-    notices = Notices(dist.PrefixStore(f"{attempt} notices", client()))
+    notices = Notices(dist.PrefixStore(f"{attempt} notices", client()), rank.number, rank.count)
     return DistributedProcesses(rank, dist.PrefixStore(f"{attempt} group", store), heartbeat, notices)
 
 

@@ -4,9 +4,11 @@ Collectives need everybody at the same place of the program; a signal, or a file
 between.
 """
 
+import contextlib
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from typing import Protocol
 
 from utils.heartbeat import PeerLostError
@@ -30,35 +32,49 @@ class Store(Protocol):
 class Notices:
     """A notice board for the threads of all processes.
 
-    store: nobody else uses this connection to it.
+    Args:
+        store: nobody else uses this connection to it.
+        rank, count: which of how many processes this is.
     """
 
-    def __init__(self, store: Store):
+    def __init__(self, store: Store, rank: int = 0, count: int = 1):
         self._store, self._lock = store, threading.Lock()
+        self._rank, self.count, self._topics = rank, count, 0
+
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[Store]:
+        try:
+            with self._lock:
+                yield self._store
+        except RuntimeError as error:
+            raise ConnectionError(f"the first process is gone: {error}") from None
+
+    def new_topic(self, what: str) -> str:
+        """A name that was not used before, the same in all processes if all ask for theirs in the same order."""
+        self._topics += 1
+        return f"{what} {self._topics}"
 
     def post(self, name: str, text: str) -> None:
         """Put up a text, in place of what was there under that name.
 
         Raises:
-            ConnectionError: the process that keeps the board is gone.
+            ConnectionError: the process that keeps the board is gone; likewise below.
         """
-        try:
-            with self._lock:
-                self._store.set(name, text)
-        except RuntimeError as error:
-            raise ConnectionError(f"the first process is gone: {error}") from None
+        with self._reaching() as store:
+            store.set(name, text)
 
     def read(self, name: str) -> str | None:
-        """The text that is up under a name, or None.
+        """The text that is up under a name, or None."""
+        with self._reaching() as store:
+            return store.get(name).decode() if store.check([name]) else None
 
-        Raises:
-            ConnectionError: the process that keeps the board is gone.
-        """
-        try:
-            with self._lock:
-                return self._store.get(name).decode() if self._store.check([name]) else None
-        except RuntimeError as error:
-            raise ConnectionError(f"the first process is gone: {error}") from None
+    def post_own(self, name: str, text: str) -> None:
+        """Put up a text beside those of the other processes under that name."""
+        self.post(f"{name}/{self._rank}", text)
+
+    def read_all(self, name: str) -> list[str | None]:
+        """The processes' own texts under a name; None for those that have put up none."""
+        return [self.read(f"{name}/{rank}") for rank in range(self.count)]
 
 
 def common_attempt(store: Store, rank: int, count: int, seconds: float) -> str:

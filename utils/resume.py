@@ -11,16 +11,23 @@ _FIXED = ("log_file", "memory_report_dir", "model_training_report_dir", "model_w
 _LENGTHS = ("number_of_outer_steps", "number_of_training_epochs", "max_tokens")
 
 
+def _follows_progress(config: Config) -> bool:
+    """Whether something depends on how much of the run is done, so that its length is in every round of it."""
+    return (
+        config.learning_rate_schedule != "constant"
+        or config.batch_schedule is not None
+        or (config.sampling_method == "norm_test" and config.ETA_at_end is not None)
+    )
+
+
 def training_changes(before: Config, after: Config) -> list[str]:
     """What a run that was begun with one configuration would train differently with another, one line per key."""
-    # The length of a run is in its learning rate where that follows a schedule.
-    scheduled = after.learning_rate_schedule != "constant"
     return [
         f"{name}: was {getattr(before, name)!r}, now {getattr(after, name)!r}"
         for name, entry in FIELDS.items()
         if name not in _FIXED
         and getattr(before, name) != getattr(after, name)
-        and (entry.metadata["changes_training"] or (scheduled and name in _LENGTHS))
+        and (entry.metadata["changes_training"] or (name in _LENGTHS and _follows_progress(after)))
     ]
 
 

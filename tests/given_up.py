@@ -1,0 +1,54 @@
+"""The program as a signal finds it in a round that takes too long: tests/given_up.py RANK [arguments of run.py].
+
+In its fourth round the process of that rank, and no other, gets SIGTERM, and waits until the round is given up; the
+other processes have done their steps by then, or wait for it in the mean.
+"""
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import run as program
+from fabrics.keeper import Keeper
+from utils import signals
+from utils.signals import StopRequest
+
+
+def give_up_in_round_4(rank: int) -> None:
+    """Change the classes of this process so that it happens."""
+    rounds, steps, given_up = [], [], threading.Event()
+    look, grant, on_step = StopRequest._look, Keeper.grant, Keeper.on_step
+
+    def look_and_tell(self):
+        look(self)
+        if self.given_up:
+            given_up.set()
+
+    def count_rounds(self, wishes):
+        grant(self, wishes)
+        rounds.append(1)
+        steps.clear()
+
+    def be_interrupted(self):
+        steps.append(1)
+        if (len(rounds), len(steps)) == (3, 2) and os.environ.get("RANK", "0") == str(rank):
+            os.kill(os.getpid(), signal.SIGTERM)
+            given_up.wait()
+        on_step(self)
+
+    signals.PATIENCE_SECONDS = 0.0
+    StopRequest._look, Keeper.grant, Keeper.on_step = look_and_tell, count_rounds, be_interrupted
+
+
+if __name__ == "__main__":
+    give_up_in_round_4(int(sys.argv[1]))
+    start = program.start_processes
+    # The others are this program too.
+    program.start_processes = lambda config, overrides, command: start(
+        config, overrides, [__file__, sys.argv[1], *command[1:]]
+    )
+    sys.exit(program.main(sys.argv[2:]))

@@ -1,0 +1,61 @@
+"""Several processes of a run as threads of this one: they gather and have a notice board, and start at once."""
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from utils.notices import Notices
+
+T = TypeVar("T")
+# Nobody waits so long but for somebody who will not come.
+_LIMIT_SECONDS = 120.0
+
+
+class Thread:
+    """One of them. machine: those with one number share a machine."""
+
+    def __init__(self, rank: int, count: int, shared: dict, machines: tuple[int, ...]):
+        self.rank, self.count, self.is_main = rank, count, rank == 0
+        self.first_here = machines.index(machines[rank]) == rank
+        self.notices = Notices(shared["store"], rank, count)
+        self._barrier, self._values = shared["barrier"], shared["values"]
+
+    def gather(self, value):
+        self._values[self.rank] = value
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values
+
+    def share(self, items):
+        return items[self.rank :: self.count]
+
+
+def together(count: int, work: Callable[[Thread], T], machines: tuple[int, ...] | None = None) -> list[T]:
+    """What each of `count` processes makes of `work`; an exception of one that is in nobody's way is raised here."""
+    shared = {
+        "store": dist.HashStore(),
+        "barrier": threading.Barrier(count, timeout=_LIMIT_SECONDS),
+        "values": [None] * count,
+    }
+    results: list = [None] * count
+    errors: list[Exception] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(Thread(rank, count, shared, machines or (0,) * count))
+        except Exception as error:
+            errors.append(error)
+            shared["barrier"].abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    told = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
+    if told or errors:
+        raise (told or errors)[0]
+    return results

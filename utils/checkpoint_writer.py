@@ -1,0 +1,204 @@
+"""Writing one checkpoint in the background: a thread in every process, which meet on the notice board alone.
+
+The main process makes a temporary folder; then all write what they have and say so; the main process adds the texts and
+the checksums and renames the folder. Until that last step the checkpoints before are all there is, whoever dies when.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from utils.checkpoint_files import finished_checkpoints, sync_folder, write_sums, write_tensors, write_text
+from utils.distributed import Processes
+
+_POLL_SECONDS = 0.05
+# Files that a process writes side by side.
+_WRITERS = 2
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What this process writes of the state after a round, in host memory.
+
+    topic: under which those who write it speak to each other. number: of the round. groups: tensors by file and name.
+    texts: by file, in the main process. problem: why there is nothing to write.
+    """
+
+    topic: str
+    number: int
+    groups: Mapping[str, Mapping[str, torch.Tensor]]
+    texts: Mapping[str, str]
+    problem: str | None = None
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """On the host; from a GPU through memory that stays in place, in the background."""
+    if tensor.device.type == "cpu":
+        return tensor.detach().clone()
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor.detach(), non_blocking=True)
+
+
+def copied(
+    topic: str, number: int, groups: Mapping[str, Mapping[str, torch.Tensor]], texts: Mapping[str, str]
+) -> Snapshot:
+    """A snapshot of what may change from now on; it needs as much host memory as the tensors."""
+    try:
+        copies = {group: {name: _copy(tensor) for name, tensor in part.items()} for group, part in groups.items()}
+        for device in {tensor.device for part in groups.values() for tensor in part.values()}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+    except (MemoryError, RuntimeError) as error:
+        # PyTorch has no type for memory of the host; whatever else it was, training will say so.
+        return Snapshot(topic, number, {}, texts, f"no memory for a copy of the state: {error}")
+    return Snapshot(topic, number, copies, texts)
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+class Writing:
+    """A checkpoint that is being written, from its making.
+
+    Attributes:
+        number: the round after which it is.
+        over: set when nothing happens any more: it is there, or will never be.
+
+    Args:
+        snapshot: what to write; let go of when it is written.
+        folder: where the checkpoints are.
+        keep: how many of the newest stay.
+        processes: those of the run, all of which make one of these.
+    """
+
+    def __init__(self, snapshot: Snapshot, folder: Path, keep: int, processes: Processes):
+        self.number, self.over = snapshot.number, threading.Event()
+        self._folder, self._keep = folder, keep
+        self._final = folder / f"round_{snapshot.number:05d}"
+        self._temporary = folder / f".{self._final.name}.new"
+        self._notices, self._is_main = processes.notices, processes.is_main
+        self._topic = snapshot.topic
+        self._own_failure: str | None = None
+        self._problem: str | None = None
+        self._written, self._given_up = threading.Event(), threading.Event()
+        self._snapshot: Snapshot | None = snapshot
+        threading.Thread(target=self._run, name=self._topic, daemon=True).start()
+
+    def own_failure(self) -> str | None:
+        """What went wrong with this process's part, when it is over."""
+        self._written.wait()
+        return self._own_failure
+
+    def outcome(self, failures: Sequence[str | None]) -> str | None:
+        """In the main process: why there is no checkpoint, or None.
+
+        failures: of all processes' parts, also of those that could not say so on the board.
+        """
+        found = sorted({failure for failure in failures if failure is not None})
+        if found:
+            self._given_up.set()
+        self.over.wait()
+        return "; ".join(found) or self._problem
+
+    def _run(self) -> None:
+        texts, sums = self._snapshot.texts, {}
+        try:
+            sums = self._write_part(self._snapshot)
+        except Exception as error:  # whatever it is: nobody sees what a thread raises
+            self._own_failure = _said(error)
+        self._snapshot = None
+        try:
+            self._notices.post_own(f"{self._topic} part", json.dumps([sums, self._own_failure]))
+        except ConnectionError as error:
+            self._own_failure = self._own_failure or str(error)
+        self._written.set()
+        try:
+            if self._is_main:
+                self._complete(texts)
+                self._notices.post(f"{self._topic} over", "")
+            else:
+                self._await_notice("over")
+        except Exception as error:
+            self._problem = _said(error)
+            if self._is_main:
+                shutil.rmtree(self._temporary, ignore_errors=True)
+                with contextlib.suppress(ConnectionError):
+                    self._notices.post(f"{self._topic} over", "")
+        finally:
+            self.over.set()
+
+    def _await_notice(self, what: str) -> str:
+        while (text := self._notices.read(f"{self._topic} {what}")) is None:
+            time.sleep(_POLL_SECONDS)
+        return text
+
+    def _write_part(self, snapshot: Snapshot) -> dict[str, str]:
+        """The checksums of the files that this process has written, by name."""
+        if self._is_main:
+            self._begin()
+        elif problem := self._await_notice("begun"):
+            raise OSError(problem)
+        if snapshot.problem:
+            raise OSError(snapshot.problem)
+        paths = [self._temporary / f"{group}.safetensors" for group in snapshot.groups]
+        with ThreadPoolExecutor(_WRITERS) as writers:  # while one waits for the disk, another one hashes
+            digests = writers.map(write_tensors, paths, snapshot.groups.values())
+            return {path.name: digest for path, digest in zip(paths, digests, strict=True)}
+
+    def _begin(self) -> None:
+        problem = ""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for left_over in self._folder.glob(".round_*"):
+                shutil.rmtree(left_over)
+            self._temporary.mkdir()
+        except OSError as error:
+            problem = _said(error)
+            raise
+        finally:
+            self._notices.post(f"{self._topic} begun", problem)
+
+    def _parts(self) -> dict[str, str]:
+        """The checksums of all processes' files, when all have written them.
+
+        Raises:
+            OSError: one could not.
+        """
+        while True:
+            parts = [json.loads(part) for part in self._notices.read_all(f"{self._topic} part") if part is not None]
+            failures = sorted({failure for _, failure in parts if failure is not None})
+            if failures or self._given_up.is_set():
+                raise OSError("; ".join(failures) or "a process could not write its part")
+            if len(parts) == self._notices.count:
+                return {name: digest for sums, _ in parts for name, digest in sums.items()}
+            time.sleep(_POLL_SECONDS)
+
+    def _complete(self, texts: Mapping[str, str]) -> None:
+        sums = self._parts()
+        sums |= {name: write_text(self._temporary / name, text) for name, text in texts.items()}
+        write_sums(self._temporary, sums)
+        sync_folder(self._temporary)
+        if self._final.exists():
+            # The same round again, after a resume from an earlier one.
+            old = self._temporary.with_suffix(".old")
+            os.replace(self._final, old)
+            os.replace(self._temporary, self._final)
+            shutil.rmtree(old)
+        else:
+            os.replace(self._temporary, self._final)
+        sync_folder(self._folder)
+        for path in finished_checkpoints(self._folder)[: -self._keep]:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(path)
