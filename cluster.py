@@ -86,7 +86,7 @@ class Cluster:
     def __init__(self, config: Config, data: TaskData, processes: Processes | None = None):
         self.config = config
         self.data = data
-        processes = processes or join_processes(config)[0]
+        processes = processes or join_processes(config)
         self.processes = processes
         self.totals = Totals()
         self.merges: list[Merge] = []

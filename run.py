@@ -1,24 +1,13 @@
 """AdLoCo from the command line: python run.py [--config PATH | --resume RUN_DIR] [key=value ...]."""
 
 import argparse
-import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from utils.config import ConfigError
-from utils.launch import (
-    Launch,
-    attempted_before,
-    forget_attempt,
-    is_main,
-    remember_attempt,
-    start_processes,
-    started_by_others,
-    threads_per_process,
-)
+# What is imported here is quick; the rest waits until there is something on the screen.
+from utils.launch import Launch, is_main, start_processes, started_by_others, threads_per_process
 from utils.signals import STATUS_INTERRUPTED, StopRequest
 from utils.utils import checkpoints_of, has_checkpoint
 
@@ -29,8 +18,6 @@ if TYPE_CHECKING:
     from training_logs.recording.records import Observer
     from utils.config import Config
     from utils.distributed import Processes
-
-T = TypeVar("T")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -65,8 +52,9 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.perf_counter()
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse_arguments(arguments)
+    if is_main():
+        print("AdLoCo: loading PyTorch ...", flush=True)
     if started_by_others():
-        options.resume = attempted_before() or options.resume
         return run(options, started, None)
     config = Path(options.resume, "config.yaml") if options.resume else Path(options.config or "config.yaml")
     with start_processes(config, options.overrides, [__file__, *arguments]) as launch:
@@ -77,36 +65,47 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, started: float, launch: Launch | None) -> int:
-    """Be one of the processes of the run: configuration, processes, set up, train; the exit status of this one."""
-    # Imported here and below, so that --help answers at once.
-    from fabrics.choices import CHECKS, CHOICES
-    from training_logs.recording.run_folder import check_logs, start_logging
+    """Be one of the processes of the run: meet the others, set up, train; the exit status of this one."""
+    from training_logs.recording.run_folder import start_logging
+    from utils.agreement import agree_on_config, done_by_all
+    from utils.attempts import folder_to_resume
     from utils.checkpoint import CheckpointError
-    from utils.config_reading import load_config
+    from utils.config import ConfigError
+    from utils.distributed import meet
     from utils.heartbeat import PeerLostError
-    from utils.joining import join_processes
-    from utils.resume import resumed_config
+    from utils.joining import place_nodes
 
     kept = start_logging(is_main())
     try:
-        if options.resume:
-            config, warnings = resumed_config(Path(options.resume), options.overrides, options.force, CHOICES, CHECKS)
-        else:
-            config, warnings = load_config(options.config or "config.yaml", options.overrides, CHOICES, CHECKS)
-            check_logs(config)
-        if config.CUDA_VISIBLE_DEVICES is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = config.CUDA_VISIBLE_DEVICES
-        processes, more = join_processes(config, launch)
-    except (ConfigError, PeerLostError) as error:
+        processes = meet(launch)
+    except PeerLostError as error:
         return refused(error)
     try:
+        options.resume = folder_to_resume(processes, options.resume, lambda: Path(configured(options)[0].log_dir))
+        config, warnings = done_by_all(processes, lambda: configured(options))
+        agree_on_config(processes, config)
+        warnings += place_nodes(processes, config)
         cluster, recorder, folder = set_up(config, processes, options.resume, kept, started)
     except (ConfigError, CheckpointError, PeerLostError) as error:
         processes.failed(str(error))
         return refused(error)
-    for warning in [*warnings, *more]:
+    for warning in warnings:
         recorder.warn(warning)
     return train(cluster, recorder, folder)
+
+
+def configured(options: argparse.Namespace) -> tuple["Config", list[str]]:
+    """The configuration of the run, checked, and warnings."""
+    from fabrics.choices import CHECKS, CHOICES
+    from training_logs.recording.run_folder import check_logs
+    from utils.config_reading import load_config
+    from utils.resume import resumed_config
+
+    if options.resume:
+        return resumed_config(Path(options.resume), options.overrides, options.force, CHOICES, CHECKS)
+    config, warnings = load_config(options.config or "config.yaml", options.overrides, CHOICES, CHECKS)
+    check_logs(config)
+    return config, warnings
 
 
 def refused(error: Exception) -> int:
@@ -115,22 +114,6 @@ def refused(error: Exception) -> int:
         for problem in getattr(error, "problems", [str(error)]):
             print(f"error: {problem}", file=sys.stderr)
     return 2 if isinstance(error, ValueError) else 1
-
-
-def decided(processes: "Processes", decide: Callable[[], T]) -> T:
-    """What the main process decides, in all of them; ConfigError in all of them where it cannot."""
-    from utils.checkpoint import CheckpointError
-
-    answer, problem = None, None
-    if processes.is_main:
-        try:
-            answer = decide()
-        except (CheckpointError, ConfigError, OSError) as error:
-            problem = str(error)
-    answer, problem = processes.gather((answer, problem))[0]
-    if problem is not None:
-        raise ConfigError(problem)
-    return answer
 
 
 def set_up(
@@ -145,7 +128,10 @@ def set_up(
     from training_logs.recording.recorder import RunRecorder
     from training_logs.recording.records import Observer
     from training_logs.recording.run_folder import make_run_folder
+    from utils.agreement import decided, done_by_all
+    from utils.attempts import remember_attempt
     from utils.checkpoint import newest_checkpoint
+    from utils.config import ConfigError
 
     # Before the data, which may take long: what is asked for is the code that has just been read.
     code = code_of() if processes.is_main else None
@@ -156,26 +142,31 @@ def set_up(
         if config.cpu_threads is None:
             threads = checkpoint.state["cluster"]["threads"]
     torch.set_num_threads(threads)
-    data = processes.in_turn(lambda: load_data(config))
+    data = load_data(config, processes)
     cluster = Cluster(config, data, processes)
     if checkpoint is not None:
         cluster.resume(checkpoint)
     folder = Path(resume) if resume else decided(processes, lambda: make_run_folder(config, data.dataset))
-    recorder, machines = Observer(), processes.gather(machine(cluster.devices))
-    if processes.is_main:
+    machines = processes.gather(machine(cluster.devices))
+
+    def recorded() -> Observer:
+        if not processes.is_main:
+            return Observer()
         try:
+            remember_attempt(folder)
             origin = Origin.of_this_program(started, code, machines)
-            recorder = RunRecorder(config, folder, kept, started, state, origin)
+            return RunRecorder(config, folder, kept, started, state, origin)
         except OSError as error:
             raise ConfigError(f"the run folder cannot be used: {error}") from None
-    remember_attempt(folder)
-    return cluster, recorder, folder
+
+    return cluster, done_by_all(processes, recorded), folder
 
 
 def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
     """Train and report; the exit status."""
     from fabrics.worker import TrainingError
     from training_logs.recording.run_folder import logger
+    from utils.attempts import forget_attempt
     from utils.heartbeat import PeerLostError
 
     processes, final, models, status, code = cluster.processes, {}, {}, "failed", 1
@@ -206,8 +197,8 @@ def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
         if code and has_checkpoint(folder):
             logger.info("to go on: python run.py --resume %s", folder)
         recorder.close()
-    if code == 0:
-        forget_attempt()
+        if code == 0:
+            forget_attempt(folder)
     return code
 
 

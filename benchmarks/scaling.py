@@ -25,7 +25,7 @@ import torch
 
 from utils.checkpoint import Checkpoints, newest_checkpoint
 from utils.compression import COMMUNICATION_DTYPES
-from utils.distributed import LocalProcesses, connect
+from utils.distributed import LocalProcesses, meet
 from utils.launch import Launch, cores
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,7 +72,8 @@ def measure_synchronisation(parameters: int, repeats: int, launch: Launch | None
     """One of two processes: time the mean over two workers, one in each."""
     torch.set_num_threads(1)
     results = []
-    processes = connect([CPU], 2, True, launch)
+    processes = meet(launch)
+    processes.place([CPU], 2, True)
     like = torch.zeros(parameters)
     tensor = torch.randn(parameters, generator=torch.Generator().manual_seed(0)) * 1e-3
     for name, encoding in COMMUNICATION_DTYPES.items():

@@ -22,7 +22,9 @@ from fabrics.documents import (
 from fabrics.examples import TaskData
 from fabrics.imdb import load_imdb
 from fabrics.language_modelling import task_data, tokenised_documents
+from utils.agreement import agree, done_by_all
 from utils.config import Config, ConfigError
+from utils.distributed import LocalProcesses, Processes
 
 logger = logging.getLogger("adloco.dataset")
 
@@ -68,27 +70,79 @@ DATASETS = {
 FALLBACKS = ("none", "python_docs")
 
 
-def load_data(config: Config) -> TaskData:
-    """The data of a run; where C4 cannot be loaded, that of `dataset_fallback`, and `fallback_reason` says why.
+def _load(config: Config) -> tuple[TaskData | None, str | None]:
+    """The data, or why they are not to be had."""
+    try:
+        return DATASETS[config.dataset].load(config), None
+    except DatasetError as error:
+        return None, str(error)
+
+
+def _load_everywhere(config: Config, processes: Processes) -> tuple[TaskData | None, str | None]:
+    """The data in every process; or, in all of them, why the main process cannot have them.
+
+    The first process of every machine goes before the others there, who find a cache then.
 
     Raises:
-        ConfigError: it cannot be loaded, or does not fit the config.
+        ConfigError: a process cannot have them and the main process can; or the config is wrong.
     """
-    try:
-        return DATASETS[config.dataset].load(config)
-    except DatasetError as error:
-        reason = str(error)
+    loaded: tuple[TaskData | None, str | None] = (None, None)
+    for turn in (True, False):
+        if processes.first_here is turn:
+            loaded = done_by_all(processes, lambda: _load(config))
+        else:
+            done_by_all(processes, lambda: None)
+        reasons = processes.gather(loaded[1])
+        if reasons[0] is not None:
+            return None, reasons[0]
+        missing = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
+        if missing:
+            raise ConfigError(
+                [f"dataset: rank {rank} cannot load {config.dataset}: {reason}" for rank, reason in missing.items()]
+            )
+    return loaded
+
+
+def load_data(config: Config, processes: Processes | None = None) -> TaskData:
+    """The data of a run; where C4 cannot be loaded, that of `dataset_fallback`, and `fallback_reason` says why.
+
+    processes: those of the run, all of which call this and have the same data then: whether there is a fallback is what
+    the main process finds. None: only this one.
+
+    Raises:
+        ConfigError: it cannot be loaded, does not fit the config, or is not the same in all processes.
+    """
+    processes = processes or LocalProcesses()
+    data, reason = _load_everywhere(config, processes)
+    if data is None:
+        data = _fallback(config, processes, reason)
+    agree(
+        processes,
+        "data",
+        {
+            "dataset": data.dataset,
+            "training examples": len(data.train),
+            "validation examples": len(data.validation),
+            "contents": data.fingerprint(),
+        },
+    )
+    return data
+
+
+def _fallback(config: Config, processes: Processes, reason: str) -> TaskData:
     if config.dataset != "c4" or config.dataset_fallback == "none":
         raise ConfigError(f"dataset: {config.dataset} cannot be loaded: {reason}")
     logger.warning("DATASET FALLBACK: %s instead of c4", config.dataset_fallback)
     fallback = dataclasses.replace(config, dataset=config.dataset_fallback)
     try:
-        data = DATASETS[fallback.dataset].load(fallback)
-    except (ConfigError, DatasetError) as error:
+        data, missing = _load_everywhere(fallback, processes)
+    except ConfigError as error:
+        data, missing = None, str(error)
+    if data is None:
         raise ConfigError(
             [
                 f"dataset: c4 cannot be loaded: {reason}",
-                *(f"dataset_fallback: nor can {fallback.dataset}: {line}" for line in str(error).splitlines()),
+                *(f"dataset_fallback: nor can {fallback.dataset}: {line}" for line in missing.splitlines()),
             ]
-        ) from None
+        )
     return dataclasses.replace(data, fallback_reason=reason)

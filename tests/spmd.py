@@ -121,7 +121,7 @@ def run_scenario(name: str, processes=None) -> dict:
         Worker._inner_steps = fail_at_node_1
     try:
         if processes is None:
-            processes = join_processes(config)[0]
+            processes = join_processes(config)
         cluster = Cluster(config, tiny_data(), processes)
         with _Counting() as recorder:
             final = cluster.train(recorder)
@@ -183,7 +183,7 @@ def main(folder: Path) -> None:
     processes, results = None, {}
     for name, (values, _) in SCENARIOS.items():
         if processes is None:
-            processes = join_processes(make_config(**values))[0]
+            processes = join_processes(make_config(**values))
         processes._in_order = values.get("deterministic", True)
         result = run_scenario(name, processes)
         for what in ("collectives", "evaluated", "received"):

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -177,3 +178,50 @@ def test_torchrun_goes_on_from_the_last_checkpoint_by_itself(tmp_path, cache_dir
     expected = next((tmp_path / "whole").iterdir())
     assert len(report(folder, "training_log.csv")) == len(report(expected, "training_log.csv"))
     assert_same_run(folder, expected)
+
+
+def processes_of_one_run(overrides: list[list[str]], config: str) -> list[subprocess.CompletedProcess]:
+    """What becomes of processes that somebody starts with different arguments, as on different machines."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(overrides))}
+    shared |= {"LOCAL_WORLD_SIZE": str(len(overrides)), "GROUP_RANK": "0"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "run.py", "--config", config, *own],
+            cwd=ROOT,
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, own in enumerate(overrides)
+    ]
+    outputs = [process.communicate(timeout=200) for process in started]
+    return [
+        subprocess.CompletedProcess(process.args, process.returncode, *output)
+        for process, output in zip(started, outputs, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        # The nodes decide how processes connect: nobody waits for anybody all the same.
+        (
+            ["nodes_per_gpu=2", "ETA=0.5"],
+            "error: the processes have different configurations: nodes_per_gpu: 4 on rank 0, 2 on rank 1; "
+            "ETA: 0.4 on rank 0, 0.5 on rank 1",
+        ),
+        (["ETAA=0.5"], "error: rank 1: ETAA: unknown key; did you mean ETA?"),
+    ],
+)
+def test_processes_that_are_not_given_the_same_end_with_one_line_and_nothing_done(
+    tmp_path, cache_dir, others, expected
+):
+    config = str(write_config(tmp_path, cache_dir))
+    ended = processes_of_one_run([[], others], config)
+    assert [process.returncode for process in ended] == [2, 2]
+    assert [line for line in ended[0].stderr.splitlines() if line.startswith("error")] == [expected]
+    assert ended[1].stderr.count("Traceback") == 0
+    assert not (tmp_path / "logs").exists()

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import platform
 import shlex
 import signal
@@ -277,6 +278,21 @@ def test_problems_of_keys_choices_and_model_are_reported_together(tmp_path, cach
 def test_a_missing_config_file(tmp_path, capsys):
     assert program.main(["--config", str(tmp_path / "none.yaml")]) == 2
     assert "none.yaml: cannot read the configuration: No such file or directory" in capsys.readouterr().err
+
+
+def test_the_first_line_is_there_before_anything_that_takes_long_is_loaded(tmp_path):
+    """PyTorch, or what imports it, takes seconds; here it ends the program."""
+    for name in ("torch", "transformers", "numpy", "pydantic"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} is loaded')")
+    result = subprocess.run(
+        [sys.executable, "run.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
+    assert result.stdout == "AdLoCo: loading PyTorch ...\n"
+    assert "is loaded" in result.stderr
 
 
 def test_help_answers_without_loading_anything():

@@ -35,7 +35,6 @@ class Processes(Protocol):
     is_main: bool
     devices: tuple[torch.device, ...]  # those of all nodes of the run, of every machine, as their owners call them
     groups: tuple[int, ...]  # per node: nodes with one number share a device, and communicate for nothing
-
     notices: Notices
     first_here: bool  # whether this is the first process of its machine
 
@@ -48,9 +47,6 @@ class Processes(Protocol):
 
     def gather(self, value: T) -> list[T]:
         """Everybody's value, everywhere, in one order; also a point that nobody passes before all are there."""
-
-    def in_turn(self, work: Callable[[], T]) -> T:
-        """Do something once per machine before the other processes there do it, who find a cache then."""
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
         """This process's part of a list that all have; every item is in the part of one."""
@@ -102,9 +98,6 @@ class LocalProcesses:
 
     def gather(self, value: T) -> list[T]:
         return [value]
-
-    def in_turn(self, work: Callable[[], T]) -> T:
-        return work()
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
         return items
@@ -165,11 +158,6 @@ class DistributedProcesses:
         with self._heartbeat.explaining():
             dist.all_gather_object(values, value)
         return values
-
-    def in_turn(self, work: Callable[[], T]) -> T:
-        result = work() if self.first_here else None
-        self.gather(None)
-        return result if self.first_here else work()
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
         return items[self._rank.number :: self.count]
@@ -263,16 +251,3 @@ def meet(launch: Launch | None = None) -> Processes:
     )
     notices = Notices(dist.PrefixStore(f"{attempt} notices", client()), rank.number, rank.count)
     return DistributedProcesses(rank, dist.PrefixStore(f"{attempt} group", store), heartbeat, notices)
-
-
-def connect(
-    devices: Sequence[torch.device], nodes_per_device: int, in_order: bool, launch: Launch | None = None
-) -> Processes:
-    """The processes of this run, with their nodes: see `meet` and `Processes.place`."""
-    processes = meet(launch)
-    try:
-        processes.place(devices, nodes_per_device, in_order)
-    except ValueError as error:
-        processes.failed(str(error))
-        raise
-    return processes

@@ -1,27 +1,34 @@
-"""Joining the processes of a run on the devices that the configuration names."""
+"""Sharing out the nodes of a run on the devices that the configuration names."""
 
 import os
 
 import torch
 
+from utils.agreement import agree, done_by_all
 from utils.config import Config, ConfigError
 from utils.devices import resolve_devices
-from utils.distributed import Processes, connect
-from utils.launch import Launch
+from utils.distributed import Processes, meet
 
 
-def join_processes(config: Config, launch: Launch | None = None) -> tuple[Processes, list[str]]:
-    """The processes of the run, as the environment says, and warnings about the devices.
+def _own_devices(config: Config) -> tuple[list[torch.device], list[str]]:
+    try:
+        return resolve_devices(config.devices)
+    except ValueError as error:
+        raise ConfigError(f"devices: {error}") from None
+
+
+def place_nodes(processes: Processes, config: Config) -> list[str]:
+    """Give the processes of a run their nodes, as the configuration says; warnings about the devices.
 
     Raises:
         ConfigError: devices or processes are not to be had.
     """
-    try:
-        devices, warnings = resolve_devices(config.devices)
-    except ValueError as error:
-        raise ConfigError(f"devices: {error}") from None
+    if config.CUDA_VISIBLE_DEVICES is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = config.CUDA_VISIBLE_DEVICES
+    devices, warnings = done_by_all(processes, lambda: _own_devices(config))
     on_cpu = all(device.type == "cpu" for device in devices)
     in_order = on_cpu if config.deterministic is None else config.deterministic
+    agree(processes, "devices, and deterministic is null", {"deterministic": in_order})
     if in_order and not on_cpu:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
         torch.use_deterministic_algorithms(True)
@@ -30,6 +37,18 @@ def join_processes(config: Config, launch: Launch | None = None) -> tuple[Proces
             f"real_device_ids: {len(config.real_device_ids)} labels for {len(devices)} devices, none is used"
         )
     try:
-        return connect(devices, config.nodes_per_gpu, in_order, launch), warnings
+        processes.place(devices, config.nodes_per_gpu, in_order)
     except ValueError as error:
         raise ConfigError(f"processes: {error}") from None
+    return warnings
+
+
+def join_processes(config: Config) -> Processes:
+    """The processes of the run, as the environment says, with their nodes.
+
+    Raises:
+        ConfigError: devices or processes are not to be had.
+    """
+    processes = meet()
+    place_nodes(processes, config)
+    return processes

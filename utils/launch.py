@@ -1,17 +1,19 @@
-"""How many processes a run on one machine should have, and starting them; imports no PyTorch, so that it is quick."""
+"""How many processes a run on one machine should have, and starting them.
+
+Imports nothing at first that takes long, so that a run can say something at once.
+"""
 
 import contextlib
 import os
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from utils.config import Config, ConfigError
-from utils.config_reading import load_config
-from utils.utils import has_checkpoint, write_text_atomically
+if TYPE_CHECKING:
+    from utils.config import Config
 
 _GPU_DRIVER = Path("/proc/driver/nvidia/version")
 # For the others to end by themselves after the run.
@@ -31,7 +33,7 @@ def _gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def planned_processes(config: Config) -> int:
+def planned_processes(config: "Config") -> int:
     """Processes for this machine: those that the config gives, else as many as there are nodes for.
 
     That is `processes_per_gpu` on each GPU, or without GPUs one per core.
@@ -46,7 +48,7 @@ def planned_processes(config: Config) -> int:
     return min(cores(), config.nodes_per_gpu)
 
 
-def threads_per_process(config: Config) -> int:
+def threads_per_process(config: "Config") -> int:
     """Intra-op threads on a CPU: those that the config gives, or what one process of `processes: auto` may use.
 
     It depends on the machine and the nodes, and not on how many processes there really are: the bits of a sum over
@@ -127,6 +129,9 @@ def start_processes(
         overrides: its overrides.
         program: arguments of the Python interpreter.
     """
+    from utils.config import ConfigError
+    from utils.config_reading import load_config
+
     try:
         count = planned_processes(load_config(config, overrides)[0])
     except ConfigError:
@@ -142,35 +147,3 @@ def started_by_others() -> bool:
 def is_main() -> bool:
     """Whether this is the process that writes and speaks."""
     return os.environ.get("RANK", "0") == "0"
-
-
-# torchrun --max-restarts starts all processes again with the same arguments; this tells them where they were.
-
-
-def _attempt_file() -> Path | None:
-    run = os.environ.get("TORCHELASTIC_RUN_ID")
-    # All processes that an agent of torchrun starts on a machine have it for their parent.
-    return None if run is None else Path(tempfile.gettempdir()) / f"adloco_{os.getuid()}_{run}_{os.getppid()}"
-
-
-def remember_attempt(folder: Path) -> None:
-    """Let the next attempt find this run folder."""
-    path = _attempt_file()
-    if path is not None and os.environ["LOCAL_RANK"] == "0":
-        write_text_atomically(path, str(folder.resolve()))
-
-
-def forget_attempt() -> None:
-    """The run is over."""
-    path = _attempt_file()
-    if path is not None:
-        path.unlink(missing_ok=True)
-
-
-def attempted_before() -> str | None:
-    """The run folder of the attempt before, if torchrun has restarted the run and a checkpoint was written."""
-    path = _attempt_file()
-    if path is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not path.exists():
-        return None
-    folder = path.read_text(encoding="utf-8")
-    return folder if has_checkpoint(Path(folder)) else None
