@@ -11,11 +11,15 @@ there: `train_round` is work and needs the workers, `conclude_round` is decision
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
+from algorithms.across_workers import MINIMUM_WORKERS, SKETCH_SIZE, across_workers_estimate
 from algorithms.batch_control import BatchControl, BatchControlSettings
-from algorithms.gradient_statistics import GradientStatistics, across_workers_statistics
+from algorithms.calc_batch import NEED_INNER_PRODUCTS
+from algorithms.gradient_statistics import SampleEstimate
 from algorithms.learning_rate import batch_scaling_factor, round_factors
 from algorithms.limits import RoundSchedule
 from algorithms.outer_step import DISTRIBUTED_ALGORITHMS
@@ -47,6 +51,7 @@ def batch_control(config: Config) -> BatchControl:
         debias=config.debias,
         first_round=config.batch_test_start,
         smoothing=config.statistics_smoothing,
+        confidence=config.batch_test_confidence,
         largest_growth=config.max_batch_growth,
         schedule=config.batch_schedule,
     )
@@ -69,15 +74,47 @@ def _warnings(workers: Mapping[int, WorkerRound], nodes: Sequence[Node]) -> list
     return left_out + smaller
 
 
-def _samples(workers: Mapping[int, WorkerRound], estimator: str) -> tuple[list[GradientStatistics], str | None]:
-    """The statistics of a round with a batch test, none where nothing can be said, and then what to warn of."""
+@dataclass(frozen=True)
+class Measures:
+    """What a round measures for the batch test that it ends with.
+
+    probes: micro-batches that a probed step has at least; 0: none is probed. compared: what of the workers' gradients
+    is held against each other.
+    """
+
+    probes: int = 0
+    compared: Literal["nothing", "gradient", "sketch"] = "nothing"
+
+    def numbers(self, parameters: int) -> int:
+        """How many numbers of each worker go into that, with a model of so many parameters."""
+        return {"nothing": 0, "gradient": parameters, "sketch": SKETCH_SIZE}[self.compared]
+
+
+def measures(config: Config, workers: int) -> Measures:
+    """What a round of so many workers measures where a batch test follows."""
+    if config.statistics_estimator == "across_workers":
+        return Measures(compared="gradient" if workers > 1 else "nothing")
+    probes = 2 if config.sampling_method in NEED_INNER_PRODUCTS else 1
+    return Measures(probes, "sketch" if workers >= MINIMUM_WORKERS else "nothing")
+
+
+def _samples(
+    workers: Mapping[int, WorkerRound], config: Config
+) -> tuple[list[SampleEstimate], SampleEstimate | None, str | None]:
+    """The samples of a round with a batch test, what products between workers say, and what to warn of."""
     present = [worker for worker in workers.values() if not worker.left_out]
-    if estimator == "per_example" or not present:
-        return [worker.statistics for worker in present], None
-    if len(present) < 2:
-        return [], "across_workers needs two workers: a trainer with one leaves its batch as it is"
-    batch = min(worker.plan.effective_batch for worker in present)
-    return [across_workers_statistics([worker.moments for worker in present], batch)], None
+    moments = [worker.moments for worker in present if worker.moments is not None]
+    if config.statistics_estimator == "per_example":
+        between = None
+        if len(moments) >= MINIMUM_WORKERS:
+            # The sketches are of the largest samples.
+            batches = [max(sample.examples for sample in worker.statistics) for worker in present]
+            between = across_workers_estimate(moments, batches)
+        return [sample for worker in present for sample in worker.statistics], between, None
+    if len(moments) > 1:
+        return [across_workers_estimate(moments, [worker.plan.effective_batch for worker in present])], None, None
+    problem = "across_workers needs two workers: a trainer with one leaves its batch as it is" if present else None
+    return [], None, problem
 
 
 class Trainer:
@@ -189,10 +226,10 @@ class Trainer:
         """
         assignments = self.assignments(schedule)
         local: dict[int, WorkerRound] = {}
-        gradients: dict[int, torch.Tensor | None] = {}
+        vectors: dict[int, torch.Tensor | None] = {}
 
         def pseudo_gradient_of(index: int, worker: Worker) -> torch.Tensor | None:
-            local[index], gradients[index] = worker.run(self.parameters, assignments[index], on_step)
+            local[index], vectors[index] = worker.run(self.parameters, assignments[index], on_step)
             return None if local[index].left_out else worker.encoded_pseudo_gradient(self.parameters)
 
         # Every example counts the same, whichever worker it is with.
@@ -206,9 +243,11 @@ class Trainer:
                 self._config.learning_rate_for_outer_opt,
                 self._config.outer_momentum,
             )
-        if self._compares_workers and len(self.nodes) > 1:
-            del pseudo_gradient  # the mean gradient takes its place
-            for index, moments in self.workforce.gradient_moments(gradients, self.parameters).items():
+        del pseudo_gradient  # a mean gradient takes its place
+        if self._measures.compared != "nothing":
+            whole = self._measures.compared == "gradient"
+            like = self.parameters if whole else self.parameters.new_zeros(SKETCH_SIZE)
+            for index, moments in self.workforce.gradient_moments(vectors, like).items():
                 local[index] = dataclasses.replace(local[index], moments=moments)
         return local
 
@@ -227,8 +266,8 @@ class Trainer:
                 step_examples=step_examples,
                 place=Place(config.training_seed, self.id, index, self.rounds),
                 sample=schedule.inner_steps * step_examples + index * config.statistics_batch_size,
-                probes=self._adapts and config.statistics_estimator == "per_example",
-                keeps_gradient=self._compares_workers,
+                probes=self._measures.probes,
+                hands_back=self._measures.compared,
             )
             first += plan.effective_batch
         return assignments
@@ -251,13 +290,10 @@ class Trainer:
         return [base * factor for factor in factors]
 
     @property
-    def _adapts(self) -> bool:
-        """Whether the round that is at hand ends with a batch test."""
-        return self.batch.tests_after(self.rounds + 1)
-
-    @property
-    def _compares_workers(self) -> bool:
-        return self._adapts and self._config.statistics_estimator == "across_workers"
+    def _measures(self) -> Measures:
+        """What is measured for the batch test that the round that is at hand ends with, if it does."""
+        adapts = self.batch.tests_after(self.rounds + 1)
+        return measures(self._config, len(self.nodes)) if adapts else Measures()
 
     # Decisions, the same in every process
 
@@ -280,12 +316,14 @@ class Trainer:
             self.reference_batch = workers[0].plan.effective_batch
         warnings = self._look_after(workers)
         requested = self.requested_batch
-        samples, problem = _samples(workers, self._config.statistics_estimator) if self._adapts else ([], None)
+        adapts = self.batch.tests_after(self.rounds + 1)
+        samples, between, problem = _samples(workers, self._config) if adapts else ([], None, None)
         largest = self._config.max_requested_batch or len(self.cursor)
-        statistics, warning = self.batch.conclude(samples, step_examples, schedule.progress_after, largest)
+        statistics, warning = self.batch.conclude(samples, between, step_examples, schedule.progress_after, largest)
         self.cursor.advance(schedule.inner_steps * step_examples)
         self.inner_steps += schedule.inner_steps
-        encodings = [self._encoding, PLAIN] if self._compares_workers else [self._encoding]
+        bytes_sent = self.workforce.reduction_bytes(self._encoding)
+        bytes_sent += self.workforce.reduction_bytes(PLAIN, self._measures.numbers(self.workforce.parameter_count))
         self.rounds += 1
         return RoundReport(
             trainer=self.id,
@@ -297,7 +335,7 @@ class Trainer:
             examples=schedule.inner_steps * step_examples,
             tokens=tokens,
             communications=int(len(workers) > 1),
-            bytes_synchronised=sum(map(self.workforce.reduction_bytes, encodings)),
+            bytes_synchronised=bytes_sent,
             seconds=seconds,
             warnings=(*warnings, *filter(None, (problem, warning))),
         )
@@ -362,9 +400,7 @@ class Trainer:
         return groups
 
     def load_state_dict(self, state: Mapping, read: Callable[[str, str], torch.Tensor]) -> None:
-        """Continue from a state on the nodes that the trainer has.
-
-        As many workers as there were have their state back; others begin as new workers do.
+        """Continue from a state on the nodes that the trainer has; see Workforce.load_state_dict for its workers.
 
         Args:
             read: from the name of a group and of a tensor to that tensor.

@@ -1,8 +1,8 @@
 """The requested batch of one trainer: its state, and the decision that moves it at the end of a round.
 
 What the workers measured goes in, the next request comes out (AdLoCo, section 3, step 6): the statistics are averaged
-over the rounds, the batch test answers, and the answer is kept within bounds. Without a batch test the request stays,
-or follows a schedule by hand.
+over the rounds, the batch test answers what its lower confidence bound asks for, and the answer is kept within bounds.
+Without a batch test the request stays, or follows a schedule by hand.
 """
 
 import dataclasses
@@ -13,11 +13,9 @@ from algorithms.calc_batch import (
     BATCH_TESTS,
     BatchTestParameters,
     bounded_request,
-    is_decisive,
     scheduled_request,
-    smoothed,
 )
-from algorithms.gradient_statistics import GradientStatistics
+from algorithms.gradient_statistics import GradientStatistics, SampleEstimate, StatisticsSums
 from algorithms.learning_rate import eta_during
 
 # Where the statistics come from: one worker's examples, or the differences between the workers' gradients.
@@ -29,7 +27,8 @@ class BatchControlSettings:
     """How a request may move.
 
     test: a key of BATCH_TESTS. first_round: with a test, counted from 1; before it the request stays. smoothing: weight
-    of the past in the average of the statistics over rounds. largest_growth: factor per round. schedule: pairs of
+    of the past in the average of the statistics over rounds. confidence: standard errors by which the test's answer is
+    lowered. largest_growth: factor per round. schedule: pairs of
     (share of the run, request from there on), for a request that no test moves.
     """
 
@@ -41,6 +40,7 @@ class BatchControlSettings:
     debias: bool
     first_round: int
     smoothing: float
+    confidence: float
     largest_growth: float
     schedule: Sequence[Sequence[float]] | None = None
 
@@ -54,56 +54,60 @@ class BatchControl:
 
     Attributes:
         requested_batch: the present request, in examples over all workers.
-        statistics: those that the last test saw, averaged over the rounds; None before the first.
     """
 
     def __init__(self, settings: BatchControlSettings, initial_request: int):
         self._settings = settings
         self._test = BATCH_TESTS[settings.test]
         self.requested_batch = initial_request
-        self.statistics: GradientStatistics | None = None
+        self._sums = StatisticsSums()
 
     def tests_after(self, round_number: int) -> bool:
         """Whether a batch test follows this round, counted from 1."""
         return self._test is not None and round_number >= self._settings.first_round
 
     def conclude(
-        self, statistics: Sequence[GradientStatistics], effective_batch: int, progress: float, largest_request: int
+        self,
+        samples: Sequence[SampleEstimate],
+        between: SampleEstimate | None,
+        effective_batch: int,
+        progress: float,
+        largest_request: int,
     ) -> tuple[GradientStatistics | None, str | None]:
         """Move the request at the end of a round.
 
         Args:
-            statistics: of the round, one per sample; none where nothing was measured.
+            samples: what the round's samples say; none where nothing was measured.
+            between: what products between the workers say, if they are known beside the samples.
             effective_batch: examples of an inner step over all workers.
             progress: how much of the run is done, 0 to 1.
             largest_request: ever, in examples.
 
         Returns:
-            The statistics that the test saw, and what to warn of; None where there is none.
+            The statistics that the test saw, averaged over the rounds, and what to warn of; None where there is none.
         """
         settings = self._settings
         if settings.schedule:
             scheduled = scheduled_request(settings.schedule, progress, self.requested_batch)
             self.requested_batch = min(scheduled, largest_request)
-        if self._test is None or not statistics:
+        if self._test is None or not samples:
             return None, None
-        if not is_decisive(statistics):
-            warning = "gradient statistics are zero or not finite: the requested batch stays as it is"
-            return smoothed(None, statistics, 0.0), warning
-        self.statistics = smoothed(self.statistics, statistics, settings.smoothing)
+        alone = StatisticsSums().after(samples, 0.0, between).statistics
+        if not alone.decisive:
+            return alone, "gradient statistics are zero or not finite: the requested batch stays as it is"
+        self._sums = self._sums.after(samples, settings.smoothing, between)
         eta = eta_during(settings.eta, settings.eta_at_end, progress)
-        parameters = BatchTestParameters(eta, settings.theta, settings.nu, settings.debias)
-        asked = self._test([self.statistics], parameters, effective_batch)
+        parameters = BatchTestParameters(eta, settings.theta, settings.nu, settings.debias, settings.confidence)
+        statistics = self._sums.statistics
+        asked = self._test(statistics, parameters, effective_batch)
         self.requested_batch = bounded_request(self.requested_batch, asked, settings.largest_growth, largest_request)
-        return self.statistics, None
+        return statistics, None
 
     def state_dict(self) -> dict:
         """As plain values."""
-        statistics = None if self.statistics is None else dataclasses.asdict(self.statistics)
-        return {"requested_batch": self.requested_batch, "statistics": statistics}
+        return {"requested_batch": self.requested_batch, "statistics": dataclasses.asdict(self._sums)}
 
     def load_state_dict(self, state: Mapping) -> None:
         """Continue from a state."""
         self.requested_batch = state["requested_batch"]
-        statistics = state["statistics"]
-        self.statistics = None if statistics is None else GradientStatistics(**statistics)
+        self._sums = StatisticsSums(**state["statistics"])

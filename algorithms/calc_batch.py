@@ -1,23 +1,21 @@
 """Batch tests: from gradient statistics to the batch that a trainer should request.
 
-Every test takes one GradientStatistics per worker and answers in examples of the whole trainer. The tests
-never see the config: `bounded_request` applies what it allows.
+Every test answers in examples of the whole trainer. The tests never see the config: `bounded_request` applies what it
+allows.
 
-Notation (over the workers m): V = mean V_m, Q = mean ||g_m||^2, s = a worker's sample size, B = the trainer's
-effective batch. E ||g_m||^2 = ||grad F||^2 + V/s, so G2 = max(Q - V/s, 0) estimates ||grad F||^2 and
-G2 + V/B the squared norm of the gradient that the trainer averages over its B examples.
+Notation as in algorithms.gradient_statistics: G the true gradient, V, P and R; B the trainer's effective batch, whose
+mean gradient g has E ||g||^2 = ||G||^2 + V/B, and other examples E Var <g_i, g> = P + R/B. The papers divide by ||g||^2
+and take the variance of <g_i, g>: that is the plain form. The debiased form has what B tends to: ||G||^2 and P.
+
+An estimate that is lowered by its error: with `confidence` z a test answers with the smallest batch that is not ruled
+out at z standard errors. As a request never shrinks, the largest of many point estimates would decide otherwise.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from algorithms.gradient_statistics import GradientStatistics
-
-
-def _mean(values) -> float:
-    values = list(values)
-    return math.fsum(values) / len(values)
 
 
 def _ceil(value: float) -> int:
@@ -25,62 +23,98 @@ def _ceil(value: float) -> int:
     return max(1, math.ceil(value * (1.0 - 1e-12)))
 
 
-def _squared_true_norm(statistics: Sequence[GradientStatistics]) -> float:
-    """G2 before its clamp at zero: an unbiased estimate of ||grad F||^2."""
-    return _mean(s.squared_norm - s.variance / s.sample_size for s in statistics)
+def _decide(value: float, batch: int) -> int:
+    """ceil(value), or `batch` where the value says nothing."""
+    return _ceil(value) if math.isfinite(value) else batch
 
 
-def _decide(numerator: float, denominator: float, batch: int) -> int:
-    """ceil(numerator / denominator), or `batch` where the ratio says nothing (zero or non-finite)."""
-    if not (math.isfinite(numerator) and math.isfinite(denominator)) or denominator <= 0.0:
-        return batch
-    ratio = numerator / denominator
-    return _ceil(ratio) if math.isfinite(ratio) else batch
+def lower_ratio(
+    numerator: float, numerator_error: float, denominator: float, denominator_error: float, confidence: float
+) -> float:
+    """The smallest ratio r of two estimated numbers with numerator - r denominator <= confidence * its error (Fieller).
+
+    What is estimated is not negative: a denominator below zero counts as zero, and its error alone bounds the ratio.
+
+    Args:
+        confidence: z; with 0 the ratio itself.
+
+    Returns:
+        0 where the numerator is not above its own error; infinite for a denominator of zero without an error.
+    """
+    n, d = max(numerator, 0.0), max(denominator, 0.0)
+    upper, lower = confidence * denominator_error, n**2 - (confidence * numerator_error) ** 2
+    if math.isnan(lower) or lower <= 0.0:
+        return lower if math.isnan(lower) else 0.0
+    # The smaller root of r^2 (d^2 - upper^2) - 2 r n d + lower = 0, in the form that holds for any sign of the first.
+    scale = n * d + math.sqrt((d * confidence * numerator_error) ** 2 + upper**2 * lower)
+    return lower / scale if scale != 0.0 else math.inf
 
 
-def is_decisive(statistics: Sequence[GradientStatistics]) -> bool:
-    """Whether the statistics are finite and the gradient is not zero, so that a test can say something."""
-    return all(math.isfinite(s.squared_norm) and math.isfinite(s.variance) for s in statistics) and (
-        _mean(s.squared_norm for s in statistics) > 0.0
-    )
+def _squared_norm(statistics: GradientStatistics, batch: int, debias: bool) -> tuple[float, float]:
+    """The squared norm that the tests divide by, and its error."""
+    squared_norm = max(statistics.squared_norm, 0.0)
+    if debias:
+        return squared_norm, statistics.squared_norm_error
+    error = math.hypot(statistics.squared_norm_error, statistics.variance_error / batch)
+    return squared_norm + statistics.variance / batch, error
 
 
-def norm_test(statistics: Sequence[GradientStatistics], eta: float, batch: int, debias: bool = False) -> int:
+def norm_test(
+    statistics: GradientStatistics, eta: float, batch: int, debias: bool = False, confidence: float = 0.0
+) -> int:
     """Norm test (Byrd et al. 2012; arXiv 2402.11215): the batch at which V / B <= eta^2 ||grad||^2.
 
     Args:
-        statistics: one per worker.
-        eta: allowed ratio of the noise to the norm of the batch gradient.
+        statistics: of all workers.
+        eta: allowed ratio of the noise to the norm of the gradient.
         batch: the trainer's effective batch B, in examples over all its workers.
-        debias: divide by the estimate of ||grad F||^2 itself. The papers' form divides by the squared norm of
-            the batch gradient, which holds V/B of noise, so its answer is at most B / eta^2.
+        debias: divide by ||G||^2 instead of ||g||^2, which holds V/B of noise, so that the papers' form asks for at
+            most B / eta^2.
+        confidence: by how many standard errors the answer is lowered.
 
     Returns:
         Requested batch in examples; `batch` where the statistics say nothing.
     """
-    variance = _mean(s.variance for s in statistics)
-    squared_norm = max(_squared_true_norm(statistics), 0.0)
-    if not debias:
-        squared_norm += variance / batch
-    return _decide(variance, eta**2 * squared_norm, batch)
+    s = statistics
+    ratio = lower_ratio(s.variance, s.variance_error, s.squared_norm, s.squared_norm_error, confidence)
+    if not debias and ratio > 0.0:
+        ratio = 1.0 / (1.0 / ratio + 1.0 / batch)  # V / (||G||^2 + V/B)
+    return _decide(ratio / eta**2, batch) if s.decisive else batch
 
 
-def inner_product_test(statistics: Sequence[GradientStatistics], theta: float, batch: int) -> int:
-    """Inner product test (arXiv 1710.11258, eq. 2.6): ceil(P / (theta^2 ||g||^4)), workers' averages."""
-    inner_product_variance = _mean(s.inner_product_variance for s in statistics)
-    squared_norm = _mean(s.squared_norm for s in statistics)
-    return _decide(inner_product_variance, theta**2 * squared_norm**2, batch)
+def inner_product_test(
+    statistics: GradientStatistics, theta: float, batch: int, debias: bool = False, confidence: float = 0.0
+) -> int:
+    """Inner product test (arXiv 1710.11258, eq. 2.6): ceil(Var <g_i, g> / (theta^2 ||g||^4))."""
+    variance, error = statistics.inner_product_variance_at(math.inf if debias else batch)
+    # The square root of the ratio has the squared norm itself in the denominator.
+    root, lowest = math.sqrt(max(variance, 0.0)), math.sqrt(max(variance - confidence * error, 0.0))
+    root_error = (root - lowest) / confidence if confidence > 0.0 else 0.0
+    ratio = lower_ratio(root, root_error, *_squared_norm(statistics, batch, debias), confidence)
+    return _decide((ratio / theta) ** 2, batch) if statistics.decisive and not math.isnan(variance) else batch
 
 
-def augmented_inner_product_test(statistics: Sequence[GradientStatistics], theta: float, nu: float, batch: int) -> int:
+def augmented_inner_product_test(
+    statistics: GradientStatistics, theta: float, nu: float, batch: int, debias: bool = False, confidence: float = 0.0
+) -> int:
     """Inner product test augmented by orthogonality (arXiv 1710.11258, section 2.2), the larger of the two.
 
-    The second is ceil(O / (nu^2 ||g||^2)) with O the trace of the covariance orthogonal to g.
+    The second is ceil(O / (nu^2 ||g||^2)) with O the variance orthogonal to g, V - Var <g_i, g> / ||g||^2.
     """
-    orthogonal_variance = _mean(s.orthogonal_variance for s in statistics)
-    squared_norm = _mean(s.squared_norm for s in statistics)
-    orthogonal = _decide(orthogonal_variance, nu**2 * squared_norm, batch)
-    return max(inner_product_test(statistics, theta, batch), orthogonal)
+    inner = inner_product_test(statistics, theta, batch, debias, confidence)
+    squared_norm, error = _squared_norm(statistics, batch, debias)
+    along, along_error = statistics.inner_product_variance_at(math.inf if debias else batch)
+    largest = squared_norm + confidence * error
+    if not statistics.decisive or math.isnan(along) or largest <= 0.0:
+        return inner
+    along = max(along, 0.0) / largest
+    if confidence > 0.0:
+        # No direction holds more of the variance than the root of R, which is known long before P is.
+        overlap = max(statistics.overlap, 0.0) + confidence * statistics.overlap_error
+        along = min(along + confidence * along_error / largest, math.sqrt(overlap))
+    orthogonal = max(statistics.variance - along, 0.0)
+    ratio = lower_ratio(orthogonal, statistics.variance_error, squared_norm, error, confidence)
+    return max(inner, _decide(ratio / nu**2, batch))
 
 
 @dataclass(frozen=True)
@@ -91,19 +125,25 @@ class BatchTestParameters:
     theta: float
     nu: float
     debias: bool = False
+    confidence: float = 0.0
 
 
 # How the config names the tests: request(statistics, parameters, batch), or None for a batch that stays.
-BatchTest = Callable[[Sequence[GradientStatistics], BatchTestParameters, int], int]
+BatchTest = Callable[[GradientStatistics, BatchTestParameters, int], int]
 
 BATCH_TESTS: dict[str, BatchTest | None] = {
-    "norm_test": lambda statistics, p, batch: norm_test(statistics, p.eta, batch, p.debias),
-    "inner_product_test": lambda statistics, p, batch: inner_product_test(statistics, p.theta, batch),
+    "norm_test": lambda statistics, p, batch: norm_test(statistics, p.eta, batch, p.debias, p.confidence),
+    "inner_product_test": lambda statistics, p, batch: inner_product_test(
+        statistics, p.theta, batch, p.debias, p.confidence
+    ),
     "augmented_inner_product_test": lambda statistics, p, batch: augmented_inner_product_test(
-        statistics, p.theta, p.nu, batch
+        statistics, p.theta, p.nu, batch, p.debias, p.confidence
     ),
     "none": None,
 }
+
+# The tests that need P and R, and so samples of two sizes.
+NEED_INNER_PRODUCTS = ("inner_product_test", "augmented_inner_product_test")
 
 
 def bounded_request(current: int, test: int, max_growth: float, max_request: int) -> int:
@@ -127,42 +167,3 @@ def scheduled_request(schedule: Sequence[tuple[float, float]], progress: float, 
         progress: how much of the run is done, 0 to 1.
     """
     return max([current, *(int(batch) for share, batch in schedule if share <= progress)])
-
-
-def smoothed(
-    previous: GradientStatistics | None, statistics: Sequence[GradientStatistics], decay: float
-) -> GradientStatistics:
-    """The workers' statistics as one, averaged over the rounds with an exponential moving average.
-
-    The sample size may change from round to round and ||g||^2 depends on it, so it is the estimate of
-    ||grad F||^2 that is averaged; the squared norm is put back at the current sample size.
-
-    Args:
-        previous: the result of the round before, None in the first.
-        statistics: one per worker.
-        decay: weight of the past, 0 (none) to below 1.
-    """
-    sample_size = min(s.sample_size for s in statistics)
-    variance = _mean(s.variance for s in statistics)
-    current = GradientStatistics(
-        sample_size=sample_size,
-        squared_norm=_squared_true_norm(statistics) + variance / sample_size,
-        variance=variance,
-        inner_product_variance=_mean(s.inner_product_variance for s in statistics),
-        orthogonal_variance=_mean(s.orthogonal_variance for s in statistics),
-    )
-    if previous is None or decay == 0.0:
-        return current
-
-    def average(old: float, new: float) -> float:
-        return decay * old + (1.0 - decay) * new
-
-    smoothed_variance = average(previous.variance, variance)
-    true_norm = average(_squared_true_norm([previous]), _squared_true_norm([current]))
-    return replace(
-        current,
-        squared_norm=true_norm + smoothed_variance / sample_size,
-        variance=smoothed_variance,
-        inner_product_variance=average(previous.inner_product_variance, current.inner_product_variance),
-        orthogonal_variance=average(previous.orthogonal_variance, current.orthogonal_variance),
-    )

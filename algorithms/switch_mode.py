@@ -42,6 +42,13 @@ def _near_equal_parts(request: int, max_batch: int) -> ExecutionPlan:
     return ExecutionPlan((size + 1,) * larger + (size,) * (parts - larger))
 
 
+def in_parts(plan: ExecutionPlan, parts: int) -> ExecutionPlan:
+    """The same examples in at least so many near-equal micro-batches, as far as there are examples."""
+    if plan.accumulation_steps >= min(parts, plan.effective_batch):
+        return plan
+    return _near_equal_parts(plan.effective_batch, -(-plan.effective_batch // parts))
+
+
 def only_data_loader(request: int, max_batch: int) -> ExecutionPlan:
     """One micro-batch, never more than fits: min(request, max_batch)."""
     _check(request, max_batch)

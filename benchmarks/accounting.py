@@ -5,7 +5,7 @@ takes the sum of max(t_min, b_i * t_example); the statistics of a batch test are
 latency + bytes / bandwidth, with the bytes that go through one worker's link, and so does a merge. Nothing overlaps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,16 +96,17 @@ def _link_bytes(run: RunData, row: Row, parameters: float) -> float:
     return sent / workers
 
 
-def _compute_seconds(row: Row, hardware: Hardware, workers: int) -> float:
+def _compute_seconds(row: Row, config: Mapping, hardware: Hardware, workers: int) -> float:
     """A trainer's round on `workers` nodes: all inner steps of one of them, and its statistics."""
     parts = row["accumulation_steps"]
     micro_batch = row["effective_batch"] / workers / parts
     seconds = row["inner_steps"] * parts * hardware.pass_seconds(micro_batch)
-    sample = row["gradient_sample_size"]
-    if sample == sample:
-        in_step = sample <= row["micro_batch"]
-        probed = row["micro_batch"] if in_step else sample
-        seconds += (PROBED_PASS - in_step) * hardware.pass_seconds(probed)
+    if config["statistics_estimator"] == "per_example" and row["gradient_sample_size"] == row["gradient_sample_size"]:
+        sample = config["statistics_batch_size"]
+        if micro_batch * parts > 1:
+            seconds += (PROBED_PASS - 1.0) * parts * hardware.pass_seconds(micro_batch)
+        if micro_batch * parts < sample:
+            seconds += PROBED_PASS * hardware.pass_seconds(sample)
     return seconds
 
 
@@ -121,7 +122,7 @@ def simulated_seconds(
         per_node = [0.0] * min(nodes, len(rows))
         for index, row in enumerate(rows):
             workers = int(synchronous_workers or row["nodes"])
-            seconds = _compute_seconds(row, hardware, workers)
+            seconds = _compute_seconds(row, run.config, hardware, workers)
             if synchronous_workers:
                 sent = PLAIN.reduction_bytes(workers, int(parameters), torch.float32) / workers
                 seconds += row["inner_steps"] * network.seconds(sent)

@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 _PLACES = ("log_dir", "log_file", "cache_dir", "processes", "cpu_threads", "clearml", "memory_sample_seconds")
 # Nor have the settings of a batch test that there is not.
 _OF_BATCH_TESTS = ("ETA", "ETA_at_end", "vartheta", "nu", "debias", "statistics_estimator", "statistics_batch_size",
-                   "statistics_smoothing", "batch_test_start", "max_batch_growth")  # fmt: skip
+                   "statistics_smoothing", "batch_test_start", "batch_test_confidence",
+                   "max_batch_growth")  # fmt: skip
 
 
 def _number(value: Any) -> Any:

@@ -30,9 +30,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from algorithms.gradient_statistics import PerExampleProbe
 from algorithms.limits import RoundSchedule
 from algorithms.outer_step import diloco_step
+from algorithms.per_example import PerExampleProbe
 from cluster import Cluster
 from fabrics.choices import CHOICES
 from fabrics.examples import PackedSequences, TaskData

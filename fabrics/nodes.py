@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from algorithms.calc_batch import BATCH_TESTS
-from algorithms.gradient_statistics import PerExampleProbe, UnsupportedModuleError
+from algorithms.calc_batch import BATCH_TESTS, NEED_INNER_PRODUCTS
+from algorithms.per_example import PerExampleProbe, UnsupportedModuleError
 from algorithms.policies import slow_nodes
 from fabrics.examples import Examples
 from fabrics.passes import backward, probed_backward
@@ -113,6 +113,8 @@ def check_statistics(config: Config, nodes: Sequence[Node], smallest_subset: int
     """
     if BATCH_TESTS[config.sampling_method] is None:
         return
+    if config.sampling_method in NEED_INNER_PRODUCTS:
+        _check_inner_products(config, len(nodes) // config.number_of_initial_trainers)
     if config.statistics_estimator == "across_workers":
         trainers = config.number_of_initial_trainers
         if len(nodes) < 2 * trainers:
@@ -130,6 +132,31 @@ def check_statistics(config: Config, nodes: Sequence[Node], smallest_subset: int
         raise ConfigError(
             f"statistics_batch_size: must be at most the {smallest_subset} examples of a trainer's subset, "
             f"got {config.statistics_batch_size}"
+        )
+
+
+def _check_inner_products(config: Config, nodes_per_trainer: int) -> None:
+    """Raise ConfigError where the variance of inner products, or its error, could never be known."""
+    if config.batch_test_confidence > 0.0 and config.statistics_smoothing == 0.0:
+        raise ConfigError(
+            f"batch_test_confidence: must be 0 for {config.sampling_method} without statistics_smoothing, "
+            f"got {config.batch_test_confidence}: one round does not tell the error"
+        )
+    if config.statistics_estimator == "per_example":
+        if config.statistics_batch_size < 5:
+            raise ConfigError(
+                f"statistics_batch_size: must be at least 5 for {config.sampling_method}, which needs samples of two "
+                f"sizes, got {config.statistics_batch_size}"
+            )
+    elif config.debias:
+        raise ConfigError(
+            f"debias: must be false for {config.sampling_method} with statistics_estimator across_workers, which sees "
+            f"the batch's own gradient alone"
+        )
+    elif nodes_per_trainer < 3:
+        raise ConfigError(
+            f"statistics_estimator: {config.sampling_method} across_workers needs three nodes per trainer, "
+            f"got {nodes_per_trainer}"
         )
 
 

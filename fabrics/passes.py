@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from algorithms.gradient_statistics import GradientStatistics, PerExampleProbe
 from algorithms.losses import example_losses
+from algorithms.per_example import PerExampleProbe, compared_micro_batches
 from algorithms.switch_mode import ExecutionPlan
 from fabrics.examples import Examples
 from fabrics.working_model import WorkingModel
@@ -25,27 +25,29 @@ def backward(
 
 
 def probed_backward(
-    working: WorkingModel, examples: Examples, indices: np.ndarray, weight: float = 1.0
-) -> tuple[torch.Tensor, GradientStatistics]:
-    """As `backward`, into a gradient that holds nothing yet, with the statistics of these examples."""
-    with PerExampleProbe(working.module, batch_size=len(indices)) as probe:
+    working: WorkingModel, examples: Examples, indices: np.ndarray, weight: float = 1.0, products: bool = True
+) -> tuple[torch.Tensor, PerExampleProbe]:
+    """As `backward`, with the probe of these examples; products: with the gradient as it is then."""
+    with PerExampleProbe(working.module, batch_size=len(indices), products=products) as probe:
         loss = backward(working, examples, indices, weight, hooked=True)
-    return loss, probe.statistics(loss_weight=weight)
+    return loss, probe
 
 
 def accumulate(
     working: WorkingModel, examples: Examples, plan: ExecutionPlan, indices: np.ndarray, probe: bool
-) -> tuple[torch.Tensor, GradientStatistics | None]:
-    """Gradient of the mean loss over these examples, in the plan's micro-batches; the loss, and statistics.
+) -> tuple[torch.Tensor, list[PerExampleProbe]]:
+    """Gradient of the mean loss over these examples, in the plan's micro-batches; the loss, and their probes if wanted.
 
-    Only the first micro-batch can be probed: the probe needs the gradient to hold nothing else.
+    A gradient that is probed must hold nothing yet.
     """
-    total, statistics, start = 0.0, None, 0
-    for size in plan.micro_batches:
+    total, probes, start = 0.0, [], 0
+    compared = compared_micro_batches(plan.micro_batches)
+    for index, size in enumerate(plan.micro_batches):
         part, weight = indices[start : start + size], size / plan.effective_batch
-        if probe and start == 0:
-            loss, statistics = probed_backward(working, examples, part, weight)
+        if probe:
+            loss, found = probed_backward(working, examples, part, weight, index in compared)
+            probes.append(found)
         else:
             loss = backward(working, examples, part, weight)
         total, start = total + loss, start + size
-    return total, statistics
+    return total, probes

@@ -11,17 +11,19 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
-from algorithms.gradient_statistics import GradientMoments, GradientStatistics
+from algorithms.across_workers import GradientMoments, sketch
+from algorithms.gradient_statistics import SampleEstimate
 from algorithms.outer_step import DISTRIBUTED_ALGORITHMS
-from algorithms.switch_mode import ExecutionPlan, only_gradient_accumulation
+from algorithms.per_example import step_estimate
+from algorithms.switch_mode import ExecutionPlan, in_parts, only_gradient_accumulation
 from fabrics.examples import Examples
 from fabrics.inner_optimizers import INNER_OPTIMIZERS
-from fabrics.passes import accumulate, probed_backward
+from fabrics.passes import accumulate
 from fabrics.working_model import WorkingModel
 from utils.compression import COMMUNICATION_DTYPES
 from utils.config import Config
@@ -70,9 +72,10 @@ class Assignment:
         first_example: where the worker's slice begins among the examples of an inner step of all workers.
         step_examples: examples of an inner step of all workers.
         place: in the run; dropout depends on it and on the inner step alone.
-        sample: offset of the examples to take statistics of where a micro-batch is too small for it.
-        probes: whether to take per-example statistics at the last inner step.
-        keeps_gradient: whether to hand back the gradient of the last inner step.
+        sample: offset of the examples to take statistics of where an inner step has too few.
+        probes: into how many micro-batches at least a step is cut for per-example statistics, which are taken at the
+            last inner step; 0: none are.
+        hands_back: what to hand back of the last gradient that the statistics are of: nothing, all of it, or a sketch.
     """
 
     plan: ExecutionPlan
@@ -83,8 +86,8 @@ class Assignment:
     step_examples: int
     place: Place
     sample: int
-    probes: bool = False
-    keeps_gradient: bool = False
+    probes: int = 0
+    hands_back: Literal["nothing", "gradient", "sketch"] = "nothing"
 
 
 @dataclass(frozen=True)
@@ -93,15 +96,15 @@ class WorkerRound:
 
     plan: that it ended with. losses: none where its node failed on the way. max_batch: of its node, afterwards.
     steady_seconds, steady_examples: of the inner steps but the first, which may compile and fill caches. left_out: why
-    its pseudo-gradient is not in the mean, if it is not. failed: its node works no more. moments: of its last gradient,
-    where the across-workers estimator asks for them.
+    its pseudo-gradient is not in the mean, if it is not. failed: its node works no more. statistics: of the samples
+    that it took. moments: of its last gradient or of a sketch of it, beside the other workers'.
     """
 
     node: int
     plan: ExecutionPlan
     losses: list[float]
     learning_rates: list[float]
-    statistics: GradientStatistics | None
+    statistics: tuple[SampleEstimate, ...]
     seconds: float
     max_batch: int
     steady_seconds: float = 0.0
@@ -156,7 +159,8 @@ class Worker:
             on_step: called after every inner step.
 
         Returns:
-            The record, and where it was asked for the flat gradient of the last inner step, a copy.
+            The record, and what the assignment asks to hand back: the sum of the gradients of a step's examples, flat,
+            or a sketch of it.
 
         Raises:
             TrainingError: not even one example fits into the device's memory.
@@ -170,7 +174,7 @@ class Worker:
 
         cuda = [self.node.device] if self.node.device.type == "cuda" else []
         run = WorkerRound(
-            self.node.id, assignment.plan, [], list(assignment.learning_rates), None, 0.0, self.node.max_batch
+            self.node.id, assignment.plan, [], list(assignment.learning_rates), (), 0.0, self.node.max_batch
         )
         try:
             with torch.random.fork_rng(devices=cuda):
@@ -180,7 +184,7 @@ class Worker:
             losses = losses.tolist()
         except NODE_FAILURES as error:
             left_out, losses = f"node {self.node.id} failed: {error}", []
-            run = dataclasses.replace(run, failed=True, statistics=None)
+            run = dataclasses.replace(run, failed=True, statistics=())
         ended = time.perf_counter()
         run = dataclasses.replace(run, losses=losses, left_out=left_out, seconds=ended - started)
         if len(losses) > 1:
@@ -192,48 +196,68 @@ class Worker:
     def _inner_steps(
         self, parameters: torch.Tensor, assignment: Assignment, run: WorkerRound, on_step: Callable[[], None]
     ) -> tuple[torch.Tensor, WorkerRound, torch.Tensor | None]:
-        """The losses [H] on the device, `run` with the plan that it ended with and the statistics, and the gradient."""
-        config, working, examples = self._config, self.working, assignment.examples
+        """The losses [H] on the device, `run` with the plan that it ended with and the statistics, and the vector."""
+        working, examples = self.working, assignment.examples
         plan, inner_steps, step = run.plan, len(run.learning_rates), 0
-        statistics = gradient = None
+        statistics, vector = [], None
         losses = torch.zeros(inner_steps, dtype=working.parameters.dtype, device=working.device)
         working.load(parameters)
         working.gradient.zero_()
         self._seed(assignment, 0)
         while step < inner_steps:
             last = step == inner_steps - 1
-            # A probe batch is no larger than a node can run.
-            sample_size = min(config.statistics_batch_size, self.node.max_batch)
-            probe = last and assignment.probes and plan.micro_batches[0] >= sample_size
+            # One example alone has no variance.
+            probe = last and assignment.probes > 0 and plan.effective_batch > 1
+            step_plan = in_parts(plan, assignment.probes) if probe else plan
             indices = assignment.places(
                 step * assignment.step_examples + assignment.first_example, plan.effective_batch
             )
             fits = True
             try:
-                losses[step], statistics = accumulate(working, examples, plan, indices, probe)
+                losses[step], probes = accumulate(working, examples, step_plan, indices, probe)
             except OUT_OF_MEMORY:
                 fits = False  # looked after below, where the error does not keep its tensors alive any more
             if not fits:
                 # Nothing of this step has reached parameters or moments: it is made again, in smaller parts.
-                plan = self._smaller_plan(plan)
+                plan = self._smaller_plan(step_plan)
                 working.gradient.zero_()
                 self._seed(assignment, step)
                 continue
-            if last and assignment.keeps_gradient:
-                gradient = working.gradient.clone()
+            if last:
+                vector = self._handed_back(assignment, plan.effective_batch)
+                statistics += [step_estimate(probes)] if probe else []
             self._update(run.learning_rates[step])
             on_step()
             step += 1
-        while assignment.probes and statistics is None:
-            # The examples that come next in the trainer's stream; they are looked at, not used up.
-            sample = assignment.places(assignment.sample, min(config.statistics_batch_size, self.node.max_batch))
+        if assignment.probes and plan.effective_batch < self._config.statistics_batch_size:
+            estimate, vector = self._probe_batch(assignment)
+            statistics.append(estimate)
+        run = dataclasses.replace(run, plan=plan, statistics=tuple(statistics), max_batch=self.node.max_batch)
+        return losses, run, vector
+
+    def _probe_batch(self, assignment: Assignment) -> tuple[SampleEstimate, torch.Tensor | None]:
+        """What the examples that come next in the trainer's stream say; they are looked at, not used up."""
+        size = self._config.statistics_batch_size
+        sample = assignment.places(assignment.sample, size)
+        while True:
+            plan = in_parts(only_gradient_accumulation(size, self.node.max_batch), assignment.probes)
             try:
-                _, statistics = probed_backward(working, examples, sample)
+                _, probes = accumulate(self.working, assignment.examples, plan, sample, probe=True)
+                return step_estimate(probes), self._handed_back(assignment, size)
             except OUT_OF_MEMORY:
-                self._smaller_plan(ExecutionPlan((len(sample),)))
-            working.gradient.zero_()
-        run = dataclasses.replace(run, plan=plan, statistics=statistics, max_batch=self.node.max_batch)
-        return losses, run, gradient
+                pass  # looked after below, where the error does not keep its tensors alive any more
+            finally:
+                self.working.gradient.zero_()
+            self._smaller_plan(plan)
+
+    def _handed_back(self, assignment: Assignment, examples: int) -> torch.Tensor | None:
+        """What the assignment asks for of the sum of these examples' gradients, whose mean the gradient holds."""
+        gradient = self.working.gradient
+        if assignment.hands_back == "gradient":
+            return gradient * examples
+        if assignment.hands_back == "sketch":
+            return sketch(gradient, seed=assignment.place.round) * examples
+        return None
 
     @staticmethod
     def _seed(assignment: Assignment, step: int) -> None:

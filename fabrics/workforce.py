@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
+from algorithms.across_workers import GradientMoments, gradient_moments
 from algorithms.distribution import HandOver, StateBytes, hand_overs, merged_bytes, redistributed_bytes
-from algorithms.gradient_statistics import GradientMoments, gradient_moments
 from algorithms.outer_step import DISTRIBUTED_ALGORITHMS
 from fabrics.inner_optimizers import INNER_OPTIMIZERS
 from fabrics.worker import Node, Worker
@@ -42,9 +42,9 @@ class Workforce:
         self._config, self._working, self._processes = config, working, processes
         first, algorithm = next(iter(working.values())), DISTRIBUTED_ALGORITHMS[config.distributed_algo]
         self._like = first.parameters.data
-        self._parameter_count = first.parameter_count
+        self.parameter_count = first.parameter_count
         self.trainer_tensors = 1 + algorithm.has_velocity
-        flat = torch.empty(self._parameter_count, dtype=self._like.dtype, device="meta")
+        flat = torch.empty(self.parameter_count, dtype=self._like.dtype, device="meta")
         moments = INNER_OPTIMIZERS[algorithm.inner_optimizer].state(flat)
         self.parameter_bytes = flat.nbytes
         self.sizes = StateBytes(
@@ -146,24 +146,25 @@ class Workforce:
         tensors: Iterable = ((index, tensor_of(index, self.local[index])) for index in self._group.local_workers)
         return self._group.mean(tensors, like, encoding, weights)
 
-    def reduction_bytes(self, encoding: Encoding) -> int:
-        """What all workers send for a mean of tensors of model size; nothing where there is one."""
-        return encoding.reduction_bytes(len(self), self._parameter_count, self._like.dtype)
+    def reduction_bytes(self, encoding: Encoding, numbers: int | None = None) -> int:
+        """What all workers send for a mean of so many numbers (None: a model's); nothing where there is one worker."""
+        count = self.parameter_count if numbers is None else numbers
+        return encoding.reduction_bytes(len(self), count, self._like.dtype)
 
     def gradient_moments(
-        self, gradients: Mapping[int, torch.Tensor | None], like: torch.Tensor
+        self, vectors: Mapping[int, torch.Tensor | None], like: torch.Tensor
     ) -> dict[int, GradientMoments]:
-        """What each gradient of a local worker says beside the mean over all workers'; None is left out.
+        """What each vector of a local worker says beside the mean over all workers'; None is left out.
 
         Args:
-            gradients: flat, by worker of this process.
+            vectors: flat, by worker of this process.
             like: shape, type and device of the mean.
         """
-        mean, _ = self.mean(lambda index, _: None if gradients[index] is None else PLAIN.encode(gradients[index]), like)
+        mean, _ = self.mean(lambda index, _: None if vectors[index] is None else PLAIN.encode(vectors[index]), like)
         return {
-            index: gradient_moments(gradient.to(mean.device), mean)
-            for index, gradient in gradients.items()
-            if gradient is not None
+            index: gradient_moments(vector.to(mean.device), mean)
+            for index, vector in vectors.items()
+            if vector is not None
         }
 
     def state_dict(self) -> dict:

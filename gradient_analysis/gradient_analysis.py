@@ -25,7 +25,7 @@ from pydantic.dataclasses import dataclass
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from algorithms.gradient_statistics import UnsupportedModuleError
+from algorithms.per_example import UnsupportedModuleError
 from fabrics.choices import CHECKS, CHOICES
 from fabrics.dataset_loader import load_data
 from fabrics.models import build_model

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from algorithms.gradient_statistics import GradientStatistics, PerExampleProbe
 from algorithms.losses import example_losses
+from algorithms.per_example import PerExampleProbe, SampleStatistics
 from fabrics.examples import Examples
 from fabrics.working_model import WorkingModel
 
@@ -37,13 +37,13 @@ class ExampleGradients:
     Attributes:
         squared_norms: ||g_i||^2, [examples], float64.
         inner_products: <g_i, F>, [examples], float64.
-        statistics: exact for the sample: V, P and O as in algorithms.gradient_statistics, with g = F.
+        statistics: exact for the sample: V, P and O as in algorithms.per_example, with g = F.
         variance_by_layer: each parameter's part of V, by name; they add up to it.
     """
 
     squared_norms: np.ndarray
     inner_products: np.ndarray
-    statistics: GradientStatistics
+    statistics: SampleStatistics
     variance_by_layer: dict[str, float]
 
 
@@ -131,7 +131,7 @@ class Gradients:
             for parameter, view in self._working.views(self.full).items()
         }
         orthogonal = (squared_norms - inner_products**2 / squared_norm).sum() / (count - 1) if squared_norm else 0.0
-        statistics = GradientStatistics(
+        statistics = SampleStatistics(
             sample_size=count,
             squared_norm=squared_norm,
             variance=(squared_norms.sum() - count * squared_norm) / (count - 1),

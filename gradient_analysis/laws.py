@@ -12,6 +12,7 @@ from scipy import stats
 
 from algorithms.calc_batch import augmented_inner_product_test, inner_product_test, norm_test
 from algorithms.gradient_statistics import GradientStatistics
+from algorithms.per_example import SampleStatistics
 
 
 @dataclass(frozen=True)
@@ -89,27 +90,36 @@ def root_mean_square(values: Sequence[float]) -> float:
 
 
 def requests(
-    statistics: GradientStatistics, batch: int, grids: Mapping[str, Sequence[float]]
+    statistics: SampleStatistics, batch: int, grids: Mapping[str, Sequence[float]]
 ) -> list[tuple[str, float, int]]:
     """What each batch test would request at this point, for a grid of its parameter.
 
     Args:
         statistics: exact ones of the sample.
-        batch: the batch that the plain norm test is held against.
+        batch: the batch that the plain norm test is held against; the inner product tests are debiased.
         grids: values of eta, theta and nu.
 
     Returns:
         (test, parameter, request) in examples; the augmented test's second part alone for nu.
     """
+    # The sample is one of the data: its mean gradient holds V / examples of noise.
+    count, variance = statistics.sample_size, statistics.variance
+    estimates = GradientStatistics(
+        examples=count,
+        squared_norm=statistics.squared_norm - variance / count,
+        variance=variance,
+        inner_product_variance=statistics.inner_product_variance,
+        overlap=0.0,
+    )
     rows = []
     for eta in grids["eta"]:
-        rows.append(("norm_test", eta, norm_test([statistics], eta, batch)))
-        rows.append(("norm_test, debias", eta, norm_test([statistics], eta, batch, debias=True)))
+        rows.append(("norm_test", eta, norm_test(estimates, eta, batch)))
+        rows.append(("norm_test, debias", eta, norm_test(estimates, eta, batch, debias=True)))
     for theta in grids["theta"]:
-        rows.append(("inner_product_test", theta, inner_product_test([statistics], theta, batch)))
+        rows.append(("inner_product_test", theta, inner_product_test(estimates, theta, batch, debias=True)))
     for nu in grids["nu"]:
         # With so large a theta only the test of orthogonality asks for anything.
-        request = augmented_inner_product_test([statistics], 1e9, nu, batch)
+        request = augmented_inner_product_test(estimates, 1e9, nu, batch, debias=True)
         rows.append(("augmented_inner_product_test, orthogonality", nu, request))
     return sorted(rows, key=lambda row: (row[0], row[1]))
 

@@ -35,6 +35,7 @@ PLAIN_TEST = {
     "ETA_at_end": None,
     "debias": False,
     "statistics_smoothing": 0.0,
+    "batch_test_confidence": 0.0,
     "batch_test_start": 1,
     "identical_initialisation": False,
 }

@@ -1,76 +1,86 @@
-"""The requested batch: decisions on numbers that can be checked on paper, and its state."""
+"""The requested batch over the rounds, without a model."""
 
+import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from algorithms.batch_control import BatchControl, BatchControlSettings
-from algorithms.gradient_statistics import GradientStatistics
+from algorithms.gradient_statistics import SampleEstimate
+from benchmarks.noise import make_gradients, simulate
+from utils.config import Config
 
-SETTINGS = {
-    "test": "norm_test",
-    "eta": 1.0,
-    "eta_at_end": None,
-    "theta": 0.9,
-    "nu": 5.84,
-    "debias": True,
-    "first_round": 1,
-    "smoothing": 0.0,
-    "largest_growth": 100.0,
-}
-
-
-def control(initial: int = 4, **values) -> BatchControl:
-    return BatchControl(BatchControlSettings(**SETTINGS | values), initial)
-
-
-def sample(noise_scale: float, size: int = 8) -> GradientStatistics:
-    """Of a gradient with ||grad F||^2 = 1, without an error: ||g||^2 = 1 + V / size."""
-    return GradientStatistics(size, 1.0 + noise_scale / size, noise_scale, 1.0, noise_scale)
+SETTINGS = BatchControlSettings(
+    test="norm_test",
+    eta=1.0,
+    eta_at_end=None,
+    theta=0.9,
+    nu=5.84,
+    debias=True,
+    first_round=1,
+    smoothing=0.0,
+    confidence=2.0,
+    largest_growth=1e6,
+)
 
 
-def test_the_request_becomes_the_noise_scale_within_bounds():
-    batch = control(largest_growth=2.0)
+def control(request: int = 4, **changes) -> BatchControl:
+    return BatchControl(dataclasses.replace(SETTINGS, **changes), request)
+
+
+def sample(squared_norm: float, error: float, variance: float = 80.0) -> SampleEstimate:
+    return SampleEstimate(8, 56, squared_norm, error, variance, 0.0)
+
+
+def conclude(own: BatchControl, *samples: SampleEstimate, largest: int = 1000):
+    return own.conclude(samples, None, own.requested_batch, 0.5, largest)
+
+
+def test_a_request_grows_as_far_as_the_lower_bound_asks():
+    """80 / (2 + 2 * 1) = 20, where the estimate alone would ask for 40."""
+    own = control()
+    statistics, warning = conclude(own, sample(2.0, 1.0))
+    assert (own.requested_batch, statistics.squared_norm, statistics.squared_norm_error) == (20, 2.0, 1.0)
+    assert warning is None
+    plain = control(confidence=0.0)
+    conclude(plain, sample(2.0, 1.0))
+    assert plain.requested_batch == 40
+
+
+def test_a_gradient_that_is_not_to_be_seen_still_has_an_upper_bound():
+    """A negative estimate says that the squared norm is at most 2 * 1: it asks for 80 / 2, neither nothing nor all."""
+    own = control()
+    conclude(own, sample(-3.0, 1.0))
+    assert own.requested_batch == 40
+
+
+def test_a_request_never_shrinks_and_keeps_its_bounds():
+    own = control(largest_growth=1.5)
     requests = []
-    for _ in range(6):
-        batch.conclude([sample(40.0)], batch.requested_batch, 0.0, 1000)
-        requests.append(batch.requested_batch)
-    assert requests == [8, 16, 32, 40, 40, 40]
-    assert control().conclude([sample(40.0)], 4, 0.0, 30)[0] is not None
-    batch = control()
-    batch.conclude([sample(40.0)], 4, 0.0, 30)
-    assert batch.requested_batch == 30
+    for squared_norm in (2.0, 100.0, 0.5, 0.5, 0.5):
+        conclude(own, sample(squared_norm, 0.0), largest=11)
+        requests.append(own.requested_batch)
+    assert requests == [6, 6, 9, 11, 11]
 
 
-def test_it_never_shrinks():
-    batch = control(initial=50)
-    batch.conclude([sample(40.0)], 50, 0.0, 1000)
-    assert batch.requested_batch == 50
+def test_smoothing_carries_the_error_along():
+    """Four equal rounds without decay's loss (0.999): the error of the mean is half of one round's."""
+    own = control(smoothing=0.999)
+    for _ in range(4):
+        statistics, _ = conclude(own, sample(2.0, 1.0))
+    assert statistics.squared_norm == pytest.approx(2.0)
+    assert statistics.squared_norm_error == pytest.approx(0.5, rel=1e-5)
+    assert own.requested_batch == 27  # 80 / (2 + 2 * 0.5) = 26.7
 
 
 def test_eta_follows_the_progress_of_the_run():
     requests = []
     for progress in (0.0, 0.5, 1.0):
-        batch = control(eta=2.0, eta_at_end=1.0)
-        batch.conclude([sample(36.0)], 4, progress, 1000)
-        requests.append(batch.requested_batch)
+        own = control(eta=2.0, eta_at_end=1.0)
+        own.conclude([sample(1.0, 0.0, variance=36.0)], None, 4, progress, 1000)
+        requests.append(own.requested_batch)
     assert requests == [9, 16, 36]
-
-
-@pytest.mark.parametrize("useless", [float("nan"), float("inf")])
-def test_statistics_that_are_not_finite_leave_the_request_with_a_warning(useless):
-    batch = control()
-    statistics, warning = batch.conclude([GradientStatistics(8, useless, 1.0, 1.0, 1.0)], 4, 0.0, 1000)
-    assert statistics is not None
-    assert "the requested batch stays as it is" in warning
-    assert batch.requested_batch == 4
-    assert batch.statistics is None
-
-
-def test_without_statistics_nothing_is_said():
-    batch = control()
-    assert batch.conclude([], 4, 0.0, 1000) == (None, None)
-    assert batch.requested_batch == 4
 
 
 def test_rounds_with_a_test_begin_where_they_are_told_to():
@@ -78,20 +88,61 @@ def test_rounds_with_a_test_begin_where_they_are_told_to():
     assert not control(test="none").tests_after(10)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_statistics_that_are_not_finite_are_forgotten_with_a_warning(bad):
+    own = control(smoothing=0.9)
+    conclude(own, sample(2.0, 1.0))
+    before = own.state_dict()
+    _, warning = conclude(own, sample(bad, 1.0))
+    assert "zero or not finite" in warning
+    assert own.state_dict() == before
+
+
+def test_without_samples_nothing_is_said():
+    own = control()
+    assert conclude(own) == (None, None)
+    assert own.requested_batch == 4
+
+
 def test_a_schedule_by_hand_moves_the_request_and_keeps_the_limit():
-    batch = control(test="none", schedule=[(0.25, 10), (0.5, 30)])
+    own = control(test="none", schedule=[(0.25, 10), (0.5, 30)])
     requests = []
     for progress in (0.2, 0.25, 0.6):
-        batch.conclude([], 4, progress, 20)
-        requests.append(batch.requested_batch)
+        own.conclude([], None, 4, progress, 20)
+        requests.append(own.requested_batch)
     assert requests == [4, 10, 20]
 
 
-def test_it_goes_on_from_its_state():
-    one, other = control(smoothing=0.5), control(smoothing=0.5)
-    one.conclude([sample(10.0)], 4, 0.0, 1000)
-    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
-    for batch in (one, other):
-        batch.conclude([sample(90.0)], 10, 0.5, 1000)
-    assert one.requested_batch == other.requested_batch == 50
-    assert one.statistics == other.statistics
+def test_a_control_continues_from_its_state():
+    own, other = control(smoothing=0.9), control(smoothing=0.9)
+    conclude(own, sample(2.0, 1.0))
+    other.load_state_dict(json.loads(json.dumps(own.state_dict())))
+    for each in (own, other):
+        conclude(each, sample(0.5, 0.1))
+    assert other.state_dict() == own.state_dict()
+
+
+@pytest.mark.parametrize(("spectrum", "noise_scale"), [("isotropic", 50), ("isotropic", 500), ("decaying", 50)])
+def test_the_largest_of_300_requests_does_not_drift_above_the_right_one(spectrum, noise_scale):
+    """One worker that starts with 8; without a lower bound the same runs end 1.1 to 2.6 times too high."""
+    gradients = make_gradients(spectrum, noise_scale, along=0.0)
+    ends = {
+        confidence: np.array(
+            [
+                simulate(gradients, "norm_test", 1, 32, 300, seed, Config(batch_test_confidence=confidence)).request
+                for seed in range(5)
+            ]
+        )
+        / noise_scale
+        for confidence in (0.0, 2.0)
+    }
+    assert 0.8 < np.median(ends[2.0]) < 1.25
+    assert ends[2.0].max() < 1.5
+    assert (ends[0.0] > ends[2.0]).all()
+
+
+def test_sixteen_workers_see_as_much_as_one_with_their_examples():
+    """Products within a worker alone would leave the request at a third of the right one."""
+    gradients = make_gradients("decaying", 500, along=0.0)
+    end = simulate(gradients, "norm_test", 16, 8, 150, 0, Config()).request / 500
+    assert 2 / 3 < end < 1.5

@@ -37,6 +37,7 @@ def row(step, trainer, nodes, batch, parts=1, sample=NOTHING, **totals):
 
 def made_run(rows, merges=(), nodes_per_gpu=4, **config):
     values = {"nodes_per_gpu": nodes_per_gpu, "communication_dtype": "float32", "statistics_estimator": "per_example"}
+    values["statistics_batch_size"] = 8
     return RunData(Path("made"), values | config, {"parameters": 1000, "devices": ["cpu"]}, Rows.of(rows), list(merges))
 
 
@@ -51,11 +52,13 @@ def test_simulated_time_of_one_trainer_on_paper():
 
 
 def test_simulated_time_of_statistics():
-    # In the last step where the micro-batch is large enough, else a pass of its own over 8 examples.
+    # The last step, in all its micro-batches, and where it has fewer than 8 examples a pass of its own over 8.
     in_step = made_run([row(1, 0, 1, 10, sample=8)])
     assert simulated_seconds(in_step, DEVICE, NETWORK) == pytest.approx([20 * 0.02 + (PROBED_PASS - 1) * 0.02])
     alone = made_run([row(1, 0, 1, 4, sample=8)])
-    assert simulated_seconds(alone, DEVICE, NETWORK) == pytest.approx([20 * 0.01 + PROBED_PASS * 0.016])
+    assert simulated_seconds(alone, DEVICE, NETWORK) == pytest.approx([20.4 * 0.01 + PROBED_PASS * 0.016])
+    parts = made_run([row(1, 0, 1, 30, parts=3, sample=30)])
+    assert simulated_seconds(parts, DEVICE, NETWORK) == pytest.approx([60 * 0.02 + 3 * (PROBED_PASS - 1) * 0.02])
 
 
 def test_simulated_time_of_trainers_side_by_side_in_turn_and_merging():

@@ -123,7 +123,7 @@ def test_out_of_memory_halves_the_max_batch_and_runs_the_same_examples(monkeypat
     trainer = make_trainer(tiny_llama(), config, EXAMPLES, nodes=2, max_batch=8)
     backward, done = passes.backward, []
 
-    def limited(working, examples, indices, weight=1.0):
+    def limited(working, examples, indices, weight=1.0, products=True):
         if len(indices) > 2 and len(done) >= at_step:
             # What it leaves behind is half a gradient.
             working.gradient.add_(1.0)
@@ -149,13 +149,12 @@ def test_a_node_out_of_memory_keeps_its_smaller_max_batch(monkeypatch):
     cluster, recorder = tiny_cluster(number_of_initial_trainers=1, max_batch_size=8, INITIAL_BATCH_SIZE=16), Recorder()
     probed = passes.probed_backward
 
-    def limited(working, examples, indices, weight=1.0):
+    def limited(working, examples, indices, weight=1.0, products=True):
         if len(indices) > 2 and cluster.totals.outer_steps == 1:
             raise torch.OutOfMemoryError("injected")
-        return probed(working, examples, indices, weight)
+        return probed(working, examples, indices, weight, products)
 
-    for module in (passes, worker):  # in an inner step, and of a sample of its own
-        monkeypatch.setattr(module, "probed_backward", limited)
+    monkeypatch.setattr(passes, "probed_backward", limited)  # in an inner step, and of a sample of its own
     cluster.train(recorder)
     assert [node.max_batch for node in cluster.nodes] == [2] * 4
     assert {max(worker.plan.micro_batches) for worker in recorder.rounds[2].reports[0].workers.values()} == {2}

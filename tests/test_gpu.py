@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.gradient_statistics import per_example_statistics
 from algorithms.limits import RoundSchedule
+from algorithms.per_example import per_example_statistics
 from fabrics.data_order import DataCursor, Subsets
 from fabrics.examples import PackedSequences
 from fabrics.passes import backward

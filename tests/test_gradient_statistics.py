@@ -1,315 +1,246 @@
-"""Per-example statistics against one backward pass per example, and across workers against numpy."""
+"""Estimates of the true gradient: unbiased over all samples of a tiny population, with errors that hold."""
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import nn
 
-from algorithms.gradient_statistics import (
-    PerExampleProbe,
-    UnsupportedModuleError,
-    across_workers_statistics,
+from algorithms.across_workers import (
+    GradientMoments,
+    across_workers_estimate,
     gradient_moments,
-    per_example_statistics,
+    inner_product,
+    sketch,
 )
-from tests.helpers import VOCABULARY, tiny_bert, tiny_llama
-
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-
-
-def one_example_loss(model: nn.Module, example: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Mean token loss of a batch of one, written without our loss: the text's way, logits shifted."""
-    labels = example["labels"]
-    logits = model(**{name: value for name, value in example.items() if name != "labels"}).logits
-    if labels.dim() == 1:
-        return F.cross_entropy(logits, labels)
-    return F.cross_entropy(logits[0, :-1], labels[0, 1:], ignore_index=-100)
-
-
-def reference(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, float | np.ndarray]:
-    """Statistics from one backward pass per example, in numpy float64 on whole gradients."""
-    gradients = []
-    for index in range(batch["labels"].shape[0]):
-        model.zero_grad(set_to_none=True)
-        one_example_loss(model, {name: value[index : index + 1] for name, value in batch.items()}).backward()
-        gradients.append(
-            np.concatenate(
-                [
-                    (torch.zeros_like(p) if p.grad is None else p.grad).double().flatten().numpy()
-                    for p in model.parameters()
-                    if p.requires_grad
-                ]
-            )
-        )
-    gradients = np.stack(gradients)
-    mean = gradients.mean(0)
-    result = {"squared_norm": mean @ mean, "gradient": mean}
-    if len(gradients) > 1:
-        inner = gradients @ mean
-        orthogonal = gradients - np.outer(inner, mean) / (mean @ mean)
-        result |= {
-            "variance": np.trace(np.atleast_2d(np.cov(gradients.T)))
-            if gradients.shape[1] < 50
-            else gradients.var(0, ddof=1).sum(),
-            "inner_product_variance": inner.var(ddof=1),
-            "orthogonal_variance": (orthogonal**2).sum() / (len(gradients) - 1),
-        }
-    return result
-
-
-def assert_equal_to_reference(model: nn.Module, batch: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    expected = reference(model, batch)
-    statistics = per_example_statistics(model, batch)
-    tolerance = TOLERANCE[dtype]
-    assert statistics.sample_size == batch["labels"].shape[0]
-    assert statistics.squared_norm == pytest.approx(expected["squared_norm"], rel=tolerance)
-    gradient = np.concatenate(
-        [
-            (torch.zeros_like(p) if p.grad is None else p.grad).double().flatten().numpy()
-            for p in model.parameters()
-            if p.requires_grad
-        ]
-    )
-    np.testing.assert_allclose(
-        gradient, expected["gradient"], rtol=0, atol=tolerance * math.sqrt(expected["squared_norm"])
-    )
-    for name in ("variance", "inner_product_variance", "orthogonal_variance"):
-        if statistics.sample_size > 1:
-            assert getattr(statistics, name) == pytest.approx(expected[name], rel=tolerance), name
-        else:
-            assert math.isnan(getattr(statistics, name)), name
-
-
-def freeze(model: nn.Module, pattern: int) -> None:
-    """Freeze a varying choice of parameters, never all of them."""
-    parameters = list(model.parameters())
-    for index, parameter in enumerate(parameters):
-        parameter.requires_grad_((pattern >> (index % 6)) % 2 == 0)
-    parameters[-1].requires_grad_(True)
-
-
-def token_batch(generator: np.random.Generator, examples: int, length: int, padded: bool) -> dict[str, torch.Tensor]:
-    ids = torch.from_numpy(generator.integers(1, VOCABULARY, (examples, length)))
-    # Repeated tokens within an example meet in one row of the embedding.
-    ids[:, length // 2] = ids[:, 0]
-    batch = {"input_ids": ids}
-    if padded:
-        lengths = torch.from_numpy(generator.integers(2, length + 1, examples))
-        mask = (torch.arange(length) < lengths.unsqueeze(1)).long()
-        batch = {"input_ids": ids * mask, "attention_mask": mask}
-    return batch
-
-
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(
-    dtype=st.sampled_from([torch.float64, torch.float32]),
-    examples=st.integers(1, 9),
-    length=st.integers(2, 14),
-    heads=st.sampled_from([(2, 1), (4, 2), (2, 2)]),
-    width=st.sampled_from([8, 16, 24]),
-    layers=st.integers(1, 2),
-    tied=st.booleans(),
-    padded=st.booleans(),
-    biased=st.booleans(),
-    frozen=st.sampled_from([0, 0, 0b000101, 0b110010]),
-    seed=st.integers(0, 10_000),
+from algorithms.gradient_statistics import (
+    Comparison,
+    GradientStatistics,
+    SampleEstimate,
+    StatisticsSums,
+    sample_estimate,
 )
-def test_llama_statistics_equal_single_backward_passes(
-    dtype, examples, length, heads, width, layers, tied, padded, biased, frozen, seed
-):
-    model = tiny_llama(
-        seed,
-        dtype,
-        tied,
-        hidden_size=width,
-        intermediate_size=width + 8,
-        num_hidden_layers=layers,
-        num_attention_heads=heads[0],
-        num_key_value_heads=heads[1],
-        attention_bias=biased,
+
+# Gradients of three examples in the plane, drawn with replacement: every sample of b of them has probability 3^-b.
+POPULATION = np.array([[2.0, 1.0], [0.0, -1.0], [1.0, 1.5]])
+MEAN = POPULATION.mean(0)
+COVARIANCE = np.cov(POPULATION.T, ddof=0)
+SQUARED_NORM, VARIANCE = MEAN @ MEAN, np.trace(COVARIANCE)
+INNER, OVERLAP = MEAN @ COVARIANCE @ MEAN, np.trace(COVARIANCE @ COVARIANCE)
+
+
+def samples(count: int) -> list[np.ndarray]:
+    """All samples of so many examples, [count, 2] each."""
+    return [POPULATION[list(choice)] for choice in itertools.product(range(3), repeat=count)]
+
+
+def comparison(gradients: np.ndarray, n: int, held: int) -> Comparison:
+    """The last `held` of the first n gradients, against the mean of these."""
+    first, norms = gradients[:n], (gradients**2).sum(1)
+    mean = first.mean(0)
+    return Comparison(
+        n, mean @ mean, norms[:n].sum(), norms[n - held : n].tolist(), (first[n - held :] @ mean).tolist()
     )
-    freeze(model, frozen)
-    batch = token_batch(np.random.default_rng(seed), examples, length, padded)
-    labels = batch["input_ids"]
-    if padded:
-        labels = labels.masked_fill(batch["attention_mask"] == 0, -100)
-    assert_equal_to_reference(model, batch | {"labels": labels}, dtype)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(
-    dtype=st.sampled_from([torch.float64, torch.float32]),
-    examples=st.integers(1, 9),
-    length=st.integers(2, 14),
-    width=st.sampled_from([8, 16]),
-    classes=st.integers(2, 4),
-    padded=st.booleans(),
-    frozen=st.sampled_from([0, 0, 0b001001, 0b100110]),
-    seed=st.integers(0, 10_000),
-)
-def test_bert_statistics_equal_single_backward_passes(dtype, examples, length, width, classes, padded, frozen, seed):
-    model = tiny_bert(
-        seed, dtype, hidden_size=width, intermediate_size=width + 8, num_attention_heads=2, num_labels=classes
-    )
-    freeze(model, frozen)
-    generator = np.random.default_rng(seed)
-    batch = token_batch(generator, examples, length, padded)
-    labels = torch.from_numpy(generator.integers(0, classes, examples))
-    assert_equal_to_reference(model, batch | {"labels": labels}, dtype)
+def estimate(gradients: np.ndarray, sizes: tuple[int, ...]) -> SampleEstimate:
+    """Of a step that accumulates over micro-batches of these sizes."""
+    part = comparison(gradients, sizes[0], sizes[0]) if len(sizes) > 1 else None
+    squares = ((gradients**2).sum(1) ** 2).sum()
+    return sample_estimate(comparison(gradients, len(gradients), sizes[-1]), squares, part)
 
 
-def test_an_embedding_row_without_gradient_stays_out_of_the_statistics():
-    """BERT's padding token gets no gradient from autograd, not even where it is attended to as any other."""
-    model = tiny_bert(1)
-    assert model.bert.embeddings.word_embeddings.padding_idx == 0
-    ids = torch.tensor([[3, 0, 5, 0], [0, 7, 8, 9], [4, 4, 0, 2]])
-    assert_equal_to_reference(model, {"input_ids": ids, "labels": torch.tensor([0, 1, 1])}, torch.float64)
+@pytest.mark.parametrize("sizes", [(4,), (5,), (3, 2), (3, 1), (4, 2)])
+def test_estimates_are_unbiased(sizes):
+    """The mean over all samples is the population's own number, to rounding."""
+    found = [estimate(gradients, sizes) for gradients in samples(sum(sizes))]
+
+    def mean(name):
+        return np.mean([getattr(one, name) for one in found])
+
+    assert mean("squared_norm") == pytest.approx(SQUARED_NORM, rel=1e-12)
+    assert mean("variance") == pytest.approx(VARIANCE, rel=1e-12)
+    if len(sizes) > 1:
+        assert mean("inner_product_variance") == pytest.approx(INNER, rel=1e-10)
+        assert mean("overlap") == pytest.approx(OVERLAP, rel=1e-10)
 
 
-@pytest.mark.parametrize("width", [4, 96])
-def test_both_forms_of_a_linear_layer_agree_with_numpy(width):
-    """Narrow layers over long sequences build P_i, wide ones over short sequences multiply activations."""
-    generator = torch.Generator().manual_seed(0)
-    layer = nn.Linear(width, width, bias=True, dtype=torch.float64)
-    x = torch.randn(5, 7, width, generator=generator, dtype=torch.float64)
-    target = torch.randn(5, 7, width, generator=generator, dtype=torch.float64)
-    with PerExampleProbe(layer, batch_size=5) as probe:
-        (layer(x) * target).sum((1, 2)).mean().backward()
-    # The loss is linear in W and b, so that example i has gradient (sum_t target x^T, sum_t target).
-    gradients = np.concatenate(
-        [
-            np.einsum("bto,bti->boi", target.numpy(), x.numpy()).reshape(5, -1),
-            target.sum(1).numpy(),
-        ],
-        axis=1,
-    )
-    statistics = probe.statistics()
-    assert statistics.variance == pytest.approx(gradients.var(0, ddof=1).sum(), rel=1e-12)
-    assert statistics.squared_norm == pytest.approx((gradients.mean(0) ** 2).sum(), rel=1e-12)
-    assert statistics.inner_product_variance == pytest.approx((gradients @ gradients.mean(0)).var(ddof=1), rel=1e-12)
+@pytest.mark.parametrize("sizes", [(4,), (3, 2), (6,)])
+def test_the_squared_error_is_as_said_and_at_least_the_variance(sizes):
+    b = sum(sizes)
+    found = [estimate(gradients, sizes) for gradients in samples(b)]
+    squared = np.mean([one.squared_norm_error**2 for one in found])
+    assert squared == pytest.approx(4 * INNER / b + 4 * OVERLAP / (b * (b - 2)), rel=1e-10)
+    true = np.var([one.squared_norm for one in found])
+    assert true == pytest.approx(4 * INNER / b + 2 * OVERLAP / (b * (b - 1)), rel=1e-10)
+    assert true <= squared <= 3.0 * true
 
 
-def test_numbers_on_paper():
-    """Gradients (1, 0), (0, 1), (1, 1), (2, 2): g = (1, 1), ||g||^2 = 2, V = 4/3, d = 1, 1, 2, 4."""
-    layer = nn.Linear(2, 1, bias=False, dtype=torch.float64)
-    x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [2.0, 2.0]], dtype=torch.float64)
-    with PerExampleProbe(layer, batch_size=4) as probe:
-        layer(x).mean().backward()
-    statistics = probe.statistics()
-    assert statistics.squared_norm == pytest.approx(2.0)
-    assert statistics.variance == pytest.approx(4.0 / 3.0)
-    assert statistics.inner_product_variance == pytest.approx(2.0)
-    # n_i - d_i^2 / 2 = 1/2, 1/2, 0, 0.
-    assert statistics.orthogonal_variance == pytest.approx(1.0 / 3.0)
+def test_two_examples_have_an_error_too():
+    found = [estimate(gradients, (2,)) for gradients in samples(2)]
+    squared = np.mean([one.squared_norm_error**2 for one in found])
+    assert squared == pytest.approx(np.var([one.squared_norm for one in found]) + SQUARED_NORM**2)
 
 
-def test_a_loss_weight_does_not_change_the_statistics():
-    """An accumulated micro-batch scales its loss; the statistics are of the unscaled losses."""
-    model = tiny_llama()
-    batch = token_batch(np.random.default_rng(0), 4, 8, padded=False)
-    expected = per_example_statistics(model, batch | {"labels": batch["input_ids"]})
-    model.zero_grad()
-    with PerExampleProbe(model, batch_size=4) as probe:
-        logits = model(**batch).logits
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
-        (0.3 * loss).backward()
-    scaled = probe.statistics(loss_weight=0.3)
-    for name in ("squared_norm", "variance", "inner_product_variance", "orthogonal_variance"):
-        # Llama's norm computes in float32, where a factor of 0.3 rounds.
-        assert getattr(scaled, name) == pytest.approx(getattr(expected, name), rel=1e-5)
+def test_a_sample_of_one_is_refused():
+    with pytest.raises(ValueError, match="at least 2 examples, got 1"):
+        estimate(POPULATION[:1], (1,))
 
 
-def test_a_module_called_twice_counts_both_calls():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(5, 5, dtype=torch.float64)
-
-        def forward(self, x):
-            return self.inner(torch.tanh(self.inner(x)))
-
-    torch.manual_seed(0)
-    model, x = Twice(), torch.randn(6, 3, 5, dtype=torch.float64)
-    gradients = []
-    for example in x:
-        model.zero_grad()
-        model(example.unsqueeze(0)).square().sum().backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    gradients = torch.stack(gradients)
-    model.zero_grad()
-    with PerExampleProbe(model, batch_size=6) as probe:
-        model(x).square().sum((1, 2)).mean().backward()
-    assert probe.statistics().variance == pytest.approx(gradients.var(0).sum().item(), rel=1e-12)
+# Workers against each other
 
 
-def test_an_unknown_module_is_named():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Bilinear(4, 4, 2))
-    with pytest.raises(UnsupportedModuleError, match=r"'1' of class Bilinear.*across_workers"):
-        PerExampleProbe(model, batch_size=2)
+def across(gradients: np.ndarray, batches: tuple[int, ...]) -> SampleEstimate:
+    """From the sums of the gradients of each worker's examples."""
+    ends = np.cumsum(batches)
+    sums = [torch.from_numpy(gradients[end - b : end].sum(0)) for b, end in zip(batches, ends, strict=True)]
+    mean = torch.stack(sums).mean(0)
+    return across_workers_estimate([gradient_moments(vector, mean) for vector in sums], batches)
 
 
-def test_a_frozen_unknown_module_is_no_problem():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 1))
-    model[1].requires_grad_(False)
-    PerExampleProbe(model, batch_size=2)
+@pytest.mark.parametrize("batches", [(1, 1), (3, 1), (1, 2, 2), (1, 1, 1, 3)])
+def test_workers_with_different_batches_estimate_the_variance_of_one_example(batches):
+    found = [across(gradients, batches) for gradients in samples(sum(batches))]
+    assert np.mean([one.variance for one in found]) == pytest.approx(VARIANCE, rel=1e-12)
+    assert np.mean([one.squared_norm for one in found]) == pytest.approx(SQUARED_NORM, rel=1e-12)
+    total = sum(batches)
+    assert (found[0].examples, found[0].pairs) == (total, total**2 - sum(b * b for b in batches))
 
 
-def test_a_parameter_used_behind_its_modules_back_is_refused():
-    class Sneaky(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.inner(x) + F.linear(x, self.inner.weight) * 3.0
-
-    torch.manual_seed(0)
-    model = Sneaky()
-    with PerExampleProbe(model, batch_size=3) as probe:
-        model(torch.randn(3, 2, 4)).square().sum((1, 2)).mean().backward()
-    with pytest.raises(UnsupportedModuleError, match="do not add up"):
-        probe.statistics()
+@pytest.mark.parametrize("batches", [(1, 1), (2, 2, 2), (1, 1, 1, 1, 1)])
+def test_the_error_between_workers_is_at_least_the_variance(batches):
+    found = [across(gradients, batches) for gradients in samples(sum(batches))]
+    squared = np.mean([one.squared_norm_error**2 for one in found])
+    assert squared >= np.var([one.squared_norm for one in found])
 
 
-def test_hooks_are_gone_afterwards():
-    model = tiny_llama()
-    batch = token_batch(np.random.default_rng(0), 3, 6, padded=False)
-    per_example_statistics(model, batch | {"labels": batch["input_ids"]})
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
-
-
-def across_workers(gradients: np.ndarray, batch: int):
-    mean = torch.from_numpy(gradients.mean(0))
-    return across_workers_statistics([gradient_moments(torch.from_numpy(g), mean) for g in gradients], batch)
-
-
-def test_across_workers_statistics_equal_numpy():
-    gradients = np.random.default_rng(0).normal(size=(4, 30)) + 0.3
-    statistics = across_workers(gradients, batch=5)
-    mean = gradients.mean(0)
-    inner = gradients @ mean
-    orthogonal = gradients - np.outer(inner, mean) / (mean @ mean)
-    assert statistics.sample_size == 20
-    assert statistics.squared_norm == pytest.approx(mean @ mean)
-    assert statistics.variance == pytest.approx(5 / 3 * ((gradients - mean) ** 2).sum())
-    assert statistics.inner_product_variance == pytest.approx(5 * inner.var(ddof=1))
-    assert statistics.orthogonal_variance == pytest.approx(5 / 3 * (orthogonal**2).sum())
+def test_across_workers_estimates_equal_numpy():
+    """Three workers with 1, 2 and 2 examples: sum b_m ||g_m - g||^2 / (M - 1) with the weighted mean g."""
+    gradients, batches = np.random.default_rng(0).normal(size=(5, 30)) + 0.3, (1, 2, 2)
+    means = np.stack([part.mean(0) for part in np.split(gradients, np.cumsum(batches)[:-1])])
+    g = gradients.mean(0)
+    found = across(gradients, batches)
+    expected = sum(b * ((m - g) ** 2).sum() for b, m in zip(batches, means, strict=True)) / 2
+    assert found.variance == pytest.approx(expected)
+    products = [2 * batches[i] * batches[j] * means[i] @ means[j] for i, j in ((0, 1), (0, 2), (1, 2))]
+    assert found.squared_norm == pytest.approx(sum(products) / 16)
 
 
 def test_across_workers_needs_two():
     with pytest.raises(ValueError, match="at least 2 workers, got 1"):
-        across_workers(np.ones((1, 3)), batch=4)
+        across_workers_estimate([GradientMoments(1.0, 1.0, 1.0)], [4])
 
 
-def test_both_estimators_estimate_the_same_variance():
-    """With many workers of independent examples, across_workers meets the per-example variance."""
-    generator = np.random.default_rng(1)
-    examples = generator.normal(size=(400, 5, 20)) * 2.0 + 1.0
-    across = across_workers(examples.mean(1), batch=5)
-    assert across.variance == pytest.approx(examples.reshape(-1, 20).var(0, ddof=1).sum(), rel=0.05)
+def test_inner_products_by_chunks_lose_nothing():
+    """torch.dot takes no more than 2^31 - 1 elements: chunks of 7 of 100 stand for those of a large model."""
+    a, b = torch.randn(2, 100, generator=torch.Generator().manual_seed(0))
+    expected = (a.double() * b.double()).sum().item()
+    assert inner_product(a, b, chunk=7).item() == pytest.approx(expected, rel=1e-14)
+    assert inner_product(a, b).item() == pytest.approx(expected, rel=1e-14)
+    assert inner_product(a, a, chunk=7).dtype == torch.float64
+
+
+def test_a_sketch_keeps_inner_products_in_expectation():
+    """2,000 numbers in 64: products scatter by 1/8 of the lengths; the mean of 400 lies within four errors."""
+    generator = torch.Generator().manual_seed(1)
+    a = torch.randn(2000, generator=generator, dtype=torch.float64)
+    b = 0.5 * a + torch.randn(2000, generator=generator, dtype=torch.float64)
+    found = np.array([(sketch(a, seed, 64) @ sketch(b, seed, 64)).item() for seed in range(400)])
+    assert found.std() == pytest.approx((a.norm() * b.norm()).item() / 8, rel=0.25)
+    assert abs(found.mean() - (a @ b).item()) < 4 * found.std() / 20
+
+
+def test_a_sketch_is_linear_and_depends_on_the_place_alone(monkeypatch):
+    generator = torch.Generator().manual_seed(2)
+    a, b = torch.randn(2, 300, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(sketch(a + 2.0 * b, 5, 16), sketch(a, 5, 16) + 2.0 * sketch(b, 5, 16))
+    whole = sketch(a, 5, 16)
+    monkeypatch.setattr("algorithms.across_workers._CHUNK", 32)  # in parts, as a large model
+    torch.testing.assert_close(sketch(a, 5, 16), whole)
+    assert not torch.equal(sketch(a, 6, 16), whole)
+
+
+# Over the rounds
+
+
+def one(pairs=6.0, squared_norm=1.0, error=0.5, examples=3, variance=4.0, variance_error=1.0, inner=math.nan):
+    overlap = 2.0 * inner
+    return SampleEstimate(examples, pairs, squared_norm, error, variance, variance_error, inner, overlap)
+
+
+def test_one_sample_is_its_own_average():
+    found = StatisticsSums().after([one(inner=3.0)], 0.9).statistics
+    assert (found.examples, found.squared_norm, found.squared_norm_error) == (3, 1.0, 0.5)
+    assert (found.variance, found.variance_error) == (4.0, 1.0)
+    assert (found.inner_product_variance, found.overlap) == (3.0, 6.0)
+    assert found.inner_product_variance_error == math.inf
+
+
+def test_samples_are_weighed_by_their_pairs_and_examples():
+    """Squared norms 1 and 4 with 6 and 12 pairs: 3; errors (6 * 0.5, 12 * 1): sqrt(9 + 144) / 18."""
+    both = [one(), one(pairs=12.0, squared_norm=4.0, error=1.0, examples=9, variance=8.0, variance_error=2.0)]
+    found = StatisticsSums().after(both, 0.0).statistics
+    assert found.squared_norm == pytest.approx(3.0)
+    assert found.squared_norm_error == pytest.approx(math.sqrt(153) / 18)
+    assert found.variance == pytest.approx((3 * 4 + 9 * 8) / 12)
+    assert found.variance_error == pytest.approx(math.sqrt(9 + 324) / 12)
+    assert math.isnan(found.inner_product_variance)
+    assert found.examples == 12
+
+
+def test_a_rounds_weight_shrinks_by_the_decay():
+    """Decay 0.5, twice: weights 3, 6 of squared norms 1 and 4, errors 3 * 0.5 and 6 * 1."""
+    found = StatisticsSums().after([one()], 0.5).after([one(squared_norm=4.0, error=1.0)], 0.5).statistics
+    assert found.squared_norm == pytest.approx((3 * 1 + 6 * 4) / 9)
+    assert found.squared_norm_error == pytest.approx(math.sqrt(1.5**2 + 6**2) / 9)
+
+
+def test_without_decay_the_past_is_forgotten():
+    past = StatisticsSums().after([one(squared_norm=100.0, inner=7.0)], 0.0)
+    assert past.after([one(inner=2.0)], 0.0) == StatisticsSums().after([one(inner=2.0)], 0.0)
+
+
+def test_products_between_workers_enter_the_squared_norm_alone():
+    between = one(pairs=18.0, squared_norm=2.0, error=0.1, examples=12, variance=1e9)
+    found = StatisticsSums().after([one(), one()], 0.9, between).statistics
+    assert found.squared_norm == pytest.approx((12 * 1 + 18 * 2) / 30)
+    # Of the same examples: the errors of the two add up.
+    assert found.squared_norm_error == pytest.approx((math.sqrt(2) * 3 + 1.8) / 30)
+    assert (found.variance, found.examples) == (4.0, 6)
+
+
+def test_the_error_of_p_is_that_of_a_mean_of_so_many_samples():
+    """Ten equal weights with P = 1 .. 10: variance of the mean 99/12 / 9, widened by 9/7 to that of Student's t."""
+    found = StatisticsSums().after([one(inner=float(value)) for value in range(1, 11)], 0.0).statistics
+    assert found.inner_product_variance == pytest.approx(5.5)
+    assert found.inner_product_variance_error**2 == pytest.approx(99 / 12 / 9 * 9 / 7)
+    # R is twice P here: P + R / 4 is 1.5 P, and so is its error.
+    value, error = found.inner_product_variance_at(4)
+    assert (value, error) == (pytest.approx(8.25), pytest.approx(1.5 * found.inner_product_variance_error))
+
+
+def test_errors_cover_the_truth():
+    """Averages over 12 rounds of two samples, noise far above the gradient: two errors hold at least 95% of them."""
+    generator = np.random.default_rng(0)
+    hits = []
+    for _ in range(300):
+        sums = StatisticsSums()
+        for _ in range(12):
+            drawn = 0.05 + generator.standard_t(5, size=(2, 8, 30))  # heavier tails than normal ones
+            sums = sums.after([estimate(gradients, (8,)) for gradients in drawn], 0.9)
+        found = sums.statistics
+        inside = abs(found.squared_norm - 30 * 0.05**2) <= 2 * found.squared_norm_error
+        hits.append((inside, abs(found.variance - 30 * 5 / 3) <= 2 * found.variance_error))
+    shares = np.mean(hits, axis=0)
+    assert shares[0] > 0.95
+    assert shares[1] > 0.88
+
+
+def test_the_orthogonal_variance_is_what_is_not_along_the_gradient():
+    along = MEAN / np.sqrt(SQUARED_NORM)
+    orthogonal = POPULATION - np.outer(POPULATION @ along, along)
+    expected = ((orthogonal - orthogonal.mean(0)) ** 2).sum(1).mean()
+    statistics = GradientStatistics(1, SQUARED_NORM, VARIANCE, INNER, OVERLAP)
+    assert statistics.orthogonal_variance == pytest.approx(expected)
+    assert math.isnan(GradientStatistics(1, -0.1, VARIANCE, INNER, OVERLAP).orthogonal_variance)

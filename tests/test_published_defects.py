@@ -11,8 +11,9 @@ import torch.nn.functional as F
 import yaml
 
 from algorithms.calc_batch import inner_product_test
-from algorithms.gradient_statistics import GradientStatistics, per_example_statistics
+from algorithms.gradient_statistics import GradientStatistics
 from algorithms.losses import example_losses
+from algorithms.per_example import per_example_statistics
 from fabrics.eval_tool import evaluate
 from fabrics.examples import PackedSequences
 from tests.helpers import (
@@ -142,8 +143,8 @@ def test_the_orthogonal_variance_is_a_trace():
 
 
 def test_vartheta_decides():
-    statistics = [GradientStatistics(8, 2.0, 8.0, 6.0, 5.0)]
-    assert inner_product_test(statistics, 0.1, 4) == 150
+    statistics = GradientStatistics(examples=8, squared_norm=2.0, variance=8.0, inner_product_variance=6.0, overlap=4.0)
+    assert inner_product_test(statistics, 0.1, 4, debias=True) == 150
     requests = []
     for theta in (0.05, 50.0):
         cluster = tiny_cluster(sampling_method="inner_product_test", vartheta=theta, merge_frequency=100)

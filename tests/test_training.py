@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from algorithms.gradient_statistics import per_example_statistics
 from algorithms.limits import RoundSchedule
+from algorithms.per_example import per_example_statistics
 from algorithms.switch_mode import ExecutionPlan
 from cluster import Cluster
 from fabrics.eval_tool import evaluate
@@ -140,7 +140,7 @@ def test_accumulation_weighs_examples_of_different_lengths_alike():
 
 
 def test_statistics_of_a_round_are_those_of_its_last_step():
-    """One worker, one inner step, no probe: the statistics are those of that very batch at the start."""
+    """One worker, one inner step, no probe: they are those of that very batch at the start, without its noise."""
     config = make_config(INITIAL_BATCH_SIZE=12, statistics_batch_size=8)
     sequences = random_sequences(50)
     model = use_torch_norms(tiny_llama())
@@ -148,7 +148,61 @@ def test_statistics_of_a_round_are_those_of_its_last_step():
     ids = torch.from_numpy(sequences[trainer.cursor.peek(0, 12)]).long()
     expected = per_example_statistics(model, {"input_ids": ids, "labels": ids})
     (report,) = train(trainer, 1, inner_steps=1)
-    assert dataclasses.astuple(report.statistics) == pytest.approx(dataclasses.astuple(expected), rel=1e-9)
+    found = report.statistics
+    assert (found.examples, found.variance) == (12, pytest.approx(expected.variance, rel=1e-9))
+    assert found.squared_norm == pytest.approx(expected.squared_norm - expected.variance / 12, rel=1e-9)
+
+
+@pytest.mark.parametrize("test", ["norm_test", "inner_product_test"])
+def test_all_micro_batches_of_all_workers_are_in_the_statistics(test):
+    """Two workers with 7 of 14 examples each, in parts of at most 3: as each of them with all 7 at once."""
+    config = make_config(
+        INITIAL_BATCH_SIZE=14,
+        statistics_batch_size=5,
+        switch_mode="only_gradient_accumulation",
+        sampling_method=test,
+        max_batch_growth=1.0,
+    )
+    sequences = random_sequences(50)
+    model = use_torch_norms(tiny_llama())
+    trainer = make_trainer(copy.deepcopy(model), config, PackedSequences(sequences), nodes=2, max_batch=3)
+    expected = []
+    for part in np.split(trainer.cursor.peek(0, 14), 2):
+        ids = torch.from_numpy(sequences[part]).long()
+        expected.append(per_example_statistics(model, {"input_ids": ids, "labels": ids}))
+    (report,) = train(trainer, 1, inner_steps=1)
+    assert report.workers[0].plan.micro_batches == (3, 2, 2)
+    found = report.statistics
+    assert found.examples == 14
+    assert found.variance == pytest.approx(np.mean([each.variance for each in expected]), rel=1e-9)
+    squared_norms = [each.squared_norm - each.variance / 7 for each in expected]
+    assert found.squared_norm == pytest.approx(np.mean(squared_norms), rel=1e-8)
+    assert found.squared_norm_error > 0.0
+    assert np.isfinite(found.inner_product_variance)
+
+
+def test_four_workers_hold_their_gradients_against_each_other():
+    """Products between workers, of which there are three times as many as within them, by sketches."""
+    config = make_config(INITIAL_BATCH_SIZE=32)
+    trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(50)), nodes=4)
+    model, batches = tiny_llama(), np.split(trainer.cursor.peek(0, 32), 4)
+    (report,) = train(trainer, 1, inner_steps=1)
+    sums = []
+    for part in batches:
+        model.zero_grad()
+        ids = torch.from_numpy(random_sequences(50)[part]).long()
+        F.cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        sums.append(8 * torch.cat([p.grad.flatten() for p in model.parameters()]))
+    between = sum((a @ b).item() for i, a in enumerate(sums) for j, b in enumerate(sums) if i != j)
+    within = sum(56 * sample.squared_norm for worker in report.workers.values() for sample in worker.statistics)
+    # The sketch of 1,024 numbers errs by 1/32 of the gradients' lengths in each of 6 pairs.
+    margin = 4 * 2 * 6**0.5 / 32 * max(vector.norm().item() for vector in sums) ** 2
+    found = report.statistics.squared_norm * (32 * 31)
+    assert abs(found - (between + within)) < margin
+    assert abs(found - (between + within)) > 0.0
+    alone = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(50)), nodes=3)
+    (other,) = train(alone, 1, inner_steps=1)
+    assert all(worker.moments is None for worker in other.workers.values())
 
 
 def test_a_small_batch_is_probed_on_the_examples_that_come_next():
@@ -157,13 +211,15 @@ def test_a_small_batch_is_probed_on_the_examples_that_come_next():
     model = use_torch_norms(tiny_llama())
     trainer = make_trainer(model, config, PackedSequences(sequences), nodes=1)
     upcoming = sequences[trainer.cursor.peek(2, 8)]
-    statistics = train(trainer, 1, inner_steps=1)[0].workers[0].statistics
+    own, statistics = train(trainer, 1, inner_steps=1)[0].workers[0].statistics
     # After the round the working model holds x - x_m; with x of the start it is the replica again.
     start = make_trainer(use_torch_norms(tiny_llama()), config, PackedSequences(sequences), nodes=1).parameters
     trainer.workers[0].working.load(start - trainer.workers[0].working.parameters.detach())
     ids = torch.from_numpy(upcoming).long()
     expected = per_example_statistics(trainer.workers[0].working.module, {"input_ids": ids, "labels": ids})
-    assert dataclasses.astuple(statistics) == pytest.approx(dataclasses.astuple(expected), rel=1e-7)
+    assert (own.examples, statistics.examples) == (2, 8)
+    assert statistics.variance == pytest.approx(expected.variance, rel=1e-7)
+    assert statistics.squared_norm == pytest.approx(expected.squared_norm - expected.variance / 8, rel=1e-6)
     assert trainer.cursor.position == 2
 
 
@@ -181,7 +237,7 @@ def test_across_workers_uses_the_last_gradient_of_every_worker():
     gradients = np.stack(gradients)
     (report,) = train(trainer, 1, inner_steps=1)
     assert report.statistics.variance == pytest.approx(2 * gradients.var(0, ddof=1).sum(), rel=1e-9)
-    assert report.statistics.sample_size == 6
+    assert report.statistics.examples == 6
     # One synchronisation and one all-reduce of the gradients.
     assert report.bytes_synchronised == 2 * 2 * (3 - 1) * trainer.workforce.parameter_bytes
 
@@ -227,7 +283,7 @@ def test_the_batch_test_begins_when_it_is_told_to():
     reports = [result.reports[0] for result in recorder.rounds]
     assert [report.requested_batch for report in reports] == [4, 4, 4, 8, 16]
     assert [report.statistics is None for report in reports] == [True, True, False, False, False]
-    assert all(worker.statistics is None for report in reports[:2] for worker in report.workers.values())
+    assert not any(worker.statistics for report in reports[:2] for worker in report.workers.values())
 
 
 def test_the_test_grows_stricter_towards_the_end():
@@ -238,9 +294,8 @@ def test_the_test_grows_stricter_towards_the_end():
     asked = 4
     for number, result in enumerate(recorder.rounds, start=1):
         s = result.reports[0].statistics
-        squared = s.squared_norm - s.variance / s.sample_size
         eta = 2.0 - 1.5 * number / 4
-        asked = max(asked, np.ceil(s.variance / (eta**2 * squared)) if squared > 0 else 0)
+        asked = max(asked, np.ceil(s.variance / (eta**2 * s.squared_norm)) if s.squared_norm > 0 else 0)
         assert result.reports[0].next_requested_batch == asked
 
 
@@ -410,13 +465,19 @@ def test_a_merge_of_three_counts_two_models():
     assert len(cluster.trainers) == 2
     # Four trainers on four nodes do not synchronise: the merge is all the communication there is.
     assert cluster.totals.communications == 1
-    assert cluster.totals.bytes_communicated == 2 * 2 * cluster.trainers[0].workforce.parameter_bytes
+    assert cluster.totals.bytes_communicated == 2 * 2 * next(iter(cluster.trainers.values())).workforce.parameter_bytes
 
 
 @pytest.mark.parametrize(("moments", "models"), [("copy", 4), ("zero", 2)])
 def test_what_goes_to_new_nodes_is_counted(moments, models):
     """Four trainers with a node each merge into one: its three new nodes get x and velocity, and moments or none."""
-    cluster = tiny_cluster(merge_count=4, merge_frequency=1, number_of_outer_steps=2, new_worker_moments=moments)
+    cluster = tiny_cluster(
+        merge_count=4,
+        merge_frequency=1,
+        number_of_outer_steps=2,
+        new_worker_moments=moments,
+        sampling_method="none",
+    )
     cluster.train(Recorder())
     (trainer,) = cluster.trainers.values()
     size, totals = trainer.workforce.parameter_bytes, cluster.totals
@@ -440,8 +501,8 @@ def test_communications_and_bytes_of_a_ring_all_reduce():
     cluster.train(Recorder())
     parameters = sum(p.numel() for p in cluster.working[CPU].module.parameters())
     assert cluster.totals.communications == 5
-    # Each of 4 workers moves 2 * 3/4 of the 4-byte parameters.
-    assert cluster.totals.bytes_communicated == 5 * 4 * (2 * 3 / 4) * 4 * parameters
+    # Each of 4 workers moves 2 * 3/4 of the 4-byte parameters, and of a sketch of 1,024 such numbers.
+    assert cluster.totals.bytes_communicated == 5 * 4 * (2 * 3 / 4) * 4 * (parameters + 1024)
 
 
 def test_a_new_worker_starts_with_the_first_workers_moments():

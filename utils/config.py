@@ -294,16 +294,25 @@ class Config:
     vartheta: PositiveFloat = _key(0.9, "theta of the inner product test")
     nu: PositiveFloat = _key(5.84, "nu of the augmented inner product test")
     debias: bool = _key(
-        True, "norm test against the estimate of the true gradient's norm instead of the batch gradient's"
+        True, "batch tests against the estimate of the true gradient instead of the noisy one of the whole batch"
     )
     statistics_estimator: str = _key("per_example", "where the gradient statistics come from", choices=True)
     statistics_batch_size: Annotated[int, Field(ge=2), Number] = _key(
-        8, "smallest sample of per_example; smaller micro-batches use a probe batch of this size, or of the max batch"
+        8, "smallest sample of per_example; workers with smaller steps use a probe batch of this size as well"
     )
     batch_test_start: PositiveInt = _key(
         3, "first round with a batch test: before it gradients are not yet those of training, and the batch stays"
     )
-    statistics_smoothing: BelowOne = _key(0.9, "weight of the past in the moving average of the statistics over rounds")
+    batch_test_confidence: NonNegativeFloat = _key(
+        2.0,
+        "standard errors by which a batch test's answer is lowered, so that the request grows only as far as the "
+        "statistics are sure; 0: the estimate itself, as in the papers",
+    )
+    statistics_smoothing: BelowOne = _key(
+        0.9,
+        "weight of the past in the moving average of the statistics over rounds, for equal numbers of examples; a "
+        "round with more of them counts more",
+    )
     max_batch_growth: AtLeastOne = _key(2.0, "largest factor by which a request grows in a round")
     max_requested_batch: PositiveInt | None = _key(None, "largest request; null: the examples in the trainer's subset")
     batch_schedule: list[Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)]] | None = _key(

@@ -2,6 +2,7 @@
 
 import math
 
+from algorithms.gradient_statistics import GradientStatistics
 from fabrics.eval_tool import Metric
 from training_logs.recording.records import ClusterRound, RoundReport
 from utils.utils import byte_size
@@ -34,8 +35,11 @@ COLUMNS = (
     "round_tokens",
     "gradient_sample_size",
     "gradient_squared_norm",
+    "gradient_squared_norm_error",
     "gradient_variance",
+    "gradient_variance_error",
     "inner_product_variance",
+    "inner_product_variance_error",
     "orthogonal_variance",
     "left_out_workers",
     "seconds",
@@ -52,6 +56,22 @@ def _micro_batch(report: RoundReport) -> int:
     return max(max(worker.plan.micro_batches) for worker in report.workers.values())
 
 
+def _statistics_columns(statistics: GradientStatistics | None) -> dict[str, float | None]:
+    """What the batch test saw; empty where there was none, and where a number is not known."""
+    values = {
+        "gradient_sample_size": "examples",
+        "gradient_squared_norm": "squared_norm",
+        "gradient_squared_norm_error": "squared_norm_error",
+        "gradient_variance": "variance",
+        "gradient_variance_error": "variance_error",
+        "inner_product_variance": "inner_product_variance",
+        "inner_product_variance_error": "inner_product_variance_error",
+        "orthogonal_variance": "orthogonal_variance",
+    }
+    found = {column: math.nan if statistics is None else getattr(statistics, name) for column, name in values.items()}
+    return {column: value if math.isfinite(value) else None for column, value in found.items()}
+
+
 def round_row(result: ClusterRound, report: RoundReport, max_batch: int, wall_seconds: float) -> dict:
     """One row of the round log; what was not measured is left empty.
 
@@ -60,7 +80,6 @@ def round_row(result: ClusterRound, report: RoundReport, max_batch: int, wall_se
         wall_seconds: since the start of the program.
     """
     evaluation = result.evaluations.get(report.trainer)
-    statistics = report.statistics
     return {
         "outer_step": result.outer_step,
         "trainer_id": report.trainer,
@@ -85,11 +104,7 @@ def round_row(result: ClusterRound, report: RoundReport, max_batch: int, wall_se
         "bytes_redistributed": result.totals.bytes_redistributed,
         "round_examples": report.examples,
         "round_tokens": report.tokens,
-        "gradient_sample_size": statistics.sample_size if statistics else None,
-        "gradient_squared_norm": statistics.squared_norm if statistics else None,
-        "gradient_variance": statistics.variance if statistics else None,
-        "inner_product_variance": statistics.inner_product_variance if statistics else None,
-        "orthogonal_variance": statistics.orthogonal_variance if statistics else None,
+        **_statistics_columns(report.statistics),
         "left_out_workers": report.left_out,
         "seconds": report.seconds,
         "wall_seconds": round(wall_seconds, 3),

@@ -214,8 +214,8 @@ def draw_variance(axes: Axes, run: RunData, x: str) -> None:
 
 
 def draw_squared_norm(axes: Axes, run: RunData, x: str) -> None:
-    """The squared norm of the gradient, averaged over workers."""
-    _draw_column(axes, run, x, "Squared gradient norm", "||g||²", lambda rows: rows["gradient_squared_norm"])
+    """The squared norm of the true gradient, as it is estimated: where that is not above zero there is a gap."""
+    _draw_column(axes, run, x, "Squared gradient norm", "||∇F||²", lambda rows: rows["gradient_squared_norm"])
 
 
 def draw_noise_ratio(axes: Axes, run: RunData, x: str) -> None:
@@ -225,7 +225,7 @@ def draw_noise_ratio(axes: Axes, run: RunData, x: str) -> None:
         run,
         x,
         "Gradient noise: variance / squared norm",
-        "V / ||g||² (examples)",
+        "V / ||∇F||² (examples)",
         lambda rows: (
             rows["gradient_variance"]
             / np.where(rows["gradient_squared_norm"] == 0, np.nan, rows["gradient_squared_norm"])

@@ -111,8 +111,9 @@ def _asked(rows: Rows, eta: float) -> float:
     if not all(rows.has(name) for name in names):
         return math.nan
     asked = 0.0
+    of_old = not rows.has("gradient_squared_norm_error")  # logged the squared norm of a worker's sample
     for variance, squared_norm, sample_size in zip(*(rows[name].tolist() for name in names), strict=True):
-        true_norm = squared_norm - variance / sample_size
+        true_norm = squared_norm - variance / sample_size if of_old else squared_norm
         asked += math.inf if true_norm <= 0.0 else variance / (eta**2 * true_norm)
     return asked
 

@@ -148,7 +148,7 @@ _ROUND_COLUMNS = {
     "effective": "effective_batch", "micro-batch": "micro_batch", "accumulation": "accumulation_steps",
     "training loss": "train_loss", "validation loss": "validation_loss", "metric": "validation_metric",
     "tokens": "tokens", "communications": "communications", "V": "gradient_variance",
-    "||g||²": "gradient_squared_norm", "seconds": "seconds",
+    "||∇F||²": "gradient_squared_norm", "seconds": "seconds",
 }  # fmt: skip
 
 
