@@ -1,8 +1,9 @@
-# Two targets: `make run` (the demo) and `make test` (ruff and the whole suite). PYTHON may be any 3.10 to 3.12.
+# `make run`: the demo. `make test`: ruff and the whole suite. `make check`: ruff and the tests that start no process, in
+# a minute. PYTHON may be any 3.10 to 3.12.
 PYTHON ?= python3
 VENV := .venv
 
-.PHONY: run test
+.PHONY: run test check
 
 run: $(VENV)/.run
 	$(VENV)/bin/python run.py
@@ -11,6 +12,11 @@ test: $(VENV)/.test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/python -m pytest
+
+check: $(VENV)/.test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/python -m pytest -m "not programs"
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12) and "Python 3.10, 3.11 or 3.12 is needed: make PYTHON=python3.11 ...")'

@@ -6,7 +6,6 @@ import re
 import runpy
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from packaging.requirements import Requirement
 
 from fabrics.choices import CHECKS, CHOICES
 from gradient_analysis.gradient_analysis import parse_analysis_config
+from tests.programs import command
 from utils.config_reading import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -120,7 +120,7 @@ def check(words: Iterable[str]) -> None:
     """
     words = list(words)
     if words[0] == "make":
-        subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, check=True, capture_output=True)
+        command("make", "-n", *words[1:], cwd=ROOT, check=True)
     elif words[:3] == ["pip", "install", "-r"]:
         for line in (ROOT / words[3]).read_text(encoding="utf-8").splitlines():
             if line and not line.startswith(("#", "-")):

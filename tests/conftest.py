@@ -18,7 +18,38 @@ from configs import make_samples
 from fabrics.choices import CHECKS, CHOICES
 from fabrics.documents import python_documents
 from fabrics.tokenization import train_tokenizer
+from tests.programs import Programs
 from utils.config_reading import load_config
+
+PROGRAMS = Programs()
+
+
+@pytest.fixture(scope="session")
+def programs() -> Programs:
+    """What starts programs."""
+    return PROGRAMS
+
+
+def starts_programs(item: pytest.Item) -> bool:
+    return "programs" in item.fixturenames
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that start programs, keep those of a file together, and begin with them.
+
+    They are the long ones, and share runs; the many short ones after them fill what is left of every test process.
+    """
+    for item in filter(starts_programs, items):
+        item.add_marker("programs")
+        item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=starts_programs, reverse=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    with PROGRAMS.in_test(starts_programs(item)):
+        return (yield)
 
 
 @pytest.fixture(autouse=True, scope="session")

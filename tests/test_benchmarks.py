@@ -1,8 +1,6 @@
 """The benchmarks run, and what they say about memory is the formula; their timings are not tested."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -76,6 +74,7 @@ def test_the_bare_loop_and_the_inner_steps_do_the_same_work(cache_dir):
         torch.testing.assert_close(own, reference, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("programs")
 def test_data_prints_memory_opening_and_batches(tmp_path, capsys):
     data.main(["--documents", "50", "--sequences", "200", "--folder", str(tmp_path)])
     output = capsys.readouterr().out
@@ -88,11 +87,9 @@ def test_data_prints_memory_opening_and_batches(tmp_path, capsys):
         assert re.search(rf"^{kind} batch of 8 x 128: \d+ us, \d+\.\d\d% of a training step", output, re.MULTILINE)
 
 
-@pytest.mark.xdist_group("processes")
-def test_scaling_sends_and_writes_and_says_how_much():
+def test_scaling_sends_and_writes_and_says_how_much(programs):
     parts = ["--parts", "synchronisation", "checkpoint", "--parameters", "100000", "--repeats", "1"]
-    done = subprocess.run([sys.executable, "benchmarks/scaling.py", *parts], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = programs.run("benchmarks/scaling.py", *parts)
     sent = re.findall(
         r"^  (\w+) +(in worker order|one all-reduce) .* ([\d.]+) MB sent by both", done.stdout, re.MULTILINE
     )

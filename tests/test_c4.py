@@ -174,6 +174,7 @@ def test_a_failed_load_says_so_and_never_passes_silently(tmp_path, cache_dir, c4
         *("dataset=c4", f"c4_local_path={broken}", f"dataset_fallback={fallback}", f"log_dir={tmp_path / 'logs'}"),
         *("data_sample_size=300", "val_size=20", "sequence_length=32", "vocab_size=400", f"cache_dir={cache_dir}"),
         *(
+            "clearml=off",
             "number_of_outer_steps=1",
             "number_of_inner_steps_between_outers=1",
             "number_of_initial_trainers=1",
@@ -209,6 +210,7 @@ def test_a_fallback_that_fails_as_well_reports_both(make_c4):
     assert second.startswith("dataset_fallback: nor can python_docs: data_sample_size: ")
 
 
+@pytest.mark.usefixtures("programs")
 def test_memory_does_not_hold_more_than_a_few_blocks(monkeypatch, tmp_path, tokenizer_folder, c4_shards):
     """Documents are taken from the source only as they are tokenised_c4, by one process or several."""
     options = ["--model_name", str(tokenizer_folder), "--input", str(c4_shards), "--data_sample_size", "580"]

@@ -4,7 +4,6 @@ import errno
 import hashlib
 import json
 import os
-import subprocess
 import threading
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import without_privileges
+from tests.programs import command
 from tests.threads import together
 from training_logs.recording.append_log import AppendLog
 from utils import checkpoint, checkpoint_writer
@@ -93,7 +93,7 @@ def test_a_file_is_what_safetensors_itself_would_write_and_its_checksum_that_of_
 
 def test_the_checksums_are_those_of_sha256sum(checkpoints, folder):
     path = save(checkpoints, folder, 1)
-    assert subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=path, capture_output=True).returncode == 0
+    assert command("sha256sum", "-c", "SHA256SUMS", cwd=path).returncode == 0
     assert set(read_sums(path)) == set(names(path)) - {"SHA256SUMS"}
     assert read_sums(path)["state.json"] == hashlib.sha256((path / "state.json").read_bytes()).hexdigest()
 

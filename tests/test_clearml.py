@@ -7,8 +7,6 @@ import math
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -31,6 +29,9 @@ from utils.config import CLEARML_MODES, ConfigError
 from utils.config_reading import parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+pytestmark = pytest.mark.usefixtures("programs")
 
 
 @pytest.fixture(autouse=True)
@@ -146,20 +147,13 @@ def test_the_session_holds_config_plots_texts_summary_and_model(folder):
     assert model["weights"]["register_uri"] == expected.as_uri()
 
 
-def send(folder: Path, *options: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "training_logs.log_processor", str(folder), *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
-def test_a_finished_run_is_sent_by_the_command(folder, tmp_path):
+def test_a_finished_run_is_sent_by_the_command(programs, folder, tmp_path):
     sent, sessions = scalars_of(session_of(folder)), folder / "clearml" / "offline"
     before = set(sessions.iterdir())
-    result = send(folder, "--mode", "offline")
-    assert result.returncode == 0, result.stderr
+    programs.run("-m", "training_logs.log_processor", folder, "--mode", "offline")
     assert scalars_of(session_of(folder)) == sent
     assert not before & set(sessions.iterdir())  # the new session takes the place of the old one
-    missing = send(tmp_path)
-    assert missing.returncode == 2
+    missing = programs.run("-m", "training_logs.log_processor", tmp_path, status=2)
     assert "not a run folder" in missing.stderr
 
 
@@ -357,26 +351,27 @@ def test_a_server_is_told_everything_while_the_run_goes_on(online, tmp_path, mon
     assert weights in [body.get("uri") for name, body in server.calls if name == "models.edit"]
 
 
-def test_a_resumed_run_goes_on_in_its_task_and_sends_no_point_twice(online, folder, tmp_path):
+def test_a_resumed_run_goes_on_in_its_task_and_sends_no_point_twice(programs, online, folder, tmp_path):
     server, resumed = ClearMLServer(), tmp_path / "run"
     online(server.port)
     shutil.copytree(folder, resumed, ignore=shutil.ignore_patterns("clearml"))
     report, logs = resumed / "model_training_report", logs_of(folder)
+    send = ["-m", "training_logs.log_processor", resumed]
     write_up_to(3, logs, report)
-    assert send(resumed).returncode == 0
+    programs.run(*send)
     assert max(server.scalars["run", "communications"]) == 3
     write_up_to(5, logs, report)
-    assert send(resumed).returncode == 0
+    programs.run(*send)
     assert server.scalars == expected_scalars(read_run(folder))
     assert server.repeated == []
     assert server.names().count("tasks.create") == 1
     assert server.task["status"] == "completed"
     # A new task, because it is asked for, or because the server has lost the old one, gets everything.
     first, server.scalars = server.scalars, {}
-    assert send(resumed, "--new").returncode == 0
+    programs.run(*send, "--new")
     assert server.scalars == first
     server.task, server.scalars = {"id": "another"}, {}
-    assert send(resumed).returncode == 0
+    programs.run(*send)
     server.stop()
     assert server.scalars == first
     assert server.names().count("tasks.create") == 3

@@ -2,8 +2,6 @@
 
 import dataclasses
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -78,7 +76,7 @@ def test_without_cuda_a_warning_says_that_it_runs_on_the_cpu(monkeypatch):
     assert resolve_devices(["cpu"]) == ([torch.device("cpu")], [])
 
 
-def test_nothing_asks_for_cuda_before_the_config_says_which_gpus_may_be_seen():
+def test_nothing_asks_for_cuda_before_the_config_says_which_gpus_may_be_seen(programs):
     """CUDA reads CUDA_VISIBLE_DEVICES once, when it is first asked."""
     program = """
 import torch
@@ -90,8 +88,7 @@ from fabrics.choices import CHECKS, CHOICES
 from utils.config_reading import load_config
 load_config("config.yaml", ["CUDA_VISIBLE_DEVICES=1"], CHOICES, CHECKS)
 """
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    programs.run("-c", program, fresh=True)
 
 
 def test_devices_are_counted_among_the_visible_ones(monkeypatch):

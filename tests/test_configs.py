@@ -2,14 +2,13 @@
 
 import ast
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from configs import make_samples
 from fabrics.choices import CHECKS, CHOICES
+from tests.programs import Programs
 from utils.config_reading import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,21 +21,15 @@ def samples(tmp_path_factory):
     return folder
 
 
-def run(config: str, folder: Path, *overrides: str) -> dict:
+def run(programs: Programs, config: str, folder: Path, *overrides: str) -> dict:
     places = [f"log_dir={folder}", f"cache_dir={folder}/cache", "clearml=off", "processes=1"]
-    result = subprocess.run(
-        [sys.executable, "run.py", "--config", f"configs/{config}", *places, *overrides],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
+    programs.run("run.py", "--config", f"configs/{config}", *places, *overrides)
     (path,) = folder.glob("*/model_training_report/summary.json")
     return json.loads(path.read_text())
 
 
-def test_c4_microllama_in_small(samples, tmp_path):
-    summary = run("c4_microllama_small.yaml", tmp_path, f"c4_local_path={samples / 'c4'}")
+def test_c4_microllama_in_small(programs, samples, tmp_path):
+    summary = run(programs, "c4_microllama_small.yaml", tmp_path, f"c4_local_path={samples / 'c4'}")
     assert (summary["dataset"], summary["dataset_fallback_reason"]) == ("c4", None)
     assert summary["documents"] == {"train": 1500, "validation": 100}
     assert (summary["initial_trainers"], summary["final_trainers"], summary["merges"]) == (4, 1, 3)
@@ -45,8 +38,8 @@ def test_c4_microllama_in_small(samples, tmp_path):
     assert summary["final_metric"] < 0.45 * summary["initial_metric"]
 
 
-def test_imdb_bert_in_small(samples, tmp_path):
-    summary = run("imdb_bert_small.yaml", tmp_path, f"imdb_local_path={samples / 'aclImdb'}")
+def test_imdb_bert_in_small(programs, samples, tmp_path):
+    summary = run(programs, "imdb_bert_small.yaml", tmp_path, f"imdb_local_path={samples / 'aclImdb'}")
     assert (summary["dataset"], summary["metric"]) == ("imdb", "accuracy")
     assert summary["documents"] == {"train": 700, "validation": 160}
     assert (summary["initial_trainers"], summary["final_trainers"], summary["merges"]) == (4, 1, 3)

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,26 +13,15 @@ from utils.compression import BFLOAT16, INT8, PLAIN
 from utils.distributed import LocalProcesses
 from utils.reductions import LocalWorkers
 
-# All that starts several processes runs in one test process, one after the other.
-pytestmark = pytest.mark.xdist_group("processes")
-
 ROOT = Path(__file__).resolve().parent.parent
 IN_ORDER = [name for name in spmd.SCENARIOS if not name.startswith("all-reduce")]
 
 
-def torchrun(count: int, *arguments: str, timeout: float = 300.0, **keywords) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
-    return subprocess.run(
-        [*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False, **keywords
-    )
-
-
 @pytest.fixture(scope="module", params=[2, 4])
-def results(request, tmp_path_factory):
+def results(request, programs, tmp_path_factory):
     """What several processes make of every scenario, and who owns the nodes."""
     folder = tmp_path_factory.mktemp("spmd")
-    done = torchrun(request.param, "tests/spmd.py", str(folder))
-    assert done.returncode == 0, done.stderr[-3000:]
+    programs.torchrun(request.param, "tests/spmd.py", folder)
     return torch.load(folder / "results.pt", weights_only=True), json.loads((folder / "owners.json").read_text())
 
 
@@ -125,6 +112,7 @@ def test_the_evaluation_is_shared_out(results):
             assert max(by_rank) < 6 * len(placement)
 
 
+@pytest.mark.xdist_group("test_distributed")
 def test_a_failed_node_works_no_more_and_its_trainer_goes_on(alone):
     result = alone["a node fails"]
     failed = next(index for index, placement in enumerate(result["placement"]) if index == 2)
@@ -154,11 +142,10 @@ def test_the_mean_leaves_out_who_gives_nothing_and_equal_weights_leave_no_trace(
     assert not nobody.any()
 
 
-def test_more_processes_than_nodes_is_a_clear_error(tmp_path):
+def test_more_processes_than_nodes_is_a_clear_error(programs, tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text(f"{{number_of_outer_steps: 1, nodes_per_gpu: 1, clearml: 'off', log_dir: {tmp_path}/logs}}")
-    result = torchrun(2, "run.py", "--config", str(config), timeout=120)
-    assert result.returncode != 0
+    result = programs.torchrun(2, "run.py", "--config", config, status=1)
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert errors[0].startswith("error: processes: 2 processes on a machine with 1 nodes (cpu, nodes_per_gpu 1)")
@@ -173,7 +160,7 @@ def test_one_process_owns_everything():
     assert os.environ.get("RANK") is None
 
 
-def test_the_demo_shortened_gives_the_same_run_on_one_two_and_four_processes(tmp_path, cache_dir):
+def test_the_demo_shortened_gives_the_same_run_on_one_two_and_four_processes(programs, tmp_path, cache_dir):
     """The program itself, through merges, redistribution and accumulation: weights, CSVs and summary."""
     arguments = [
         *("config.yaml", "clearml=off", f"cache_dir={cache_dir}", "memory_sample_seconds=null", "cpu_threads=1"),
@@ -184,8 +171,7 @@ def test_the_demo_shortened_gives_the_same_run_on_one_two_and_four_processes(tmp
     folders = {}
     for processes in (1, 2, 4):
         logs = tmp_path / f"{processes}"
-        done = torchrun(processes, "run.py", "--config", *arguments, f"log_dir={logs}")
-        assert done.returncode == 0, done.stderr
+        programs.torchrun(processes, "run.py", "--config", *arguments, f"log_dir={logs}", fresh=processes == 2)
         (folders[processes],) = logs.iterdir()
     assert summary(folders[1])["merges"] == 3
     assert summary(folders[1])["largest_requested_batch"] == 24

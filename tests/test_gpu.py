@@ -3,8 +3,6 @@
 import copy
 import dataclasses
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -19,7 +17,7 @@ from fabrics.worker import Node, WorkerRound
 from fabrics.working_model import WorkingModel
 from gradient_analysis.gradients import Gradients
 from tests.helpers import make_config, make_trainer, padded, random_sequences, tiny_llama, train, use_torch_norms
-from tests.test_run import ROOT, write_config
+from tests.test_run import write_config
 from trainers import Trainer
 from utils.distributed import LocalProcesses
 from utils.max_batch_calculator import calculate_max_batch
@@ -130,14 +128,14 @@ def test_bfloat16_rounds_stay_near_float32_rounds():
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_processes_that_share_gpus_or_have_their_own_equal_one_process(tmp_path, cache_dir, deterministic):
+def test_processes_that_share_gpus_or_have_their_own_equal_one_process(programs, tmp_path, cache_dir, deterministic):
     """Two processes: with one GPU they share it (gloo), with two each has its own (nccl)."""
     losses = []
     for processes in (1, 2):
         config = write_config(tmp_path, cache_dir, processes=processes, deterministic=deterministic)
         folder = tmp_path / f"{processes}"
         arguments = ["--config", str(config), f"log_dir={folder}"]
-        subprocess.run([sys.executable, "run.py", *arguments], cwd=ROOT, check=True)
+        programs.run("run.py", *arguments, fresh=True)
         (summary,) = folder.glob("*/model_training_report/summary.json")
         losses.append(json.loads(summary.read_text())["final_loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-6 if deterministic else 1e-3)

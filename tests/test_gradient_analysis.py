@@ -4,8 +4,6 @@ import csv
 import json
 import math
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -264,7 +262,7 @@ def test_requests_on_paper():
 
 
 @pytest.fixture(scope="module")
-def analysed(tmp_path_factory, cache_dir):
+def analysed(programs, tmp_path_factory, cache_dir):
     """The script on the final model of a small run, in its own process."""
     folder = tmp_path_factory.mktemp("analysis")
     arguments = [
@@ -272,7 +270,7 @@ def analysed(tmp_path_factory, cache_dir):
         *("number_of_outer_steps=1", "number_of_inner_steps_between_outers=2", f"cache_dir={cache_dir}"),
         *(f"log_dir={folder / 'logs'}", "clearml=off", "number_of_initial_trainers=2", "processes=1"),
     ]
-    subprocess.run([sys.executable, "run.py", *arguments], cwd=ROOT, check=True, capture_output=True)
+    programs.run("run.py", *arguments)
     (run,) = (folder / "logs").iterdir()
     script = [
         "gradient_analysis/gradient_analysis.py",
@@ -280,8 +278,7 @@ def analysed(tmp_path_factory, cache_dir):
         "sample_size=64",
         f"output_dir={folder / 'out'}",
     ]
-    result = subprocess.run([sys.executable, *script], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    result = programs.run(*script)
     return run, folder / "out", result.stdout
 
 

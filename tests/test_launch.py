@@ -1,26 +1,22 @@
 """Starting processes, and noticing that one has died."""
 
+import math
 import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.test_distributed import torchrun
-from tests.test_resume import assert_same_run, report, start
-from tests.test_run import write_config
+from tests.programs import LIMIT_SECONDS, Popen, Programs, wait_until
+from tests.test_resume import assert_same_run, report
+from tests.test_run import start_training, write_config
 from utils import heartbeat, launch
 from utils.config_reading import parse_config
 from utils.heartbeat import Heartbeat, PeerLostError, exit_reason
 from utils.launch import planned_processes, threads_per_process
-
-ROOT = Path(__file__).resolve().parent.parent
-pytestmark = pytest.mark.xdist_group("processes")
 
 
 def config(**values):
@@ -70,24 +66,57 @@ class _Store:
     def check(self, keys):
         return all(key in self.values for key in keys)
 
+    def beats(self, rank: int) -> float:
+        said = self.values.get(f"alive/{rank}", b"0").decode()
+        return float(said) if said.isdigit() else math.inf
+
+
+class _Ranks:
+    """Heartbeats of some ranks, which beat quicker than in earnest, on a clock that stands still unless it is moved."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.store, self.ranks = 0.0, _Store(), {}
+        monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(heartbeat, "_INTERVAL_SECONDS", 0.01)
+        monkeypatch.setattr(heartbeat, "_GRACE_SECONDS", LIMIT_SECONDS)
+
+    def begin(self, count: int, only: int | None = None, children: dict | None = None) -> list[Heartbeat]:
+        for rank in range(count) if only is None else [only]:
+            self.ranks[rank] = Heartbeat(self.store, rank, count, children or {})
+        self.all_have_looked()
+        return list(self.ranks.values())
+
+    def all_have_looked(self) -> None:
+        """Every rank that still beats has seen what there was to see when this was called."""
+        before = {rank: self.store.beats(rank) for rank in self.ranks}
+        for rank, beating in self.ranks.items():
+            # One more may have looked before, and two more have not.
+            wait_until(
+                lambda beating=beating, rank=rank: (
+                    beating._found.is_set()
+                    or not beating._thread.is_alive()
+                    or self.store.beats(rank) > before[rank] + 1
+                ),
+                f"beats of rank {rank}",
+            )
+
+    def silence(self, rank: int) -> None:
+        """As if it were killed: it says nothing any more."""
+        self.ranks[rank]._closing.set()
+        self.ranks[rank]._thread.join()
+        self.all_have_looked()
+
+    def pass_seconds(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.now += 1.0
+            self.all_have_looked()
+
 
 @pytest.fixture
 def beating(monkeypatch):
-    """A function that starts the heartbeats of some ranks, quicker than in earnest; they end with the test."""
-    monkeypatch.setattr(heartbeat, "_INTERVAL_SECONDS", 0.02)
-    monkeypatch.setattr(heartbeat, "SILENCE_AFTER_FAILURE", 1.5)
-    monkeypatch.setattr(heartbeat, "_GRACE_SECONDS", 1000.0)
-    started, store = [], _Store()
-
-    def begin(count: int, children: dict | None = None, only: int | None = None) -> list[Heartbeat]:
-        chosen = range(count) if only is None else [only]
-        started.extend(Heartbeat(store, rank, count, children or {}) for rank in chosen)
-        while not all(store.check([f"alive/{rank}"]) for rank in chosen):
-            time.sleep(0.01)
-        return started
-
-    yield begin
-    for rank in started:
+    ranks = _Ranks(monkeypatch)
+    yield ranks
+    for rank in ranks.ranks.values():
         rank.close()
 
 
@@ -98,33 +127,41 @@ def explained(watcher: Heartbeat) -> str:
 
 
 def test_who_falls_silent_is_named_to_everybody(beating):
-    ranks = beating(3)
-    time.sleep(0.2)
-    ranks[2]._closing.set()  # as if it were killed: it says nothing any more
+    ranks = beating.begin(3)
+    beating.silence(2)
+    beating.pass_seconds(int(heartbeat.SILENCE_SECONDS))
+    assert [rank._lost for rank in ranks] == [None, None, None]
+    beating.pass_seconds(1)
     for rank in (0, 1):
-        assert re.match(r"rank 2 \(process \d+ on .*\) has not answered for \d+ s", explained(ranks[rank]))
+        assert re.match(r"rank 2 \(process \d+ on .*\) has not answered for 21 s", explained(ranks[rank]))
+
+
+def test_a_failed_collective_makes_impatient(beating):
+    ranks = beating.begin(2)
+    beating.silence(1)
+    beating.pass_seconds(int(heartbeat.SILENCE_AFTER_FAILURE) + 1)
+    assert ranks[0]._lost is None
+    assert re.match(r"rank 1 \(.*\) has not answered for \d s", explained(ranks[0]))
 
 
 def test_who_ends_in_order_is_not_missed_and_other_errors_stay_what_they_are(beating):
-    ranks = beating(2)
-    time.sleep(0.2)
+    ranks = beating.begin(2)
     ranks[1].close()
-    ranks[0]._silence = 0.1
-    time.sleep(0.5)
+    beating.pass_seconds(2 * int(heartbeat.SILENCE_SECONDS))
     assert ranks[0]._lost is None
     with pytest.raises(ValueError, match="of its own"), ranks[0].explaining():
         raise ValueError("of its own")
 
 
 def test_who_fails_says_why(beating):
-    ranks = beating(2)
+    ranks = beating.begin(2)
     ranks[1].failed("ETA: must be positive")
     assert re.match(r"rank 1 \(.*\) ended: ETA: must be positive", explained(ranks[0]))
 
 
-def test_a_child_that_was_killed_is_named_at_once(beating):
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    (watcher,) = beating(2, {1: child}, only=0)
+def test_a_child_that_was_killed_is_named_at_once(programs, beating):
+    child = programs.start("-c", "import time; time.sleep(10_000)", fresh=True)
+    (watcher,) = beating.begin(2, only=0, children={1: child})
     child.kill()
     assert explained(watcher) == "rank 1 was killed (SIGKILL); out of memory?"
 
@@ -137,16 +174,13 @@ def test_exit_reasons():
 # Real processes
 
 
-def children_of(process: int) -> list[int]:
-    listed = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True)
-    return [int(line) for line in listed.stdout.split()]
-
-
-def test_a_process_that_dies_ends_the_others_within_a_minute_and_is_named(tmp_path, cache_dir):
-    child, folder = start(tmp_path, cache_dir, processes=2, save_weights_every=1, max_requested_batch=16)
-    (other,) = children_of(child.pid)
+def test_a_process_that_dies_ends_the_others_within_a_minute_and_is_named(programs, tmp_path, cache_dir):
+    child, folder = start_training(
+        programs, tmp_path, cache_dir, processes=2, save_weights_every=1, max_requested_batch=16
+    )
+    (other,) = programs.children_of(child)
     os.kill(other, signal.SIGKILL)
-    output, _ = child.communicate(timeout=60)
+    output, _ = child.communicate()
     assert child.returncode == 1
     assert f"error: rank 1 (process {other} on " in output
     assert "was killed (SIGKILL)" in output
@@ -154,54 +188,33 @@ def test_a_process_that_dies_ends_the_others_within_a_minute_and_is_named(tmp_pa
     assert "Traceback" not in output
 
 
-def test_torchrun_goes_on_from_the_last_checkpoint_by_itself(tmp_path, cache_dir):
+def test_torchrun_goes_on_from_the_last_checkpoint_by_itself(programs, tmp_path, cache_dir):
     values = {"number_of_outer_steps": 8, "save_weights_every": 1, "max_requested_batch": 16}
-    configuration = str(write_config(tmp_path, cache_dir, **values))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
-    process = subprocess.Popen(
-        [*command, "run.py", "--config", configuration],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("logs/*/checkpoints/round_*")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.kill(children_of(process.pid)[-1], signal.SIGKILL)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
-    assert "resumed after round" in output
+    configuration = write_config(tmp_path, cache_dir, **values)
+    killed = ["tests/killed.py", tmp_path / "logs", 400, 0, "run.py"]  # in the third or fourth round
+    ended = programs.torchrun(2, *killed, "--config", configuration, options=["--max-restarts=1"])
+    assert "resumed after round" in ended.stdout
     (folder,) = (tmp_path / "logs").iterdir()
-    whole = torchrun(2, "run.py", "--config", configuration, f"log_dir={tmp_path / 'whole'}")
-    assert whole.returncode == 0, whole.stderr
+    programs.torchrun(2, "run.py", "--config", configuration, f"log_dir={tmp_path / 'whole'}")
     expected = next((tmp_path / "whole").iterdir())
     assert len(report(folder, "training_log.csv")) == len(report(expected, "training_log.csv"))
     assert_same_run(folder, expected)
 
 
-def processes_of_one_run(overrides: list[list[str]], config: str) -> list[subprocess.CompletedProcess]:
-    """What becomes of processes that somebody starts with different arguments, as on different machines."""
+def processes_of_one_run(programs: Programs, overrides: list[list[str]], config: Path) -> list[tuple[Popen, str, str]]:
+    """Processes that somebody starts with different arguments, as on different machines, when all have ended.
+
+    Each with its output and its errors.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(overrides))}
     shared |= {"LOCAL_WORLD_SIZE": str(len(overrides)), "GROUP_RANK": "0"}
     started = [
-        subprocess.Popen(
-            [sys.executable, "run.py", "--config", config, *own],
-            cwd=ROOT,
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, own in enumerate(overrides)
+        programs.start("run.py", "--config", config, *own, env=os.environ | shared | ranks, apart=True)
+        for ranks, own in [({"RANK": str(rank), "LOCAL_RANK": str(rank)}, own) for rank, own in enumerate(overrides)]
     ]
-    outputs = [process.communicate(timeout=200) for process in started]
-    return [
-        subprocess.CompletedProcess(process.args, process.returncode, *output)
-        for process, output in zip(started, outputs, strict=True)
-    ]
+    return [(process, *process.communicate()) for process in started]
 
 
 @pytest.mark.parametrize(
@@ -217,11 +230,11 @@ def processes_of_one_run(overrides: list[list[str]], config: str) -> list[subpro
     ],
 )
 def test_processes_that_are_not_given_the_same_end_with_one_line_and_nothing_done(
-    tmp_path, cache_dir, others, expected
+    programs, tmp_path, cache_dir, others, expected
 ):
-    config = str(write_config(tmp_path, cache_dir))
-    ended = processes_of_one_run([[], others], config)
-    assert [process.returncode for process in ended] == [2, 2]
-    assert [line for line in ended[0].stderr.splitlines() if line.startswith("error")] == [expected]
-    assert ended[1].stderr.count("Traceback") == 0
+    ended = processes_of_one_run(programs, [[], others], write_config(tmp_path, cache_dir))
+    assert [process.returncode for process, _, _ in ended] == [2, 2]
+    (_, _, errors), (_, _, others_errors) = ended
+    assert [line for line in errors.splitlines() if line.startswith("error")] == [expected]
+    assert "Traceback" not in others_errors
     assert not (tmp_path / "logs").exists()

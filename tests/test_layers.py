@@ -1,8 +1,6 @@
 """Imports point one way: run -> cluster -> trainers -> algorithms, and algorithms stays pure (docs of cluster.py)."""
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -120,7 +118,6 @@ def test_the_check_sees_a_wrong_arrow_and_an_impurity():
 
 
 @pytest.mark.parametrize("command", ["log_processor", "training_monitoring"])
-def test_what_reports_and_draws_beside_a_run_starts_without_pytorch(command):
+def test_what_reports_and_draws_beside_a_run_starts_without_pytorch(programs, command):
     program = f"import sys, training_logs.{command}; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+    assert programs.run("-c", program, fresh=True).stdout.strip() == "[]"

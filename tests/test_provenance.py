@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import time
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from tests.helpers import CPU
+from tests.programs import command
 from training_logs.recording import provenance
 from training_logs.recording.provenance import LIMIT_BYTES, Code, Invocations, Origin, code_of, machine, machines
 
@@ -19,8 +19,7 @@ pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 
 def git(folder: Path, *arguments: str) -> str:
     identity = {f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-    command = ["git", "-C", str(folder), *arguments]
-    return subprocess.run(command, env=os.environ | identity, check=True, capture_output=True, text=True).stdout
+    return command("git", "-C", folder, *arguments, env=os.environ | identity, check=True).stdout
 
 
 @pytest.fixture
@@ -143,9 +142,9 @@ def test_the_command_can_be_given_to_a_shell_again(monkeypatch):
     arguments = ["run.py", "model_config={name: a b, pretrained: true}", "text_files=['*.py']"]
     monkeypatch.setattr(provenance.sys, "argv", arguments)
     origin = Origin.of_this_program(time.perf_counter(), Code("c", False), [machine([CPU])])
-    shell = subprocess.run(f'python() {{ printf "%s\\n" "$@"; }}; {origin.command}', shell=True, capture_output=True)
+    shell = command("bash", "-c", f'python() {{ printf "%s\\n" "$@"; }}; {origin.command}')
     assert origin.command.startswith("python")
-    assert shell.stdout.decode().splitlines() == arguments
+    assert shell.stdout.splitlines() == arguments
 
 
 def entered(folder: Path, code: Code, first_round: int, state=None) -> Invocations:

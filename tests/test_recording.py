@@ -230,6 +230,7 @@ def record_with(folder: Path, monkeypatch, after: dict, **values) -> tuple[Path,
     return record_run(folder, number_of_outer_steps=3, **values), states
 
 
+@pytest.mark.usefixtures("programs")
 def test_on_the_way_another_process_draws(tmp_path, monkeypatch):
     drawn = []
 
@@ -246,6 +247,7 @@ def test_on_the_way_another_process_draws(tmp_path, monkeypatch):
     assert not list(folder.rglob(".*"))
 
 
+@pytest.mark.usefixtures("programs")
 def test_what_cannot_be_drawn_is_a_warning_with_its_reason(tmp_path, monkeypatch):
     def spoil(recorder):
         (recorder.folder / "config.yaml").write_text("no: configuration")

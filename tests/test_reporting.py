@@ -4,8 +4,6 @@ import csv
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -394,14 +392,9 @@ def test_the_sampler_sees_what_stages_miss(tmp_path, monkeypatch):
     assert [float(row["seconds"]) for row in rows] == sorted(float(row["seconds"]) for row in rows)
 
 
-def test_the_command_prints_where_the_report_is(folder):
-    result = subprocess.run(
-        [sys.executable, "-m", "training_logs.training_monitoring", str(folder)],
-        cwd=Path(__file__).resolve().parent.parent,
-        capture_output=True,
-        text=True,
-    )
-    assert result.stdout.strip() == str(folder / "model_training_report" / "report.html")
+def test_the_command_prints_where_the_report_is(programs, folder):
+    said = programs.run("-m", "training_logs.training_monitoring", folder).stdout
+    assert said.strip() == str(folder / "model_training_report" / "report.html")
 
 
 def test_long_tables_say_what_they_leave_out():

@@ -3,13 +3,11 @@
 import csv
 import dataclasses
 import json
+import random
 import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,11 +16,11 @@ from safetensors.torch import load_file
 
 import run as program
 from tests.helpers import warnings_of
-from tests.test_run import write_config
+from tests.programs import wait_until
+from tests.test_run import start_training, write_config
 from utils.config_reading import parse_config
 from utils.resume import training_changes
 
-ROOT = Path(__file__).resolve().parent.parent
 TIMES = ("wall_seconds", "training_seconds", "tokens_per_second", "memory_peaks", "invocations")
 
 
@@ -95,17 +93,15 @@ def test_a_resumed_run_equals_the_uninterrupted_run(stopped, whole):
     assert seconds == sorted(seconds)
 
 
-def test_a_resumed_run_on_two_processes_equals_the_uninterrupted_run_on_one(stopped, whole):
-    command = [sys.executable, "run.py", "--resume", str(stopped), "processes=2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+def test_a_resumed_run_on_two_processes_equals_the_uninterrupted_run_on_one(programs, stopped, whole):
+    done = programs.run("run.py", "--resume", stopped, "processes=2")
     assert "2 processes" in (stopped / "training_log.log").read_text()
     assert_same_run(stopped, whole, besides=("processes",))
     assert "process 1" in summary(stopped)["memory_peaks"]
     begun, resumed = summary(stopped)["invocations"]
     assert begun == summary(whole)["invocations"][0]
     assert (resumed["first_round"], resumed["processes"]) == (5, 2)
-    assert shlex.split(resumed["command"])[1:] == command[1:]
+    assert shlex.split(resumed["command"])[1:] == done.args[1:]
 
 
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(stopped, whole, capsys):
@@ -202,26 +198,13 @@ def test_another_length_is_refused_where_something_follows_the_progress_of_the_r
 # Signals
 
 
-def start(folder: Path, cache_dir: Path, **values) -> tuple[subprocess.Popen, Path]:
-    """A run of its own, as soon as it has trained two rounds; its folder."""
-    config = write_config(folder, cache_dir, **{"save_weights_every": None, "number_of_outer_steps": 400} | values)
-    command = [sys.executable, "run.py", "--config", str(config)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        logs = list(folder.glob("logs/*/model_training_report/training_log.csv"))
-        if logs and logs[0].read_text().count("\n") > 4:
-            return process, logs[0].parent.parent
-        time.sleep(0.1)
-    process.kill()
-    raise AssertionError(process.communicate()[0])
-
-
 @pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
-def test_a_signal_ends_the_round_writes_a_checkpoint_and_says_how_to_resume(tmp_path, cache_dir, number, processes):
-    child, folder = start(tmp_path, cache_dir, processes=processes, merge_frequency=1000)
+def test_a_signal_ends_the_round_writes_a_checkpoint_and_says_how_to_resume(
+    programs, tmp_path, cache_dir, number, processes
+):
+    child, folder = start_training(programs, tmp_path, cache_dir, processes=processes, merge_frequency=1000)
     child.send_signal(number)
-    output, _ = child.communicate(timeout=60)
+    output, _ = child.communicate()
     assert child.returncode == 130, output
     assert f"{number.name}: stopping after this round" in output
     assert f"to go on: python run.py --resume {folder}" in output
@@ -236,27 +219,51 @@ def test_a_signal_ends_the_round_writes_a_checkpoint_and_says_how_to_resume(tmp_
     assert_same_run(folder, next((tmp_path / "whole").iterdir()))
 
 
-def test_a_second_signal_stops_at_once(tmp_path, cache_dir):
-    child, folder = start(tmp_path, cache_dir, number_of_inner_steps_between_outers=100, max_requested_batch=8)
+ENDLESS = """
+import sys
+import threading
+
+import run
+from fabrics.keeper import Keeper
+from utils import signals
+
+rounds, grant, on_step = [], Keeper.grant, Keeper.on_step
+
+
+def count(self, wishes):
+    rounds.append(wishes)
+    grant(self, wishes)
+
+
+def hang(self):
+    if len(rounds) == 2:
+        threading.Event().wait()
+    on_step(self)
+
+
+Keeper.grant, Keeper.on_step, signals.PATIENCE_SECONDS = count, hang, 1e9
+sys.exit(run.main())
+"""
+
+
+def test_a_second_signal_stops_at_once(programs, tmp_path, cache_dir):
+    """In the third round, which never ends."""
+    child, folder = start_training(programs, tmp_path, cache_dir, program=("-c", ENDLESS))
     child.send_signal(signal.SIGINT)
-    log, deadline = folder / "training_log.log", time.monotonic() + 30
-    while "SIGINT: stopping after this round" not in log.read_text() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    log = folder / "training_log.log"
+    wait_until(lambda: "SIGINT: stopping after this round" in log.read_text(), "the first signal", child)
     child.send_signal(signal.SIGTERM)
-    child.communicate(timeout=60)
-    # The round had seconds to go; there was no time for its checkpoint.
+    child.communicate()
     assert child.returncode == -signal.SIGTERM
     assert not (folder / "checkpoints").exists()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_in_a_long_round_loses_nothing_of_the_rounds_before(tmp_path, cache_dir, whole, rank):
+def test_a_signal_in_a_long_round_loses_nothing_of_the_rounds_before(programs, tmp_path, cache_dir, whole, rank):
     """One process gets it in round 4, while the others may wait for that one in the mean; all end, and go on."""
     values = {"keep_checkpoints": 9, "number_of_outer_steps": 6, "processes": 2}
     config = write_config(tmp_path, cache_dir, **values)
-    command = [sys.executable, "tests/given_up.py", str(rank), "--config", str(config)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 130, done.stdout + done.stderr
+    done = programs.run("tests/given_up.py", rank, "--config", config, status=130)
     assert f"SIGTERM{' to another process' * (rank > 0)}: stopping after this round" in done.stdout
     (folder,) = (tmp_path / "logs").iterdir()
     assert f"to go on: python run.py --resume {folder}" in done.stdout
@@ -272,22 +279,29 @@ def test_a_signal_in_a_long_round_loses_nothing_of_the_rounds_before(tmp_path, c
 # Killed
 
 
-def test_a_run_killed_twenty_times_gives_the_same_weights(tmp_path, cache_dir):
+def test_a_run_killed_twenty_times_gives_the_same_weights(programs, tmp_path, cache_dir):
+    """While it loads, while it writes models, logs or a checkpoint, and while it trains."""
     values = {
-        "number_of_outer_steps": 30,
+        "number_of_outer_steps": 24,
         "save_weights_every": 1,
         "max_requested_batch": 16,
         "merge_frequency": 10,
         "memory_sample_seconds": None,
     }
-    config = str(write_config(tmp_path, cache_dir, **values))
-    command = [sys.executable, str(ROOT / "tests" / "killed.py"), str(tmp_path), config, "20", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "output.txt").read_text()[-2000:]
-    attempts = json.loads(done.stdout)
-    # It was killed while it loaded, and with checkpoints of many different rounds behind it.
-    assert len(attempts["rounds"]) == 21
-    assert len(set(attempts["rounds"])) >= 4
-    (folder,) = (tmp_path / "logs").iterdir()
-    assert program.main(["--config", config, f"log_dir={tmp_path / 'whole'}"]) == 0
+    config, logs = write_config(tmp_path, cache_dir, **values), tmp_path / "logs"
+    generator, rounds = random.Random(1), []
+    for _ in range(20):
+        begun = list(logs.glob("*"))
+        rounds.append(max((int(path.name[6:]) for path in logs.glob("*/checkpoints/round_*")), default=0))
+        if begun and not rounds[-1]:
+            shutil.rmtree(begun.pop())
+        arguments = ["--resume", *begun] if begun else ["--config", config]
+        # A round opens about a hundred files and takes longer than what is given here in microseconds.
+        moment = [generator.randrange(1, 160), generator.randrange(1, 20_000)]
+        programs.run("tests/killed.py", logs, *moment, "run.py", *arguments, status=-signal.SIGALRM)
+    assert rounds[0] == 0
+    assert len(set(rounds)) >= 6
+    (folder,) = logs.iterdir()
+    assert program.main(["--resume", str(folder)]) == 0
+    assert program.main(["--config", str(config), f"log_dir={tmp_path / 'whole'}"]) == 0
     assert_same_run(folder, next((tmp_path / "whole").iterdir()))

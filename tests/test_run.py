@@ -6,9 +6,7 @@ import os
 import platform
 import shlex
 import signal
-import subprocess
-import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ import run as program
 from cluster import Cluster
 from fabrics.choices import CHOICES
 from tests.helpers import PLAIN_TEST
+from tests.programs import Popen, Programs, command, wait_until
 from training_logs.recording.step_loss_logger import COLUMNS as STEP_COLUMNS
 from utils.config_reading import load_config
 
@@ -50,18 +49,27 @@ def write_config(folder: Path, cache_dir: Path, **values) -> Path:
     return path
 
 
+def start_training(
+    programs: Programs, folder: Path, cache_dir: Path, program: Sequence[str] = ("run.py",), **values
+) -> tuple[Popen, Path]:
+    """A run of its own, as soon as it has logged two rounds; its folder."""
+    config = write_config(folder, cache_dir, **{"save_weights_every": None, "number_of_outer_steps": 400} | values)
+    process = programs.start(*program, "--config", config)
+
+    def two_rounds() -> list[Path]:
+        logs = folder.glob("logs/*/model_training_report/training_log.csv")
+        return [log for log in logs if log.read_text().count("\n") > 2 * SHORT["number_of_initial_trainers"]]
+
+    (log,) = wait_until(two_rounds, "two rounds", process)
+    return process, log.parent.parent
+
+
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, cache_dir):
+def finished(programs, tmp_path_factory, cache_dir):
     """One short run through the real entry point, in its own process."""
     folder = tmp_path_factory.mktemp("run")
     config = write_config(folder, cache_dir)
-    result = subprocess.run(
-        [sys.executable, "run.py", "--config", str(config), "ETA=0.3", "model_config.num_hidden_layers=1"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
+    result = programs.run("run.py", "--config", config, "ETA=0.3", "model_config.num_hidden_layers=1")
     (run_folder,) = (folder / "logs").iterdir()
     return run_folder, result
 
@@ -97,14 +105,8 @@ def test_the_resolved_config_runs_again(finished):
     assert warnings == []
 
 
-def test_the_resolved_config_in_another_process_gives_the_same_run(finished, rows, tmp_path):
-    result = subprocess.run(
-        [sys.executable, "run.py", "--config", str(finished[0] / "config.yaml"), f"log_dir={tmp_path}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
+def test_the_resolved_config_in_another_process_gives_the_same_run(programs, finished, rows, tmp_path):
+    programs.run("run.py", "--config", finished[0] / "config.yaml", f"log_dir={tmp_path}")
     (log,) = tmp_path.glob("*/model_training_report/training_log.csv")
     with log.open(newline="") as file:
         again = list(csv.DictReader(file))
@@ -169,7 +171,7 @@ def test_the_run_can_be_traced(finished, summary):
     assert program.startswith("python")
     assert arguments == finished[1].args[1:]
     assert (invocation["first_round"], invocation["processes"]) == (1, 1)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    commit = command("git", "rev-parse", "HEAD", cwd=ROOT).stdout.strip()
     assert invocation["commit"] == (commit or "unknown")
     assert (finished[0] / "changes.patch").exists() == bool(invocation["changed"])
     (hardware,) = invocation["hardware"]
@@ -280,49 +282,29 @@ def test_a_missing_config_file(tmp_path, capsys):
     assert "none.yaml: cannot read the configuration: No such file or directory" in capsys.readouterr().err
 
 
-def test_the_first_line_is_there_before_anything_that_takes_long_is_loaded(tmp_path):
+def test_the_first_line_is_there_before_anything_that_takes_long_is_loaded(programs, tmp_path):
     """PyTorch, or what imports it, takes seconds; here it ends the program."""
     for name in ("torch", "transformers", "numpy", "pydantic"):
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} is loaded')")
-    result = subprocess.run(
-        [sys.executable, "run.py"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-    )
-    assert result.stdout == "AdLoCo: loading PyTorch ...\n"
-    assert "is loaded" in result.stderr
+    begun = programs.run("run.py", env=os.environ | {"PYTHONPATH": str(tmp_path)}, fresh=True, status=1)
+    assert begun.stdout == "AdLoCo: loading PyTorch ...\n"
+    assert "is loaded" in begun.stderr
 
 
-def test_help_answers_without_loading_anything():
-    result = subprocess.run([sys.executable, "run.py", "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0
-    assert "key=value" in result.stdout
+def test_help_answers_without_loading_anything(programs):
+    assert "key=value" in programs.run("run.py", "--help", fresh=True).stdout
 
 
-def test_an_interrupted_run_keeps_what_it_has(tmp_path, cache_dir):
-    config = write_config(tmp_path, cache_dir, number_of_outer_steps=1000, merge_frequency=1000)
-    process = subprocess.Popen(
-        [sys.executable, "run.py", "--config", str(config)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
-    try:
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline:
-            logs = list(tmp_path.glob("logs/*/model_training_report/training_log.csv"))
-            if logs and logs[0].read_text().count("\n") > 4:
-                break
-            time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=300)
-    finally:
-        process.kill()
+def test_an_interrupted_run_keeps_what_it_has(programs, tmp_path, cache_dir):
+    process, folder = start_training(programs, tmp_path, cache_dir, number_of_outer_steps=1000, merge_frequency=1000)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate()
     assert process.returncode == 130
-    assert b"Traceback" not in errors
-    summary = json.loads((logs[0].parent / "summary.json").read_text())
+    assert "Traceback" not in output
+    summary = json.loads((folder / "model_training_report" / "summary.json").read_text())
     assert summary["status"] == "interrupted"
     assert summary["outer_steps"] >= 1
-    assert (logs[0].parent / "metric.png").exists()
+    assert (folder / "model_training_report" / "metric.png").exists()
 
 
 def test_a_run_that_cannot_go_on_says_why_and_keeps_what_it_has(tmp_path, cache_dir, capsys):

@@ -6,10 +6,7 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +21,7 @@ from fabrics.documents import DatasetError, Skipped, Source, document_hash, pyth
 from fabrics.held_out import split
 from fabrics.tokenised import BLOCK_DOCUMENTS, Recipe, is_written, open_tokenised, write_tokenised
 from fabrics.tokenization import fingerprint, train_tokenizer, vocabulary_size
+from tests.programs import LIMIT_SECONDS, wait_until
 from utils.config import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -128,6 +126,7 @@ def test_a_token_that_does_not_fit_is_an_error_and_not_another_token(tmp_path, m
         write_tokenised(tmp_path / "set", recipe(word_tokenizer(one=1), ["one", "two"], 1, 1))
 
 
+@pytest.mark.usefixtures("programs")
 def test_the_content_does_not_depend_on_the_number_of_processes(tokenizer, tmp_path):
     write_tokenised(tmp_path / "one", recipe(tokenizer))
     write_tokenised(tmp_path / "two", recipe(tokenizer), processes=2)
@@ -242,7 +241,7 @@ def test_who_finds_another_at_work_waits(tokenizer, tmp_path):
         thread.join(timeout=1)
         assert thread.is_alive()
         assert not (tmp_path / "set.partial").exists()
-    thread.join(timeout=60)
+    thread.join(LIMIT_SECONDS)
     assert len(open_tokenised(tmp_path / "set").train) == 1200
 
 
@@ -251,7 +250,6 @@ def test_who_finds_another_at_work_waits(tokenizer, tmp_path):
 
 def command(tmp_path, tokenizer_folder, *arguments) -> list[str]:
     return [
-        sys.executable,
         str(ROOT / "c4" / "tokenize_c4.py"),
         "--model_name",
         str(tokenizer_folder),
@@ -261,17 +259,17 @@ def command(tmp_path, tokenizer_folder, *arguments) -> list[str]:
     ]
 
 
-def test_two_programs_and_a_third_ask_for_the_same_set(tmp_path, tokenizer_folder):
+def test_two_programs_and_a_third_ask_for_the_same_set(programs, tmp_path, tokenizer_folder):
     write_c4(tmp_path, 1500, 60)
     asked = command(
         tmp_path, tokenizer_folder, "--input", str(tmp_path), "--data_sample_size", "1400", "--create_eval_split"
     )
-    programs = [subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(2)]
-    outputs = [program.communicate(timeout=120)[0] for program in programs]
-    assert [program.returncode for program in programs] == [0, 0], outputs
+    both = [programs.start(*asked) for _ in range(2)]
+    outputs = [program.communicate()[0] for program in both]
+    assert [program.returncode for program in both] == [0, 0], outputs
     # One of them worked, the other waited.
     assert sum("tokenising train documents: 100%" in output for output in outputs) == 1
-    third = subprocess.run(asked, capture_output=True, text=True, check=True)
+    third = programs.run(*asked)
     assert "set: is complete already, nothing to do" in third.stdout
     documents = open_tokenised(tmp_path / "set")
     assert (len(documents.train), len(documents.validation)) == (1400, 60)
@@ -279,21 +277,19 @@ def test_two_programs_and_a_third_ask_for_the_same_set(tmp_path, tokenizer_folde
     assert "c4_tokenized_path:" in third.stdout
 
 
-def test_a_killed_program_is_continued_by_the_same_command(tmp_path, tokenizer_folder):
+def test_a_killed_program_is_continued_by_the_same_command(programs, tmp_path, tokenizer_folder):
     texts = [f"{number}: {text}" for number in range(6) for text in TEXTS[:4000]]
     write_shard(tmp_path / "c4-train.00000-of-00001.json.gz", texts)
     asked = command(
         tmp_path, tokenizer_folder, "--input", str(tmp_path), "--data_sample_size", "20000", "--create_eval_split"
     )
     state = tmp_path / "set.partial" / "state.json"
-    program = subprocess.Popen(asked, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not (state.exists() and '"train"' in state.read_text()):
-        time.sleep(0.01)
+    program = programs.start(*asked)
+    wait_until(lambda: state.exists() and '"train"' in state.read_text(), "a first block", program)
     program.send_signal(signal.SIGKILL)
     program.wait()
     assert not (tmp_path / "set").exists()
-    again = subprocess.run(asked, capture_output=True, text=True, timeout=120)
+    again = programs.run(*asked)
     assert "continuing an interrupted tokenisation after" in again.stderr
     documents = open_tokenised(tmp_path / "set")
     assert len(documents.train) == 20_000

@@ -1,7 +1,5 @@
 """Tokenizers: what is trained, what is loaded, and how two are told apart."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -48,13 +46,14 @@ def test_word_piece_is_berts():
 
 
 @pytest.mark.parametrize("task", ["causal_lm", "classification"])
-def test_the_same_documents_give_the_same_tokenizer_in_another_process(task):
+def test_the_same_documents_give_the_same_tokenizer_in_another_process(programs, task):
     program = (
         "from fabrics.documents import python_documents as d; from fabrics.tokenization import *; "
         f"print(fingerprint(train_tokenizer(d()[:300], 500, '{task}')))"
     )
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == fingerprint(train_tokenizer(python_documents()[:300], 500, task))
+    assert programs.run("-c", program).stdout.strip() == fingerprint(
+        train_tokenizer(python_documents()[:300], 500, task)
+    )
 
 
 def test_only_the_beginning_of_a_corpus_is_learned(monkeypatch):
