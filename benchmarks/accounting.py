@@ -2,7 +2,8 @@
 
 Simulated time: nodes work side by side, each on a device of its own. An inner step with micro-batches b_1, b_2, ...
 takes the sum of max(t_min, b_i * t_example); the statistics of a batch test are added to it. A synchronisation takes
-latency + bytes / bandwidth, with the bytes that go through one worker's link, and so does a merge. Nothing overlaps.
+latency + bytes / bandwidth, with the bytes that go through one worker's link. So does a merge, with those of the node
+that makes the average, and a redistribution, with those of a node that gets a trainer's state. Nothing overlaps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +14,8 @@ from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from training_logs.showing.comparison import best_per_round
-from training_logs.showing.number_log import Row
-from training_logs.showing.run_data import RunData
+from training_logs.showing.number_log import Row, Rows
+from training_logs.showing.run_data import MergeRecord, RunData
 from utils.compression import COMMUNICATION_DTYPES, PLAIN
 
 # A pass with the per-example statistics against one without: design of the probe, measured by throughput.py.
@@ -110,29 +111,56 @@ def _compute_seconds(row: Row, config: Mapping, hardware: Hardware, workers: int
     return seconds
 
 
+def _merge_bytes(merge: MergeRecord, nodes: int, sent: float) -> float:
+    """Bytes through the link of the node that makes the average: one model of every other trainer in, one out.
+
+    nodes: of the representative. sent: by the merge in all, a model of every other trainer and one to every other node.
+    """
+    others = len(merge.weights) - 1
+    return sent / (others + nodes - 1) * (others + (nodes > 1))
+
+
+def _new_nodes(rows: Rows, before: Mapping[int, int]) -> int:
+    """Nodes that came to a trainer before a round, at least one. before: nodes of every trainer in the last one."""
+    came = (int(row["nodes"]) - before.get(int(row["trainer_id"]), 0) for row in rows)
+    return max(1, sum(count for count in came if count > 0))
+
+
 def simulated_seconds(
     run: RunData, hardware: Hardware, network: Network, synchronous_workers: int | None = None
 ) -> list[float]:
     """Seconds since the start after every round."""
     parameters = hardware.parameters or run.summary["parameters"]
     nodes = run.config["nodes_per_gpu"] * len(run.summary["devices"])
-    merges = {merge.outer_step: len(merge.weights) for merge in run.merges}
+    scale = parameters / run.summary["parameters"]
+    merges = {merge.outer_step: merge for merge in run.merges}
+    before: dict[int, int] = {}
+    sent = dict.fromkeys(("bytes_merged", "bytes_redistributed"), 0.0)
     elapsed, found = 0.0, []
-    for rows in run.by_round.values():
+    for step, rows in run.by_round.items():
+        new = {name: rows[0].get(name, sent[name]) - sent[name] for name in sent}
+        sent = {name: sent[name] + new[name] for name in sent}
+        if new["bytes_redistributed"]:
+            elapsed += network.seconds(scale * new["bytes_redistributed"] / _new_nodes(rows, before))
+        before = {int(row["trainer_id"]): int(row["nodes"]) for row in rows}
         per_node = [0.0] * min(nodes, len(rows))
         for index, row in enumerate(rows):
             workers = int(synchronous_workers or row["nodes"])
             seconds = _compute_seconds(row, run.config, hardware, workers)
             if synchronous_workers:
-                sent = PLAIN.reduction_bytes(workers, int(parameters), torch.float32) / workers
-                seconds += row["inner_steps"] * network.seconds(sent)
+                link = PLAIN.reduction_bytes(workers, int(parameters), torch.float32) / workers
+                seconds += row["inner_steps"] * network.seconds(link)
             elif workers > 1:
                 seconds += network.seconds(_link_bytes(run, row, parameters))
             per_node[index % len(per_node)] += seconds  # with more trainers than nodes, nodes serve them in turn
         elapsed += max(per_node)
-        merged = merges.get(int(rows[0]["outer_step"]), 0)
-        if merged:
-            elapsed += network.seconds((merged - 1) * 4 * parameters)
+        if step in merges:
+            merge = merges[step]
+            if run.rounds.has("bytes_merged"):
+                link = _merge_bytes(merge, before[merge.representative], scale * new["bytes_merged"])
+            else:  # an older log
+                link = (len(merge.weights) - 1) * 4 * parameters
+            elapsed += network.seconds(link)
         found.append(elapsed)
     return found
 

@@ -186,8 +186,9 @@ seeds with the sample's standard deviation, curves means with the range over see
 synchronisation of a trainer or one merge. Wall-clock: training on one thread of the machine named below, evaluation
 excluded, while its other cores made other runs. Simulated time: nodes work side by side, each on a device of its own; a
 forward and backward pass takes max(t_min, b * t_example), a synchronisation latency + bytes / bandwidth, and nothing
-overlaps (`benchmarks/accounting.py`). "What we conclude" is written by people, in the comparison's file, after the runs
-of the commit named there; all else is computed."""
+overlaps (`benchmarks/accounting.py`). Runs of before merges and moving nodes were counted whole have of a merge its
+parameters alone among their bytes, and nothing of what is sent to nodes that come to a trainer. "What we conclude" is
+written by people, in the comparison's file, after the runs of the commit named there; all else is computed."""
 
 
 def write_results(output: Path) -> Path:

@@ -61,11 +61,32 @@ def test_simulated_time_of_statistics():
 
 def test_simulated_time_of_trainers_side_by_side_in_turn_and_merging():
     first = [row(1, 0, 1, 10), row(1, 1, 1, 5)]
-    merge = 0.5 + 8 * 4_000 / 8_000
+    merge = 0.5 + 8 * 4_000 / 8_000  # logs without the columns of bytes knew of the parameters alone
     side_by_side = made_run(first, [MergeRecord(1, 0, {0: 0.5, 1: 0.5})], nodes_per_gpu=2)
     assert simulated_seconds(side_by_side, DEVICE, NETWORK) == pytest.approx([20 * 0.02 + merge])
     in_turn = made_run(first, nodes_per_gpu=1)
     assert simulated_seconds(in_turn, DEVICE, NETWORK) == pytest.approx([20 * 0.02 + 20 * 0.01])
+
+
+def test_simulated_time_of_merging_and_of_nodes_that_come_to_a_trainer():
+    def rounds(step, *trainers, merged, redistributed):
+        kinds = {"bytes_merged": merged, "bytes_redistributed": redistributed}
+        return [row(step, trainer, nodes, 10 * nodes) | kinds for trainer, nodes in trainers]
+
+    # 8,000 bytes of parameters and velocity of two others come to one of two nodes, which sends them on to the other.
+    merge = [MergeRecord(1, 0, {0: 0.5, 1: 0.25, 2: 0.25})]
+    # After that, the trainer's two new nodes get 16,004 bytes each, side by side.
+    run = made_run(
+        rounds(1, (0, 2), (1, 1), (2, 1), merged=3 * 8_000, redistributed=0)
+        + rounds(2, (0, 4), merged=3 * 8_000, redistributed=2 * 16_004),
+        merge,
+    )
+    first = 20 * 0.02 + (0.5 + 8 * 4_000 / 8_000) + (0.5 + 8 * 3 * 8_000 / 8_000)
+    second = (0.5 + 8 * 16_004 / 8_000) + 20 * 0.02 + (0.5 + 8 * 6_000 / 8_000)
+    assert simulated_seconds(run, DEVICE, NETWORK) == pytest.approx([first, first + second])
+    twice = Hardware("twice the parameters", 0.01, 0.002, parameters=2000)
+    sent = 8 * (4_000 + 3 * 8_000 + 16_004 + 6_000) / 8_000
+    assert simulated_seconds(run, twice, NETWORK)[-1] == pytest.approx(first + second + sent)
 
 
 def test_simulated_time_of_synchronous_training_and_of_another_model():
@@ -113,7 +134,18 @@ def test_counting_matches_the_logs_of_a_run(tmp_path):
     for number in {row["outer_step"] for row in run.rounds}:
         sizes = [2 * (row["nodes"] - 1) / row["nodes"] for row in run.rounds if row["outer_step"] == number]
         slowest += max(sizes) * 4 * run.summary["parameters"]
-    assert seconds[-1] == pytest.approx(slowest + 2 * 4 * run.summary["parameters"], rel=1e-6)
+    model, nodes = (
+        4 * run.summary["parameters"],
+        {(row["outer_step"], row["trainer_id"]): row["nodes"] for row in run.rounds},
+    )
+    for merge in run.merges:  # x and velocity of one trainer in, and on to the other's second node where it has one
+        slowest += 2 * model * (1 + (nodes[merge.outer_step, merge.representative] > 1))
+    gained = {step for (step, trainer), count in nodes.items() if count > nodes.get((step - 1, trainer), count)}
+    assert gained
+    slowest += len(gained) * (4 * model + 4)  # a new node's x, velocity, moments and step count
+    assert seconds[-1] == pytest.approx(slowest, rel=1e-6)
+    kinds = ("bytes_synchronised", "bytes_merged", "bytes_redistributed")
+    assert run.summary["bytes_communicated"] == sum(run.summary[kind] for kind in kinds)
 
 
 def test_equal_tokens_are_equal():

@@ -26,6 +26,8 @@ def run_summary(run: RunView, final: dict[int, Evaluation], status: str, recorde
     """
     totals, config = run.totals, run.config
     best = final[run.best(final)] if final else None
+    # Processes may all call a GPU of their own cuda:0.
+    of_groups = dict(zip(run.processes.groups, run.processes.devices, strict=True))
     classes = zip(run.data.class_names, best.classes, strict=True) if best else ()
     return {
         "status": status,
@@ -61,7 +63,7 @@ def run_summary(run: RunView, final: dict[int, Evaluation], status: str, recorde
         "training_seconds": totals.training_seconds,
         "tokens_per_second": totals.tokens / totals.training_seconds if totals.training_seconds else None,
         "parameters": run.parameter_count,
-        "devices": list(dict.fromkeys(map(str, run.processes.devices))),
+        "devices": [str(device) for _, device in sorted(of_groups.items())],
         "processes": run.processes.count,
         "max_batch": sorted({node.max_batch for node in run.nodes}),
         "model_type": config.model_type,

@@ -106,6 +106,13 @@ def _cards(values: Mapping[str, str]) -> str:
     return f"<div class=cards>{cells}</div>"
 
 
+_KINDS_OF_BYTES = {
+    "bytes_synchronised": "of it synchronisations",
+    "bytes_merged": "of it merges",
+    "bytes_redistributed": "of it state for nodes that change trainers",
+}
+
+
 def headline(run: RunData) -> dict[str, str]:
     """The few numbers that a run is about; those of the end are missing while it goes on."""
     summary, decimals, name = run.summary, run.metric.decimals, run.metric.name
@@ -123,6 +130,8 @@ def headline(run: RunData) -> dict[str, str]:
         "training tokens": number(summary["tokens"]),
         "communications": number(summary["communications"]),
         "communicated": byte_size(summary["bytes_communicated"]),
+        # Older runs do not say.
+        **{what: byte_size(summary[kind]) for kind, what in _KINDS_OF_BYTES.items() if kind in summary},
         "trainers, first and last": f"{summary['initial_trainers']} → {summary['final_trainers']}",
         "largest request": number(summary["largest_requested_batch"]),
         "seconds": f"{summary['wall_seconds']:,.0f}",
