@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from logging.handlers import MemoryHandler
 
     from cluster import Cluster
+    from fabrics.continuations import Continuation
+    from fabrics.eval_tool import Evaluation
     from training_logs.recording.records import Observer
     from utils.config import Config
     from utils.distributed import Processes
@@ -162,6 +164,22 @@ def set_up(
     return cluster, done_by_all(processes, recorded), folder
 
 
+def continued(cluster: "Cluster", final: dict[int, "Evaluation"], observer: "Observer") -> list["Continuation"]:
+    """How the best model continues validation texts; in the main process, nothing elsewhere."""
+    from fabrics.continuations import continuations
+
+    config, node = cluster.config, cluster.nodes[0]  # of the main process
+    parameters = cluster.trainers[cluster.best(final)].parameters_for(node)
+    if not cluster.processes.is_main:
+        return []
+    try:
+        working = cluster.working[node.device]
+        return continuations(working, parameters, cluster.data, config.sequence_length, config.training_seed)
+    except Exception as error:  # memory, or whatever a loaded model or tokenizer raises: the run itself is done
+        observer.warn(f"validation texts could not be continued: {type(error).__name__}: {error}")
+        return []
+
+
 def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
     """Train and report; the exit status."""
     from fabrics.worker import TrainingError
@@ -169,13 +187,15 @@ def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
     from utils.attempts import forget_attempt
     from utils.heartbeat import PeerLostError
 
-    processes, final, models, status, code = cluster.processes, {}, {}, "failed", 1
+    processes, final, models, texts, status, code = cluster.processes, {}, {}, [], "failed", 1
     stop = StopRequest(logger.info, processes.notices, processes.is_main)
     try:
         with stop:
             final = cluster.train(recorder, folder, stop)
         models = cluster.save_models(folder / cluster.config.model_weights_dir, recorder)
         status, code = ("interrupted", STATUS_INTERRUPTED) if cluster.stopped else ("completed", 0 if models else 1)
+        if status == "completed":
+            texts = continued(cluster, final, recorder)
         processes.close()
     except (TrainingError, PeerLostError) as error:
         if stop.given_up:
@@ -193,7 +213,7 @@ def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
     if processes.is_main:
         if not models and processes.count == 1:
             models = cluster.save_models(folder / cluster.config.model_weights_dir, recorder)
-        recorder.finish(cluster, final, status, models)
+        recorder.finish(cluster, final, status, models, texts)
         if code and has_checkpoint(folder):
             logger.info("to go on: python run.py --resume %s", folder)
         recorder.close()

@@ -131,6 +131,7 @@ def test_the_session_holds_config_plots_texts_summary_and_model(folder):
     log = session.read("log.jsonl").decode()
     for merge in run.merges:
         assert f"merge after round {merge.outer_step}: trainer " in log
+    assert json.dumps("prompt: e\ncontinuation: f\nreference: g")[1:-1] in log
     switches = sum(len(mode_switches(run.of(trainer))) for trainer in run.trainers)
     assert log.count("begins to accumulate gradients in round") == switches > 0
     names = session.namelist()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from fabrics.continuations import Continuation
 from tests.helpers import tiny_cluster
 from training_logs import training_monitoring
 from training_logs.recording import recorder as recording
@@ -50,7 +51,8 @@ def record_run(folder: Path, **values) -> Path:
     recorder = RunRecorder(cluster.config, folder, kept, started, None, origin)
     final = cluster.train(recorder)
     models = cluster.save_models(folder / cluster.config.model_weights_dir, recorder)
-    recorder.finish(cluster, final, "completed", models)
+    texts = [Continuation("a <i>\n", "b <script>\x1b", "c & d"), Continuation("e", "f", "g")]
+    recorder.finish(cluster, final, "completed", models, texts)
     recorder.close()
     return recorder.folder
 
@@ -233,6 +235,19 @@ def test_the_report_says_where_the_run_comes_from(folder, run):
     assert "<h2>Where it comes from</h2>" not in run_body(
         dataclasses.replace(run, summary=run.summary | {"invocations": []})
     )
+
+
+def test_report_and_log_say_what_the_model_says(folder, run):
+    assert run.summary["continuations"] == [
+        {"prompt": "a <i>\n", "continuation": "b <script>\x1b", "reference": "c & d"},
+        {"prompt": "e", "continuation": "f", "reference": "g"},
+    ]
+    page = run_body(run)
+    assert "<p>a &lt;i&gt;\n<b>b &lt;script&gt;\x1b</b></p><p class=dim>c &amp; d</p>" in page
+    assert "(sampled: temperature 0.8, top_k 40, seed 42)" in page
+    log = (folder / "training_log.log").read_text()
+    assert "1 of 2, of a validation text\n  prompt:    'a <i>\\n'\n  model:     'b <script>\\x1b'\n" in log
+    assert "What the model says" not in run_body(dataclasses.replace(run, summary=run.summary | {"continuations": []}))
 
 
 def test_a_dead_run_has_a_report_up_to_its_last_round(tmp_path, monkeypatch):

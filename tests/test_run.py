@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import platform
 import shlex
@@ -10,12 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import run as program
 from cluster import Cluster
+from fabrics import continuations
 from fabrics.choices import CHOICES
-from tests.helpers import PLAIN_TEST
+from tests.helpers import PLAIN_TEST, warnings_of
 from tests.programs import Popen, Programs, command, wait_until
 from training_logs.recording.step_loss_logger import COLUMNS as STEP_COLUMNS
 from utils.config_reading import load_config
@@ -211,6 +214,37 @@ def test_the_final_model_generates_text(finished, summary):
     assert tokenizer.decode(output[0]).startswith("Return the")
 
 
+def test_a_finished_run_says_what_the_model_says(finished, summary):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    log = (finished[0] / "training_log.log").read_text()
+    folder = finished[0] / summary["best_model"]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert len(summary["continuations"]) == 3
+    for text in summary["continuations"]:
+        assert f"  prompt:    {text['prompt']!r}\n  model:     {text['continuation']!r}\n" in log
+        ids = tokenizer(text["prompt"], return_tensors="pt")["input_ids"]
+        # The saved model finds its own words likelier than those of a model that knows nothing: 400 tokens, all alike.
+        said = tokenizer(text["continuation"], return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            logits = model(input_ids=torch.cat([ids, said], 1)).logits[0, ids.shape[1] - 1 : -1]
+        assert torch.nn.functional.cross_entropy(logits, said[0]) < math.log(400) - 0.5
+
+
+def test_what_goes_wrong_while_texts_are_continued_is_a_warning(tmp_path, cache_dir, monkeypatch):
+    def out_of_memory(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(continuations, "sampled", out_of_memory)
+    config = write_config(tmp_path, cache_dir, number_of_outer_steps=1, save_weights_every=None)
+    assert program.main(["--config", str(config)]) == 0
+    (folder,) = (tmp_path / "logs").iterdir()
+    (warning,) = warnings_of(folder)
+    assert warning == "validation texts could not be continued: OutOfMemoryError: CUDA out of memory"
+    summary = json.loads((folder / "model_training_report" / "summary.json").read_text())
+    assert (summary["status"], summary["continuations"]) == ("completed", [])
+
+
 def test_weights_are_saved_on_the_way(finished):
     weights = finished[0] / "model_weights"
     assert sorted(path.name for path in (weights / "round_00002").iterdir()) == ["trainer_0", "trainer_2"]
@@ -302,7 +336,7 @@ def test_an_interrupted_run_keeps_what_it_has(programs, tmp_path, cache_dir):
     assert process.returncode == 130
     assert "Traceback" not in output
     summary = json.loads((folder / "model_training_report" / "summary.json").read_text())
-    assert summary["status"] == "interrupted"
+    assert (summary["status"], summary["continuations"]) == ("interrupted", [])
     assert summary["outer_steps"] >= 1
     assert (folder / "model_training_report" / "metric.png").exists()
 

@@ -9,11 +9,12 @@ import dataclasses
 import logging
 import logging.handlers
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
 
+from fabrics.continuations import SAMPLING, Continuation
 from fabrics.eval_tool import Evaluation
 from training_logs.recording.append_log import AppendLog
 from training_logs.recording.clearml_process import ClearMLProcess, start_clearml
@@ -21,7 +22,7 @@ from training_logs.recording.drawing import Drawing
 from training_logs.recording.memory_monitor import MemoryMonitor
 from training_logs.recording.provenance import Invocations, Origin
 from training_logs.recording.records import ClusterRound, Observer, RunView
-from training_logs.recording.round_log import COLUMNS, accumulation_steps, round_line, round_row
+from training_logs.recording.round_log import COLUMNS, accumulation_steps, continuation_block, round_line, round_row
 from training_logs.recording.run_folder import FileHandler, continue_log, logger
 from training_logs.recording.step_loss_logger import StepLossLogger
 from training_logs.recording.summary import run_summary
@@ -227,13 +228,21 @@ class RunRecorder(Observer):
 
     # The end
 
-    def finish(self, run: RunView, final: dict[int, Evaluation], status: str, models: Mapping[int, Path]) -> None:
+    def finish(
+        self,
+        run: RunView,
+        final: dict[int, Evaluation],
+        status: str,
+        models: Mapping[int, Path],
+        texts: Sequence[Continuation] = (),
+    ) -> None:
         """Write plots and summary.
 
         Args:
             final: evaluations of the living trainers; empty where the run did not get that far.
             status: completed, interrupted or failed.
             models: where the living trainers' models were written; empty where they were not.
+            texts: how the best model continues validation texts.
         """
         for bar in (self._steps_bar, self._rounds_bar):
             if bar is not None:
@@ -266,6 +275,11 @@ class RunRecorder(Observer):
         else:
             where = f"; models: {next(iter(models.values())).parent}" if models else ""
             logger.info("%s after %d rounds%s", status, run.totals.outer_steps, where)
+        summary["continuations"] = [dataclasses.asdict(text) for text in texts]
+        if texts:
+            summary["continuation_sampling"] = SAMPLING | {"seed": self.config.training_seed}
+        for number, text in enumerate(texts, 1):
+            logger.info(continuation_block(number, len(texts), text))
         self._save_summary(summary)
         self._draw(self._drawing.draw)
         logger.info("report: %s", self.report_dir / "report.html")

@@ -3,6 +3,7 @@
 import math
 
 from algorithms.gradient_statistics import GradientStatistics
+from fabrics.continuations import Continuation
 from fabrics.eval_tool import Metric
 from training_logs.recording.records import ClusterRound, RoundReport
 from utils.utils import byte_size
@@ -109,6 +110,14 @@ def round_row(result: ClusterRound, report: RoundReport, max_batch: int, wall_se
         "seconds": report.seconds,
         "wall_seconds": round(wall_seconds, 3),
     }
+
+
+def continuation_block(number: int, count: int, text: Continuation) -> str:
+    """What the model says, for people: quoted, with line ends and everything else that is not printable as escapes."""
+    return (
+        f"continuation {number} of {count}, of a validation text\n"
+        f"  prompt:    {text.prompt!r}\n  model:     {text.continuation!r}\n  reference: {text.reference!r}"
+    )
 
 
 def round_line(result: ClusterRound, report: RoundReport, metric: Metric) -> str:

@@ -237,6 +237,9 @@ class Reporter:
         if run.summary:
             self._task.upload_artifact("summary", dict(run.summary))
         self._origin(run)
+        for text in run.summary.get("continuations", ()):
+            parts = (f"{name}: {text[name]}" for name in ("prompt", "continuation", "reference"))
+            self._logger.report_text("\n".join(parts), print_console=False)
         model = run.summary.get("best_model")
         if model:
             from clearml import OutputModel

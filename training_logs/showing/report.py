@@ -40,6 +40,7 @@ h2 { font-size: 1.12rem; margin: 34px 0 10px; }
           font-size: .85rem; }
 figure { margin: 0 0 14px; background: var(--paper); border: 1px solid var(--line); border-radius: 8px; padding: 8px; }
 figure { overflow-x: auto; } img { display: block; width: 100%; min-width: 720px; height: auto; }
+.said p { margin: 4px 8px; white-space: pre-wrap; overflow-wrap: anywhere; } .said b { color: var(--accent); }
 .scroll { overflow: auto; max-height: 460px; background: var(--paper); border: 1px solid var(--line);
           border-radius: 8px; }
 table { border-collapse: collapse; width: 100%; font-size: .86rem; font-variant-numeric: tabular-nums; }
@@ -212,6 +213,21 @@ def _origin(run: RunData) -> str:
     return "<h2>Where it comes from</h2>" + table(columns, rows) if rows else ""
 
 
+def _continuations(run: RunData) -> str:
+    """What the model says after beginnings of validation texts, and how they really go on."""
+    texts = run.summary.get("continuations")
+    if not texts:
+        return ""
+    sampling = ", ".join(f"{name} {value}" for name, value in run.summary["continuation_sampling"].items())
+    blocks = "".join(
+        f"<figure class=said><p>{html.escape(text['prompt'])}<b>{html.escape(text['continuation'])}</b></p>"
+        f"<p class=dim>{html.escape(text['reference'])}</p></figure>"
+        for text in texts
+    )
+    note = f"Beginnings of validation texts, <b>continued by the model</b> (sampled: {html.escape(sampling)})"
+    return f"<h2>What the model says</h2><p class=dim>{note}, and how they really go on.</p>{blocks}"
+
+
 def run_body(run: RunData) -> str:
     """The report of one run, as the body of a page."""
     summary = run.summary
@@ -254,7 +270,7 @@ def run_body(run: RunData) -> str:
             for device, peak in summary["memory_peaks"].items()
         ]
         parts += ["<h2>Memory</h2>", table(("device", "peak", "of", "first seen at", "round"), rows)]
-    parts += ["<h2>Rounds</h2>", _round_table(run.rounds), _origin(run)]
+    parts += ["<h2>Rounds</h2>", _round_table(run.rounds), _continuations(run), _origin(run)]
     if summary:
         plain = [(key, str(value)) for key, value in summary.items() if not isinstance(value, dict | list)]
         parts += ["<details><summary>Summary</summary>", table(("key", "value"), plain), "</details>"]
