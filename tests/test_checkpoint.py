@@ -19,6 +19,7 @@ from utils import checkpoint, checkpoint_writer
 from utils.checkpoint import Checkpoint, CheckpointError, Checkpoints, newest_checkpoint
 from utils.checkpoint_files import damage, read_sums, write_tensors
 from utils.distributed import LocalProcesses
+from utils.heartbeat import PeerLostError
 
 ALONE = LocalProcesses([torch.device("cpu")], 1)
 
@@ -359,6 +360,49 @@ def test_a_state_is_written_without_the_others_waiting_for_each_other(folder, wa
 
     assert together(3, work) == [["round_00003"]] * 3
     assert newest(folder).state == {"round": 3}
+
+
+def test_who_waits_for_the_part_of_somebody_lost_gives_up_and_leaves_nothing_running(folder, warnings, monkeypatch):
+    """A thread that waits for the board while the interpreter ends would abort the process."""
+    monkeypatch.setattr(checkpoint, "_SECONDS_FOR_THE_LOST", 0.0)
+    before = set(threading.enumerate())
+    ended = threading.Barrier(3)
+
+    def work(process):
+        if process.rank != 1:  # which has died
+            checkpoints = Checkpoints(folder, 2, None, process, warnings.append)
+            checkpoints.hold(3, part(process.rank, 1.0), {}, {})
+            checkpoints.write_held(checkpoints.held)
+            checkpoints.settle(somebody_is_lost=True)
+        ended.wait()
+
+    together(3, work)
+    assert names(folder) == []
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+
+
+def test_a_process_that_is_lost_while_the_others_meet_is_waited_for_no_longer(folder, warnings, monkeypatch):
+    """The gather raises; what is being written is still known, and settled."""
+    monkeypatch.setattr(checkpoint, "_SECONDS_FOR_THE_LOST", 0.0)
+
+    def lost(value):
+        raise PeerLostError("rank 1 was killed")
+
+    def work(process):
+        if not process.is_main:
+            return
+        process.gather = lost
+        checkpoints = Checkpoints(folder, 2, None, process, warnings.append)
+        checkpoints.save(1, part(0, 1.0), {}, {})
+        with pytest.raises(PeerLostError):
+            checkpoints.finish()
+        checkpoints.settle(somebody_is_lost=True)
+        assert names(folder) == []
+
+    before = set(threading.enumerate())
+    together(2, work)
+    assert not [thread for thread in set(threading.enumerate()) - before if "checkpoint" in thread.name]
 
 
 def test_a_copy_that_finds_no_memory_costs_a_warning(checkpoints, folder, warnings, monkeypatch):

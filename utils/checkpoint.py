@@ -165,12 +165,12 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Wait, with all processes, until the checkpoint that is being written is there, or warn that it is not."""
-        writing, self._writing = self._writing, None
+        writing = self._writing
         if writing is None:
             return
-        failures = self._processes.gather(writing.own_failure())
-        problem = writing.outcome(failures) if self._processes.is_main else None
-        if problem is not None:
+        problem = writing.outcome(self._processes.gather(writing.own_failure()))
+        self._writing = None
+        if problem is not None and self._processes.is_main:
             self._warn(
                 f"no checkpoint after round {writing.number}: {problem}; training goes on, and what was written before "
                 f"is as it was"
@@ -179,7 +179,10 @@ class Checkpoints:
     def settle(self, somebody_is_lost: bool = False) -> None:
         """Let the checkpoint that is being written be completed, without the others' being here.
 
+        Nothing is being written any more when this returns: a thread that waits for the board must not be there when
+        the interpreter ends.
+
         somebody_is_lost: wait for parts that others have written and not said so yet, and no longer.
         """
         if self._writing is not None:
-            self._writing.over.wait(_SECONDS_FOR_THE_LOST if somebody_is_lost else None)
+            self._writing.settle(_SECONDS_FOR_THE_LOST if somebody_is_lost else None)

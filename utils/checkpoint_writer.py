@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -74,7 +73,6 @@ class Writing:
 
     Attributes:
         number: the round after which it is.
-        over: set when nothing happens any more: it is there, or will never be.
 
     Args:
         snapshot: what to write; let go of when it is written.
@@ -84,7 +82,7 @@ class Writing:
     """
 
     def __init__(self, snapshot: Snapshot, folder: Path, keep: int, processes: Processes):
-        self.number, self.over = snapshot.number, threading.Event()
+        self.number = snapshot.number
         self._folder, self._keep = folder, keep
         self._final = folder / f"round_{snapshot.number:05d}"
         self._temporary = folder / f".{self._final.name}.new"
@@ -94,7 +92,8 @@ class Writing:
         self._problem: str | None = None
         self._written, self._given_up = threading.Event(), threading.Event()
         self._snapshot: Snapshot | None = snapshot
-        threading.Thread(target=self._run, name=self._topic, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=self._topic, daemon=True)
+        self._thread.start()
 
     def own_failure(self) -> str | None:
         """What went wrong with this process's part, when it is over."""
@@ -102,15 +101,21 @@ class Writing:
         return self._own_failure
 
     def outcome(self, failures: Sequence[str | None]) -> str | None:
-        """In the main process: why there is no checkpoint, or None.
+        """When it is over: in the main process, why there is no checkpoint, or None.
 
         failures: of all processes' parts, also of those that could not say so on the board.
         """
         found = sorted({failure for failure in failures if failure is not None})
         if found:
             self._given_up.set()
-        self.over.wait()
+        self._thread.join()
         return "; ".join(found) or self._problem
+
+    def settle(self, seconds: float | None) -> None:
+        """Wait until it is over, for others' parts no longer than so many seconds."""
+        self._thread.join(seconds)
+        self._given_up.set()
+        self._thread.join()
 
     def _run(self) -> None:
         texts, sums = self._snapshot.texts, {}
@@ -136,13 +141,16 @@ class Writing:
                 shutil.rmtree(self._temporary, ignore_errors=True)
                 with contextlib.suppress(ConnectionError):
                     self._notices.post(f"{self._topic} over", "")
-        finally:
-            self.over.set()
 
     def _await_notice(self, what: str) -> str:
         while (text := self._notices.read(f"{self._topic} {what}")) is None:
-            time.sleep(_POLL_SECONDS)
+            self._pause()
         return text
+
+    def _pause(self) -> None:
+        """Raise OSError where there is nothing to wait for any more."""
+        if self._given_up.wait(_POLL_SECONDS):
+            raise OSError("a process could not write its part")
 
     def _write_part(self, snapshot: Snapshot) -> dict[str, str]:
         """The checksums of the files that this process has written, by name."""
@@ -179,11 +187,11 @@ class Writing:
         while True:
             parts = [json.loads(part) for part in self._notices.read_all(f"{self._topic} part") if part is not None]
             failures = sorted({failure for _, failure in parts if failure is not None})
-            if failures or self._given_up.is_set():
-                raise OSError("; ".join(failures) or "a process could not write its part")
+            if failures:
+                raise OSError("; ".join(failures))
             if len(parts) == self._notices.count:
                 return {name: digest for sums, _ in parts for name, digest in sums.items()}
-            time.sleep(_POLL_SECONDS)
+            self._pause()
 
     def _complete(self, texts: Mapping[str, str]) -> None:
         sums = self._parts()
