@@ -13,6 +13,7 @@ import torch
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from algorithms.across_workers import MINIMUM_WORKERS, SKETCH_SIZE
 from training_logs.showing.comparison import best_per_round
 from training_logs.showing.number_log import Row, Rows
 from training_logs.showing.run_data import MergeRecord, RunData
@@ -89,11 +90,11 @@ def usage(run: RunData, synchronous_workers: int | None = None) -> list[Usage]:
 
 def _link_bytes(run: RunData, row: Row, parameters: float) -> float:
     """Bytes that one worker of a trainer sends in a round."""
-    workers, compared = int(row["nodes"]), run.config["statistics_estimator"] == "across_workers"
+    workers, whole = int(row["nodes"]), run.config["statistics_estimator"] == "across_workers"
     encoding = COMMUNICATION_DTYPES[run.config["communication_dtype"]]
     sent = encoding.reduction_bytes(workers, int(parameters), torch.float32)
-    if compared and row["gradient_sample_size"] == row["gradient_sample_size"]:
-        sent += PLAIN.reduction_bytes(workers, int(parameters), torch.float32)
+    if row["gradient_sample_size"] == row["gradient_sample_size"] and (whole or workers >= MINIMUM_WORKERS):
+        sent += PLAIN.reduction_bytes(workers, int(parameters) if whole else SKETCH_SIZE, torch.float32)
     return sent / workers
 
 

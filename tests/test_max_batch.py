@@ -123,6 +123,20 @@ def test_a_max_batch_of_one_cannot_hold_a_sample():
     assert tiny_cluster(max_batch_size=1, sampling_method="none").nodes[0].max_batch == 1
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_test_confidence": 2.0}, "batch_test_confidence: must be 0 for inner_product_test without"),
+        ({"statistics_batch_size": 4}, "statistics_batch_size: must be at least 5 for inner_product_test"),
+        ({"statistics_estimator": "across_workers", "debias": True}, "debias: must be false for inner_product_test"),
+        ({"statistics_estimator": "across_workers"}, "across_workers needs three nodes per trainer, got 2"),
+    ],
+)
+def test_inner_products_that_could_never_be_known_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        tiny_cluster(sampling_method="inner_product_test", nodes_per_gpu=8, **settings)
+
+
 def test_across_workers_needs_two_nodes_per_trainer():
     with pytest.raises(ConfigError, match="statistics_estimator: across_workers needs two nodes per trainer, got 4"):
         tiny_cluster(statistics_estimator="across_workers")
