@@ -20,6 +20,7 @@ from algorithms.distribution import distribute_nodes
 from algorithms.limits import Limits, RoundSchedule
 from algorithms.policies import MERGE_POLICIES
 from fabrics.data_order import DataCursor
+from fabrics.device_errors import explained
 from fabrics.eval_tool import Evaluation, EvaluationPart
 from fabrics.examples import TaskData
 from fabrics.initialisation import initial_model, initial_parameters, initial_subsets
@@ -272,7 +273,7 @@ class Cluster:
             TrainingError: training cannot go on. Where no node is left, a checkpoint is written before.
             KeyboardInterrupt: a round was given up.
         """
-        with Keeper(self.config, self.processes, observer, folder, stop) as keeper:
+        with explained(), Keeper(self.config, self.processes, observer, folder, stop) as keeper:
             result = self._rounds(observer, keeper)
             evaluations = {}
             if not self.stopped:

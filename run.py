@@ -182,12 +182,14 @@ def continued(cluster: "Cluster", final: dict[int, "Evaluation"], observer: "Obs
 
 def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
     """Train and report; the exit status."""
+    from fabrics.device_errors import DeviceLostError
     from fabrics.worker import TrainingError
     from training_logs.recording.run_folder import logger
     from utils.attempts import forget_attempt
     from utils.heartbeat import PeerLostError
 
     processes, final, models, texts, status, code = cluster.processes, {}, {}, [], "failed", 1
+    keeps_model = processes.count == 1
     stop = StopRequest(logger.info, processes.notices, processes.is_main)
     try:
         with stop:
@@ -202,6 +204,7 @@ def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
             status, code = "interrupted", STATUS_INTERRUPTED
         elif processes.is_main:
             logger.error("error: %s", error)
+        keeps_model = keeps_model and not isinstance(error, DeviceLostError)
         processes.failed(str(error))
     except KeyboardInterrupt:
         status, code = "interrupted", STATUS_INTERRUPTED
@@ -211,7 +214,7 @@ def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
         logger.exception("training failed")
         processes.failed(f"{type(error).__name__}: {error}")
     if processes.is_main:
-        if not models and processes.count == 1:
+        if not models and keeps_model:
             models = cluster.save_models(folder / cluster.config.model_weights_dir, recorder)
         recorder.finish(cluster, final, status, models, texts)
         if code and has_checkpoint(folder):

@@ -11,7 +11,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from fabrics.passes import accumulate
 from fabrics.working_model import WorkingModel
 from utils.compression import COMMUNICATION_DTYPES
 from utils.config import Config
+from utils.devices import is_out_of_memory
+
+T = TypeVar("T")
 
 
 class TrainingError(RuntimeError):
@@ -35,11 +38,6 @@ class TrainingError(RuntimeError):
 
 class NodeFailedError(RuntimeError):
     """A node cannot work any more; its trainer goes on with the others."""
-
-
-# What a device that has broken down raises, and one that has no memory left.
-NODE_FAILURES = (NodeFailedError, *([torch.AcceleratorError] if hasattr(torch, "AcceleratorError") else []))
-OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
 @dataclass(frozen=True)
@@ -114,6 +112,19 @@ class WorkerRound:
     moments: GradientMoments | None = None
 
 
+def _where_it_fits(work: Callable[..., T], *arguments, **keywords) -> T | None:
+    """What it returns, or None where the device has not the memory; whoever asks is out of the error's reach then.
+
+    An error that is looked after keeps the tensors of the pass alive.
+    """
+    try:
+        return work(*arguments, **keywords)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+    return None
+
+
 class Worker:
     """A node while it works for a trainer: the state of its inner optimiser over the device's working model.
 
@@ -182,7 +193,7 @@ class Worker:
             finite = torch.isfinite(losses).all() & torch.isfinite(self.working.parameters.sum())
             left_out = None if finite.item() else "its loss or parameters became NaN or infinite"
             losses = losses.tolist()
-        except NODE_FAILURES as error:
+        except NodeFailedError as error:
             left_out, losses = f"node {self.node.id} failed: {error}", []
             run = dataclasses.replace(run, failed=True, statistics=())
         ended = time.perf_counter()
@@ -200,6 +211,8 @@ class Worker:
         working, examples = self.working, assignment.examples
         plan, inner_steps, step = run.plan, len(run.learning_rates), 0
         statistics, vector = [], None
+        # Memory of model size is taken while it can be, not after the steps.
+        room = torch.empty_like(working.gradient) if assignment.hands_back == "gradient" else None
         losses = torch.zeros(inner_steps, dtype=working.parameters.dtype, device=working.device)
         working.load(parameters)
         working.gradient.zero_()
@@ -212,49 +225,47 @@ class Worker:
             indices = assignment.places(
                 step * assignment.step_examples + assignment.first_example, plan.effective_batch
             )
-            fits = True
-            try:
-                losses[step], probes = accumulate(working, examples, step_plan, indices, probe)
-            except OUT_OF_MEMORY:
-                fits = False  # looked after below, where the error does not keep its tensors alive any more
-            if not fits:
+            passes = _where_it_fits(accumulate, working, examples, step_plan, indices, probe)
+            if passes is None:
                 # Nothing of this step has reached parameters or moments: it is made again, in smaller parts.
                 plan = self._smaller_plan(step_plan)
                 working.gradient.zero_()
                 self._seed(assignment, step)
                 continue
+            losses[step], probes = passes
             if last:
-                vector = self._handed_back(assignment, plan.effective_batch)
+                vector = self._handed_back(assignment, plan.effective_batch, room)
                 statistics += [step_estimate(probes)] if probe else []
             self._update(run.learning_rates[step])
             on_step()
             step += 1
         if assignment.probes and plan.effective_batch < self._config.statistics_batch_size:
-            estimate, vector = self._probe_batch(assignment)
+            estimate, vector = self._probe_batch(assignment, room)
             statistics.append(estimate)
         run = dataclasses.replace(run, plan=plan, statistics=tuple(statistics), max_batch=self.node.max_batch)
         return losses, run, vector
 
-    def _probe_batch(self, assignment: Assignment) -> tuple[SampleEstimate, torch.Tensor | None]:
+    def _probe_batch(
+        self, assignment: Assignment, room: torch.Tensor | None
+    ) -> tuple[SampleEstimate, torch.Tensor | None]:
         """What the examples that come next in the trainer's stream say; they are looked at, not used up."""
         size = self._config.statistics_batch_size
         sample = assignment.places(assignment.sample, size)
         while True:
             plan = in_parts(only_gradient_accumulation(size, self.node.max_batch), assignment.probes)
-            try:
-                _, probes = accumulate(self.working, assignment.examples, plan, sample, probe=True)
-                return step_estimate(probes), self._handed_back(assignment, size)
-            except OUT_OF_MEMORY:
-                pass  # looked after below, where the error does not keep its tensors alive any more
-            finally:
+            passes = _where_it_fits(accumulate, self.working, assignment.examples, plan, sample, probe=True)
+            if passes is not None:
+                vector = self._handed_back(assignment, size, room)
                 self.working.gradient.zero_()
+                return step_estimate(passes[1]), vector
+            self.working.gradient.zero_()
             self._smaller_plan(plan)
 
-    def _handed_back(self, assignment: Assignment, examples: int) -> torch.Tensor | None:
+    def _handed_back(self, assignment: Assignment, examples: int, room: torch.Tensor | None) -> torch.Tensor | None:
         """What the assignment asks for of the sum of these examples' gradients, whose mean the gradient holds."""
         gradient = self.working.gradient
         if assignment.hands_back == "gradient":
-            return gradient * examples
+            return torch.mul(gradient, examples, out=room)
         if assignment.hands_back == "sketch":
             return sketch(gradient, seed=assignment.place.round) * examples
         return None

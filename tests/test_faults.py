@@ -21,6 +21,7 @@ from fabrics import passes, worker
 from fabrics.examples import PackedSequences
 from fabrics.nodes import NodePool
 from fabrics.worker import NodeFailedError, TrainingError, Worker, WorkerRound
+from fabrics.working_model import WorkingModel
 from tests.helpers import (
     CPU,
     Recorder,
@@ -35,6 +36,10 @@ from tests.helpers import (
 from tests.test_run import write_config
 from utils import checkpoint_writer
 from utils.checkpoint import newest_checkpoint
+from utils.devices import is_out_of_memory
+from utils.distributed import LocalProcesses
+from utils.heartbeat import PeerLostError
+from utils.reductions import LocalWorkers
 
 EXAMPLES = PackedSequences(random_sequences(80))
 
@@ -114,8 +119,28 @@ def test_a_learning_rate_that_explodes_stops_with_a_clear_message():
         train(trainer, 5)
 
 
-@pytest.mark.parametrize("at_step", [0, 2])
-def test_out_of_memory_halves_the_max_batch_and_runs_the_same_examples(monkeypatch, at_step):
+NO_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory (injected)"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried to ..."),
+    torch.AcceleratorError("CUDA error: out of memory"),
+    MemoryError(),
+]
+
+
+def test_what_says_that_there_is_no_memory():
+    assert all(map(is_out_of_memory, NO_MEMORY))
+    for other in (
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"),
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        PeerLostError("rank 1 was killed (SIGKILL); out of memory?"),
+        ValueError("out of memory"),
+    ):
+        assert not is_out_of_memory(other)
+
+
+@pytest.mark.parametrize(("at_step", "error"), [(0, NO_MEMORY[0]), (2, NO_MEMORY[0]), (2, NO_MEMORY[1])])
+def test_out_of_memory_halves_the_max_batch_and_runs_the_same_examples(monkeypatch, at_step, error):
     """In float64 the round equals one that had the memory, up to the order of summation."""
     config = make_config(INITIAL_BATCH_SIZE=14, sampling_method="none")
     expected = make_trainer(tiny_llama(), config, EXAMPLES, nodes=2, max_batch=8)
@@ -127,7 +152,7 @@ def test_out_of_memory_halves_the_max_batch_and_runs_the_same_examples(monkeypat
         if len(indices) > 2 and len(done) >= at_step:
             # What it leaves behind is half a gradient.
             working.gradient.add_(1.0)
-            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+            raise error
         loss = backward(working, examples, indices, weight)
         done.append(len(indices))
         return loss
@@ -173,6 +198,58 @@ def test_one_example_that_does_not_fit_is_an_error(monkeypatch):
     trainer = make_trainer(tiny_llama(), make_config(sampling_method="none"), EXAMPLES, nodes=1)
     with pytest.raises(TrainingError, match="one example does not fit into the memory of cpu"):
         train(trainer, 1)
+
+
+def test_out_of_memory_elsewhere_is_a_clear_error(monkeypatch):
+    def mean(self, *arguments, **keywords):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand so on")
+
+    monkeypatch.setattr(LocalWorkers, "mean", mean)
+    with pytest.raises(TrainingError, match=r"no memory left .*allocate 2 GiB; lower padding_percentage"):
+        tiny_cluster().train(Recorder())
+
+
+def test_a_mean_has_its_memory_before_it_asks_a_worker(monkeypatch):
+    def full(*arguments, **keywords):
+        raise torch.OutOfMemoryError("injected")
+
+    asked, like = [], torch.ones(5)
+    monkeypatch.setattr(torch, "zeros_like", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        LocalWorkers(2).mean(((worker, asked.append(worker)) for worker in range(2)), like)
+    assert asked == []
+
+
+def test_a_broken_device_ends_the_run_with_a_clear_message(tmp_path, cache_dir, monkeypatch):
+    """As on CUDA: once it has broken down, whatever this process does with it fails."""
+    accumulate, load = worker.accumulate, WorkingModel.load
+    calls, failures = [], []
+
+    def broken(*arguments):
+        failures.append(1)
+        raise torch.AcceleratorError(
+            "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might ..."
+        )
+
+    def breaks(*arguments, **keywords):
+        calls.append(1)
+        if len(calls) == 40:
+            monkeypatch.setattr(WorkingModel, "load", broken)
+        return broken() if len(calls) >= 40 else accumulate(*arguments, **keywords)
+
+    monkeypatch.setattr(worker, "accumulate", breaks)
+    code, folder = run_with(tmp_path, cache_dir, monkeypatch, {}, processes=1)
+    assert (code, len(calls), len(failures)) == (1, 40, 1)  # nobody tried anything else
+    summary = summary_of(folder)
+    assert (summary["status"], summary["failed_nodes"]) == ("failed", [])
+    log = (folder / "training_log.log").read_text()
+    assert "error: a device broke down and cannot be used by this process any more: CUDA error: an illegal" in log
+    assert "Traceback" not in log
+    assert f"to go on: python run.py --resume {folder}" in log
+    monkeypatch.setattr(WorkingModel, "load", load)
+    monkeypatch.setattr(worker, "accumulate", accumulate)
+    written = newest_checkpoint(folder / "checkpoints", LocalProcesses())
+    assert written.state["cluster"]["totals"]["outer_steps"] == summary["outer_steps"] >= 1
 
 
 # Nodes

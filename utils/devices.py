@@ -35,3 +35,12 @@ def resolve_devices(requested: list[str] | None) -> tuple[list[torch.device], li
 def identity(device: torch.device) -> str:
     """What tells a device from others of its machine, whatever CUDA_VISIBLE_DEVICES makes it be called."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device, or a library on it, got no memory; what it did before is as it was."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # cuBLAS and cuDNN, CUDA outside of PyTorch's allocator, and the CPU's allocator have no type of their own.
+    signs = ("_STATUS_ALLOC_FAILED", "out of memory", "can't allocate memory")
+    return type(error) in (RuntimeError, torch.AcceleratorError) and any(sign in str(error) for sign in signs)

@@ -13,6 +13,8 @@ from collections.abc import Callable
 import psutil
 import torch
 
+from utils.devices import is_out_of_memory
+
 # Probing on the CPU says nothing new beyond this; batches as large as a dataset are refused elsewhere.
 _CPU_PROBES = (1, 2)
 _CUDA_PROBES = (1, 2, 4)
@@ -95,7 +97,9 @@ def _measure_cuda(step: Callable[[int], None], device: torch.device) -> Callable
         before = torch.cuda.memory_allocated(device)
         try:
             step(batch)
-        except torch.cuda.OutOfMemoryError:
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
             return None
         return torch.cuda.max_memory_allocated(device) - before
 
