@@ -3,15 +3,20 @@
 The hub's own shards (`c4-train.00000-of-01024.json.gz`) are JSON lines with text, timestamp and url.
 """
 
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
 
+from fabrics import hub
 from fabrics.documents import (
+    EMPTY,
     DatasetError,
-    Documents,
     Skipped,
     Source,
+    SourceLostError,
     file_identities,
     json_documents,
     matching_files,
@@ -23,6 +28,8 @@ from fabrics.tokenization import describe, fingerprint, named_tokenizer
 from utils.config import Config, ConfigError
 
 logger = logging.getLogger("adloco.dataset")
+
+T = TypeVar("T")
 
 REPOSITORY = "allenai/c4"
 _SUFFIXES = (".json.gz", ".json", ".jsonl.gz", ".jsonl")
@@ -59,54 +66,91 @@ def hub_source(language: str, streaming: bool, repository: str | None = None) ->
             one as far as they are needed, into the hub's cache.
         repository: None: allenai/c4; a folder that is laid out as it is works as well.
     """
-    repository = repository or REPOSITORY
-    read = _streamed if streaming else _downloaded
+    on_hub = _Repository(repository or REPOSITORY, language)
+    read = on_hub.streamed if streaming else on_hub.downloaded
     return Source(
-        name=f"{repository} ({language}) on the hub, {'streamed' if streaming else 'downloaded'}",
-        identity={"repository": repository, "language": language},
-        train=read(repository, language, "train"),
-        validation=read(repository, language, "validation"),
+        name=f"{on_hub.name} ({language}) on the hub, {'streamed' if streaming else 'downloaded'}",
+        identity={"repository": on_hub.name, "language": language},
+        train=lambda skipped: read("train", skipped),
+        validation=lambda skipped: read("validation", skipped),
     )
 
 
-def _unreachable(repository: str, language: str, error: Exception) -> DatasetError:
-    lines = str(error).strip().splitlines() or [""]
-    return DatasetError(f"{repository} ({language}): {type(error).__name__}: {lines[0]}")
+class _Repository:
+    """C4 on the hub: read with patience, once it has given a document.
 
+    Raises, while it is read:
+        DatasetError: nothing can be read.
+        SourceLostError: something has been read, and what comes next cannot be.
+    """
 
-def _streamed(repository: str, language: str, part: str) -> Documents:
-    def read(skipped: Skipped) -> Iterator[str]:
-        from datasets import load_dataset  # takes a second, which other datasets need not wait
+    def __init__(self, name: str, language: str):
+        self.name, self._language = name, language
+        self._begun = False
 
-        try:
-            for number, record in enumerate(load_dataset(repository, language, split=part, streaming=True), 1):
-                if record["text"].strip():
-                    yield record["text"]
-                else:
-                    skipped.add("empty", f"{part} record {number}")
-        except Exception as error:  # network, repository and format errors of half a dozen libraries
-            raise _unreachable(repository, language, error) from error
-
-    return read
-
-
-def _downloaded(repository: str, language: str, part: str) -> Documents:
-    def read(skipped: Skipped) -> Iterator[str]:
-        from datasets import DownloadManager, load_dataset_builder
-
-        try:
-            shards = load_dataset_builder(repository, language).config.data_files[part]
-            manager = DownloadManager()
-        except Exception as error:  # as above
-            raise _unreachable(repository, language, error) from error
-        for shard in shards:
+    def streamed(self, part: str, skipped: Skipped) -> Iterator[str]:
+        """The texts of a part, over the network."""
+        datasets, patience = self._prepared()
+        number, state = 0, None
+        while True:
+            before = number
             try:
-                path = Path(manager.download(shard))
-            except Exception as error:  # as above
-                raise _unreachable(repository, language, error) from error
-            yield from json_documents([path])(skipped)
+                dataset = datasets.load_dataset(self.name, self._language, split=part, streaming=True)
+                if state is not None:
+                    dataset.load_state_dict(state)
+                for record in dataset:
+                    number, self._begun = number + 1, True
+                    patience.progressed()
+                    if record["text"].strip():
+                        yield record["text"]
+                    else:
+                        skipped.add(EMPTY, f"{part} record {number}")
+                return
+            except Exception as error:  # network, repository and format errors of half a dozen libraries
+                self._failed(error, patience, f"{part} record {number + 1:,}")
+            if number > before:
+                state = dataset.state_dict()
 
-    return read
+    def downloaded(self, part: str, skipped: Skipped) -> Iterator[str]:
+        """The texts of a part, from shards that are downloaded one after the other."""
+        datasets, patience = self._prepared()
+
+        def shards() -> list[str]:
+            return datasets.load_dataset_builder(self.name, self._language).config.data_files[part]
+
+        for number, shard in enumerate(self._persistently(shards, patience, f"{part} shard 1"), 1):
+            download = functools.partial(datasets.DownloadManager().download, shard)
+            path = Path(self._persistently(download, patience, f"{part} shard {number:,}"))
+            for text in json_documents([path])(skipped):
+                self._begun = True
+                yield text
+
+    def _prepared(self) -> tuple[ModuleType, hub.Patience]:
+        """The library, which takes a second to import that other datasets need not wait, and patience of our own."""
+        hub.prepare(self.name)
+        import datasets
+
+        hub.leave_patience_to_us(datasets)
+        return datasets, hub.Patience(f"{self.name} ({self._language})")
+
+    def _persistently(self, work: Callable[[], T], patience: hub.Patience, place: str) -> T:
+        while True:
+            try:
+                result = work()
+            except Exception as error:  # as above
+                self._failed(error, patience, place)
+            else:
+                patience.progressed()
+                return result
+
+    def _failed(self, error: Exception, patience: hub.Patience, place: str) -> None:
+        """Wait, to go on, or give up."""
+        if self._begun and not patience.ends(error, place):
+            return
+        name, kind = f"{self.name} ({self._language})", type(error).__name__
+        if self._begun:
+            raise SourceLostError(f"{name}: lost at {place}: {kind}: {hub.first_line(error)}") from error
+        raise DatasetError(f"{name}: {kind}: {hub.problem_with(self.name, error)}") from error
 
 
 def _check_tokenizer(config: Config, documents: TokenisedSet) -> None:
@@ -144,17 +188,21 @@ def open_c4(config: Config) -> tuple[str, TokenisedSet]:
     Raises:
         ConfigError: what the config says does not fit the source: sizes, or the tokenizer.
         DatasetError: no source can be read; the message says why of each.
+        SourceLostError: the source that had been chosen failed on the way.
     """
     attempts = {"c4_tokenized_path": _tokenised, "c4_local_path": _local, "hub": _hub}
     failures = []
     for place, attempt in attempts.items():
         if place != "hub" and getattr(config, place) is None:
             continue
+        if failures:
+            logger.warning("C4 cannot be read from %s", failures[-1])
         try:
             name, documents = attempt(config)
+        except SourceLostError:
+            raise
         except DatasetError as error:
             failures.append(f"{place}: {error}")
-            logger.warning("C4 cannot be read from %s: %s", place, error)
         else:
             logger.info("C4 comes from %s: %s", place, name)
             return name, documents

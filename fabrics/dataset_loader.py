@@ -13,6 +13,7 @@ from fabrics.c4 import load_c4
 from fabrics.documents import (
     DatasetError,
     Source,
+    SourceLostError,
     blank_line_blocks,
     file_identities,
     matching_files,
@@ -74,6 +75,8 @@ def _load(config: Config) -> tuple[TaskData | None, str | None]:
     """The data, or why they are not to be had."""
     try:
         return DATASETS[config.dataset].load(config), None
+    except SourceLostError as error:
+        raise ConfigError(f"dataset: {error}; what was read is kept, and the same command goes on from there") from None
     except DatasetError as error:
         return None, str(error)
 

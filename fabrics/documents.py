@@ -34,6 +34,10 @@ class DatasetError(RuntimeError):
     """A source cannot be read; the message names it and says why. Another source may do."""
 
 
+class SourceLostError(DatasetError):
+    """A source cannot be read to its end though it had begun: another would be other data."""
+
+
 @dataclass
 class Skipped:
     """Records that were left out: how many for each reason, and where the first of them was."""

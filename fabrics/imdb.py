@@ -15,6 +15,7 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from fabrics import hub
 from fabrics.documents import EMPTY, DatasetError, Skipped, json_records, matching_files
 from fabrics.examples import PaddedSequences, TaskData
 from fabrics.tokenization import describe, named_tokenizer, padding, train_tokenizer
@@ -131,13 +132,15 @@ def hub_reviews(skipped: Skipped, repository: str = REPOSITORY) -> Reviews:
     """
     from datasets import load_dataset  # takes a second, which other datasets need not wait
 
+    hub.prepare(repository)
     parts: dict[str, list[Review]] = {"train": [], "test": []}
     for part, reviews in parts.items():
         try:
             table = load_dataset(repository, split=part)
         except Exception as error:  # network, repository and format errors of half a dozen libraries
-            lines = str(error).strip().splitlines() or [""]
-            raise DatasetError(f"{repository}: {type(error).__name__}: {lines[0]}") from error
+            raise DatasetError(
+                f"{repository}: {type(error).__name__}: {hub.problem_with(repository, error)}"
+            ) from error
         for number, (text, label) in enumerate(zip(table["text"], table["label"], strict=True), 1):
             place = f"{repository} {part} record {number}"
             _keep(reviews, text, _label(label, place), place, skipped)

@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from fabrics import hub
 from fabrics.tokenization import padding, vocabulary_size
 from utils.config import ConfigError
 
@@ -141,9 +142,9 @@ def is_pretrained(settings: Mapping[str, Any]) -> bool:
 
 
 def _load_failed(name: str, error: Exception) -> ConfigError:
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    problem = hub.problem_with(name, error)
     return ConfigError(
-        f"model_config.name: cannot load {name!r}, neither as a local folder nor from the hub: {first_line}"
+        f"model_config.name: cannot load {name!r}, neither as a local folder nor from the hub: {problem}"
     )
 
 
@@ -153,6 +154,7 @@ def _architecture(family: ModelFamily, settings: Mapping[str, Any]) -> dict[str,
     if name in family.presets:
         base = dict(family.presets[name])
     else:
+        hub.prepare(name)
         try:
             base = AutoConfig.from_pretrained(name, trust_remote_code=False).to_dict()
         except (OSError, ValueError) as error:
@@ -197,6 +199,7 @@ def build_model(
         torch.manual_seed(seed)
         if is_pretrained(settings):
             values = _values(settings)
+            hub.prepare(settings["name"])
             try:
                 model = family.auto_class.from_pretrained(
                     settings["name"], dtype=torch.float32, use_safetensors=True, trust_remote_code=False, **values

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from fabrics import hub
 from utils.config import Config, ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -77,12 +78,13 @@ def load_tokenizer(name: str, key: str) -> PreTrainedTokenizerBase:
     Raises:
         ConfigError: it cannot be loaded; `key` is the config key that names it.
     """
+    hub.prepare(name)
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # a damaged file leads to bare Exceptions, KeyErrors and more in the libraries
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(
-            f"{key}: cannot load the tokenizer {name!r}, neither from a local folder nor from the hub: {lines[0]}"
+            f"{key}: cannot load the tokenizer {name!r}, neither from a local folder nor from the hub: "
+            f"{hub.problem_with(name, error)}"
         ) from None
 
 
