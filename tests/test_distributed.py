@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from algorithms.across_workers import MINIMUM_WORKERS
 from tests import spmd
 from tests.test_resume import assert_same_run, summary
 from utils.compression import BFLOAT16, INT8, PLAIN
@@ -59,22 +60,24 @@ def test_one_all_reduce_differs_by_the_order_of_summation_alone(results, alone):
 def test_a_round_has_one_reduction_per_trainer_over_several_processes_and_one_gather(results, name):
     """Counted in every process: trainers on one process communicate nothing.
 
-    In worker order, who takes part is found out before, in a sum of as many integers as there are workers.
+    In worker order, who takes part is found out before, in a sum of as many integers as there are workers. Where the
+    workers' gradients are held against each other, whole or as sketches, their mean is one more.
     """
     (results_of, owners), expected_per_trainer = results, dict.fromkeys(spmd.IN_ORDER_REDUCTION, 1)
     if name.startswith("all-reduce"):
         expected_per_trainer = {"all_reduce": 1}
-    reductions = 2 if name == "across workers" else 1
+    compared_from = 2 if name == "across workers" else MINIMUM_WORKERS
     seen = 0
     for rank, rounds in enumerate(results_of[name]["collectives"]):
         for counts, placement in zip(rounds, results_of[name]["placement"], strict=True):
             ranks_of = {trainer: {owners[node] for node in nodes} for trainer, nodes in placement.items()}
-            spread = sum(rank in ranks and len(ranks) > 1 for ranks in ranks_of.values())
-            expected = {kind: reductions * spread * count for kind, count in expected_per_trainer.items() if spread}
+            spread = [trainer for trainer, ranks in ranks_of.items() if rank in ranks and len(ranks) > 1]
+            reductions = sum(1 + (len(placement[trainer]) >= compared_from) for trainer in spread)
+            expected = {kind: reductions * count for kind, count in expected_per_trainer.items() if spread}
             # A merge moves models between processes, and nothing else does.
             counted = {kind: count for kind, count in counts.items() if kind not in spmd.MOVES}
             assert counted == {"all_gather_object": 1, **expected}
-            seen += spread
+            seen += len(spread)
     assert seen > 0
 
 
