@@ -83,7 +83,7 @@ class Run:
             documents={}, skipped={}, fallback_reason=None,
         )  # fmt: skip
         self.nodes = [SimpleNamespace(max_batch=64) for _ in range(workers)]
-        self.processes = SimpleNamespace(count=1, devices=self.devices)
+        self.processes = SimpleNamespace(count=1, devices=self.devices, groups=(0,) * len(self.devices))
         self.trainers = dict.fromkeys(range(trainers))
         self.totals = Totals()
         self._rounds, self._steps, self._share = rounds, steps, workers // trainers

@@ -68,7 +68,12 @@ def test_bytes_on_paper():
 
 @pytest.mark.parametrize("name", ["bfloat16", "int8"])
 def test_a_run_counts_what_is_sent(name):
-    settings = {"number_of_initial_trainers": 1, "nodes_per_gpu": 4, "number_of_outer_steps": 3}
+    settings = {
+        "sampling_method": "none",
+        "number_of_initial_trainers": 1,
+        "nodes_per_gpu": 4,
+        "number_of_outer_steps": 3,
+    }
     cluster = tiny_cluster(communication_dtype=name, **settings)
     cluster.train(Recorder())
     parameters = sum(p.numel() for p in cluster.working[CPU].module.parameters())

@@ -75,12 +75,12 @@ def test_padding_counts_neither_in_the_statistics_nor_in_the_gradient():
     _, gradients = one_at_a_time(tiny_llama(), texts)
     trainer = make_trainer(model, make_config(), padded(texts))
     working = trainer.workers[0].working
-    _, statistics = probed_backward(working, padded(texts), np.arange(7))
+    _, probe = probed_backward(working, padded(texts), np.arange(7))
     mean = gradients.mean(0)
     # Llama's own norm computes in float32 whatever the model's type.
-    assert statistics.squared_norm == pytest.approx(mean.square().sum().item(), rel=1e-4)
+    assert probe.statistics().squared_norm == pytest.approx(mean.square().sum().item(), rel=1e-4)
     variance = (gradients - mean).square().sum().item() / 6
-    assert statistics.variance == pytest.approx(variance, rel=1e-4)
+    assert probe.statistics().variance == pytest.approx(variance, rel=1e-4)
     own = torch.cat([p.grad.flatten() for p in working.module.parameters()])
     torch.testing.assert_close(own, mean, rtol=1e-4, atol=1e-7)
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from algorithms.gradient_statistics import GradientStatistics
+from algorithms.per_example import SampleStatistics
 from configs.make_samples import write_imdb
 from fabrics.working_model import WorkingModel
 from gradient_analysis import gradient_analysis
@@ -245,7 +245,7 @@ def test_batches_without_replacement_repeat_nothing():
 
 
 def test_requests_on_paper():
-    statistics = GradientStatistics(100, 4.0, 40.0, 32.0, 16.0)
+    statistics = SampleStatistics(100, 4.0, 40.0, 32.0, 16.0)
     rows = requests(statistics, 10, {"eta": [0.5, 2.0], "theta": [0.5], "nu": [0.5]})
     # G2 = 4 - 40/100 = 3.6; plain: 40 / (eta^2 (3.6 + 4)); 32 / (0.25 * 16); 16 / (0.25 * 4).
     assert {(test, value): request for test, value, request in rows} == {

@@ -2,12 +2,11 @@
 
 import copy
 
-import numpy as np
 import pytest
 import torch
 
 from fabrics import validation
-from fabrics.data_order import DataCursor
+from fabrics.data_order import DataCursor, Subsets
 from fabrics.eval_tool import evaluate
 from fabrics.validation import Validation
 from fabrics.worker import Node
@@ -31,7 +30,7 @@ def test_every_device_evaluates_the_share_of_its_workers(monkeypatch):
     monkeypatch.setattr(validation, "begin_batches", recorded)
     parameters = working[CPU].parameters.detach().clone().mul_(1.5)
     processes = LocalProcesses([CPU, elsewhere], 1)
-    cursor = DataCursor(1, 0, np.arange(len(data.train)))
+    cursor = DataCursor(Subsets(1, len(data.train), 1, 1.0), 0)
     trainer = Trainer(0, config, parameters, cursor, data.train, working, processes)
     trainer.assign_nodes((Node(0, CPU, 8), Node(1, elsewhere, 8), Node(2, CPU, 8)))
     judge = Validation(data, working, batch_size=6)  # seven batches
