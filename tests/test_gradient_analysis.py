@@ -247,14 +247,14 @@ def test_batches_without_replacement_repeat_nothing():
 def test_requests_on_paper():
     statistics = SampleStatistics(100, 4.0, 40.0, 32.0, 16.0)
     rows = requests(statistics, 10, {"eta": [0.5, 2.0], "theta": [0.5], "nu": [0.5]})
-    # G2 = 4 - 40/100 = 3.6; plain: 40 / (eta^2 (3.6 + 4)); 32 / (0.25 * 16); 16 / (0.25 * 4).
+    # G2 = 4 - 40/100 = 3.6; plain: 40 / (eta^2 (3.6 + 4)); 32 / (0.25 * 3.6^2); (40 - 32/3.6) / (0.25 * 3.6).
     assert {(test, value): request for test, value, request in rows} == {
         ("norm_test", 0.5): 22,
         ("norm_test", 2.0): 2,
         ("norm_test, debias", 0.5): 45,
         ("norm_test, debias", 2.0): 3,
-        ("inner_product_test", 0.5): 8,
-        ("augmented_inner_product_test, orthogonality", 0.5): 16,
+        ("inner_product_test", 0.5): 10,
+        ("augmented_inner_product_test, orthogonality", 0.5): 35,
     }
 
 
