@@ -39,7 +39,7 @@ from utils.utils import write_json_atomically
 
 _WORDS = ("title", "question", "answer")
 _MEASURED = ("t_min", "t_example")
-_ALONE = ("processes=1", "cpu_threads=1", "clearml=off", "memory_sample_seconds=null")
+_ALONE = ("processes=1", "cpu_threads=1", "clearml=off", "memory_sample_seconds=null", "plot_at_end=false")
 
 
 class ComparisonError(RuntimeError):

@@ -34,16 +34,16 @@ def starts_programs(item: pytest.Item) -> bool:
     return "programs" in item.fixturenames
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that start programs, keep those of a file together, and begin with them.
+    """Mark the tests that start programs, and begin with the files that have any.
 
-    They are the long ones, and share runs; the many short ones after them fill what is left of every test process.
+    They are the long ones; the many short files after them fill what is left of every test process.
     """
+    begun_by = set()
     for item in filter(starts_programs, items):
         item.add_marker("programs")
-        item.add_marker(pytest.mark.xdist_group(item.path.stem))
-    items.sort(key=starts_programs, reverse=True)
+        begun_by.add(item.path)
+    items.sort(key=lambda item: item.path not in begun_by)
 
 
 @pytest.hookimpl(wrapper=True)

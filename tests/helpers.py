@@ -50,6 +50,7 @@ def make_config(**values) -> Config:
         "max_batch_size": 64,
         "sequence_length": 9,
         "learning_rate_for_inner_opt": 0.01,
+        "plot_at_end": False,
     } | PLAIN_TEST
     return parse_config(defaults | values, allowed=CHOICES)[0]
 

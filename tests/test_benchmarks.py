@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import data, logs, throughput
 from benchmarks.throughput import flops_per_token
+from fabrics.documents import python_documents
 from tests.helpers import random_sequences, tiny_llama
 from training_logs.recording import step_loss_logger
 from training_logs.showing.run_data import read_run
@@ -75,8 +76,9 @@ def test_the_bare_loop_and_the_inner_steps_do_the_same_work(cache_dir):
 
 
 @pytest.mark.usefixtures("programs")
-def test_data_prints_memory_opening_and_batches(tmp_path, capsys):
-    data.main(["--documents", "50", "--sequences", "200", "--folder", str(tmp_path)])
+def test_data_prints_memory_opening_and_batches(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(data, "python_documents", lambda: python_documents()[:500])
+    data.main(["--documents", "50", "--sequences", "200", "--examples", "1000", "--folder", str(tmp_path)])
     output = capsys.readouterr().out
     rows = re.findall(r"^ +50 +(\d) +([\d,]+) +[\d,]+ +(\d+) MB$", output, re.MULTILINE)
     assert [processes for processes, _, _ in rows] == ["1", "2"]

@@ -65,7 +65,9 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, remembered_processes(patch) as started:
         patch.setattr(background, "NICENESS", 0)
         patch.setenv("CLEARML_CONFIG_FILE", str(tmp_path_factory.getbasetemp() / "no-clearml.conf"))
-        folder = record_run(tmp_path_factory.mktemp("logs"), clearml="offline", project_name="P", task_name="T")
+        folder = record_run(
+            tmp_path_factory.mktemp("logs"), plot_at_end=True, clearml="offline", project_name="P", task_name="T"
+        )
         (process,) = started
         log = folder / "training_log.log"
         assert "ClearML: an offline session is being written" in log.read_text().splitlines()[-1]
@@ -338,7 +340,7 @@ def test_a_server_is_told_everything_while_the_run_goes_on(online, tmp_path, mon
             after_two_rounds.extend(server.scalars)
 
     monkeypatch.setattr(RunRecorder, "on_round", on_round)
-    folder = record_run(tmp_path, clearml="auto")
+    folder = record_run(tmp_path, clearml="auto", plot_at_end=True)
     server.stop()
     assert warnings_of(folder) == []
     assert ("training loss", "trainer 0") in after_two_rounds

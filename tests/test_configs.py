@@ -22,8 +22,10 @@ def samples(tmp_path_factory):
 
 
 def run(programs: Programs, config: str, folder: Path, *overrides: str) -> dict:
-    places = [f"log_dir={folder}", f"cache_dir={folder}/cache", "clearml=off", "processes=1"]
-    programs.run("run.py", "--config", f"configs/{config}", *places, *overrides)
+    places = [f"log_dir={folder}", f"cache_dir={folder}/cache", "clearml=off", "plot_at_end=false", "processes=1"]
+    # Half of the training, evaluated at its end.
+    less = ["number_of_inner_steps_between_outers=6", "eval_every=7"]
+    programs.run("run.py", "--config", f"configs/{config}", *places, *less, *overrides)
     (path,) = folder.glob("*/model_training_report/summary.json")
     return json.loads(path.read_text())
 

@@ -115,7 +115,6 @@ def test_the_evaluation_is_shared_out(results):
             assert max(by_rank) < 6 * len(placement)
 
 
-@pytest.mark.xdist_group("test_distributed")
 def test_a_failed_node_works_no_more_and_its_trainer_goes_on(alone):
     result = alone["a node fails"]
     failed = next(index for index, placement in enumerate(result["placement"]) if index == 2)
@@ -166,7 +165,14 @@ def test_one_process_owns_everything():
 def test_the_demo_shortened_gives_the_same_run_on_one_two_and_four_processes(programs, tmp_path, cache_dir):
     """The program itself, through merges, redistribution and accumulation: weights, CSVs and summary."""
     arguments = [
-        *("config.yaml", "clearml=off", f"cache_dir={cache_dir}", "memory_sample_seconds=null", "cpu_threads=1"),
+        *(
+            "config.yaml",
+            "clearml=off",
+            f"cache_dir={cache_dir}",
+            "memory_sample_seconds=null",
+            "cpu_threads=1",
+            "plot_at_end=false",
+        ),
         *("data_sample_size=600", "val_size=40", "number_of_outer_steps=6", "number_of_inner_steps_between_outers=3"),
         *("max_requested_batch=24", "merge_count=2", "merge_frequency=2", "max_batch_size=4"),
         *("ETA=0.4", "ETA_at_end=null", "debias=false", "batch_test_start=1", "identical_initialisation=false"),
@@ -174,7 +180,7 @@ def test_the_demo_shortened_gives_the_same_run_on_one_two_and_four_processes(pro
     folders = {}
     for processes in (1, 2, 4):
         logs = tmp_path / f"{processes}"
-        programs.torchrun(processes, "run.py", "--config", *arguments, f"log_dir={logs}", fresh=processes == 2)
+        programs.torchrun(processes, "run.py", "--config", *arguments, f"log_dir={logs}")
         (folders[processes],) = logs.iterdir()
     assert summary(folders[1])["merges"] == 3
     assert summary(folders[1])["largest_requested_batch"] == 24

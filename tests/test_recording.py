@@ -227,7 +227,7 @@ def record_with(folder: Path, monkeypatch, after: dict, **values) -> tuple[Path,
     monkeypatch.setattr(RunRecorder, "on_round", on_round)
     monkeypatch.setattr(drawing, "SHARE", 1e9)
     monkeypatch.setattr(drawing.background, "NICENESS", 0)
-    return record_run(folder, number_of_outer_steps=3, **values), states
+    return record_run(folder, number_of_outer_steps=3, plot_at_end=True, **values), states
 
 
 @pytest.mark.usefixtures("programs")

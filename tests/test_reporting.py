@@ -59,7 +59,7 @@ def record_run(folder: Path, **values) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return record_run(tmp_path_factory.mktemp("logs"))
+    return record_run(tmp_path_factory.mktemp("logs"), plot_at_end=True)
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +276,7 @@ def test_a_dead_run_has_a_report_up_to_its_last_round(tmp_path, monkeypatch):
 
 
 def test_several_runs_on_common_axes(folder, run, tmp_path, capsys):
-    other = record_run(tmp_path / "logs", number_of_initial_trainers=1, sampling_method="none")
+    other = record_run(tmp_path / "logs", plot_at_end=True, number_of_initial_trainers=1, sampling_method="none")
     assert training_monitoring.main([str(folder), str(other), "--output", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "out" / "comparison.html")
     runs = [run, read_run(other)]

@@ -220,6 +220,7 @@ def test_a_signal_ends_the_round_writes_a_checkpoint_and_says_how_to_resume(
 
 
 ENDLESS = """
+import logging
 import sys
 import threading
 
@@ -237,6 +238,7 @@ def count(self, wishes):
 
 def hang(self):
     if len(rounds) == 2:
+        logging.getLogger("adloco").info("hanging")
         threading.Event().wait()
     on_step(self)
 
@@ -249,8 +251,9 @@ sys.exit(run.main())
 def test_a_second_signal_stops_at_once(programs, tmp_path, cache_dir):
     """In the third round, which never ends."""
     child, folder = start_training(programs, tmp_path, cache_dir, program=("-c", ENDLESS))
-    child.send_signal(signal.SIGINT)
     log = folder / "training_log.log"
+    wait_until(lambda: "hanging" in log.read_text(), "the third round", child)
+    child.send_signal(signal.SIGINT)
     wait_until(lambda: "SIGINT: stopping after this round" in log.read_text(), "the first signal", child)
     child.send_signal(signal.SIGTERM)
     child.communicate()
@@ -283,6 +286,7 @@ def test_a_run_killed_twenty_times_gives_the_same_weights(programs, tmp_path, ca
     """While it loads, while it writes models, logs or a checkpoint, and while it trains."""
     values = {
         "number_of_outer_steps": 24,
+        "number_of_inner_steps_between_outers": 2,
         "save_weights_every": 1,
         "max_requested_batch": 16,
         "merge_frequency": 10,

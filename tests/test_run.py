@@ -43,6 +43,7 @@ SHORT = {
     "learning_rate_for_inner_opt": 5e-3,
     "save_weights_every": 2,
     "clearml": "off",
+    "plot_at_end": False,
     "processes": 1,
 }
 
@@ -335,7 +336,9 @@ def test_help_answers_without_loading_anything(programs):
 
 
 def test_an_interrupted_run_keeps_what_it_has(programs, tmp_path, cache_dir):
-    process, folder = start_training(programs, tmp_path, cache_dir, number_of_outer_steps=1000, merge_frequency=1000)
+    process, folder = start_training(
+        programs, tmp_path, cache_dir, number_of_outer_steps=1000, merge_frequency=1000, plot_at_end=True
+    )
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate()
     assert process.returncode == 130

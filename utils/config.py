@@ -117,7 +117,12 @@ class Config:
     model_weights_dir: Name = _key("model_weights", "folder for models, in the run folder")
     plot_every: PositiveInt | None = _key(
         None,
-        "draw plots and report every so many rounds, as long as that is 2% of the run at most; null: only at the end",
+        "draw plots and report every so many rounds, as long as that is 2% of the run at most; null: never",
+        changes_training=False,
+    )
+    plot_at_end: bool = _key(
+        True,
+        "draw plots and report at the end; false: `python -m training_logs.training_monitoring RUN_DIR` draws them",
         changes_training=False,
     )
     memory_sample_seconds: PositiveFloat | None = _key(

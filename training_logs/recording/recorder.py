@@ -236,7 +236,7 @@ class RunRecorder(Observer):
         models: Mapping[int, Path],
         texts: Sequence[Continuation] = (),
     ) -> None:
-        """Write plots and summary.
+        """Write the summary, and plots and report where they are asked for.
 
         Args:
             final: evaluations of the living trainers; empty where the run did not get that far.
@@ -281,8 +281,9 @@ class RunRecorder(Observer):
         for number, text in enumerate(texts, 1):
             logger.info(continuation_block(number, len(texts), text))
         self._save_summary(summary)
-        self._draw(self._drawing.draw)
-        logger.info("report: %s", self.report_dir / "report.html")
+        if self.config.plot_at_end:
+            self._draw(self._drawing.draw)
+            logger.info("report: %s", self.report_dir / "report.html")
         if self._clearml is not None:
             message, is_warning = self._clearml.close()
             logger.log(logging.WARNING if is_warning else logging.INFO, message)
