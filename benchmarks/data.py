@@ -1,4 +1,5 @@
-"""What data costs: python benchmarks/data.py [--documents N ...] [--sequences N] [--examples N] [--folder PATH].
+"""What data costs: python benchmarks/data.py [--documents N ...] [--sequences N] [--examples N] [--repeats N]
+[--folder PATH].
 
 - tokenising: documents per second and peak memory of c4/tokenize_c4.py, for growing numbers of documents. They are
   made from real text (paragraphs of Python's documentation) in the real format, about as long as those of C4.
@@ -155,7 +156,7 @@ def measure_order(examples: int) -> None:
     print(result.stdout, end="")
 
 
-def measure_batches(repeats: int = 60, batch: int = 8) -> None:
+def measure_batches(repeats: int, batch: int = 8) -> None:
     """Print what assembling a batch takes beside a training step of the demo model."""
     tokenizer = train_tokenizer(python_documents(), 2048)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -198,13 +199,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--documents", type=int, nargs="+", default=[2_000, 50_000], help="numbers to tokenise")
     parser.add_argument("--sequences", type=int, default=1_000_000, help="size of the set to open")
     parser.add_argument("--examples", type=int, default=10_000_000, help="examples to put in order")
+    parser.add_argument("--repeats", type=int, default=60, help="batches to assemble")
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         measure_tokenising(Path(name), options.documents)
         measure_opening(Path(name), options.sequences)
     measure_order(options.examples)
-    measure_batches()
+    measure_batches(options.repeats)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ are imported (`_READ_AT_IMPORT`), who gives other options than -u, -c and -m, an
 
 import _posixsubprocess
 import atexit
+import contextlib
 import ctypes
 import fcntl
 import gc
@@ -337,12 +338,8 @@ def _leave(status: int) -> None:
     sys.modules["__main__"].__dict__.clear()
     gc.collect()
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it; closed
             stream.flush()
-        except ValueError:
-            pass  # closed
-        except OSError:
-            status = 120
     os._exit(status & 0xFF)
 
 

@@ -78,7 +78,8 @@ def test_the_bare_loop_and_the_inner_steps_do_the_same_work(cache_dir):
 @pytest.mark.usefixtures("programs")
 def test_data_prints_memory_opening_and_batches(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(data, "python_documents", lambda: python_documents()[:500])
-    data.main(["--documents", "50", "--sequences", "200", "--examples", "1000", "--folder", str(tmp_path)])
+    sizes = ["--documents", "50", "--sequences", "200", "--examples", "1000", "--repeats", "2"]
+    data.main([*sizes, "--folder", str(tmp_path)])
     output = capsys.readouterr().out
     rows = re.findall(r"^ +50 +(\d) +([\d,]+) +[\d,]+ +(\d+) MB$", output, re.MULTILINE)
     assert [processes for processes, _, _ in rows] == ["1", "2"]

@@ -287,6 +287,9 @@ def test_a_run_killed_twenty_times_gives_the_same_weights(programs, tmp_path, ca
     values = {
         "number_of_outer_steps": 24,
         "number_of_inner_steps_between_outers": 2,
+        "number_of_initial_trainers": 2,
+        "nodes_per_gpu": 2,
+        "val_size": 10,
         "save_weights_every": 1,
         "max_requested_batch": 16,
         "merge_frequency": 10,
