@@ -1,8 +1,8 @@
 """A Python that has imported the libraries once, and forks where a program would start Python anew.
 
 Importing PyTorch and transformers costs seconds of every program that a test starts, often more than what the program
-does then. So every test process starts one interpreter (`python tests/forkserver.py DESCRIPTOR`) that imports
-libraries, none of the project's own code, and waits. Whoever starts `sys.executable` by `subprocess` or
+does then, and the project's own modules half a second. So every test process starts one interpreter
+(`python tests/forkserver.py DESCRIPTOR`) that imports them all and waits. Whoever starts `sys.executable` by `subprocess` or
 `multiprocessing` gets a fork of it instead, at the very call that would have made the process (`fork_exec`): pipes,
 exit statuses, signals, process ids and parents are the real ones. Only the interpreter's start is left out:
 
@@ -14,7 +14,8 @@ exit statuses, signals, process ids and parents are the real ones. Only the inte
 
 An interpreter of its own gets who asks for it (`fresh`), whose environment differs in what libraries read when they
 are imported (`_READ_AT_IMPORT`), who gives other options than -u, -c and -m, and a program that does without PyTorch
-(`_LIGHT`). One thing differs: all programs of a server hash strings with one seed, which is not that of the tests.
+(`_LIGHT`). Two things differ: all programs of a server hash strings with one seed, which is not that of the tests; and modules are
+there before a program imports them. Those of the project are not where it works in another folder, as in a copy.
 """
 
 import _posixsubprocess
@@ -48,6 +49,12 @@ LIBRARIES = (
     *("transformers.models.bert.modeling_bert", "tokenizers", "safetensors.torch", "pydantic", "yaml", "psutil"),
     *("matplotlib.backends.backend_agg", "matplotlib.figure", "tqdm"),
 )
+# The project's entry points, and what they import when they need it.
+OURS = (
+    *("run", "cluster", "fabrics.continuations", "fabrics.dataset_loader", "training_logs.recording.recorder"),
+    *("utils.attempts", "utils.joining", "utils.resume", "training_logs.showing.run_data"),
+)
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _READ_AT_IMPORT = (
     *("PYTHON", "LD_", "LC_", "LANG", "TZ", "HOME", "XDG_", "OMP_", "MKL_", "KMP_", "OPENBLAS_"),
     *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "MPL"),
@@ -236,10 +243,22 @@ def _prepare(program: dict, descriptors: list[int]) -> None:
     os.environb.clear()
     os.environb.update(program["environment"])
     os.chdir(program["folder"])
+    if os.path.realpath(program["folder"]) != os.path.realpath(_ROOT):
+        for name in _ours():
+            del sys.modules[name]
     tempfile.tempdir = None
     random.seed()
     sys.modules["numpy"].random.seed()
     sys.modules["torch"].seed()
+
+
+def _ours() -> list[str]:
+    """The names of the modules that are there and lie in the project."""
+    files = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
+    inside = {name for name, file in files.items() if file.startswith(_ROOT + os.sep) and "site-packages" not in file}
+    # Folders without an __init__.py have no file of their own.
+    folders = {".".join(name.split(".")[:parts]) for name in inside for parts in range(1, name.count(".") + 1)}
+    return sorted((inside | folders) - {"__main__"})
 
 
 def _moved(descriptor: int, above: int) -> int:
@@ -298,10 +317,12 @@ def main() -> None:
     channel.set_inheritable(False)
     environment = dict(os.environb)
     del sys.path[0]  # where this file is
-    for library in LIBRARIES:
-        importlib.import_module(library)
+    sys.path.insert(0, _ROOT)
+    for module in (*LIBRARIES, *OURS):
+        importlib.import_module(module)
         if len(os.listdir("/proc/self/task")) > 1:
-            sys.exit(f"importing {library} starts a thread, which forks would not have")
+            sys.exit(f"importing {module} starts a thread, which forks would not have")
+    del sys.path[0]
     gc.collect()
     gc.freeze()
     _libc.prctl(_SET_NAME, NAME.encode(), 0, 0, 0)

@@ -93,9 +93,9 @@ def test_a_program_gets_signals_and_is_a_child(programs, tmp_path):
 
 
 def test_what_a_program_starts_is_its_child_and_as_new_as_itself(programs):
-    inner = "import os, sys; print(os.getppid(), 'torch' in sys.modules, 'utils.config' in sys.modules)"
+    inner = "import os, sys; print(os.getppid(), 'torch' in sys.modules, 'tests.helpers' in sys.modules)"
     source = (
-        "import os, subprocess, sys, utils.config; print(os.getpid(), flush=True); "
+        "import os, subprocess, sys, tests.helpers; print(os.getpid(), flush=True); "
         f"subprocess.run([sys.executable, '-c', {inner!r}], check=True)"
     )
     number, parent, libraries, ours = programs.run("-c", source).stdout.split()
@@ -109,6 +109,14 @@ def test_libraries_are_imported_anew_where_the_environment_tells_them_something_
     assert programs.run("-c", source).stdout == "True\n"
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert programs.run("-c", source).stdout == "False\n"
+
+
+def test_a_program_in_another_folder_has_that_folder_s_code(programs, tmp_path):
+    (tmp_path / "utils").mkdir()
+    (tmp_path / "utils" / "config.py").write_text("WHERE = 'there'")
+    source = "import sys; print('cluster' in sys.modules); import utils.config; print(utils.config.WHERE)"
+    assert programs.run("-c", source, cwd=tmp_path).stdout == "False\nthere\n"
+    assert programs.run("-c", "import sys; print('cluster' in sys.modules)").stdout == "True\n"
 
 
 def test_a_pool_of_processes_works(programs):

@@ -342,7 +342,7 @@ def test_dropout_depends_on_the_place_in_the_run_alone():
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3, 5])
+@pytest.mark.parametrize("stop", [2, 5])
 def test_a_run_continued_from_its_state_equals_the_uninterrupted_run(stop):
     """Through growing batches, merges and redistribution; the state is taken anywhere."""
     settings = {
