@@ -23,9 +23,9 @@ def _ceil(value: float) -> int:
     return max(1, math.ceil(value * (1.0 - 1e-12)))
 
 
-def _decide(value: float, batch: int) -> int:
-    """ceil(value), or `batch` where the value says nothing."""
-    return _ceil(value) if math.isfinite(value) else batch
+def _decide(value: float) -> int | None:
+    """ceil(value), or None where the value says nothing."""
+    return _ceil(value) if math.isfinite(value) else None
 
 
 def lower_ratio(
@@ -61,7 +61,7 @@ def _squared_norm(statistics: GradientStatistics, batch: int, debias: bool) -> t
 
 def norm_test(
     statistics: GradientStatistics, eta: float, batch: int, debias: bool = False, confidence: float = 0.0
-) -> int:
+) -> int | None:
     """Norm test (Byrd et al. 2012; arXiv 2402.11215): the batch at which V / B <= eta^2 ||grad||^2.
 
     Args:
@@ -73,30 +73,30 @@ def norm_test(
         confidence: by how many standard errors the answer is lowered.
 
     Returns:
-        Requested batch in examples; `batch` where the statistics say nothing.
+        Requested batch in examples; None where the statistics say nothing.
     """
     s = statistics
     ratio = lower_ratio(s.variance, s.variance_error, s.squared_norm, s.squared_norm_error, confidence)
     if not debias and ratio > 0.0:
         ratio = 1.0 / (1.0 / ratio + 1.0 / batch)  # V / (||G||^2 + V/B)
-    return _decide(ratio / eta**2, batch) if s.decisive else batch
+    return _decide(ratio / eta**2) if s.decisive else None
 
 
 def inner_product_test(
     statistics: GradientStatistics, theta: float, batch: int, debias: bool = False, confidence: float = 0.0
-) -> int:
+) -> int | None:
     """Inner product test (arXiv 1710.11258, eq. 2.6): ceil(Var <g_i, g> / (theta^2 ||g||^4))."""
     variance, error = statistics.inner_product_variance_at(math.inf if debias else batch)
     # The square root of the ratio has the squared norm itself in the denominator.
     root, lowest = math.sqrt(max(variance, 0.0)), math.sqrt(max(variance - confidence * error, 0.0))
     root_error = (root - lowest) / confidence if confidence > 0.0 else 0.0
     ratio = lower_ratio(root, root_error, *_squared_norm(statistics, batch, debias), confidence)
-    return _decide((ratio / theta) ** 2, batch) if statistics.decisive and not math.isnan(variance) else batch
+    return _decide((ratio / theta) ** 2) if statistics.decisive and not math.isnan(variance) else None
 
 
 def augmented_inner_product_test(
     statistics: GradientStatistics, theta: float, nu: float, batch: int, debias: bool = False, confidence: float = 0.0
-) -> int:
+) -> int | None:
     """Inner product test augmented by orthogonality (arXiv 1710.11258, section 2.2), the larger of the two.
 
     The second is ceil(O / (nu^2 ||g||^2)) with O the variance orthogonal to g, V - Var <g_i, g> / ||g||^2.
@@ -114,7 +114,7 @@ def augmented_inner_product_test(
         along = min(along + confidence * along_error / largest, math.sqrt(overlap))
     orthogonal = max(statistics.variance - along, 0.0)
     ratio = lower_ratio(orthogonal, statistics.variance_error, squared_norm, error, confidence)
-    return max(inner, _decide(ratio / nu**2, batch))
+    return max(filter(None, (inner, _decide(ratio / nu**2))), default=None)
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ class BatchTestParameters:
     confidence: float = 0.0
 
 
-# How the config names the tests: request(statistics, parameters, batch), or None for a batch that stays.
-BatchTest = Callable[[GradientStatistics, BatchTestParameters, int], int]
+# How the config names the tests: request(statistics, parameters, batch), which may say nothing; None: the batch stays.
+BatchTest = Callable[[GradientStatistics, BatchTestParameters, int], int | None]
 
 BATCH_TESTS: dict[str, BatchTest | None] = {
     "norm_test": lambda statistics, p, batch: norm_test(statistics, p.eta, batch, p.debias, p.confidence),
@@ -146,15 +146,17 @@ BATCH_TESTS: dict[str, BatchTest | None] = {
 NEED_INNER_PRODUCTS = ("inner_product_test", "augmented_inner_product_test")
 
 
-def bounded_request(current: int, test: int, max_growth: float, max_request: int) -> int:
+def bounded_request(current: int, test: int | None, max_growth: float, max_request: int) -> int:
     """The next requested batch: never below the current one, and growing within the config's bounds.
 
     Args:
         current: requested batch of this round.
-        test: what the batch test asks for.
+        test: what the batch test asks for; None: nothing.
         max_growth: largest factor per round, at least 1. A request of 1 may still become 2.
         max_request: largest request ever; a current request above it stays.
     """
+    if test is None:
+        return current
     ceiling = max(math.floor(current * max_growth), current + 1 if max_growth > 1.0 else current)
     return max(current, min(test, ceiling, max_request))
 

@@ -55,14 +55,15 @@ class GradientStatistics:
 
     def inner_product_variance_at(self, batch: float) -> tuple[float, float]:
         """P + R / batch, the variance of inner products with the mean gradient of so many examples, and its error."""
-        error = self.inner_product_variance_error**2 + (self.overlap_error / batch) ** 2
+        error = self.inner_product_variance_error**2 + (self.overlap_error / batch if batch < math.inf else 0.0) ** 2
         error += 2.0 * self.inner_product_covariance / batch if math.isfinite(error) else 0.0
         return self.inner_product_variance + self.overlap / batch, math.sqrt(max(error, 0.0))
 
     @property
     def decisive(self) -> bool:
         """Whether squared norm and variance are finite and not both zero, so that a test can say something."""
-        finite = math.isfinite(self.squared_norm) and math.isfinite(self.variance)
+        numbers = (self.squared_norm, self.variance, self.squared_norm_error, self.variance_error)
+        finite = all(map(math.isfinite, numbers))
         return finite and (self.squared_norm != 0.0 or self.variance > 0.0)
 
     @property

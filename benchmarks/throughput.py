@@ -198,7 +198,7 @@ def throughput(config: Config, repeats: int) -> None:
 
 
 def statistics_cost(config: Config, repeats: int) -> None:
-    """What the statistics add to a round: hooks on its last step, or a probe batch where the step is too small."""
+    """What the statistics add to a round: hooks on its first step, or a probe batch where the step is too small."""
     data = make_data(config, build_vocabulary(config))
     device, working = next(iter(Cluster(config, data).working.items()))
     batch, steps = config.INITIAL_BATCH_SIZE, config.number_of_inner_steps_between_outers

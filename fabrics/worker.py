@@ -72,8 +72,8 @@ class Assignment:
         place: in the run; dropout depends on it and on the inner step alone.
         sample: offset of the examples to take statistics of where an inner step has too few.
         probes: into how many micro-batches at least a step is cut for per-example statistics, which are taken at the
-            last inner step; 0: none are.
-        hands_back: what to hand back of the last gradient that the statistics are of: nothing, all of it, or a sketch.
+            first inner step, where all workers have the same parameters; 0: none are.
+        hands_back: what to hand back of the gradient that the statistics are of: nothing, all of it, or a sketch.
     """
 
     plan: ExecutionPlan
@@ -95,7 +95,7 @@ class WorkerRound:
     plan: that it ended with. losses: none where its node failed on the way. max_batch: of its node, afterwards.
     steady_seconds, steady_examples: of the inner steps but the first, which may compile and fill caches. left_out: why
     its pseudo-gradient is not in the mean, if it is not. failed: its node works no more. statistics: of the samples
-    that it took. moments: of its last gradient or of a sketch of it, beside the other workers'.
+    that it took. moments: of the gradient of its largest sample or of a sketch of it, beside the other workers'.
     """
 
     node: int
@@ -216,11 +216,14 @@ class Worker:
         losses = torch.zeros(inner_steps, dtype=working.parameters.dtype, device=working.device)
         working.load(parameters)
         working.gradient.zero_()
+        if assignment.probes and plan.effective_batch < self._config.statistics_batch_size:
+            self._seed(assignment, inner_steps)
+            estimate, vector = self._probe_batch(assignment, room)
+            statistics.append(estimate)
         self._seed(assignment, 0)
         while step < inner_steps:
-            last = step == inner_steps - 1
-            # One example alone has no variance.
-            probe = last and assignment.probes > 0 and plan.effective_batch > 1
+            # Where all workers stand at the same parameters; one example alone has no variance.
+            probe = step == 0 and assignment.probes > 0 and plan.effective_batch > 1
             step_plan = in_parts(plan, assignment.probes) if probe else plan
             indices = assignment.places(
                 step * assignment.step_examples + assignment.first_example, plan.effective_batch
@@ -233,15 +236,13 @@ class Worker:
                 self._seed(assignment, step)
                 continue
             losses[step], probes = passes
-            if last:
-                vector = self._handed_back(assignment, plan.effective_batch, room)
+            if step == 0:
+                if vector is None:  # otherwise it is that of the probe batch, which is larger
+                    vector = self._handed_back(assignment, plan.effective_batch, room)
                 statistics += [step_estimate(probes)] if probe else []
             self._update(run.learning_rates[step])
             on_step()
             step += 1
-        if assignment.probes and plan.effective_batch < self._config.statistics_batch_size:
-            estimate, vector = self._probe_batch(assignment, room)
-            statistics.append(estimate)
         run = dataclasses.replace(run, plan=plan, statistics=tuple(statistics), max_batch=self.node.max_batch)
         return losses, run, vector
 

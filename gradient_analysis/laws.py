@@ -100,7 +100,8 @@ def requests(
         grids: values of eta, theta and nu.
 
     Returns:
-        (test, parameter, request) in examples; the augmented test's second part alone for nu.
+        (test, parameter, request) in examples; the augmented test's second part alone for nu. A test that says nothing
+        leaves the batch.
     """
     # The sample is one of the data: its mean gradient holds V / examples of noise.
     count, variance = statistics.sample_size, statistics.variance
@@ -113,14 +114,14 @@ def requests(
     )
     rows = []
     for eta in grids["eta"]:
-        rows.append(("norm_test", eta, norm_test(estimates, eta, batch)))
-        rows.append(("norm_test, debias", eta, norm_test(estimates, eta, batch, debias=True)))
+        rows.append(("norm_test", eta, norm_test(estimates, eta, batch) or batch))
+        rows.append(("norm_test, debias", eta, norm_test(estimates, eta, batch, debias=True) or batch))
     for theta in grids["theta"]:
-        rows.append(("inner_product_test", theta, inner_product_test(estimates, theta, batch, debias=True)))
+        rows.append(("inner_product_test", theta, inner_product_test(estimates, theta, batch, debias=True) or batch))
     for nu in grids["nu"]:
         # With so large a theta only the test of orthogonality asks for anything.
         request = augmented_inner_product_test(estimates, 1e9, nu, batch, debias=True)
-        rows.append(("augmented_inner_product_test, orthogonality", nu, request))
+        rows.append(("augmented_inner_product_test, orthogonality", nu, request or batch))
     return sorted(rows, key=lambda row: (row[0], row[1]))
 
 

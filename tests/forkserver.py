@@ -2,9 +2,10 @@
 
 Importing PyTorch and transformers costs seconds of every program that a test starts, often more than what the program
 does then, and the project's own modules half a second. So every test process starts one interpreter
-(`python tests/forkserver.py DESCRIPTOR`) that imports them all and waits. Whoever starts `sys.executable` by `subprocess` or
-`multiprocessing` gets a fork of it instead, at the very call that would have made the process (`fork_exec`): pipes,
-exit statuses, signals, process ids and parents are the real ones. Only the interpreter's start is left out:
+(`python tests/forkserver.py DESCRIPTOR`) that imports them all and waits. Whoever starts `sys.executable` by
+`subprocess` or `multiprocessing` gets a fork of it instead, at the very call that would have made the process
+(`fork_exec`): pipes, exit statuses, signals, process ids and parents are the real ones. Only the interpreter's start is
+left out:
 
 - the process in between ends at once, and its child falls to whoever asked, who is its subreaper for that moment;
 - the program has the arguments, environment, folder, descriptors, session and ignored signals that were asked for;
@@ -14,8 +15,9 @@ exit statuses, signals, process ids and parents are the real ones. Only the inte
 
 An interpreter of its own gets who asks for it (`fresh`), whose environment differs in what libraries read when they
 are imported (`_READ_AT_IMPORT`), who gives other options than -u, -c and -m, and a program that does without PyTorch
-(`_LIGHT`). Two things differ: all programs of a server hash strings with one seed, which is not that of the tests; and modules are
-there before a program imports them. Those of the project are not where it works in another folder, as in a copy.
+(`_LIGHT`). Two things differ: all programs of a server hash strings with one seed, which is not that of the tests; and
+modules are there before a program imports them. Those of the project are not where it works in another folder, as in a
+copy.
 """
 
 import _posixsubprocess

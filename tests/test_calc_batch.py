@@ -1,6 +1,7 @@
 """Batch tests on numbers that anyone can recompute."""
 
 import itertools
+import dataclasses
 import math
 
 import numpy as np
@@ -55,21 +56,33 @@ def test_norm_test_does_not_round_up_a_whole_number():
 def test_a_zero_or_non_finite_gradient_leaves_the_batch(bad, debias, confidence):
     sample = statistics(bad, 0.0 if bad == 0.0 else 1.0, inner=1.0)
     assert not sample.decisive
-    assert norm_test(sample, 0.8, 12, debias, confidence) == 12
-    assert inner_product_test(sample, 0.9, 12, debias, confidence) == 12
-    assert augmented_inner_product_test(sample, 0.9, 0.3, 12, debias, confidence) == 12
+    assert norm_test(sample, 0.8, 12, debias, confidence) is None
+    assert inner_product_test(sample, 0.9, 12, debias, confidence) is None
+    assert augmented_inner_product_test(sample, 0.9, 0.3, 12, debias, confidence) is None
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_error_that_is_not_finite_is_not_decisive(bad):
+    """It would stay in the average over rounds."""
+    assert not dataclasses.replace(statistics(2.0, 8.0), squared_norm_error=bad).decisive
+    assert not dataclasses.replace(statistics(2.0, 8.0), variance_error=bad).decisive
+
+
+def test_a_test_that_says_nothing_moves_no_request():
+    """Not even to what the workers run, which is a multiple of their number."""
+    assert bounded_request(5, None, 2.0, 100) == 5
 
 
 def test_unknown_inner_products_leave_the_batch():
     sample = statistics(2.0, 8.0, inner=math.nan, overlap=math.nan)
     for confidence in (0.0, 2.0):
-        assert inner_product_test(sample, 0.1, 5, True, confidence) == 5
-        assert augmented_inner_product_test(sample, 0.1, 0.1, 5, False, confidence) == 5
+        assert inner_product_test(sample, 0.1, 5, True, confidence) is None
+        assert augmented_inner_product_test(sample, 0.1, 0.1, 5, False, confidence) is None
 
 
 def test_debiased_norm_test_without_a_visible_gradient():
     """As an estimate it says nothing; with an error of 0.5 it says that the squared norm is at most 1: 8 / 1."""
-    assert norm_test(statistics(-0.5, 8.0), 0.8, 16, debias=True) == 16
+    assert norm_test(statistics(-0.5, 8.0), 0.8, 16, debias=True) is None
     assert norm_test(statistics(-0.5, 8.0, error=0.5), 1.0, 4, debias=True, confidence=2.0) == 8
 
 

@@ -50,7 +50,7 @@ def test_simulated_time_of_one_trainer_on_paper():
 
 
 def test_simulated_time_of_statistics():
-    # The last step, in all its micro-batches, and where it has fewer than 8 examples a pass of its own over 8.
+    # The first step, in all its micro-batches, and where it has fewer than 8 examples a pass of its own over 8.
     in_step = made_run([row(1, 0, 1, 10, sample=8)])
     assert simulated_seconds(in_step, DEVICE, NETWORK) == pytest.approx([20 * 0.02 + (PROBED_PASS - 1) * 0.02])
     alone = made_run([row(1, 0, 1, 4, sample=8)])

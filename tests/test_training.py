@@ -139,15 +139,15 @@ def test_accumulation_weighs_examples_of_different_lengths_alike():
     torch.testing.assert_close(parts.parameters, whole.parameters, rtol=1e-7, atol=1e-9)
 
 
-def test_statistics_of_a_round_are_those_of_its_last_step():
-    """One worker, one inner step, no probe: they are those of that very batch at the start, without its noise."""
+def test_statistics_of_a_round_are_those_of_its_first_step():
+    """One worker, no probe: they are those of that very batch at the parameters at the start, without its noise."""
     config = make_config(INITIAL_BATCH_SIZE=12, statistics_batch_size=8)
     sequences = random_sequences(50)
     model = use_torch_norms(tiny_llama())
     trainer = make_trainer(copy.deepcopy(model), config, PackedSequences(sequences), nodes=1)
     ids = torch.from_numpy(sequences[trainer.cursor.peek(0, 12)]).long()
     expected = per_example_statistics(model, {"input_ids": ids, "labels": ids})
-    (report,) = train(trainer, 1, inner_steps=1)
+    (report,) = train(trainer, 1, inner_steps=3)
     found = report.statistics
     assert (found.examples, found.variance) == (12, pytest.approx(expected.variance, rel=1e-9))
     assert found.squared_norm == pytest.approx(expected.squared_norm - expected.variance / 12, rel=1e-9)
@@ -170,7 +170,7 @@ def test_all_micro_batches_of_all_workers_are_in_the_statistics(test):
     for part in np.split(trainer.cursor.peek(0, 14), 2):
         ids = torch.from_numpy(sequences[part]).long()
         expected.append(per_example_statistics(model, {"input_ids": ids, "labels": ids}))
-    (report,) = train(trainer, 1, inner_steps=1)
+    (report,) = train(trainer, 1, inner_steps=3)
     assert report.workers[0].plan.micro_batches == (3, 2, 2)
     found = report.statistics
     assert found.examples == 14
@@ -186,7 +186,7 @@ def test_four_workers_hold_their_gradients_against_each_other():
     config = make_config(INITIAL_BATCH_SIZE=32)
     trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(50)), nodes=4)
     model, batches = tiny_llama(), np.split(trainer.cursor.peek(0, 32), 4)
-    (report,) = train(trainer, 1, inner_steps=1)
+    (report,) = train(trainer, 1, inner_steps=3)
     sums = []
     for part in batches:
         model.zero_grad()
@@ -201,7 +201,7 @@ def test_four_workers_hold_their_gradients_against_each_other():
     assert abs(found - (between + within)) < margin
     assert abs(found - (between + within)) > 0.0
     alone = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(50)), nodes=3)
-    (other,) = train(alone, 1, inner_steps=1)
+    (other,) = train(alone, 1, inner_steps=3)
     assert all(worker.moments is None for worker in other.workers.values())
 
 
@@ -209,21 +209,30 @@ def test_a_small_batch_is_probed_on_the_examples_that_come_next():
     config = make_config(INITIAL_BATCH_SIZE=2, statistics_batch_size=8)
     sequences = random_sequences(50)
     model = use_torch_norms(tiny_llama())
-    trainer = make_trainer(model, config, PackedSequences(sequences), nodes=1)
-    upcoming = sequences[trainer.cursor.peek(2, 8)]
-    own, statistics = train(trainer, 1, inner_steps=1)[0].workers[0].statistics
-    # After the round the working model holds x - x_m; with x of the start it is the replica again.
-    start = make_trainer(use_torch_norms(tiny_llama()), config, PackedSequences(sequences), nodes=1).parameters
-    trainer.workers[0].working.load(start - trainer.workers[0].working.parameters.detach())
+    trainer = make_trainer(copy.deepcopy(model), config, PackedSequences(sequences), nodes=1)
+    upcoming = sequences[trainer.cursor.peek(3 * 2, 8)]
+    statistics, own = train(trainer, 1, inner_steps=3)[0].workers[0].statistics
     ids = torch.from_numpy(upcoming).long()
-    expected = per_example_statistics(trainer.workers[0].working.module, {"input_ids": ids, "labels": ids})
+    expected = per_example_statistics(model, {"input_ids": ids, "labels": ids})
     assert (own.examples, statistics.examples) == (2, 8)
     assert statistics.variance == pytest.approx(expected.variance, rel=1e-7)
     assert statistics.squared_norm == pytest.approx(expected.squared_norm - expected.variance / 8, rel=1e-6)
-    assert trainer.cursor.position == 2
+    assert trainer.cursor.position == 3 * 2
 
 
-def test_across_workers_uses_the_last_gradient_of_every_worker():
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_a_probe_batch_leaves_training_as_it_is(dropout):
+    ends = []
+    for test in ("none", "norm_test"):
+        config = make_config(INITIAL_BATCH_SIZE=2, sampling_method=test, max_batch_growth=1.0)
+        trainer = make_trainer(tiny_bert(dropout=dropout), config, separable_texts(40), nodes=1)
+        (report,) = train(trainer, 1, inner_steps=3)
+        assert len(report.workers[0].statistics) == (2 if test == "norm_test" else 0)
+        ends.append(trainer.parameters)
+    assert torch.equal(*ends)
+
+
+def test_across_workers_uses_the_first_gradient_of_every_worker():
     config = make_config(INITIAL_BATCH_SIZE=6, statistics_estimator="across_workers")
     sequences = random_sequences(50)
     model = use_torch_norms(tiny_llama())
@@ -235,7 +244,7 @@ def test_across_workers_uses_the_last_gradient_of_every_worker():
         F.cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]).numpy())
     gradients = np.stack(gradients)
-    (report,) = train(trainer, 1, inner_steps=1)
+    (report,) = train(trainer, 1, inner_steps=3)
     assert report.statistics.variance == pytest.approx(2 * gradients.var(0, ddof=1).sum(), rel=1e-9)
     assert report.statistics.examples == 6
     # One synchronisation and one all-reduce of the gradients.
