@@ -1,7 +1,7 @@
 """Batch tests on numbers that anyone can recompute."""
 
-import itertools
 import dataclasses
+import itertools
 import math
 
 import numpy as np

@@ -17,7 +17,7 @@ _SMALL = [
 ]  # fmt: skip
 # What makes a command short: overrides and options that are appended to it, where they win.
 LESS = {
-    "run.py": [*_SMALL, "clearml=off"],
+    "run.py": [*_SMALL, "clearml=off", "plot_at_end=false"],
     "tests/test_c4_dataset.py": _SMALL,
     "benchmarks/throughput.py": [*_SMALL, "--repeats", "2"],
     "gradient_analysis/gradient_analysis.py": [

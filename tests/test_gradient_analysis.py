@@ -269,6 +269,7 @@ def analysed(programs, tmp_path_factory, cache_dir):
         *("dataset=python_docs", "data_sample_size=300", "val_size=20", "sequence_length=16", "vocab_size=300"),
         *("number_of_outer_steps=1", "number_of_inner_steps_between_outers=2", f"cache_dir={cache_dir}"),
         *(f"log_dir={folder / 'logs'}", "clearml=off", "number_of_initial_trainers=2", "processes=1"),
+        "plot_at_end=false",
     ]
     programs.run("run.py", *arguments)
     (run,) = (folder / "logs").iterdir()
