@@ -70,9 +70,9 @@ def test_a_diverged_worker_is_left_out_and_begins_anew_like_the_first_healthy_on
     x, v, sent = trainer.parameters.clone(), trainer.velocity.clone(), []
     encode = Worker.encoded_pseudo_gradient
 
-    def recording(worker, parameters):
+    def recording(worker, parameters, encoding):
         sent.append(parameters - worker.working.parameters.data)
-        return encode(worker, parameters)
+        return encode(worker, parameters, encoding)
 
     monkeypatch.setattr(Worker, "encoded_pseudo_gradient", recording)
     (report,) = train(trainer, 1)
