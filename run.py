@@ -131,7 +131,7 @@ def set_up(
     from training_logs.recording.records import Observer
     from training_logs.recording.run_folder import make_run_folder
     from utils.agreement import decided, done_by_all
-    from utils.attempts import remember_attempt
+    from utils.attempts import agents_of, remember_attempt
     from utils.checkpoint import newest_checkpoint
     from utils.config import ConfigError
 
@@ -149,13 +149,13 @@ def set_up(
     if checkpoint is not None:
         cluster.resume(checkpoint)
     folder = Path(resume) if resume else decided(processes, lambda: make_run_folder(config, data.dataset))
-    machines = processes.gather(machine(cluster.devices))
+    machines, agents = processes.gather(machine(cluster.devices)), agents_of(processes)
 
     def recorded() -> Observer:
         if not processes.is_main:
             return Observer()
         try:
-            remember_attempt(folder)
+            remember_attempt(folder, agents)
             origin = Origin.of_this_program(started, code, machines)
             return RunRecorder(config, folder, kept, started, state, origin)
         except OSError as error:

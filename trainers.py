@@ -30,7 +30,7 @@ from fabrics.worker import Assignment, Node, Place, TrainingError, Worker, Worke
 from fabrics.workforce import Workforce, merge
 from fabrics.working_model import WorkingModel
 from training_logs.recording.records import RoundReport
-from utils.compression import COMMUNICATION_DTYPES, PLAIN
+from utils.compression import PLAIN
 from utils.config import Config
 from utils.distributed import Processes
 
@@ -152,7 +152,6 @@ class Trainer:
         self._config = config
         self._examples = examples
         self._algorithm = DISTRIBUTED_ALGORITHMS[config.distributed_algo]
-        self._encoding = COMMUNICATION_DTYPES[config.communication_dtype]
         self.velocity = None
         if self._algorithm.has_velocity and parameters is not None:
             self.velocity = torch.zeros_like(parameters)
@@ -227,14 +226,15 @@ class Trainer:
         assignments = self.assignments(schedule)
         local: dict[int, WorkerRound] = {}
         vectors: dict[int, torch.Tensor | None] = {}
+        encoding = self.workforce.encoding
 
         def pseudo_gradient_of(index: int, worker: Worker) -> torch.Tensor | None:
             local[index], vectors[index] = worker.run(self.parameters, assignments[index], on_step)
-            return None if local[index].left_out else worker.encoded_pseudo_gradient(self.parameters)
+            return None if local[index].left_out else worker.encoded_pseudo_gradient(self.parameters, encoding)
 
         # Every example counts the same, whichever worker it is with.
         weights = [assignment.plan.effective_batch for assignment in assignments.values()]
-        pseudo_gradient, count = self.workforce.mean(pseudo_gradient_of, self.parameters, self._encoding, weights)
+        pseudo_gradient, count = self.workforce.mean(pseudo_gradient_of, self.parameters, encoding, weights)
         if count:
             self._algorithm.outer_step(
                 self.parameters,
@@ -322,7 +322,7 @@ class Trainer:
         statistics, warning = self.batch.conclude(samples, between, step_examples, schedule.progress_after, largest)
         self.cursor.advance(schedule.inner_steps * step_examples)
         self.inner_steps += schedule.inner_steps
-        bytes_sent = self.workforce.reduction_bytes(self._encoding)
+        bytes_sent = self.workforce.reduction_bytes(self.workforce.encoding)
         bytes_sent += self.workforce.reduction_bytes(PLAIN, self._measures.numbers(self.workforce.parameter_count))
         self.rounds += 1
         return RoundReport(

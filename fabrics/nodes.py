@@ -218,6 +218,13 @@ class NodePool:
         return [node.max_batch for node in self.nodes]
 
     def load_state_dict(self, max_batches: Sequence[int]) -> None:
-        """Take over max batches, where there are as many nodes."""
+        """Take over max batches, where there are as many nodes, but for nodes whose own is smaller.
+
+        A saved one may be smaller than that of a new pool because a node ran out of memory, and with the same
+        micro-batches a run goes on with the same bits. A node's own is smaller where less was asked for since then
+        (`max_batch_size`), or where less memory was measured: more would not fit, or not be what was asked for.
+        """
         if len(max_batches) == len(self.nodes):
-            self.limit(dict(enumerate(max_batches)))
+            self.limit(
+                {node.id: min(node.max_batch, saved) for node, saved in zip(self.nodes, max_batches, strict=True)}
+            )

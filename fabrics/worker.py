@@ -25,7 +25,7 @@ from fabrics.examples import Examples
 from fabrics.inner_optimizers import INNER_OPTIMIZERS
 from fabrics.passes import accumulate
 from fabrics.working_model import WorkingModel
-from utils.compression import COMMUNICATION_DTYPES
+from utils.compression import COMMUNICATION_DTYPES, Encoding
 from utils.config import Config
 from utils.devices import is_out_of_memory
 
@@ -137,8 +137,8 @@ class Worker:
         self._config = config
         kind = DISTRIBUTED_ALGORITHMS[config.distributed_algo].inner_optimizer
         self.optimizer = INNER_OPTIMIZERS[kind].build(working.parameters, config)
-        self._encoding = COMMUNICATION_DTYPES[config.communication_dtype]
-        self.error = torch.zeros_like(working.parameters.data) if self._encoding.keeps_error else None
+        keeps_error = COMMUNICATION_DTYPES[config.communication_dtype].keeps_error
+        self.error = torch.zeros_like(working.parameters.data) if keeps_error else None
 
     # State
 
@@ -303,17 +303,17 @@ class Worker:
         self.optimizer.step()
         gradient.zero_()
 
-    def encoded_pseudo_gradient(self, parameters: torch.Tensor) -> torch.Tensor:
+    def encoded_pseudo_gradient(self, parameters: torch.Tensor, encoding: Encoding) -> torch.Tensor:
         """What the worker sends: x - x_m, with the error of the last one; the new error stays.
 
-        parameters: x, flat, from which the round began.
+        parameters: x, flat, from which the round began. encoding: how it travels; a lossless one leaves no error.
         """
         # In the working buffer itself: the next replica overwrites it anyway.
         tensor = self.working.parameters.data
         tensor.neg_().add_(parameters.to(tensor.device))
         if self.error is None:
-            return self._encoding.encode(tensor)
-        encoded = self._encoding.encode(tensor.add_(self.error))
-        arriving = self._encoding.decode(encoded, tensor.dtype)[: tensor.numel()]
+            return encoding.encode(tensor)
+        encoded = encoding.encode(tensor.add_(self.error))
+        arriving = encoding.decode(encoded, tensor.dtype)[: tensor.numel()]
         torch.sub(tensor, arriving, out=self.error)
         return encoded

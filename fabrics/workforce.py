@@ -40,6 +40,7 @@ class Workforce:
         self.local: dict[int, Worker] = {}
         self.lost: frozenset[int] = frozenset()
         self._config, self._working, self._processes = config, working, processes
+        self._encoding = COMMUNICATION_DTYPES[config.communication_dtype]
         first, algorithm = next(iter(working.values())), DISTRIBUTED_ALGORITHMS[config.distributed_algo]
         self._like = first.parameters.data
         self.parameter_count = first.parameter_count
@@ -50,12 +51,17 @@ class Workforce:
         self.sizes = StateBytes(
             trainer=self.trainer_tensors * flat.nbytes,
             worker=sum(tensor.nbytes for tensor in moments.values()),
-            error=COMMUNICATION_DTYPES[config.communication_dtype].keeps_error * flat.nbytes,
+            error=self._encoding.keeps_error * flat.nbytes,
         )
         self._group: Workers = LocalWorkers(0)
 
     def __len__(self) -> int:
         return len(self.nodes)
+
+    @property
+    def encoding(self) -> Encoding:
+        """How pseudo-gradients travel; as they are where there is one worker, which sends nothing."""
+        return self._encoding if len(self) > 1 else PLAIN
 
     def assign(
         self, nodes: tuple[Node, ...], tensors: list[torch.Tensor] | None

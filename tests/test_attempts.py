@@ -1,24 +1,31 @@
 """Where a run goes on that torchrun has started again: what one process finds, all do."""
 
 import os
+import subprocess
+import sys
+import textwrap
+import threading
 from pathlib import Path
 
 import pytest
 
 from tests.threads import together
-from utils.attempts import folder_to_resume, forget_attempt, remember_attempt
+from utils.attempts import agents_of, folder_to_resume, forget_attempt, remember_attempt
 from utils.config import ConfigError
 from utils.distributed import LocalProcesses
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
 def job(monkeypatch):
-    """A function that makes this process one that torchrun started."""
+    """A function that makes this process one that an agent of torchrun started; torchrun counts no restart."""
 
-    def start(run: str = "4711", restarts: int = 0) -> None:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+    def start(agent: str = "machine 17 3.50") -> None:
+        monkeypatch.setattr("utils.attempts._agent", lambda: agent)
 
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "4711")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     start()
     return start
 
@@ -29,62 +36,80 @@ def run_folder(log_dir: Path, name: str, checkpoint: bool = True) -> Path:
     return folder
 
 
+def remembered(folder: Path) -> Path:
+    remember_attempt(folder, agents_of(LocalProcesses()))
+    return folder
+
+
 def resumed(log_dir: Path, given: str | None = None) -> str | None:
     return folder_to_resume(LocalProcesses(), given, lambda: log_dir)
 
 
-def test_a_restarted_run_goes_on_where_it_was(tmp_path, job):
+def test_a_run_that_is_started_again_goes_on_where_it_was(tmp_path, job):
     assert resumed(tmp_path / "logs") is None
-    folder = run_folder(tmp_path / "logs", "mine")
-    remember_attempt(folder)
-    other = run_folder(tmp_path / "logs", "other")
-    job("4712")
-    remember_attempt(other)
-    job(restarts=1)
-    assert resumed(tmp_path / "logs") == str(folder)
-    # From another machine, whose agent has another process id, and for a run that was itself resumed.
+    folder = remembered(run_folder(tmp_path / "logs", "mine"))
+    job("machine 18 4.00")
+    remembered(run_folder(tmp_path / "logs", "other"))
+    job()
+    for _ in range(2):  # machines have come or gone twice
+        assert resumed(tmp_path / "logs") == str(folder)
+    # For a run that was itself resumed.
     assert resumed(tmp_path / "logs", "elsewhere") == str(folder)
 
 
+@pytest.mark.usefixtures("programs")
+def test_the_agent_is_the_first_program_above_that_torchrun_did_not_start(tmp_path, monkeypatch):
+    """Once as the parent, once with a script in between; a second attempt finds what the first has left."""
+    agent = f"""
+        import os, subprocess, sys
+        environment = os.environ | {{"TORCHELASTIC_RUN_ID": "none", "PYTHONPATH": {str(ROOT)!r}}}
+        attempt = [sys.executable, "-c", sys.argv[1]]
+        for command in (attempt, ["sh", "-c", '"$@"; exit $?', "sh", *attempt]):
+            subprocess.run(command, env=environment, check=True)
+    """
+    attempt = f"""
+        from pathlib import Path
+        from utils.attempts import agents_of, folder_to_resume, remember_attempt
+        from utils.distributed import LocalProcesses
+        logs = Path({str(tmp_path)!r})
+        print(folder_to_resume(LocalProcesses(), None, lambda: logs))
+        remember_attempt(logs / "mine", agents_of(LocalProcesses()))
+    """
+    folder = run_folder(tmp_path, "mine")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    command = [sys.executable, "-c", textwrap.dedent(agent), textwrap.dedent(attempt)]
+    for _ in range(2):  # two agents, as of two jobs of the same name
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert result.stdout.split() == ["None", str(folder)]
+
+
 def test_without_a_checkpoint_a_restarted_run_begins_anew(tmp_path, job):
-    remember_attempt(run_folder(tmp_path, "mine", checkpoint=False))
-    job(restarts=1)
+    remembered(run_folder(tmp_path, "mine", checkpoint=False))
     assert resumed(tmp_path) is None
     assert resumed(tmp_path, "given") == "given"
 
 
-def test_a_new_job_of_the_same_name_does_not_go_on_with_the_one_before(tmp_path, job):
-    remember_attempt(run_folder(tmp_path, "yesterday"))
+def test_jobs_of_the_same_name_leave_each_other_s_runs_alone(tmp_path, job):
+    first = remembered(run_folder(tmp_path, "first"))
+    job("machine 17 99.00")  # the process id was used again
     assert resumed(tmp_path) is None
     # It dies before it has a folder of its own.
-    job(restarts=1)
     assert resumed(tmp_path) is None
+    second = remembered(run_folder(tmp_path, "second"))
+    assert resumed(tmp_path) == str(second)
+    job()
+    assert resumed(tmp_path) == str(first)
 
 
 def test_a_run_that_is_over_is_not_gone_on_with(tmp_path, job):
-    folder = run_folder(tmp_path, "mine")
-    remember_attempt(folder)
+    folder = remembered(run_folder(tmp_path, "mine"))
     forget_attempt(folder)
-    job(restarts=1)
-    assert resumed(tmp_path) is None
-
-
-def test_jobs_without_a_name_are_told_apart_by_their_agents(tmp_path, job, monkeypatch):
-    job("none")
-    folder = run_folder(tmp_path, "mine")
-    remember_attempt(folder)
-    job("none", restarts=1)
-    assert resumed(tmp_path) == str(folder)
-    parent = os.getppid()
-    monkeypatch.setattr(os, "getppid", os.getpid)
-    assert parent != os.getppid()
     assert resumed(tmp_path) is None
 
 
 def test_outside_of_torchrun_nothing_is_left_or_found(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    folder = run_folder(tmp_path, "mine")
-    remember_attempt(folder)
+    folder = remembered(run_folder(tmp_path, "mine"))
     assert [path.name for path in folder.iterdir()] == ["checkpoints"]
     forget_attempt(folder)
     assert resumed(tmp_path, "given") == "given"
@@ -93,25 +118,32 @@ def test_outside_of_torchrun_nothing_is_left_or_found(tmp_path, monkeypatch):
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to give a folder away")
 @pytest.mark.parametrize("whose", ["folder", "record"])
 def test_what_somebody_else_has_left_is_not_followed(tmp_path, job, whose):
-    folder = run_folder(tmp_path, "theirs")
-    remember_attempt(folder)
+    folder = remembered(run_folder(tmp_path, "theirs"))
+    assert resumed(tmp_path) == str(folder)
     os.chown(folder if whose == "folder" else folder / ".torchrun", 65534, 65534)
-    job(restarts=1)
     assert resumed(tmp_path) is None
 
 
-def test_one_restarted_process_is_enough_and_all_take_the_main_process_s_folder(tmp_path, job, monkeypatch):
+def test_one_agent_that_was_there_is_enough_and_all_take_the_main_process_s_folder(tmp_path, monkeypatch):
     folder = run_folder(tmp_path / "shared", "mine")
-    remember_attempt(folder)
-    # The machine of rank 1 was replaced: its agent begins to count, and it has another log folder and command line.
-    monkeypatch.setattr("utils.attempts.restarted", lambda: next(restarts))
-    restarts = iter([True, False, False])
+    remember_attempt(folder, ["a", "b"])
+    names: dict[int, str] = {}
+    monkeypatch.setattr("utils.attempts._agent", lambda: names[threading.get_ident()])
 
-    def work(process):
-        log_dir = tmp_path / ("shared" if process.is_main else "empty")
-        return folder_to_resume(process, None if process.is_main else "given", lambda: log_dir)
+    def attempt(*agents):
+        """With an agent for each process; only the main process's log folder and command line are right."""
 
-    assert together(3, work) == [str(folder)] * 3
+        def work(process):
+            names[threading.get_ident()] = agents[process.rank]
+            log_dir = tmp_path / ("shared" if process.is_main else "empty")
+            return folder_to_resume(process, None if process.is_main else "given", lambda: log_dir)
+
+        return together(len(agents), work)
+
+    # Machines are replaced one after the other, the main process's first; nobody of the last was there at first.
+    for agents in (("c", "b", "b"), ("d", "c"), ("d",)):
+        assert attempt(*agents) == [str(folder)] * len(agents)
+    assert attempt("a", "b") == [None, None]
 
 
 def test_a_log_folder_that_cannot_be_told_is_everybodys_error(job):

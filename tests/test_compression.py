@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fabrics.examples import PackedSequences
+from fabrics.worker import Worker
 from tests.helpers import CPU, Recorder, make_config, make_trainer, random_sequences, tiny_cluster, tiny_llama, train
 from utils.compression import BFLOAT16, COMMUNICATION_DTYPES, INT8, PLAIN
 
@@ -84,14 +85,14 @@ def test_a_run_counts_what_is_sent(name):
 def test_what_int8_loses_is_sent_in_the_next_rounds():
     """Over the rounds a worker sends the sum of its pseudo-gradients, up to the error that it still keeps."""
     config = make_config(communication_dtype="int8", sampling_method="none")
-    trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(60)), nodes=1)
+    trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(60)), nodes=2)
     wanted, sent = torch.zeros_like(trainer.parameters), torch.zeros_like(trainer.parameters)
-    (worker,) = trainer.workers.values()
+    worker = trainer.workers[0]
     encode = worker.encoded_pseudo_gradient
 
-    def recording(parameters):
+    def recording(parameters, encoding):
         wanted.add_(parameters - worker.working.parameters.data)
-        rows = encode(parameters)
+        rows = encode(parameters, encoding)
         sent.add_(INT8.decode(rows, sent.dtype)[: sent.numel()])
         return rows
 
@@ -102,22 +103,51 @@ def test_what_int8_loses_is_sent_in_the_next_rounds():
     torch.testing.assert_close(sent + error, wanted, rtol=1e-12, atol=1e-14)
 
 
-def test_a_single_worker_with_bfloat16_moves_by_the_rounded_pseudo_gradient():
+def test_two_workers_with_bfloat16_move_by_the_rounded_mean_of_rounded_pseudo_gradients(monkeypatch):
     config = make_config(communication_dtype="bfloat16", sampling_method="none", distributed_algo="LocalSGD")
+    trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(60)), 2)
+    before, given, encode = trainer.parameters.clone(), [], Worker.encoded_pseudo_gradient
+
+    def recording(worker, parameters, encoding):
+        given.append((parameters - worker.working.parameters.data).bfloat16().double())
+        return encode(worker, parameters, encoding)
+
+    monkeypatch.setattr(Worker, "encoded_pseudo_gradient", recording)
+    train(trainer, 1)
+    expected = before - ((given[0] + given[1]) / 2).bfloat16().double()
+    torch.testing.assert_close(trainer.parameters, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "int8"])
+def test_a_single_worker_sends_nothing_and_rounds_nothing(name):
     examples = PackedSequences(random_sequences(60))
-    plain = make_trainer(tiny_llama(), make_config(sampling_method="none", distributed_algo="LocalSGD"), examples, 1)
-    rounded = make_trainer(tiny_llama(), config, examples, 1)
-    before = plain.parameters.clone()
-    train(plain, 1)
-    train(rounded, 1)
-    expected = before - (before - plain.parameters).bfloat16().double()
-    torch.testing.assert_close(rounded.parameters, expected, rtol=1e-9, atol=1e-12)
+    plain, single = (
+        make_trainer(tiny_llama(), make_config(sampling_method="none", communication_dtype=dtype), examples, 1)
+        for dtype in ("float32", name)
+    )
+    train(plain, 2)
+    reports = train(single, 2)
+    assert torch.equal(single.parameters, plain.parameters)
+    assert [report.bytes_synchronised for report in reports] == [0, 0]
+
+
+def test_what_a_worker_lost_before_it_was_the_only_one_is_not_lost_for_good():
+    config = make_config(communication_dtype="int8", sampling_method="none", distributed_algo="LocalSGD")
+    trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(60)), 2)
+    train(trainer, 1)
+    trainer.assign_nodes(trainer.nodes[:1])
+    before, error = trainer.parameters.clone(), trainer.workers[0].error.clone()
+    assert error.abs().max() > 0
+    train(trainer, 1)
+    replica = trainer.workers[0].working  # its buffer holds what was sent: x - x_m + error
+    torch.testing.assert_close(before - trainer.parameters, replica.parameters.data, rtol=1e-12, atol=1e-14)
+    assert not trainer.workers[0].error.any()
 
 
 def test_a_new_worker_has_the_first_ones_moments_and_no_error_to_send():
     settings = {
         "number_of_initial_trainers": 2,
-        "nodes_per_gpu": 2,
+        "nodes_per_gpu": 4,
         "merge_frequency": 1,
         "communication_dtype": "int8",
     }
@@ -125,7 +155,9 @@ def test_a_new_worker_has_the_first_ones_moments_and_no_error_to_send():
     cluster.run_round(Recorder())
     cluster.distribute()
     (trainer,) = cluster.trainers.values()
-    first, second = trainer.workers.values()
-    assert torch.equal(first.state_dict()["exp_avg"], second.state_dict()["exp_avg"])
+    first, _, *new = trainer.workers.values()
+    assert len(new) == 2
     assert first.error.abs().max() > 0
-    assert not second.error.any()
+    for worker in new:
+        assert torch.equal(first.state_dict()["exp_avg"], worker.state_dict()["exp_avg"])
+        assert not worker.error.any()

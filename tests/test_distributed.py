@@ -1,8 +1,10 @@
 """One, two and four processes give the same run; real ones, started by torchrun, over gloo."""
 
+import contextlib
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +12,10 @@ import torch
 from algorithms.across_workers import MINIMUM_WORKERS
 from tests import spmd
 from tests.test_resume import assert_same_run, summary
+from utils import reductions
 from utils.compression import BFLOAT16, INT8, PLAIN
 from utils.distributed import LocalProcesses
-from utils.reductions import LocalWorkers
+from utils.reductions import Group, LocalWorkers
 
 ROOT = Path(__file__).resolve().parent.parent
 IN_ORDER = [name for name in spmd.SCENARIOS if not name.startswith("all-reduce")]
@@ -142,6 +145,32 @@ def test_the_mean_leaves_out_who_gives_nothing_and_equal_weights_leave_no_trace(
     nobody, count = LocalWorkers(2).mean(iter([(0, None), (1, None)]), tensors[0], encoding)
     assert count == 0
     assert not nobody.any()
+
+
+class OnSecondDevice(torch.Tensor):
+    """A tensor that says it is on the second device of its kind, and leaves it by `to`."""
+
+    device = torch.device("cpu", 1)
+
+    def to(self, device):
+        return self.as_subclass(torch.Tensor).clone()
+
+
+def test_a_broadcast_goes_through_the_device_of_the_group_alone(monkeypatch):
+    """Where a process has several GPUs, a tensor on another one than the others use would wait for ever."""
+    sent, handed = [torch.arange(3.0), torch.arange(3.0, 8.0), torch.tensor([8.0])], []
+
+    def broadcast(tensor, source, group, async_op=False):
+        handed.append(tensor.device)
+        tensor.copy_(sent[len(handed) - 1])
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(reductions.dist, "broadcast", broadcast)
+    group = Group((0, 1), None, torch.device("cpu"), SimpleNamespace(explaining=contextlib.nullcontext))
+    received = [torch.zeros(3), torch.zeros(5).as_subclass(OnSecondDevice), torch.zeros(1)]
+    group.broadcast(received, 0)
+    assert handed == [torch.device("cpu")] * 3
+    assert torch.equal(torch.cat([tensor.as_subclass(torch.Tensor) for tensor in received]), torch.arange(9.0))
 
 
 def test_more_processes_than_nodes_is_a_clear_error(programs, tmp_path):

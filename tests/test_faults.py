@@ -70,9 +70,9 @@ def test_a_diverged_worker_is_left_out_and_begins_anew_like_the_first_healthy_on
     x, v, sent = trainer.parameters.clone(), trainer.velocity.clone(), []
     encode = Worker.encoded_pseudo_gradient
 
-    def recording(worker, parameters):
+    def recording(worker, parameters, encoding):
         sent.append(parameters - worker.working.parameters.data)
-        return encode(worker, parameters)
+        return encode(worker, parameters, encoding)
 
     monkeypatch.setattr(Worker, "encoded_pseudo_gradient", recording)
     (report,) = train(trainer, 1)
@@ -188,6 +188,28 @@ def test_a_node_out_of_memory_keeps_its_smaller_max_batch(monkeypatch):
     resumed = tiny_cluster(number_of_initial_trainers=1, max_batch_size=8, INITIAL_BATCH_SIZE=16)
     resumed.load_state_dict(cluster.state_dict(), lambda group, name: tensors[group][name])
     assert [node.max_batch for node in resumed.nodes] == [2] * 4
+
+
+def test_a_resumed_run_takes_the_smaller_max_batch_asked_for_and_leaves_a_larger_one():
+    saved = [64, 2]
+    for asked, expected in ((4, [4, 2]), (128, [64, 2])):
+        pool = NodePool([CPU] * 2, make_config(max_batch_size=asked))
+        pool.load_state_dict(saved)
+        assert [node.max_batch for node in pool.nodes] == expected
+    cluster = tiny_cluster(number_of_initial_trainers=1)
+    tensors = {name: group for trainer in cluster.trainers.values() for name, group in trainer.tensors().items()}
+    resumed = tiny_cluster(number_of_initial_trainers=1, max_batch_size=4)
+    resumed.load_state_dict(cluster.state_dict(), lambda group, name: tensors[group][name])
+    assert {node.max_batch for trainer in resumed.trainers.values() for node in trainer.nodes} == {4}
+
+
+def test_a_resumed_run_takes_a_measured_max_batch_where_less_memory_is_left():
+    pool = NodePool([CPU] * 3, make_config(max_batch_size=None))
+    pool.limit({0: 16, 1: 32, 2: 64})
+    pool.load_state_dict([32, 32, 32])
+    assert [node.max_batch for node in pool.nodes] == [16, 32, 32]
+    pool.load_state_dict([1, 1])  # of other nodes
+    assert [node.max_batch for node in pool.nodes] == [16, 32, 32]
 
 
 def test_one_example_that_does_not_fit_is_an_error(monkeypatch):

@@ -12,6 +12,7 @@ from algorithms.switch_mode import ExecutionPlan
 from fabrics.worker import WorkerRound
 from tests.helpers import warnings_of
 from tests.test_reporting import record_run
+from tests.test_resume import summary
 from training_logs.recording import drawing, memory_monitor, step_loss_logger
 from training_logs.recording.drawing import Drawing, affordable
 from training_logs.recording.memory_monitor import MemoryMonitor
@@ -256,3 +257,14 @@ def test_what_cannot_be_drawn_is_a_warning_with_its_reason(tmp_path, monkeypatch
     (warning,) = (text for text in warnings_of(folder) if "drawn" in text)
     assert "plots and report could not be drawn: " in warning
     assert "not a run folder, or damaged: 'model_training_report_dir'" in warning
+
+
+def test_a_plot_that_raises_at_the_end_is_a_warning_and_the_run_is_completed(tmp_path, monkeypatch):
+    def broken(folder):
+        raise ValueError("Image size of 123456x10 pixels is too large")
+
+    monkeypatch.setattr("training_logs.training_monitoring.draw", broken)
+    folder = record_run(tmp_path, number_of_outer_steps=1, plot_at_end=True)
+    expected = "plots and report could not be drawn: ValueError: Image size of 123456x10 pixels is too large"
+    assert any(text.endswith(expected) for text in warnings_of(folder))
+    assert summary(folder)["status"] == "completed"

@@ -120,19 +120,27 @@ class Group:
             dist.all_gather_single(received, sent, group=self._handle)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
-        """Contiguous tensors of any device from the rank `source`, in place for the others, all at once."""
+        """Contiguous tensors of any device from the rank `source`, in place for the others.
+
+        Those of the group's device go all at once, others one after the other through it: nccl has communicators of
+        each device, and ranks that used different ones would wait for each other for ever.
+        """
         parts = [
             part for tensor in tensors for part in tensor.view(-1).split(self.bucket_bytes // tensor.element_size())
         ]
+        under_way = []
         with self._heartbeat.explaining():
-            if all(part.device.type == self.device.type for part in parts):
-                for work in [dist.broadcast(part, source, self._handle, async_op=True) for part in parts]:
-                    work.wait()
-                return
             for part in parts:
-                staged = part.to(self.device)
-                dist.broadcast(staged, source, self._handle)
-                part.copy_(staged)
+                direct = part.device == self.device
+                staged = part if direct else part.to(self.device)
+                work = dist.broadcast(staged, source, self._handle, async_op=True)
+                if direct:
+                    under_way.append(work)
+                else:
+                    work.wait()
+                    part.copy_(staged)
+            for work in under_way:
+                work.wait()
 
     def close(self) -> None:
         """Free what the communication holds; all ranks of the group do so together."""

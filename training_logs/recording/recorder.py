@@ -220,7 +220,12 @@ class RunRecorder(Observer):
 
     def _draw(self, draw: Callable[[], str | None]) -> None:
         def drawn() -> None:
-            problem = draw()
+            try:
+                problem = draw()
+            except OSError:
+                raise
+            except Exception as error:  # memory, or whatever a plotting library raises: the run itself is done
+                problem = f"{type(error).__name__}: {error}"
             if problem is not None:
                 self.warn(f"plots and report could not be drawn: {problem}")
 
