@@ -106,6 +106,56 @@ def test_the_newest_stay(checkpoints, folder):
     assert newest(folder).state["round"] == 10
 
 
+def spoil(path: Path) -> None:
+    (path / "state.json").write_text("damaged")
+
+
+def save_all(folder: Path, *numbers: int) -> None:
+    for number in numbers:
+        save(Checkpoints(folder, len(numbers), None, ALONE, [].append), folder, number)
+
+
+@pytest.mark.parametrize("renamed", [True, False])
+def test_damaged_checkpoints_do_not_displace_good_ones(checkpoints, folder, monkeypatch, renamed):
+    """Two are kept, and the newest two are damaged; what is written then has a lower number than those."""
+
+    def refused(path):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    if not renamed:
+        monkeypatch.setattr(checkpoint, "set_aside", refused)
+    save_all(folder, 100, 110, 120)
+    damaged = ["round_00110", "round_00120"]
+    for name in damaged:
+        spoil(folder / name)
+    found = newest(folder)
+    what = "kept as damaged_round_00120" if renamed else "it cannot be renamed: Permission denied"
+    assert (found.folder.name, len(found.problems)) == ("round_00100", 2)
+    assert what in found.problems[0]
+    if renamed:
+        damaged = [f"damaged_{name}" for name in damaged]
+    save(checkpoints, folder, 105)
+    assert names(folder) == sorted([*damaged, "round_00100", "round_00105"])
+    save(checkpoints, folder, 107)
+    assert names(folder) == sorted([*damaged, "round_00105", "round_00107"])
+    assert newest(folder).folder.name == "round_00107"
+
+
+def test_a_checkpoint_that_is_damaged_again_is_set_aside_beside_the_first(checkpoints, folder):
+    save(checkpoints, folder, 1)
+    for _ in range(3):
+        spoil(save(checkpoints, folder, 2))
+        assert newest(folder).folder.name == "round_00001"
+    assert names(folder) == ["damaged_round_00002", "damaged_round_00002_2", "damaged_round_00002_3", "round_00001"]
+
+
+def test_where_no_checkpoint_is_good_all_stay_as_they_are(checkpoints, folder):
+    spoil(save(checkpoints, folder, 1))
+    with pytest.raises(CheckpointError, match="round_00001: "):
+        newest(folder)
+    assert names(folder) == ["round_00001"]
+
+
 def test_a_round_that_is_made_again_replaces_its_checkpoint(checkpoints, folder):
     save(checkpoints, folder, 4)
     checkpoints.save(4, tensors(9.0), {"round": "again"}, {})
@@ -360,6 +410,48 @@ def test_a_state_is_written_without_the_others_waiting_for_each_other(folder, wa
 
     assert together(3, work) == [["round_00003"]] * 3
     assert newest(folder).state == {"round": 3}
+
+
+@pytest.mark.parametrize("early", [(0,), (1,), (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("then", ["save", "hold"])
+def test_a_round_that_ends_while_it_is_given_up_is_written_in_place_of_the_one_before(folder, warnings, early, then):
+    """Some have begun to write what was held when they meet, others have not, and cannot any more."""
+
+    def work(process):
+        checkpoints = Checkpoints(folder, 2, None, process, warnings.append)
+        checkpoints.hold(1, part(process.rank, 1.0), {"round": 1}, {})
+        held = checkpoints.held
+        process.gather(None)
+        if process.rank in early:
+            checkpoints.write_held(held)
+        getattr(checkpoints, then)(2, part(process.rank, 2.0), {"round": 2}, {})
+        checkpoints.write_held(held)  # the others
+        checkpoints.finish()
+
+    together(3, work)
+    assert names(folder) == ["round_00001"] * (len(early) == 3) + ["round_00002"]
+    assert newest(folder).state == {"round": 2}
+    assert warnings == []
+
+
+def test_who_keeps_a_copy_and_never_writes_it_meets_the_others_once_for_each(folder, warnings):
+    """And before there is one, not at all."""
+
+    def work(process):
+        gather, met = process.gather, []
+        process.gather = lambda value: met.append(1) or gather(value)
+        checkpoints = Checkpoints(folder, 2, None, process, warnings.append)
+        checkpoints.finish()
+        counts = []
+        for number in (1, 2, 3):
+            checkpoints.hold(number, part(process.rank, 1.0), {}, {})
+            counts.append(len(met))
+        checkpoints.finish()
+        checkpoints.finish()
+        return [*counts, len(met)]
+
+    assert together(2, work) == [[0, 1, 2, 3]] * 2
+    assert not folder.exists()
 
 
 def test_who_waits_for_the_part_of_somebody_lost_gives_up_and_leaves_nothing_running(folder, warnings, monkeypatch):

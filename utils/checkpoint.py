@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from utils.checkpoint_files import damage, finished_checkpoints, read_sums
+from utils.checkpoint_files import damage, finished_checkpoints, read_sums, set_aside
 from utils.checkpoint_writer import Snapshot, Writing, copied
 from utils.distributed import Processes
 
@@ -56,17 +56,32 @@ class Checkpoint:
 def newest_checkpoint(folder: Path, processes: Processes) -> Checkpoint:
     """The newest whole checkpoint in a folder; all processes call this, and verify a share of the files each.
 
+    Damaged ones that are passed over get another name, lest they count among the newest that are kept.
+
     Raises:
         CheckpointError: there is none; in all processes.
     """
-    problems = []
+    damaged: dict[Path, str] = {}
     for path in processes.gather(list(reversed(finished_checkpoints(folder))))[0]:
         checkpoint, problem = _verified(path, processes)
         if checkpoint is not None:
-            return Checkpoint(path, checkpoint, tuple(problems))
-        problems.append(f"{path}: {problem}")
-    found = "; ".join(problems) if problems else "none was written"
+            problems = _passed_over(damaged) if processes.is_main else ()
+            return Checkpoint(path, checkpoint, processes.gather(problems)[0])
+        damaged[path] = problem
+    found = "; ".join(f"{path}: {problem}" for path, problem in damaged.items()) or "none was written"
     raise CheckpointError(f"no checkpoint in {folder}: {found}")
+
+
+def _passed_over(damaged: Mapping[Path, str]) -> tuple[str, ...]:
+    """Set damaged checkpoints aside; what to say of each."""
+    said = []
+    for path, problem in damaged.items():
+        try:
+            kept = f"kept as {set_aside(path).name}"
+        except OSError as error:
+            kept = f"and it cannot be renamed: {error.strerror}"
+        said.append(f"{path}: {problem}; {kept}")
+    return tuple(said)
 
 
 def _verified(path: Path, processes: Processes) -> tuple[dict | None, str | None]:
@@ -104,9 +119,12 @@ class Checkpoints:
     ):
         self._folder, self._keep, self._minutes = folder, keep, minutes
         self._processes, self._warn = processes, warn
+        # Of what the thread that hears of signals changes as well.
         self._lock = threading.Lock()
         self._held: Snapshot | None = None
         self._writing: Writing | None = None
+        # What there has been since the last `finish`: the same in all processes, while `_writing` may not be.
+        self._may_be_written, self._is_written = False, False
         self._last = time.monotonic()
 
     @property
@@ -131,6 +149,7 @@ class Checkpoints:
         """
         self.hold(number, groups, state, text_files)
         self._last = time.monotonic()
+        self._is_written = True
         self.write_held(self.held)
 
     def hold(
@@ -140,12 +159,20 @@ class Checkpoints:
         state: Mapping[str, Any],
         text_files: Mapping[str, str],
     ) -> None:
-        """As `save`, but only keep the copy, in place of the last, for `write_held`."""
-        self._held = None  # no two copies at a time
-        self.finish()
+        """As `save`, but only keep the copy, in place of the last, for `write_held`.
+
+        Where that came for the last copy while the round ended, the new one is written in its place.
+        """
+        came_late = self.finish()
         texts = {**text_files, STATE: json.dumps(state, indent=1) + "\n"} if self._processes.is_main else {}
         topic = self._processes.notices.new_topic("checkpoint")
-        self._held = copied(topic, number, groups, texts)
+        snapshot = copied(topic, number, groups, texts)
+        with self._lock:
+            self._held = snapshot
+        self._may_be_written = True
+        if came_late:
+            self._is_written = True
+            self.write_held(topic)
 
     @property
     def held(self) -> str:
@@ -163,13 +190,32 @@ class Checkpoints:
                 self._writing = Writing(self._held, self._folder, self._keep, self._processes)
                 self._held = None
 
-    def finish(self) -> None:
-        """Wait, with all processes, until the checkpoint that is being written is there, or warn that it is not."""
-        writing = self._writing
-        if writing is None:
-            return
+    def finish(self) -> bool:
+        """Wait, with all processes, until the checkpoint that is being written is there, or warn that it is not.
+
+        What is held is let go of. Some processes may have begun to write it while others came here first: then nobody
+        does, because what those wait for on the board does not come.
+
+        Returns:
+            Whether `write_held` began with a copy that was only kept, in any process.
+        """
+        if not self._may_be_written:
+            return False
+        with self._lock:  # from here on nothing begins
+            self._held, writing = None, self._writing
+        begun = [True] if self._is_written else self._processes.gather(writing is not None)
+        if all(begun):
+            self._conclude(writing)
+        elif any(begun):
+            if writing is not None:
+                writing.settle(0.0)
+            self._processes.gather(None)  # nobody writes into the folder any more
+        came_late = any(begun) and not self._is_written
+        self._writing, self._may_be_written, self._is_written = None, False, False
+        return came_late
+
+    def _conclude(self, writing: Writing) -> None:
         problem = writing.outcome(self._processes.gather(writing.own_failure()))
-        self._writing = None
         if problem is not None and self._processes.is_main:
             self._warn(
                 f"no checkpoint after round {writing.number}: {problem}; training goes on, and what was written before "
@@ -184,5 +230,7 @@ class Checkpoints:
 
         somebody_is_lost: wait for parts that others have written and not said so yet, and no longer.
         """
+        with self._lock:
+            self._held = None
         if self._writing is not None:
             self._writing.settle(_SECONDS_FOR_THE_LOST if somebody_is_lost else None)

@@ -1,6 +1,7 @@
 """The files of a checkpoint: safetensors and texts, hashed while they are written, and checked against `SHA256SUMS`."""
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -120,6 +121,19 @@ def damage(folder: Path, sums: Mapping[str, str]) -> str | None:
     with ThreadPoolExecutor(_READERS) as readers:
         problems = readers.map(lambda entry: _damage(folder / entry[0], entry[1]), sums.items())
         return next((problem for problem in problems if problem is not None), None)
+
+
+def set_aside(path: Path) -> Path:
+    """Give a damaged checkpoint a name under which it is none, and nothing is lost; its new path.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    name = f"damaged_{path.name}"
+    taken = {entry.name for entry in path.parent.iterdir()}
+    names = itertools.chain([name], (f"{name}_{count}" for count in itertools.count(2)))
+    free = next(each for each in names if each not in taken)
+    return path.rename(path.with_name(free))
 
 
 def finished_checkpoints(folder: Path) -> list[Path]:

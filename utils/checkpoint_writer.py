@@ -207,6 +207,8 @@ class Writing:
         else:
             os.replace(self._temporary, self._final)
         sync_folder(self._folder)
-        for path in finished_checkpoints(self._folder)[: -self._keep]:
+        # Newer ones are of a future that a resume has passed over: they do not count, and are not ours to delete.
+        finished = finished_checkpoints(self._folder)
+        for path in finished[: finished.index(self._final) + 1][: -self._keep]:
             with contextlib.suppress(OSError):
                 shutil.rmtree(path)
