@@ -190,7 +190,8 @@ def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
 
     processes, final, models, texts, status, code = cluster.processes, {}, {}, [], "failed", 1
     keeps_model = processes.count == 1
-    stop = StopRequest(logger.info, processes.notices, processes.is_main)
+    patience = cluster.config.stop_patience_seconds
+    stop = StopRequest(logger.info, processes.notices, processes.is_main, patience)
     try:
         with stop:
             final = cluster.train(recorder, folder, stop)

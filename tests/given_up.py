@@ -1,7 +1,7 @@
 """The program as a signal finds it in a round that takes too long: tests/given_up.py RANK [arguments of run.py].
 
-In its fourth round the process of that rank, and no other, gets SIGTERM, and waits until the round is given up; the
-other processes have done their steps by then, or wait for it in the mean.
+Its configuration gives a signal no patience. In its fourth round the process of that rank, and no other, gets SIGTERM,
+and waits until the round is given up; the other processes have done their steps by then, or wait for it in the mean.
 """
 
 import os
@@ -14,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import run as program
 from fabrics.keeper import Keeper
-from utils import signals
 from utils.signals import StopRequest
 
 
@@ -40,7 +39,6 @@ def give_up_in_round_4(rank: int) -> None:
             given_up.wait()
         on_step(self)
 
-    signals.PATIENCE_SECONDS = 0.0
     StopRequest._look, Keeper.grant, Keeper.on_step = look_and_tell, count_rounds, be_interrupted
 
 

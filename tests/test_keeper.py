@@ -8,7 +8,6 @@ from torch.distributed import HashStore
 
 from fabrics.keeper import Keeper, Wishes
 from tests.helpers import Recorder, make_config, tiny_cluster
-from utils import signals
 from utils.checkpoint import newest_checkpoint
 from utils.distributed import LocalProcesses
 from utils.notices import Notices
@@ -63,18 +62,16 @@ def test_what_one_process_wishes_all_do(what):
 
 
 def test_a_copy_is_kept_only_where_the_next_round_may_take_longer_than_a_signal_waits(tmp_path):
-    stop = StopRequest(lambda text: None, Notices(HashStore()), decides=True)
+    stop = StopRequest(lambda text: None, Notices(HashStore()), True, patience_seconds=10.0)
     keeper = Keeper(make_config(), LocalProcesses(), Recorder(), tmp_path, stop)
-    assert signals.PATIENCE_SECONDS == 30.0
-    assert not keeper.wishes(7.4).hold
-    assert keeper.wishes(7.6).hold
+    assert not keeper.wishes(2.4).hold
+    assert keeper.wishes(2.6).hold
 
 
-def test_the_state_that_is_kept_is_that_before_the_round(tmp_path, monkeypatch):
+def test_the_state_that_is_kept_is_that_before_the_round(tmp_path):
     """And is what a run goes on with that was interrupted in the middle of the third."""
-    monkeypatch.setattr(signals, "PATIENCE_SECONDS", 0.0)
     cluster, states = tiny_cluster(number_of_outer_steps=4, number_of_initial_trainers=1), []
-    stop = StopRequest(lambda text: None, cluster.processes.notices, decides=True)
+    stop = StopRequest(lambda text: None, cluster.processes.notices, decides=True, patience_seconds=0.0)
 
     class Interrupting(Recorder):
         def on_round(self, run, result):

@@ -112,6 +112,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(stopped, wh
     (warning,) = warnings_of(stopped)
     assert "a checkpoint was passed over" in warning
     assert "round_00004: state.json is damaged" in warning
+    assert "kept as damaged_round_00004" in warning
     assert_same_run(stopped, whole, besides=("warnings",))
 
 
@@ -243,18 +244,26 @@ def hang(self):
     on_step(self)
 
 
-Keeper.grant, Keeper.on_step, signals.PATIENCE_SECONDS = count, hang, 1e9
+Keeper.grant, Keeper.on_step, signals._SAME_SECONDS = count, hang, float(sys.argv.pop(1))
 sys.exit(run.main())
 """
 
 
+def ends_by(child, number: int) -> bool:
+    """Whether a signal ends the process, as far as the kernel knows: nobody catches it."""
+    status = Path(f"/proc/{child.pid}/status").read_text()
+    return not int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> (number - 1) & 1
+
+
 def test_a_second_signal_stops_at_once(programs, tmp_path, cache_dir):
-    """In the third round, which never ends."""
-    child, folder = start_training(programs, tmp_path, cache_dir, program=("-c", ENDLESS))
+    """In the third round, which never ends; half a second after the first, and not the five of a run."""
+    values = {"stop_patience_seconds": 1e9}
+    child, folder = start_training(programs, tmp_path, cache_dir, program=("-c", ENDLESS, "0.5"), **values)
     log = folder / "training_log.log"
     wait_until(lambda: "hanging" in log.read_text(), "the third round", child)
     child.send_signal(signal.SIGINT)
     wait_until(lambda: "SIGINT: stopping after this round" in log.read_text(), "the first signal", child)
+    wait_until(lambda: ends_by(child, signal.SIGTERM), "signals to be as in any other program", child)
     child.send_signal(signal.SIGTERM)
     child.communicate()
     assert child.returncode == -signal.SIGTERM
@@ -264,7 +273,7 @@ def test_a_second_signal_stops_at_once(programs, tmp_path, cache_dir):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_in_a_long_round_loses_nothing_of_the_rounds_before(programs, tmp_path, cache_dir, whole, rank):
     """One process gets it in round 4, while the others may wait for that one in the mean; all end, and go on."""
-    values = {"keep_checkpoints": 9, "number_of_outer_steps": 6, "processes": 2}
+    values = {"keep_checkpoints": 9, "number_of_outer_steps": 6, "processes": 2, "stop_patience_seconds": 1e-9}
     config = write_config(tmp_path, cache_dir, **values)
     done = programs.run("tests/given_up.py", rank, "--config", config, status=130)
     assert f"SIGTERM{' to another process' * (rank > 0)}: stopping after this round" in done.stdout

@@ -33,7 +33,12 @@ def boards():
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
+    """And a test that got a signal leaves no handlers."""
     monkeypatch.setattr(signals, "_INTERVAL_SECONDS", 0.01)
+    before = {number: signal.getsignal(number) for number in signals._SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def until(condition) -> None:
@@ -41,40 +46,98 @@ def until(condition) -> None:
         time.sleep(0.005)
 
 
-def test_the_first_signal_is_kept_and_everybody_is_told(boards):
-    said, before = [], signal.getsignal(signal.SIGINT)
-    with StopRequest(said.append, boards[0], decides=True) as stop:
+def test_the_first_signal_is_kept_and_everybody_is_told(boards, monkeypatch):
+    said = []
+    with StopRequest(said.append, boards[0], decides=True, patience_seconds=10.0) as stop:
         assert not stop.requested
         os.kill(os.getpid(), signal.SIGTERM)
         until(lambda: boards[1].read("stop"))
         until(lambda: said)
         assert stop.requested
         stop.check()
-        # The next one is not kept.
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-    assert said == ["SIGTERM: stopping after this round, or within 30 s; once more stops at once"]
+    assert said == ["SIGTERM: stopping after this round, or within 10 s; once more, after 5 s, stops at once"]
     assert boards[1].read("stop") == "SIGTERM"
     assert boards[1].read("give up") is None
+    # When it can no more be the same one, what was there before gets it.
+    monkeypatch.setattr(signals, "_SAME_SECONDS", 0.0)
+    got = []
+    stop._before[signal.SIGINT] = lambda *arguments: got.append(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+    assert got == [signal.SIGINT]
+
+
+def test_a_signal_that_comes_twice_is_one_also_when_the_run_is_over(boards):
+    """As when both the agent of torchrun and who stops the job send it to every process."""
+    said, before = [], []
+    signal.signal(signal.SIGTERM, lambda *arguments: before.append("ended"))
+    with StopRequest(said.append, boards[0], decides=True, patience_seconds=10.0) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: stop.requested)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.05)
+    assert (len(said), before) == (1, [])
+
+
+def test_no_signal_leaves_no_trace(boards):
+    before = signal.getsignal(signal.SIGINT)
+    with StopRequest([].append, boards[0], decides=True, patience_seconds=10.0):
+        assert signal.getsignal(signal.SIGINT) != before
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_signal_ends_a_process_that_does_not_come_to_its_handlers(programs):
+    """The main thread is in a call that Python does not get out of, and the board does not answer."""
+    done = programs.run("-c", BLOCKED, status=-signal.SIGTERM)
+    assert done.stdout == "the first\nthe same\n"
+
+
+BLOCKED = """
+import ctypes, os, signal, threading, time
+from torch.distributed import HashStore
+from utils import signals
+from utils.notices import Notices
+
+signals._SAME_SECONDS = 2.0
+board, asked = Notices(HashStore()), threading.Event()
+
+def silent(*arguments):
+    asked.set()
+    threading.Event().wait()
+
+def stop_twice():
+    for what, pause in (("the first", 0.1), ("the same", 2.5), ("another", 5.0)):
+        print(what, flush=True) if what != "another" else None
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(pause)
+    os._exit(3)
+
+board.post = silent
+with signals.StopRequest(print, board, True, 10.0):
+    threading.Thread(target=stop_twice).start()
+    libc = ctypes.CDLL(None)
+    while True:
+        libc.pause()
+"""
 
 
 def test_a_process_that_got_no_signal_is_told(boards):
     said = []
-    with StopRequest(said.append, boards[1], decides=False) as stop:
+    with StopRequest(said.append, boards[1], decides=False, patience_seconds=10.0) as stop:
         boards[0].post("stop", "SIGINT")
         until(lambda: said)
         assert stop.requested
         assert said[0].startswith("SIGINT to another process: stopping after this round")
         # One of its own is its first: it does not end it.
         os.kill(os.getpid(), signal.SIGINT)
-        until(lambda: stop._got_one)
+        until(lambda: stop._told)
         assert len(said) == 1
 
 
-def test_a_round_that_takes_too_long_is_given_up_and_what_is_held_is_written(boards, monkeypatch):
-    monkeypatch.setattr(signals, "PATIENCE_SECONDS", 0.05)
+def test_a_round_that_takes_too_long_is_given_up_and_what_is_held_is_written(boards):
     state = _State("checkpoint 3")
-    with StopRequest(lambda text: None, boards[0], decides=True) as stop:
+    with StopRequest(lambda text: None, boards[0], decides=True, patience_seconds=0.05) as stop:
         stop.restore(state)
         os.kill(os.getpid(), signal.SIGTERM)
         state.written.wait()
@@ -86,10 +149,9 @@ def test_a_round_that_takes_too_long_is_given_up_and_what_is_held_is_written(boa
     assert boards[1].read("give up") == "checkpoint 3"
 
 
-def test_only_the_main_process_gives_a_round_up_and_the_others_write_while_they_wait(boards, monkeypatch):
-    monkeypatch.setattr(signals, "PATIENCE_SECONDS", 0.0)
+def test_only_the_main_process_gives_a_round_up_and_the_others_write_while_they_wait(boards):
     state, looks = _State("checkpoint 4"), []
-    with StopRequest(lambda text: None, boards[1], decides=False) as stop:
+    with StopRequest(lambda text: None, boards[1], decides=False, patience_seconds=0.0) as stop:
         look = stop._look
         stop._look = lambda: (look(), looks.append(1))
         stop.restore(state)
@@ -107,7 +169,7 @@ def test_only_the_main_process_gives_a_round_up_and_the_others_write_while_they_
 
 def test_others_are_told_though_the_main_thread_does_not_come_to_the_handler(boards):
     """As when it waits in a collective, and is not in the interpreter."""
-    with StopRequest(lambda text: None, boards[0], decides=True) as stop:
+    with StopRequest(lambda text: None, boards[0], decides=True, patience_seconds=10.0) as stop:
         signal.signal(signal.SIGTERM, lambda *arguments: None)
         os.kill(os.getpid(), signal.SIGTERM)
         until(lambda: boards[1].read("stop"))
@@ -119,6 +181,6 @@ def test_a_board_that_is_gone_ends_the_watch_and_not_the_process(boards):
         raise ConnectionError("the first process is gone")
 
     boards[1].read = gone
-    with StopRequest(lambda text: None, boards[1], decides=False) as stop:
-        stop._thread.join()
+    with StopRequest(lambda text: None, boards[1], decides=False, patience_seconds=10.0) as stop:
+        stop._threads[1].join()
     assert not stop.requested

@@ -141,6 +141,11 @@ class Config:
         "write a checkpoint after the first round that ends so many minutes after the last one; null: off",
         changes_training=False,
     )
+    stop_patience_seconds: PositiveFloat = _key(
+        10.0,
+        "after SIGINT or SIGTERM a round that does not end within so many seconds is given up",
+        changes_training=False,
+    )
     keep_checkpoints: PositiveInt = _key(2, "checkpoints to keep, the newest", changes_training=False)
     keep_models: PositiveInt | None = _key(
         2, "rounds whose models to keep, the newest, besides those at the end; null: all", changes_training=False
