@@ -1,8 +1,6 @@
 """Where a run goes on that torchrun has started again: what one process finds, all do."""
 
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 from pathlib import Path
@@ -57,8 +55,7 @@ def test_a_run_that_is_started_again_goes_on_where_it_was(tmp_path, job):
     assert resumed(tmp_path / "logs", "elsewhere") == str(folder)
 
 
-@pytest.mark.usefixtures("programs")
-def test_the_agent_is_the_first_program_above_that_torchrun_did_not_start(tmp_path, monkeypatch):
+def test_the_agent_is_the_first_program_above_that_torchrun_did_not_start(programs, tmp_path, monkeypatch):
     """Once as the parent, once with a script in between; a second attempt finds what the first has left."""
     agent = f"""
         import os, subprocess, sys
@@ -77,9 +74,8 @@ def test_the_agent_is_the_first_program_above_that_torchrun_did_not_start(tmp_pa
     """
     folder = run_folder(tmp_path, "mine")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    command = [sys.executable, "-c", textwrap.dedent(agent), textwrap.dedent(attempt)]
     for _ in range(2):  # two agents, as of two jobs of the same name
-        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        result = programs.run("-c", textwrap.dedent(agent), textwrap.dedent(attempt))
         assert result.stdout.split() == ["None", str(folder)]
 
 

@@ -7,6 +7,7 @@ import math
 import shutil
 import signal
 import socket
+import textwrap
 import zipfile
 from pathlib import Path
 
@@ -378,6 +379,19 @@ def test_a_resumed_run_goes_on_in_its_task_and_sends_no_point_twice(programs, on
     server.stop()
     assert server.scalars == first
     assert server.names().count("tasks.create") == 3
+
+
+def test_clearml_kills_no_process_whose_task_is_not_in_progress(programs, tmp_path):
+    """As one is that was completed, for a moment, when it is continued."""
+    source = f"""
+        from pathlib import Path
+        from training_logs.showing.clearml_reporter import start_task
+        task = start_task(Path({str(tmp_path)!r}), {{}}, "offline")
+        from clearml.backend_interface.task.development.stop_signal import TaskStopSignal
+        print("stops:", bool(TaskStopSignal.enabled))
+        task.close()
+    """
+    assert "stops: False" in programs.run("-c", textwrap.dedent(source)).stdout
 
 
 def test_a_server_that_disappears_in_the_middle_costs_a_warning(online, tmp_path, monkeypatch):

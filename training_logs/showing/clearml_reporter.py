@@ -284,7 +284,8 @@ def start_task(folder: Path, config: Mapping[str, Any], mode: str, known: str | 
     from clearml import Task
     from clearml.config import ConfigWrapper
 
-    ConfigWrapper.set_overrides({"sdk": {"development": {"report_use_subprocess": False}}})
+    # clearml kills a process whose task is not in progress, as one that is continued is not at first.
+    ConfigWrapper.set_overrides({"sdk": {"development": {"report_use_subprocess": False, "support_stopping": False}}})
     Task.set_offline(mode == "offline")
     task = Task.init(
         project_name=config.get("project_name") or "AdLoCo",
