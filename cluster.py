@@ -10,12 +10,13 @@ round. Only tensors, and the work on them, are shared out.
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from algorithms.budget import Ahead, rounds_ahead
 from algorithms.distribution import distribute_nodes
 from algorithms.limits import Limits, RoundSchedule
 from algorithms.policies import MERGE_POLICIES
@@ -30,7 +31,7 @@ from fabrics.nodes import NodePool, check_modules, check_statistics, measured_ma
 from fabrics.validation import Validation
 from fabrics.worker import Node, TrainingError, WorkerRound
 from fabrics.working_model import WorkingModel
-from trainers import Trainer
+from trainers import Trainer, learning_rate_schedule
 from training_logs.recording.memory_monitor import Use, memory_use
 from training_logs.recording.records import ClusterRound, Merge, Observer, Totals
 from utils.checkpoint import Checkpoint, CheckpointError
@@ -70,6 +71,43 @@ def first_trainers(
         cursor = DataCursor(subsets, trainer)
         trainers[trainer] = Trainer(trainer, config, start, cursor, data.train, working, processes)
     return trainers
+
+
+def planned_ahead(
+    config: Config, totals: Totals, trainers: Collection[Trainer], pool: NodePool, data: TaskData
+) -> Ahead:
+    """What is left of a run with a budget of communications, for which the trainers have planned their next batch."""
+    communications, nodes = config.communication_budget - totals.communications, len(pool.nodes) - len(pool.failed)
+    merging = (totals.outer_steps + 1, config.merge_frequency, config.merge_count)
+    rounds = rounds_ahead(communications, len(trainers), nodes, *merging)
+    left = []
+    if config.max_tokens:
+        examples, tokens = totals.examples, totals.tokens
+        if not examples:
+            examples = sum(trainer.examples_per_inner_step() for trainer in trainers)
+            tokens = sum(trainer.tokens_ahead(1) for trainer in trainers)
+        left.append((config.max_tokens - totals.tokens) * examples / tokens)
+    if config.number_of_training_epochs:
+        left.append(config.number_of_training_epochs * len(data.train) - totals.examples)
+    steps, schedule = config.number_of_inner_steps_between_outers, learning_rate_schedule(config)
+    ahead = Ahead(totals.outer_steps, rounds, totals.examples, min(left), steps, schedule, len(trainers))
+    for trainer in trainers:
+        trainer.plan(ahead)
+    return ahead
+
+
+def next_round(
+    config: Config, limits: Limits, totals: Totals, trainers: Collection[Trainer], pool: NodePool, data: TaskData
+) -> RoundSchedule:
+    """The round that comes next; with a budget the trainers' batches have been planned, and progress is in rounds."""
+    ahead = None if config.communication_budget is None else planned_ahead(config, totals, trainers, pool, data)
+    schedule = limits.next_round(
+        totals.done,
+        config.number_of_inner_steps_between_outers,
+        sum(trainer.examples_per_inner_step() for trainer in trainers),
+        lambda steps: sum(trainer.tokens_ahead(steps) for trainer in trainers),
+    )
+    return schedule if ahead is None else schedule.in_rounds(ahead.rounds_done, ahead.rounds_left)
 
 
 class Cluster:
@@ -142,7 +180,7 @@ class Cluster:
     # Decisions carried out
 
     def _assignment(self, requests: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-        groups = {node.id: self.processes.groups[node.id] for node in self.nodes if node.id not in self.failed_nodes}
+        groups = {node.id: self.processes.groups[node.id] for node in self.nodes if node.id not in self.pool.failed}
         if not groups:
             raise NoNodeLeftError("no node is left to train on: all of them failed, or were dropped as too slow")
         present = {trainer.id: [node.id for node in trainer.nodes] for trainer in self.trainers.values()}
@@ -178,14 +216,8 @@ class Cluster:
 
     # The outer loop
 
-    def _schedule(self) -> RoundSchedule:
-        trainers = self.trainers.values()
-        return self._limits.next_round(
-            self.totals.done,
-            self.config.number_of_inner_steps_between_outers,
-            sum(trainer.examples_per_inner_step() for trainer in trainers),
-            lambda steps: sum(trainer.tokens_ahead(steps) for trainer in trainers),
-        )
+    def _next_round(self) -> RoundSchedule:
+        return next_round(self.config, self._limits, self.totals, self.trainers.values(), self.pool, self.data)
 
     @property
     def finished(self) -> bool:
@@ -213,7 +245,7 @@ class Cluster:
         """
         keeper, began = keeper or Keeper(self.config, self.processes, observer), time.perf_counter()
         self.distribute()
-        schedule, trainers, planned = self._schedule(), self.trainers, self.config.number_of_outer_steps
+        schedule, trainers, planned = self._next_round(), self.trainers, self.config.number_of_outer_steps
         own_steps = schedule.inner_steps * sum(len(trainer.workers) for trainer in trainers.values())
         observer.on_round_start(self.totals.outer_steps + 1, planned, own_steps)
         tokens = {trainer.id: trainer.tokens_ahead(schedule.inner_steps) for trainer in trainers.values()}

@@ -18,9 +18,10 @@ import torch
 
 from algorithms.across_workers import MINIMUM_WORKERS, SKETCH_SIZE, across_workers_estimate
 from algorithms.batch_control import BatchControl, BatchControlSettings
+from algorithms.budget import Ahead
 from algorithms.calc_batch import NEED_INNER_PRODUCTS
 from algorithms.gradient_statistics import SampleEstimate
-from algorithms.learning_rate import batch_scaling_factor, round_factors
+from algorithms.learning_rate import LearningRateSchedule, batch_scaling_factor
 from algorithms.limits import RoundSchedule
 from algorithms.outer_step import DISTRIBUTED_ALGORITHMS
 from algorithms.switch_mode import ExecutionPlan, execution_plans
@@ -37,7 +38,7 @@ from utils.distributed import Processes
 # So often may every worker of a trainer diverge, with half the inner learning rate each time, before the run stops.
 MAX_HALVINGS = 3
 # A trainer's plain state besides its parts'.
-_COUNTERS = ("reference_batch", "inner_steps", "rounds", "halvings")
+_COUNTERS = ("reference_batch", "inner_steps", "tokens", "rounds", "halvings")
 
 
 def batch_control(config: Config) -> BatchControl:
@@ -54,8 +55,21 @@ def batch_control(config: Config) -> BatchControl:
         confidence=config.batch_test_confidence,
         largest_growth=config.max_batch_growth,
         schedule=config.batch_schedule,
+        planned=(config.budget_growth, config.budget_noise) if config.communication_budget else None,
     )
     return BatchControl(settings, config.INITIAL_BATCH_SIZE)
+
+
+def learning_rate_schedule(config: Config) -> LearningRateSchedule:
+    """The schedule of the inner learning rate that the configuration asks for."""
+    return LearningRateSchedule(
+        config.learning_rate_schedule,
+        config.warmup_steps,
+        config.warmup_tokens,
+        config.minimum_learning_rate_ratio,
+        config.decay_share,
+        config.decay_shape,
+    )
 
 
 def _warnings(workers: Mapping[int, WorkerRound], nodes: Sequence[Node]) -> list[str]:
@@ -145,9 +159,7 @@ class Trainer:
         self.cursor = cursor
         self.batch = batch_control(config)
         self.workforce = Workforce(config, working, processes)
-        self.inner_steps = 0
-        self.rounds = 0
-        self.halvings = 0
+        self.inner_steps = self.tokens = self.rounds = self.halvings = 0
         self.reference_batch: int | None = None
         self._config = config
         self._examples = examples
@@ -197,6 +209,14 @@ class Trainer:
         mode, multiplier = self._config.switch_mode, self._config.switch_multiplier
         plans = execution_plans(mode, self.requested_batch, [node.max_batch for node in self.nodes], multiplier)
         return dict(enumerate(plans))
+
+    def plan(self, ahead: Ahead) -> None:
+        """Set the requested batch of the next round where a budget moves it."""
+        self.batch.plan(ahead, len(self.nodes), self._largest_request)
+
+    @property
+    def _largest_request(self) -> int:
+        return self._config.max_requested_batch or len(self.cursor)
 
     def examples_per_inner_step(self) -> int:
         """Examples of one inner step over all workers."""
@@ -280,13 +300,8 @@ class Trainer:
             base = config.lr_sgd or base
         reference = self.reference_batch or first.effective_batch
         base *= 0.5**self.halvings * batch_scaling_factor(config.learning_rate_scaling, plan.effective_batch, reference)
-        factors = round_factors(
-            config.learning_rate_schedule,
-            schedule,
-            self.inner_steps,
-            config.warmup_steps,
-            config.minimum_learning_rate_ratio,
-        )
+        tokens = self.tokens_ahead(schedule.inner_steps) if config.warmup_tokens else 0
+        factors = learning_rate_schedule(config).factors(schedule, self.inner_steps, self.tokens, tokens)
         return [base * factor for factor in factors]
 
     @property
@@ -318,10 +333,11 @@ class Trainer:
         requested = self.requested_batch
         adapts = self.batch.tests_after(self.rounds + 1)
         samples, between, problem = _samples(workers, self._config) if adapts else ([], None, None)
-        largest = self._config.max_requested_batch or len(self.cursor)
-        statistics, warning = self.batch.conclude(samples, between, step_examples, schedule.progress_after, largest)
+        progress = schedule.progress_after
+        statistics, warning = self.batch.conclude(samples, between, step_examples, progress, self._largest_request)
         self.cursor.advance(schedule.inner_steps * step_examples)
         self.inner_steps += schedule.inner_steps
+        self.tokens += tokens
         bytes_sent = self.workforce.reduction_bytes(self.workforce.encoding)
         bytes_sent += self.workforce.reduction_bytes(PLAIN, self._measures.numbers(self.workforce.parameter_count))
         self.rounds += 1

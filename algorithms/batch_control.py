@@ -6,9 +6,11 @@ Without a batch test the request stays, or follows a schedule by hand.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from algorithms.budget import FREEZE, Ahead, NoiseTrend, planned_batch
 from algorithms.calc_batch import (
     BATCH_TESTS,
     BatchTestParameters,
@@ -18,6 +20,8 @@ from algorithms.calc_batch import (
 from algorithms.gradient_statistics import GradientStatistics, SampleEstimate, StatisticsSums
 from algorithms.learning_rate import eta_during
 
+# Of the logarithm of a noise scale: with a larger standard error nothing is known.
+_LARGEST_ERROR = 2.0
 # Where the statistics come from: one worker's examples, or the differences between the workers' gradients.
 ESTIMATORS = ("per_example", "across_workers")
 
@@ -29,7 +33,8 @@ class BatchControlSettings:
     test: a key of BATCH_TESTS. first_round: with a test, counted from 1; before it the request stays. smoothing: weight
     of the past in the average of the statistics over rounds. confidence: standard errors by which the test's answer is
     lowered. largest_growth: factor per round. schedule: pairs of
-    (share of the run, request from there on), for a request that no test moves.
+    (share of the run, request from there on), for a request that no test moves. planned: exponents of time to go and
+    noise scale (see algorithms.budget) where a budget moves the request and no test does.
     """
 
     test: str
@@ -43,6 +48,16 @@ class BatchControlSettings:
     confidence: float
     largest_growth: float
     schedule: Sequence[Sequence[float]] | None = None
+    planned: tuple[float, float] | None = None
+
+
+def _log_noise_scale(statistics: GradientStatistics) -> tuple[float, float] | None:
+    """The logarithm of V / ||G||^2 and its standard error; None where nothing is known of it."""
+    s = statistics
+    if s.variance <= 0.0 or s.squared_norm <= 0.0:
+        return None
+    error = math.hypot(s.variance_error / s.variance, s.squared_norm_error / s.squared_norm)
+    return (math.log(s.variance / s.squared_norm), error) if error < _LARGEST_ERROR else None
 
 
 class BatchControl:
@@ -61,6 +76,32 @@ class BatchControl:
         self._test = BATCH_TESTS[settings.test]
         self.requested_batch = initial_request
         self._sums = StatisticsSums()
+        self._trend = NoiseTrend()
+        self._measured: tuple[float, float] | None = None
+        self._carry = 0.0
+
+    def plan(self, ahead: Ahead, workers: int, largest_request: int) -> None:
+        """Set the request of the round that is at hand, where a budget moves it.
+
+        Args:
+            workers: of the trainer; the request is a multiple of them, and what is rounded off is made good later.
+            largest_request: ever, in examples.
+        """
+        if self._settings.planned is None:
+            return
+        if self._measured is not None and ahead.progress < FREEZE:
+            self._trend = self._trend.after(ahead.position(ahead.progress), *self._measured)
+        self._measured = None
+        bounds = ahead.trainers * workers, ahead.trainers * max(workers, largest_request)
+        batch = planned_batch(ahead, self._trend, *self._settings.planned, *bounds) / ahead.trainers
+        if ahead.rounds_left == 1:
+            self.requested_batch = workers * math.ceil(batch / workers)
+            return
+        if ahead.rounds_done:
+            growth = self._settings.largest_growth
+            batch = min(max(batch, self.requested_batch / growth), self.requested_batch * growth)
+        self.requested_batch = workers * max(1, round((batch + self._carry) / workers))
+        self._carry = min(max(self._carry + batch - self.requested_batch, -workers), workers)
 
     def tests_after(self, round_number: int) -> bool:
         """Whether a batch test follows this round, counted from 1."""
@@ -96,6 +137,9 @@ class BatchControl:
         if not alone.decisive:
             return alone, "gradient statistics are zero or not finite: the requested batch stays as it is"
         self._sums = self._sums.after(samples, settings.smoothing, between)
+        if settings.planned is not None:
+            self._measured = _log_noise_scale(alone)
+            return self._sums.statistics, None
         eta = eta_during(settings.eta, settings.eta_at_end, progress)
         parameters = BatchTestParameters(eta, settings.theta, settings.nu, settings.debias, settings.confidence)
         statistics = self._sums.statistics
@@ -105,9 +149,18 @@ class BatchControl:
 
     def state_dict(self) -> dict:
         """As plain values."""
-        return {"requested_batch": self.requested_batch, "statistics": dataclasses.asdict(self._sums)}
+        return {
+            "requested_batch": self.requested_batch,
+            "statistics": dataclasses.asdict(self._sums),
+            "trend": dataclasses.asdict(self._trend),
+            "measured": self._measured,
+            "carry": self._carry,
+        }
 
     def load_state_dict(self, state: Mapping) -> None:
         """Continue from a state."""
         self.requested_batch = state["requested_batch"]
         self._sums = StatisticsSums(**state["statistics"])
+        self._trend = NoiseTrend(**state.get("trend", {}))  # runs from before there were budgets have none
+        self._measured = state.get("measured")
+        self._carry = state.get("carry", 0.0)

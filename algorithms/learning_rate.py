@@ -1,13 +1,17 @@
 """What changes along the run: the inner learning rate, with its scaling with the batch, and eta of the norm test."""
 
 import math
+from dataclasses import dataclass
 
 from algorithms.limits import RoundSchedule
 
-SCHEDULES = {
-    "constant": lambda progress: 1.0,
-    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+# How the decay of warmup_stable_decay falls from 1 to 0 as it goes on from 0 to 1 (1 - sqrt: arXiv 2405.18392).
+DECAY_SHAPES = {
+    "linear": lambda done: 1.0 - done,
+    "1-sqrt": lambda done: 1.0 - math.sqrt(done),
 }
+
+SCHEDULES = ("constant", "cosine", "linear", "warmup_stable_decay")
 
 LEARNING_RATE_SCALINGS = {
     "none": lambda ratio: 1.0,
@@ -16,40 +20,53 @@ LEARNING_RATE_SCALINGS = {
 }
 
 
-def schedule_factor(
-    schedule: str, progress: float, step: int, warmup_steps: int = 0, minimum_ratio: float = 0.0
-) -> float:
-    """Factor on the base learning rate at one inner step.
+@dataclass(frozen=True)
+class LearningRateSchedule:
+    """The inner learning rate over the run, as a factor on its base.
 
-    Args:
-        schedule: a key of SCHEDULES; it falls from 1 to `minimum_ratio` as `progress` goes from 0 to 1.
-        progress: how much of the run is done, 0 to 1.
-        step: inner steps already done by the trainer; the first `warmup_steps` grow linearly.
+    name: one of SCHEDULES. warmup_steps, warmup_tokens: of the trainer, over which it grows linearly; the slower of the
+    two counts. minimum_ratio: what is left at the end of the run. decay_share: the last share of the run, in which
+    warmup_stable_decay falls (MiniCPM, arXiv 2404.06395), by a key of DECAY_SHAPES.
     """
-    warmup = min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
-    decay = SCHEDULES[schedule](min(max(progress, 0.0), 1.0))
-    return warmup * (minimum_ratio + (1.0 - minimum_ratio) * decay)
 
+    name: str = "constant"
+    warmup_steps: int = 0
+    warmup_tokens: int = 0
+    minimum_ratio: float = 0.0
+    decay_share: float = 0.2
+    decay_shape: str = "linear"
 
-def round_factors(
-    schedule: str, planned: RoundSchedule, steps_before: int, warmup_steps: int = 0, minimum_ratio: float = 0.0
-) -> list[float]:
-    """Factors on the base learning rate at the inner steps of a round, its progress shared out evenly over them.
+    def without_warmup(self, progress: float) -> float:
+        """The factor when a share `progress` of the run is done; below 0 counts as 0, above 1 as 1."""
+        progress = min(max(progress, 0.0), 1.0)
+        if self.name == "cosine":
+            left = 0.5 * (1.0 + math.cos(math.pi * progress))
+        elif self.name == "linear":
+            left = 1.0 - progress
+        elif self.name == "warmup_stable_decay":
+            stable = 1.0 - self.decay_share
+            left = DECAY_SHAPES[self.decay_shape](max(progress - stable, 0.0) / self.decay_share)
+        else:
+            left = 1.0
+        return self.minimum_ratio + (1.0 - self.minimum_ratio) * left
 
-    Args:
-        steps_before: inner steps that the trainer has done before the round; see schedule_factor for the others.
-    """
-    length = planned.progress_after - planned.progress_before
-    return [
-        schedule_factor(
-            schedule,
-            planned.progress_before + step / planned.inner_steps * length,
-            steps_before + step,
-            warmup_steps,
-            minimum_ratio,
-        )
-        for step in range(planned.inner_steps)
-    ]
+    def factors(self, planned: RoundSchedule, steps_before: int, tokens_before: int, tokens: int) -> list[float]:
+        """Those of the inner steps of a round, over which its progress and its tokens are shared out evenly.
+
+        Args:
+            steps_before: inner steps that the trainer has done before the round. tokens_before: likewise.
+            tokens: of the round, over all workers of the trainer.
+        """
+        found, count = [], planned.inner_steps
+        length = planned.progress_after - planned.progress_before
+        for step in range(count):
+            warmup = 1.0
+            if self.warmup_steps:
+                warmup = min(warmup, (steps_before + step + 1) / self.warmup_steps)
+            if self.warmup_tokens:
+                warmup = min(warmup, (tokens_before + (step + 1) / count * tokens) / self.warmup_tokens)
+            found.append(warmup * self.without_warmup(planned.progress_before + step / count * length))
+        return found
 
 
 def batch_scaling_factor(rule: str, effective_batch: int, reference_batch: int) -> float:

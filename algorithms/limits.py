@@ -23,6 +23,11 @@ class RoundSchedule:
     progress_before: float
     progress_after: float
 
+    def in_rounds(self, done: int, left: int) -> "RoundSchedule":
+        """The same with its progress counted in rounds, of which so many are done and left; the end stays the end."""
+        after = 1.0 if self.progress_after >= 1.0 else (done + 1) / (done + left)
+        return RoundSchedule(self.inner_steps, done / (done + left), after)
+
 
 @dataclass(frozen=True)
 class Limits:

@@ -351,8 +351,8 @@ def test_dropout_depends_on_the_place_in_the_run_alone():
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("stop", [2, 5])
-def test_a_run_continued_from_its_state_equals_the_uninterrupted_run(stop):
+@pytest.mark.parametrize(("stop", "budget"), [(2, None), (5, None), (9, 15)])
+def test_a_run_continued_from_its_state_equals_the_uninterrupted_run(stop, budget):
     """Through growing batches, merges and redistribution; the state is taken anywhere."""
     settings = {
         "number_of_outer_steps": 6,
@@ -361,6 +361,8 @@ def test_a_run_continued_from_its_state_equals_the_uninterrupted_run(stop):
         "statistics_smoothing": 0.5,
         "learning_rate_schedule": "cosine",
     }
+    if budget is not None:
+        settings = budget_settings(budget, 4) | {"warmup_tokens": 3000}
     whole, recorder = tiny_cluster(**settings), Recorder()
     whole.train(recorder)
     first, second = tiny_cluster(**settings), tiny_cluster(**settings)
@@ -578,6 +580,33 @@ def test_a_budget_is_exceeded_by_less_than_one_inner_step(limit, examples):
 
 
 @pytest.mark.parametrize("merge_count", [2, 4])
+@pytest.mark.parametrize(("budget", "trainers"), [(15, 1), (20, 1), (20, 4)])
+def test_a_budget_of_communications_is_spent(budget, trainers):
+    """Through merges, and with batches that grow; the learning rate falls to its end with the last of the tokens."""
+    cluster, recorder = tiny_cluster(**budget_settings(budget, trainers)), Recorder()
+    cluster.train(recorder)
+    assert abs(cluster.totals.communications - budget) <= 1
+    assert 6000 <= cluster.totals.tokens < 6000 + 9 * 64
+    batches = [sum(report.examples / report.inner_steps for report in r.reports.values()) for r in recorder.rounds]
+    assert batches[-2] > 1.5 * batches[0]
+    last = recorder.rounds[-1].reports[0].workers[0].learning_rates
+    # One step short of the end of the decay, which is a fifth of the rounds.
+    assert last[-1] == pytest.approx(0.01 * 5 / (len(recorder.rounds) * len(last)), rel=1e-6)
+
+
+def budget_settings(budget: int, trainers: int) -> dict:
+    return {
+        "communication_budget": budget,
+        "number_of_initial_trainers": trainers,
+        "merge_frequency": 2,
+        "merge_count": 4,
+        "number_of_outer_steps": None,
+        "max_tokens": 6000,
+        "learning_rate_schedule": "warmup_stable_decay",
+        "minimum_learning_rate_ratio": 0.0,
+    }
+
+
 def test_an_epoch_through_merges_sees_every_example_once(merge_count):
     seen = []
 

@@ -63,8 +63,8 @@ def _key(
 
 
 @dataclass(frozen=True)
-class Config:
-    """Every key of a configuration; the names are those of the published code's README."""
+class RunKeys:
+    """What is trained, where, on what and how long."""
 
     # Devices and seed
     training_seed: NonNegativeInt = _key(42, "seed of initialisation, data order and dropout")
@@ -247,6 +247,11 @@ class Config:
         None, "training tokens, all trainers together; null: no limit", changes_training=False
     )
 
+
+@dataclass(frozen=True)
+class Config(RunKeys):
+    """Every key of a configuration; the names are those of the published code's README."""
+
     # Cluster
     nodes_per_gpu: PositiveInt = _key(4, "nodes (worker slots) per device, on the CPU too")
     number_of_initial_trainers: PositiveInt = _key(4, "trainers (model instances) at the start")
@@ -284,7 +289,15 @@ class Config:
     adam_epsilon: PositiveFloat = _key(1e-8, "epsilon of the inner AdamW")
     gradient_clipping: PositiveFloat | None = _key(1.0, "largest norm of an inner step's gradient; null: no clipping")
     warmup_steps: NonNegativeInt = _key(0, "inner steps over which the inner learning rate grows linearly")
+    warmup_tokens: NonNegativeInt = _key(
+        0,
+        "tokens of a trainer over which the inner learning rate grows linearly; the slower of the two warm-ups counts",
+    )
     learning_rate_schedule: str = _key("constant", "inner learning rate over the run", choices=True)
+    decay_share: Annotated[float, Field(gt=0, le=1), Number] = _key(
+        0.2, "warmup_stable_decay: the last share of the run, in which the learning rate falls"
+    )
+    decay_shape: str = _key("linear", "warmup_stable_decay: how it falls", choices=True)
     minimum_learning_rate_ratio: Annotated[float, Field(ge=0, le=1), Number] = _key(
         0.1, "what a schedule leaves of the base learning rate at the end"
     )
@@ -329,6 +342,18 @@ class Config:
         None,
         "a schedule by hand, with sampling_method none: pairs of a share of the run (0 to 1) and the requested batch "
         "from there on; null: the batch stays",
+    )
+
+    communication_budget: PositiveInt | None = _key(
+        None,
+        "communications that the run should spend its tokens, or epochs, with: the requested batch is planned after "
+        "every round, and neither INITIAL_BATCH_SIZE nor the batch test sets it; null: no budget",
+    )
+    budget_growth: NonNegativeFloat = _key(
+        1.0, "how much batches of a budget grow as there is less learning rate to come; 0: not"
+    )
+    budget_noise: NonNegativeFloat = _key(
+        0.5, "exponent with which batches of a budget follow the measured noise scale; 0: not at all"
     )
 
     # Switch mode and memory

@@ -148,6 +148,15 @@ def _check_schedule(config: Config, problems: list[str]) -> None:
         )
 
 
+def _check_budget(config: Config, problems: list[str]) -> None:
+    if config.communication_budget is None:
+        return
+    if config.max_tokens is config.number_of_training_epochs is None:
+        problems.append("communication_budget: needs max_tokens or number_of_training_epochs, which it is spent on")
+    if config.batch_schedule is not None:
+        problems.append("communication_budget: plans the batch itself, and so does batch_schedule; one of them must go")
+
+
 def _check_together(config: Config, problems: list[str]) -> None:
     if config.number_of_outer_steps is config.number_of_training_epochs is config.max_tokens is None:
         problems.append(
@@ -159,6 +168,7 @@ def _check_together(config: Config, problems: list[str]) -> None:
             f"got {config.max_requested_batch}"
         )
     _check_schedule(config, problems)
+    _check_budget(config, problems)
     if config.dataset == "text" and not config.text_files:
         problems.append("text_files: dataset text needs the names of its files")
     if config.devices and config.real_device_ids and len(config.devices) != len(config.real_device_ids):

@@ -1,0 +1,182 @@
+"""A budget of communications instead of an eta: how large the batches of the rounds that are left should be.
+
+With as many tokens and as many rounds as there are, the mean batch is given; what is left to choose is its shape over
+the run. Two things shape it. Noise that an inner step injects reaches the end of the run the less the more learning
+rate is still to come: minimising the sum of eta^2 V / (A B) over the steps, with eta the learning rate of a step and A
+what it and all later ones have together, gives B ~ eta sqrt(V) / sqrt(A) for given tokens (arXiv 2607.27731). And the
+larger the noise scale V / ||G||^2, the less is lost with a large batch: B ~ its square root (arXiv 1812.06162). The
+batch is planned anew for all rounds that are left after every round, so an error in what was measured moves the shape
+and not the number of rounds.
+
+Progress is counted in rounds here: the round r of R lasts from r / R to (r + 1) / R.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+from algorithms.learning_rate import LearningRateSchedule
+
+# Places at which the learning rates that are left are summed, about; at least one per round.
+_PLACES = 2000
+# From this share of the run on the noise scale no longer counts: a falling learning rate makes it rise.
+FREEZE = 0.8
+# What the slope of the noise scale over the examples, both in logarithms, is taken to be before it is measured, and
+# how much of a measurement that is worth.
+_PRIOR_SLOPE, _PRIOR_WEIGHT = 0.4, 0.5
+# By how much the logarithm of the noise scale wanders in a round.
+_WANDERING = 0.05
+
+
+@dataclass(frozen=True)
+class NoiseTrend:
+    """The logarithm of the noise scale over a run, filtered (Kalman), and its slope over the logarithm of the examples.
+
+    level: the filtered logarithm; None before anything was measured. variance: of its error. count and the other four:
+    the sums of a linear regression of level on the logarithm of the examples.
+    """
+
+    level: float | None = None
+    variance: float = 1.0
+    count: int = 0
+    sum_x: float = 0.0
+    sum_y: float = 0.0
+    sum_xx: float = 0.0
+    sum_xy: float = 0.0
+
+    def after(self, position: float, measured: float, error: float) -> "NoiseTrend":
+        """The trend with one more measurement.
+
+        Args:
+            position: logarithm of the examples by then.
+            measured: logarithm of the noise scale. error: its standard error.
+        """
+        if self.level is None:
+            level, variance = measured, error**2
+        else:
+            before = self.variance + _WANDERING**2
+            gain = before / (before + error**2)
+            level, variance = self.level + gain * (measured - self.level), before * (1.0 - gain)
+        return NoiseTrend(
+            level,
+            variance,
+            self.count + 1,
+            self.sum_x + position,
+            self.sum_y + level,
+            self.sum_xx + position**2,
+            self.sum_xy + position * level,
+        )
+
+    @property
+    def slope(self) -> float:
+        """d log noise scale / d log examples, between 0 and 1."""
+        spread = self.sum_xx - self.sum_x**2 / self.count if self.count else 0.0
+        together = self.sum_xy - self.sum_x * self.sum_y / self.count if self.count else 0.0
+        slope = (together + _PRIOR_WEIGHT * _PRIOR_SLOPE) / (max(spread, 0.0) + _PRIOR_WEIGHT)
+        return min(max(slope, 0.0), 1.0)
+
+    @property
+    def trust(self) -> float:
+        """How far the slope is used, between 0 and 1: less where the level is not known well."""
+        return 1.0 / (1.0 + self.variance / 0.25)
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What a run has done, and what is left of it, all trainers together.
+
+    rounds_done, rounds_left: the second counts the next one. examples_done, examples_left. inner_steps: of a round.
+    schedule: of the learning rate. trainers: who share the examples of a round.
+    """
+
+    rounds_done: int
+    rounds_left: int
+    examples_done: int
+    examples_left: float
+    inner_steps: int
+    schedule: LearningRateSchedule
+    trainers: int = 1
+
+    @property
+    def progress(self) -> float:
+        """How much of the run is done, in rounds."""
+        return self.rounds_done / (self.rounds_done + self.rounds_left)
+
+    def position(self, share: float) -> float:
+        """Logarithm of the examples when a share of the rounds is done, later ones taken to be equal."""
+        done = self.examples_left * (share - self.progress) / (1.0 - self.progress) + self.examples_done
+        return math.log(done + 0.01 * (self.examples_done + self.examples_left))
+
+
+@functools.lru_cache(maxsize=16)
+def time_to_go(schedule: LearningRateSchedule, rounds: int) -> tuple[float, ...]:
+    """eta / sqrt(A) in the middle of every round of a run, never falling: the shape for noise that stays the same."""
+    places = 2 * max(1, _PLACES // (2 * rounds)) + 1
+    rates = [schedule.without_warmup((place + 0.5) / (rounds * places)) for place in range(rounds * places)]
+    left, lefts = 0.0, []
+    for rate in reversed(rates):
+        lefts.append((left + rate / 2) / places)
+        left += rate
+    lefts.reverse()
+    shape, most = [], 0.0
+    for middle in range(places // 2, rounds * places, places):
+        if lefts[middle] > 0.0:
+            most = max(most, rates[middle] / math.sqrt(lefts[middle]))
+        shape.append(most)
+    return tuple(shape)
+
+
+def planned_batch(
+    ahead: Ahead, trend: NoiseTrend, growth: float, noise: float, smallest: float, largest: float
+) -> float:
+    """The batch of the next round, all trainers together, with which the rounds left use up the examples left.
+
+    Args:
+        growth, noise: exponents of the two shapes; 0: that one does not count.
+        smallest, largest: bounds of every batch; where they leave no way, there will be more rounds, or fewer.
+    """
+    here, total, weights = ahead.progress, ahead.rounds_done + ahead.rounds_left, []
+    for number in range(ahead.rounds_done, total):
+        share = min(number / total, max(FREEZE, here))
+        grown = noise * trend.slope * trend.trust * (ahead.position(share) - ahead.position(here))
+        weights.append(time_to_go(ahead.schedule, total)[number] ** growth * math.exp(grown))
+    factor = _scale(weights, ahead.examples_left / ahead.inner_steps, smallest, largest)
+    return min(max(factor * weights[0], smallest), largest)
+
+
+def _scale(weights: list[float], total: float, smallest: float, largest: float) -> float:
+    """The factor with which the weights, kept within bounds, have a sum, as far as the bounds allow."""
+
+    def summed(factor: float) -> float:
+        return math.fsum(min(max(factor * weight, smallest), largest) for weight in weights)
+
+    low, high = 0.0, max(min(largest, total), smallest) / min(weights)
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if summed(middle) < total else (low, middle)
+    return high
+
+
+def rounds_ahead(
+    communications: int, trainers: int, nodes: int, next_round: int, merge_frequency: int, merge_count: int
+) -> int:
+    """How many more rounds may be made with so many communications, at least 1.
+
+    A round costs one for every trainer with more than one node, a merge one. Nodes are taken to be shared out evenly.
+
+    Args:
+        next_round: its number, counted from 1; trainers merge after every `merge_frequency`-th.
+        merge_count: how many become one.
+    """
+    left, rounds = communications, 0
+    while True:
+        cost = trainers if nodes >= 2 * trainers else max(0, nodes - trainers)
+        merges = trainers > 1 and (next_round + rounds) % merge_frequency == 0
+        if merges:
+            trainers -= min(merge_count, trainers) - 1
+        cost += merges
+        if not cost and trainers == 1:
+            return max(1, rounds)  # one worker: nothing is ever communicated
+        if cost > left:
+            return max(1, rounds)
+        left, rounds = left - cost, rounds + 1
