@@ -423,7 +423,7 @@ class Trainer:
         """
         self.batch.load_state_dict(state)
         for name in _COUNTERS:
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name, 0))  # tokens were not counted from the beginning
         group = f"trainer_{self.id}"
         self.cursor.load_state_dict(state["cursor"])
         if self.workers:

@@ -579,7 +579,6 @@ def test_a_budget_is_exceeded_by_less_than_one_inner_step(limit, examples):
     assert cluster.totals.examples == examples
 
 
-@pytest.mark.parametrize("merge_count", [2, 4])
 @pytest.mark.parametrize(("budget", "trainers"), [(15, 1), (20, 1), (20, 4)])
 def test_a_budget_of_communications_is_spent(budget, trainers):
     """Through merges, and with batches that grow; the learning rate falls to its end with the last of the tokens."""
@@ -607,6 +606,7 @@ def budget_settings(budget: int, trainers: int) -> dict:
     }
 
 
+@pytest.mark.parametrize("merge_count", [2, 4])
 def test_an_epoch_through_merges_sees_every_example_once(merge_count):
     seen = []
 
