@@ -8,6 +8,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from fabrics.tokenization import train_tokenizer
 from tests.programs import Programs
 from utils.config_reading import load_config
 
+# Whoever starts the tests in the background of a shell has SIGINT ignored, which programs would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 PROGRAMS = Programs()
 
 
