@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from fabrics.documents import document_hash, python_documents
+from fabrics.documents import document_hash, documentable, python_documents
 from utils.utils import write_folder_atomically
 
 _CARD = """---
@@ -82,9 +82,8 @@ def write_code(folder: Path, modules: int | None = None) -> None:
     """
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:modules]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            if documented and ast.get_docstring(node, clean=False) is not None:
+        for node in documentable(tree):
+            if ast.get_docstring(node, clean=False) is not None:
                 node.body = node.body[1:] or [ast.Pass()]
         (folder / path.name).write_text(ast.unparse(tree) + "\n", encoding="utf-8")
 

@@ -6,6 +6,7 @@ one of them (or one file's) in memory.
 
 import ast
 import codecs
+import collections
 import functools
 import glob
 import gzip
@@ -215,26 +216,43 @@ _SKIPPED_FOLDERS = {
 }  # fmt: skip
 
 
+def documentable(tree: ast.Module) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Whatever may have a docstring, outer before inner; expressions, most of a tree, are not looked into."""
+    waiting = collections.deque([tree])
+    while waiting:
+        node = waiting.popleft()
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+        for part in ("body", "handlers", "orelse", "finalbody", "cases"):
+            waiting.extend(getattr(node, part, ()))
+
+
 @functools.lru_cache(maxsize=1)
 def python_documents() -> tuple[str, ...]:
-    """The texts of pydoc's topics and every docstring of the installed standard library, each once, in order of hash.
+    """pydoc's topics and every docstring of the installed standard library, each once, in order of hash."""
+    topics = [text.strip() for _, text in sorted(pydoc_data.topics.topics.items())]
+    documents = dict.fromkeys([*topics, *standard_library_docstrings()])
+    # A fixed random order: neighbours in a module would be neighbours in any sample.
+    return tuple(sorted((text for text in documents if text), key=document_hash))
+
+
+def standard_library_docstrings() -> list[str]:
+    """Those of the modules in order of path, outer before inner.
 
     Modules are parsed, never imported: importing some of them has effects.
     """
-    documents = dict.fromkeys(text.strip() for _, text in sorted(pydoc_data.topics.topics.items()))
+    found = []
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(path for path in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts))
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for path in tqdm(files, desc="reading docstrings", unit="file", leave=False, disable=None):
         try:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):
             continue  # templates and deliberately broken files have no docstrings
-        for node in ast.walk(tree):
-            if isinstance(node, kinds) and (text := ast.get_docstring(node)):
-                documents.setdefault(text.strip())
-    # A fixed random order: neighbours in a module would be neighbours in any sample.
-    return tuple(sorted((text for text in documents if text), key=document_hash))
+        for node in documentable(tree):
+            if text := ast.get_docstring(node):
+                found.append(text.strip())
+    return found
 
 
 def python_docs_source() -> Source:

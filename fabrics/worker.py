@@ -271,11 +271,18 @@ class Worker:
             return sketch(gradient, seed=assignment.place.round) * examples
         return None
 
-    @staticmethod
-    def _seed(assignment: Assignment, step: int) -> None:
-        """Dropout, where a model has it, depends on the place in the run alone."""
+    def _seed(self, assignment: Assignment, step: int) -> None:
+        """Dropout, where a model has it, depends on the place in the run alone.
+
+        Not torch.manual_seed: for every kind of accelerator that is not in use it keeps a trace of the stack, which
+        takes longer than a small model's step.
+        """
         sequence = np.random.SeedSequence([*assignment.place, step])
-        torch.manual_seed(int(sequence.generate_state(1, np.uint64)[0]))
+        seed, device = int(sequence.generate_state(1, np.uint64)[0]), self.node.device
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            torch.cuda.default_generators[index].manual_seed(seed)
 
     def _smaller_plan(self, plan: ExecutionPlan) -> ExecutionPlan:
         """Half the node's max batch, for good, and the same examples in parts of at most that."""

@@ -12,15 +12,12 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
+from filelock import FileLock
 
-from c4 import tokenize_c4
-from configs import make_samples
-from fabrics.choices import CHECKS, CHOICES
-from fabrics.documents import python_documents
-from fabrics.tokenization import train_tokenizer
+from fabrics import documents
 from tests.programs import Programs
-from utils.config_reading import load_config
+
+# What takes seconds to import is imported where it is used: the process that hands out the tests needs none of it.
 
 # Whoever starts the tests in the background of a shell has SIGINT ignored, which programs would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -57,6 +54,8 @@ def pytest_runtest_protocol(item: pytest.Item):
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread():
+    import torch
+
     torch.set_num_threads(1)
 
 
@@ -69,9 +68,25 @@ def cache_dir(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _docstrings_are_read_once(cache_dir):
+    """By one test process for all: it takes seconds."""
+    read, path = documents.standard_library_docstrings, cache_dir / "docstrings.json"
+
+    def read_once() -> list[str]:
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                path.write_text(json.dumps(read()))
+        return json.loads(path.read_text())
+
+    documents.standard_library_docstrings = read_once
+
+
 @pytest.fixture(scope="session")
 def c4_shards(tmp_path_factory):
     """A repository of C4, as the hub has it, of real text."""
+    from configs import make_samples
+
     folder = tmp_path_factory.mktemp("c4")
     make_samples.write_c4(folder, 600, 60)
     return folder
@@ -79,13 +94,17 @@ def c4_shards(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory):
+    from fabrics.tokenization import train_tokenizer
+
     folder = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer(python_documents()[:500], 600).save_pretrained(folder)
+    train_tokenizer(documents.python_documents()[:500], 600).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def tokenised_c4(tmp_path_factory, c4_shards, tokenizer_folder):
+    from c4 import tokenize_c4
+
     folder = tmp_path_factory.mktemp("tokenised") / "set"
     arguments = ["--model_name", str(tokenizer_folder), "--input", str(c4_shards), "--output_dir", str(folder)]
     assert tokenize_c4.main([*arguments, "--data_sample_size", "500", "--create_eval_split", "--eval_size", "50"]) == 0
@@ -95,6 +114,8 @@ def tokenised_c4(tmp_path_factory, c4_shards, tokenizer_folder):
 @pytest.fixture
 def make_c4(cache_dir, tmp_path):
     """A function from values to a checked configuration with dataset c4."""
+    from fabrics.choices import CHECKS, CHOICES
+    from utils.config_reading import load_config
 
     def configured(**values):
         defaults = {

@@ -172,6 +172,7 @@ def tiny_data(train: int = 96, validation: int = 16, length: int = 9) -> TaskDat
 
 TINY_ARCHITECTURE = {
     "preset": "demo",
+    "num_hidden_layers": 1,
     "hidden_size": 16,
     "intermediate_size": 24,
     "num_attention_heads": 2,

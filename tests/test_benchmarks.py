@@ -18,8 +18,13 @@ from training_logs.training_monitoring import draw
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_throughput_prints_ratios_and_the_memory_formula(cache_dir, capsys):
+def test_throughput_prints_ratios_and_the_memory_formula(cache_dir, capsys, monkeypatch):
+    def outer_step(config, repeats):
+        throughput.outer_step(config, repeats, elements=250_000)
+
+    monkeypatch.setitem(throughput.PARTS, "outer", outer_step)
     overrides = ["number_of_inner_steps_between_outers=2", "sequence_length=16", "model_config.num_hidden_layers=1"]
+    overrides += ["model_config.vocab_size=300", "INITIAL_BATCH_SIZE=4"]
     threads = torch.get_num_threads()
     assert throughput.main(["--repeats", "2", f"cache_dir={cache_dir}", f"cpu_threads={threads}", *overrides]) == 0
     output = capsys.readouterr().out
@@ -29,7 +34,7 @@ def test_throughput_prints_ratios_and_the_memory_formula(cache_dir, capsys):
     assert "formula  60 =" in output
     for name in ("bare loop", "inner steps", "whole round", "whole round with norm test"):
         assert re.search(rf"^{name} +[\d,]+ +\d+\.\d% +\d\.\d+", output, re.MULTILINE), name
-    assert re.search(r"outer step of 25,000,000 parameters: \d+\.\d GB/s", output)
+    assert re.search(r"outer step of 250,000 parameters: \d+\.\d GB/s", output)
     assert re.findall(r"^  (\d) trainer\(s\): +[\d,]+, \d+\.\d+ of one", output, re.MULTILINE) == ["1", "2", "4"]
 
 

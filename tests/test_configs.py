@@ -66,21 +66,24 @@ def test_the_published_values(name):
 def test_samples_are_written_once_and_the_same_everywhere(samples, tmp_path, capsys):
     make_samples.main(samples)
     assert capsys.readouterr().out.count("there already") == 3
-    make_samples.main(tmp_path)
-    for path in sorted((samples / "c4").rglob("*.gz")):
-        assert (tmp_path / path.relative_to(samples)).read_bytes() == path.read_bytes()
+    for name, write in (("c4", make_samples.write_c4), ("aclImdb", make_samples.write_imdb)):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name)
+    written = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    assert len(written) > 1000
+    for path in written:
+        assert (samples / path.relative_to(tmp_path)).read_bytes() == path.read_bytes()
 
 
 def test_code_is_real_and_has_no_docstring(samples):
     files = sorted((samples / "code").glob("*.py"))
     assert len(files) > 100
-    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
-    documented = [
-        node
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node)
-    ]
-    assert documented == []
-    defined = {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    assert {"dedent", "shuffle", "bisect_left"} <= defined  # textwrap, random, bisect
+    defined = set()
+    for file in files[::4]:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                assert ast.get_docstring(node) is None
+                defined.add(getattr(node, "name", file.name))
+    assert len(defined) > 1000
+    for name, function in (("textwrap", "dedent"), ("random", "shuffle"), ("bisect", "bisect_left")):
+        assert f"def {function}(" in (samples / "code" / f"{name}.py").read_text(encoding="utf-8")

@@ -1,6 +1,7 @@
 """One, two and four processes give the same run; real ones, started by torchrun, over gloo."""
 
 import contextlib
+import functools
 import json
 import os
 from pathlib import Path
@@ -31,14 +32,14 @@ def results(request, programs, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone():
-    """The same in this process."""
+    """The same in this process: from the name of a scenario to what it makes."""
     assert torch.get_num_threads() == 1
-    return {name: spmd.run_scenario(name) for name in spmd.SCENARIOS}
+    return functools.cache(spmd.run_scenario)
 
 
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_several_processes_give_the_same_bits(results, alone, name):
-    together, single = results[0][name], alone[name]
+    together, single = results[0][name], alone(name)
     assert single["merges"] >= 1
     assert len(set(single["requests"])) > 1 or name == "across workers"
     assert together["parameters"].keys() == single["parameters"].keys()
@@ -50,7 +51,7 @@ def test_several_processes_give_the_same_bits(results, alone, name):
 
 def test_one_all_reduce_differs_by_the_order_of_summation_alone(results, alone):
     for name, tolerance in (("all-reduce", 1e-5), ("all-reduce in float64", 1e-10)):
-        together, single = results[0][name], alone[name]
+        together, single = results[0][name], alone(name)
         assert together["requests"] == single["requests"]
         for trainer, parameters in single["parameters"].items():
             scale = parameters.abs().max().item()
@@ -119,7 +120,7 @@ def test_the_evaluation_is_shared_out(results):
 
 
 def test_a_failed_node_works_no_more_and_its_trainer_goes_on(alone):
-    result = alone["a node fails"]
+    result = alone("a node fails")
     failed = next(index for index, placement in enumerate(result["placement"]) if index == 2)
     assert any(1 in nodes for nodes in result["placement"][failed].values())
     for placement in result["placement"][failed + 1 :]:

@@ -137,7 +137,7 @@ def test_a_finished_run_can_be_made_longer(whole, tmp_path, cache_dir):
         (["log_file=other.log", "--force"], "log_file: cannot change within a run folder"),
         (["ETAA=0.9"], "ETAA: unknown key; did you mean ETA?"),
         (["sequence_length=16", "--force"], "the checkpoint is of a run on other data"),
-        (["model_config.num_hidden_layers=1", "--force"], "the checkpoint is of a model with"),
+        (["model_config.num_hidden_layers=2", "--force"], "the checkpoint is of a model with"),
     ],
 )
 def test_what_cannot_be_resumed_is_a_clear_error(whole, capsys, overrides, expected):

@@ -27,6 +27,7 @@ from utils.config_reading import load_config
 ROOT = Path(__file__).resolve().parent.parent
 
 SHORT = {
+    "model_config": {"preset": "demo", "num_hidden_layers": 1},
     "data_sample_size": 400,
     "val_size": 30,
     "sequence_length": 32,
@@ -312,8 +313,8 @@ def test_problems_of_keys_choices_and_model_are_reported_together(tmp_path, cach
         "error: ETAA: unknown key; did you mean ETA?",
         "error: nu: should be greater than 0, got -1",
         "error: merging_policy: must be one of worst_with_worst, best_with_worst, got 'x'",
-        "error: model_config.hiden_size: not an architecture value of LlamaConfig; did you mean hidden_size?",
         "error: model_config.num_hidden_layers: must be a positive integer, got 0",
+        "error: model_config.hiden_size: not an architecture value of LlamaConfig; did you mean hidden_size?",
     ]
 
 
