@@ -7,6 +7,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # For the programs that tests start: with more threads than cores PyTorch waits for itself.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import gc
 import json
 import signal
 from pathlib import Path
@@ -37,13 +38,20 @@ def starts_programs(item: pytest.Item) -> bool:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that start programs, and begin with the files that have any.
 
-    They are the long ones; the many short files after them fill what is left of every test process.
+    They are the long ones; the others after them, large files before small ones, fill what is left of every process.
     """
     begun_by = set()
     for item in filter(starts_programs, items):
         item.add_marker("programs")
         begun_by.add(item.path)
-    items.sort(key=lambda item: item.path not in begun_by)
+    sizes = {item.path: item.path.stat().st_size for item in items}
+    items.sort(key=lambda item: (item.path not in begun_by, -sizes[item.path], item.path))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: the garbage collector need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -121,6 +129,7 @@ def make_c4(cache_dir, tmp_path):
         defaults = {
             "dataset": "c4",
             "number_of_outer_steps": 1,
+            "plot_at_end": False,
             "data_sample_size": 400,
             "val_size": 40,
             "sequence_length": 32,

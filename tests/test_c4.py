@@ -175,6 +175,7 @@ def test_a_failed_load_says_so_and_never_passes_silently(tmp_path, cache_dir, c4
         *("data_sample_size=300", "val_size=20", "sequence_length=32", "vocab_size=400", f"cache_dir={cache_dir}"),
         *(
             "clearml=off",
+            "plot_at_end=false",
             "number_of_outer_steps=1",
             "number_of_inner_steps_between_outers=1",
             "number_of_initial_trainers=1",

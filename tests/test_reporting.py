@@ -253,7 +253,13 @@ def test_report_and_log_say_what_the_model_says(folder, run):
     assert "What the model says" not in run_body(dataclasses.replace(run, summary=run.summary | {"continuations": []}))
 
 
-def test_a_dead_run_has_a_report_up_to_its_last_round(tmp_path, monkeypatch):
+@pytest.fixture
+def one_plot(monkeypatch):
+    """Of every run its overview alone: drawing takes longer than small runs do."""
+    monkeypatch.setattr(plots, "PLOTS", {"overview.png": PLOTS["overview.png"]})
+
+
+def test_a_dead_run_has_a_report_up_to_its_last_round(tmp_path, monkeypatch, one_plot):
     """As kill -9 leaves it: nothing is written after the second round, and half a line of the third."""
     monkeypatch.setattr(RunRecorder, "finish", lambda *arguments: None)
     original = RunRecorder.on_round
@@ -278,7 +284,7 @@ def test_a_dead_run_has_a_report_up_to_its_last_round(tmp_path, monkeypatch):
     assert (run.report_dir / "overview.png").exists()
 
 
-def test_several_runs_on_common_axes(folder, run, tmp_path, capsys):
+def test_several_runs_on_common_axes(folder, run, tmp_path, capsys, one_plot):
     other = record_run(tmp_path / "logs", number_of_initial_trainers=1, sampling_method="none")
     assert training_monitoring.main([str(folder), str(other), "--output", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "out" / "comparison.html")
