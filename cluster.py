@@ -9,6 +9,7 @@ round. Only tensors, and the work on them, are shared out.
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 
 from algorithms.budget import Ahead, rounds_ahead
 from algorithms.distribution import distribute_nodes
+from algorithms.learning_rate import round_steps
 from algorithms.limits import Limits, RoundSchedule
 from algorithms.policies import MERGE_POLICIES
 from fabrics.data_order import DataCursor
@@ -31,7 +33,7 @@ from fabrics.nodes import NodePool, check_modules, check_statistics, measured_ma
 from fabrics.validation import Validation
 from fabrics.worker import Node, TrainingError, WorkerRound
 from fabrics.working_model import WorkingModel
-from trainers import Trainer, learning_rate_schedule
+from trainers import Trainer, base_learning_rate, learning_rate_schedule
 from training_logs.recording.memory_monitor import Use, memory_use
 from training_logs.recording.records import ClusterRound, Merge, Observer, Totals
 from utils.checkpoint import Checkpoint, CheckpointError
@@ -96,6 +98,14 @@ def planned_ahead(
     return ahead
 
 
+def inner_steps_ahead(config: Config, progress: float) -> int:
+    """Inner steps of a whole round that begins when a share `progress` of the run is done."""
+    base, steps = base_learning_rate(config), config.number_of_inner_steps_between_outers
+    alpha = config.inner_steps_alpha or base * math.sqrt(steps)
+    learning_rate = base * learning_rate_schedule(config).without_warmup(progress)
+    return round_steps(config.inner_steps_rule, steps, alpha, learning_rate)
+
+
 def next_round(
     config: Config, limits: Limits, totals: Totals, trainers: Collection[Trainer], pool: NodePool, data: TaskData
 ) -> RoundSchedule:
@@ -103,7 +113,7 @@ def next_round(
     ahead = None if config.communication_budget is None else planned_ahead(config, totals, trainers, pool, data)
     schedule = limits.next_round(
         totals.done,
-        config.number_of_inner_steps_between_outers,
+        inner_steps_ahead(config, limits.progress(totals.done)),
         sum(trainer.examples_per_inner_step() for trainer in trainers),
         lambda steps: sum(trainer.tokens_ahead(steps) for trainer in trainers),
     )

@@ -60,6 +60,12 @@ def batch_control(config: Config) -> BatchControl:
     return BatchControl(settings, config.INITIAL_BATCH_SIZE)
 
 
+def base_learning_rate(config: Config) -> float:
+    """What the factors of the inner learning rate are on."""
+    sgd = DISTRIBUTED_ALGORITHMS[config.distributed_algo].inner_optimizer == "sgd"
+    return (config.lr_sgd if sgd else None) or config.learning_rate_for_inner_opt
+
+
 def learning_rate_schedule(config: Config) -> LearningRateSchedule:
     """The schedule of the inner learning rate that the configuration asks for."""
     return LearningRateSchedule(
@@ -295,9 +301,7 @@ class Trainer:
     def _learning_rates(self, schedule: RoundSchedule, plan: ExecutionPlan, first: ExecutionPlan) -> list[float]:
         """Of the inner steps of a worker's round; `first` is the plan of the trainer's first worker."""
         config = self._config
-        base = config.learning_rate_for_inner_opt
-        if self._algorithm.inner_optimizer == "sgd":
-            base = config.lr_sgd or base
+        base = base_learning_rate(config)
         reference = self.reference_batch or first.effective_batch
         base *= 0.5**self.halvings * batch_scaling_factor(config.learning_rate_scaling, plan.effective_batch, reference)
         tokens = self.tokens_ahead(schedule.inner_steps) if config.warmup_tokens else 0

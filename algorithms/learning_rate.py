@@ -13,6 +13,10 @@ DECAY_SHAPES = {
 
 SCHEDULES = ("constant", "cosine", "linear", "warmup_stable_decay")
 
+# How many inner steps a round has as the learning rate falls; and at most.
+INNER_STEPS_RULES = ("fixed", "quadratic")
+_MOST_STEPS = 2**31
+
 LEARNING_RATE_SCALINGS = {
     "none": lambda ratio: 1.0,
     "sqrt": math.sqrt,
@@ -67,6 +71,19 @@ class LearningRateSchedule:
                 warmup = min(warmup, (tokens_before + (step + 1) / count * tokens) / self.warmup_tokens)
             found.append(warmup * self.without_warmup(planned.progress_before + step / count * length))
         return found
+
+
+def round_steps(rule: str, base: int, alpha: float, learning_rate: float) -> int:
+    """Inner steps of a round that begins with this learning rate, its warm-up left out.
+
+    quadratic is the Quadratic Synchronization Rule, max(base, floor((alpha / learning rate)^2)) (arXiv 2310.14423):
+    what local steps do to the average of the workers is of the order of H eta^2, and stays the same so. The rule has
+    no bound; here there is one that no run comes near.
+    """
+    if rule == "fixed":
+        return base
+    ratio = alpha / learning_rate if learning_rate > 0.0 else math.inf
+    return max(base, int(min(ratio * ratio, _MOST_STEPS)))
 
 
 def batch_scaling_factor(rule: str, effective_batch: int, reference_batch: int) -> float:

@@ -2,7 +2,7 @@
 
 from algorithms.batch_control import ESTIMATORS
 from algorithms.calc_batch import BATCH_TESTS
-from algorithms.learning_rate import DECAY_SHAPES, LEARNING_RATE_SCALINGS, SCHEDULES
+from algorithms.learning_rate import DECAY_SHAPES, INNER_STEPS_RULES, LEARNING_RATE_SCALINGS, SCHEDULES
 from algorithms.outer_step import DISTRIBUTED_ALGORITHMS
 from algorithms.policies import MERGE_POLICIES
 from algorithms.switch_mode import SWITCH_MODES
@@ -22,6 +22,7 @@ CHOICES = {
     "distributed_algo": tuple(DISTRIBUTED_ALGORITHMS),
     "learning_rate_schedule": SCHEDULES,
     "decay_shape": tuple(DECAY_SHAPES),
+    "inner_steps_rule": INNER_STEPS_RULES,
     "learning_rate_scaling": tuple(LEARNING_RATE_SCALINGS),
     "sampling_method": tuple(BATCH_TESTS),
     "statistics_estimator": ESTIMATORS,

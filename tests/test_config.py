@@ -189,6 +189,11 @@ def test_all_problems_are_reported_at_once_one_line_each():
             for schedule in ([[0.5, 16], [0.5, 32]], [[0.5, 16], [0.6, 15]], [[0.1, 7]], [[1.1, 16]], [[0.1, 9.5]])
         ),
         ({"sampling_method": "none", "batch_schedule": [[0.5]]}, "batch_schedule"),
+        ({"inner_steps_rule": "quadratic", "number_of_outer_steps": 3}, "number_of_outer_steps: must be null with"),
+        (
+            {"inner_steps_rule": "quadratic", "max_tokens": 9, "communication_budget": 3},
+            "communication_budget: needs inner_steps_rule fixed, got quadratic",
+        ),
         ({"devices": ["cpu"], "real_device_ids": ["1", "2"]}, "real_device_ids: must name each of the 1 devices"),
         (
             {"number_of_inner_steps_between_outers": None},
@@ -207,6 +212,7 @@ def test_values_that_do_not_go_together(raw, expected):
         ({"project_name": "x", "clearml": False}, "project_name: has no effect with clearml: off"),
         ({"samples_per_class": 5}, "samples_per_class: has no effect with dataset python_docs"),
         ({"tokenizer": "x", "vocab_size": 999}, "vocab_size: has no effect, the tokenizer is not trained here"),
+        ({"inner_steps_alpha": 0.1}, "inner_steps_alpha: has no effect with inner_steps_rule fixed"),
         ({"lr_sgd": 0.1}, "lr_sgd: has no effect with distributed_algo DiLoCo"),
         ({"single_seed": True}, "single_seed: has no effect without need_to_reinit_output_layers"),
     ],

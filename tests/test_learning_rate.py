@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from algorithms.learning_rate import LearningRateSchedule, batch_scaling_factor, eta_during
+from algorithms.learning_rate import LearningRateSchedule, batch_scaling_factor, eta_during, round_steps
 from algorithms.limits import RoundSchedule
 
 
@@ -61,6 +61,15 @@ def test_warm_up_is_linear_in_tokens_and_the_slower_counts():
 
 def test_progress_is_shared_out_over_the_steps():
     assert factors(name="linear") == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6])
+
+
+@pytest.mark.parametrize(
+    ("learning_rate", "steps"),
+    [(0.4, 4), (0.2, 16), (0.1, 64), (0.15, 28), (0.9, 4), (1e-300, 2**31), (0.0, 2**31)],
+)
+def test_rounds_lengthen_with_the_inverse_square_of_the_learning_rate(learning_rate, steps):
+    assert round_steps("quadratic", 4, 0.8, learning_rate) == steps
+    assert round_steps("fixed", 4, 0.8, learning_rate) == 4
 
 
 @pytest.mark.parametrize(("rule", "expected"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)])

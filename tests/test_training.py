@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import json
+import math
 
 import numpy as np
 import pytest
@@ -604,6 +605,30 @@ def budget_settings(budget: int, trainers: int) -> dict:
         "learning_rate_schedule": "warmup_stable_decay",
         "minimum_learning_rate_ratio": 0.0,
     }
+
+
+def test_rounds_lengthen_as_the_learning_rate_falls():
+    """The rule, worked out along the run; the last round has what is left."""
+    cluster, recorder = (
+        tiny_cluster(
+            number_of_initial_trainers=1,
+            sampling_method="none",
+            number_of_outer_steps=None,
+            max_tokens=9 * 4 * 60,
+            learning_rate_schedule="linear",
+            minimum_learning_rate_ratio=0.0,
+            inner_steps_rule="quadratic",
+            inner_steps_alpha=0.01 * math.sqrt(4.6),
+        ),
+        Recorder(),
+    )
+    cluster.train(recorder)
+    done, expected = 0, []
+    while done < 60:
+        expected.append(min(max(3, int(4.6 / (1 - done / 60) ** 2)), 60 - done))
+        done += expected[-1]
+    assert expected[:3] == [4, 5, 6]
+    assert [r.reports[0].inner_steps for r in recorder.rounds] == expected
 
 
 @pytest.mark.parametrize("merge_count", [2, 4])

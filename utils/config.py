@@ -256,6 +256,17 @@ class Config(RunKeys):
     nodes_per_gpu: PositiveInt = _key(4, "nodes (worker slots) per device, on the CPU too")
     number_of_initial_trainers: PositiveInt = _key(4, "trainers (model instances) at the start")
     number_of_inner_steps_between_outers: PositiveInt = _key(20, "inner steps H of every worker in a round")
+    inner_steps_rule: str = _key(
+        "fixed",
+        "inner steps of later rounds: as many, or max(H, (inner_steps_alpha / learning rate)^2), so that rounds "
+        "lengthen as the learning rate decays",
+        choices=True,
+    )
+    inner_steps_alpha: PositiveFloat | None = _key(
+        None,
+        "alpha of the quadratic rule; null: the base learning rate times sqrt(H), with which rounds lengthen whenever "
+        "the learning rate falls",
+    )
     drop_slow_nodes: AtLeastOne | None = _key(
         None,
         "a node that takes more than so many times the median time per example of the others, in three rounds running "

@@ -155,6 +155,11 @@ def _check_budget(config: Config, problems: list[str]) -> None:
         problems.append("communication_budget: needs max_tokens or number_of_training_epochs, which it is spent on")
     if config.batch_schedule is not None:
         problems.append("communication_budget: plans the batch itself, and so does batch_schedule; one of them must go")
+    if config.inner_steps_rule != "fixed":
+        problems.append(
+            f"communication_budget: needs inner_steps_rule fixed, got {config.inner_steps_rule}: the learning rate "
+            f"falls with the rounds then"
+        )
 
 
 def _check_together(config: Config, problems: list[str]) -> None:
@@ -166,6 +171,11 @@ def _check_together(config: Config, problems: list[str]) -> None:
         problems.append(
             f"max_requested_batch: must be at least INITIAL_BATCH_SIZE ({config.INITIAL_BATCH_SIZE}), "
             f"got {config.max_requested_batch}"
+        )
+    if config.inner_steps_rule != "fixed" and config.number_of_outer_steps is not None:
+        problems.append(
+            f"number_of_outer_steps: must be null with inner_steps_rule {config.inner_steps_rule}, which says itself "
+            f"how many rounds the tokens or epochs make"
         )
     _check_schedule(config, problems)
     _check_budget(config, problems)
@@ -192,6 +202,8 @@ def _warnings(config: Config, given: Mapping) -> list[str]:
             warnings.append("vocab_size: has no effect, the tokenizer is not trained here")
         if name == "single_seed" and value and not config.need_to_reinit_output_layers:
             warnings.append("single_seed: has no effect without need_to_reinit_output_layers")
+        if name == "inner_steps_alpha" and config.inner_steps_rule == "fixed":
+            warnings.append("inner_steps_alpha: has no effect with inner_steps_rule fixed")
         if name == "lr_sgd" and config.distributed_algo != "LocalSGD":
             warnings.append(f"lr_sgd: has no effect with distributed_algo {config.distributed_algo}")
     return warnings
