@@ -194,7 +194,8 @@ class Cluster:
         if not groups:
             raise NoNodeLeftError("no node is left to train on: all of them failed, or were dropped as too slow")
         present = {trainer.id: [node.id for node in trainer.nodes] for trainer in self.trainers.values()}
-        return distribute_nodes(requests, groups, present, self.config.redistribution_hysteresis)
+        hysteresis, smallest = self.config.redistribution_hysteresis, self.config.smallest_worker_batch
+        return distribute_nodes(requests, groups, present, hysteresis, smallest)
 
     def distribute(self) -> None:
         """Give every living trainer its nodes, in proportion to the requested batches; bytes are counted.
@@ -404,7 +405,8 @@ class Cluster:
         assignment = {trainer: values["nodes"] for trainer, values in living.items()}
         if len(state["max_batches"]) != len(self.nodes):  # other nodes than those of the checkpoint
             requests = {trainer: values["requested_batch"] for trainer, values in living.items()}
-            assignment = distribute_nodes(requests, dict(enumerate(self.processes.groups)))
+            groups, smallest = dict(enumerate(self.processes.groups)), self.config.smallest_worker_batch
+            assignment = distribute_nodes(requests, groups, smallest_batch=smallest)
         self._assign(assignment)
         self.totals = Totals(**state["totals"])
         for trainer, values in living.items():

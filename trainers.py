@@ -55,6 +55,7 @@ def batch_control(config: Config) -> BatchControl:
         confidence=config.batch_test_confidence,
         largest_growth=config.max_batch_growth,
         schedule=config.batch_schedule,
+        frozen_from=learning_rate_schedule(config).decay_begins,
         planned=(config.budget_growth, config.budget_noise) if config.communication_budget else None,
     )
     return BatchControl(settings, config.INITIAL_BATCH_SIZE)

@@ -32,9 +32,10 @@ class BatchControlSettings:
 
     test: a key of BATCH_TESTS. first_round: with a test, counted from 1; before it the request stays. smoothing: weight
     of the past in the average of the statistics over rounds. confidence: standard errors by which the test's answer is
-    lowered. largest_growth: factor per round. schedule: pairs of
-    (share of the run, request from there on), for a request that no test moves. planned: exponents of time to go and
-    noise scale (see algorithms.budget) where a budget moves the request and no test does.
+    lowered. largest_growth: factor per round. schedule: pairs of (share of the run, request from there on), for a
+    request that no test moves. frozen_from: share of the run after which no test moves it: a learning rate that falls
+    makes the noise scale rise, and wants steps. planned: exponents of time to go and noise scale (see
+    algorithms.budget) where a budget moves the request and no test does.
     """
 
     test: str
@@ -48,6 +49,7 @@ class BatchControlSettings:
     confidence: float
     largest_growth: float
     schedule: Sequence[Sequence[float]] | None = None
+    frozen_from: float = 1.0
     planned: tuple[float, float] | None = None
 
 
@@ -143,6 +145,8 @@ class BatchControl:
         eta = eta_during(settings.eta, settings.eta_at_end, progress)
         parameters = BatchTestParameters(eta, settings.theta, settings.nu, settings.debias, settings.confidence)
         statistics = self._sums.statistics
+        if progress > settings.frozen_from:
+            return statistics, None
         asked = self._test(statistics, parameters, effective_batch)
         self.requested_batch = bounded_request(self.requested_batch, asked, settings.largest_growth, largest_request)
         return statistics, None

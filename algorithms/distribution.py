@@ -7,10 +7,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
+def useful_workers(request: int, smallest_batch: int, present: int, hysteresis: float) -> int:
+    """How many workers a trainer has use for: as many as its request gives `smallest_batch` examples each.
+
+    A batch that is cut into very small ones wastes them: AdamW divides a worker's step by the noise of its own few
+    examples. Those that are there stay until the request is smaller than what they need by more than `hysteresis`.
+    """
+    wanted = max(1, request // smallest_batch)
+    return present if wanted < present and request * (1.0 + hysteresis) >= present * smallest_batch else wanted
+
+
 def node_counts(
-    requests: Mapping[int, int], nodes: int, present: Mapping[int, int], hysteresis: float
+    requests: Mapping[int, int],
+    nodes: int,
+    present: Mapping[int, int],
+    hysteresis: float,
+    smallest_batch: int | None = None,
 ) -> dict[int, int]:
     """How many of the nodes every trainer gets: at least one, and otherwise in proportion to its request.
+
+    No trainer gets more than it has use for (`useful_workers`); nodes that nobody has use for are idle.
 
     Nodes that nobody has go one by one to the trainer with the largest request per node that it would then have (the
     method of D'Hondt). A node moves from one trainer to another only where the taker's request per node, the new one
@@ -22,12 +38,18 @@ def node_counts(
     Args:
         requests: trainer id -> requested batch, in examples; fewer of them than nodes.
         present: trainer id -> nodes that it has; together at most `nodes`.
+        smallest_batch: of a worker, in examples; None: trainers have use for all.
     """
     trainers = sorted(requests)
     counts = {trainer: max(present.get(trainer, 0), 1) for trainer in trainers}
+    most = dict.fromkeys(trainers, nodes)
+    if smallest_batch is not None:
+        most = {t: useful_workers(requests[t], smallest_batch, counts[t], hysteresis) for t in trainers}
+    counts = {trainer: min(count, most[trainer]) for trainer, count in counts.items()}
 
-    def taker() -> int:
-        return max(trainers, key=lambda trainer: (requests[trainer] / (counts[trainer] + 1), -trainer))
+    def taker() -> int | None:
+        able = [trainer for trainer in trainers if counts[trainer] < most[trainer]]
+        return max(able, key=lambda trainer: (requests[trainer] / (counts[trainer] + 1), -trainer), default=None)
 
     def giver() -> int | None:
         able = [trainer for trainer in trainers if counts[trainer] > 1]
@@ -35,10 +57,9 @@ def node_counts(
 
     while sum(counts.values()) > nodes:
         counts[giver()] -= 1
-    while sum(counts.values()) < nodes:
-        counts[taker()] += 1
-    while (source := giver()) is not None:
-        target = taker()
+    while sum(counts.values()) < nodes and (target := taker()) is not None:
+        counts[target] += 1
+    while (source := giver()) is not None and (target := taker()) is not None:
         has, would_have = requests[source] * (counts[target] + 1), requests[target] * counts[source]
         if source == target or would_have <= (1.0 + hysteresis) * has:
             break
@@ -74,6 +95,7 @@ def distribute_nodes(
     groups: Mapping[int, int],
     present: Mapping[int, Sequence[int]] | None = None,
     hysteresis: float = 0.0,
+    smallest_batch: int | None = None,
 ) -> dict[int, tuple[int, ...]]:
     """Nodes of every trainer, worker by worker: so many as `node_counts` says, and as few changes as that allows.
 
@@ -86,6 +108,7 @@ def distribute_nodes(
         requests: trainer id -> requested batch, in examples.
         groups: node -> its group; between groups communication is dear.
         present: trainer id -> its nodes now, by worker; those not in `groups` are gone.
+        hysteresis, smallest_batch: as in `node_counts`.
     """
     if not groups:
         raise ValueError(f"there must be at least one node, got {len(groups)}")
@@ -98,7 +121,7 @@ def distribute_nodes(
     for trainer in sorted(trainers, key=lambda trainer: (-requests[trainer], trainer)):
         kept[trainer] = [node for node in present.get(trainer, ()) if node in groups and node not in taken]
         taken |= set(kept[trainer])
-    counts = node_counts(requests, len(nodes), {t: len(own) for t, own in kept.items()}, hysteresis)
+    counts = node_counts(requests, len(nodes), {t: len(own) for t, own in kept.items()}, hysteresis, smallest_batch)
     places: dict[int, list[int | None]] = {}
     for trainer, count in counts.items():
         workers: list[int | None] = [node if node in kept[trainer] else None for node in present.get(trainer, ())]

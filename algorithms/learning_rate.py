@@ -40,6 +40,11 @@ class LearningRateSchedule:
     decay_share: float = 0.2
     decay_shape: str = "linear"
 
+    @property
+    def decay_begins(self) -> float:
+        """The share of the run from which it falls; 1 where it falls all along, or never."""
+        return 1.0 - self.decay_share if self.name == "warmup_stable_decay" else 1.0
+
     def without_warmup(self, progress: float) -> float:
         """The factor when a share `progress` of the run is done; below 0 counts as 0, above 1 as 1."""
         progress = min(max(progress, 0.0), 1.0)
@@ -48,8 +53,7 @@ class LearningRateSchedule:
         elif self.name == "linear":
             left = 1.0 - progress
         elif self.name == "warmup_stable_decay":
-            stable = 1.0 - self.decay_share
-            left = DECAY_SHAPES[self.decay_shape](max(progress - stable, 0.0) / self.decay_share)
+            left = DECAY_SHAPES[self.decay_shape](max(progress - self.decay_begins, 0.0) / self.decay_share)
         else:
             left = 1.0
         return self.minimum_ratio + (1.0 - self.minimum_ratio) * left

@@ -40,6 +40,10 @@ SCENARIOS = {
         _RUN | {"deterministic": True, "number_of_initial_trainers": 2, "statistics_estimator": "across_workers"},
         False,
     ),
+    "workers join": (
+        _RUN | {"deterministic": True, "number_of_initial_trainers": 2, "smallest_worker_batch": 4},
+        False,
+    ),
     "bfloat16": (_RUN | {"deterministic": True, "communication_dtype": "bfloat16"}, False),
     "int8": (_RUN | {"communication_dtype": "int8"}, False),
     "a node fails": (_RUN | {"deterministic": True, "number_of_initial_trainers": 2}, False),

@@ -8,6 +8,7 @@ import pytest
 
 from algorithms.batch_control import BatchControl, BatchControlSettings
 from algorithms.gradient_statistics import SampleEstimate
+from algorithms.learning_rate import LearningRateSchedule
 from benchmarks import noise
 from benchmarks.noise import make_gradients, simulate
 from utils.config import Config
@@ -82,6 +83,18 @@ def test_eta_follows_the_progress_of_the_run():
         own.conclude([sample(1.0, 0.0, variance=36.0)], None, 4, progress, 1000)
         requests.append(own.requested_batch)
     assert requests == [9, 16, 36]
+
+
+def test_a_request_stays_where_it_is_once_the_learning_rate_falls():
+    own = control(frozen_from=0.8)
+    own.conclude([sample(1.0, 0.0)], None, 4, 0.8, 1000)
+    grown = own.requested_batch
+    assert grown > 4
+    statistics, warning = own.conclude([sample(0.1, 0.0)], None, 4, 0.81, 1000)
+    assert (own.requested_batch, warning) == (grown, None)
+    assert statistics.squared_norm < 1.0  # what was seen is still told
+    assert LearningRateSchedule("warmup_stable_decay", decay_share=0.3).decay_begins == pytest.approx(0.7)
+    assert LearningRateSchedule("cosine").decay_begins == 1.0
 
 
 def test_rounds_with_a_test_begin_where_they_are_told_to():

@@ -176,6 +176,35 @@ def test_counts_on_paper():
     assert node_counts({0: 31, 1: 10}, 5, {0: 2, 1: 3}, 0.0) == {0: 4, 1: 1}  # 31 / 4 is more than 10 / 2
 
 
+def test_no_trainer_has_more_workers_than_its_request_gives_a_smallest_batch():
+    def counts(requests, nodes, present=None):
+        return node_counts(requests, nodes, present or {}, 0.25, smallest_batch=16)
+
+    assert [counts({0: request}, 4)[0] for request in (4, 31, 32, 47, 64, 900)] == [1, 1, 2, 2, 4, 4]
+    assert counts({0: 40, 1: 100}, 8) == {0: 2, 1: 6}
+    assert counts({0: 40, 1: 100}, 10) == {0: 2, 1: 6}
+    # One more than there is use for leaves when the request is smaller than its workers need by a quarter.
+    assert counts({0: 52}, 4, {0: 4}) == {0: 4}  # 1.25 * 52 is 65, and 64 is needed
+    assert counts({0: 51}, 4, {0: 4}) == {0: 3}
+    # Where nobody has use for a node it is idle, and a trainer that was given up for another gets its nodes back.
+    assert counts({0: 16, 1: 16}, 8, {0: 1, 1: 1}) == {0: 1, 1: 1}
+    assert counts({0: 100, 1: 16}, 5, {0: 3, 1: 2}) == {0: 4, 1: 1}
+
+
+@given(REQUESTS, st.integers(1, 12), st.integers(1, 400), st.data())
+def test_nodes_are_idle_only_where_nobody_has_use_for_them(requests, count, smallest, data):
+    before = data.draw(st.dictionaries(st.integers(0, 50), st.integers(1, 1000), min_size=1, max_size=8))
+    present = distribute_nodes(before, flat(data.draw(st.integers(1, 14))))
+    found = distribute_nodes(requests, flat(count), present, 0.25, smallest)
+    assert distribute_nodes(requests, flat(count), found, 0.25, smallest) == found
+    if len(requests) < count:
+        used = [node for nodes in found.values() for node in nodes]
+        assert len(set(used)) == len(used)
+        for trainer, nodes in found.items():
+            assert len(nodes) == 1 or 1.25 * requests[trainer] >= len(nodes) * smallest
+            assert len(used) == count or len(nodes) >= min(requests[trainer] // smallest, count)
+
+
 # What moves
 
 

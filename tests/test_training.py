@@ -607,6 +607,31 @@ def budget_settings(budget: int, trainers: int) -> dict:
     }
 
 
+def test_workers_join_as_the_request_grows():
+    """A worker for every 4 examples; alone it communicates nothing, and who joins has the first one's moments."""
+    cluster, recorder = (
+        tiny_cluster(
+            number_of_initial_trainers=1,
+            sampling_method="none",
+            number_of_outer_steps=5,
+            batch_schedule=[[0.2, 7], [0.4, 9], [0.6, 20]],
+            smallest_worker_batch=4,
+        ),
+        Recorder(),
+    )
+    cluster.train(recorder)
+    reports = [result.reports[0] for result in recorder.rounds]
+    assert [report.requested_batch for report in reports] == [4, 7, 9, 20, 20]
+    assert [len(report.workers) for report in reports] == [1, 1, 2, 4, 4]
+    assert [report.communications for report in reports] == [0, 0, 1, 1, 1]
+    assert [report.bytes_synchronised > 0 for report in reports] == [False, False, True, True, True]
+    size = cluster.parameter_count * 4
+    # Parameters, velocity and two moments of 3 workers that came to the first, and its step count.
+    assert cluster.totals.bytes_redistributed == 3 * (4 * size + 4)
+    steps = {int(worker.state_dict()["step"]) for worker in cluster.trainers[0].workers.values()}
+    assert steps == {15}
+
+
 def test_rounds_lengthen_as_the_learning_rate_falls():
     """The rule, worked out along the run; the last round has what is left."""
     cluster, recorder = (

@@ -254,6 +254,11 @@ class Config(RunKeys):
 
     # Cluster
     nodes_per_gpu: PositiveInt = _key(4, "nodes (worker slots) per device, on the CPU too")
+    smallest_worker_batch: PositiveInt | None = _key(
+        None,
+        "examples that every worker of a trainer has at least in an inner step: with a smaller request a trainer works "
+        "with fewer of its nodes, and with one it communicates nothing; null: always with all",
+    )
     number_of_initial_trainers: PositiveInt = _key(4, "trainers (model instances) at the start")
     number_of_inner_steps_between_outers: PositiveInt = _key(20, "inner steps H of every worker in a round")
     inner_steps_rule: str = _key(
