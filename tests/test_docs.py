@@ -77,7 +77,7 @@ def test_settings_in_sentences_are_possible(path):
         "merging_policy: all_together",
     }:  # one key and one policy that are not ours
         if setting := re.fullmatch(r"(\w+)(?:: |=)([^=\s]\S*)", span):
-            parse_config({"number_of_outer_steps": 1}, ["=".join(setting.groups())], allowed=CHOICES)
+            parse_config({"max_tokens": 1}, ["=".join(setting.groups())], allowed=CHOICES)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
