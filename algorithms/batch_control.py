@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from algorithms.budget import FREEZE, Ahead, NoiseTrend, planned_batch
+from algorithms.budget import FREEZE, Ahead, NoiseTrend, largest_planned, planned_batch
 from algorithms.calc_batch import (
     BATCH_TESTS,
     BatchTestParameters,
@@ -92,15 +92,16 @@ class BatchControl:
         if self._measured is not None and ahead.progress < FREEZE:
             self._trend = self._trend.after(ahead.position(ahead.progress), *self._measured)
         self._measured = None
-        bounds = ahead.trainers * workers, ahead.trainers * max(workers, largest_request)
+        most = largest_planned(largest_request, workers)
+        bounds = ahead.trainers * workers, ahead.trainers * most
         batch = planned_batch(ahead, self._trend, *self._settings.planned, *bounds) / ahead.trainers
         if ahead.rounds_left == 1:
-            self.requested_batch = workers * math.ceil(batch / workers)
+            self.requested_batch = min(workers * math.ceil(batch / workers), most)
             return
         if ahead.rounds_done:
             growth = self._settings.largest_growth
             batch = min(max(batch, self.requested_batch / growth), self.requested_batch * growth)
-        self.requested_batch = workers * max(1, round((batch + self._carry) / workers))
+        self.requested_batch = min(workers * max(1, round((batch + self._carry) / workers)), most)
         self._carry = min(max(self._carry + batch - self.requested_batch, -workers), workers)
 
     def tests_after(self, round_number: int) -> bool:

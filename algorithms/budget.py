@@ -1,4 +1,4 @@
-"""A budget of communications instead of an eta: how large the batches of the rounds that are left should be.
+"""A budget instead of an eta: how many rounds are left of it, and how large their batches should be.
 
 With as many tokens and as many rounds as there are, the mean batch is given; what is left to choose is its shape over
 the run. Two things shape it. Noise that an inner step injects reaches the end of the run the less the more learning
@@ -13,8 +13,10 @@ Progress is counted in rounds here: the round r of R lasts from r / R to (r + 1)
 
 import functools
 import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from algorithms.exchanges import Exchange, Link
 from algorithms.learning_rate import LearningRateSchedule
 
 # Places at which the learning rates that are left are summed, about; at least one per round.
@@ -24,6 +26,8 @@ FREEZE = 0.8
 # What the slope of the noise scale over the examples, both in logarithms, is taken to be before it is measured, and
 # how much of a measurement that is worth.
 _PRIOR_SLOPE, _PRIOR_WEIGHT = 0.4, 0.5
+# What share of a budget of seconds is taken to be left for communications before any computing has been measured.
+FIRST_SHARE = 0.5
 # By how much the logarithm of the noise scale wanders in a round.
 _WANDERING = 0.05
 
@@ -157,26 +161,64 @@ def _scale(weights: list[float], total: float, smallest: float, largest: float) 
     return high
 
 
-def rounds_ahead(
-    communications: int, trainers: int, nodes: int, next_round: int, merge_frequency: int, merge_count: int
-) -> int:
-    """How many more rounds may be made with so many communications, at least 1.
+def largest_planned(largest_request: int, workers: int) -> int:
+    """The largest request of a trainer whose batches are multiples of its workers: within the bound if one can be."""
+    return max(workers, largest_request - largest_request % workers)
 
-    A round costs one for every trainer with more than one node, a merge one. Nodes are taken to be shared out evenly.
+
+@dataclass(frozen=True)
+class Budget:
+    """What a run may use. unit: communications, bytes or seconds. link: what connects nodes, where seconds count."""
+
+    unit: str
+    amount: float
+    link: Link = Link(math.inf, 0.0)
+
+    def cost(self, exchange: Exchange) -> float:
+        """What an exchange takes of it."""
+        if self.unit == "seconds":
+            return self.link.seconds(exchange.link) if exchange.communications or exchange.sent else 0.0
+        return exchange.communications if self.unit == "communications" else exchange.sent
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """How many rounds are left, the next one included, and what of the budget is missing for them."""
+
+    rounds: int
+    missing: float
+
+
+def rounds_ahead(
+    budget: Budget,
+    used: float,
+    computing: float | None,
+    to_come: Iterable[tuple[Sequence[int], Sequence[Exchange]]],
+    examples: float,
+    inner_steps: int,
+    largest_step: Callable[[Sequence[int]], float],
+) -> Outlook:
+    """As many rounds as can be paid, at least 1; more where the largest batches need more, fewer where the smallest do.
 
     Args:
-        next_round: its number, counted from 1; trainers merge after every `merge_frequency`-th.
-        merge_count: how many become one.
+        used: of the budget.
+        computing: seconds that the examples left will take; None: nothing has been measured.
+        to_come: workers of each trainer and exchanges of every round, from `rounds_to_come`.
+        examples: that are left. inner_steps: of a round.
+        largest_step: from the workers of each trainer to the most examples of an inner step.
     """
-    left, rounds = communications, 0
-    while True:
-        cost = trainers if nodes >= 2 * trainers else max(0, nodes - trainers)
-        merges = trainers > 1 and (next_round + rounds) % merge_frequency == 0
-        if merges:
-            trainers -= min(merge_count, trainers) - 1
-        cost += merges
-        if not cost and trainers == 1:
-            return max(1, rounds)  # one worker: nothing is ever communicated
-        if cost > left:
-            return max(1, rounds)
-        left, rounds = left - cost, rounds + 1
+    left = payable = budget.amount - used
+    if budget.unit == "seconds":
+        left -= computing or 0.0
+        payable = FIRST_SHARE * left if computing is None else left
+    rounds, spent, most, least = 0, 0, 0.0, 0.0
+    for shares, exchanges in to_come:
+        price = sum(map(budget.cost, exchanges))
+        if rounds and most >= examples:
+            free_for_ever = not price and len(shares) == 1  # one worker: nothing is ever communicated
+            if free_for_ever or spent + price > payable or least >= examples:
+                break
+        rounds, spent = rounds + 1, spent + price
+        most += inner_steps * largest_step(shares)
+        least += inner_steps * sum(shares)
+    return Outlook(rounds, max(0, spent - left))
