@@ -9,6 +9,7 @@ round. Only tensors, and the work on them, are shared out.
 """
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,26 +18,27 @@ from pathlib import Path
 
 import torch
 
-from algorithms.budget import Ahead, rounds_ahead
+from algorithms.budget import Ahead, rounds_ahead, steps_left
 from algorithms.distribution import distribute_nodes
-from algorithms.learning_rate import round_steps
+from algorithms.exchanges import Exchange, merged, redistributed, rounds_to_come, synchronised
 from algorithms.limits import Limits, RoundSchedule
 from algorithms.policies import MERGE_POLICIES
-from fabrics.data_order import DataCursor
+from fabrics.budgets import budget_of, check_budget, examples_left, largest_step, shortfall
 from fabrics.device_errors import explained
 from fabrics.eval_tool import Evaluation, EvaluationPart
 from fabrics.examples import TaskData
-from fabrics.initialisation import initial_model, initial_parameters, initial_subsets
+from fabrics.initialisation import initial_model
 from fabrics.keeper import Keeper, Wishes
+from fabrics.learning_rates import inner_steps_ahead, learning_rate_schedule
 from fabrics.model_folders import save_models
 from fabrics.nodes import NodePool, check_modules, check_statistics, measured_max_batches
 from fabrics.validation import Validation
 from fabrics.worker import Node, TrainingError, WorkerRound
 from fabrics.working_model import WorkingModel
-from trainers import Trainer, base_learning_rate, learning_rate_schedule
+from trainers import Trainer, first_trainers
 from training_logs.recording.memory_monitor import Use, memory_use
 from training_logs.recording.records import ClusterRound, Merge, Observer, Totals
-from utils.checkpoint import Checkpoint, CheckpointError
+from utils.checkpoint import Checkpoint, check_state
 from utils.config import Config
 from utils.distributed import Processes
 from utils.joining import join_processes
@@ -58,66 +60,84 @@ class _Share:
     wishes: Wishes
 
 
-def first_trainers(
-    config: Config,
-    data: TaskData,
-    assignment: Mapping[int, tuple[int, ...]],
-    working: Mapping[torch.device, WorkingModel],
-    processes: Processes,
-) -> dict[int, Trainer]:
-    """The trainers that a run begins with; assignment: the nodes of each, which are not given to them yet."""
-    trainers, first, subsets = {}, next(iter(working.values())), initial_subsets(config, len(data.train))
-    for trainer in range(subsets.trainers):
-        here = any(map(processes.owns, assignment[trainer]))
-        start = initial_parameters(config, data, trainer, first) if here else None
-        cursor = DataCursor(subsets, trainer)
-        trainers[trainer] = Trainer(trainer, config, start, cursor, data.train, working, processes)
-    return trainers
+class Spending:
+    """What becomes of the budget of a run; every process decides alike, from what it knows as all others do.
+
+    Raises:
+        ConfigError: there is nothing to spend it on.
+    """
+
+    def __init__(self, config: Config, nodes: int):
+        check_budget(config, nodes)
+        self.budget = budget_of(config)
+        self._config, self._told = config, False
+
+    def count(self, totals: Totals, exchange: Exchange) -> None:
+        """Add the seconds of an exchange to the totals, where they count."""
+        if self._config.time_budget is not None:
+            totals.link_seconds += self.budget.cost(exchange)
+
+    def ahead(
+        self, totals: Totals, trainers: Collection[Trainer], pool: NodePool, data: TaskData, observer: Observer
+    ) -> Ahead | None:
+        """What is left of a run with a budget, None without one; where it cannot be kept, the observer is told once."""
+        config, first = self._config, next(iter(trainers))
+        if self.budget is None:
+            return None
+        steps, step = config.number_of_inner_steps_between_outers, (totals.examples, totals.tokens)
+        if not totals.examples:
+            step = sum(t.examples_per_inner_step() for t in trainers), sum(t.tokens_ahead(1) for t in trainers)
+        left = examples_left(config, totals.examples, totals.tokens, step[1] / step[0], len(data.train))
+        max_batches = [node.max_batch for node in pool.nodes if node.id not in pool.failed]
+        merging = totals.outer_steps + 1, config.merge_frequency, config.merge_count
+        traffic = first.workforce.traffic(first.batch.tests_after)
+        to_come = rounds_to_come(len(trainers), len(max_batches), *merging, traffic)
+        computing = totals.training_seconds / totals.examples * left if totals.examples else None
+        together = sum(len(trainer.cursor) for trainer in trainers)
+        largest = None
+        if config.plans_batches:
+            largest = functools.cache(largest_step(config, max_batches, together, math.ceil(left / steps)))
+        used = totals.used(self.budget.unit)
+        outlook = rounds_ahead(self.budget, used, computing, to_come, left, steps, largest)
+        warning = shortfall(config, self.budget, outlook)
+        if warning is not None and not self._told:
+            self._told = True
+            observer.warn(warning)
+        schedule = learning_rate_schedule(config)
+        return Ahead(totals.outer_steps, outlook.rounds, totals.examples, left, steps, schedule, len(trainers))
 
 
-def planned_ahead(
-    config: Config, totals: Totals, trainers: Collection[Trainer], pool: NodePool, data: TaskData
-) -> Ahead:
-    """What is left of a run with a budget of communications, for which the trainers have planned their next batch."""
-    communications, nodes = config.communication_budget - totals.communications, len(pool.nodes) - len(pool.failed)
-    merging = (totals.outer_steps + 1, config.merge_frequency, config.merge_count)
-    rounds = rounds_ahead(communications, len(trainers), nodes, *merging)
-    left = []
-    if config.max_tokens:
-        examples, tokens = totals.examples, totals.tokens
-        if not examples:
-            examples = sum(trainer.examples_per_inner_step() for trainer in trainers)
-            tokens = sum(trainer.tokens_ahead(1) for trainer in trainers)
-        left.append((config.max_tokens - totals.tokens) * examples / tokens)
-    if config.number_of_training_epochs:
-        left.append(config.number_of_training_epochs * len(data.train) - totals.examples)
-    steps, schedule = config.number_of_inner_steps_between_outers, learning_rate_schedule(config)
-    ahead = Ahead(totals.outer_steps, rounds, totals.examples, min(left), steps, schedule, len(trainers))
-    for trainer in trainers:
-        trainer.plan(ahead)
-    return ahead
+def planned_inner_steps(config: Config, trainers: Collection[Trainer], ahead: Ahead) -> int:
+    """Inner steps of the next round, so that with as many in all later ones the rounds left use up the examples left.
 
-
-def inner_steps_ahead(config: Config, progress: float) -> int:
-    """Inner steps of a whole round that begins when a share `progress` of the run is done."""
-    base, steps = base_learning_rate(config), config.number_of_inner_steps_between_outers
-    alpha = config.inner_steps_alpha or base * math.sqrt(steps)
-    learning_rate = base * learning_rate_schedule(config).without_warmup(progress)
-    return round_steps(config.inner_steps_rule, steps, alpha, learning_rate)
+    Rounds in which nobody communicates cost nothing, and are as long as without a budget.
+    """
+    if all(len(trainer.nodes) == 1 for trainer in trainers):
+        return ahead.inner_steps
+    batch = sum(trainer.examples_per_inner_step() for trainer in trainers)
+    largest = sum(trainer.largest_request for trainer in trainers)
+    growth = max(trainer.batch.growth for trainer in trainers)
+    steps = steps_left(ahead, batch, growth, ahead.schedule.decay_begins, largest)
+    return max(1, math.ceil(steps) if ahead.rounds_left == 1 else round(steps / ahead.rounds_left))
 
 
 def next_round(
-    config: Config, limits: Limits, totals: Totals, trainers: Collection[Trainer], pool: NodePool, data: TaskData
+    config: Config, limits: Limits, totals: Totals, trainers: Collection[Trainer], ahead: Ahead | None
 ) -> RoundSchedule:
-    """The round that comes next; with a budget the trainers' batches have been planned, and progress is in rounds."""
-    ahead = None if config.communication_budget is None else planned_ahead(config, totals, trainers, pool, data)
+    """The round that comes next; with a budget that sets batches these are planned, and progress is in rounds."""
+    steps = inner_steps_ahead(config, limits.progress(totals.done))
+    if ahead is not None:
+        for trainer in trainers:
+            trainer.plan(ahead)
+        if not config.plans_batches:
+            steps = planned_inner_steps(config, trainers, ahead)
     schedule = limits.next_round(
         totals.done,
-        inner_steps_ahead(config, limits.progress(totals.done)),
+        steps,
         sum(trainer.examples_per_inner_step() for trainer in trainers),
         lambda steps: sum(trainer.tokens_ahead(steps) for trainer in trainers),
     )
-    return schedule if ahead is None else schedule.in_rounds(ahead.rounds_done, ahead.rounds_left)
+    return schedule.in_rounds(ahead.rounds_done, ahead.rounds_left) if config.plans_batches else schedule
 
 
 class Cluster:
@@ -161,6 +181,7 @@ class Cluster:
         self.metric = self.validation.metric
         check_modules(config, self.working[self.devices[0]])
         self.pool = NodePool(processes.devices, config)
+        self.spending = Spending(config, len(self.nodes))
         first_requests = dict.fromkeys(range(config.number_of_initial_trainers), config.INITIAL_BATCH_SIZE)
         self.trainers: dict[int, Trainer] = {}
         self.trainers = first_trainers(config, data, self._assignment(first_requests), self.working, processes)
@@ -206,9 +227,12 @@ class Cluster:
         self._assign(self._assignment(self._requests()))
 
     def _assign(self, assignment: Mapping[int, Sequence[int]]) -> None:
+        came, arrived = 0, 0
         for trainer, nodes in assignment.items():
-            arrived = self.trainers[trainer].assign_nodes(tuple(self.nodes[node] for node in nodes))
-            self.totals.bytes_redistributed += arrived
+            came += len(set(nodes) - {node.id for node in self.trainers[trainer].nodes})
+            arrived += self.trainers[trainer].assign_nodes(tuple(self.nodes[node] for node in nodes))
+        self.totals.bytes_redistributed += arrived
+        self.spending.count(self.totals, redistributed(came, arrived))
         self.processes.keep(assignment.values())
 
     def _requests(self) -> dict[int, int]:
@@ -219,16 +243,21 @@ class Cluster:
         plan = MERGE_POLICIES[self.config.merging_policy](self._requests(), self.config.merge_count)
         others = [self.trainers.pop(trainer) for trainer in plan.weights if trainer != plan.representative]
         representative = self.trainers[plan.representative]
-        self.totals.bytes_merged += representative.absorb(others, plan.weights)
+        arrived = representative.absorb(others, plan.weights)
+        self.totals.bytes_merged += arrived
         self.totals.communications += 1
+        self.spending.count(self.totals, merged(len(others), len(representative.nodes), arrived))
         merge = Merge(self.totals.outer_steps, plan)
         self.merges.append(merge)
         return merge
 
     # The outer loop
 
-    def _next_round(self) -> RoundSchedule:
-        return next_round(self.config, self._limits, self.totals, self.trainers.values(), self.pool, self.data)
+    def _ahead(self, observer: Observer) -> Ahead | None:
+        return self.spending.ahead(self.totals, self.trainers.values(), self.pool, self.data, observer)
+
+    def _next_round(self, observer: Observer) -> RoundSchedule:
+        return next_round(self.config, self._limits, self.totals, self.trainers.values(), self._ahead(observer))
 
     @property
     def finished(self) -> bool:
@@ -256,7 +285,7 @@ class Cluster:
         """
         keeper, began = keeper or Keeper(self.config, self.processes, observer), time.perf_counter()
         self.distribute()
-        schedule, trainers, planned = self._next_round(), self.trainers, self.config.number_of_outer_steps
+        schedule, trainers, planned = self._next_round(observer), self.trainers, self.config.number_of_outer_steps
         own_steps = schedule.inner_steps * sum(len(trainer.workers) for trainer in trainers.values())
         observer.on_round_start(self.totals.outer_steps + 1, planned, own_steps)
         tokens = {trainer.id: trainer.tokens_ahead(schedule.inner_steps) for trainer in trainers.values()}
@@ -291,6 +320,7 @@ class Cluster:
                 observer.warn(f"trainer {report.trainer}: {warning}")
         totals.training_seconds += max(sum(share.seconds.values()) for share in shares)
         self.totals = totals
+        self.spending.count(self.totals, synchronised((len(r.workers), r.bytes_synchronised) for r in reports.values()))
         for warning in self.pool.look_after([run for report in reports.values() for run in report.workers.values()]):
             observer.warn(f"round {totals.outer_steps}: {warning}")
         evaluations = self.validation.combined([share.evaluations for share in shares], list(trainers)) if due else {}
@@ -328,6 +358,8 @@ class Cluster:
         """All rounds that are left; the last one."""
         for warning in self.warnings:
             observer.warn(warning)
+        if not self.finished:
+            self._ahead(observer)  # a budget that cannot be kept is told of before work starts
         observer.on_start(self, self.evaluate() if self.totals.outer_steps == 0 else {})
         result = None
         while not self.finished and not self.stopped:
@@ -391,13 +423,7 @@ class Cluster:
         Raises:
             CheckpointError: the state is of another model or of other data.
         """
-        if state["data"] != self.data.fingerprint():
-            raise CheckpointError("the checkpoint is of a run on other data: dataset, tokenizer or documents differ")
-        if state["parameters"] != self.parameter_count:
-            raise CheckpointError(
-                f"the checkpoint is of a model with {state['parameters']:,} parameters, this one has "
-                f"{self.parameter_count:,}"
-            )
+        check_state(state, self.data.fingerprint(), self.parameter_count)
         self.merges = [Merge.from_values(merge) for merge in state["merges"]]
         self.pool.load_state_dict(state["max_batches"])
         living = {int(trainer): values for trainer, values in state["trainers"].items()}

@@ -11,27 +11,26 @@ there: `train_round` is work and needs the workers, `conclude_round` is decision
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from algorithms.across_workers import MINIMUM_WORKERS, SKETCH_SIZE, across_workers_estimate
 from algorithms.batch_control import BatchControl, BatchControlSettings
 from algorithms.budget import Ahead
-from algorithms.calc_batch import NEED_INNER_PRODUCTS
 from algorithms.gradient_statistics import SampleEstimate
-from algorithms.learning_rate import LearningRateSchedule, batch_scaling_factor
+from algorithms.learning_rate import batch_scaling_factor
 from algorithms.limits import RoundSchedule
 from algorithms.outer_step import DISTRIBUTED_ALGORITHMS
 from algorithms.switch_mode import ExecutionPlan, execution_plans
 from fabrics.data_order import DataCursor
-from fabrics.examples import Examples
+from fabrics.examples import Examples, TaskData
+from fabrics.initialisation import initial_parameters, initial_subsets
+from fabrics.learning_rates import base_learning_rate, learning_rate_schedule
+from fabrics.measures import Measures, measures
 from fabrics.worker import Assignment, Node, Place, TrainingError, Worker, WorkerRound
 from fabrics.workforce import Workforce, merge
 from fabrics.working_model import WorkingModel
 from training_logs.recording.records import RoundReport
-from utils.compression import PLAIN
 from utils.config import Config
 from utils.distributed import Processes
 
@@ -56,27 +55,9 @@ def batch_control(config: Config) -> BatchControl:
         largest_growth=config.max_batch_growth,
         schedule=config.batch_schedule,
         frozen_from=learning_rate_schedule(config).decay_begins,
-        planned=(config.budget_growth, config.budget_noise) if config.communication_budget else None,
+        planned=(config.budget_growth, config.budget_noise) if config.plans_batches else None,
     )
     return BatchControl(settings, config.INITIAL_BATCH_SIZE)
-
-
-def base_learning_rate(config: Config) -> float:
-    """What the factors of the inner learning rate are on."""
-    sgd = DISTRIBUTED_ALGORITHMS[config.distributed_algo].inner_optimizer == "sgd"
-    return (config.lr_sgd if sgd else None) or config.learning_rate_for_inner_opt
-
-
-def learning_rate_schedule(config: Config) -> LearningRateSchedule:
-    """The schedule of the inner learning rate that the configuration asks for."""
-    return LearningRateSchedule(
-        config.learning_rate_schedule,
-        config.warmup_steps,
-        config.warmup_tokens,
-        config.minimum_learning_rate_ratio,
-        config.decay_share,
-        config.decay_shape,
-    )
 
 
 def _warnings(workers: Mapping[int, WorkerRound], nodes: Sequence[Node]) -> list[str]:
@@ -93,30 +74,6 @@ def _warnings(workers: Mapping[int, WorkerRound], nodes: Sequence[Node]) -> list
         if worker.max_batch < nodes[index].max_batch
     ]
     return left_out + smaller
-
-
-@dataclass(frozen=True)
-class Measures:
-    """What a round measures for the batch test that it ends with.
-
-    probes: micro-batches that a probed step has at least; 0: none is probed. compared: what of the workers' gradients
-    is held against each other.
-    """
-
-    probes: int = 0
-    compared: Literal["nothing", "gradient", "sketch"] = "nothing"
-
-    def numbers(self, parameters: int) -> int:
-        """How many numbers of each worker go into that, with a model of so many parameters."""
-        return {"nothing": 0, "gradient": parameters, "sketch": SKETCH_SIZE}[self.compared]
-
-
-def measures(config: Config, workers: int) -> Measures:
-    """What a round of so many workers measures where a batch test follows."""
-    if config.statistics_estimator == "across_workers":
-        return Measures(compared="gradient" if workers > 1 else "nothing")
-    probes = 2 if config.sampling_method in NEED_INNER_PRODUCTS else 1
-    return Measures(probes, "sketch" if workers >= MINIMUM_WORKERS else "nothing")
 
 
 def _samples(
@@ -219,10 +176,11 @@ class Trainer:
 
     def plan(self, ahead: Ahead) -> None:
         """Set the requested batch of the next round where a budget moves it."""
-        self.batch.plan(ahead, len(self.nodes), self._largest_request)
+        self.batch.plan(ahead, len(self.nodes), self.largest_request)
 
     @property
-    def _largest_request(self) -> int:
+    def largest_request(self) -> int:
+        """In examples over all its workers."""
         return self._config.max_requested_batch or len(self.cursor)
 
     def examples_per_inner_step(self) -> int:
@@ -312,8 +270,7 @@ class Trainer:
     @property
     def _measures(self) -> Measures:
         """What is measured for the batch test that the round that is at hand ends with, if it does."""
-        adapts = self.batch.tests_after(self.rounds + 1)
-        return measures(self._config, len(self.nodes)) if adapts else Measures()
+        return measures(self._config, len(self.nodes), self.batch.tests_after(self.rounds + 1))
 
     # Decisions, the same in every process
 
@@ -339,12 +296,10 @@ class Trainer:
         adapts = self.batch.tests_after(self.rounds + 1)
         samples, between, problem = _samples(workers, self._config) if adapts else ([], None, None)
         progress = schedule.progress_after
-        statistics, warning = self.batch.conclude(samples, between, step_examples, progress, self._largest_request)
+        statistics, warning = self.batch.conclude(samples, between, step_examples, progress, self.largest_request)
         self.cursor.advance(schedule.inner_steps * step_examples)
         self.inner_steps += schedule.inner_steps
         self.tokens += tokens
-        bytes_sent = self.workforce.reduction_bytes(self.workforce.encoding)
-        bytes_sent += self.workforce.reduction_bytes(PLAIN, self._measures.numbers(self.workforce.parameter_count))
         self.rounds += 1
         return RoundReport(
             trainer=self.id,
@@ -356,7 +311,7 @@ class Trainer:
             examples=schedule.inner_steps * step_examples,
             tokens=tokens,
             communications=int(len(workers) > 1),
-            bytes_synchronised=bytes_sent,
+            bytes_synchronised=self.workforce.round_bytes(len(workers), adapts),
             seconds=seconds,
             warnings=(*warnings, *filter(None, (problem, warning))),
         )
@@ -390,9 +345,7 @@ class Trainer:
         statistics and workers stay the representative's. The config may have velocity and moments begin anew. Returns
         the bytes that arrive at nodes.
         """
-        config = self._config
-        # A velocity that begins anew is not sent.
-        count = self.workforce.trainer_tensors if config.outer_momentum_at_merge == "average" else 1
+        config, count = self._config, self.workforce.given_tensors
         given = [(trainer.workforce, trainer._shared and trainer._shared[:count]) for trainer in (self, *others)]
         arrived = merge(given, [weights[trainer.id] for trainer in (self, *others)], count)
         if config.outer_momentum_at_merge == "reset" and self.velocity is not None:
@@ -436,3 +389,20 @@ class Trainer:
             if self.velocity is not None:
                 self.velocity.copy_(read(group, "velocity"))
         self.workforce.load_state_dict(state, lambda index, name: read(f"{group}_worker_{index}", name))
+
+
+def first_trainers(
+    config: Config,
+    data: TaskData,
+    assignment: Mapping[int, tuple[int, ...]],
+    working: Mapping[torch.device, WorkingModel],
+    processes: Processes,
+) -> dict[int, Trainer]:
+    """The trainers that a run begins with; assignment: the nodes of each, which are not given to them yet."""
+    trainers, first, subsets = {}, next(iter(working.values())), initial_subsets(config, len(data.train))
+    for trainer in range(subsets.trainers):
+        here = any(map(processes.owns, assignment[trainer]))
+        start = initial_parameters(config, data, trainer, first) if here else None
+        cursor = DataCursor(subsets, trainer)
+        trainers[trainer] = Trainer(trainer, config, start, cursor, data.train, working, processes)
+    return trainers

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from algorithms.budget import FREEZE, Ahead, NoiseTrend, planned_batch
+from algorithms.budget import FREEZE, Ahead, Trend, largest_planned, planned_batch
 from algorithms.calc_batch import (
     BATCH_TESTS,
     BatchTestParameters,
@@ -22,6 +22,8 @@ from algorithms.learning_rate import eta_during
 
 # Of the logarithm of a noise scale: with a larger standard error nothing is known.
 _LARGEST_ERROR = 2.0
+# Of the logarithm of a request, which moves in jumps.
+_REQUEST_ERROR = 0.1
 # Where the statistics come from: one worker's examples, or the differences between the workers' gradients.
 ESTIMATORS = ("per_example", "across_workers")
 
@@ -78,32 +80,40 @@ class BatchControl:
         self._test = BATCH_TESTS[settings.test]
         self.requested_batch = initial_request
         self._sums = StatisticsSums()
-        self._trend = NoiseTrend()
+        self._trend, self._growth = Trend(), Trend()
         self._measured: tuple[float, float] | None = None
         self._carry = 0.0
 
     def plan(self, ahead: Ahead, workers: int, largest_request: int) -> None:
-        """Set the request of the round that is at hand, where a budget moves it.
+        """Set the request of the round that is at hand, where a budget moves it; else remember how it grows.
 
         Args:
             workers: of the trainer; the request is a multiple of them, and what is rounded off is made good later.
             largest_request: ever, in examples.
         """
         if self._settings.planned is None:
+            position, request = ahead.position(ahead.progress), math.log(self.requested_batch)
+            self._growth = self._growth.after(position, request, _REQUEST_ERROR)
             return
         if self._measured is not None and ahead.progress < FREEZE:
             self._trend = self._trend.after(ahead.position(ahead.progress), *self._measured)
         self._measured = None
-        bounds = ahead.trainers * workers, ahead.trainers * max(workers, largest_request)
+        most = largest_planned(largest_request, workers)
+        bounds = ahead.trainers * workers, ahead.trainers * most
         batch = planned_batch(ahead, self._trend, *self._settings.planned, *bounds) / ahead.trainers
         if ahead.rounds_left == 1:
-            self.requested_batch = workers * math.ceil(batch / workers)
+            self.requested_batch = min(workers * math.ceil(batch / workers), most)
             return
         if ahead.rounds_done:
             growth = self._settings.largest_growth
             batch = min(max(batch, self.requested_batch / growth), self.requested_batch * growth)
-        self.requested_batch = workers * max(1, round((batch + self._carry) / workers))
+        self.requested_batch = min(workers * max(1, round((batch + self._carry) / workers)), most)
         self._carry = min(max(self._carry + batch - self.requested_batch, -workers), workers)
+
+    @property
+    def growth(self) -> float:
+        """With what power of the examples the request grows, as far as can be told from how it did."""
+        return self._growth.slope if self._test is not None or self._settings.schedule else 0.0
 
     def tests_after(self, round_number: int) -> bool:
         """Whether a batch test follows this round, counted from 1."""
@@ -157,6 +167,7 @@ class BatchControl:
             "requested_batch": self.requested_batch,
             "statistics": dataclasses.asdict(self._sums),
             "trend": dataclasses.asdict(self._trend),
+            "growth": dataclasses.asdict(self._growth),
             "measured": self._measured,
             "carry": self._carry,
         }
@@ -165,6 +176,7 @@ class BatchControl:
         """Continue from a state."""
         self.requested_batch = state["requested_batch"]
         self._sums = StatisticsSums(**state["statistics"])
-        self._trend = NoiseTrend(**state.get("trend", {}))  # runs from before there were budgets have none
+        self._trend = Trend(**state.get("trend", {}))  # runs from before there were budgets have none
+        self._growth = Trend(**state.get("growth", {}))
         self._measured = state.get("measured")
         self._carry = state.get("carry", 0.0)

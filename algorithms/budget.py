@@ -1,4 +1,4 @@
-"""A budget of communications instead of an eta: how large the batches of the rounds that are left should be.
+"""A budget instead of an eta: how many rounds are left of it, and how large their batches should be.
 
 With as many tokens and as many rounds as there are, the mean batch is given; what is left to choose is its shape over
 the run. Two things shape it. Noise that an inner step injects reaches the end of the run the less the more learning
@@ -13,24 +13,28 @@ Progress is counted in rounds here: the round r of R lasts from r / R to (r + 1)
 
 import functools
 import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from algorithms.exchanges import Exchange, Link
 from algorithms.learning_rate import LearningRateSchedule
 
 # Places at which the learning rates that are left are summed, about; at least one per round.
 _PLACES = 2000
 # From this share of the run on the noise scale no longer counts: a falling learning rate makes it rise.
 FREEZE = 0.8
-# What the slope of the noise scale over the examples, both in logarithms, is taken to be before it is measured, and
+# What a slope over the examples, both in logarithms, is taken to be before it is measured, and
 # how much of a measurement that is worth.
 _PRIOR_SLOPE, _PRIOR_WEIGHT = 0.4, 0.5
+# What share of a budget of seconds is taken to be left for communications before any computing has been measured.
+FIRST_SHARE = 0.5
 # By how much the logarithm of the noise scale wanders in a round.
 _WANDERING = 0.05
 
 
 @dataclass(frozen=True)
-class NoiseTrend:
-    """The logarithm of the noise scale over a run, filtered (Kalman), and its slope over the logarithm of the examples.
+class Trend:
+    """A logarithm over a run, filtered (Kalman), and its slope over the logarithm of the examples.
 
     level: the filtered logarithm; None before anything was measured. variance: of its error. count and the other four:
     the sums of a linear regression of level on the logarithm of the examples.
@@ -44,12 +48,12 @@ class NoiseTrend:
     sum_xx: float = 0.0
     sum_xy: float = 0.0
 
-    def after(self, position: float, measured: float, error: float) -> "NoiseTrend":
+    def after(self, position: float, measured: float, error: float) -> "Trend":
         """The trend with one more measurement.
 
         Args:
             position: logarithm of the examples by then.
-            measured: logarithm of the noise scale. error: its standard error.
+            measured: the logarithm. error: its standard error.
         """
         if self.level is None:
             level, variance = measured, error**2
@@ -57,7 +61,7 @@ class NoiseTrend:
             before = self.variance + _WANDERING**2
             gain = before / (before + error**2)
             level, variance = self.level + gain * (measured - self.level), before * (1.0 - gain)
-        return NoiseTrend(
+        return Trend(
             level,
             variance,
             self.count + 1,
@@ -69,7 +73,7 @@ class NoiseTrend:
 
     @property
     def slope(self) -> float:
-        """d log noise scale / d log examples, between 0 and 1."""
+        """Of what is followed over the logarithm of the examples, between 0 and 1."""
         spread = self.sum_xx - self.sum_x**2 / self.count if self.count else 0.0
         together = self.sum_xy - self.sum_x * self.sum_y / self.count if self.count else 0.0
         slope = (together + _PRIOR_WEIGHT * _PRIOR_SLOPE) / (max(spread, 0.0) + _PRIOR_WEIGHT)
@@ -108,6 +112,23 @@ class Ahead:
         return math.log(done + 0.01 * (self.examples_done + self.examples_left))
 
 
+def steps_left(ahead: Ahead, batch: float, growth: float, grows_until: float, largest: float) -> float:
+    """Inner steps that the examples left make, all trainers together, with a batch that grows like a power of them.
+
+    Args:
+        batch: of an inner step now. growth: the power.
+        grows_until: share of the run from which on the batch stays. largest: batch ever.
+    """
+    total, places = ahead.examples_done + ahead.examples_left, 200
+    steps, floor = 0.0, 0.01 * total
+    for place in range(places):
+        there = ahead.examples_done + (place + 0.5) / places * ahead.examples_left
+        there = min(there, max(grows_until * total, ahead.examples_done))
+        grown = ((there + floor) / (ahead.examples_done + floor)) ** growth
+        steps += ahead.examples_left / places / min(batch * grown, max(batch, largest))
+    return steps
+
+
 @functools.lru_cache(maxsize=16)
 def time_to_go(schedule: LearningRateSchedule, rounds: int) -> tuple[float, ...]:
     """eta / sqrt(A) in the middle of every round of a run, never falling: the shape for noise that stays the same."""
@@ -126,9 +147,7 @@ def time_to_go(schedule: LearningRateSchedule, rounds: int) -> tuple[float, ...]
     return tuple(shape)
 
 
-def planned_batch(
-    ahead: Ahead, trend: NoiseTrend, growth: float, noise: float, smallest: float, largest: float
-) -> float:
+def planned_batch(ahead: Ahead, trend: Trend, growth: float, noise: float, smallest: float, largest: float) -> float:
     """The batch of the next round, all trainers together, with which the rounds left use up the examples left.
 
     Args:
@@ -157,26 +176,66 @@ def _scale(weights: list[float], total: float, smallest: float, largest: float) 
     return high
 
 
-def rounds_ahead(
-    communications: int, trainers: int, nodes: int, next_round: int, merge_frequency: int, merge_count: int
-) -> int:
-    """How many more rounds may be made with so many communications, at least 1.
+def largest_planned(largest_request: int, workers: int) -> int:
+    """The largest request of a trainer whose batches are multiples of its workers: within the bound if one can be."""
+    return max(workers, largest_request - largest_request % workers)
 
-    A round costs one for every trainer with more than one node, a merge one. Nodes are taken to be shared out evenly.
+
+@dataclass(frozen=True)
+class Budget:
+    """What a run may use. unit: communications, bytes or seconds. link: what connects nodes, where seconds count."""
+
+    unit: str
+    amount: float
+    link: Link = Link(math.inf, 0.0)
+
+    def cost(self, exchange: Exchange) -> float:
+        """What an exchange takes of it."""
+        if self.unit == "seconds":
+            return self.link.seconds(exchange.link) if exchange.communications or exchange.sent else 0.0
+        return exchange.communications if self.unit == "communications" else exchange.sent
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """How many rounds are left, the next one included, and what of the budget is missing for them."""
+
+    rounds: int
+    missing: float
+
+
+def rounds_ahead(
+    budget: Budget,
+    used: float,
+    computing: float | None,
+    to_come: Iterable[tuple[Sequence[int], Sequence[Exchange]]],
+    examples: float,
+    inner_steps: int,
+    largest_step: Callable[[Sequence[int]], float] | None,
+) -> Outlook:
+    """As many rounds as can be paid, at least 1; more where the largest batches need more, fewer where the smallest do.
 
     Args:
-        next_round: its number, counted from 1; trainers merge after every `merge_frequency`-th.
-        merge_count: how many become one.
+        used: of the budget.
+        computing: seconds that the examples left will take; None: nothing has been measured.
+        to_come: workers of each trainer and exchanges of every round, from `rounds_to_come`.
+        examples: that are left. inner_steps: of a round.
+        largest_step: from the workers of each trainer to the most examples of an inner step; None: rounds may have any
+            length.
     """
-    left, rounds = communications, 0
-    while True:
-        cost = trainers if nodes >= 2 * trainers else max(0, nodes - trainers)
-        merges = trainers > 1 and (next_round + rounds) % merge_frequency == 0
-        if merges:
-            trainers -= min(merge_count, trainers) - 1
-        cost += merges
-        if not cost and trainers == 1:
-            return max(1, rounds)  # one worker: nothing is ever communicated
-        if cost > left:
-            return max(1, rounds)
-        left, rounds = left - cost, rounds + 1
+    left = payable = budget.amount - used
+    if budget.unit == "seconds":
+        left -= computing or 0.0
+        payable = FIRST_SHARE * left if computing is None else left
+    rounds, spent, most, least = 0, 0, 0.0, 0.0
+    for shares, exchanges in to_come:
+        price = sum(map(budget.cost, exchanges))
+        if rounds and (largest_step is None or most >= examples):
+            free_for_ever = not price and len(shares) == 1  # one worker: nothing is ever communicated
+            if free_for_ever or spent + price > payable or (largest_step is not None and least >= examples):
+                break
+        rounds, spent = rounds + 1, spent + price
+        if largest_step is not None:
+            most += inner_steps * largest_step(shares)
+            least += inner_steps * sum(shares)
+    return Outlook(rounds, max(0, spent - left))

@@ -14,9 +14,10 @@ from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from algorithms.across_workers import MINIMUM_WORKERS, SKETCH_SIZE
+from algorithms.exchanges import Link, merged
 from training_logs.showing.comparison import best_per_round
 from training_logs.showing.number_log import Row, Rows
-from training_logs.showing.run_data import MergeRecord, RunData
+from training_logs.showing.run_data import RunData
 from utils.compression import COMMUNICATION_DTYPES, PLAIN
 
 # A pass with the per-example statistics against one without: design of the probe, measured by throughput.py.
@@ -48,7 +49,7 @@ class Network:
 
     def seconds(self, link_bytes: float) -> float:
         """Of a synchronisation that sends so many bytes through each link."""
-        return self.latency + 8.0 * link_bytes / self.bits_per_second
+        return Link(self.bits_per_second, self.latency).seconds(link_bytes)
 
 
 @dataclass(frozen=True)
@@ -112,15 +113,6 @@ def _compute_seconds(row: Row, config: Mapping, hardware: Hardware, workers: int
     return seconds
 
 
-def _merge_bytes(merge: MergeRecord, nodes: int, sent: float) -> float:
-    """Bytes through the link of the node that makes the average: one model of every other trainer in, one out.
-
-    nodes: of the representative. sent: by the merge in all, a model of every other trainer and one to every other node.
-    """
-    others = len(merge.weights) - 1
-    return sent / (others + nodes - 1) * (others + (nodes > 1))
-
-
 def _new_nodes(rows: Rows, before: Mapping[int, int]) -> int:
     """Nodes that came to a trainer before a round, at least one. before: nodes of every trainer in the last one."""
     came = (int(row["nodes"]) - before.get(int(row["trainer_id"]), 0) for row in rows)
@@ -158,7 +150,8 @@ def simulated_seconds(
         if step in merges:
             merge = merges[step]
             if run.rounds.has("bytes_merged"):
-                link = _merge_bytes(merge, before[merge.representative], scale * new["bytes_merged"])
+                others, nodes_there = len(merge.weights) - 1, before[merge.representative]
+                link = merged(others, nodes_there, scale * new["bytes_merged"]).link
             else:  # an older log
                 link = (len(merge.weights) - 1) * 4 * parameters
             elapsed += network.seconds(link)

@@ -10,8 +10,10 @@ import torch
 
 from algorithms.across_workers import GradientMoments, gradient_moments
 from algorithms.distribution import HandOver, StateBytes, hand_overs, merged_bytes, redistributed_bytes
+from algorithms.exchanges import Traffic
 from algorithms.outer_step import DISTRIBUTED_ALGORITHMS
 from fabrics.inner_optimizers import INNER_OPTIMIZERS
+from fabrics.measures import measures
 from fabrics.worker import Node, Worker
 from fabrics.working_model import WorkingModel
 from utils.compression import COMMUNICATION_DTYPES, PLAIN, Encoding
@@ -32,6 +34,7 @@ class Workforce:
         local: the workers of this process, by number.
         lost: workers whose state is lost, until nodes are assigned again.
         trainer_tensors: how many flat tensors a trainer has: parameters, and an outer velocity if there is one.
+        given_tensors: how many of them it gives in a merge; a velocity that begins anew is not sent.
         parameter_bytes: of one model, without the gaps of the flat tensors. sizes: of the state, likewise.
     """
 
@@ -45,6 +48,7 @@ class Workforce:
         self._like = first.parameters.data
         self.parameter_count = first.parameter_count
         self.trainer_tensors = 1 + algorithm.has_velocity
+        self.given_tensors = self.trainer_tensors if config.outer_momentum_at_merge == "average" else 1
         flat = torch.empty(self.parameter_count, dtype=self._like.dtype, device="meta")
         moments = INNER_OPTIMIZERS[algorithm.inner_optimizer].state(flat)
         self.parameter_bytes = flat.nbytes
@@ -152,10 +156,20 @@ class Workforce:
         tensors: Iterable = ((index, tensor_of(index, self.local[index])) for index in self._group.local_workers)
         return self._group.mean(tensors, like, encoding, weights)
 
-    def reduction_bytes(self, encoding: Encoding, numbers: int | None = None) -> int:
-        """What all workers send for a mean of so many numbers (None: a model's); nothing where there is one worker."""
-        count = self.parameter_count if numbers is None else numbers
-        return encoding.reduction_bytes(len(self), count, self._like.dtype)
+    def round_bytes(self, workers: int, tested: bool) -> int:
+        """What so many workers of the trainer send in a round; tested: what a batch test needs of them as well."""
+        numbers, dtype = measures(self._config, workers, tested).numbers(self.parameter_count), self._like.dtype
+        sent = self._encoding.reduction_bytes(workers, self.parameter_count, dtype)
+        return sent + PLAIN.reduction_bytes(workers, numbers, dtype)
+
+    def traffic(self, tested: Callable[[int], bool]) -> Traffic:
+        """Bytes of the exchanges of such a trainer; tested: whether a batch test follows the round of that number."""
+        copied = self.sizes.worker if self._config.new_worker_moments == "copy" else 0
+        return Traffic(
+            synchronised=lambda workers, number: self.round_bytes(workers, tested(number)),
+            merged=self.given_tensors * self.parameter_bytes,
+            redistributed=self.sizes.trainer + copied,
+        )
 
     def gradient_moments(
         self, vectors: Mapping[int, torch.Tensor | None], like: torch.Tensor

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from algorithms.batch_control import BatchControl, BatchControlSettings
+from algorithms.budget import Ahead
 from algorithms.gradient_statistics import SampleEstimate
 from algorithms.learning_rate import LearningRateSchedule
 from benchmarks import noise
@@ -185,3 +186,13 @@ def test_what_is_drawn_at_once_has_the_moments_of_what_is_drawn_one_by_one(monke
     spread = np.hypot(*(each.std(0) for each in found)) / 20  # of the difference of means of 400
     assert (np.abs(found[0].mean(0) - found[1].mean(0)) < 4 * spread).all()
     np.testing.assert_allclose(found[0].std(0), found[1].std(0), rtol=0.2)
+
+
+@pytest.mark.parametrize(("rounds_left", "expected"), [(1, 60), (20, 60), (100, 20)])
+def test_a_planned_request_is_a_multiple_of_the_workers_within_the_bound(rounds_left, expected):
+    """63 is no multiple of 4; with 100 rounds left a batch of 20 uses up the 4,000 examples."""
+    own = control(test="none", planned=(0.0, 0.0))
+    own.plan(Ahead(0, rounds_left, 0, 4000.0, 2, LearningRateSchedule()), 4, 63)
+    assert own.requested_batch == expected
+    own.plan(Ahead(0, rounds_left, 0, 4000.0, 2, LearningRateSchedule()), 4, 3)
+    assert own.requested_batch == 4  # one example each, whatever the bound

@@ -5,7 +5,17 @@ import random
 
 import pytest
 
-from algorithms.budget import Ahead, NoiseTrend, planned_batch, rounds_ahead, time_to_go
+from algorithms.budget import Ahead, Budget, Trend, planned_batch, rounds_ahead, time_to_go
+from algorithms.exchanges import (
+    Exchange,
+    Link,
+    Traffic,
+    even_shares,
+    merged,
+    redistributed,
+    rounds_to_come,
+    synchronised,
+)
 from algorithms.learning_rate import LearningRateSchedule
 
 CONSTANT = LearningRateSchedule()
@@ -38,7 +48,7 @@ def test_a_cosine_never_asks_for_less():
 
 def simulate(ahead_of, largest: float = math.inf, noise=lambda r: None, rounds: int = 500, **exponents) -> list[float]:
     """The batches of a run that uses what is planned, and whose rounding goes into the examples that are left."""
-    trend, done, left, batches = NoiseTrend(), 0, ahead_of.examples_left, []
+    trend, done, left, batches = Trend(), 0, ahead_of.examples_left, []
     for number in range(rounds):
         if left <= 0:
             return batches
@@ -86,7 +96,7 @@ def test_a_bound_makes_more_rounds_and_the_other_batches_larger():
 
 
 def test_the_trend_follows_what_is_measured_and_knows_its_slope():
-    trend = NoiseTrend()
+    trend = Trend()
     assert trend.slope == pytest.approx(0.4)  # before anything is known
     assert trend.trust == pytest.approx(1 / 5)
     for step in range(1, 201):
@@ -109,4 +119,72 @@ def test_the_trend_follows_what_is_measured_and_knows_its_slope():
     ],
 )
 def test_rounds_that_a_budget_allows(communications, trainers, nodes, expected):
-    assert rounds_ahead(communications, trainers, nodes, 1, merge_frequency=3, merge_count=4) == expected
+    to_come = rounds_to_come(trainers, nodes, 1, 3, 4, TRAFFIC)
+    assert outlook(Budget("communications", communications), to_come).rounds == expected
+
+
+# A round of M workers sends 100 (M - 1) bytes, 110 (M - 1) from the third on; in a merge a trainer gives 70, and a node
+# that is new to a trainer gets 300.
+TRAFFIC = Traffic(lambda workers, number: (workers - 1) * (110 if number >= 3 else 100), 70, 300)
+
+
+def outlook(budget: Budget, to_come, used=0.0, computing=None, examples=1000.0, inner_steps=1, largest=1e9):
+    return rounds_ahead(budget, used, computing, to_come, examples, inner_steps, lambda shares: largest)
+
+
+def test_the_exchanges_to_come_are_those_on_paper():
+    """Four trainers on eight nodes: merged to two after round 2 and to one after round 4."""
+    rounds = rounds_to_come(4, 8, 1, merge_frequency=2, merge_count=3, traffic=TRAFFIC)
+    found = [next(rounds) for _ in range(5)]
+    assert [shares for shares, _ in found] == [(2,) * 4, (2,) * 4, (4, 4), (4, 4), (8,)]
+    assert found[0][1] == [Exchange(4, 400, 50.0)]
+    # Two others to the representative's first node, and the average to its second one.
+    assert found[1][1] == [Exchange(4, 400, 50.0), Exchange(1, 210, 210.0)]
+    # The four nodes of those two go to who is left.
+    assert found[2][1] == [Exchange(0, 1200, 300.0), Exchange(2, 660, 82.5)]
+    assert found[3][1] == [Exchange(2, 660, 82.5), Exchange(1, 280, 140.0)]
+    assert found[4][1] == [Exchange(0, 1200, 300.0), Exchange(1, 770, 96.25)]
+
+
+def test_nodes_that_serve_several_trainers_send_nothing_but_merges():
+    rounds = rounds_to_come(4, 2, 1, merge_frequency=1, merge_count=2, traffic=TRAFFIC)
+    bytes_of = [[exchange.sent for exchange in next(rounds)[1]] for _ in range(4)]
+    assert bytes_of == [[0, 70], [0, 70], [0, 70], [300, 110]]
+    assert even_shares(7, 3) == (3, 2, 2)
+    assert synchronised([]) == Exchange()
+    assert merged(1, 1, 70).link == 70
+    assert redistributed(0, 12).link == 12  # a copy of what a worker has lost
+
+
+@pytest.mark.parametrize(
+    ("budget", "used", "computing", "expected"),
+    [
+        # Rounds of 300 and 330 bytes: two at 300 and three at 330.
+        (Budget("bytes", 2000), 400, None, 5),
+        (Budget("bytes", 2000), 411, None, 4),
+        # Each worker sends 75 bytes, then 82.5: 2 and 2.1 seconds at 600 bit/s. What computing takes is known to be 10.
+        (Budget("seconds", 20.0, Link(600.0, 1.0)), 1.79, 10.0, 4),
+        (Budget("seconds", 20.0, Link(600.0, 1.0)), 1.81, 10.0, 3),
+        # Or unknown, and half of what is left.
+        (Budget("seconds", 20.0, Link(600.0, 1.0)), 3.59, None, 4),
+        (Budget("seconds", 20.0, Link(600.0, 1.0)), 3.61, None, 3),
+    ],
+)
+def test_rounds_that_bytes_and_seconds_allow(budget, used, computing, expected):
+    found = outlook(budget, rounds_to_come(1, 4, 1, 2, 2, TRAFFIC), used, computing)
+    assert (found.rounds, found.missing) == (expected, 0)
+
+
+def test_bounds_of_the_batches_bound_the_rounds():
+    def to_come():
+        return rounds_to_come(1, 4, 3, 2, 2, TRAFFIC)
+
+    plenty = outlook(Budget("bytes", 10**9), to_come(), examples=100.0, inner_steps=3)
+    assert plenty.rounds == 9  # 8 rounds of 3 steps with 4 examples are 96
+    assert plenty.missing == 0
+    little = outlook(Budget("bytes", 500), to_come(), used=100, examples=100.0, inner_steps=3, largest=11.0)
+    assert little.rounds == 4  # 3 rounds of 3 steps with 11 examples are 99
+    assert little.missing == 4 * 330 - 400
+    assert outlook(Budget("bytes", 500), to_come(), used=400).missing == 330 - 100  # one round is always made
+    unmeasured = outlook(Budget("seconds", 3.0, Link(600.0, 1.0)), to_come())
+    assert (unmeasured.rounds, unmeasured.missing) == (1, 0)  # all of the 3 seconds may yet be the link's

@@ -192,7 +192,7 @@ def test_all_problems_are_reported_at_once_one_line_each():
         ({"inner_steps_rule": "quadratic", "number_of_outer_steps": 3}, "number_of_outer_steps: must be null with"),
         (
             {"inner_steps_rule": "quadratic", "max_tokens": 9, "communication_budget": 3},
-            "communication_budget: needs inner_steps_rule fixed, got quadratic",
+            "inner_steps_rule: must be fixed where communication_budget says how long rounds are",
         ),
         ({"devices": ["cpu"], "real_device_ids": ["1", "2"]}, "real_device_ids: must name each of the 1 devices"),
         (

@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,6 +37,11 @@ from tests.helpers import (
     train,
     use_torch_norms,
 )
+from trainers import Trainer
+from utils.config import BUDGETS, ConfigError
+
+# Some ten rounds of a tiny cluster.
+BYTES = {"byte_budget": 1_600_000, "communication_dtype": "int8", "max_tokens": 3000, "eval_every": 99}
 
 
 def straightforward_diloco(model, stream, rounds, workers, inner_steps, batch, config, local_sgd=False):
@@ -352,7 +358,7 @@ def test_dropout_depends_on_the_place_in_the_run_alone():
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize(("stop", "budget"), [(2, None), (5, None), (9, 15)])
+@pytest.mark.parametrize(("stop", "budget"), [(2, None), (5, None), (9, {"communication_budget": 15}), (3, BYTES)])
 def test_a_run_continued_from_its_state_equals_the_uninterrupted_run(stop, budget):
     """Through growing batches, merges and redistribution; the state is taken anywhere."""
     settings = {
@@ -363,7 +369,7 @@ def test_a_run_continued_from_its_state_equals_the_uninterrupted_run(stop, budge
         "learning_rate_schedule": "cosine",
     }
     if budget is not None:
-        settings = budget_settings(budget, 4) | {"warmup_tokens": 3000}
+        settings = budget_settings(4) | {"warmup_tokens": 3000} | budget
     whole, recorder = tiny_cluster(**settings), Recorder()
     whole.train(recorder)
     first, second = tiny_cluster(**settings), tiny_cluster(**settings)
@@ -381,6 +387,7 @@ def test_a_run_continued_from_its_state_equals_the_uninterrupted_run(stop, budge
     assert bits(second) == bits(whole)
     assert second.totals.tokens == whole.totals.tokens
     assert second.totals.communications == whole.totals.communications
+    assert second.totals.bytes_communicated == whole.totals.bytes_communicated
     assert second.merges == whole.merges
     assert {t.id: t.requested_batch for t in second.trainers.values()} == {
         t.id: t.requested_batch for t in whole.trainers.values()
@@ -583,7 +590,7 @@ def test_a_budget_is_exceeded_by_less_than_one_inner_step(limit, examples):
 @pytest.mark.parametrize(("budget", "trainers"), [(15, 1), (20, 1), (20, 4)])
 def test_a_budget_of_communications_is_spent(budget, trainers):
     """Through merges, and with batches that grow; the learning rate falls to its end with the last of the tokens."""
-    cluster, recorder = tiny_cluster(**budget_settings(budget, trainers)), Recorder()
+    cluster, recorder = tiny_cluster(**budget_settings(trainers, communication_budget=budget)), Recorder()
     cluster.train(recorder)
     assert abs(cluster.totals.communications - budget) <= 1
     assert 6000 <= cluster.totals.tokens < 6000 + 9 * 64
@@ -594,10 +601,10 @@ def test_a_budget_of_communications_is_spent(budget, trainers):
     assert last[-1] == pytest.approx(0.01 * 5 / (len(recorder.rounds) * len(last)), rel=1e-6)
 
 
-def budget_settings(budget: int, trainers: int) -> dict:
-    return {
-        "communication_budget": budget,
+def budget_settings(trainers: int, **budget) -> dict:
+    return budget | {
         "number_of_initial_trainers": trainers,
+        "budget_sets": "batch",
         "merge_frequency": 2,
         "merge_count": 4,
         "number_of_outer_steps": None,
@@ -605,6 +612,49 @@ def budget_settings(budget: int, trainers: int) -> dict:
         "learning_rate_schedule": "warmup_stable_decay",
         "minimum_learning_rate_ratio": 0.0,
     }
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"communication_budget": 20, "sampling_method": "none"},
+        {"communication_budget": 15, "ETA": 0.6},
+        {"communication_budget": 10, "ETA": 0.8, "smallest_worker_batch": 4},
+        {"communication_budget": 40, "number_of_initial_trainers": 4, "sampling_method": "none"},
+        {"communication_budget": 15, "sampling_method": "none", "batch_schedule": [[0.2, 8], [0.5, 16], [0.7, 24]]},
+        {"byte_budget": 3_000_000, "ETA": 0.8, "smallest_worker_batch": 4},
+    ],
+)
+def test_a_budget_that_sets_inner_steps_is_spent(settings):
+    """Whatever the batch does; the learning rate falls with the tokens."""
+    settings = {"INITIAL_BATCH_SIZE": 4, "number_of_inner_steps_between_outers": 7} | settings
+    settings = budget_settings(1) | {"budget_sets": "inner_steps", "eval_every": 99} | settings
+    cluster, recorder = tiny_cluster(**settings), Recorder()
+    cluster.train(recorder)
+    used, allowed = cluster.totals.used(BUDGETS[cluster.config.budget]), getattr(cluster.config, cluster.config.budget)
+    assert abs(used - allowed) <= max(0.05 * allowed, 1)
+    assert 6000 <= cluster.totals.tokens < 6000 + 9 * 64
+    reports = [report for result in recorder.rounds for report in result.reports.values()]
+    alone = [report.inner_steps for report in reports if not report.communications]
+    assert alone[:-1] == [7] * len(alone[:-1])
+    together = [report.inner_steps for report in reports if report.communications]
+    assert len(set(together)) > 1 or "batch_schedule" not in settings
+    last = recorder.rounds[-1].reports[0].workers[0].learning_rates
+    step = reports[-1].examples / reports[-1].inner_steps * 9 / 6000
+    assert 0.0 < last[-1] <= 0.01 * 5 * step * 1.001
+
+
+def test_with_a_batch_that_stays_rounds_of_a_budget_are_equal():
+    cluster, recorder = (
+        tiny_cluster(
+            **budget_settings(1, communication_budget=12)
+            | {"budget_sets": "inner_steps", "sampling_method": "none", "INITIAL_BATCH_SIZE": 8, "eval_every": 99}
+        ),
+        Recorder(),
+    )
+    cluster.train(recorder)
+    # 6,000 tokens are 667 sequences of 9, and 84 steps of 8 of them.
+    assert [result.reports[0].inner_steps for result in recorder.rounds] == [7] * 12
 
 
 def test_workers_join_as_the_request_grows():
@@ -654,6 +704,131 @@ def test_rounds_lengthen_as_the_learning_rate_falls():
         done += expected[-1]
     assert expected[:3] == [4, 5, 6]
     assert [r.reports[0].inner_steps for r in recorder.rounds] == expected
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"byte_budget": 1_700_000, "number_of_initial_trainers": 1, "sampling_method": "none"},
+        {"byte_budget": 3_000_000, "merge_count": 2, "outer_momentum_at_merge": "reset"},
+        {"byte_budget": 1_600_000, "communication_dtype": "int8", "nodes_per_gpu": 6},
+        {"byte_budget": 2_000_000, "statistics_estimator": "across_workers", "number_of_initial_trainers": 2},
+    ],
+)
+def test_a_budget_of_bytes_is_spent(settings):
+    """Through merges with what they and new nodes are sent, and with what statistics send."""
+    cluster, recorder = (
+        tiny_cluster(**budget_settings(4) | {"max_tokens": 3000, "eval_every": 99} | settings),
+        Recorder(),
+    )
+    cluster.train(recorder)
+    assert cluster.totals.bytes_communicated == pytest.approx(settings["byte_budget"], rel=0.05)
+    assert 3000 <= cluster.totals.tokens < 3000 + 9 * 64
+    assert len(recorder.rounds) >= 8
+    assert recorder.warnings == []
+
+
+class Clock:
+    """What training asks for the time: a second per 4 examples, and more in the first round."""
+
+    def __init__(self, monkeypatch, own: float = 0.0):
+        self.now = 0.0
+        train_round = Trainer.train_round
+
+        def timed(trainer, schedule, on_step):
+            examples = schedule.inner_steps * trainer.examples_per_inner_step()
+            self.now += 0.25 * examples + 1.5 * (trainer.rounds == 0) + own
+            return train_round(trainer, schedule, on_step)
+
+        monkeypatch.setattr(Trainer, "train_round", timed)
+        monkeypatch.setattr("cluster.time", SimpleNamespace(perf_counter=lambda: self.now))
+
+
+# Computing takes 333 / 4 + 6 seconds; a synchronisation of four workers takes 1.1.
+TIME = {"time_budget": 110.0, "link_bits_per_second": 1.4e6, "link_latency_seconds": 0.3}
+TIME |= {"max_tokens": 3000, "eval_every": 99, "sampling_method": "none"}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"time_budget": 130.0, "nodes_per_gpu": 6}, {"number_of_initial_trainers": 1}]
+)
+def test_a_budget_of_seconds_is_spent(settings, monkeypatch):
+    Clock(monkeypatch)
+    cluster, recorder = tiny_cluster(**budget_settings(4) | TIME | settings), Recorder()
+    cluster.train(recorder)
+    totals = cluster.totals
+    assert totals.training_seconds + totals.link_seconds == pytest.approx(cluster.config.time_budget, rel=0.05)
+    assert totals.link_seconds > 0.1 * cluster.config.time_budget
+    assert recorder.warnings == []
+    assert 3000 <= totals.tokens < 3000 + 9 * 64
+
+
+def test_the_seconds_of_the_link_are_those_on_paper(monkeypatch):
+    Clock(monkeypatch)
+    cluster = tiny_cluster(**budget_settings(2) | TIME | {"merge_frequency": 1})
+    for _ in range(2):
+        cluster.run_round(Recorder())
+    size = next(iter(cluster.trainers.values())).workforce.parameter_bytes
+    # Two workers each, side by side; the other's parameters and velocity to the first node, the average from there;
+    # both and the moments with their step to the two new nodes; four workers.
+    links = [size, 2 * 2 * size, 2 * size + 2 * size + 4, 2 * 3 / 4 * size]
+    assert cluster.totals.link_seconds == pytest.approx(sum(0.3 + 8 * sent / 1.4e6 for sent in links))
+
+
+def test_clusters_that_measure_the_same_decide_the_same(monkeypatch):
+    """As processes do, which gather what each has measured; and a resumed run goes on with the seconds so far."""
+    Clock(monkeypatch)
+    clusters = [tiny_cluster(**budget_settings(4) | TIME) for _ in range(3)]
+    for cluster in clusters[:2]:
+        for _ in range(3):
+            cluster.run_round(Recorder())
+    tensors = clusters[0].tensors()
+    state = json.loads(json.dumps(clusters[0].state_dict()))
+    clusters[2].load_state_dict(state, lambda group, name: tensors[group][name])
+    for cluster in clusters:
+        cluster.train(Recorder())
+    assert clusters[0].totals == clusters[1].totals == clusters[2].totals
+    assert bits(clusters[0]) == bits(clusters[1]) == bits(clusters[2])
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing"),
+    [
+        # A round of four trainers with two nodes each.
+        ({"communication_budget": 3, "nodes_per_gpu": 8}, "1 communications are missing"),
+        # 333 examples, 3 steps of 8: 14 rounds.
+        (
+            {"communication_budget": 9, "max_requested_batch": 9, "number_of_initial_trainers": 1},
+            "5 communications are missing",
+        ),
+        ({"time_budget": 0.1, "link_bits_per_second": 1e9, "link_latency_seconds": 1.0}, "seconds are missing"),
+    ],
+)
+def test_a_budget_that_cannot_be_kept_is_told_of_once_and_before_work_starts(settings, missing):
+    settings = {"INITIAL_BATCH_SIZE": 4, "sampling_method": "none", "max_tokens": 3000, "eval_every": 99} | settings
+    cluster, recorder = tiny_cluster(**budget_settings(4) | settings), Recorder()
+    began = []
+    recorder.on_start = lambda *_: began.append(len(recorder.warnings))
+    cluster.train(recorder)
+    assert began == [1]
+    assert len(recorder.warnings) == 1
+    assert missing in recorder.warnings[0]
+    assert f"{cluster.config.budget}: " in recorder.warnings[0]
+
+
+def test_a_run_too_slow_for_its_budget_says_so_when_that_is_known(monkeypatch):
+    Clock(monkeypatch, own=30.0)
+    cluster, recorder = tiny_cluster(**budget_settings(4) | TIME), Recorder()
+    cluster.run_round(recorder)
+    assert recorder.warnings == []
+    cluster.train(recorder)
+    assert len(recorder.warnings) == 1
+    assert "seconds are missing" in recorder.warnings[0]
+
+
+def test_a_run_on_one_node_has_no_use_for_a_budget():
+    with pytest.raises(ConfigError, match="communication_budget: a run on one node"):
+        tiny_cluster(**budget_settings(1, communication_budget=9) | {"nodes_per_gpu": 1})
 
 
 @pytest.mark.parametrize("merge_count", [2, 4])

@@ -32,6 +32,16 @@ class CheckpointError(ValueError):
     """A checkpoint is damaged, or there is none."""
 
 
+def check_state(state: Mapping, data: object, parameters: int) -> None:
+    """Raise CheckpointError where a cluster's state is of another model or of other data; data: their fingerprint."""
+    if state["data"] != data:
+        raise CheckpointError("the checkpoint is of a run on other data: dataset, tokenizer or documents differ")
+    if state["parameters"] != parameters:
+        raise CheckpointError(
+            f"the checkpoint is of a model with {state['parameters']:,} parameters, this one has {parameters:,}"
+        )
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A whole checkpoint. state: its plain values. problems: of newer ones, which were passed over."""

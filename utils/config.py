@@ -36,6 +36,8 @@ def _auto_or_a_count(value):
     return value
 
 
+# The keys of which a run has one at most, and in what each counts.
+BUDGETS = {"communication_budget": "communications", "byte_budget": "bytes", "time_budget": "seconds"}
 # What `clearml` may be.
 CLEARML_MODES = ("auto", "online", "offline", "off")
 
@@ -363,7 +365,26 @@ class Config(RunKeys):
     communication_budget: PositiveInt | None = _key(
         None,
         "communications that the run should spend its tokens, or epochs, with: the requested batch is planned after "
-        "every round, and neither INITIAL_BATCH_SIZE nor the batch test sets it; null: no budget",
+        "every round, and neither INITIAL_BATCH_SIZE nor the batch test sets it; null: no such budget",
+    )
+    byte_budget: PositiveInt | None = _key(
+        None, "the same in bytes communicated: synchronisations, merges and redistribution; null: no such budget"
+    )
+    time_budget: PositiveFloat | None = _key(
+        None,
+        "the same in seconds: of training as measured here, plus those of a link of link_bits_per_second; null: no "
+        "such budget",
+    )
+    link_bits_per_second: PositiveFloat | None = _key(
+        None, "time_budget: how fast the link is that connects a node with the others"
+    )
+    link_latency_seconds: NonNegativeFloat = _key(
+        0.0, "time_budget: seconds until all nodes have begun and ended an exchange over it"
+    )
+    budget_sets: Literal["inner_steps", "batch"] = _key(
+        "inner_steps",
+        "what a budget sets: the inner steps of rounds that communicate, with batches as sampling_method says, or the "
+        "batch, with rounds of number_of_inner_steps_between_outers",
     )
     budget_growth: NonNegativeFloat = _key(
         1.0, "how much batches of a budget grow as there is less learning rate to come; 0: not"
@@ -394,6 +415,16 @@ class Config(RunKeys):
         1, "evaluate the living trainers every so many rounds, and at the end", changes_training=False
     )
     eval_batch_size: PositiveInt = _key(16, "examples per batch in evaluation", changes_training=False)
+
+    @property
+    def budget(self) -> str | None:
+        """The key of the budget that the run has, if it has one."""
+        return next((name for name in BUDGETS if getattr(self, name) is not None), None)
+
+    @property
+    def plans_batches(self) -> bool:
+        """Whether a budget sets the batch."""
+        return self.budget is not None and self.budget_sets == "batch"
 
 
 FIELDS = {entry.name: entry for entry in dataclasses.fields(Config)}

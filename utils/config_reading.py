@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from utils.config import FIELDS, Config, ConfigError
+from utils.config import BUDGETS, FIELDS, Config, ConfigError
 
 # The names in the published code's config.yaml.
 ALIASES = {
@@ -149,17 +149,25 @@ def _check_schedule(config: Config, problems: list[str]) -> None:
 
 
 def _check_budget(config: Config, problems: list[str]) -> None:
-    if config.communication_budget is None:
-        return
-    if config.max_tokens is config.number_of_training_epochs is None:
-        problems.append("communication_budget: needs max_tokens or number_of_training_epochs, which it is spent on")
-    if config.batch_schedule is not None:
-        problems.append("communication_budget: plans the batch itself, and so does batch_schedule; one of them must go")
-    if config.inner_steps_rule != "fixed":
-        problems.append(
-            f"communication_budget: needs inner_steps_rule fixed, got {config.inner_steps_rule}: the learning rate "
-            f"falls with the rounds then"
-        )
+    given = [name for name in BUDGETS if getattr(config, name) is not None]
+    if len(given) > 1:
+        problems.append(f"{', '.join(given)}: a run has one budget; give one of them")
+    for name in given:
+        if config.max_tokens is config.number_of_training_epochs is None:
+            problems.append(f"{name}: needs max_tokens or number_of_training_epochs, which it is spent on")
+        if config.budget_sets == "batch":
+            problems += [
+                f"{key}: must be null where {name} sets the batch, got {value}"
+                for key in ("batch_schedule", "smallest_worker_batch")
+                if (value := getattr(config, key)) is not None
+            ]
+        if config.inner_steps_rule != "fixed":
+            problems.append(f"inner_steps_rule: must be fixed where {name} says how long rounds are")
+    if config.time_budget is not None:
+        if config.link_bits_per_second is None:
+            problems.append("time_budget: needs link_bits_per_second, by which communications take time")
+        if config.deterministic:
+            problems.append("deterministic: a run with a time_budget follows the clock and never has the same bits")
 
 
 def _check_together(config: Config, problems: list[str]) -> None:
@@ -198,6 +206,8 @@ def _warnings(config: Config, given: Mapping) -> list[str]:
             warnings.append(f"{name}: has no effect with dataset {config.dataset}")
         if name in ("project_name", "task_name") and config.clearml == "off":
             warnings.append(f"{name}: has no effect with clearml: off")
+        if name in ("link_bits_per_second", "link_latency_seconds") and config.time_budget is None:
+            warnings.append(f"{name}: has no effect without time_budget")
         if name == "vocab_size" and (config.tokenizer or config.model_config.get("pretrained") is True):
             warnings.append("vocab_size: has no effect, the tokenizer is not trained here")
         if name == "single_seed" and value and not config.need_to_reinit_output_layers:

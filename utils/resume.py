@@ -16,7 +16,7 @@ def _follows_progress(config: Config) -> bool:
     return (
         config.learning_rate_schedule != "constant"
         or config.batch_schedule is not None
-        or config.communication_budget is not None
+        or config.budget is not None
         or (config.sampling_method == "norm_test" and config.ETA_at_end is not None)
     )
 

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 
@@ -84,6 +84,17 @@ def batched(items: Iterable, size: int) -> Iterator[list]:
     iterator = iter(items)
     while batch := list(itertools.islice(iterator, size)):
         yield batch
+
+
+def budget_used(budget: Mapping) -> str:
+    """The budget of a run, as its summary has it, for people."""
+    values, unit = (budget["used"], budget["amount"]), budget["unit"]
+    if unit == "bytes":
+        used, amount = map(byte_size, values)
+    else:
+        used, amount = (f"{value:,.{1 if unit == 'seconds' else 0}f}" for value in values)
+        amount += f" {unit}"
+    return f"{used} of {amount} ({budget['deviation_percent']:+.1f}%)"
 
 
 def byte_size(count: float | None) -> str:

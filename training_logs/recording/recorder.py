@@ -29,7 +29,7 @@ from training_logs.recording.summary import run_summary
 from training_logs.recording.warnings import Warnings
 from utils.config import Config
 from utils.config_reading import dump_config
-from utils.utils import byte_size, write_json_atomically, write_text_atomically
+from utils.utils import budget_used, byte_size, write_json_atomically, write_text_atomically
 
 
 class RunRecorder(Observer):
@@ -275,6 +275,8 @@ class RunRecorder(Observer):
                 byte_size(summary["bytes_communicated"]),
                 summary["wall_seconds"],
             )
+            if summary["budget"]:
+                logger.info("budget: %s", budget_used(summary["budget"]))
             if models:
                 logger.info("model: %s", models[best])
         else:

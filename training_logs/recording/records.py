@@ -60,6 +60,7 @@ class Totals:
 
     Bytes are what nodes send each other, counted as if each were a machine of its own, whatever the processes: for
     synchronisations of a trainer's workers, for merges, and for state that goes with nodes to other trainers.
+    link_seconds are those that a link given in the config would add, where the run has a time_budget.
     """
 
     outer_steps: int = 0
@@ -71,11 +72,20 @@ class Totals:
     bytes_redistributed: int = 0
     left_out: int = 0
     training_seconds: float = 0.0
+    link_seconds: float = 0.0
 
     @property
     def bytes_communicated(self) -> int:
         """All bytes together."""
         return self.bytes_synchronised + self.bytes_merged + self.bytes_redistributed
+
+    def used(self, unit: str) -> float:
+        """What counts towards a budget of that unit."""
+        return {
+            "communications": self.communications,
+            "bytes": self.bytes_communicated,
+            "seconds": self.training_seconds + self.link_seconds,
+        }[unit]
 
     @property
     def done(self) -> Done:

@@ -5,8 +5,10 @@ import functools
 import platform
 from importlib.metadata import version
 
+from fabrics.budgets import budget_of
 from fabrics.eval_tool import Evaluation
-from training_logs.recording.records import RunView
+from training_logs.recording.records import RunView, Totals
+from utils.config import Config
 
 _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 
@@ -14,6 +16,16 @@ _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 @functools.cache
 def _versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version(name) for name in _LIBRARIES}
+
+
+def budget_record(config: Config, totals: Totals) -> dict | None:
+    """The budget of a run, what it has used, and by how much of it that differs; None: it has no budget."""
+    budget = budget_of(config)
+    if budget is None:
+        return None
+    used = totals.used(budget.unit)
+    deviation = 100.0 * (used / budget.amount - 1.0)
+    return {"unit": budget.unit, "amount": budget.amount, "used": used, "deviation_percent": round(deviation, 2)}
 
 
 def run_summary(run: RunView, final: dict[int, Evaluation], status: str, recorded: dict) -> dict:
@@ -46,6 +58,7 @@ def run_summary(run: RunView, final: dict[int, Evaluation], status: str, recorde
         "bytes_synchronised": totals.bytes_synchronised,
         "bytes_merged": totals.bytes_merged,
         "bytes_redistributed": totals.bytes_redistributed,
+        "budget": budget_record(config, totals),
         "left_out_workers": totals.left_out,
         "failed_nodes": sorted(run.failed_nodes),
         "merges": len(run.merges),

@@ -14,7 +14,7 @@ from training_logs.showing.plots import PLOTS
 from training_logs.showing.prediction import TooFewRoundsError, fit, sentences
 from training_logs.showing.run_data import RunData
 from utils.config import FIELDS, Config
-from utils.utils import byte_size, write_text_atomically
+from utils.utils import budget_used, byte_size, write_text_atomically
 
 # A table shows so many rows from its beginning and from its end.
 _ROWS = 250
@@ -133,6 +133,7 @@ def headline(run: RunData) -> dict[str, str]:
         "communicated": byte_size(summary["bytes_communicated"]),
         # Older runs do not say.
         **{what: byte_size(summary[kind]) for kind, what in _KINDS_OF_BYTES.items() if kind in summary},
+        **({"budget": budget_used(summary["budget"])} if summary.get("budget") else {}),
         "trainers, first and last": f"{summary['initial_trainers']} → {summary['final_trainers']}",
         "largest request": number(summary["largest_requested_batch"]),
         "seconds": f"{summary['wall_seconds']:,.0f}",

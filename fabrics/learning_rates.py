@@ -1,0 +1,33 @@
+"""The inner learning rate and the length of rounds, as a configuration says them."""
+
+import math
+
+from algorithms.learning_rate import LearningRateSchedule, round_steps
+from algorithms.outer_step import DISTRIBUTED_ALGORITHMS
+from utils.config import Config
+
+
+def learning_rate_schedule(config: Config) -> LearningRateSchedule:
+    """The schedule of the inner learning rate that the configuration asks for."""
+    return LearningRateSchedule(
+        config.learning_rate_schedule,
+        config.warmup_steps,
+        config.warmup_tokens,
+        config.minimum_learning_rate_ratio,
+        config.decay_share,
+        config.decay_shape,
+    )
+
+
+def base_learning_rate(config: Config) -> float:
+    """What the factors of the inner learning rate are on."""
+    sgd = DISTRIBUTED_ALGORITHMS[config.distributed_algo].inner_optimizer == "sgd"
+    return (config.lr_sgd if sgd else None) or config.learning_rate_for_inner_opt
+
+
+def inner_steps_ahead(config: Config, progress: float) -> int:
+    """Inner steps of a whole round that begins when a share `progress` of the run is done."""
+    base, steps = base_learning_rate(config), config.number_of_inner_steps_between_outers
+    alpha = config.inner_steps_alpha or base * math.sqrt(steps)
+    learning_rate = base * learning_rate_schedule(config).without_warmup(progress)
+    return round_steps(config.inner_steps_rule, steps, alpha, learning_rate)
