@@ -102,7 +102,7 @@ class Spending:
         merging = totals.outer_steps + 1, config.merge_frequency, config.merge_count
         traffic = first.workforce.traffic(first.batch.tests_after)
         to_come = rounds_to_come(len(trainers), len(max_batches), *merging, traffic)
-        computing = totals.training_seconds / totals.examples * left if totals.examples else None
+        computing = None if totals.seconds_per_example is None else totals.seconds_per_example * left
         together = sum(len(trainer.cursor) for trainer in trainers)
         largest = functools.cache(largest_step(config, max_batches, together, math.ceil(left / steps)))
         used = totals.used(self.budget.unit)
@@ -318,7 +318,7 @@ class Cluster:
             totals.count(report)
             for warning in report.warnings:
                 observer.warn(f"trainer {report.trainer}: {warning}")
-        totals.training_seconds += max(sum(share.seconds.values()) for share in shares)
+        totals.took(max(sum(share.seconds.values()) for share in shares), examples)
         self.totals = totals
         self.spending.count(self.totals, synchronised((len(r.workers), r.bytes_synchronised) for r in reports.values()))
         for warning in self.pool.look_after([run for report in reports.values() for run in report.workers.values()]):
