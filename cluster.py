@@ -92,7 +92,7 @@ class Spending:
         merging = totals.outer_steps + 1, config.merge_frequency, config.merge_count
         traffic = first.workforce.traffic(first.batch.tests_after)
         to_come = rounds_to_come(len(trainers), len(max_batches), *merging, traffic)
-        computing = totals.training_seconds / totals.examples * left if totals.examples else None
+        computing = None if totals.seconds_per_example is None else totals.seconds_per_example * left
         together = sum(len(trainer.cursor) for trainer in trainers)
         largest = None
         if config.plans_batches:
@@ -256,9 +256,6 @@ class Cluster:
     def _ahead(self, observer: Observer) -> Ahead | None:
         return self.spending.ahead(self.totals, self.trainers.values(), self.pool, self.data, observer)
 
-    def _next_round(self, observer: Observer) -> RoundSchedule:
-        return next_round(self.config, self._limits, self.totals, self.trainers.values(), self._ahead(observer))
-
     @property
     def finished(self) -> bool:
         """Whether a limit of the run has been reached."""
@@ -285,7 +282,8 @@ class Cluster:
         """
         keeper, began = keeper or Keeper(self.config, self.processes, observer), time.perf_counter()
         self.distribute()
-        schedule, trainers, planned = self._next_round(observer), self.trainers, self.config.number_of_outer_steps
+        trainers, planned, ahead = self.trainers, self.config.number_of_outer_steps, self._ahead(observer)
+        schedule = next_round(self.config, self._limits, self.totals, trainers.values(), ahead)
         own_steps = schedule.inner_steps * sum(len(trainer.workers) for trainer in trainers.values())
         observer.on_round_start(self.totals.outer_steps + 1, planned, own_steps)
         tokens = {trainer.id: trainer.tokens_ahead(schedule.inner_steps) for trainer in trainers.values()}
@@ -318,7 +316,7 @@ class Cluster:
             totals.count(report)
             for warning in report.warnings:
                 observer.warn(f"trainer {report.trainer}: {warning}")
-        totals.training_seconds += max(sum(share.seconds.values()) for share in shares)
+        totals.took(max(sum(share.seconds.values()) for share in shares), examples)
         self.totals = totals
         self.spending.count(self.totals, synchronised((len(r.workers), r.bytes_synchronised) for r in reports.values()))
         for warning in self.pool.look_after([run for report in reports.values() for run in report.workers.values()]):

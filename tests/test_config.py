@@ -271,3 +271,38 @@ def test_choices_are_the_keys_that_say_so():
 def test_shipped_configurations_are_valid(path):
     config, _ = load_config(path)
     assert config.number_of_outer_steps or config.number_of_training_epochs or config.max_tokens
+
+
+TOKENS = {"max_tokens": 10**6}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (
+            TOKENS | {"communication_budget": 9, "byte_budget": 10**9},
+            ["communication_budget, byte_budget: a run has one budget; give one of them"],
+        ),
+        ({"byte_budget": 10**9}, ["byte_budget: needs max_tokens or number_of_training_epochs, which it is spent on"]),
+        (TOKENS | {"time_budget": 60}, ["time_budget: needs link_bits_per_second, by which communications take time"]),
+        (
+            TOKENS | {"time_budget": 60, "link_bits_per_second": 1e9, "deterministic": True},
+            ["deterministic: a run with a time_budget follows the clock and never has the same bits"],
+        ),
+        (
+            TOKENS | {"byte_budget": 10**9, "sampling_method": "none", "batch_schedule": [[0.5, 16]]},
+            ["byte_budget: plans the batch itself, and so does batch_schedule; one of them must go"],
+        ),
+    ],
+)
+def test_budgets_that_contradict_something_are_refused(values, expected):
+    assert problems(values) == expected
+
+
+def test_a_run_has_the_budget_that_is_given_and_a_link_only_with_seconds():
+    assert parse_config({"number_of_outer_steps": 2})[0].budget is None
+    link = {"link_bits_per_second": 1e9}
+    config, warnings = parse_config(TOKENS | link | {"time_budget": 60, "deterministic": False})
+    assert (config.budget, warnings) == ("time_budget", [])
+    config, warnings = parse_config(TOKENS | link | {"byte_budget": 10**9})
+    assert (config.budget, warnings) == ("byte_budget", ["link_bits_per_second: has no effect without time_budget"])

@@ -27,6 +27,7 @@ from training_logs.showing.plots import PLOTS, accumulation_threshold, draw, lin
 from training_logs.showing.report import headline, run_body, table
 from training_logs.showing.run_data import RunFolderError, read_run
 from training_logs.showing.series import marked, mode_switches, step_losses, thinned
+from utils.utils import budget_used
 
 
 def record_run(folder: Path, **values) -> Path:
@@ -436,3 +437,29 @@ def test_classes_have_a_table_of_their_own(run):
     scores = {"neg": {"precision": 0.5, "recall": 0.25, "f1": 1 / 3, "examples": 8}}
     page = run_body(dataclasses.replace(run, summary=run.summary | {"final_classes": scores}))
     assert "<td>neg</td><td>0.5</td><td>0.25</td><td>0.33333</td><td>8</td>" in page
+
+
+def test_a_budget_is_held_against_what_was_used(tmp_path):
+    limits = {"number_of_outer_steps": None, "max_tokens": 2000, "eval_every": 99, "number_of_initial_trainers": 1}
+    folder = record_run(tmp_path, byte_budget=1_000_000, **limits)
+    summary = read_run(folder).summary
+    used = summary["bytes_communicated"]
+    expected = {"unit": "bytes", "amount": 1_000_000, "used": used, "deviation_percent": round(used / 10_000 - 100, 2)}
+    assert summary["budget"] == expected
+    words = f"{used / 1000:.1f} kB of 1.0 MB ({used / 10_000 - 100:+.1f}%)"
+    assert headline(read_run(folder))["budget"] == words
+    assert f"budget: {words}" in (folder / "training_log.log").read_text(encoding="utf-8")
+
+
+def test_a_run_without_a_budget_says_nothing_of_one(run):
+    assert run.summary["budget"] is None
+    assert "budget" not in headline(run)
+
+
+def test_budgets_in_words():
+    assert budget_used({"unit": "communications", "amount": 15, "used": 1410, "deviation_percent": 9300.0}) == (
+        "1,410 of 15 communications (+9300.0%)"
+    )
+    assert budget_used({"unit": "seconds", "amount": 60.0, "used": 58.84, "deviation_percent": -1.93}) == (
+        "58.8 of 60.0 seconds (-1.9%)"
+    )
