@@ -1,14 +1,18 @@
-"""Writes the data of the *_small.yaml configurations and of comparisons: python configs/make_samples.py [FOLDER].
+"""Writes the data of the *_small.yaml configurations and of comparisons.
+
+    python configs/make_samples.py [FOLDER] [--only NAME ...]
 
 Real English that every Python carries, in the real formats, without a network:
 
 - FOLDER/c4: shards as in the hub's allenai/c4 (gzip JSON lines with text, timestamp and url) of the docstrings and
   topics of Python's documentation, and the repository's card, so that `datasets` loads the folder as it does the hub's;
 - FOLDER/code: the source of the standard library's modules without docstrings and comments, a second kind of text;
+- FOLDER/packages: the documentation of the packages that requirements.txt pins, a third (package_documents.py);
 - FOLDER/aclImdb: the folders and files that aclImdb_v1.tar.gz unpacks to. There are no film reviews in Python, so
   the two classes are paragraphs of the language reference (pos) and docstrings (neg); they can be told apart.
 """
 
+import argparse
 import ast
 import gzip
 import json
@@ -21,7 +25,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from configs.package_documents import write_packages
 from fabrics.documents import document_hash, documentable, python_documents
+from utils.config import ConfigError
 from utils.utils import write_folder_atomically
 
 _CARD = """---
@@ -88,15 +94,29 @@ def write_code(folder: Path, modules: int | None = None) -> None:
         (folder / path.name).write_text(ast.unparse(tree) + "\n", encoding="utf-8")
 
 
-def main(folder: Path) -> None:
-    """Write what is not there yet."""
-    for name, write in (("c4", write_c4), ("aclImdb", write_imdb), ("code", write_code)):
+SAMPLES = {"c4": write_c4, "aclImdb": write_imdb, "code": write_code, "packages": write_packages}
+
+
+def main(folder: Path, names: Iterable[str] = tuple(SAMPLES)) -> None:
+    """Write what is not there yet.
+
+    Raises:
+        ConfigError: a package whose documentation is asked for is not installed.
+    """
+    for name in names:
         if (folder / name).exists():
             print(f"{folder / name}: there already")
         else:
-            write_folder_atomically(folder / name, write)
+            write_folder_atomically(folder / name, SAMPLES[name])
             print(f"{folder / name}: written")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else ".cache/samples"))
+    parser = argparse.ArgumentParser(description="Write samples of data in the real formats.")
+    parser.add_argument("folder", nargs="?", type=Path, default=".cache/samples", help="default: .cache/samples")
+    parser.add_argument("--only", nargs="+", choices=SAMPLES, default=tuple(SAMPLES), help="default: all of them")
+    options = parser.parse_args()
+    try:
+        main(options.folder, options.only)
+    except ConfigError as error:
+        sys.exit("\n".join(f"error: {problem}" for problem in error.problems))

@@ -18,6 +18,7 @@ import os
 import pydoc_data.topics
 import sys
 import sysconfig
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -227,6 +228,17 @@ def documentable(tree: ast.Module) -> Iterator[ast.Module | ast.ClassDef | ast.F
             waiting.extend(getattr(node, part, ()))
 
 
+def docstrings(source: bytes) -> list[str]:
+    """Those of a module, outer before inner; templates and deliberately broken files have none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what the parser thinks of other people's code
+        try:
+            tree = ast.parse(source)
+        except (SyntaxError, ValueError):
+            return []
+    return [text.strip() for node in documentable(tree) if (text := ast.get_docstring(node))]
+
+
 @functools.lru_cache(maxsize=1)
 def python_documents() -> tuple[str, ...]:
     """pydoc's topics and every docstring of the installed standard library, each once, in order of hash."""
@@ -245,13 +257,7 @@ def standard_library_docstrings() -> list[str]:
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(path for path in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts))
     for path in tqdm(files, desc="reading docstrings", unit="file", leave=False, disable=None):
-        try:
-            tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):
-            continue  # templates and deliberately broken files have no docstrings
-        for node in documentable(tree):
-            if text := ast.get_docstring(node):
-                found.append(text.strip())
+        found += docstrings(path.read_bytes())
     return found
 
 

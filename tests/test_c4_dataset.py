@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
         if config.dataset != "c4":
             raise ConfigError(f"dataset: this checks c4, {options.config} has {config.dataset}")
         if options.config == small and config.c4_local_path and not Path(config.c4_local_path).exists():
-            make_samples.main(Path(config.c4_local_path).parent)
+            make_samples.main(Path(config.c4_local_path).parent, ("c4",))
         problems = check(config)
     except (ConfigError, DatasetError) as error:
         print(f"error: {error}", file=sys.stderr)

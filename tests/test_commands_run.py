@@ -28,6 +28,7 @@ LESS = {
         "--data_sample_size", "50", "--eval_size", "5",
     ],
     "training_logs.log_processor": ["--mode", "offline"],
+    "configs/make_samples.py": ["--only", "c4", "aclImdb"],
 }  # fmt: skip
 SHORT = dict(assignment.split("=") for assignment in _SMALL[:-1]) | {
     "max_tokens": None, "model_config": {"preset": "demo", "num_hidden_layers": 1}, "number_of_outer_steps": 30,
@@ -73,7 +74,7 @@ def start(tmp_path_factory, programs):
 @pytest.fixture(scope="module")
 def names(start):
     """Two runs, one of them to go on with, and the samples, which commands speak of."""
-    start("python", "configs/make_samples.py")
+    start(*shortened(["python", "configs/make_samples.py"]))
     folder = start.folder
     (folder / "short.yaml").write_text(yaml.safe_dump(SHORT))
     start("python", "run.py", "--config", "short.yaml")
