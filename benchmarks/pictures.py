@@ -67,7 +67,7 @@ def draw_curves(results: Results):
 
 
 def draw_frontier(results: Results):
-    """The final metric of every method beside the communications it made, families joined, and closer."""
+    """The final metric of every method beside its communications, and closer; a line is the frontier of a family."""
     figure, places = make_figure(2, 2, (14, 6.5))
     name_of_metric = results.raw["metric"]["name"]
     made = {
@@ -84,7 +84,10 @@ def draw_frontier(results: Results):
             shape = ("o", "s", "^")[index // 10 % 3]
             axes.errorbar(x, y, [[y - min(ys)], [max(ys) - y]], fmt=shape, color=colour(index), capsize=3, label=name)
         for members in results.families.values():
-            line = sorted((made[name], results.mean_final(name)) for name in members)
+            line: list[tuple[float, float]] = []
+            for x, y in sorted((made[name], results.mean_final(name)) for name in members):
+                if not line or results.sign * (y - line[-1][1]) < 0:
+                    line.append((x, y))
             axes.plot(*zip(*line, strict=True), color="0.6", lw=0.8, zorder=0)
         _logarithmic(axes, min(made.values()) / 1.3, 1.3 * max(made.values()))
         axes.grid(True, which="both", alpha=0.25)

@@ -160,9 +160,7 @@ def target_table(results: Results) -> tuple[str, float | None]:
 
 
 def _place(axis: str) -> str:
-    if axis in LABELS:
-        return f"At equal {PLACES[axis]}"
-    return f"At equal simulated time ({short(axis)})"
+    return PLACES.get(axis) or f"simulated time ({short(axis)})"
 
 
 def headline(results: Results) -> str:
@@ -170,17 +168,21 @@ def headline(results: Results) -> str:
     reference, name_of_metric = results.reference, results.raw["metric"]["name"]
     if not results.runs[reference]:
         return f"{reference} came to its end in no run."
-    own = _spread([run["final_metric"] for run in results.runs[reference]])
-    said = [
-        f"{reference}: {name_of_metric} {own}, {_count(results.ends(reference, 'communications'))} communications, "
-        f"{byte_size(round(statistics.fmean(results.ends(reference, 'bytes_communicated'))))}."
-    ]
+    own = (
+        f"{reference}: {name_of_metric} {_spread([run['final_metric'] for run in results.runs[reference]])}, "
+        f"{_count(results.ends(reference, 'communications'))} communications, "
+        f"{byte_size(round(statistics.fmean(results.ends(reference, 'bytes_communicated'))))}. "
+    )
+    said = []
     for axis in EQUAL_AXES:
         other = results.closest(axis)
         if other is None or (difference := results.difference(other, axis)) is None:
             continue
-        said.append(f"{_place(axis)}, {other}: {difference}, {difference.verdict}.")
-    return " ".join(said)
+        said.append(f"at equal {_place(axis)} {other}: {difference}, {difference.verdict}")
+    others = (
+        "Best baseline" if any(method["baseline"] for method in results.raw["comparison"]["methods"]) else "Best other"
+    )
+    return f"{own}{others} {'; '.join(said)}." if said else own
 
 
 def verdicts(results: Results) -> list[str]:
@@ -196,13 +198,13 @@ def verdicts(results: Results) -> list[str]:
             if difference is not None:
                 groups[difference.verdict].append(name)
         told = [
-            f"better than {reference}: {'; '.join(groups['better']) or 'none'}",
-            f"not told apart: {'; '.join(groups['not told apart']) or 'none'}",
-            f"worse: {len(groups['worse'])} of {len(results.methods) - 1}",
+            f"Better than {reference}: {'; '.join(groups['better']) or 'none'}.",
+            f"Not told apart: {'; '.join(groups['not told apart']) or 'none'}.",
+            f"Worse: {len(groups['worse'])} of {len(results.methods) - 1}.",
         ]
         if groups["one seed"]:
-            told = [f"one seed, so no interval and nothing told apart: {'; '.join(groups['one seed'])}"]
-        said.append(f"**{_place(axis)}**, {', '.join(told)}.")
+            told.append(f"One seed in common, so no interval: {'; '.join(groups['one seed'])}.")
+        said.append(f"**At equal {_place(axis)}.** {' '.join(told)}")
     baseline = results.best_baseline()
     if baseline is not None and baseline != reference:
         made = [statistics.fmean(results.ends(name, "communications")) for name in (reference, baseline)]
