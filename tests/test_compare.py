@@ -100,7 +100,7 @@ def test_simulated_time_of_synchronous_training_and_of_another_model():
 
 
 def test_simulated_time_with_overlap_is_that_of_a_loop_by_hand():
-    """One trainer, rounds of 0.2, 0.64 and 0.2 s of computation, where a synchronisation is longer and where shorter."""
+    """One trainer, rounds of 0.2, 0.64 and 0.2 s of computation, and synchronisations longer and shorter."""
     slow = [row(1, 0, 4, 16), row(2, 0, 4, 64, parts=2), row(3, 0, 4, 16)]
     quick = Network("quick", bits_per_second=8_000_000.0, latency=0.5)
     for network, sent in ((NETWORK, 6.5), (quick, 0.506)):
