@@ -343,7 +343,7 @@ def with_new_words(path: Path, results: Path) -> dict:
     if not results.exists():
         raise ComparisonError(f"{results} is not there: the runs were not made yet")
     found, now = json.loads(results.read_text(encoding="utf-8")), load_comparison(path).model_dump(mode="json")
-    then = found["comparison"]
+    then = Comparison.model_validate(found["comparison"]).model_dump(mode="json")  # keys that came later are there
     families = {method["name"]: method["family"] for method in now["methods"]}
     methods = [method | {"family": families.get(method["name"], "")} for method in then["methods"]]
     settled = (*_WORDS, "hardware", "methods")
