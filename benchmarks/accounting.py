@@ -3,7 +3,15 @@
 Simulated time: nodes work side by side, each on a device of its own. An inner step with micro-batches b_1, b_2, ...
 takes the sum of max(t_min, b_i * t_example); the statistics of a batch test are added to it. A synchronisation takes
 latency + bytes / bandwidth, with the bytes that go through one worker's link. So does a merge, with those of the node
-that makes the average, and a redistribution, with those of a node that gets a trainer's state. Nothing overlaps.
+that makes the average, and a redistribution, with those of a node that gets a trainer's state.
+
+Without overlap a round ends when what it sends has arrived. With overlap a trainer begins the next round at once and
+its synchronisation, statistics included, travels meanwhile: that round takes max(compute, transfer), so that one
+transfer of a node is under way at a time, and a metric counts from when the update behind it has arrived. Merges and
+redistributions need the trainers as they are: they wait for what travels, and nothing hides them. Workers that average
+gradients at every step are given their best case: their round takes max(compute, all its transfers). Assumed, not
+simulated: an update that comes a round late, as it would then, leaves the metric what it is; sending slows no
+computation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -120,33 +128,46 @@ def _new_nodes(rows: Rows, before: Mapping[int, int]) -> int:
 
 
 def simulated_seconds(
-    run: RunData, hardware: Hardware, network: Network, synchronous_workers: int | None = None
+    run: RunData,
+    hardware: Hardware,
+    network: Network,
+    synchronous_workers: int | None = None,
+    overlap: bool = False,
 ) -> list[float]:
-    """Seconds since the start after every round."""
+    """Seconds since the start until what every round sends has arrived."""
     parameters = hardware.parameters or run.summary["parameters"]
     nodes = run.config["nodes_per_gpu"] * len(run.summary["devices"])
     scale = parameters / run.summary["parameters"]
     merges = {merge.outer_step: merge for merge in run.merges}
     before: dict[int, int] = {}
     sent = dict.fromkeys(("bytes_merged", "bytes_redistributed"), 0.0)
+    travelling = [0.0] * nodes  # what the nodes sent at the end of the round before, with overlap
     elapsed, found = 0.0, []
     for step, rows in run.by_round.items():
         new = {name: rows[0].get(name, sent[name]) - sent[name] for name in sent}
         sent = {name: sent[name] + new[name] for name in sent}
         if new["bytes_redistributed"]:
-            elapsed += network.seconds(scale * new["bytes_redistributed"] / _new_nodes(rows, before))
+            link = scale * new["bytes_redistributed"] / _new_nodes(rows, before)
+            elapsed += max(travelling) + network.seconds(link)
+            travelling = [0.0] * nodes
         before = {int(row["trainer_id"]): int(row["nodes"]) for row in rows}
-        per_node = [0.0] * min(nodes, len(rows))
+        computes, transfers = [0.0] * nodes, [0.0] * nodes
         for index, row in enumerate(rows):
             workers = int(synchronous_workers or row["nodes"])
-            seconds = _compute_seconds(row, run.config, hardware, workers)
+            compute, transfer = _compute_seconds(row, run.config, hardware, workers), 0.0
             if synchronous_workers:
                 link = PLAIN.reduction_bytes(workers, int(parameters), torch.float32) / workers
-                seconds += row["inner_steps"] * network.seconds(link)
+                averaging = row["inner_steps"] * network.seconds(link)
+                compute = max(compute, averaging) if overlap else compute + averaging
             elif workers > 1:
-                seconds += network.seconds(_link_bytes(run, row, parameters))
-            per_node[index % len(per_node)] += seconds  # with more trainers than nodes, nodes serve them in turn
-        elapsed += max(per_node)
+                transfer = network.seconds(_link_bytes(run, row, parameters))
+            computes[index % nodes] += compute  # with more trainers than nodes, nodes serve them in turn
+            transfers[index % nodes] += transfer
+        if overlap:
+            elapsed += max(map(max, computes, travelling))
+            travelling = transfers
+        else:
+            elapsed += max(map(sum, zip(computes, transfers, strict=True)))
         if step in merges:
             merge = merges[step]
             if run.rounds.has("bytes_merged"):
@@ -154,8 +175,9 @@ def simulated_seconds(
                 link = merged(others, nodes_there, scale * new["bytes_merged"]).link
             else:  # an older log
                 link = (len(merge.weights) - 1) * 4 * parameters
-            elapsed += network.seconds(link)
-        found.append(elapsed)
+            elapsed += max(travelling) + network.seconds(link)
+            travelling = [0.0] * nodes
+        found.append(elapsed + max(travelling))
     return found
 
 

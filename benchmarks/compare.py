@@ -1,10 +1,11 @@
 """Methods side by side: python benchmarks/compare.py [COMPARISON.yaml ...] [--jobs N] [--output FOLDER].
 
 Makes the runs that the comparisons in benchmarks/comparisons/ ask for and that are not finished yet, several at a time,
-and writes the results: FOLDER/results/<comparison>.json with what every run used up and reached, plots, and
-FOLDER/results.md. What an earlier one of these JSON files holds counts as finished, too: a method can be added to a
-published comparison without making the others again. Every run is an ordinary run of run.py with overrides, on one
-process with one thread. Each method is tuned first, with the first seed; its best value is then run with all seeds.
+and writes the results: FOLDER/results/<comparison>.json with what every run used up and reached, a page with plots
+beside it, and FOLDER/results.md, an overview. What an earlier one of these JSON files holds counts as finished, too: a
+method can be added to a published comparison without making the others again. Every run is an ordinary run of run.py
+with overrides, on one process with one thread. Each method is tuned first, with the first seed; its best value is then
+run with all seeds.
 Stop it at any time: what is finished stays, but for its models and checkpoints, which nobody asks for.
 """
 
@@ -31,13 +32,15 @@ from tqdm import tqdm
 from benchmarks.accounting import Hardware, fit_step_cost, metric_at, simulated_seconds, usage
 from benchmarks.page import write_results
 from benchmarks.plan import ROOT, Comparison, Method, Run, grid, load_comparison, seed_runs, tuning_runs
+from benchmarks.results import simulated_axis
 from configs import make_samples
 from training_logs.showing.run_data import RunData, read_run
 from utils.config import ConfigError
 from utils.launch import cores
 from utils.utils import write_json_atomically
 
-_WORDS = ("title", "question", "answer")
+# What people say about a comparison, and no run depends on; of its methods their families.
+_WORDS = ("title", "question", "answer", "summary", "caveat", "claims", "order")
 _MEASURED = ("t_min", "t_example")
 _ALONE = ("processes=1", "cpu_threads=1", "clearml=off", "memory_sample_seconds=null", "plot_at_end=false")
 
@@ -215,9 +218,10 @@ def outcome(run: Run, method: Method, hardware: Iterable[Hardware], comparison: 
         curves[name] = [0, *(getattr(used[step], name) for step in wanted)]
     for device in hardware:
         for network in comparison.networks:
-            elapsed = simulated_seconds(data, device, network, method.synchronous_workers)
-            by_step = dict(zip(used, elapsed, strict=True))
-            curves[simulated_axis(device.name, network.name)] = [0.0, *(by_step[step] for step in wanted)]
+            for overlap in (False, True):
+                elapsed = simulated_seconds(data, device, network, method.synchronous_workers, overlap)
+                by_step = dict(zip(used, elapsed, strict=True))
+                curves[simulated_axis(device.name, network.name, overlap)] = [0.0, *(by_step[step] for step in wanted)]
     rounded = {name: [float(f"{value:.6g}") for value in values] for name, values in curves.items()}
     batches = [sum(row["effective_batch"] for row in rows) for rows in data.by_round.values()]
     return head | {
@@ -228,11 +232,6 @@ def outcome(run: Run, method: Method, hardware: Iterable[Hardware], comparison: 
         "last_batch": batches[-1],
         "curves": rounded,
     }
-
-
-def simulated_axis(hardware: str, network: str) -> str:
-    """The name of the curve of simulated seconds."""
-    return f"simulated: {hardware}, {network}"
 
 
 def best_value(outcomes: Iterable[Mapping], metric: Mapping) -> float | None:
@@ -310,6 +309,7 @@ def carry_out(path: Path, store: Store, jobs: int, results: Path) -> dict:
         "grids": {method.name: grid(comparison, method) for method in comparison.methods},
         "best": best,
         "chosen": [run.id for run in chosen],
+        "changed": [],
         **{key: about[key] for key in ("metric", "parameters", "versions")},
         "outcomes": tried + outcomes(run for run in chosen if run.id not in there),
     }
@@ -332,19 +332,26 @@ def _about(before: Mapping, made: Iterable[Run], comparison: Comparison, store: 
 
 
 def with_new_words(path: Path, results: Path) -> dict:
-    """The outcome of a comparison as it was written, with the title, question and answer that the comparison has now.
+    """The outcome of a comparison as it was written, with the words that the comparison has now.
+
+    `changed` names what the comparison asks for by now that these runs are not.
 
     Raises:
         ConfigError: the comparison is wrong.
-        ComparisonError: it has no results yet, or asks for other runs by now.
+        ComparisonError: it has no results yet.
     """
     if not results.exists():
         raise ComparisonError(f"{results} is not there: the runs were not made yet")
     found, now = json.loads(results.read_text(encoding="utf-8")), load_comparison(path).model_dump(mode="json")
-    same = (found["comparison"] | {key: now[key] for key in _WORDS}) | {"hardware": now["hardware"]} == now
-    if not same:
-        raise ComparisonError(f"it is no longer what {results} holds; without --report-only its runs are made")
-    return found | {"comparison": found["comparison"] | {key: now[key] for key in _WORDS}}
+    then = Comparison.model_validate(found["comparison"]).model_dump(mode="json")  # keys that came later are there
+    families = {method["name"]: method["family"] for method in now["methods"]}
+    methods = [method | {"family": families.get(method["name"], "")} for method in then["methods"]]
+    settled = (*_WORDS, "hardware", "methods")
+    changed = [key for key in now if key not in settled and now[key] != then[key]]
+    changed += [method["name"] for method in now["methods"] if method not in methods]
+    changed += [f"not {method['name']}" for method in methods if method["name"] not in families]
+    words = {key: now[key] for key in _WORDS} | {"methods": methods}
+    return found | {"comparison": then | words, "changed": changed}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -374,6 +381,9 @@ def main(arguments: list[str] | None = None) -> int:
             except ComparisonError as error:
                 problems.append(f"{path}: {error}")
                 continue
+            if found["changed"]:
+                changed = "; ".join(found["changed"])
+                print(f"{path}: asks for other runs than {results} holds: {changed}", file=sys.stderr)
             write_json_atomically(results, found)
         print(write_results(options.output))
     except ConfigError as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from benchmarks.accounting import Hardware, Network
 from fabrics.choices import CHECKS, CHOICES
@@ -22,6 +22,8 @@ from utils.config import ConfigError
 from utils.config_reading import dump_config, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
+# What a comparison may take of the overview for its summary.
+SUMMARY_LINES = 4
 # Where a run is written, and by how many processes and threads it is made, has nothing to do with what it finds.
 _PLACES = ("log_dir", "log_file", "cache_dir", "processes", "cpu_threads", "clearml", "memory_sample_seconds")
 # Nor have the settings of a batch test that there is not.
@@ -33,6 +35,12 @@ _OF_BATCH_TESTS = ("ETA", "ETA_at_end", "vartheta", "nu", "debias", "statistics_
 def _number(value: Any) -> Any:
     """YAML 1.1 reads 1e-3 as text."""
     return float(value) if isinstance(value, str) and re.fullmatch(r"[\d.]+e[+-]?\d+", value) else value
+
+
+def _short(text: str) -> str:
+    if len(lines := text.strip().splitlines()) > SUMMARY_LINES:
+        raise ValueError(f"should have at most {SUMMARY_LINES} lines, has {len(lines)}")
+    return text
 
 
 Value = Annotated[Any, BeforeValidator(_number)]
@@ -52,6 +60,7 @@ class Method(_Part):
         synchronous_workers: it stands for so many workers that average gradients at every inner step. Their mathematics
             is that of one worker with the whole batch, which is how it is run; what they would send is counted.
         baseline: it is one of those whose best sets the target for the others.
+        family: methods of one family, with other batches or rounds, are points of one frontier; empty: its own.
     """
 
     name: str
@@ -59,6 +68,14 @@ class Method(_Part):
     tune: dict[str, list[Value]] | None = Field(None, max_length=1)
     synchronous_workers: int | None = Field(None, ge=2)
     baseline: bool = False
+    family: str = ""
+
+
+class Claim(_Part):
+    """A line of the overview's table of claims: what the paper (arXiv 2508.18182) says, and what was found here."""
+
+    paper: str
+    found: str
 
 
 class Comparison(_Part):
@@ -66,6 +83,9 @@ class Comparison(_Part):
 
     Attributes:
         question: what it is about. answer: what a person concluded from its numbers; empty until there are some.
+        summary: both in at most four lines. caveat: what a reader must know first.
+        claims: of the paper's, those that it tests.
+        order: of the comparisons in the overview; equal ones go by the names of their files.
         base: the configuration that all methods begin with. common: overrides for all of them.
         samples: the runs read what configs/make_samples.py writes to .cache/samples.
         seeds: of the runs; the first is the one that methods are tuned with.
@@ -77,6 +97,10 @@ class Comparison(_Part):
     title: str
     question: str
     answer: str = ""
+    summary: Annotated[str, AfterValidator(_short)] = ""
+    caveat: str = ""
+    claims: list[Claim] = []
+    order: int = 0
     base: str = "config.yaml"
     samples: bool = False
     common: Overrides = {}

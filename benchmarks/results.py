@@ -1,21 +1,21 @@
-"""Comparisons in tables and sentences, from the JSON values of compare.py alone.
+"""What a comparison found, from the JSON values of compare.py alone: curves, differences between methods, frontiers.
 
-Every number is a mean over seeds with the sample's standard deviation. Between two evaluations of a run the logarithm
-of its metric is taken to be linear.
+Between two evaluations of a run the logarithm of its metric is taken to be linear. Two methods are compared seed by
+seed, in one way everywhere: `Results.difference`.
 """
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
-from utils.utils import byte_size
-
-_SIMULATED = "simulated: "
+_SIMULATED, _OVERLAPPED = "simulated: ", ", overlapped"
+CONFIDENCE = 0.95
 LABELS = {
     "tokens": "training tokens",
     "inner_steps": "inner steps of a node",
@@ -23,6 +23,52 @@ LABELS = {
     "bytes_communicated": "bytes communicated",
     "wall_seconds": "seconds of training on one core of this machine",
 }
+
+
+def simulated_axis(hardware: str, network: str, overlap: bool) -> str:
+    """The name of the curve of simulated seconds."""
+    return f"{_SIMULATED}{hardware}, {network}{_OVERLAPPED if overlap else ''}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one method from another, paired by seed: the mean over seeds and its 95% t interval, None for one seed.
+
+    Where a smaller metric is better it is the difference of logarithms as a percentage, else the plain one in points.
+    """
+
+    mean: float
+    interval: tuple[float, float] | None
+    lower_is_better: bool
+
+    @property
+    def verdict(self) -> str:
+        """better or worse only where the interval excludes 0."""
+        if self.interval is None:
+            return "one seed"
+        low, high = self.interval
+        if low <= 0 <= high:
+            return "not told apart"
+        return "better" if (high < 0) == self.lower_is_better else "worse"
+
+    def __str__(self) -> str:
+        text = f"{self.mean:+.1f}" + ("%" if self.lower_is_better else " points")
+        if self.interval is None:
+            return text
+        digits = 1 if min(map(abs, self.interval)) >= 0.05 else 2  # no bound reads 0.0
+        return text + " ({:+.{}f} to {:+.{}f})".format(self.interval[0], digits, self.interval[1], digits)
+
+
+def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float], lower_is_better: bool) -> Difference:
+    """Of ours from theirs, metrics by seed, over the seeds that both have: at least one."""
+    scale = math.log if lower_is_better else lambda value: 100.0 * value
+    found = [scale(ours[seed]) - scale(theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
+    mean, shown = statistics.fmean(found), (lambda x: 100.0 * math.expm1(x)) if lower_is_better else float
+    if len(found) == 1:
+        return Difference(shown(mean), None, lower_is_better)
+    t = stats.t.ppf((1.0 + CONFIDENCE) / 2.0, len(found) - 1)
+    half = float(t) * statistics.stdev(found) / math.sqrt(len(found))
+    return Difference(shown(mean), (shown(mean - half), shown(mean + half)), lower_is_better)
 
 
 @dataclass(frozen=True)
@@ -54,10 +100,35 @@ class Results:
         """1 where a smaller metric is better, else -1."""
         return -1 if self.raw["metric"]["higher_is_better"] else 1
 
+    @cached_property
+    def families(self) -> dict[str, list[str]]:
+        """The methods of every family, which are points of one frontier; a method without one is its own."""
+        found: dict[str, list[str]] = {}
+        for method in self.raw["comparison"]["methods"]:
+            if self.runs[method["name"]]:
+                found.setdefault(method.get("family") or method["name"], []).append(method["name"])
+        return found
+
+    @property
+    def reference(self) -> str:
+        """The method that the others are held against."""
+        return self.raw["comparison"]["reference"]
+
+    @cached_property
+    def _simulated(self) -> list[str]:
+        """Curves of simulated seconds that all runs have."""
+        names = self._finished[0]["curves"]
+        return [n for n in names if n.startswith(_SIMULATED) and all(n in run["curves"] for run in self._finished)]
+
     @property
     def simulated(self) -> list[str]:
-        """The names of the curves of simulated seconds."""
-        return [name for name in self._finished[0]["curves"] if name.startswith(_SIMULATED)]
+        """The names of the curves of simulated seconds, nothing overlapping."""
+        return [name for name in self._simulated if not name.endswith(_OVERLAPPED)]
+
+    @property
+    def overlapped(self) -> list[str]:
+        """The same where synchronisations hide behind the next round; of runs from before that was counted none."""
+        return [name for name in self._simulated if name.endswith(_OVERLAPPED)]
 
     def best_baseline(self) -> str | None:
         """The baseline with the best mean final metric."""
@@ -74,7 +145,36 @@ class Results:
 
     def limit(self, axis: str) -> float:
         """What all methods are compared at: as much as any run of the reference had used up at its end."""
-        return max(self.ends(self.raw["comparison"]["reference"], axis))
+        return max(self.ends(self.reference, axis))
+
+    def at(self, method: str, axis: str, limit: float) -> dict[int, float]:
+        """The metric of every seed of a method once it has used up so much."""
+        return {run["seed"]: metric_where(run, axis, limit) for run in self.runs[method]}
+
+    def difference(self, method: str, axis: str) -> Difference | None:
+        """Of a method from the reference where both have used up the limit; None where no seed has runs of both."""
+        limit = self.limit(axis)
+        ours, theirs = self.at(method, axis, limit), self.at(self.reference, axis, limit)
+        return paired_difference(ours, theirs, self.sign > 0) if ours.keys() & theirs.keys() else None
+
+    def closest(self, axis: str) -> str | None:
+        """The best at the limit of the baselines, or, where there is none, of all methods but the reference."""
+        others = [m for m in self.raw["comparison"]["methods"] if m["name"] != self.reference and self.runs[m["name"]]]
+        names = [m["name"] for m in others if m["baseline"]] or [m["name"] for m in others]
+        limit = self.limit(axis)
+        return min(names, key=lambda n: self.sign * statistics.fmean(self.at(n, axis, limit).values()), default=None)
+
+    def frontier(self, budget: float) -> dict[str, tuple[str, dict[int, float]]]:
+        """For every family the method with the best mean metric at no more communications, and its metric by seed.
+
+        Only the runs of all seeds count, not those that a method was tuned with.
+        """
+        found = {}
+        for family, methods in self.families.items():
+            metrics = {name: self.at(name, "communications", budget) for name in methods}
+            best = min(methods, key=lambda name: self.sign * statistics.fmean(metrics[name].values()))
+            found[family] = (best, metrics[best])
+        return found
 
 
 def metric_where(run: Mapping[str, Any], axis: str, x: float) -> float:
@@ -110,171 +210,6 @@ def mean_curve(runs: Sequence[Mapping[str, Any]], axis: str, points: int = 200) 
     return np.mean(used, axis=0), np.array(metrics)
 
 
-def _spread(values: Sequence[float], decimals: int = 2) -> str:
-    """Mean and standard deviation."""
-    mean = f"{statistics.fmean(values):,.{decimals}f}"
-    return f"{mean} ± {statistics.stdev(values):.{decimals}f}" if len(values) > 1 else mean
-
-
-def _count(values: Sequence[float]) -> str:
-    """A mean of whole numbers, with a digit after the point where it says something."""
-    mean = statistics.fmean(values)
-    return f"{mean:,.0f}" if mean >= 100 or mean == round(mean) else f"{mean:,.1f}"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
-
-
 def short(axis: str) -> str:
+    """An axis of simulated time, without the word that they all begin with."""
     return axis.removeprefix(_SIMULATED)
-
-
-# Tables
-
-
-def grid_table(results: Results) -> str:
-    """The final metric of every method with every value it was tuned over; empty where nothing was tuned."""
-    grids = {name: (key, values) for name, (key, values) in results.raw["grids"].items() if key}
-    if not grids:
-        return ""
-    seed, rows, edges = results.raw["comparison"]["seeds"][0], [], []
-    for name, (key, values) in grids.items():
-        best, cells = results.raw["best"][name], []
-        for value in values:
-            run = next(
-                run
-                for run in results.raw["outcomes"]
-                if (run["method"], run["value"], run["seed"]) == (name, value, seed)
-            )
-            shown = f"{run['final_metric']:.2f}" if run["completed"] else "stopped"
-            cells.append(f"{value:g}: " + (f"**{shown}**" if value == best else shown))
-        if len(values) > 1 and best in (min(values), max(values)):
-            edges.append(name)
-        rows.append((name, f"`{key}`", ", ".join(cells)))
-    text = f"Tuned with seed {seed}, the best value bold:\n\n" + _table(("method", "key", "final metric"), rows)
-    if edges:
-        text += "\n\nBest at the edge of its grid, so perhaps better beyond it: " + ", ".join(edges) + "."
-    return text
-
-
-def final_table(results: Results) -> str:
-    """Every method at the end of its token budget."""
-    rows = []
-    for name in results.methods:
-        runs = results.runs[name]
-        if not runs:
-            rows.append((name, "stopped by an error in every run", *[""] * (6 + len(results.simulated))))
-            continue
-        lost = len(results.raw["comparison"]["seeds"]) - len(runs)
-        rows.append(
-            (
-                name + (f" ({lost} runs stopped)" if lost else ""),
-                _spread([run["final_metric"] for run in runs]),
-                f"{statistics.fmean(run['first_batch'] for run in runs):.0f} → "
-                f"{statistics.fmean(run['last_batch'] for run in runs):.0f}",
-                _count(results.ends(name, "inner_steps")),
-                _count(results.ends(name, "communications")),
-                byte_size(round(statistics.fmean(results.ends(name, "bytes_communicated")))),
-                _seconds(statistics.fmean(results.ends(name, "wall_seconds"))),
-                *(_seconds(statistics.fmean(results.ends(name, axis))) for axis in results.simulated),
-            )
-        )
-    columns = ("method", results.raw["metric"]["name"], "examples per step", "inner steps", "communications", "bytes")
-    return _table((*columns, "wall-clock", *map(short, results.simulated)), rows)
-
-
-def equal_table(results: Results) -> str:
-    """Every method where it has used up as many communications, or as much simulated time, as the reference at most."""
-    reference = results.raw["comparison"]["reference"]
-    if not results.runs[reference]:
-        return ""
-    axes = ["tokens", "communications", *results.simulated]
-    limits = {axis: results.limit(axis) for axis in axes}
-    rows = []
-    for name in results.methods:
-        cells = []
-        for axis, limit in limits.items():
-            if not results.runs[name]:
-                cells.append("")
-                continue
-            values = [metric_where(run, axis, limit) for run in results.runs[name]]
-            ended = all(end < 0.98 * limit for end in results.ends(name, axis))
-            cells.append(_spread(values) + (" (at its end)" if ended else ""))
-        rows.append((name, *cells))
-    shown = {axis: f"{limit:,.0f}" if limit >= 100 else f"{limit:.3g}" for axis, limit in limits.items()}
-    columns = [f"{shown[axis]} {LABELS[axis]}" for axis in axes[:2]]
-    columns += [f"{shown[axis]} s: {short(axis)}" for axis in axes[2:]]
-    return _table(("method", *columns), rows)
-
-
-def target_table(results: Results) -> tuple[str, float | None]:
-    """What every method has used up when it reaches the final metric of the best baseline; and that metric."""
-    baseline = results.best_baseline()
-    if baseline is None:
-        return "", None
-    target, rows = results.mean_final(baseline), []
-    axes = ["tokens", "communications", *results.simulated]
-    for name in results.methods:
-        runs, cells = results.runs[name], []
-        reached = [run for run in runs if used_until(run, "tokens", target, results.sign) is not None]
-        for axis in axes:
-            used = [used_until(run, axis, target, results.sign) for run in reached]
-            if not used:
-                cells.append("-")
-            elif axis in ("tokens", "communications"):
-                cells.append(_count([round(value, 1) for value in used]))
-            else:
-                cells.append(_seconds(statistics.fmean(used)))
-        rows.append((name, f"{len(reached)} of {len(runs)}", *cells))
-    columns = ("method", "runs that reach it", *(LABELS[axis] for axis in axes[:2]), *map(short, axes[2:]))
-    return _table(columns, rows), target
-
-
-def verdicts(results: Results) -> list[str]:
-    """What follows from the numbers alone, in sentences."""
-    there = [name for name in results.methods if results.runs[name]]
-    reference, name_of_metric = results.raw["comparison"]["reference"], results.raw["metric"]["name"]
-    said = []
-
-    def winner(value: Callable[[str], float], among: Sequence[str], where: str) -> None:
-        ranked = sorted(among, key=lambda name: results.sign * value(name))
-        second = f", before {ranked[1]} ({value(ranked[1]):.2f})" if len(ranked) > 1 else ""
-        place = ranked.index(reference) + 1
-        own = f"; {reference} is number {place} of {len(ranked)} ({value(reference):.2f})" if place > 1 else ""
-        said.append(f"At {where} {ranked[0]} has the best {name_of_metric} ({value(ranked[0]):.2f}){second}{own}.")
-
-    if reference not in there:
-        return [f"{reference} came to its end in no run."]
-    winner(results.mean_final, there, "equal tokens")
-    for axis in ("communications", *results.simulated):
-        limit = results.limit(axis)
-        words = (
-            "as many communications as the reference"
-            if axis == "communications"
-            else f"equal simulated time ({short(axis)})"
-        )
-
-        def there_then(name: str, axis: str = axis, limit: float = limit) -> float:
-            return statistics.fmean(metric_where(run, axis, limit) for run in results.runs[name])
-
-        winner(there_then, there, words)
-    baseline = results.best_baseline()
-    if baseline is not None:
-        share = statistics.fmean(results.ends(reference, "communications")) / statistics.fmean(
-            results.ends(baseline, "communications")
-        )
-        own, other = results.mean_final(reference), results.mean_final(baseline)
-        worse = results.sign * (own - other)
-        said.append(
-            f"Against the best baseline, {baseline}, {reference} ends with a {name_of_metric} "
-            f"{'higher' if own > other else 'lower'} by {abs(own / other - 1):.1%} "
-            f"({own:.2f} against {other:.2f}, {'worse' if worse > 0 else 'better'}) and makes {share:.2f} times its "
-            f"communications."
-        )
-    return said

@@ -12,7 +12,7 @@ import yaml
 from benchmarks.accounting import PROBED_PASS, Hardware, Network, fit_step_cost, simulated_seconds, usage
 from benchmarks.compare import Store, main, published
 from benchmarks.plan import ROOT, Comparison, grid, load_comparison, make_run, seed_runs
-from benchmarks.results import Results, mean_curve, metric_where, used_until, verdicts
+from benchmarks.results import Results
 from tests.helpers import Recorder, tiny_cluster
 from tests.test_reporting import record_run
 from training_logs.showing.number_log import Rows
@@ -99,6 +99,49 @@ def test_simulated_time_of_synchronous_training_and_of_another_model():
     assert simulated_seconds(run, larger, NETWORK, 4) == pytest.approx([20 * each])
 
 
+def test_simulated_time_with_overlap_is_that_of_a_loop_by_hand():
+    """One trainer, rounds of 0.2, 0.64 and 0.2 s of computation, and synchronisations longer and shorter."""
+    slow = [row(1, 0, 4, 16), row(2, 0, 4, 64, parts=2), row(3, 0, 4, 16)]
+    quick = Network("quick", bits_per_second=8_000_000.0, latency=0.5)
+    for network, sent in ((NETWORK, 6.5), (quick, 0.506)):
+        clock, arrives, expected = 0.0, 0.0, []
+        for compute in (0.2, 0.64, 0.2):
+            clock = max(clock + compute, arrives)  # a round ends once the update before it is there
+            arrives = clock + sent
+            expected.append(arrives)
+        assert simulated_seconds(made_run(slow), DEVICE, network, overlap=True) == pytest.approx(expected)
+    assert expected == pytest.approx([0.706, 0.2 + 0.64 + 0.506, 0.2 + 0.64 + 0.506 + 0.506])
+
+
+def test_a_merge_and_new_nodes_wait_for_what_travels():
+    def counted(step, merged, redistributed, *trainers):
+        kinds = {"bytes_merged": merged, "bytes_redistributed": redistributed}
+        return [row(step, trainer, nodes, 10 * nodes) | kinds for trainer, nodes in trainers]
+
+    run = made_run(
+        counted(1, 0, 0, (0, 2), (1, 2))
+        + counted(2, 2 * 8_000, 0, (0, 2), (1, 2))
+        + counted(3, 2 * 8_000, 0, (0, 2))
+        + counted(4, 2 * 8_000, 2 * 16_004, (0, 4))
+        + counted(5, 2 * 8_000, 2 * 16_004, (0, 4)),
+        [MergeRecord(2, 0, {0: 0.5, 1: 0.5})],
+    )
+    two, four = 0.5 + 8 * 4_000 / 8_000, 0.5 + 8 * 6_000 / 8_000
+    merge, moving = 0.5 + 8 * 16_000 / 8_000, 0.5 + 8 * 16_004 / 8_000
+    first, second = 0.4 + two, 0.4 + two + two + merge  # the second round hides behind the first's transfer
+    third = second + 0.4 + two
+    fourth = third + moving + 0.4 + four
+    expected = [first, second, third, fourth, fourth + four]
+    assert simulated_seconds(run, DEVICE, NETWORK, overlap=True) == pytest.approx(expected)
+
+
+def test_synchronous_training_hides_what_it_sends_behind_its_own_passes():
+    run, sent = made_run([row(1, 0, 1, 40)]), 8 * 6_000 / 8e6
+    fast, slow = Network("fast", 8e6, 0.0), Network("slow", 8e6, 0.1)
+    assert simulated_seconds(run, DEVICE, fast, 4, overlap=True) == pytest.approx([20 * 0.02])
+    assert simulated_seconds(run, DEVICE, slow, 4, overlap=True) == pytest.approx([20 * (0.1 + sent)])
+
+
 def test_synchronous_training_is_counted_per_step():
     used = usage(made_run([row(1, 0, 1, 40, tokens=7), row(2, 0, 1, 40, tokens=9)]), 4)
     assert [entry.communications for entry in used] == [20, 40]
@@ -161,66 +204,6 @@ def test_equal_tokens_are_equal():
 
 def test_the_step_cost_of_measured_passes():
     assert fit_step_cost([1, 2, 4, 8, 16], [0.011, 0.010, 0.012, 0.017, 0.032]) == (0.010, 0.002)
-
-
-# Reading curves
-
-
-def made_outcome(metric, tokens, method="a", final=None, seed=1):
-    curves = {"metric": metric, "tokens": tokens, "communications": [t / 10 for t in tokens]}
-    return {
-        "method": method, "value": None, "seed": seed, "id": f"{method}{seed}", "completed": True,
-        "final_metric": final or metric[-1], "curves": curves,
-    }  # fmt: skip
-
-
-def test_where_a_curve_is_and_when_it_arrives():
-    run = made_outcome([100.0, 25.0, 25.0, 20.0], [0, 10, 20, 30])
-    assert metric_where(run, "tokens", 5) == pytest.approx(50.0)  # halfway between logarithms
-    assert metric_where(run, "tokens", 99) == pytest.approx(20.0)
-    assert used_until(run, "tokens", 50.0) == pytest.approx(5.0)
-    assert used_until(run, "tokens", 25.0) == pytest.approx(10.0)
-    assert used_until(run, "tokens", 19.0) is None
-    accuracy = made_outcome([0.25, 0.5, 0.8], [0, 10, 20])
-    assert used_until(accuracy, "tokens", 0.5, sign=-1) == pytest.approx(10.0)
-    assert used_until(accuracy, "tokens", 0.9, sign=-1) is None
-
-
-def test_the_mean_curve_ends_where_runs_end_on_average():
-    runs = [made_outcome([100.0, 50.0, 20.0], [0, 100, 200]), made_outcome([100.0, 30.0], [0, 300])]
-    xs, values = mean_curve(runs, "communications", points=3)
-    assert xs.tolist() == [0.0, 12.5, 25.0]
-    assert values[:, -1].tolist() == pytest.approx([20.0, 30.0])
-    assert values[:, 1].tolist() == pytest.approx([50.0, math.sqrt(3000.0)])
-
-
-def test_methods_are_held_against_the_longest_run_of_the_reference():
-    outcomes = [made_outcome([9.0, 3.0], [0, end], "a", seed=seed) for seed, end in enumerate((120, 100, 110))]
-    raw = {
-        "comparison": {"methods": [{"name": "a"}], "reference": "a"},
-        "chosen": [outcome["id"] for outcome in outcomes],
-        "outcomes": outcomes,
-    }
-    assert Results(raw).limit("tokens") == 120
-
-
-def test_verdicts_are_computed_from_the_numbers():
-    methods = [{"name": "a", "baseline": True}, {"name": "b", "baseline": False}]
-    outcomes = [made_outcome([100.0, 40.0, 20.0], [0, 100, 200], "a"), made_outcome([100.0, 25.0], [0, 100], "b")]
-    raw = {
-        "comparison": {"methods": methods, "reference": "b", "seeds": [1]},
-        "chosen": ["a1", "b1"],
-        "metric": {"name": "perplexity", "higher_is_better": False, "decimals": 2},
-        "outcomes": outcomes,
-    }
-    said = verdicts(Results(raw))
-    assert said[0] == (
-        "At equal tokens a has the best perplexity (20.00), before b (25.00); b is number 2 of 2 (25.00)."
-    )
-    assert said[1].startswith(
-        "At as many communications as the reference b has the best perplexity (25.00), before a (40"
-    )
-    assert said[2].endswith("higher by 25.0% (25.00 against 20.00, worse) and makes 0.50 times its communications.")
 
 
 # Files
@@ -294,6 +277,8 @@ def test_the_comparisons_that_we_publish_are_valid(path):
         ({"methods": [{"name": "AdLoCo", "overrides": {"ETTA": 1}}]}, "AdLoCo: ETTA: unknown key; did you mean ETA?"),
         ({"methods": [{"name": "AdLoCo"}, {"name": "AdLoCo"}]}, "methods: 'AdLoCo' is there twice"),
         ({"tune": {"ETA": [-1.0]}}, "AdLoCo: ETA: should be greater than 0"),
+        ({"summary": "a\nb\nc\nd\ne"}, "summary: Value error, should have at most 4 lines, has 5"),
+        ({"claims": [{"paper": "it helps"}]}, "claims.0.found: Field required"),
     ],
 )
 def test_a_wrong_comparison_is_refused_before_any_run(tmp_path, capsys, values, problem):
@@ -345,8 +330,13 @@ def test_a_small_comparison_through_its_command(programs, tmp_path, cache_dir, c
         assert 6000 <= outcome["curves"]["tokens"][-1] == run.summary["tokens"]
         assert outcome["curves"]["communications"][-1] == run.summary["communications"] > 0
         assert outcome["curves"]["metric"][-1] == pytest.approx(run.summary["final_metric"], rel=1e-5)
-    text = (tmp_path / "docs" / "results.md").read_text()
+    assert results.overlapped == ["simulated: paper, 1 Gb/s, overlapped"]
+    for run in found["outcomes"]:
+        apart, hidden = (run["curves"][axis][-1] for axis in (*results.simulated, *results.overlapped))
+        assert hidden < apart
+    text = (tmp_path / "docs" / "results" / "small.md").read_text()
     assert f"| DiLoCo | {results.mean_final('DiLoCo'):.2f} ±" in text
+    assert "(results/small.md)" in (tmp_path / "docs" / "results.md").read_text()
     for name in ("small.png", "small_frontier.png"):
         assert (tmp_path / "docs" / "results" / name).stat().st_size > 10_000
     # What is finished is not made again; a run that broke off is, where no results hold it.
@@ -357,7 +347,7 @@ def test_a_small_comparison_through_its_command(programs, tmp_path, cache_dir, c
     assert main([*map(str, command[1:]), "--jobs", "2"]) == 0
     made_again = [file for file, before in times.items() if file.stat().st_mtime_ns != before]
     assert made_again == [lost]
-    again, written_again = (tmp_path / "docs" / name for name in ("results/small.json", "results.md"))
+    again, written_again = (tmp_path / "docs" / "results" / name for name in ("small.json", "small.md"))
     assert without_times(json.loads(again.read_text())) == without_times(found)
     text = written_again.read_text()
     # Published results are as good as runs.
@@ -366,10 +356,14 @@ def test_a_small_comparison_through_its_command(programs, tmp_path, cache_dir, c
     assert main([*map(str, command[1:]), "--jobs", "2"]) == 0
     assert again.read_text() == published
     assert not store.folder.exists()
-    # New words need no runs; other seeds do.
-    path.write_text(yaml.safe_dump(written | {"answer": "It does."}))
+    # New words need no runs. Where the file asks for other runs by now, the page says so.
+    path.write_text(yaml.safe_dump(written | {"answer": "It does.", "caveat": "Too small."}))
     assert main([*map(str, command[1:]), "--report-only"]) == 0
-    assert written_again.read_text() == text.replace("![Curves]", "### What we conclude\n\nIt does.\n\n![Curves]")
+    worded = text.replace("![Curves]", "## What we conclude\n\nIt does.\n\n![Curves]")
+    assert written_again.read_text() == worded.replace("# Small\n", "# Small\n\n> **Too small.**\n", 1)
+    assert "> **Too small.**" in (tmp_path / "docs" / "results.md").read_text()
+    written["methods"][1]["overrides"]["INITIAL_BATCH_SIZE"] = 4
     path.write_text(yaml.safe_dump(written | {"seeds": [1, 3]}))
-    assert main([*map(str, command[1:]), "--report-only"]) == 1
-    assert "it is no longer what" in capsys.readouterr().err
+    assert main([*map(str, command[1:]), "--report-only"]) == 0
+    assert "Its file asks for other runs by now (seeds; DiLoCo)" in written_again.read_text()
+    assert "asks for other runs" in capsys.readouterr().err

@@ -43,7 +43,7 @@ def links(path: Path) -> list[str]:
     return re.findall(r"\]\(([^)\s]+)\)", without_code(path.read_text(encoding="utf-8")))
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*PAGES, *sorted((ROOT / "docs/results").glob("*.md"))], ids=lambda path: path.name)
 def test_every_link_leads_somewhere(path):
     broken = []
     for link in links(path):
