@@ -22,6 +22,7 @@ from benchmarks.results import (
     target_table,
     verdicts,
 )
+from benchmarks.search_page import values_found, what_was_searched
 from training_logs.showing.plots import colour, make_figure
 from utils.utils import write_atomically, write_text_atomically
 
@@ -136,6 +137,7 @@ def _settings(results: Results) -> str:
     for method in comparison["methods"]:
         tuned = results.raw["grids"][method["name"]][0]
         values = dict(method["overrides"]) | ({tuned: results.raw["best"][method["name"]]} if tuned else {})
+        values |= values_found(results.raw, method["name"])
         shown = " ".join(f"{key}={value}" for key, value in values.items())
         lines.append(f"{method['name']}: {shown or '(nothing else)'}")
     return "\n".join(lines)
@@ -171,6 +173,7 @@ def section(results: Results) -> str:
         parts += [f"### Until the {results.raw['metric']['name']} is {target:.2f}, that of {best_baseline}", table]
     if tuned := grid_table(results):
         parts += ["### The grid", tuned]
+    parts += what_was_searched(results.raw)
     parts += [
         "### Simulated hardware and networks",
         _hardware(results),
