@@ -4,8 +4,8 @@ Makes the runs that the comparisons in benchmarks/comparisons/ ask for and that 
 and writes the results: FOLDER/results/<comparison>.json with what every run used up and reached, a page with plots
 beside it, and FOLDER/results.md, an overview. What an earlier one of these JSON files holds counts as finished, too: a
 method can be added to a published comparison without making the others again. Every run is an ordinary run of run.py
-with overrides, on one process with one thread. Each method is tuned first, with the first seed; its best value is then
-run with all seeds.
+with overrides, on one process with one thread. Each method is tuned first, with the first seed: over a grid, or by a
+search (benchmarks/search.py), which another comparison may use as well. Its best values are then run with all seeds.
 Stop it at any time: what is finished stays, but for its models and checkpoints, which nobody asks for.
 """
 
@@ -31,8 +31,9 @@ from tqdm import tqdm
 
 from benchmarks.accounting import Hardware, fit_step_cost, metric_at, simulated_seconds, usage
 from benchmarks.page import write_results
-from benchmarks.plan import ROOT, Comparison, Method, Run, grid, load_comparison, seed_runs, tuning_runs
+from benchmarks.plan import ROOT, Comparison, Method, Run, grid, load_comparison, seed_runs, tuning_runs, with_found
 from benchmarks.results import simulated_axis
+from benchmarks.search import Measured, found_values, search_methods
 from configs import make_samples
 from training_logs.showing.run_data import RunData, read_run
 from utils.config import ConfigError
@@ -69,7 +70,7 @@ class Runner:
     """Makes runs, as many at a time as there are jobs."""
 
     def __init__(self, store: Store, base: str, jobs: int):
-        self._store, self._base, self._jobs = store, base, jobs
+        self.store, self._base, self._jobs = store, base, jobs
         self._commit = commit()
         self._stopping = threading.Event()
         self._running: set[subprocess.Popen] = set()
@@ -77,7 +78,7 @@ class Runner:
     def _make(self, run: Run) -> None:
         if self._stopping.is_set():
             return
-        folder = self._store.folder / run.id
+        folder = self.store.folder / run.id
         shutil.rmtree(folder, ignore_errors=True)  # of a run that did not come to its end
         folder.mkdir(parents=True)
         started = time.perf_counter()
@@ -114,7 +115,7 @@ class Runner:
         Raises:
             ComparisonError: some could not be made; the others were.
         """
-        missing = {run.id: run for run in runs if run.id not in known and self._store.record(run) is None}
+        missing = {run.id: run for run in runs if run.id not in known and self.store.record(run) is None}
         problems = []
         with ThreadPoolExecutor(self._jobs) as pool, tqdm(total=len(missing), desc=title, unit="run") as bar:
             futures = {pool.submit(self._make, run): run for run in missing.values()}
@@ -276,12 +277,13 @@ def carry_out(path: Path, store: Store, jobs: int, results: Path) -> dict:
         ConfigError: the comparison is wrong.
         ComparisonError: runs could not be made.
     """
-    comparison = load_comparison(path)
-    runner, before = Runner(store, comparison.base, jobs), published(results, comparison)
+    written = load_comparison(path)
+    runner, before = Runner(store, written.base, jobs), published(results, written)
     known = {found["id"]: found for found in before.get("outcomes", [])}
-    methods = {method.name: method for method in comparison.methods}
-    if comparison.samples:
+    if written.samples:
         make_samples.main(ROOT / ".cache" / "samples")
+    comparison, how = _tuned(path, written, runner, before, results.parent)
+    methods = {method.name: method for method in comparison.methods}
     tuned = tuning_runs(comparison)
     runner.make(tuned, f"{path.stem}, tuning", known)
     about = _about(before, [run for run in tuned if run.id not in known], comparison, store)
@@ -305,7 +307,8 @@ def carry_out(path: Path, store: Store, jobs: int, results: Path) -> dict:
     there = {run.id for run in tuned}
     return {
         "name": path.stem,
-        "comparison": comparison.model_dump(mode="json") | {"hardware": about["hardware"]},
+        "comparison": written.model_dump(mode="json") | {"hardware": about["hardware"]},
+        **how,
         "grids": {method.name: grid(comparison, method) for method in comparison.methods},
         "best": best,
         "chosen": [run.id for run in chosen],
@@ -313,6 +316,32 @@ def carry_out(path: Path, store: Store, jobs: int, results: Path) -> dict:
         **{key: about[key] for key in ("metric", "parameters", "versions")},
         "outcomes": tried + outcomes(run for run in chosen if run.id not in there),
     }
+
+
+def _tuned(
+    path: Path, comparison: Comparison, runner: Runner, before: Mapping, results: Path
+) -> tuple[Comparison, dict[str, dict]]:
+    """The comparison with the values that were found for its methods; what there is to say of them, as JSON values."""
+    if comparison.tuned_on is not None:
+        found = found_values(path, comparison, results)
+        return with_found(comparison, found), {"found": found}
+    if comparison.search is None:
+        return comparison, {}
+    runs = [entry for method in before.get("search", {}).values() for entry in method["runs"]]
+    known = {entry["id"]: entry["metric"] for entry in runs}
+    higher = [before["metric"]["higher_is_better"]] if known else []
+
+    def measure(asked: list[Run], words: str) -> Measured:
+        runner.make(asked, f"{path.stem}, {words}", known)
+        for run in asked:
+            if run.id not in known:
+                data = runner.store.data(run) if runner.store.record(run)["completed"] else None
+                known[run.id] = data and data.summary["final_metric"]
+                higher.extend([data.metric.higher_is_better] if data else [])
+        return Measured({run.id: known[run.id] for run in asked}, any(higher))
+
+    searched = search_methods(comparison, measure)
+    return with_found(comparison, {name: entry["best"] for name, entry in searched.items()}), {"search": searched}
 
 
 def _about(before: Mapping, made: Iterable[Run], comparison: Comparison, store: Store) -> dict:
@@ -354,6 +383,22 @@ def with_new_words(path: Path, results: Path) -> dict:
     return found | {"comparison": then | words, "changed": changed}
 
 
+def in_order(paths: Iterable[Path], results: Path) -> list[Path]:
+    """Comparisons that are tuned on others, after those.
+
+    Raises:
+        ConfigError: one is wrong, or tuned on one that is neither among them nor in the folder of results.
+    """
+    comparisons = {path: load_comparison(path) for path in paths}
+    first = [path for path, comparison in comparisons.items() if comparison.tuned_on is None]
+    there = {path.stem for path in first}
+    then = [path for path in comparisons if path not in first]
+    for path in then:
+        if comparisons[path].tuned_on not in there:
+            found_values(path, comparisons[path], results)
+    return first + then
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The exit status: 0 done, 1 runs could not be made, 2 a comparison is wrong, 130 interrupted."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -366,12 +411,12 @@ def main(arguments: list[str] | None = None) -> int:
     if options.jobs < 1:
         parser.error("--jobs must be at least 1")
     paths = options.comparisons or sorted((ROOT / "benchmarks" / "comparisons").glob("*.yaml"))
+    folder = options.output / "results"
     store, problems = Store(options.runs.resolve()), []
     try:
+        paths = in_order(paths, folder)
         for path in paths:
-            load_comparison(path)
-        for path in paths:
-            results = options.output / "results" / f"{path.stem}.json"
+            results = folder / f"{path.stem}.json"
             try:
                 found = (
                     with_new_words(path, results)

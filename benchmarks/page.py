@@ -6,6 +6,7 @@ from pathlib import Path
 
 from benchmarks.pictures import draw_curves, draw_frontier
 from benchmarks.results import Results
+from benchmarks.search_page import values_found, what_was_searched
 from benchmarks.tables import (
     equal_tables,
     final_table,
@@ -43,6 +44,7 @@ def _settings(results: Results) -> str:
     for method in comparison["methods"]:
         tuned = results.raw["grids"][method["name"]][0]
         values = dict(method["overrides"]) | ({tuned: results.raw["best"][method["name"]]} if tuned else {})
+        values |= values_found(results.raw, method["name"])
         shown = " ".join(f"{key}={value}" for key, value in values.items())
         lines.append(f"{method['name']}: {shown or '(nothing else)'}")
     return "\n".join(lines)
@@ -96,6 +98,7 @@ def page(results: Results) -> str:
         parts += [f"## Until the {results.raw['metric']['name']} is {target:.2f}, that of {best_baseline}", table]
     if tuned := grid_table(results):
         parts += ["## The grid", tuned]
+    parts += what_was_searched(results.raw)
     parts += [
         "## Simulated hardware and networks",
         _hardware(results),

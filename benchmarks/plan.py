@@ -1,40 +1,39 @@
 """A comparison as a file says it: methods, seeds, the grid over which each method is tuned, and what to simulate.
 
 A file in benchmarks/comparisons/ is YAML; every run it asks for is a run of run.py with overrides. A run is known by
-those values of its resolved configuration that have an effect, so that comparisons share runs, and a run that is
-finished is never made again.
+what has an effect (benchmarks/identity.py), so that comparisons share runs, and none is made again.
 """
 
-import hashlib
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from benchmarks.accounting import Hardware, Network
+from benchmarks.identity import run_id
+from benchmarks.search_space import (
+    MethodSpace,
+    Overrides,
+    Part,
+    Range,
+    Search,
+    Settings,
+    Space,
+    Value,
+    distinct_draws,
+    own_space,
+)
 from fabrics.choices import CHECKS, CHOICES
-from utils.config import ConfigError
-from utils.config_reading import dump_config, load_config
+from utils.config import Config, ConfigError
+from utils.config_reading import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 # What a comparison may take of the overview for its summary.
 SUMMARY_LINES = 4
-# Where a run is written, and by how many processes and threads it is made, has nothing to do with what it finds.
-_PLACES = ("log_dir", "log_file", "cache_dir", "processes", "cpu_threads", "clearml", "memory_sample_seconds")
-# Nor have the settings of a batch test that there is not.
-_OF_BATCH_TESTS = ("ETA", "ETA_at_end", "vartheta", "nu", "debias", "statistics_estimator", "statistics_batch_size",
-                   "statistics_smoothing", "batch_test_start", "batch_test_confidence",
-                   "max_batch_growth")  # fmt: skip
-
-
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads 1e-3 as text."""
-    return float(value) if isinstance(value, str) and re.fullmatch(r"[\d.]+e[+-]?\d+", value) else value
 
 
 def _short(text: str) -> str:
@@ -43,20 +42,13 @@ def _short(text: str) -> str:
     return text
 
 
-Value = Annotated[Any, BeforeValidator(_number)]
-Overrides = dict[str, Value]
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Method(_Part):
+class Method(Part):
     """One line of the comparison.
 
     Attributes:
         overrides: what makes it this method, over `common`.
         tune: its own grid, a key and its values, where the comparison's does not fit; {}: as it is.
+        search: its own keys to search, over the comparison's; null: that key means nothing to it.
         synchronous_workers: it stands for so many workers that average gradients at every inner step. Their mathematics
             is that of one worker with the whole batch, which is how it is run; what they would send is counted.
         baseline: it is one of those whose best sets the target for the others.
@@ -64,21 +56,22 @@ class Method(_Part):
     """
 
     name: str
-    overrides: Overrides = {}
+    overrides: Overrides = Field({})
     tune: dict[str, list[Value]] | None = Field(None, max_length=1)
+    search: MethodSpace = Field({})
     synchronous_workers: int | None = Field(None, ge=2)
     baseline: bool = False
     family: str = ""
 
 
-class Claim(_Part):
+class Claim(Part):
     """A line of the overview's table of claims: what the paper (arXiv 2508.18182) says, and what was found here."""
 
     paper: str
     found: str
 
 
-class Comparison(_Part):
+class Comparison(Part):
     """A file of benchmarks/comparisons/.
 
     Attributes:
@@ -90,6 +83,8 @@ class Comparison(_Part):
         samples: the runs read what configs/make_samples.py writes to .cache/samples.
         seeds: of the runs; the first is the one that methods are tuned with.
         tune: a key and the values over which each method is tuned; {}: methods are as they are.
+        search: what every method is tuned over instead, with as many runs each (see benchmarks.search).
+        tuned_on: the comparison whose results hold the values that methods of the same names have here, unchanged.
         reference: the method that the others are held against at its communications and simulated times.
         hardware, networks: what is simulated. A t_min or t_example that is left out is measured on this machine.
     """
@@ -99,13 +94,15 @@ class Comparison(_Part):
     answer: str = ""
     summary: Annotated[str, AfterValidator(_short)] = ""
     caveat: str = ""
-    claims: list[Claim] = []
+    claims: list[Claim] = Field([])
     order: int = 0
     base: str = "config.yaml"
     samples: bool = False
-    common: Overrides = {}
+    common: Overrides = Field({})
     seeds: list[int] = Field(min_length=1)
     tune: dict[str, list[Value]] = Field({}, max_length=1)
+    search: Search | None = None
+    tuned_on: str | None = None
     methods: list[Method] = Field(min_length=1)
     reference: str
     hardware: list[Hardware] = Field(min_length=1)
@@ -138,19 +135,50 @@ def load_comparison(path: Path) -> Comparison:
             [f"{path}: {'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors()]
         ) from None
     names = [method.name for method in comparison.methods]
-    problems = [f"{path}: methods: {name!r} is there twice" for name in {n for n in names if names.count(n) > 1}]
+    problems = [f"methods: {name!r} is there twice" for name in {n for n in names if names.count(n) > 1}]
     if comparison.reference not in names:
-        problems.append(f"{path}: reference: must be one of the methods, got {comparison.reference!r}")
-    for method in comparison.methods:
-        for value in grid(comparison, method)[1]:
-            try:
-                make_run(comparison, method, value, comparison.seeds[0])
-            except ConfigError as error:
-                problems += [f"{path}: {method.name}: {problem}" for problem in error.problems]
-                break
+        problems.append(f"reference: must be one of the methods, got {comparison.reference!r}")
+    problems += _ways_of_tuning(comparison)
+    if not problems:
+        for method in comparison.methods:
+            problems += [f"{method.name}: {problem}" for problem in _method_problems(comparison, method)]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([f"{path}: {problem}" for problem in problems])
     return comparison
+
+
+def _ways_of_tuning(comparison: Comparison) -> list[str]:
+    """Whether methods are tuned in several ways, or say what to search where nothing is."""
+    grids = comparison.tune or any(method.tune for method in comparison.methods)
+    ways = {"search": comparison.search is not None, "tune": bool(grids), "tuned_on": comparison.tuned_on is not None}
+    given = [name for name, is_given in ways.items() if is_given]
+    found = [f"{given[0]}: {' and '.join(given[1:])} is there too; one must go"] if len(given) > 1 else []
+    if comparison.search is None:
+        own = [method.name for method in comparison.methods if method.search]
+        return found + [f"{name}: search: the comparison itself has no search" for name in own]
+    return found + [
+        f"{method.name}: search.{key}: null drops a key, and this one is not searched by all"
+        for method in comparison.methods
+        for key, values in method.search.items()
+        if values is None and key not in comparison.search.over
+    ]
+
+
+def _method_problems(comparison: Comparison, method: Method) -> list[str]:
+    """Of the configurations that a method asks for, the first that is wrong."""
+    seed = comparison.seeds[0]
+    try:
+        if comparison.search is None:
+            for value in grid(comparison, method)[1]:
+                make_run(comparison, method, value, seed)
+            return []
+        for key, values in method_space(comparison, method).items():
+            for value in (values.low, values.high) if isinstance(values, Range) else values:
+                make_run(comparison, with_settings(method, {key: value}), None, seed)
+        draws(comparison, method)
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def grid(comparison: Comparison, method: Method) -> tuple[str | None, list[float | None]]:
@@ -159,12 +187,38 @@ def grid(comparison: Comparison, method: Method) -> tuple[str | None, list[float
     return next(iter(tune.items()), (None, [None]))
 
 
-def _assignment(key: str, value: Any) -> str:
-    return f"{key}={yaml.safe_dump(value, default_flow_style=True, width=math.inf).splitlines()[0]}"
+def method_space(comparison: Comparison, method: Method) -> Space:
+    """What a method of a comparison with a search is tuned over."""
+    return own_space(comparison.search, method.search)
 
 
-def make_run(comparison: Comparison, method: Method, value: float | None, seed: int) -> Run:
-    """The run of a method with a value of what is tuned.
+def draws(comparison: Comparison, method: Method) -> list[dict[str, Any]]:
+    """The settings that the search of a method draws, as many as it can make runs.
+
+    Raises:
+        ConfigError: a configuration is wrong.
+    """
+    search, seed = comparison.search, comparison.seeds[0]
+
+    def identify(settings: Settings) -> str:
+        return make_run(comparison, with_settings(method, settings), None, seed, search.share(0)).id
+
+    return distinct_draws(method_space(comparison, method), search.seed, method.name, search.budget, identify)
+
+
+def with_settings(method: Method, settings: Settings) -> Method:
+    """A method with other values of some keys."""
+    return method.model_copy(update={"overrides": method.overrides | dict(settings)})
+
+
+def with_found(comparison: Comparison, found: Mapping[str, Settings]) -> Comparison:
+    """A comparison whose methods have the values that were found for them, by name."""
+    methods = [with_settings(method, found.get(method.name, {})) for method in comparison.methods]
+    return comparison.model_copy(update={"methods": methods})
+
+
+def make_run(comparison: Comparison, method: Method, value: float | None, seed: int, share: float = 1.0) -> Run:
+    """The run of a method with a value of what is tuned, and a share of its tokens.
 
     Raises:
         ConfigError: the configuration is wrong.
@@ -173,13 +227,30 @@ def make_run(comparison: Comparison, method: Method, value: float | None, seed: 
     values: Mapping[str, Any] = comparison.common | method.overrides | {"training_seed": seed}
     if key is not None:
         values = values | {key: value}
-    overrides = tuple(_assignment(name, entry) for name, entry in values.items())
-    config, _ = load_config(ROOT / comparison.base, overrides, CHOICES, CHECKS)
-    kept = yaml.safe_load(dump_config(config))
-    for name in _PLACES + (_OF_BATCH_TESTS if config.sampling_method == "none" else ()):
-        kept.pop(name)
-    text = yaml.safe_dump(kept, sort_keys=True)
-    return Run(method.name, value, seed, overrides, hashlib.sha256(text.encode()).hexdigest()[:16])
+    config = _resolved(comparison, values)
+    if share < 1.0:
+        values = values | _shortened(config, share)
+        config = _resolved(comparison, values)
+    return Run(method.name, value, seed, _assignments(values), run_id(config))
+
+
+def _shortened(config: Config, share: float) -> dict[str, int]:
+    """The tokens for a share of a run, and the communications that it has for them."""
+    if config.max_tokens is None:
+        raise ConfigError("max_tokens: a search with rungs needs it, as a rung has a share of it")
+    whole = {"max_tokens": config.max_tokens, "communication_budget": config.communication_budget}
+    return {key: max(1, round(value * share)) for key, value in whole.items() if value is not None}
+
+
+def _assignments(values: Settings) -> tuple[str, ...]:
+    return tuple(
+        f"{key}={yaml.safe_dump(value, default_flow_style=True, width=math.inf).splitlines()[0]}"
+        for key, value in values.items()
+    )
+
+
+def _resolved(comparison: Comparison, values: Settings) -> Config:
+    return load_config(ROOT / comparison.base, _assignments(values), CHOICES, CHECKS)[0]
 
 
 def tuning_runs(comparison: Comparison) -> list[Run]:

@@ -1,0 +1,73 @@
+"""What a run is known by: those values of its resolved configuration that have an effect on what it finds.
+
+So comparisons share runs, and published ones are found again. A new key is one line here, or none where it is marked
+as not changing training; tests/test_compare.py fails where a published run is no longer found.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+
+from algorithms.calc_batch import NEED_INNER_PRODUCTS
+from utils.config import FIELDS, Config
+
+# They do not change how a run that goes on is trained, but where it ends and what is evaluated.
+_OF_RESULTS = ("number_of_outer_steps", "number_of_training_epochs", "max_tokens", "eval_every", "eval_batch_size")
+# Names in the run folder, and threads, of which every run of a comparison has one.
+_PLACES = ("log_file", "memory_report_dir", "model_training_report_dir", "model_weights_dir", "cpu_threads")
+_OF_TESTS = ("ETA", "ETA_at_end", "vartheta", "nu", "batch_test_confidence")
+_OF_STATISTICS = ("debias", "statistics_estimator", "statistics_batch_size", "statistics_smoothing", "batch_test_start")
+_OF_SEVERAL_TRAINERS = ("identical_initialisation", "redistribution_hysteresis", "merging_policy", "merge_frequency",
+                        "merge_count", "outer_momentum_at_merge", "inner_state_at_merge")  # fmt: skip
+_OF_DILOCO = ("learning_rate_for_outer_opt", "outer_momentum", "weight_decay", "adam_betas", "adam_epsilon")
+
+# When -> which keys have no effect.
+_WITHOUT_EFFECT: tuple[tuple[Callable[[Config], bool], tuple[str, ...]], ...] = (
+    (lambda c: c.sampling_method == "none", _OF_TESTS + _OF_STATISTICS),
+    (lambda c: c.sampling_method == "none" and c.communication_budget is None, ("max_batch_growth",)),
+    (lambda c: c.sampling_method != "norm_test", ("ETA", "ETA_at_end")),
+    (lambda c: c.sampling_method not in NEED_INNER_PRODUCTS, ("vartheta",)),
+    (lambda c: c.sampling_method != "augmented_inner_product_test", ("nu",)),
+    (lambda c: c.communication_budget is None, ("budget_growth", "budget_noise")),
+    (lambda c: c.communication_budget is not None, _OF_TESTS),
+    (lambda c: c.learning_rate_schedule == "constant", ("minimum_learning_rate_ratio",)),
+    (lambda c: c.learning_rate_schedule != "warmup_stable_decay", ("decay_share", "decay_shape")),
+    (lambda c: c.number_of_initial_trainers == 1, _OF_SEVERAL_TRAINERS),
+    (lambda c: c.number_of_initial_trainers == 1 or not c.need_to_reinit_output_layers, ("single_seed",)),
+    (lambda c: c.distributed_algo != "LocalSGD", ("lr_sgd",)),
+    (lambda c: c.distributed_algo == "LocalSGD", _OF_DILOCO),
+    (lambda c: c.distributed_algo == "LocalSGD" and c.lr_sgd is not None, ("learning_rate_for_inner_opt",)),
+    (lambda c: c.switch_mode != "threshold_switch_mode", ("switch_multiplier",)),
+    (lambda c: c.max_batch_size is not None, ("padding_percentage",)),
+    (lambda c: c.tokenizer is not None or c.model_config.get("pretrained") is True, ("vocab_size",)),
+)  # fmt: skip
+# Keys that came later, and the value that stands for what was before: with it a run is known as it was known then.
+_AS_BEFORE = {
+    "communication_budget": None,
+    "warmup_tokens": 0,
+    "val_sequences": 10_000,
+    "new_worker_moments": "copy",
+}
+
+
+def effective_values(config: Config) -> dict:
+    """The keys of a configuration that have an effect, and their values."""
+    values = dataclasses.asdict(config)
+    idle = set(_PLACES) | {name for when, names in _WITHOUT_EFFECT if when(config) for name in names}
+    for name, entry in FIELDS.items():
+        datasets = entry.metadata["datasets"]
+        if (
+            name in idle
+            or (not entry.metadata["changes_training"] and name not in _OF_RESULTS)
+            or (datasets and config.dataset not in datasets)
+            or (name in _AS_BEFORE and values[name] == _AS_BEFORE[name])
+        ):
+            del values[name]
+    return values
+
+
+def run_id(config: Config) -> str:
+    """The name of a run: equal for configurations that train and evaluate the same."""
+    text = json.dumps(effective_values(config), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
