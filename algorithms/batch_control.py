@@ -102,7 +102,7 @@ class BatchControl:
         bounds = ahead.trainers * workers, ahead.trainers * most
         batch = planned_batch(ahead, self._trend, *self._settings.planned, *bounds) / ahead.trainers
         if ahead.rounds_left == 1:
-            self.requested_batch = min(workers * math.ceil(batch / workers), most)
+            self.requested_batch = workers * math.ceil(batch / workers)
             return
         if ahead.rounds_done:
             growth = self._settings.largest_growth

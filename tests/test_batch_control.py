@@ -196,3 +196,11 @@ def test_a_planned_request_is_a_multiple_of_the_workers_within_the_bound(rounds_
     assert own.requested_batch == expected
     own.plan(Ahead(0, rounds_left, 0, 4000.0, 2, LearningRateSchedule()), 4, 3)
     assert own.requested_batch == 4  # one example each, whatever the bound
+
+
+def test_what_was_rounded_off_is_not_made_good_beyond_the_bound():
+    own, schedule = control(test="none", planned=(0.0, 0.0)), LearningRateSchedule()
+    own.plan(Ahead(0, 100, 0, 3600.0, 2, schedule), 4, 1000)
+    assert own.requested_batch == 16  # of 18
+    own.plan(Ahead(0, 100, 0, 8000.0, 2, schedule), 4, 23)
+    assert own.requested_batch == 20

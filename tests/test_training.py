@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from algorithms.exchanges import rounds_to_come
 from algorithms.limits import RoundSchedule
 from algorithms.per_example import per_example_statistics
 from algorithms.switch_mode import ExecutionPlan
@@ -726,6 +727,28 @@ def test_a_budget_of_bytes_is_spent(settings):
     assert 3000 <= cluster.totals.tokens < 3000 + 9 * 64
     assert len(recorder.rounds) > 5
     assert recorder.warnings == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"nodes_per_gpu": 8},
+        {"communication_dtype": "int8", "new_worker_moments": "zero"},
+        {"statistics_estimator": "across_workers", "outer_momentum_at_merge": "reset", "nodes_per_gpu": 8},
+    ],
+)
+def test_what_rounds_to_come_are_taken_to_send_is_what_they_send(settings):
+    """Four trainers with as many nodes each become one after the second round."""
+    settings = {"batch_test_start": 2, "max_tokens": 3000, "eval_every": 99} | settings
+    cluster = tiny_cluster(**budget_settings(4, byte_budget=10**7) | settings)
+    trainer = cluster.trainers[0]
+    traffic = trainer.workforce.traffic(trainer.batch.tests_after)
+    to_come = rounds_to_come(4, len(cluster.nodes), 1, cluster.config.merge_frequency, 4, traffic)
+    for _ in range(4):
+        before = cluster.totals.bytes_communicated
+        cluster.run_round(Recorder())
+        _, exchanges = next(to_come)
+        assert cluster.totals.bytes_communicated - before == sum(exchange.sent for exchange in exchanges)
 
 
 class Clock:
