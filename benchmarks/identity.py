@@ -18,22 +18,27 @@ _OF_RESULTS = ("number_of_outer_steps", "number_of_training_epochs", "max_tokens
 _PLACES = ("log_file", "memory_report_dir", "model_training_report_dir", "model_weights_dir", "cpu_threads")
 _OF_TESTS = ("ETA", "ETA_at_end", "vartheta", "nu", "batch_test_confidence")
 _OF_STATISTICS = ("debias", "statistics_estimator", "statistics_batch_size", "statistics_smoothing", "batch_test_start")
-_OF_SEVERAL_TRAINERS = ("identical_initialisation", "redistribution_hysteresis", "merging_policy", "merge_frequency",
-                        "merge_count", "outer_momentum_at_merge", "inner_state_at_merge")  # fmt: skip
+_OF_SEVERAL_TRAINERS = ("identical_initialisation", "merging_policy", "merge_frequency", "merge_count",
+                        "outer_momentum_at_merge", "inner_state_at_merge")  # fmt: skip
+_OF_BUDGETS = ("budget_sets", "budget_growth", "budget_noise")
 _OF_DILOCO = ("learning_rate_for_outer_opt", "outer_momentum", "weight_decay", "adam_betas", "adam_epsilon")
 
 # When -> which keys have no effect.
 _WITHOUT_EFFECT: tuple[tuple[Callable[[Config], bool], tuple[str, ...]], ...] = (
     (lambda c: c.sampling_method == "none", _OF_TESTS + _OF_STATISTICS),
-    (lambda c: c.sampling_method == "none" and c.communication_budget is None, ("max_batch_growth",)),
+    (lambda c: c.sampling_method == "none" and not c.plans_batches, ("max_batch_growth",)),
     (lambda c: c.sampling_method != "norm_test", ("ETA", "ETA_at_end")),
     (lambda c: c.sampling_method not in NEED_INNER_PRODUCTS, ("vartheta",)),
     (lambda c: c.sampling_method != "augmented_inner_product_test", ("nu",)),
-    (lambda c: c.communication_budget is None, ("budget_growth", "budget_noise")),
-    (lambda c: c.communication_budget is not None, _OF_TESTS),
+    (lambda c: c.budget is None, _OF_BUDGETS),
+    (lambda c: not c.plans_batches, ("budget_growth", "budget_noise")),
+    (lambda c: c.plans_batches, _OF_TESTS),
+    (lambda c: c.time_budget is None, ("link_bits_per_second", "link_latency_seconds")),
+    (lambda c: c.inner_steps_rule == "fixed", ("inner_steps_alpha",)),
     (lambda c: c.learning_rate_schedule == "constant", ("minimum_learning_rate_ratio",)),
     (lambda c: c.learning_rate_schedule != "warmup_stable_decay", ("decay_share", "decay_shape")),
     (lambda c: c.number_of_initial_trainers == 1, _OF_SEVERAL_TRAINERS),
+    (lambda c: c.number_of_initial_trainers == 1 and c.smallest_worker_batch is None, ("redistribution_hysteresis",)),
     (lambda c: c.number_of_initial_trainers == 1 or not c.need_to_reinit_output_layers, ("single_seed",)),
     (lambda c: c.distributed_algo != "LocalSGD", ("lr_sgd",)),
     (lambda c: c.distributed_algo == "LocalSGD", _OF_DILOCO),
@@ -45,6 +50,10 @@ _WITHOUT_EFFECT: tuple[tuple[Callable[[Config], bool], tuple[str, ...]], ...] = 
 # Keys that came later, and the value that stands for what was before: with it a run is known as it was known then.
 _AS_BEFORE = {
     "communication_budget": None,
+    "byte_budget": None,
+    "time_budget": None,
+    "inner_steps_rule": "fixed",
+    "smallest_worker_batch": None,
     "warmup_tokens": 0,
     "val_sequences": 10_000,
     "new_worker_moments": "copy",

@@ -290,8 +290,13 @@ TOKENS = {"max_tokens": 10**6}
             ["deterministic: a run with a time_budget follows the clock and never has the same bits"],
         ),
         (
-            TOKENS | {"byte_budget": 10**9, "sampling_method": "none", "batch_schedule": [[0.5, 16]]},
-            ["byte_budget: plans the batch itself, and so does batch_schedule; one of them must go"],
+            TOKENS
+            | {"byte_budget": 10**9, "budget_sets": "batch", "sampling_method": "none"}
+            | {"batch_schedule": [[0.5, 16]], "smallest_worker_batch": 4},
+            [
+                "batch_schedule: must be null where byte_budget sets the batch, got [[0.5, 16]]",
+                "smallest_worker_batch: must be null where byte_budget sets the batch, got 4",
+            ],
         ),
     ],
 )
