@@ -228,7 +228,13 @@ class Prediction:
 
 
 _DRAWS = 400
+_PLACES = 32
 MINIMUM_ROUNDS = 4
+
+
+class TooFewRoundsError(ValueError):
+    """There are not enough rounds to fit a law to."""
+
 
 Theta = tuple[float, float]  # (ln b_1, growth); the growth of the linear law relative to b_1, so that both are about 1
 
@@ -311,13 +317,16 @@ def _draws(regime: str, theta: Theta, count: int, variance: float) -> list[Theta
     ]
     if regime == "constant":
         return [(theta[0] + math.sqrt(variance / n) * first, 0.0) for first, _ in points]
-    # The covariance is variance * inverse of ((n, s), (s, q)); its Cholesky factor by hand.
-    determinant = n * q - s * s
-    a = math.sqrt(q / determinant)
-    b = -s / determinant / a
-    c = math.sqrt(max(n / determinant - b * b, 0.0))
-    deviation = math.sqrt(variance)
-    return [(theta[0] + deviation * a * u, max(theta[1] + deviation * (b * u + c * v), 0.0)) for u, v in points]
+    # ln b_1 about the best one for a growth, which a few rounds tell, so that laws without growth fit the batches, too.
+    spread = math.sqrt(variance * n / (n * q - s * s))
+    places = [index * (count - 1) / (_PLACES - 1) for index in range(_PLACES)]
+    level = math.fsum(_model(regime, theta, place) for place in places)
+    laws = []
+    for first, second in points:
+        growth = max(theta[1] + spread * second, 0.0)
+        moved = level - math.fsum(_model(regime, (0.0, growth), place) for place in places)
+        laws.append((moved / _PLACES + math.sqrt(variance / n) * first, growth))
+    return laws
 
 
 def fit_laws(
@@ -334,11 +343,13 @@ def fit_laws(
             cannot show growth, and Akaike's criterion would be sure that there is none.
 
     Raises:
-        ValueError: fewer than MINIMUM_ROUNDS rounds below `largest`.
+        TooFewRoundsError: fewer than MINIMUM_ROUNDS rounds below `largest`.
     """
     free = [batch for batch in batches if batch < largest]
     if len(free) < MINIMUM_ROUNDS:
-        raise ValueError(f"a law needs at least {MINIMUM_ROUNDS} rounds below the largest batch, got {len(free)}")
+        raise TooFewRoundsError(
+            f"a law needs at least {MINIMUM_ROUNDS} rounds below the largest batch, got {len(free)}"
+        )
     logs, count = [math.log(batch) for batch in free], len(free)
     # Batches are whole numbers: nothing is known better than to a third of an example.
     rounding = math.fsum((0.3 / batch) ** 2 for batch in free) / count

@@ -269,3 +269,11 @@ def test_a_quadratic_obeys_the_bounds_of_the_norm_test():
     for step in range(1, steps):
         assert gradients[: step + 1].min() <= 2.0 * scaled * gap / (step + 1)
         assert gaps[step] <= 1.02 * gap * (1.0 - mu / scaled) ** step
+
+
+def test_laws_drawn_without_growth_pass_through_the_batches():
+    """Of a linear law that starts near nothing: a growth of 0 goes with the geometric mean of the batches, not b_1."""
+    batches = [(1.0 + 2.0 * number) * math.exp(0.8 * (-1) ** number) for number in range(12)]
+    still = [law.first for law in fit_laws(batches, smoothing=0.9)["linear"].draws if law.growth == 0.0]
+    assert len(still) > 10
+    assert np.median(still) == pytest.approx(math.exp(np.mean(np.log(batches))), rel=0.3)

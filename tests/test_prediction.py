@@ -87,6 +87,22 @@ def test_an_eta_that_changes_is_taken_out_of_the_law_and_put_back():
     assert abs(wrong / len(batches) - 1) > 0.1
 
 
+def test_a_longer_run_whose_eta_falls_more_slowly_is_not_the_same_run_continued():
+    """b_t = (16 + t) (2 / eta_t)^2 as above, for twice the examples."""
+
+    def batches(total: float) -> list[float]:
+        made, used = [], 0.0
+        while used < total:
+            made.append((16 + len(made)) * (2.0 / (2.0 - used / total)) ** 2)
+            used += 20 * made[-1]
+        return made
+
+    short, long = batches(40_000.0), batches(80_000.0)
+    used = 20.0 * sum(short)
+    run = made_run(short, ETA_at_end=1.0, max_tokens=10.0 * used, number_of_outer_steps=None)
+    assert fit(run).communications(2.0 * used).value == pytest.approx(len(long), rel=0.02)
+
+
 def test_rounds_before_the_batch_grows_say_nothing():
     run = made_run([16.0] * 10 + [16 * 1.05**index for index in range(1, 15)])
     found = fit(run)

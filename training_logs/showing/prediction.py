@@ -16,6 +16,7 @@ from algorithms.communications import (
     LawFit,
     Prediction,
     Requests,
+    TooFewRoundsError,
     best_fit,
     fit_laws,
     predict_rounds,
@@ -205,7 +206,7 @@ def fit(run: RunData | Path, share: float = 1.0) -> RunFit:
         else:
             scaled = [b * ratio for b, ratio in zip(batches, shares, strict=True) if b < largest]
             fits = fit_laws(scaled, regimes=regimes)
-    except ValueError as error:
+    except TooFewRoundsError as error:
         raise NoLawError(f"too few rounds after the last merge: {error}") from None
     return RunFit(
         fits=fits,
