@@ -217,6 +217,8 @@ def test_too_few_rounds_say_so():
         fit(made_run([8, 9, 10]))
     with pytest.raises(NoLawError, match="got 0"):
         fit(made_run([]))
+    with pytest.raises(NoLawError, match="got 0"):
+        fit(made_run([8] * 6, merge_after=6, ETA_at_end=1.0))
 
 
 def test_a_round_cut_short_by_the_budget_is_left_out():

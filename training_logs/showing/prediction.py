@@ -192,7 +192,7 @@ def fit(run: RunData | Path, share: float = 1.0) -> RunFit:
     eta_at_end = config.get("ETA_at_end") if config["sampling_method"] == "norm_test" else None
     before = [rows for rows in used if own and rows["outer_step"][0] < own[0]["outer_step"][0]]
     done = [_progress(run, rows[0]) for rows in [*before[-1:], *own]]
-    done = done[:-1] if before else [0.0, *done[:-1]]  # a round's batch was decided when the one before it ended
+    done = (done if before else [0.0, *done])[: len(own)]  # a round's batch was decided when the one before it ended
     shares = [(eta_during(config["ETA"], eta_at_end, progress) / config["ETA"]) ** 2 for progress in done]
     cap = config["max_requested_batch"]
     moved = config["sampling_method"] != "none" or bool(config.get("batch_schedule"))
