@@ -11,11 +11,12 @@ trainer with several workers), so that the examples after C rounds are N(C) = H 
 Rounds are counted from 1; C may be a fraction, as a part of a round.
 """
 
+import bisect
 import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,10 @@ class BatchLaw:
         if self.regime == "linear":
             return math.ceil((self.largest - self.first) / self.growth)
         return math.ceil(math.log(self.largest / self.first) / self.growth)
+
+    def after(self, rounds: int) -> "BatchLaw":
+        """The law from a later round on."""
+        return replace(self, first=REGIMES[self.regime].batch(self.first, self.growth, rounds))
 
     def examples(self, rounds: float, inner_steps: int) -> float:
         """N(C): what so many rounds use."""
@@ -122,6 +127,7 @@ REGIMES = {
     ),
 }
 
+GROWING = ("linear", "geometric")
 
 # What methods need until ||grad F||^2 <= target: docs/theory.md, section 3.
 
@@ -216,9 +222,19 @@ class Prediction:
     low: float
     high: float
 
+    def within(self, least: float, most: float) -> "Prediction":
+        """The same with nothing outside of what is possible."""
+        return Prediction(*(min(max(number, least), most) for number in (self.value, self.low, self.high)))
+
 
 _DRAWS = 400
+_PLACES = 32
 MINIMUM_ROUNDS = 4
+
+
+class TooFewRoundsError(ValueError):
+    """There are not enough rounds to fit a law to."""
+
 
 Theta = tuple[float, float]  # (ln b_1, growth); the growth of the linear law relative to b_1, so that both are about 1
 
@@ -301,36 +317,45 @@ def _draws(regime: str, theta: Theta, count: int, variance: float) -> list[Theta
     ]
     if regime == "constant":
         return [(theta[0] + math.sqrt(variance / n) * first, 0.0) for first, _ in points]
-    # The covariance is variance * inverse of ((n, s), (s, q)); its Cholesky factor by hand.
-    determinant = n * q - s * s
-    a = math.sqrt(q / determinant)
-    b = -s / determinant / a
-    c = math.sqrt(max(n / determinant - b * b, 0.0))
-    deviation = math.sqrt(variance)
-    return [(theta[0] + deviation * a * u, max(theta[1] + deviation * (b * u + c * v), 0.0)) for u, v in points]
+    # ln b_1 about the best one for a growth, which a few rounds tell, so that laws without growth fit the batches, too.
+    spread = math.sqrt(variance * n / (n * q - s * s))
+    places = [index * (count - 1) / (_PLACES - 1) for index in range(_PLACES)]
+    level = math.fsum(_model(regime, theta, place) for place in places)
+    laws = []
+    for first, second in points:
+        growth = max(theta[1] + spread * second, 0.0)
+        moved = level - math.fsum(_model(regime, (0.0, growth), place) for place in places)
+        laws.append((moved / _PLACES + math.sqrt(variance / n) * first, growth))
+    return laws
 
 
-def fit_laws(batches: Sequence[float], largest: float = math.inf, smoothing: float = 0.0) -> dict[str, LawFit]:
-    """Fit all laws to the batches b_1, b_2, ... of consecutive rounds, by least squares of ln b_t.
+def fit_laws(
+    batches: Sequence[float], largest: float = math.inf, smoothing: float = 0.0, regimes: Sequence[str] = tuple(REGIMES)
+) -> dict[str, LawFit]:
+    """Fit laws to the batches b_1, b_2, ... of consecutive rounds, by least squares of ln b_t.
 
     Requests never shrink, so growth is taken to be at least 0. Rounds at `largest` say nothing about growth and are
     left out. Residuals of neighbouring rounds are alike, and standard errors allow for it.
 
     Args:
         smoothing: weight of the past in an average that the values come from; neighbours are at least so alike.
+        regimes: to be fitted. Where a test moves the batch GROWING ones, which may have a growth of 0: few rounds
+            cannot show growth, and Akaike's criterion would be sure that there is none.
 
     Raises:
-        ValueError: fewer than MINIMUM_ROUNDS rounds below `largest`.
+        TooFewRoundsError: fewer than MINIMUM_ROUNDS rounds below `largest`.
     """
     free = [batch for batch in batches if batch < largest]
     if len(free) < MINIMUM_ROUNDS:
-        raise ValueError(f"a law needs at least {MINIMUM_ROUNDS} rounds below the largest batch, got {len(free)}")
+        raise TooFewRoundsError(
+            f"a law needs at least {MINIMUM_ROUNDS} rounds below the largest batch, got {len(free)}"
+        )
     logs, count = [math.log(batch) for batch in free], len(free)
     # Batches are whole numbers: nothing is known better than to a third of an example.
     rounding = math.fsum((0.3 / batch) ** 2 for batch in free) / count
     found: dict[str, tuple[BatchLaw, float, float, tuple[BatchLaw, ...]]] = {}
-    for regime, mathematics in REGIMES.items():
-        theta, parameters = _least_squares(regime, logs), mathematics.parameters + 1  # the variance is one, too
+    for regime in regimes:
+        theta, parameters = _least_squares(regime, logs), REGIMES[regime].parameters + 1  # the variance is one, too
         residuals = _residuals(regime, theta, logs)
         variance = max(_squares(residuals) / count, rounding)
         correction = 2.0 * parameters * (parameters + 1) / max(count - parameters - 1, 1)
@@ -393,23 +418,32 @@ def rounds_one_by_one(law: BatchLaw, examples: float, inner_steps: int, requests
         count = max(1, min(int((left - count) / 50.0), rounds // 10))
 
 
-def predict_rounds(fits: dict[str, LawFit], rounds: Callable[[BatchLaw], float], coverage: float = 0.9) -> Prediction:
-    """A number of rounds that laws give, with an interval over all laws, by weight, and over their parameters."""
-    best = best_fit(fits)
-    values, weights = [], []
+# Standard deviation of the logarithm of the rounds to come about what the laws say, where batches move: they wander.
+# docs/theory.md, section 4, says on which runs it was found, and on which others it was checked.
+DRIFT = 0.25
+
+_DRIFTS = 15
+
+
+def predict_rounds(
+    fits: dict[str, LawFit], rounds: Callable[[BatchLaw], float], drift: float = 0.0, coverage: float = 0.9
+) -> Prediction:
+    """A number of rounds: the best law's, with an interval over all laws, by weight, and over their parameters.
+
+    Args:
+        drift: standard deviation of the logarithm of the number beside that.
+    """
+    normal = statistics.NormalDist()
+    factors = [math.exp(drift * normal.inv_cdf((place + 0.5) / _DRIFTS)) for place in range(_DRIFTS)]
     # What a law says that weighs next to nothing moves no interval.
-    for fit in (fit for fit in fits.values() if fit.weight > 1e-4):
-        values += [rounds(law) for law in fit.draws]
-        weights += [fit.weight / len(fit.draws)] * len(fit.draws)
-    order = sorted(range(len(values)), key=values.__getitem__)
-    low, high, passed = values[order[0]], values[order[-1]], 0.0
+    values = sorted(
+        (rounds(law) * factors[index % _DRIFTS], fit.weight / len(fit.draws))
+        for fit in fits.values()
+        if fit.weight > 1e-4
+        for index, law in enumerate(fit.draws)
+    )
+    cumulated = list(itertools.accumulate(weight for _, weight in values))
     tail = (1.0 - coverage) / 2.0
-    for index in order:
-        if passed <= tail:
-            low = values[index]
-        passed += weights[index]
-        if passed >= 1.0 - tail:
-            high = values[index]
-            break
-    value = rounds(best.law)
+    low, high = (values[min(bisect.bisect_left(cumulated, at), len(values) - 1)][0] for at in (tail, 1.0 - tail))
+    value = rounds(best_fit(fits).law)
     return Prediction(value, min(low, value), max(high, value))

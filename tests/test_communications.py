@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from algorithms.communications import (
+    DRIFT,
+    GROWING,
     BatchLaw,
     Problem,
     Requests,
@@ -155,6 +157,61 @@ def test_smoothed_statistics_widen_the_interval():
     assert widths[1] == pytest.approx(2.0 * widths[0], rel=1e-6)  # (1 + 0.6) / (1 - 0.6) = 4 times the variance
 
 
+def coverage(noise_of, drift: float, wander: float = 0.0) -> tuple[float, float]:
+    """Of 200 runs whose first 20 of 60 rounds are fitted: intervals that hold the rest, and their median high / low."""
+    held, ratios = 0, []
+    for seed in range(200):
+        generator = np.random.default_rng(seed)
+        true = LAWS[1] if seed % 2 else BatchLaw("geometric", 8.0, 0.06)
+        noise = noise_of(generator)
+        batches = [true.batch(number + 1) * math.exp(noise[number]) for number in range(60)]
+        examples = 20 * math.fsum(batches[20:])
+        fits = fit_laws(batches[:20], regimes=GROWING)
+        prediction = predict_rounds(fits, lambda law, examples=examples: law.after(20).rounds(examples, 20), drift)
+        held += prediction.low <= 40 * math.exp(wander * generator.normal()) <= prediction.high
+        ratios.append(prediction.high / prediction.low)
+    return held / 200, float(np.median(ratios))
+
+
+def correlated(generator) -> np.ndarray:
+    """Deviations of 0.1 whose neighbours have a correlation of 0.8."""
+    noise, values = generator.normal(0.0, 0.06, 60), [generator.normal(0.0, 0.1)]
+    for number in range(1, 60):
+        values.append(0.8 * values[-1] + noise[number])
+    return np.array(values)
+
+
+def white(generator) -> np.ndarray:
+    return generator.normal(0.0, 0.05, 60)
+
+
+def test_the_interval_holds_where_deviations_are_correlated():
+    held, ratio = coverage(correlated, DRIFT)
+    assert held >= 0.85
+    assert ratio < 3.5
+
+
+def test_the_interval_is_as_wide_as_the_drift_that_it_is_for():
+    """Of white noise, whose parameters are nearly known, nine in ten of what wanders by the drift."""
+    assert 0.85 <= coverage(white, DRIFT, wander=DRIFT)[0] <= 0.97
+
+
+def test_few_rounds_are_no_proof_that_a_batch_never_grows():
+    batches = [8.0, 9.5, 8.2, 9.9, 9.6]
+    assert best_fit(fit_laws(batches)).law.regime == "constant"
+    grown = fit_laws(batches, regimes=GROWING)
+    assert set(grown) == {"linear", "geometric"}
+    assert math.fsum(fit.weight for fit in grown.values()) == pytest.approx(1.0)
+    assert best_fit(grown).law.growth > 0.0
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+def test_a_law_from_a_later_round_on_is_the_same_law(law):
+    assert [law.after(7).batch(number) for number in range(1, 20)] == pytest.approx(
+        [law.batch(7 + number) for number in range(1, 20)]
+    )
+
+
 def test_rounds_at_the_largest_batch_say_nothing_of_growth():
     true = BatchLaw("linear", 8.0, 4.0, largest=40.0)
     fits = fit_laws([true.batch(number) for number in range(1, 30)], largest=40.0)
@@ -212,3 +269,11 @@ def test_a_quadratic_obeys_the_bounds_of_the_norm_test():
     for step in range(1, steps):
         assert gradients[: step + 1].min() <= 2.0 * scaled * gap / (step + 1)
         assert gaps[step] <= 1.02 * gap * (1.0 - mu / scaled) ** step
+
+
+def test_laws_drawn_without_growth_pass_through_the_batches():
+    """Of a linear law that starts near nothing: a growth of 0 goes with the geometric mean of the batches, not b_1."""
+    batches = [(1.0 + 2.0 * number) * math.exp(0.8 * (-1) ** number) for number in range(12)]
+    still = [law.first for law in fit_laws(batches, smoothing=0.9)["linear"].draws if law.growth == 0.0]
+    assert len(still) > 10
+    assert np.median(still) == pytest.approx(math.exp(np.mean(np.log(batches))), rel=0.3)

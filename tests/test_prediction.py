@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from algorithms.communications import best_fit
+from algorithms.communications import Prediction, best_fit
 from training_logs.prediction import main
 from training_logs.showing import plots
 from training_logs.showing.number_log import Rows
 from training_logs.showing.plots import draw
-from training_logs.showing.prediction import TooFewRoundsError, fit, measured, sentences
+from training_logs.showing.prediction import NoLawError, fit, measured, sentences
 from training_logs.showing.report import run_body
 from training_logs.showing.run_data import MergeRecord, RunData
 
@@ -52,7 +52,7 @@ def test_only_rounds_after_the_last_merge_are_fitted_and_what_came_before_counts
     run = made_run(batches, merge_after=3)
     found = fit(run)
     assert (found.first_round, found.batches) == (4, batches[3:])
-    assert (found.examples_before, found.communications_before) == (20 * (8 + 8) * 3, 4)
+    assert [counts[3] for counts in found.done] == [3, 20 * (8 + 8) * 3, 4]
     assert (found.communications_per_round, found.living) == (1, 1)
     assert best_fit(found.fits).law.regime == "geometric"
     _, examples, communications = measured(run)
@@ -85,6 +85,22 @@ def test_an_eta_that_changes_is_taken_out_of_the_law_and_put_back():
     assert found.communications(used).value == pytest.approx(len(batches), rel=0.02)
     wrong = fit(made_run(batches), share=1 / 3).communications(used).value
     assert abs(wrong / len(batches) - 1) > 0.1
+
+
+def test_a_longer_run_whose_eta_falls_more_slowly_is_not_the_same_run_continued():
+    """b_t = (16 + t) (2 / eta_t)^2 as above, for twice the examples."""
+
+    def batches(total: float) -> list[float]:
+        made, used = [], 0.0
+        while used < total:
+            made.append((16 + len(made)) * (2.0 / (2.0 - used / total)) ** 2)
+            used += 20 * made[-1]
+        return made
+
+    short, long = batches(40_000.0), batches(80_000.0)
+    used = 20.0 * sum(short)
+    run = made_run(short, ETA_at_end=1.0, max_tokens=10.0 * used, number_of_outer_steps=None)
+    assert fit(run).communications(2.0 * used).value == pytest.approx(len(long), rel=0.02)
 
 
 def test_rounds_before_the_batch_grows_say_nothing():
@@ -137,6 +153,57 @@ def test_rounds_without_statistics_and_other_tests_are_no_requests():
     assert not fit(plain).asked
 
 
+def test_what_was_asked_for_is_what_the_statistics_were_sure_of():
+    """V = 8 +- 1, ||G||^2 = 0.5 +- 0.1, two standard errors: r with 8 - 0.5 r = 2 sqrt(1 + 0.01 r^2), over eta^2."""
+    sure = with_values(
+        run_of_requests([8.0 + index for index in range(20)]), range(20), gradient_variance=8.0,
+        gradient_variance_error=1.0, gradient_squared_norm=0.5, gradient_squared_norm_error=0.1,
+    )  # fmt: skip
+    sure.config["batch_test_confidence"] = 2.0
+    ratio = best_fit(fit(sure).fits).law.first * 2.0**2
+    assert 8.0 - 0.5 * ratio == pytest.approx(2.0 * math.hypot(1.0, 0.1 * ratio))
+    sure.config["batch_test_confidence"] = 0.0
+    assert best_fit(fit(sure).fits).law.first == pytest.approx(8.0 / 0.5 / 2.0**2)
+    unsure = with_values(sure, range(17), gradient_squared_norm_error=math.nan)
+    with pytest.raises(NoLawError, match="at least 4 rounds"):
+        fit(unsure)
+
+
+def test_no_interval_is_outside_of_what_batches_can_do():
+    """They do not shrink, and do not outgrow the largest; one that does not move is known."""
+    batches = [16, 18, 17, 22, 21, 26, 24, 30]
+    run = made_run(batches, cap=40)
+    more = 20 * 40 * 30
+    prediction = fit(run).communications(20 * sum(batches) + more)
+    assert 8 + 30 <= prediction.low < prediction.value < prediction.high <= 8 + math.ceil(more / 20 / 30)
+    still = fit(made_run([16] * 8, sampling_method="none")).communications(20 * 16 * 100)
+    assert still.value == pytest.approx(100.0)
+    assert still.high - still.low < 2.5  # a batch is known to a third of an example
+
+
+def test_what_a_run_has_done_is_not_predicted():
+    run = made_run([10, 20, 30, 40, 50, 60])
+    assert fit(run).communications(20 * 45.0) == Prediction(2.5, 2.5, 2.5)
+    assert fit(run).rounds(20 * 60.0) == Prediction(3.0, 3.0, 3.0)
+
+
+def test_a_budget_of_communications_has_no_law():
+    with pytest.raises(NoLawError, match="a budget sets the batches: 50 communications"):
+        fit(made_run([16 + index for index in range(20)], communication_budget=50))
+
+
+def test_the_check_counts_what_held(run, tmp_path, capsys):
+    from benchmarks.prediction import Check, summary
+    from benchmarks.prediction import main as check
+
+    held, missed = Check("a", 0.5, 55.0, 45.0, 65.0, 50.0, 20.0), Check("b", 0.5, 30.0, 25.0, 35.0, 40.0, 20.0)
+    found = summary([held, missed])
+    assert found.startswith("1 of 2 intervals held; error 18% on average, 18% in the median, 25% at worst; width 32%")
+    assert check([str(run.folder)]) == 0
+    assert "all: " in capsys.readouterr().out
+    assert check([str(tmp_path)]) == 2
+
+
 def test_one_worker_communicates_nothing_and_a_cap_makes_it_linear():
     assert fit(made_run([16.0] * 8, nodes=1)).communications(1e6).value == 0.0
     found = fit(made_run([16, 20, 24, 28, 32, 36, 40, 40, 40, 40], cap=40))
@@ -146,10 +213,12 @@ def test_one_worker_communicates_nothing_and_a_cap_makes_it_linear():
 
 
 def test_too_few_rounds_say_so():
-    with pytest.raises(TooFewRoundsError, match="at least 4 rounds below the largest batch, got 3"):
+    with pytest.raises(NoLawError, match="at least 4 rounds below the largest batch, got 3"):
         fit(made_run([8, 9, 10]))
-    with pytest.raises(TooFewRoundsError, match="got 0"):
+    with pytest.raises(NoLawError, match="got 0"):
         fit(made_run([]))
+    with pytest.raises(NoLawError, match="got 0"):
+        fit(made_run([8] * 6, merge_after=6, ETA_at_end=1.0))
 
 
 def test_a_round_cut_short_by_the_budget_is_left_out():

@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from training_logs.showing.prediction import TooFewRoundsError, fit, measured, sentences
+from training_logs.showing.prediction import NoLawError, fit, measured, sentences
 from training_logs.showing.run_data import RunFolderError, read_run
 
 
@@ -28,8 +28,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         run = read_run(options.run)
         found = fit(run, options.share)
-    except (RunFolderError, TooFewRoundsError) as error:
+    except RunFolderError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except NoLawError as error:
+        print(f"error: {options.run}: {error}", file=sys.stderr)
         return 2
     _, examples, communications = measured(run)
     wanted = options.examples or ([examples[-1]] if options.share < 1.0 else [k * examples[-1] for k in (2, 4, 10)])

@@ -11,7 +11,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatt
 
 from algorithms.communications import best_fit
 from training_logs.showing.number_log import Rows
-from training_logs.showing.prediction import RunFit, TooFewRoundsError, fit, measured
+from training_logs.showing.prediction import NoLawError, RunFit, fit, measured
 from training_logs.showing.run_data import RunData
 from training_logs.showing.series import MARKS, marked, mode_switches, spread, step_losses, thinned
 from utils.utils import write_atomically
@@ -336,9 +336,8 @@ def draw_prediction(axes: Axes, run: RunData, x: str) -> None:
 def _fitted(axes: Axes, run: RunData) -> RunFit | None:
     try:
         return fit(run)
-    except TooFewRoundsError:
-        axes.text(0.5, 0.02, "too few rounds after the last merge to fit a law", ha="center", fontsize=8,
-                  transform=axes.transAxes)  # fmt: skip
+    except NoLawError as error:
+        axes.text(0.5, 0.02, str(error), ha="center", fontsize=8, transform=axes.transAxes)
         return None
 
 

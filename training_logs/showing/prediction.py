@@ -2,17 +2,21 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from algorithms.calc_batch import lower_ratio
 from algorithms.communications import (
+    DRIFT,
+    GROWING,
     MINIMUM_ROUNDS,
     BatchLaw,
     LawFit,
     Prediction,
     Requests,
+    TooFewRoundsError,
     best_fit,
     fit_laws,
     predict_rounds,
@@ -25,8 +29,8 @@ from training_logs.showing.run_data import RunData, read_run
 _TOTALS = ("outer_step", "examples", "communications")
 
 
-class TooFewRoundsError(ValueError):
-    """There is not enough of a run to fit a law to; the message says what is missing."""
+class NoLawError(ValueError):
+    """A run follows no law, or there is not enough of it to fit one to; the message says which."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,14 @@ class RunFit:
         shares: (eta_t / ETA)^2 of these rounds.
         first_round: the first of them, which comes after the last merge.
         inner_steps: H.
-        examples_before, communications_before: what the run had used before that round.
+        done: rounds, examples and communications after every round up to the last that was used, from 0 on.
         communications_per_round: of every later round, as in the last one that was fitted.
         living: trainers that live; predictions take it that they stay.
         workers: of all of them.
         largest: batch that all of them together may have.
         eta, eta_at_end: of the config.
+        planned: examples of the run as its config has it; infinite where that counts epochs.
+        moved: the batch does not stay what it is, and nobody knows how it goes on.
     """
 
     fits: dict[str, LawFit]
@@ -54,40 +60,60 @@ class RunFit:
     shares: list[float]
     first_round: int
     inner_steps: int
-    examples_before: float
-    communications_before: float
+    done: tuple[list[float], list[float], list[float]]
     communications_per_round: int
     living: int
     workers: int
     largest: float
     eta: float
     eta_at_end: float | None
+    planned: float
+    moved: bool
 
-    def _predict(self, examples: float) -> Prediction:
-        wanted = examples - self.examples_before
-        first, workers = (self.batches[0], self.workers) if self.asked else (0.0, 0)
-        requests = Requests(self._share, first, workers, self.largest)
+    def _start(self, examples: float) -> int:
+        """The last round that a run of so many examples has in common with this one: an eta that falls more slowly
+        makes all batches smaller.
+        """
+        if self.eta_at_end is None or math.isclose(examples, self.planned, rel_tol=0.05):
+            return len(self.done[0]) - 1
+        return self.done[0].index(self.first_round) - 1
+
+    def _more_rounds(self, examples: float, start: int) -> Prediction:
+        """How many rounds come after one of them; the interval ends with a whole one."""
+        before = self.done[1][start]
+        wanted = examples - before
+        if not self.moved:
+            return predict_rounds(self.fits, lambda law: law.rounds(wanted, self.inner_steps))
+        fitted = min(max(start + 1 - self.done[0].index(self.first_round), 0), len(self.batches))
+        last = self.batches[max(fitted - 1, 0)]
+        requests = Requests(self._share, last, self.workers if self.asked else 0, self.largest)
 
         def rounds(law: BatchLaw) -> float:
-            if self.eta_at_end is None and not self.asked:
-                return law.rounds(wanted, self.inner_steps)
-            return rounds_one_by_one(law, wanted, self.inner_steps, requests, self.examples_before)
+            return rounds_one_by_one(law.after(fitted), wanted, self.inner_steps, requests, before)
 
-        return predict_rounds(self.fits, rounds)
+        # No batch is smaller than the last, and none larger than the largest.
+        least, most = (wanted / self.inner_steps / batch for batch in (max(self.largest, last), last))
+        found = predict_rounds(self.fits, rounds, DRIFT).within(least, most)
+        return replace(found, high=math.ceil(found.high))
 
     def _share(self, progress: float) -> float:
         return (eta_during(self.eta, self.eta_at_end, progress) / self.eta) ** 2
 
+    def _predict(self, examples: float, per_round: float, measured: Sequence[float]) -> Prediction:
+        if examples <= self.done[1][-1]:
+            known = float(np.interp(examples, self.done[1], measured))
+            return Prediction(known, known, known)
+        start = self._start(examples)
+        more = self._more_rounds(examples, start)
+        return Prediction(*(measured[start] + per_round * value for value in (more.value, more.low, more.high)))
+
     def rounds(self, examples: float) -> Prediction:
         """The number of the round in which a run of so many examples ends; a fraction within it."""
-        found, before = self._predict(examples), self.first_round - 1
-        return Prediction(before + found.value, before + found.low, before + found.high)
+        return self._predict(examples, 1, self.done[0])
 
     def communications(self, examples: float) -> Prediction:
         """Communications of a run of so many examples in all; merges to come are not among them."""
-        found = self._predict(examples)
-        base, each = self.communications_before, self.communications_per_round
-        return Prediction(*(base + each * value for value in (found.value, found.low, found.high)))
+        return self._predict(examples, self.communications_per_round, self.done[2])
 
 
 def _progress(run: RunData, row: Row) -> float:
@@ -102,35 +128,38 @@ def _plateau(batches: Sequence[float]) -> int:
     return max(same - 1, 0)
 
 
-def _asked(rows: Rows, eta: float) -> float:
-    """What a debiased norm test makes of the statistics of a round, all trainers together; NaN without statistics.
+def _asked(rows: Rows, config: Mapping) -> float:
+    """What a debiased norm test with the first eta makes of the statistics of a round, all trainers together.
 
-    Not algorithms.calc_batch, which imports PyTorch and rounds.
+    0 or NaN where they say nothing; not rounded.
     """
-    names = ("gradient_variance", "gradient_squared_norm", "gradient_sample_size")
-    if not all(rows.has(name) for name in names):
+    if not all(rows.has(name) for name in ("gradient_variance", "gradient_squared_norm", "gradient_sample_size")):
         return math.nan
+    of_old = not rows.has("gradient_squared_norm_error")  # logged the squared norm of a worker's sample, and no errors
+    names = ("variance", "variance_error", "squared_norm", "squared_norm_error", "sample_size")
+    columns = [
+        rows[f"gradient_{name}"].tolist() if rows.has(f"gradient_{name}") else [0.0] * len(rows) for name in names
+    ]
     asked = 0.0
-    of_old = not rows.has("gradient_squared_norm_error")  # logged the squared norm of a worker's sample
-    for variance, squared_norm, sample_size in zip(*(rows[name].tolist() for name in names), strict=True):
+    for variance, variance_error, squared_norm, error, sample_size in zip(*columns, strict=True):
         true_norm = squared_norm - variance / sample_size if of_old else squared_norm
-        asked += math.inf if true_norm <= 0.0 else variance / (eta**2 * true_norm)
-    return asked
+        asked += lower_ratio(variance, variance_error, true_norm, error, config.get("batch_test_confidence", 0.0))
+    return asked / config["ETA"] ** 2
 
 
-def _requests_fitted(own: Sequence[Rows], config: Mapping) -> list[float]:
-    """What the test asked for in the last of these rounds, from where it asked for least; [] where that is not known.
+def _requests_fitted(own: Sequence[Rows], config: Mapping) -> list[float] | None:
+    """What the test asked for in the last of these rounds, from where it asked for least; None where no log says it.
 
     The request of a round comes from the statistics of the one before it.
     """
     if config["sampling_method"] != "norm_test" or not config.get("debias"):
-        return []
-    asked = [_asked(rows, config["ETA"]) for rows in own[:-1]]
-    silent = [index for index, value in enumerate(asked) if not math.isfinite(value)]
+        return None
+    asked = [_asked(rows, config) for rows in own[:-1]]
+    if all(math.isnan(value) for value in asked):
+        return None
+    silent = [index for index, value in enumerate(asked) if not 0.0 < value < math.inf]
     asked = asked[silent[-1] + 1 :] if silent else asked
-    if len(asked) < MINIMUM_ROUNDS:
-        return []
-    return asked[min(asked.index(min(asked)), len(asked) - MINIMUM_ROUNDS) :]
+    return asked[max(min(asked.index(min(asked)), len(asked) - MINIMUM_ROUNDS), 0) :] if asked else []
 
 
 def fit(run: RunData | Path, share: float = 1.0) -> RunFit:
@@ -143,50 +172,58 @@ def fit(run: RunData | Path, share: float = 1.0) -> RunFit:
         share: how much of the run to use, from its first round on, by rounds.
 
     Raises:
-        TooFewRoundsError: fewer than MINIMUM_ROUNDS rounds of full length with a batch below the largest allowed.
+        NoLawError: fewer than MINIMUM_ROUNDS rounds of full length with a batch below the largest allowed, or a budget
+            of communications sets the batches.
         RunFolderError: the folder is not that of a run.
     """
     run = run if isinstance(run, RunData) else read_run(run)
     config, rounds = run.config, list(run.by_round.values())
+    if config.get("communication_budget") is not None:
+        raise NoLawError(f"a budget sets the batches: {config['communication_budget']} communications")
     used = rounds[: math.ceil(share * len(rounds) - 1e-9)]
     last = int(used[-1][0]["outer_step"]) if used else 0
     merged = max((merge.outer_step for merge in run.merges if merge.outer_step <= last), default=0)
     steps = config["number_of_inner_steps_between_outers"]
     own = [rows for rows in used if rows["outer_step"][0] > merged and rows["inner_steps"][0] == steps]
     asked = _requests_fitted(own, config)
-    own = own[-len(asked) if asked else _plateau([float(rows["effective_batch"].sum()) for rows in own]) :]
     batches = [float(rows["effective_batch"].sum()) for rows in own]
+    first = _plateau(batches) if asked is None else len(own) - len(asked)
+    own, batches = own[first:], batches[first:]
     eta_at_end = config.get("ETA_at_end") if config["sampling_method"] == "norm_test" else None
     before = [rows for rows in used if own and rows["outer_step"][0] < own[0]["outer_step"][0]]
     done = [_progress(run, rows[0]) for rows in [*before[-1:], *own]]
-    done = done[:-1] if before else [0.0, *done[:-1]]  # a round's batch was decided when the one before it ended
+    done = (done if before else [0.0, *done])[: len(own)]  # a round's batch was decided when the one before it ended
     shares = [(eta_during(config["ETA"], eta_at_end, progress) / config["ETA"]) ** 2 for progress in done]
     cap = config["max_requested_batch"]
+    moved = config["sampling_method"] != "none" or bool(config.get("batch_schedule"))
+    regimes = GROWING if moved else ("constant",)
     largest = math.inf if cap is None or not own else float(cap * len(own[-1]))
     try:
-        if asked:
-            fits = fit_laws(asked, smoothing=config["statistics_smoothing"])
+        if asked is not None:
+            fits = fit_laws(asked, smoothing=config["statistics_smoothing"], regimes=regimes)
         elif eta_at_end is None:
-            fits = fit_laws(batches, largest)
+            fits = fit_laws(batches, largest, regimes=regimes)
         else:
-            fits = fit_laws([b * ratio for b, ratio in zip(batches, shares, strict=True) if b < largest])
-    except ValueError as error:
-        raise TooFewRoundsError(f"{run.folder}: after the last merge, {error}") from None
+            scaled = [b * ratio for b, ratio in zip(batches, shares, strict=True) if b < largest]
+            fits = fit_laws(scaled, regimes=regimes)
+    except TooFewRoundsError as error:
+        raise NoLawError(f"too few rounds after the last merge: {error}") from None
     return RunFit(
         fits=fits,
-        asked=bool(asked),
+        asked=asked is not None,
         batches=batches,
         shares=shares,
         first_round=int(own[0][0]["outer_step"]),
         inner_steps=steps,
-        examples_before=before[-1][0]["examples"] if before else 0.0,
-        communications_before=before[-1][0]["communications"] if before else 0.0,
+        done=tuple([0.0, *(float(rows[0][name]) for rows in used)] for name in _TOTALS),
         communications_per_round=int((own[-1]["nodes"] > 1).sum()),
         living=len(own[-1]),
         workers=int(own[-1]["nodes"].sum()),
         largest=largest,
         eta=config["ETA"],
         eta_at_end=eta_at_end,
+        planned=used[-1][0]["examples"] / progress if (progress := _progress(run, used[-1][0])) else math.inf,
+        moved=moved,
     )
 
 

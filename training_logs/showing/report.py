@@ -11,7 +11,7 @@ import numpy as np
 
 from training_logs.showing.number_log import Rows
 from training_logs.showing.plots import PLOTS
-from training_logs.showing.prediction import TooFewRoundsError, fit, sentences
+from training_logs.showing.prediction import NoLawError, fit, sentences
 from training_logs.showing.run_data import RunData
 from utils.config import FIELDS, Config
 from utils.utils import budget_used, byte_size, write_text_atomically
@@ -179,7 +179,7 @@ def _prediction(run: RunData) -> str:
     """The law of the batch, and the communications that more examples would need, in words."""
     try:
         found = fit(run)
-    except TooFewRoundsError:
+    except NoLawError:
         return ""
     lines = sentences(found, [factor * run.rounds[-1]["examples"] for factor in (2, 4, 10)])
     return "<h2>Communications for more examples</h2>" + "".join(f"<p>{html.escape(line)}</p>" for line in lines)
