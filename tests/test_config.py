@@ -294,7 +294,7 @@ TOKENS = {"max_tokens": 10**6}
             | {"byte_budget": 10**9, "budget_sets": "batch", "sampling_method": "none"}
             | {"batch_schedule": [[0.5, 16]], "smallest_worker_batch": 4},
             [
-                "batch_schedule: must be null where byte_budget sets the batch, got [[0.5, 16]]",
+                "batch_schedule: must be null where byte_budget sets the batch, got [[0.5, 16.0]]",
                 "smallest_worker_batch: must be null where byte_budget sets the batch, got 4",
             ],
         ),

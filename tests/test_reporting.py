@@ -27,7 +27,7 @@ from training_logs.showing.plots import PLOTS, accumulation_threshold, draw, lin
 from training_logs.showing.report import headline, run_body, table
 from training_logs.showing.run_data import RunFolderError, read_run
 from training_logs.showing.series import marked, mode_switches, step_losses, thinned
-from utils.utils import budget_used
+from utils.utils import budget_used, byte_size
 
 
 def record_run(folder: Path, **values) -> Path:
@@ -446,7 +446,7 @@ def test_a_budget_is_held_against_what_was_used(tmp_path):
     used = summary["bytes_communicated"]
     expected = {"unit": "bytes", "amount": 1_000_000, "used": used, "deviation_percent": round(used / 10_000 - 100, 2)}
     assert summary["budget"] == expected
-    words = f"{used / 1000:.1f} kB of 1.0 MB ({used / 10_000 - 100:+.1f}%)"
+    words = f"{byte_size(used)} of 1.0 MB ({used / 10_000 - 100:+.1f}%)"
     assert headline(read_run(folder))["budget"] == words
     assert f"budget: {words}" in (folder / "training_log.log").read_text(encoding="utf-8")
 
