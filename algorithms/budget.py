@@ -1,4 +1,4 @@
-"""A budget instead of an eta: how many rounds are left of it, and how large their batches should be.
+"""A budget: how many rounds are left of it, and how long they or how large their batches should be.
 
 With as many tokens and as many rounds as there are, the mean batch is given; what is left to choose is its shape over
 the run. Two things shape it. Noise that an inner step injects reaches the end of the run the less the more learning
