@@ -375,7 +375,7 @@ def with_new_words(path: Path, results: Path) -> dict:
     then = Comparison.model_validate(found["comparison"]).model_dump(mode="json")  # keys that came later are there
     families = {method["name"]: method["family"] for method in now["methods"]}
     methods = [method | {"family": families.get(method["name"], "")} for method in then["methods"]]
-    settled = (*_WORDS, "hardware", "methods")
+    settled = (*_WORDS, "base", "hardware", "methods")
     changed = [key for key in now if key not in settled and now[key] != then[key]]
     changed += [method["name"] for method in now["methods"] if method not in methods]
     changed += [f"not {method['name']}" for method in methods if method["name"] not in families]
