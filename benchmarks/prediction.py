@@ -102,7 +102,7 @@ def made_runs(folder: Path, seeds: list[int]) -> list[Path]:
             if place.is_dir():
                 continue
             keys = (*_COMMON, *own, f"training_seed={seed}", f"log_dir={place.resolve()}")
-            command = [sys.executable, "run.py", "--config", "config.yaml", *keys]
+            command = [sys.executable, "run.py", "--config", "configs/constant_rate.yaml", *keys]
             subprocess.run(command, cwd=_ROOT, check=True, stdout=subprocess.DEVNULL)
     return [run for seed in seeds for name in SETTINGS for run in sorted((folder / f"{name}_{seed}").iterdir())]
 

@@ -187,9 +187,19 @@ def test_what_a_run_has_done_is_not_predicted():
     assert fit(run).rounds(20 * 60.0) == Prediction(3.0, 3.0, 3.0)
 
 
-def test_a_budget_of_communications_has_no_law():
-    with pytest.raises(NoLawError, match="a budget sets the batches: 50 communications"):
-        fit(made_run([16 + index for index in range(20)], communication_budget=50))
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"communication_budget": 50}, "a budget sets batches or rounds: 50 communications"),
+        ({"byte_budget": 5000}, "a budget sets batches or rounds: 5,000 bytes"),
+        ({"inner_steps_rule": "quadratic"}, "rounds lengthen as the learning rate falls"),
+        ({"smallest_worker_batch": 16}, "workers join as the batch grows"),
+        ({"learning_rate_schedule": "warmup_stable_decay"}, "grows until the learning rate falls"),
+    ],
+)
+def test_runs_of_other_rounds_have_no_law(values, why):
+    with pytest.raises(NoLawError, match=why):
+        fit(made_run([16 + index for index in range(20)], **values))
 
 
 def test_the_check_counts_what_held(run, tmp_path, capsys):

@@ -25,6 +25,7 @@ from algorithms.communications import (
 from algorithms.learning_rate import eta_during
 from training_logs.showing.number_log import Row, Rows
 from training_logs.showing.run_data import RunData, read_run
+from utils.config import BUDGETS
 
 _TOTALS = ("outer_step", "examples", "communications")
 
@@ -162,6 +163,20 @@ def _requests_fitted(own: Sequence[Rows], config: Mapping) -> list[float] | None
     return asked[max(min(asked.index(min(asked)), len(asked) - MINIMUM_ROUNDS), 0) :] if asked else []
 
 
+def _lawless(config: Mapping) -> str | None:
+    """Why rounds and batches of such a run are not those of the laws; None where they are."""
+    for name, unit in BUDGETS.items():
+        if config.get(name) is not None:
+            return f"a budget sets batches or rounds: {config[name]:,} {unit}"
+    if config.get("inner_steps_rule", "fixed") != "fixed":
+        return "rounds lengthen as the learning rate falls"
+    if config.get("smallest_worker_batch") is not None:
+        return "workers join as the batch grows, and a trainer with one communicates nothing"
+    if config["sampling_method"] != "none" and config.get("learning_rate_schedule") == "warmup_stable_decay":
+        return "the batch grows until the learning rate falls, and then stays"
+    return None
+
+
 def fit(run: RunData | Path, share: float = 1.0) -> RunFit:
     """Fit the laws to the rounds of a run after its last merge, once what is fitted has begun to grow.
 
@@ -172,14 +187,14 @@ def fit(run: RunData | Path, share: float = 1.0) -> RunFit:
         share: how much of the run to use, from its first round on, by rounds.
 
     Raises:
-        NoLawError: fewer than MINIMUM_ROUNDS rounds of full length with a batch below the largest allowed, or a budget
-            of communications sets the batches.
+        NoLawError: fewer than MINIMUM_ROUNDS rounds of full length with a batch below the largest allowed, or a run
+            whose rounds are not those of the laws.
         RunFolderError: the folder is not that of a run.
     """
     run = run if isinstance(run, RunData) else read_run(run)
     config, rounds = run.config, list(run.by_round.values())
-    if config.get("communication_budget") is not None:
-        raise NoLawError(f"a budget sets the batches: {config['communication_budget']} communications")
+    if (lawless := _lawless(config)) is not None:
+        raise NoLawError(lawless)
     used = rounds[: math.ceil(share * len(rounds) - 1e-9)]
     last = int(used[-1][0]["outer_step"]) if used else 0
     merged = max((merge.outer_step for merge in run.merges if merge.outer_step <= last), default=0)
