@@ -1,10 +1,10 @@
-"""Whether runs end with what their budget allows: python benchmarks/budget.py [--jobs N] [--folder FOLDER] [--json FILE].
+"""Whether runs end with what their budget allows: python benchmarks/budget.py [--jobs N] [--folder F] [--json FILE].
 
-Runs of 2M tokens, or of half as many, on two corpora, with two sizes of the model, fixed batches, batches of the norm test
-with workers that join, and planned batches, from one trainer and from four that merge; for 15 to 200 communications or
-bytes for about as many. Each is an ordinary run of run.py with overrides, on one process with one thread, about a minute
-of one core; one that is in the folder is not made again. Prints what each used and by how much that is off; the exit status
-is 1 where it is more than 5%.
+Runs of 2M tokens, or of half as many, on two corpora, with two sizes of the model, fixed batches, batches of the norm
+test with workers that join, and planned batches, from one trainer and from four that merge; for 15 to 200
+communications, or bytes for about as many. Each is an ordinary run of run.py with overrides, on one process with one thread, about a
+minute of one core; one that is in the folder is not made again. Prints what each used and by how much that is off; the
+exit status is 1 where it is more than 5%.
 """
 
 import argparse
@@ -87,9 +87,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json is not None:
         write_json_atomically(options.json, found)
     off = [abs(one["deviation_percent"]) for one in found.values()]
-    print(
-        f"{sum(value <= LARGEST_PERCENT for value in off)} of {len(off)} runs within {LARGEST_PERCENT:g}%; {max(off):.1f}% at worst"
-    )
+    held = sum(value <= LARGEST_PERCENT for value in off)
+    print(f"{held} of {len(off)} runs within {LARGEST_PERCENT:g}%; {max(off):.1f}% at worst")
     return int(max(off) > LARGEST_PERCENT)
 
 
