@@ -2,9 +2,9 @@
 
 Runs of 2M tokens, or of half as many, on two corpora, with two sizes of the model, fixed batches, batches of the norm
 test with workers that join, and planned batches, from one trainer and from four that merge; for 15 to 200
-communications, or bytes for about as many. Each is an ordinary run of run.py with overrides, on one process with one thread, about a
-minute of one core; one that is in the folder is not made again. Prints what each used and by how much that is off; the
-exit status is 1 where it is more than 5%.
+communications, or bytes for about as many. Each is an ordinary run of run.py with overrides, on one process with one
+thread, about a minute of one core; one that is in the folder is not made again. Prints what each used and by how much
+that is off; the exit status is 1 where it is more than 5%.
 """
 
 import argparse

@@ -214,6 +214,7 @@ def small_comparison(folder: Path, **values) -> Path:
         "max_tokens": 6000, "number_of_outer_steps": None, "number_of_inner_steps_between_outers": 5,
         "sequence_length": 16, "vocab_size": 300, "data_sample_size": 60, "model_config": {"preset": "demo",
         "hidden_size": 16, "intermediate_size": 24}, "max_batch_size": 16, "max_requested_batch": None,
+        "smallest_worker_batch": None,
     }  # fmt: skip
     adaptive = {"number_of_initial_trainers": 2, "INITIAL_BATCH_SIZE": 8, "merge_frequency": 2, "ETA": 0.8}
     fixed = {"number_of_initial_trainers": 1, "INITIAL_BATCH_SIZE": 8, "sampling_method": "none"}

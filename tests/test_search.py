@@ -268,10 +268,10 @@ def test_a_small_search_and_a_comparison_that_uses_it(programs, tmp_path, cache_
         assert "dataset=text" in overrides
         rate = found[outcome["method"]]["best"]["learning_rate_for_inner_opt"]
         assert [float(line.split("=")[1]) for line in overrides if line.startswith("learning_rate_for_inner")] == [rate]
-    page = (tmp_path / "docs" / "results.md").read_text()
-    assert page.count("### What was searched") == 2
-    for part in what_was_searched(results["searched"]) + what_was_searched(results["judged"]):
-        assert part in page
+    for name, result in results.items():
+        page, parts = (folder / f"{name}.md").read_text(), what_was_searched(result)
+        assert parts[0] == "## What was searched"
+        assert all(part in page for part in parts)
     # What is finished is not made again, be it known from the runs or from the results.
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").glob("*/run.json")}
     store, there = Store(tmp_path / "runs"), folder / "searched.json"
