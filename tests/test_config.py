@@ -189,6 +189,10 @@ def test_all_problems_are_reported_at_once_one_line_each():
             for schedule in ([[0.5, 16], [0.5, 32]], [[0.5, 16], [0.6, 15]], [[0.1, 7]], [[1.1, 16]], [[0.1, 9.5]])
         ),
         ({"sampling_method": "none", "batch_schedule": [[0.5]]}, "batch_schedule"),
+        (
+            {"smallest_worker_batch": 5, "statistics_estimator": "across_workers", "INITIAL_BATCH_SIZE": 9},
+            "smallest_worker_batch: across_workers needs two workers from the first round on",
+        ),
         ({"inner_steps_rule": "quadratic", "number_of_outer_steps": 3}, "number_of_outer_steps: must be null with"),
         (
             {"inner_steps_rule": "quadratic", "max_tokens": 9, "communication_budget": 3},
