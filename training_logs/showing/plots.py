@@ -337,7 +337,8 @@ def _fitted(axes: Axes, run: RunData) -> RunFit | None:
     try:
         return fit(run)
     except NoLawError as error:
-        axes.text(0.5, 0.02, str(error), ha="center", fontsize=8, transform=axes.transAxes)
+        box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+        axes.text(0.5, 0.6, f"no law: {error}", ha="center", fontsize=8, bbox=box, transform=axes.transAxes)
         return None
 
 
