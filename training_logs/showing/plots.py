@@ -1,5 +1,6 @@
 """Plots of a run, drawn from its run folder alone. A trainer has the same colour in all of them."""
 
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -337,8 +338,8 @@ def _fitted(axes: Axes, run: RunData) -> RunFit | None:
     try:
         return fit(run)
     except NoLawError as error:
-        box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8}
-        axes.text(0.5, 0.6, f"no law: {error}", ha="center", fontsize=8, bbox=box, transform=axes.transAxes)
+        box, words = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8}, textwrap.fill(f"no law: {error}", 40)
+        axes.text(0.4, 0.5, words, ha="center", fontsize=8, bbox=box, transform=axes.transAxes)
         return None
 
 

@@ -171,7 +171,7 @@ def _lawless(config: Mapping) -> str | None:
     if config.get("inner_steps_rule", "fixed") != "fixed":
         return "rounds lengthen as the learning rate falls"
     if config.get("smallest_worker_batch") is not None:
-        return "workers join as the batch grows, and a trainer with one communicates nothing"
+        return "workers join as the batch grows, and one alone communicates nothing"
     if config["sampling_method"] != "none" and config.get("learning_rate_schedule") == "warmup_stable_decay":
         return "the batch grows until the learning rate falls, and then stays"
     return None
