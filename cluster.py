@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from algorithms.budget import Ahead, rounds_ahead, steps_left
+from algorithms.budget import LONGER, Ahead, rounds_ahead, steps_left
 from algorithms.distribution import distribute_nodes
 from algorithms.exchanges import Exchange, merged, redistributed, rounds_to_come, synchronised
 from algorithms.limits import Limits, RoundSchedule
@@ -89,15 +89,20 @@ class Spending:
             step = sum(t.examples_per_inner_step() for t in trainers), sum(t.tokens_ahead(1) for t in trainers)
         left = examples_left(config, totals.examples, totals.tokens, step[1] / step[0], len(data.train))
         max_batches = [node.max_batch for node in pool.nodes if node.id not in pool.failed]
+        working = len(max_batches)
+        if config.smallest_worker_batch is not None:  # the others are idle
+            working = min(working, sum(len(trainer.nodes) for trainer in trainers))
         merging = totals.outer_steps + 1, config.merge_frequency, config.merge_count
         traffic = first.workforce.traffic(first.batch.tests_after)
-        to_come = rounds_to_come(len(trainers), len(max_batches), *merging, traffic)
+        to_come = rounds_to_come(len(trainers), working, *merging, traffic)
         computing = None if totals.seconds_per_example is None else totals.seconds_per_example * left
         together = sum(len(trainer.cursor) for trainer in trainers)
         largest = None
         if config.plans_batches:
             largest = functools.cache(largest_step(config, max_batches, together, math.ceil(left / steps)))
         used = totals.used(self.budget.unit)
+        if (joining := len(max_batches) - working) and first.batch.growth:
+            used += self.budget.cost(redistributed(joining, joining * traffic.redistributed))
         outlook = rounds_ahead(self.budget, used, computing, to_come, left, steps, largest)
         warning = shortfall(config, self.budget, outlook)
         if warning is not None and not self._told:
@@ -115,10 +120,13 @@ def planned_inner_steps(config: Config, trainers: Collection[Trainer], ahead: Ah
     if all(len(trainer.nodes) == 1 for trainer in trainers):
         return ahead.inner_steps
     batch = sum(trainer.examples_per_inner_step() for trainer in trainers)
-    largest = sum(trainer.largest_request for trainer in trainers)
-    growth = max(trainer.batch.growth for trainer in trainers)
+    largest, growth = sum(t.largest_request for t in trainers), max(t.batch.growth for t in trainers)
     steps = steps_left(ahead, batch, growth, ahead.schedule.decay_begins, largest)
-    return max(1, math.ceil(steps) if ahead.rounds_left == 1 else round(steps / ahead.rounds_left))
+    planned = max(1, math.ceil(steps) if ahead.rounds_left == 1 else round(steps / ahead.rounds_left))
+    if config.time_budget is None or not ahead.rounds_done:
+        return planned
+    # Of time all is estimated: one slow round is no reason to make the rest of the run a single one.
+    return min(planned, LONGER * math.ceil(max(trainer.inner_steps / trainer.rounds for trainer in trainers)))
 
 
 def next_round(

@@ -28,6 +28,8 @@ FREEZE = 0.8
 _PRIOR_SLOPE, _PRIOR_WEIGHT = 0.4, 0.5
 # What share of a budget of seconds is taken to be left for communications before any computing has been measured.
 FIRST_SHARE = 0.5
+# With a budget of seconds, how many times as long as the mean of those before it a round may be.
+LONGER = 4
 # By how much the logarithm of the noise scale wanders in a round.
 _WANDERING = 0.05
 
@@ -227,9 +229,17 @@ def rounds_ahead(
     if budget.unit == "seconds":
         left -= computing or 0.0
         payable = FIRST_SHARE * left if computing is None else left
-    rounds, spent, most, least = 0, 0, 0.0, 0.0
+    rounds, spent, most, least, last = 0, 0, 0.0, 0.0, 0.0
     for shares, exchanges in to_come:
         price = sum(map(budget.cost, exchanges))
+        if largest_step is None and rounds:
+            if len(shares) == 1 and price == last > 0.0:  # and so it stays
+                more = max(0, math.floor((payable - spent) / price + 1e-9))
+                rounds, spent = rounds + more, spent + more * price
+                break
+            if rounds >= examples:
+                break
+        last = price
         if rounds and (largest_step is None or most >= examples):
             free_for_ever = not price and len(shares) == 1  # one worker: nothing is ever communicated
             if free_for_ever or spent + price > payable or (largest_step is not None and least >= examples):

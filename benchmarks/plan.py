@@ -28,7 +28,7 @@ from benchmarks.search_space import (
     own_space,
 )
 from fabrics.choices import CHECKS, CHOICES
-from utils.config import Config, ConfigError
+from utils.config import BUDGETS, Config, ConfigError
 from utils.config_reading import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -234,12 +234,16 @@ def make_run(comparison: Comparison, method: Method, value: float | None, seed: 
     return Run(method.name, value, seed, _assignments(values), run_id(config))
 
 
-def _shortened(config: Config, share: float) -> dict[str, int]:
-    """The tokens for a share of a run, and the communications that it has for them."""
+def _shortened(config: Config, share: float) -> dict[str, float]:
+    """The tokens for a share of a run, and what it may use of its budget for them."""
     if config.max_tokens is None:
         raise ConfigError("max_tokens: a search with rungs needs it, as a rung has a share of it")
-    whole = {"max_tokens": config.max_tokens, "communication_budget": config.communication_budget}
-    return {key: max(1, round(value * share)) for key, value in whole.items() if value is not None}
+    whole = {key: getattr(config, key) for key in ("max_tokens", *BUDGETS)}
+    return {
+        key: value * share if isinstance(value, float) else max(1, round(value * share))
+        for key, value in whole.items()
+        if value is not None
+    }
 
 
 def _assignments(values: Settings) -> tuple[str, ...]:

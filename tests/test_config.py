@@ -277,7 +277,7 @@ def test_shipped_configurations_are_valid(path):
     assert config.number_of_outer_steps or config.number_of_training_epochs or config.max_tokens
 
 
-TOKENS = {"max_tokens": 10**6}
+TOKENS = {"max_tokens": 10**6, "number_of_outer_steps": None}
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,13 @@ TOKENS = {"max_tokens": 10**6}
             TOKENS | {"communication_budget": 9, "byte_budget": 10**9},
             ["communication_budget, byte_budget: a run has one budget; give one of them"],
         ),
-        ({"byte_budget": 10**9}, ["byte_budget: needs max_tokens or number_of_training_epochs, which it is spent on"]),
+        (
+            {"byte_budget": 10**9},
+            [
+                "byte_budget: needs max_tokens or number_of_training_epochs, which it is spent on",
+                "number_of_outer_steps: must be null with a byte_budget, which says how many rounds there are",
+            ],
+        ),
         (TOKENS | {"time_budget": 60}, ["time_budget: needs link_bits_per_second, by which communications take time"]),
         (
             TOKENS | {"time_budget": 60, "link_bits_per_second": 1e9, "deterministic": True},

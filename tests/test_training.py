@@ -645,17 +645,40 @@ def test_a_budget_that_sets_inner_steps_is_spent(settings):
     assert 0.0 < last[-1] <= 0.01 * 5 * step * 1.001
 
 
-def test_with_a_batch_that_stays_rounds_of_a_budget_are_equal():
-    cluster, recorder = (
-        tiny_cluster(
-            **budget_settings(1, communication_budget=12)
-            | {"budget_sets": "inner_steps", "sampling_method": "none", "INITIAL_BATCH_SIZE": 8, "eval_every": 99}
-        ),
-        Recorder(),
-    )
+@pytest.mark.parametrize(
+    ("budget", "lengths"),
+    [
+        # 6,000 tokens are 667 sequences of 9, and 84 steps of 8 of them.
+        ({"communication_budget": 12}, [7] * 12),
+        # Two of four workers, for whom a synchronisation is twice a model's bytes.
+        ({"byte_budget": 12 * 2 * 27_072, "smallest_worker_batch": 4}, [7] * 12),
+        # Many more than there are steps, and planned at once.
+        ({"communication_budget": 10**9}, [1] * 84),
+    ],
+)
+def test_with_a_batch_that_stays_rounds_of_a_budget_are_equal(budget, lengths):
+    settings = {"budget_sets": "inner_steps", "sampling_method": "none", "INITIAL_BATCH_SIZE": 8, "eval_every": 99}
+    cluster, recorder = tiny_cluster(**budget_settings(1, **budget) | settings), Recorder()
     cluster.train(recorder)
-    # 6,000 tokens are 667 sequences of 9, and 84 steps of 8 of them.
-    assert [result.reports[0].inner_steps for result in recorder.rounds] == [7] * 12
+    assert [result.reports[0].inner_steps for result in recorder.rounds] == lengths
+
+
+def test_one_slow_round_does_not_make_the_rest_of_a_run_a_single_one(monkeypatch):
+    clock = Clock(monkeypatch)
+    settings = TIME | {"budget_sets": "inner_steps", "time_budget": 130.0, "number_of_initial_trainers": 1}
+    cluster, recorder = tiny_cluster(**budget_settings(1) | settings), Recorder()
+    cluster.run_round(recorder)
+    train_round = Trainer.train_round
+
+    def slow(trainer, schedule, on_step):
+        clock.now += 60.0 * (trainer.rounds == 1)
+        return train_round(trainer, schedule, on_step)
+
+    monkeypatch.setattr(Trainer, "train_round", slow)
+    cluster.train(recorder)
+    lengths = [result.reports[0].inner_steps for result in recorder.rounds]
+    assert len(lengths) >= 5
+    assert max(lengths) <= 4 * max(lengths[0], sum(lengths) / len(lengths))
 
 
 def test_workers_join_as_the_request_grows():

@@ -155,6 +155,8 @@ def _check_budget(config: Config, problems: list[str]) -> None:
     for name in given:
         if config.max_tokens is config.number_of_training_epochs is None:
             problems.append(f"{name}: needs max_tokens or number_of_training_epochs, which it is spent on")
+        if config.number_of_outer_steps is not None:
+            problems.append(f"number_of_outer_steps: must be null with a {name}, which says how many rounds there are")
         if config.budget_sets == "batch":
             problems += [
                 f"{key}: must be null where {name} sets the batch, got {value}"
