@@ -140,25 +140,44 @@ def _claims(comparisons: Sequence[Results]) -> list[str]:
 
 
 def _summary(results: Results) -> list[str]:
-    """What a comparison says in short; pictures of those that come with a caveat are on their own pages."""
+    """What a comparison says in short."""
     comparison, name = results.raw["comparison"], results.raw["name"]
-    caveat, summary = _caveat(results), comparison.get("summary", "").strip()
     return [
         f"## {comparison['title']}",
-        *caveat,
-        *([summary] if summary else []),
+        *_said(results),
         f"{headline(results)} [Tables, curves and settings](results/{name}.md); again with "
         f"`python benchmarks/compare.py benchmarks/comparisons/{name}.yaml`.",
-        *([] if caveat else [f"![Frontier](results/{name}_frontier.png)"]),
+        f"![Frontier](results/{name}_frontier.png)",
     ]
+
+
+def _said(results: Results) -> list[str]:
+    summary = results.raw["comparison"].get("summary", "").strip()
+    return [summary] if summary else []
+
+
+def _with_care(comparisons: Sequence[Results]) -> list[str]:
+    """Those that come with a caveat, what several have in common said once; their numbers are on their own pages."""
+    by_caveat: dict[str, list[Results]] = {}
+    for results in comparisons:
+        for caveat in _caveat(results):
+            by_caveat.setdefault(caveat, []).append(results)
+    parts = ["## To be read with care"] if by_caveat else []
+    for caveat, alike in by_caveat.items():
+        parts.append(caveat)
+        for results in alike:
+            title, name = results.raw["comparison"]["title"], results.raw["name"]
+            parts.append("\n".join([f"**[{title}](results/{name}.md)**", *(_said(results) or [headline(results)])]))
+    return parts
 
 
 def overview(comparisons: Sequence[Results]) -> str:
     """All comparisons in short, as Markdown."""
     parts = [_INTRODUCTION, *_claims(comparisons)]
     for results in comparisons:
-        parts += _summary(results)
-    return "\n\n".join([*parts, _AGAIN]) + "\n"
+        if not _caveat(results):
+            parts += _summary(results)
+    return "\n\n".join([*parts, *_with_care(comparisons), _AGAIN]) + "\n"
 
 
 def pages(comparisons: Sequence[Results]) -> dict[str, str]:
