@@ -23,7 +23,7 @@ _ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1
 def rows(folder: Path) -> list[dict]:
     """Of the training log of the only run in a folder, while it is written."""
     logs = list(folder.glob("*/model_training_report/training_log.csv"))
-    assert len(logs) < 2, "the agents train apart"
+    assert len(logs) < 2, "another run was begun"
     if not logs:
         return []
     with logs[0].open(newline="") as file:
