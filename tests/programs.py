@@ -9,6 +9,7 @@ never happens.
 import contextlib
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,7 +24,9 @@ from tests import forkserver
 ROOT = Path(__file__).resolve().parent.parent
 # What has not happened by then never will.
 LIMIT_SECONDS = 1200.0
-_TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+# The program, and not its module: an agent asks again and again which functions called it, and one of no file, as what
+# runs modules is, is looked for in all modules there are, which makes a change of the rendezvous cost 0.1 s and more.
+TORCHRUN = Path(sysconfig.get_path("scripts"), "torchrun")
 
 T = TypeVar("T")
 
@@ -113,7 +116,7 @@ class Programs:
         self, count: int, *arguments: object, options: Sequence[str] = (), **keywords
     ) -> subprocess.CompletedProcess:
         """`run` in several processes; options: of torchrun."""
-        return self.run(*_TORCHRUN, f"--nproc_per_node={count}", *options, *arguments, **keywords)
+        return self.run(TORCHRUN, "--standalone", f"--nproc_per_node={count}", *options, *arguments, **keywords)
 
     @contextlib.contextmanager
     def fresh(self) -> Iterator[None]:

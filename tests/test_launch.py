@@ -149,6 +149,15 @@ def test_a_failed_collective_makes_impatient(beating):
     assert re.match(r"rank 1 \(.*\) has not answered for \d s", explained(ranks[0]))
 
 
+def test_who_never_begins_is_given_up(beating):
+    (watcher,) = beating.begin(2, only=0)
+    beating.now = heartbeat.STARTING_SECONDS
+    beating.all_have_looked()
+    assert watcher._lost is None
+    beating.pass_seconds(1)
+    assert explained(watcher) == "rank 1 has not answered for 601 s"
+
+
 def test_who_ends_in_order_is_not_missed_and_other_errors_stay_what_they_are(beating):
     ranks = beating.begin(2)
     ranks[1].close()

@@ -19,6 +19,8 @@ from collections.abc import Iterator, Mapping
 _INTERVAL_SECONDS = 1.0
 # Silent for so long means dead; less where a collective has already failed.
 SILENCE_SECONDS, SILENCE_AFTER_FAILURE = 20.0, 5.0
+# Who has not begun by then, importing or waiting for its machine, never will.
+STARTING_SECONDS = 600.0
 # For writing down what there is, after somebody died.
 _GRACE_SECONDS = 25.0
 _DONE = "done"
@@ -119,8 +121,7 @@ class Heartbeat:
                 return self._announce(f"{self._name(other)} {exit_reason(child.returncode)}")
             if beats != before:
                 self._seen[other] = (beats, now)
-            # Who has not begun yet may still be starting: importing, or waiting for its machine.
-            elif before and now - since > self._silence:
+            elif now - since > (self._silence if before else STARTING_SECONDS):
                 return self._announce(f"{self._name(other)} has not answered for {now - since:.0f} s")
         return None
 
