@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -25,8 +26,10 @@ from fabrics.choices import CHOICES
 from fabrics.examples import PackedSequences
 from tests.helpers import TINY_ARCHITECTURE, VOCABULARY, Recorder, make_trainer, random_sequences, tiny_data
 from trainers import Trainer
+from utils.checkpoint import newest_checkpoint
 from utils.config import Config
 from utils.config_reading import parse_config
+from utils.utils import checkpoints_of
 
 
 class Ring(Method):
@@ -221,8 +224,9 @@ _POOL = _MERGING | {
     "message_loss": 0.4,
     "batch_test_start": 5,
 }
-# Of methods that come together in a mean, by messages, with starts of their own, with replicas, and by a clock.
-POOL_TOGETHER = ("DiLoCo", "SparseLoCo", "NoLoCo", "StreamingDiLoCo", "Decoupled", "RepeatedArrivals")
+# In two processes of all methods; in four of some that come together in a mean, by messages, with starts of their own,
+# with replicas, and by a clock.
+POOL_OF_FOUR = ("DiLoCo", "SparseLoCo", "NoLoCo", "StreamingDiLoCo", "Decoupled", "RepeatedArrivals")
 # Workers in the reports, by whether some rest.
 POOL_WORKERS = {False: [1, 1, 2, 2, 3, 3, 4, 2], True: [1, 1, 2, 2, 2, 2, 3, 2]}
 
@@ -282,22 +286,22 @@ class Following(Recorder):
             self.state = state_of(cluster)
 
 
-def merging_run(name: str, processes=None, recorder: Following | None = None, resumes: bool = True, **values) -> dict:
-    """A run in which trainers merge: its state on the way, at its end, and at that of the run resumed on the way."""
-    config = config_of(name, **_MERGING | _CLOCKS.get(name, {}) | values)
-    return _run(config, processes, recorder, resumes)
+def merging(name: str, **values) -> Config:
+    """A run in which trainers merge."""
+    return config_of(name, **_MERGING | _CLOCKS.get(name, {}) | values)
 
 
-def pool_run(name: str, processes=None, resumes: bool = True) -> dict:
-    """The same of one in which nodes come and go, and if the method stands it workers rest and messages are lost."""
+def pool(name: str) -> Config:
+    """A run in which nodes come and go, and if the method stands it workers rest and messages are lost."""
     config = config_of(name, **_POOL, **_CLOCKS.get(name, {}))
     for key in ("participants", "message_loss"):
         if any(problem.startswith(f"{key}: ") for problem in attendance_problems(config)):
             config = dataclasses.replace(config, **{key: getattr(Config(), key)})
-    return _run(config, processes, None, resumes)
+    return config
 
 
-def _run(config: Config, processes, recorder: Following | None, resumes: bool) -> dict:
+def run(config: Config, processes=None, recorder: Following | None = None, resumes: bool = False) -> dict:
+    """A run: its state on the way, at its end, and at that of the run resumed on the way, in these processes."""
     with recorder or Following() as recorder:
         cluster = Cluster(config, data(), processes)
         final = cluster.train(recorder)
@@ -320,8 +324,63 @@ def _run(config: Config, processes, recorder: Following | None, resumes: bool) -
     }
 
 
-# In this process; all tests of one share it.
-alone, pool_alone = functools.cache(merging_run), functools.cache(pool_run)
+@functools.cache
+def alone(name: str) -> dict:
+    """The run in which trainers merge, in this process; all tests of one share it."""
+    return run(merging(name))
+
+
+@functools.cache
+def pool_alone(name: str) -> dict:
+    """The run in which nodes come and go, likewise."""
+    return run(pool(name))
+
+
+class _KilledError(BaseException):
+    """Nobody handles it."""
+
+
+class _Killing(Recorder):
+    """Ends the run in the second inner step after so many rounds, as the kernel would: without a word to anybody."""
+
+    def __init__(self, rounds: int | None):
+        super().__init__()
+        self._rounds, self._left = rounds, 0
+
+    def on_round_start(self, outer_step, planned, steps):
+        self._left = 2 if outer_step - 1 == self._rounds else 0
+
+    def on_step(self):
+        super().on_step()
+        self._left -= 1
+        if self._left == 0:
+            raise _KilledError
+
+
+# Before the last merge; and while something is under way.
+KILLED_AFTER = (1, STOPPED_AFTER)
+
+
+def killed_run(config: Config, folder: Path) -> dict:
+    """The state at the end of a run that is killed twice, and each time goes on in a cluster that has but its files."""
+    config, rounds = dataclasses.replace(config, checkpoint_every_minutes=1e-9), 0
+    for last in KILLED_AFTER:
+        cluster = _from_files(config, folder, rounds)
+        with contextlib.suppress(_KilledError):
+            cluster.train(_Killing(last), folder)
+            raise AssertionError(f"nobody killed the run after round {last}")
+        rounds = last
+    cluster = _from_files(config, folder, rounds)
+    cluster.train(Recorder(), folder)
+    return state_of(cluster)
+
+
+def _from_files(config: Config, folder: Path, rounds: int) -> Cluster:
+    cluster = Cluster(config, data())
+    if rounds:
+        cluster.resume(newest_checkpoint(checkpoints_of(folder), cluster.processes))
+    assert cluster.totals.outer_steps == rounds
+    return cluster
 
 
 def resume(cluster: Cluster, state: dict) -> None:

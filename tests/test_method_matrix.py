@@ -53,9 +53,10 @@ def assert_begins_anew(trainer: Trainer, worker: int, like: int) -> None:
 
 
 @every_method
-def test_a_run_resumed_on_its_way_has_the_bits_of_an_uninterrupted_one(name):
-    stopped, final, resumed = matrix.alone(name)["states"].values()
-    matrix.assert_same_state(resumed, final)
+def test_a_run_that_is_killed_and_resumed_from_its_files_has_the_bits_of_an_uninterrupted_one(name, tmp_path):
+    """Twice, in the middle of a round: with two trainers that merge later, and with one."""
+    stopped, final = matrix.alone(name)["states"].values()
+    matrix.assert_same_state(matrix.killed_run(matrix.merging(name), tmp_path), final)
     assert not torch.equal(stopped["tensors"]["trainer_0 parameters"], final["tensors"]["trainer_0 parameters"])
 
 
