@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +24,8 @@ from fabrics import initialisation
 from fabrics.attendance import attendance_problems
 from fabrics.choices import CHOICES
 from fabrics.examples import PackedSequences
+from fabrics.inner_steps import InnerSteps
+from fabrics.worker import NodeFailedError, Place
 from tests.helpers import TINY_ARCHITECTURE, VOCABULARY, Recorder, make_trainer, random_sequences, tiny_data
 from trainers import Trainer
 from utils.checkpoint import newest_checkpoint
@@ -193,8 +195,9 @@ def trainer_of(name: str = "DiLoCo", workers: int = 3, **values) -> Trainer:
 
 
 # Four trainers with a node each, then two, then one with all four; what is under way at the end of round 3 arrives, and
-# is evaluated, later.
+# is evaluated, later. In the round after it, counted from 0, a worker of the one is lost.
 STOPPED_AFTER = 3
+LOST = (3, 1)
 _MERGING = {
     "number_of_initial_trainers": 4,
     "merge_count": 3,
@@ -321,13 +324,36 @@ def run(config: Config, processes=None, recorder: Following | None = None, resum
         "workers": [len(report.workers) for report in reports],
         "moved": cluster.totals.bytes_merged + cluster.totals.bytes_redistributed,
         "refreshed": recorder.refreshed,
+        "left_out": cluster.totals.left_out,
     }
+
+
+@contextlib.contextmanager
+def losing(lost: Callable[[Place], bool] = lambda place: (place.round, place.worker) == LOST, fails: bool = False):
+    """Meanwhile workers diverge in the second inner step of a round, or their nodes fail there."""
+    step = InnerSteps._step
+
+    def failing(self, probe):
+        found = step(self, probe)
+        if self.done == 1 and lost(self._assignment.place):
+            if fails:
+                raise NodeFailedError("pulled out")
+            self._losses[self.done] = float("nan")
+            self._working.gradient.fill_(float("nan"))
+        return found
+
+    InnerSteps._step = failing
+    try:
+        yield
+    finally:
+        InnerSteps._step = step
 
 
 @functools.cache
 def alone(name: str) -> dict:
-    """The run in which trainers merge, in this process; all tests of one share it."""
-    return run(merging(name))
+    """The run in which trainers merge and a worker is lost, in this process; all tests of one share it."""
+    with losing():
+        return run(merging(name))
 
 
 @functools.cache

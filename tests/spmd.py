@@ -300,13 +300,14 @@ def wired(name: str, processes) -> dict:
 
 
 def methods(processes) -> dict:
-    """Every synchronisation method: a run in which trainers merge, and what crosses the wire."""
+    """Every synchronisation method: a run in which trainers merge and a worker is lost, and what crosses the wire."""
     found = {}
     with matrix.ready():
         for name in matrix.NAMES:
             try:
                 recorder = _Moved()
-                run = matrix.run(matrix.merging(name), processes, recorder, resumes=processes.count == 2)
+                with matrix.losing():
+                    run = matrix.run(matrix.merging(name), processes, recorder, resumes=processes.count == 2)
                 received = sum(processes.gather(recorder.received))
                 found[name] = run | {"received": received, "wire": wired(name, processes)}
             except Exception as error:

@@ -148,7 +148,7 @@ every_method = pytest.mark.parametrize("name", matrix.NAMES)
 def assert_same_runs(together: dict, alone: dict) -> None:
     for moment, state in together["states"].items():
         matrix.assert_same_state(state, alone["states"]["final" if moment == "resumed" else moment])
-    for what in ("losses", "train_losses", "events", "requests", "workers", "moved", "refreshed"):
+    for what in ("losses", "train_losses", "events", "requests", "workers", "moved", "refreshed", "left_out"):
         assert together[what] == alone[what], what
 
 
