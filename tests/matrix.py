@@ -363,11 +363,11 @@ def pool_alone(name: str) -> dict:
 
 
 class _KilledError(BaseException):
-    """Nobody handles it."""
+    """Nobody handles it; the checkpoint that is being written is completed, and nothing else is."""
 
 
 class _Killing(Recorder):
-    """Ends the run in the second inner step after so many rounds, as the kernel would: without a word to anybody."""
+    """Ends the run in the second inner step after so many rounds."""
 
     def __init__(self, rounds: int | None):
         super().__init__()
