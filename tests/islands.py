@@ -196,7 +196,7 @@ def run_method(name: str, processes: Processes) -> dict:
     """
     resumes = matrix.METHODS[name].whole_tensors
     recorder = matrix.Following() if resumes else _Following()
-    found = matrix.merging_run(name, processes, recorder, resumes, number_of_outer_steps=4)
+    found = matrix.run(matrix.merging(name, number_of_outer_steps=4), processes, recorder, resumes)
     return {
         "tensors": found["states"]["final"]["tensors"],
         "resumed": found["states"].get("resumed", found["states"]["final"])["tensors"],

@@ -8,7 +8,8 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -23,10 +24,14 @@ from fabrics import initialisation
 from fabrics.attendance import attendance_problems
 from fabrics.choices import CHOICES
 from fabrics.examples import PackedSequences
+from fabrics.inner_steps import InnerSteps
+from fabrics.worker import NodeFailedError, Place
 from tests.helpers import TINY_ARCHITECTURE, VOCABULARY, Recorder, make_trainer, random_sequences, tiny_data
 from trainers import Trainer
+from utils.checkpoint import newest_checkpoint
 from utils.config import Config
 from utils.config_reading import parse_config
+from utils.utils import checkpoints_of
 
 
 class Ring(Method):
@@ -190,8 +195,9 @@ def trainer_of(name: str = "DiLoCo", workers: int = 3, **values) -> Trainer:
 
 
 # Four trainers with a node each, then two, then one with all four; what is under way at the end of round 3 arrives, and
-# is evaluated, later.
+# is evaluated, later. In the round after it, counted from 0, a worker of the one is lost.
 STOPPED_AFTER = 3
+LOST = (3, 1)
 _MERGING = {
     "number_of_initial_trainers": 4,
     "merge_count": 3,
@@ -221,8 +227,9 @@ _POOL = _MERGING | {
     "message_loss": 0.4,
     "batch_test_start": 5,
 }
-# Of methods that come together in a mean, by messages, with starts of their own, with replicas, and by a clock.
-POOL_TOGETHER = ("DiLoCo", "SparseLoCo", "NoLoCo", "StreamingDiLoCo", "Decoupled", "RepeatedArrivals")
+# In two processes of all methods; in four of some that come together in a mean, by messages, with starts of their own,
+# with replicas, and by a clock.
+POOL_OF_FOUR = ("DiLoCo", "SparseLoCo", "NoLoCo", "StreamingDiLoCo", "Decoupled", "RepeatedArrivals")
 # Workers in the reports, by whether some rest.
 POOL_WORKERS = {False: [1, 1, 2, 2, 3, 3, 4, 2], True: [1, 1, 2, 2, 2, 2, 3, 2]}
 
@@ -282,22 +289,22 @@ class Following(Recorder):
             self.state = state_of(cluster)
 
 
-def merging_run(name: str, processes=None, recorder: Following | None = None, resumes: bool = True, **values) -> dict:
-    """A run in which trainers merge: its state on the way, at its end, and at that of the run resumed on the way."""
-    config = config_of(name, **_MERGING | _CLOCKS.get(name, {}) | values)
-    return _run(config, processes, recorder, resumes)
+def merging(name: str, **values) -> Config:
+    """A run in which trainers merge."""
+    return config_of(name, **_MERGING | _CLOCKS.get(name, {}) | values)
 
 
-def pool_run(name: str, processes=None, resumes: bool = True) -> dict:
-    """The same of one in which nodes come and go, and if the method stands it workers rest and messages are lost."""
+def pool(name: str) -> Config:
+    """A run in which nodes come and go, and if the method stands it workers rest and messages are lost."""
     config = config_of(name, **_POOL, **_CLOCKS.get(name, {}))
     for key in ("participants", "message_loss"):
         if any(problem.startswith(f"{key}: ") for problem in attendance_problems(config)):
             config = dataclasses.replace(config, **{key: getattr(Config(), key)})
-    return _run(config, processes, None, resumes)
+    return config
 
 
-def _run(config: Config, processes, recorder: Following | None, resumes: bool) -> dict:
+def run(config: Config, processes=None, recorder: Following | None = None, resumes: bool = False) -> dict:
+    """A run: its state on the way, at its end, and at that of the run resumed on the way, in these processes."""
     with recorder or Following() as recorder:
         cluster = Cluster(config, data(), processes)
         final = cluster.train(recorder)
@@ -317,11 +324,89 @@ def _run(config: Config, processes, recorder: Following | None, resumes: bool) -
         "workers": [len(report.workers) for report in reports],
         "moved": cluster.totals.bytes_merged + cluster.totals.bytes_redistributed,
         "refreshed": recorder.refreshed,
+        "left_out": cluster.totals.left_out,
     }
 
 
-# In this process; all tests of one share it.
-alone, pool_alone = functools.cache(merging_run), functools.cache(pool_run)
+@contextlib.contextmanager
+def losing(lost: Callable[[Place], bool] = lambda place: (place.round, place.worker) == LOST, fails: bool = False):
+    """Meanwhile workers diverge in the second inner step of a round, or their nodes fail there."""
+    step = InnerSteps._step
+
+    def failing(self, probe):
+        found = step(self, probe)
+        if self.done == 1 and lost(self._assignment.place):
+            if fails:
+                raise NodeFailedError("pulled out")
+            self._losses[self.done] = float("nan")
+            self._working.gradient.fill_(float("nan"))
+        return found
+
+    InnerSteps._step = failing
+    try:
+        yield
+    finally:
+        InnerSteps._step = step
+
+
+@functools.cache
+def alone(name: str) -> dict:
+    """The run in which trainers merge and a worker is lost, in this process; all tests of one share it."""
+    with losing():
+        return run(merging(name))
+
+
+@functools.cache
+def pool_alone(name: str) -> dict:
+    """The run in which nodes come and go, likewise."""
+    return run(pool(name))
+
+
+class _KilledError(BaseException):
+    """Nobody handles it; the checkpoint that is being written is completed, and nothing else is."""
+
+
+class _Killing(Recorder):
+    """Ends the run in the second inner step after so many rounds."""
+
+    def __init__(self, rounds: int | None):
+        super().__init__()
+        self._rounds, self._left = rounds, 0
+
+    def on_round_start(self, outer_step, planned, steps):
+        self._left = 2 if outer_step - 1 == self._rounds else 0
+
+    def on_step(self):
+        super().on_step()
+        self._left -= 1
+        if self._left == 0:
+            raise _KilledError
+
+
+# Before the last merge; and while something is under way.
+KILLED_AFTER = (1, STOPPED_AFTER)
+
+
+def killed_run(config: Config, folder: Path) -> dict:
+    """The state at the end of a run that is killed twice, and each time goes on in a cluster that has but its files."""
+    config, rounds = dataclasses.replace(config, checkpoint_every_minutes=1e-9), 0
+    for last in KILLED_AFTER:
+        cluster = _from_files(config, folder, rounds)
+        with contextlib.suppress(_KilledError):
+            cluster.train(_Killing(last), folder)
+            raise AssertionError(f"nobody killed the run after round {last}")
+        rounds = last
+    cluster = _from_files(config, folder, rounds)
+    cluster.train(Recorder(), folder)
+    return state_of(cluster)
+
+
+def _from_files(config: Config, folder: Path, rounds: int) -> Cluster:
+    cluster = Cluster(config, data())
+    if rounds:
+        cluster.resume(newest_checkpoint(checkpoints_of(folder), cluster.processes))
+    assert cluster.totals.outer_steps == rounds
+    return cluster
 
 
 def resume(cluster: Cluster, state: dict) -> None:

@@ -196,7 +196,7 @@ def locodl(
 
     This is the algorithm as remembered; the paper's page with it was not at hand. What speaks for it: mean_i u_i + v
     stays 0, without compression and with rho = chi = 1 it is Scaffnew over the workers and y, and it reaches the exact
-    minimum.
+    minimum linearly (tests/test_locodl.py).
     Shared: y.
     """
     history, xs, y, gamma = History(), problem.starts(), problem.start.copy(), problem.learning_rate

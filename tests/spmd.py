@@ -300,13 +300,14 @@ def wired(name: str, processes) -> dict:
 
 
 def methods(processes) -> dict:
-    """Every synchronisation method: a run in which trainers merge, and what crosses the wire."""
+    """Every synchronisation method: a run in which trainers merge and a worker is lost, and what crosses the wire."""
     found = {}
     with matrix.ready():
         for name in matrix.NAMES:
             try:
                 recorder = _Moved()
-                run = matrix.merging_run(name, processes, recorder, resumes=processes.count == 2)
+                with matrix.losing():
+                    run = matrix.run(matrix.merging(name), processes, recorder, resumes=processes.count == 2)
                 received = sum(processes.gather(recorder.received))
                 found[name] = run | {"received": received, "wire": wired(name, processes)}
             except Exception as error:
@@ -316,8 +317,10 @@ def methods(processes) -> dict:
 
 def pools(processes) -> dict:
     """Runs in which nodes come and go, workers rest and messages are lost."""
+    two = processes.count == 2
+    names = matrix.NAMES if two else matrix.POOL_OF_FOUR
     with matrix.ready():
-        return {name: matrix.pool_run(name, processes, resumes=processes.count == 2) for name in matrix.POOL_TOGETHER}
+        return {name: matrix.run(matrix.pool(name), processes, resumes=two) for name in names}
 
 
 def delivered(processes) -> list[dict[int, list]]:

@@ -319,9 +319,9 @@ def test_every_method_stands_resting_workers_or_refuses_them_by_name(name):
 
 
 @every_method
-def test_a_pool_that_changes_is_resumed_with_the_same_bits(name):
-    found = matrix.pool_alone(name)
-    stopped, final, resumed = found["states"].values()
+def test_a_pool_that_changes_is_killed_and_resumed_from_its_files_with_the_same_bits(name, tmp_path):
+    found, resumed = matrix.pool_alone(name), matrix.killed_run(matrix.pool(name), tmp_path)
+    stopped, final = found["states"].values()
     matrix.assert_same_state(resumed, final)
     before, after, again = (json.loads(state["values"]) for state in (stopped, final, resumed))
     assert bool(before["trainers"]["0"]["rested"]) == accepted(name, participants=0.75)

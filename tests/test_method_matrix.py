@@ -1,14 +1,14 @@
 """Every registered synchronisation method through resumes, merges, moving nodes and faults; see tests/matrix.py."""
 
+import contextlib
 import json
 
 import pytest
 import torch
 
 from algorithms.transfers import total
-from fabrics.inner_steps import InnerSteps
 from fabrics.synchronisation import check_method
-from fabrics.worker import COPY, ERROR, Node, NodeFailedError
+from fabrics.worker import COPY, ERROR, Node
 from tests import matrix
 from tests.helpers import CPU, train
 from trainers import Trainer
@@ -53,9 +53,11 @@ def assert_begins_anew(trainer: Trainer, worker: int, like: int) -> None:
 
 
 @every_method
-def test_a_run_resumed_on_its_way_has_the_bits_of_an_uninterrupted_one(name):
-    stopped, final, resumed = matrix.alone(name)["states"].values()
-    matrix.assert_same_state(resumed, final)
+def test_a_run_that_is_killed_and_resumed_from_its_files_has_the_bits_of_an_uninterrupted_one(name, tmp_path):
+    """Twice, in the middle of a round: with two trainers that merge later, and with one, of which a worker is lost."""
+    stopped, final = matrix.alone(name)["states"].values()
+    with matrix.losing():
+        matrix.assert_same_state(matrix.killed_run(matrix.merging(name), tmp_path), final)
     assert not torch.equal(stopped["tensors"]["trainer_0 parameters"], final["tensors"]["trainer_0 parameters"])
 
 
@@ -71,6 +73,7 @@ def test_four_trainers_become_one_whose_batch_grows(name):
     found = matrix.alone(name)
     assert found["workers"] == [1] * 4 + [2] * 2 + [4] * 3
     assert found["requests"][0] < found["requests"][-1]
+    assert found["left_out"] == 1
     assert all(torch.isfinite(tensor).all() for tensor in found["states"]["final"]["tensors"].values())
     assert all(events == [] for events in found["events"][:4])
     assert all(event[0] for events in found["events"][4:] for event in events)
@@ -148,23 +151,12 @@ def test_one_worker_sends_nothing(name):
 
 
 @pytest.fixture
-def losing(monkeypatch):
+def losing():
     """A function that makes workers fail in the second inner step: from (round, worker) to whether, and how."""
-    step = InnerSteps._step
-
-    def install(lost, how):
-        def failing(self, probe):
-            found, place = step(self, probe), self._assignment.place
-            if self.done == 1 and lost(place.round, place.worker):
-                if how == "its node fails":
-                    raise NodeFailedError("pulled out")
-                self._losses[self.done] = float("nan")
-                self._working.gradient.fill_(float("nan"))
-            return found
-
-        monkeypatch.setattr(InnerSteps, "_step", failing)
-
-    return install
+    with contextlib.ExitStack() as stack:
+        yield lambda lost, how: stack.enter_context(
+            matrix.losing(lambda place: lost(place.round, place.worker), how == "its node fails")
+        )
 
 
 @pytest.mark.parametrize("how", ["its node fails", "it diverges"])

@@ -276,14 +276,19 @@ def drawn(monkeypatch) -> list:
 
 @pytest.mark.parametrize(
     ("max_batches", "settings"),
-    [((64,) * 4, {}), (UNEVEN, {"consensus": 0.3}), ((64,), {}), ((64, 64, 64), {"group": 3})],
+    [
+        ((64,) * 4, {}),
+        (UNEVEN, {"momentum": 0.3, "consensus": 0.3}),
+        ((64,), {}),
+        ((64, 64, 64), {"group": 3, "momentum": 0.0}),
+    ],
 )
 def test_noloco(drawn, max_batches, settings):
     nodes = len(max_batches)
     values = {"distributed_algo": "NoLoCo", "synchronisation": settings, "outer_momentum": 0.5}
 
     def oracle(problem):
-        return oracles.noloco(problem, groups, 0.7, 0.5, settings.get("consensus", 0.7))
+        return oracles.noloco(problem, groups, 0.7, settings.get("momentum", 0.5), settings.get("consensus", 0.7))
 
     train(trainer_of(nodes, max_batches, **values), 3, 2)
     groups = list(drawn)
@@ -336,7 +341,9 @@ def test_noloco_sends_two_models_to_every_peer(dtype, size):
     [
         ({"group": 1}, "synchronisation.group: must be at least 2, got 1"),
         ({"consensus": -0.1}, "synchronisation.consensus: must be a number that is not negative, got -0.1"),
-        ({"pairs": 2}, "synchronisation.pairs: NoLoCo has no such parameter; it has group, consensus"),
+        ({"momentum": 1.0}, "synchronisation.momentum: must be at least 0 and less than 1, got 1.0"),
+        ({"momentum": float("nan")}, "synchronisation.momentum: must be at least 0 and less than 1, got nan"),
+        ({"pairs": 2}, "synchronisation.pairs: NoLoCo has no such parameter; it has group, momentum, consensus"),
     ],
 )
 def test_parameters_of_noloco_that_make_no_sense(settings, problem):

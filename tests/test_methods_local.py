@@ -308,7 +308,12 @@ def test_locodl_sends_values_alone_and_its_corrections_cancel():
         ("FedOpt", {"tau": 0.0}, "synchronisation.tau: must be a positive number, got 0.0"),
         ("SPARTA", {"share": 0.0}, "synchronisation.share: must be larger than 0 and at most 1, got 0.0"),
         ("SPARTA", {"every": 0}, "synchronisation.every: must be a positive number of inner steps, got 0"),
-        ("FDA", {"threshold": -1.0}, "synchronisation.threshold: must be at least 0, got -1.0"),
+        ("FDA", {"threshold": -1.0}, "synchronisation.threshold: must be a number that is not negative, got -1.0"),
+        (
+            "FDA",
+            {"threshold": float("inf")},
+            "synchronisation.threshold: must be a number that is not negative, got inf",
+        ),
         ("FDA", {"threshold": 1, "calibrate": 2}, "synchronisation.calibrate: must be null with a threshold, got 2"),
         ("FDA", {"tau": 0.0, "outer": "adam"}, "synchronisation.tau: must be a positive number, got 0.0"),
         ("FDA", {"tau": 0.1}, "synchronisation.tau: must be left out with mean, which has none"),

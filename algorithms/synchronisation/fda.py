@@ -44,7 +44,7 @@ class FDA(Method):
             super().__post_init__()
             self.check_used(self.outer)
             if self.threshold is not None and not 0 <= self.threshold < float("inf"):
-                raise ValueError(f"threshold: must be at least 0, got {self.threshold}")
+                raise ValueError(f"threshold: must be a number that is not negative, got {self.threshold}")
             if self.threshold is not None and self.calibrate is not None:
                 raise ValueError(f"calibrate: must be null with a threshold, got {self.calibrate}")
             for name in ("calibrate", "check_every", "max_inner_steps"):

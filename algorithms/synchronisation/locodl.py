@@ -23,13 +23,14 @@ class LoCoDL(Method):
     C_m keeps a random part of k of n numbers, n / k times as large: unbiased, with omega = n / k - 1. All know which,
     so that only values travel, and each of them makes the mean. Kept is -u_m, which is added to gradients.
 
-    Of the paper its summary was at hand: local steps, one random coin, unbiased compressors of differences to y alone,
-    strongly convex functions that may differ, and a variance omega_av of the mean of all messages. The equations above
-    and all constants are from memory. That mean_m u_m + v stays 0, and that nothing moves at the minimum of the mean
-    function, follows from them; not so the factor 1 / (1 + 2 omega), and lr < 2 / L and 2 rho - rho^2 (1 + omega_av) >=
-    chi for convergence. The default rho = chi = 1 / (1 + omega / M) is the largest pair of equals that this allows, as
-    messages drawn apart have omega_av = omega / M. u_m and v begin anew when workers come, go or are lost, and after a
-    merge; other weights of workers, and AdamW, are not in the theory.
+    Of the paper only the summary was at hand: the equations are from memory, and what they do is derived and tested, in
+    exact expectations (tests/test_locodl.py). mean_m u_m + v stays 0, and nothing moves at the minimum of the mean
+    function. With a strongly convex g, lr < 2 / L and 2 rho - rho^2 (1 + omega_av) >= chi, omega_av being that of the
+    mean of all messages, a sum of squared distances from there shrinks in every step at least as fast as max((1 - lr
+    mu)^2, (1 - lr L)^2, 1 - p^2 chi / (1 + 2 omega)). Without g, as here, it does not grow; on quadratics it shrinks
+    linearly in the end, now and then a little slower than that. The default rho = chi = 1 / (1 + omega / M) is the
+    largest pair of equals that this allows, as messages drawn apart have omega_av = omega / M. u_m and v begin anew
+    when workers come, go or are lost, and after a merge; other weights of workers, and AdamW, are not in the theory.
     """
 
     inner_optimizer = "sgd"

@@ -1,10 +1,11 @@
 """NoLoCo: no all-reduce, but small groups of workers that are drawn anew in every round (arXiv 2506.10911)."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
-from algorithms.synchronisation.method import Group, Member, Method
+from algorithms.synchronisation.method import OUTER_KEYS, Group, Member, Method
 
 
 class NoLoCo(Method):
@@ -19,14 +20,17 @@ class NoLoCo(Method):
 
     @dataclass(frozen=True)
     class Settings:
-        """consensus: null, as in the authors' code: learning_rate_for_outer_opt."""
+        """momentum: null: outer_momentum. consensus: null, as in the authors' code: learning_rate_for_outer_opt."""
 
         group: int = 2
+        momentum: float | None = None
         consensus: float | None = None
 
         def __post_init__(self):
             if self.group < 2:
                 raise ValueError(f"group: must be at least 2, got {self.group}")
+            if self.momentum is not None and not 0 <= self.momentum < 1:
+                raise ValueError(f"momentum: must be at least 0 and less than 1, got {self.momentum}")
             if self.consensus is not None and not 0 <= self.consensus < float("inf"):
                 raise ValueError(f"consensus: must be a number that is not negative, got {self.consensus}")
 
@@ -38,6 +42,10 @@ class NoLoCo(Method):
     allows_fewer_steps = False
     encodings = ("float32", "bfloat16")
     shards = True
+
+    @classmethod
+    def outer_keys(cls, settings: Settings) -> Collection[str]:
+        return [key for key in OUTER_KEYS if key != "outer_momentum" or settings.momentum is None]
 
     @classmethod
     def problems(cls, settings, inner_steps: int, workers: int | None) -> list[str]:
@@ -61,10 +69,11 @@ class NoLoCo(Method):
             return member.parameters.sub_(member.start), member.start
 
         arrived = group.deliver_tensors(given, 2, peers.__getitem__, "groups")
+        momentum = self.outer.momentum if self.settings.momentum is None else self.settings.momentum
         consensus = self.outer.learning_rate if self.settings.consensus is None else self.settings.consensus
         for member in group.members():
             present = [worker for worker in peers[member.index] if worker in arrived]
-            velocity = member.state["velocity"].mul_(self.outer.momentum)
+            velocity = member.state["velocity"].mul_(momentum)
             for worker in present:
                 moved, began = map(member.here, arrived[worker])
                 velocity.add_(moved, alpha=self.outer.learning_rate / len(present))
