@@ -35,6 +35,7 @@ from tests.helpers import (
     tiny_llama,
     use_torch_norms,
 )
+from utils.checkpoint import Checkpoints
 from utils.distributed import LocalProcesses, Processes, meet
 from utils.joining import join_processes
 
@@ -283,7 +284,10 @@ def methods(processes: Processes) -> dict[str, dict]:
 
 
 def memory(folder: Path) -> None:
-    """What each process of a run of 30M parameters needs at most, beyond what it has before, to FOLDER."""
+    """What each process of a run of 30M parameters needs at most, beyond what it has before, to FOLDER.
+
+    Without a checkpoint, and with one.
+    """
     torch.set_num_threads(1)
     processes = meet()
     size = processes.count
@@ -303,9 +307,13 @@ def memory(folder: Path) -> None:
     cluster = Cluster(config, data, processes)
     cluster.train(Recorder())
     assert cluster.parameter_count == 29_893_120
+    trained = processes.gather(resident_peak() - before)
+    checkpoints = Checkpoints(folder, 1, None, processes, print)
+    checkpoints.hold(1, cluster.tensors(), {}, {})  # what is written later
+    checkpoints.settle()
     peaks = processes.gather(resident_peak() - before)
     if processes.is_main:
-        (folder / f"peaks_{size}.json").write_text(json.dumps(peaks))
+        (folder / f"peaks_{size}.json").write_text(json.dumps([trained, peaks]))
     processes.close()
 
 

@@ -35,11 +35,14 @@ class Notices:
     Args:
         store: nobody else uses this connection to it.
         rank, count: which of how many processes this is.
+
+    Attributes:
+        rank, count: these.
     """
 
     def __init__(self, store: Store, rank: int = 0, count: int = 1):
         self._store, self._lock = store, threading.Lock()
-        self._rank, self.count, self._topics = rank, count, 0
+        self.rank, self.count, self._topics = rank, count, 0
 
     @contextlib.contextmanager
     def _reaching(self) -> Iterator[Store]:
@@ -70,11 +73,11 @@ class Notices:
 
     def post_own(self, name: str, text: str) -> None:
         """Put up a text beside those of the other processes under that name."""
-        self.post(f"{name}/{self._rank}", text)
+        self.post(f"{name}/{self.rank}", text)
 
-    def read_all(self, name: str) -> list[str | None]:
-        """The processes' own texts under a name; None for those that have put up none."""
-        return [self.read(f"{name}/{rank}") for rank in range(self.count)]
+    def read_all(self, name: str, among: range | None = None) -> list[str | None]:
+        """The processes' own texts under a name; None for those that have put up none. among: of these ranks."""
+        return [self.read(f"{name}/{rank}") for rank in (range(self.count) if among is None else among)]
 
 
 def common_attempt(store: Store, rank: int, count: int, seconds: float) -> str:
