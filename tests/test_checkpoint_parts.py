@@ -181,6 +181,28 @@ def test_a_board_that_one_device_cannot_reach_costs_a_warning(folder, from_what)
     assert names(folder) == ["round_00002"]
 
 
+@pytest.mark.parametrize("early", [(0,), (1,), (0, 1), (0, 3), (0, 1, 2, 3)])
+def test_a_round_that_ends_while_it_is_given_up_is_written_in_place_of_the_one_before(folder, early):
+    """Some devices have begun to write what was held, and wait for those of their island that have not."""
+    warnings: list[str] = []
+
+    def work(process):
+        island, index = divmod(process.rank, DEVICES)
+        checkpoints = Checkpoints(folder, 2, None, process, warnings.append)
+        checkpoints.hold(1, {f"trainer_{island}": parts_of(whole_group(1), index, DEVICES)}, {"round": 1}, {})
+        held = checkpoints.held
+        process.gather(None)
+        if process.rank in early:
+            checkpoints.write_held(held)
+        checkpoints.hold(2, {f"trainer_{island}": parts_of(whole_group(2), index, DEVICES)}, {"round": 2}, {})
+        checkpoints.finish()
+
+    together(ISLANDS * DEVICES, work, devices_per_node=DEVICES)
+    assert names(folder) == ["round_00001"] * (len(early) == 4) + ["round_00002"]
+    assert newest(folder).state == {"round": 2}
+    assert warnings == []
+
+
 def test_a_device_that_is_killed_while_it_writes_leaves_the_checkpoint_before(folder, monkeypatch):
     """The others give up what they waited for, and the next checkpoint sweeps away what there was of this one."""
     warnings: list[str] = []

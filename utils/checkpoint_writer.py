@@ -142,7 +142,7 @@ class Writing:
                 self._notices.post_own(f"{self._topic} rows", self._own_failure or "")
             self._written.set()
             with self._noting_failure():
-                sums = self._island_sums(files)
+                sums = {} if self._own_failure else self._island_sums(files)
         with self._noting_failure():
             self._notices.post_own(f"{self._topic} part", json.dumps([sums, self._own_failure]))
         self._written.set()
@@ -203,9 +203,7 @@ class Writing:
             OSError: one could not.
         """
         first = self._notices.rank - self._island.index
-        ranks = range(first, first + self._island.size)
-        while None in (said := self._notices.read_all(f"{self._topic} rows", ranks)):
-            self._pause()
+        said = [self._await_notice(f"rows/{rank}") for rank in range(first, first + self._island.size)]
         if failures := sorted({failure for failure in said if failure}):
             raise OSError("; ".join(failures))
         own = sorted(files)[self._island.index :: self._island.size]

@@ -75,9 +75,9 @@ class Notices:
         """Put up a text beside those of the other processes under that name."""
         self.post(f"{name}/{self.rank}", text)
 
-    def read_all(self, name: str, among: range | None = None) -> list[str | None]:
-        """The processes' own texts under a name; None for those that have put up none. among: of these ranks."""
-        return [self.read(f"{name}/{rank}") for rank in (range(self.count) if among is None else among)]
+    def read_all(self, name: str) -> list[str | None]:
+        """The processes' own texts under a name; None for those that have put up none."""
+        return [self.read(f"{name}/{rank}") for rank in range(self.count)]
 
 
 def common_attempt(store: Store, rank: int, count: int, seconds: float) -> str:
