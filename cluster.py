@@ -35,6 +35,7 @@ from trainers import Trained, Trainer, first_trainers
 from training_logs.recording.memory_monitor import Use, memory_use
 from training_logs.recording.records import ClusterRound, Merge, Observer
 from utils.checkpoint import Checkpoint, check_state
+from utils.checkpoint_parts import FilePart
 from utils.config import Config
 from utils.distributed import Processes
 from utils.joining import join_processes
@@ -290,13 +291,13 @@ class Cluster:
             observer.warn(problem)
         return folders
 
-    def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        """The trainers' tensors that are in this process, whole, in groups named by trainer and worker.
+    def tensors(self) -> dict[str, dict[str, torch.Tensor | FilePart]]:
+        """The trainers' tensors that are in this process, by reference, in groups named by trainer and worker.
 
-        By reference, but where an island's devices have parts of them: each group is copied to one of them then.
+        Where an island's devices have parts of them, each has a part in all groups of the island.
         """
         groups = {name: group for trainer in self.trainers.values() for name, group in trainer.tensors().items()}
-        return self.working.first.whole(groups)
+        return self.working.first.kept(groups)
 
     def state_dict(self) -> dict:
         """What the run's future depends on, besides the trainers' tensors, as JSON values; the same in every process.

@@ -69,11 +69,3 @@ class Layout:
         """Every tensor whole, in its shape, one after the other; flat: this device's."""
         for whole, place in zip(self.wholes, self.places, strict=True):
             yield whole, island.gather(flat[place]).flatten()[: whole.size].view(whole.shape)
-
-    def joined(self, flat: torch.Tensor, island: Island, keeps: bool) -> torch.Tensor:
-        """The whole flat tensor in host memory, in devices that keep it, empty in others; flat: this device's."""
-        joined = torch.zeros(self.whole_size if keeps else 0, dtype=flat.dtype)
-        for whole, values in self.gather(flat, island):
-            if keeps:
-                joined[whole.start : whole.start + whole.size] = values.flatten()
-        return joined

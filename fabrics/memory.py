@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from fabrics.inner_optimizers import INNER_OPTIMIZERS, inner_optimizer_name
 from fabrics.meta_model import StepSizes
-from fabrics.model_layers import gathered_numbers, momentary_numbers, reduced_numbers
+from fabrics.model_layers import gathered_numbers, passing_numbers, reduced_numbers
 from fabrics.sharding import looked_at_whole, whole_copies
 from fabrics.synchronisation import method_of
 from fabrics.whole_tensors import most_whole
@@ -35,7 +35,7 @@ class Kept:
 
     flat: of a flat tensor, gaps included. moments: of the inner optimiser's state, of every worker or every trainer
     (`trainers_moments`). per_trainer, per_worker: flat tensors that the method and the encoding keep, by name.
-    gathered, compared: see `momentary_numbers`. looked_at: the sizes of tensors that somebody needs whole.
+    gathered, compared: see `passing_numbers`. looked_at: the sizes of tensors that somebody needs whole.
     whole_copies: how many times these are there at a time. itemsize: bytes of a number.
     """
 
@@ -104,8 +104,9 @@ class Memory:
 
     parameters, gradients: of the working models. moments: of the inner optimisers. trainers: x of every trainer.
     method_per_trainer, method_per_worker: what the synchronisation method keeps, by all of them. round: sums and what
-    is on its way. gathered: what is whole for a moment: layers in passes, or tensors for who needs them whole.
-    activations, logits: of the largest micro-batch, or of an evaluation batch where that needs more.
+    is on its way. activations, logits: of the largest micro-batch, or of an evaluation batch where that needs more.
+    gathered: what is whole for a moment, layers in passes or tensors for who needs them whole, beyond what of these two
+    is not there then.
     """
 
     parameters: int
@@ -150,12 +151,23 @@ def _evaluation_bytes(step: StepSizes, examples: int) -> tuple[int, int]:
     return examples * (step.activations // step.layers) + step.fixed, examples * step.logits * 2 // 3
 
 
+def _gathered_bytes(kept: Kept, devices: int, activations: int, logits: int) -> int:
+    """What is whole for a moment, beyond what of these is gone by then.
+
+    When layers have gradients, of the logits their gradient alone is left, a third; and between passes, when whole
+    tensors are looked at, nothing of all that.
+    """
+    passing = kept.itemsize * passing_numbers(kept.gathered, kept.compared)
+    whole = kept.itemsize * kept.whole_copies * most_whole(kept.looked_at, devices)
+    return max(0, passing - (logits - logits // 3), whole - activations - logits)
+
+
 def device_memory(kept: Kept, step: StepSizes | None, load: Load, placement: Placement) -> Memory:
     """The memory of a device of a run.
 
     With P numbers in a flat tensor, N devices in an island, t trainers and w workers on it, and p processes, in float32
-    and with AdamW: 4 P / N (2 p + t (1 + method's per trainer) + w (2 + method's per worker) + round's), then, where
-    N > 1, what is whole for a moment, then activations and logits of ceil(micro-batch / N) examples.
+    and with AdamW: 4 P / N (2 p + t (1 + method's per trainer) + w (2 + method's per worker) + round's), then
+    activations and logits of ceil(micro-batch / N) examples, and, where N > 1, what else is whole for a moment.
 
     With another `parameter_dtype` all of it is as many times as large. `outer_state: cpu` moves what trainers keep to
     the host, `idle_moments: cpu` the moments of all workers of a process but the one whose turn it is.
@@ -170,15 +182,14 @@ def device_memory(kept: Kept, step: StepSizes | None, load: Load, placement: Pla
     trainers, methods = load.trainers * flat, load.trainers * len(kept.per_trainer) * flat
     away = placement.outer_state == "cpu"
     host = {"moments": (owners - here) * moments, "trainers": trainers * away, "method_per_trainer": methods * away}
-    whole = most_whole(kept.looked_at, devices)
-    momentary = momentary_numbers(kept.gathered, kept.compared, whole, kept.whole_copies)
-    activations = logits = 0
+    passes = [(0, 0)]
     if step is not None:
-        examples = -(-load.micro_batch // devices)
+        examples, casts = -(-load.micro_batch // devices), step.layer_casts if devices > 1 else 0
         passes = [_step_bytes(step, examples, placement.activation_checkpointing)]
         passes += [_evaluation_bytes(step, load.evaluated)] if load.evaluated else []
-        activations, logits = max(passes, key=sum)
-        activations -= step.layer_casts if devices > 1 else 0  # they are among what is gathered
+        passes = [(activations - casts, logits) for activations, logits in passes]  # they are among what is gathered
+    needs = [(*each, _gathered_bytes(kept, devices, *each) if devices > 1 else 0) for each in passes]
+    activations, logits, gathered = max(needs, key=sum)
     return Memory(
         parameters=load.processes * flat,
         gradients=load.processes * flat,
@@ -187,7 +198,7 @@ def device_memory(kept: Kept, step: StepSizes | None, load: Load, placement: Pla
         method_per_trainer=0 if away else methods,
         method_per_worker=load.workers * len(kept.per_worker) * flat,
         round=load.round_tensors * flat,
-        gathered=load.processes * momentary * kept.itemsize if devices > 1 else 0,
+        gathered=load.processes * gathered,
         activations=load.processes * activations,
         logits=load.processes * logits,
         host={name: size for name, size in host.items() if size},

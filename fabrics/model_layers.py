@@ -45,13 +45,21 @@ def reduced_numbers(blocks: tuple[Block, ...]) -> int:
     return max(sum(block.size for block in layer) for layer in by_layer(blocks))
 
 
-def momentary_numbers(gathered: int, compared: int, whole: int, copies: int) -> int:
-    """Numbers that a device of an island needs for a moment, in a pass or between passes.
+def passing_numbers(gathered: int, compared: int) -> int:
+    """Numbers that a device of an island needs for a moment in a pass.
 
     Args:
         gathered: of layers; they are there, are sent and received, and have gradients.
         compared: of a gradient of every device's rows, beside what is reduced; 0: none is compared.
+    """
+    return 3 * gathered + compared
+
+
+def momentary_numbers(gathered: int, compared: int, whole: int, copies: int) -> int:
+    """The same, in a pass or between passes.
+
+    Args:
         whole: of tensors that are looked at whole. copies: as many of these are there at a time, with what is sent and
             received, parts, and what is computed of them.
     """
-    return max(3 * gathered + compared, copies * whole)
+    return max(passing_numbers(gathered, compared), copies * whole)

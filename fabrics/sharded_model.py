@@ -38,6 +38,7 @@ from fabrics.sharded_probe import ShardedProbe
 from fabrics.whole_tensors import WholeTensors, most_whole
 from fabrics.worker import TrainingError
 from fabrics.working_model import Made, NotKeptError, WorkingModel, blocks_of
+from utils.checkpoint_parts import FilePart
 from utils.collectives import Collectives
 from utils.islands import ProcessIsland
 from utils.placement import share_of
@@ -334,16 +335,15 @@ class ShardedModel(WorkingModel):
         """Every parameter's part of a whole flat tensor, one after the other, in its shape."""
         return self._layout.gather(flat, self.island)
 
-    def whole(self, groups: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-        found = {}
-        for number, (group, tensors) in enumerate(groups.items()):  # in turn: nobody has to hold all of them
-            keeps, joined = number % self.island.size == self.island.index, {}
-            for name, tensor in tensors.items():
-                layout = self._layout_of(name)
-                is_flat = tensor.shape == (layout.size,)
-                joined[name] = layout.joined(tensor, self.island, keeps) if is_flat else tensor
-            found |= {group: joined} if keeps else {}
-        return found
+    def kept(self, groups: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, FilePart]]:
+        return {group: {name: self._kept(name, own[name]) for name in own} for group, own in groups.items()}
+
+    def _kept(self, name: str, tensor: torch.Tensor) -> FilePart:
+        layout = self._layout_of(name)
+        if tensor.shape != (layout.size,):  # all devices have it
+            return FilePart(tensor, tuple(tensor.shape), ((0, slice(None)),) if self.island.index == 0 else ())
+        pieces = ((theirs.start, own) for theirs, own in layout.parts(self.island.index))
+        return FilePart(tensor, (layout.whole_size,), tuple(pieces))
 
     @torch.no_grad()
     def state(self, keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu) -> dict[str, torch.Tensor]:

@@ -16,6 +16,7 @@ from algorithms.gradient_statistics import SampleEstimate
 from algorithms.losses import logits_of
 from algorithms.per_example import PerExampleProbe, step_estimate
 from algorithms.synchronisation.method import Block, Wholes
+from utils.checkpoint_parts import FilePart
 from utils.devices import is_out_of_memory
 from utils.islands import Island
 
@@ -242,15 +243,15 @@ class WorkingModel:
         """
         return WorkingModel(module, self.device).parameters.detach()
 
-    def whole(self, groups: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-        """Groups of tensors as they are with one device per node, each in one device; all of the island ask together.
+    def kept(self, groups: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor | FilePart]]:
+        """Groups of tensors as a checkpoint takes them, by reference: on islands, of which parts these are.
 
         Those of the shape of `parameters` are laid out like them, others as `packed` says.
         """
         return {name: dict(tensors) for name, tensors in groups.items()}
 
     def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """What this device has of one of the tensors that `whole` gives, by its name in its group."""
+        """What this device has of a tensor as it is with one device per node, by its name in its group."""
         return tensor
 
     def state(self, keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu) -> dict[str, torch.Tensor]:

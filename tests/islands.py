@@ -35,7 +35,10 @@ from tests.helpers import (
     tiny_llama,
     use_torch_norms,
 )
+from utils.checkpoint import Checkpoints
+from utils.config import Config
 from utils.distributed import LocalProcesses, Processes, meet
+from utils.islands import _give_back_what_is_freed
 from utils.joining import join_processes
 
 _RUN = {
@@ -282,36 +285,61 @@ def methods(processes: Processes) -> dict[str, dict]:
             return {name: run_method(name, processes) for name in METHODS}
 
 
+MODEL_OF_30M = {
+    "preset": "demo",
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "vocab_size": 8192,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+
+
+def memory_config(devices_per_node: int = 1) -> Config:
+    """Of a run of one node, with micro-batches of four sequences of 64 tokens."""
+    batches = dict.fromkeys(("max_batch_size", "INITIAL_BATCH_SIZE", "max_requested_batch", "statistics_batch_size"), 4)
+    return make_config(
+        model_config=MODEL_OF_30M,
+        number_of_initial_trainers=1,
+        number_of_outer_steps=1,
+        number_of_inner_steps_between_outers=1,
+        cpu_threads=1,
+        nodes_per_gpu=1,
+        devices_per_node=devices_per_node,
+        sequence_length=64,
+        eval_batch_size=4,
+        **batches,
+    )
+
+
 def memory(folder: Path) -> None:
-    """What each process of a run of 30M parameters needs at most, beyond what it has before, to FOLDER."""
+    """What each process of a run of 30M parameters needs at most, beyond what it has before, to FOLDER.
+
+    Without a checkpoint, and with one. Of what is freed nothing is kept for later, as on islands.
+    """
+    _give_back_what_is_freed()
     torch.set_num_threads(1)
     processes = meet()
     size = processes.count
-    model = {"preset": "demo", "hidden_size": 512, "intermediate_size": 1408, "vocab_size": 8192}
-    model |= {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8}
-    values = {"max_batch_size": 2, "INITIAL_BATCH_SIZE": 2, "statistics_batch_size": 2, "eval_batch_size": 2}
-    config = make_config(
-        model_config=model,
-        number_of_initial_trainers=1,
-        number_of_outer_steps=1,
-        cpu_threads=1,
-        number_of_inner_steps_between_outers=1,
-        **values,
-    )
     processes.place([CPU], 1, True, size)
-    data, before = tiny_data(train=16, validation=4), resident_peak()
-    cluster = Cluster(config, data, processes)
+    data, before = tiny_data(train=16, validation=4, length=64), resident_peak()
+    cluster = Cluster(memory_config(), data, processes)
     cluster.train(Recorder())
     assert cluster.parameter_count == 29_893_120
+    trained = processes.gather(resident_peak() - before)
+    checkpoints = Checkpoints(folder, 1, None, processes, print)
+    checkpoints.hold(1, cluster.tensors(), {}, {})  # what is written later
+    checkpoints.settle()
     peaks = processes.gather(resident_peak() - before)
     if processes.is_main:
-        (folder / f"peaks_{size}.json").write_text(json.dumps(peaks))
+        (folder / f"peaks_{size}.json").write_text(json.dumps([trained, peaks]))
     processes.close()
 
 
 def resident_peak() -> int:
-    """In kilobytes, of this process."""
-    return int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
+    """In bytes, of this process."""
+    return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 def main(folder: Path) -> None:

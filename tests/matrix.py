@@ -29,6 +29,7 @@ from fabrics.worker import NodeFailedError, Place
 from tests.helpers import TINY_ARCHITECTURE, VOCABULARY, Recorder, make_trainer, random_sequences, tiny_data
 from trainers import Trainer
 from utils.checkpoint import newest_checkpoint
+from utils.checkpoint_parts import FilePart
 from utils.config import Config
 from utils.config_reading import parse_config
 from utils.utils import checkpoints_of
@@ -240,15 +241,24 @@ def data():
 
 
 def state_of(cluster: Cluster) -> dict:
-    """All that a checkpoint of the cluster holds but times; the same in every process."""
-    parts = cluster.processes.gather({name: dict(group) for name, group in cluster.tensors().items()})
-    tensors = {
-        f"{name} {key}": tensor.clone()
-        for part in parts
-        for name, group in part.items()
-        for key, tensor in group.items()
-    }
+    """All that a checkpoint of the cluster holds but times, whole; the same in every process."""
+    tensors: dict[str, torch.Tensor] = {}
+    for groups in cluster.processes.gather(cluster.tensors()):
+        for name, group in groups.items():
+            for key, tensor in group.items():
+                if isinstance(tensor, FilePart):
+                    _put(tensor, tensors, f"{name} {key}")
+                else:
+                    tensors[f"{name} {key}"] = tensor.clone()
     return {"values": json.dumps(cluster.state_dict()), "tensors": tensors}
+
+
+def _put(part: FilePart, tensors: dict[str, torch.Tensor], key: str) -> None:
+    """A part of a tensor into that, which is made with the first part."""
+    values = part.values.detach().flatten()
+    whole = tensors.setdefault(key, values.new_zeros(part.shape)).view(-1)
+    for start, own in part.pieces:
+        whole[start : start + len(values[own])] = values[own]
 
 
 class Following(Recorder):

@@ -249,8 +249,8 @@ def test_where_things_are_kept_changes_what_a_device_holds():
     load = Load(trainers=2, workers=3, round_tensors=1, micro_batch=5)
     island = device_memory(KEPT, STEP, load, Placement(devices_per_node=4))
     # A quarter of every flat tensor; 2 of 5 examples at most; layers are whole for a moment.
-    assert (island.parameters, island.moments, island.gathered) == (1000, 3 * 4 * 501, 7200)
-    assert (island.activations, island.logits) == (240, 80)
+    assert (island.parameters, island.moments, island.gathered) == (1000, 3 * 4 * 501, 7200 - 54)
+    assert (island.activations, island.logits) == (240, 80)  # a third of which is there when layers have gradients
     away = device_memory(KEPT, STEP, load, Placement(outer_state="cpu", idle_moments="cpu"))
     assert (away.trainers, away.method_per_trainer, away.moments) == (0, 0, 8004)
     assert away.host == {"moments": 2 * 8004, "trainers": 8000, "method_per_trainer": 8000}
@@ -276,7 +276,7 @@ def test_the_smallest_change_that_fits():
     assert smallest_change(demand, 9, 1, live + 4 * 140) == "max_batch_size=4"
     assert smallest_change(demand, 9, 2, live + 140 + 100) == "activation_checkpointing=true max_batch_size=3"
     assert smallest_change(demand, 9, 1, live - 8000 + 9 * 140) == "outer_state=cpu"
-    assert smallest_change(demand, 9, 1, 17_600) == "devices_per_node=4 max_batch_size=8"
+    assert smallest_change(demand, 9, 1, 17_500) == "devices_per_node=4 max_batch_size=8"
     assert smallest_change(demand, 9, 1, 18_000) == "devices_per_node=4"
     assert smallest_change(demand, 9, 1, 100) is None
 
@@ -459,6 +459,12 @@ def test_what_is_whole_for_a_moment_by_hand():
     assert gathered(4, looked_at=(400, 200), whole_copies=4) == 4 * 3 * 600
     assert gathered(4, looked_at=(400, 200), whole_copies=6) == 4 * 6 * 400
     assert gathered(1, looked_at=sizes, whole_copies=4, compared=100) == 0
+    # Between passes there are no activations and no logits, of which each of four devices has 240 and 80 bytes.
+    busy = dataclasses.replace(load, micro_batch=5)
+    kept = dataclasses.replace(KEPT, looked_at=sizes, whole_copies=4)
+    assert device_memory(kept, STEP, busy, Placement(devices_per_node=4)).gathered == 4 * 4 * 500 - 240 - 80
+    large = dataclasses.replace(STEP, logits=12_000)  # all that is whole for a moment comes when they are gone
+    assert device_memory(kept, large, busy, Placement(devices_per_node=4)).gathered == 0
     assert whole_bytes(1400, 4, 4) == 2 * 4 * 1400 * 3 / 4
 
 

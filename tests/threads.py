@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from utils.islands import Island
 from utils.notices import Notices
 
 T = TypeVar("T")
@@ -13,11 +14,19 @@ T = TypeVar("T")
 _LIMIT_SECONDS = 120.0
 
 
-class Thread:
-    """One of them. machine: those with one number share a machine."""
+class _Place(Island):
+    """In an island of so many of them, which share nothing here but the files that they write."""
 
-    def __init__(self, rank: int, count: int, shared: dict, machines: tuple[int, ...]):
+    def __init__(self, size: int, index: int):
+        self.size, self.index = size, index
+
+
+class Thread:
+    """One of them. machine: those with one number share a machine. devices: of an island."""
+
+    def __init__(self, rank: int, count: int, shared: dict, machines: tuple[int, ...], devices: int):
         self.rank, self.count, self.is_main = rank, count, rank == 0
+        self.island = _Place(devices, rank % devices)
         self.first_here = machines.index(machines[rank]) == rank
         self.notices = Notices(shared["store"], rank, count)
         self._barrier, self._values = shared["barrier"], shared["values"]
@@ -33,7 +42,9 @@ class Thread:
         return items[self.rank :: self.count]
 
 
-def together(count: int, work: Callable[[Thread], T], machines: tuple[int, ...] | None = None) -> list[T]:
+def together(
+    count: int, work: Callable[[Thread], T], machines: tuple[int, ...] | None = None, devices_per_node: int = 1
+) -> list[T]:
     """What each of `count` processes makes of `work`; an exception of one that is in nobody's way is raised here."""
     shared = {
         "store": dist.HashStore(),
@@ -45,7 +56,7 @@ def together(count: int, work: Callable[[Thread], T], machines: tuple[int, ...] 
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(Thread(rank, count, shared, machines or (0,) * count))
+            results[rank] = work(Thread(rank, count, shared, machines or (0,) * count, devices_per_node))
         except Exception as error:
             errors.append(error)
             shared["barrier"].abort()

@@ -1,8 +1,8 @@
 """Checkpoints of a run: `checkpoints/round_NNNNN/`, whole or not there, and known to be undamaged when they are read.
 
 A checkpoint is state.json, safetensors files named by trainer and worker (never by process), and SHA256SUMS over all of
-them, which `sha256sum -c` checks as well. Every process writes the tensors that it has, so that with several machines
-the run folder must be on a file system that they share.
+them, which `sha256sum -c` checks as well. Every process writes the tensors that it has, or its parts of them where an
+island shares them, so that with several machines the run folder must be on a file system that they share.
 
 Training goes on while a checkpoint is written: it waits for a copy of the state in host memory, which a thread of each
 process writes (`utils.checkpoint_writer`) and which is freed then. The same on the way back: every process verifies a
@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from utils.checkpoint_files import damage, finished_checkpoints, read_sums, set_aside
-from utils.checkpoint_writer import Snapshot, Writing, copied
+from utils.checkpoint_writer import Groups, Snapshot, Writing, copied
 from utils.distributed import Processes
 
 STATE = "state.json"
@@ -145,7 +145,7 @@ class Checkpoints:
     def save(
         self,
         number: int,
-        groups: Mapping[str, Mapping[str, torch.Tensor]],
+        groups: Groups,
         state: Mapping[str, Any],
         text_files: Mapping[str, str],
     ) -> None:
@@ -153,7 +153,7 @@ class Checkpoints:
 
         Args:
             number: of the round after which it is written.
-            groups: the tensors that this process is to write, a file each.
+            groups: the tensors that this process is to write, a file each, or on islands its parts of them.
             state: JSON values, those of the main process count.
             text_files: more files to keep with it, likewise.
         """
@@ -165,7 +165,7 @@ class Checkpoints:
     def hold(
         self,
         number: int,
-        groups: Mapping[str, Mapping[str, torch.Tensor]],
+        groups: Groups,
         state: Mapping[str, Any],
         text_files: Mapping[str, str],
     ) -> None:
@@ -225,7 +225,10 @@ class Checkpoints:
         return came_late
 
     def _conclude(self, writing: Writing) -> None:
-        problem = writing.outcome(self._processes.gather(writing.own_failure()))
+        failures = self._processes.gather(writing.own_failure())
+        if self._processes.island.size > 1 and not any(failures):  # otherwise some may wait for others in vain
+            failures = self._processes.gather(writing.failure_of_sums())
+        problem = writing.outcome(failures)
         if problem is not None and self._processes.is_main:
             self._warn(
                 f"no checkpoint after round {writing.number}: {problem}; training goes on, and what was written before "

@@ -3,9 +3,10 @@
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,27 +33,45 @@ _TYPES = {
 }
 
 
-def _safetensors(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview | bytes]:
-    """A safetensors file in blocks: the length of the header, the header as JSON, the tensors; nothing is copied.
+def safetensors_places(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[bytes, dict[str, int], int]:
+    """Where everything is in a safetensors file of tensors with these types and shapes.
 
-    The format is that of https://github.com/huggingface/safetensors, whose own writer leaves no way to hash what it
-    writes but to read the file again.
+    The format is that of https://github.com/huggingface/safetensors.
+
+    Returns:
+        The file's beginning, which is the length of the header and the header as JSON; where each tensor's bytes begin,
+        in their order; the file's size.
     """
     order = list(_TYPES)
-    names = sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name))
     header, start = {}, 0
-    for name in names:
-        tensor = tensors[name]
-        end = start + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    for name in sorted(tensors, key=lambda name: (order.index(tensors[name][0]), name)):
+        dtype, shape = tensors[name]
+        end = start + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _TYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         start = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    yield len(encoded).to_bytes(8, "little") + encoded
-    for name in names:
-        data = memoryview(tensors[name].contiguous().flatten().view(torch.uint8).numpy())
-        for begin in range(0, len(data), _BLOCK_BYTES):
-            yield data[begin : begin + _BLOCK_BYTES]
+    beginning = len(encoded).to_bytes(8, "little") + encoded
+    starts = {name: len(beginning) + entry["data_offsets"][0] for name, entry in header.items()}
+    return beginning, starts, len(beginning) + start
+
+
+def blocks_of_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor on the CPU, which are not copied where it is contiguous."""
+    data = memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    for begin in range(0, len(data), _BLOCK_BYTES):
+        yield data[begin : begin + _BLOCK_BYTES]
+
+
+def _safetensors(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview | bytes]:
+    """A safetensors file in blocks; nothing is copied.
+
+    The library's own writer leaves no way to hash what it writes but to read the file again.
+    """
+    beginning, starts, _ = safetensors_places({name: (each.dtype, each.shape) for name, each in tensors.items()})
+    yield beginning
+    for name in starts:
+        yield from blocks_of_bytes(tensors[name])
 
 
 def _write(path: Path, blocks: Iterable[memoryview | bytes]) -> str:
@@ -103,17 +122,21 @@ def read_sums(folder: Path) -> dict[str, str]:
     return dict(sorted(sums.items(), key=lambda entry: -(folder / entry[0]).stat().st_size))
 
 
-def _damage(path: Path, expected: str) -> str | None:
+def checksum(path: Path) -> str:
+    """That of what a file has."""
     digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _damage(path: Path, expected: str) -> str | None:
     try:
-        with path.open("rb", buffering=0) as file:
-            while block := file.read(_BLOCK_BYTES):
-                digest.update(block)
+        found = checksum(path)
     except OSError as error:
         return " ".join(str(error).split())
-    if digest.hexdigest() != expected:
-        return f"{path.name} is damaged (its checksum is not that in {SUMS})"
-    return None
+    return None if found == expected else f"{path.name} is damaged (its checksum is not that in {SUMS})"
 
 
 def damage(folder: Path, sums: Mapping[str, str]) -> str | None:

@@ -2,39 +2,46 @@
 
 The main process makes a temporary folder; then all write what they have and say so; the main process adds the texts and
 the checksums and renames the folder. Until that last step the checkpoints before are all there is, whoever dies when.
+
+The processes of an island write its files together (`utils.checkpoint_parts`), wait for each other, and read a share of
+the files each, for their checksums.
 """
 
 import contextlib
+import functools
 import json
 import os
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from utils.checkpoint_files import finished_checkpoints, sync_folder, write_sums, write_tensors, write_text
+from utils.checkpoint_files import checksum, finished_checkpoints, sync_folder, write_sums, write_tensors, write_text
+from utils.checkpoint_parts import FilePart, write_parts
 from utils.distributed import Processes
 
 _POLL_SECONDS = 0.05
 # Files that a process writes side by side.
 _WRITERS = 2
+Groups = Mapping[str, Mapping[str, torch.Tensor | FilePart]]
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """What this process writes of the state after a round, in host memory.
 
-    topic: under which those who write it speak to each other. number: of the round. groups: tensors by file and name.
-    texts: by file, in the main process. problem: why there is nothing to write.
+    topic: under which those who write it speak to each other. number: of the round. groups: tensors by file and name;
+    of an island's process its part of each. texts: by file, in the main process. problem: why there is nothing to
+    write.
     """
 
     topic: str
     number: int
-    groups: Mapping[str, Mapping[str, torch.Tensor]]
+    groups: Groups
     texts: Mapping[str, str]
     problem: str | None = None
 
@@ -47,13 +54,16 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return copy.copy_(tensor.detach(), non_blocking=True)
 
 
-def copied(
-    topic: str, number: int, groups: Mapping[str, Mapping[str, torch.Tensor]], texts: Mapping[str, str]
-) -> Snapshot:
+def _copied(tensor: torch.Tensor | FilePart) -> torch.Tensor | FilePart:
+    return replace(tensor, values=_copy(tensor.values)) if isinstance(tensor, FilePart) else _copy(tensor)
+
+
+def copied(topic: str, number: int, groups: Groups, texts: Mapping[str, str]) -> Snapshot:
     """A snapshot of what may change from now on; it needs as much host memory as the tensors."""
     try:
-        copies = {group: {name: _copy(tensor) for name, tensor in part.items()} for group, part in groups.items()}
-        for device in {tensor.device for part in groups.values() for tensor in part.values()}:
+        copies = {group: {name: _copied(tensor) for name, tensor in own.items()} for group, own in groups.items()}
+        given = (tensor for own in groups.values() for tensor in own.values())
+        for device in {tensor.values.device if isinstance(tensor, FilePart) else tensor.device for tensor in given}:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
     except (MemoryError, RuntimeError) as error:
@@ -87,17 +97,22 @@ class Writing:
         self._final = folder / f"round_{snapshot.number:05d}"
         self._temporary = folder / f".{self._final.name}.new"
         self._notices, self._is_main = processes.notices, processes.is_main
-        self._topic = snapshot.topic
+        self._topic, self._island = snapshot.topic, processes.island
         self._own_failure: str | None = None
         self._problem: str | None = None
-        self._written, self._given_up = threading.Event(), threading.Event()
+        self._written, self._summed, self._given_up = threading.Event(), threading.Event(), threading.Event()
         self._snapshot: Snapshot | None = snapshot
         self._thread = threading.Thread(target=self._run, name=self._topic, daemon=True)
         self._thread.start()
 
     def own_failure(self) -> str | None:
-        """What went wrong with this process's part, when it is over."""
+        """What went wrong with this process's part, when it is written; nobody of the island is waited for."""
         self._written.wait()
+        return self._own_failure
+
+    def failure_of_sums(self) -> str | None:
+        """What went wrong with its share of the island's checksums besides, when all have written their parts."""
+        self._summed.wait()
         return self._own_failure
 
     def outcome(self, failures: Sequence[str | None]) -> str | None:
@@ -118,17 +133,20 @@ class Writing:
         self._thread.join()
 
     def _run(self) -> None:
-        texts, sums = self._snapshot.texts, {}
-        try:
+        texts, files, sums = self._snapshot.texts, [self._path(group) for group in self._snapshot.groups], {}
+        with self._noting_failure():
             sums = self._write_part(self._snapshot)
-        except Exception as error:  # whatever it is: nobody sees what a thread raises
-            self._own_failure = _said(error)
         self._snapshot = None
-        try:
+        if self._island.size > 1:
+            with self._noting_failure():
+                self._notices.post_own(f"{self._topic} rows", self._own_failure or "")
+            self._written.set()
+            with self._noting_failure():
+                sums = {} if self._own_failure else self._island_sums(files)
+        with self._noting_failure():
             self._notices.post_own(f"{self._topic} part", json.dumps([sums, self._own_failure]))
-        except ConnectionError as error:
-            self._own_failure = self._own_failure or str(error)
         self._written.set()
+        self._summed.set()
         try:
             if self._is_main:
                 self._complete(texts)
@@ -141,6 +159,13 @@ class Writing:
                 shutil.rmtree(self._temporary, ignore_errors=True)
                 with contextlib.suppress(ConnectionError):
                     self._notices.post(f"{self._topic} over", "")
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever it is: nobody sees what a thread raises
+            self._own_failure = self._own_failure or _said(error)
 
     def _await_notice(self, what: str) -> str:
         while (text := self._notices.read(f"{self._topic} {what}")) is None:
@@ -160,10 +185,30 @@ class Writing:
             raise OSError(problem)
         if snapshot.problem:
             raise OSError(snapshot.problem)
-        paths = [self._temporary / f"{group}.safetensors" for group in snapshot.groups]
+        write = write_tensors
+        if self._island.size > 1:
+            write = functools.partial(write_parts, is_first=self._island.index == 0)
+        paths = [self._path(group) for group in snapshot.groups]
         with ThreadPoolExecutor(_WRITERS) as writers:  # while one waits for the disk, another one hashes
-            digests = writers.map(write_tensors, paths, snapshot.groups.values())
+            digests = writers.map(write, paths, snapshot.groups.values())
             return {path.name: digest for path, digest in zip(paths, digests, strict=True)}
+
+    def _path(self, group: str) -> Path:
+        return self._temporary / f"{group}.safetensors"
+
+    def _island_sums(self, files: Sequence[Path]) -> dict[str, str]:
+        """The checksums of this process's share of the files of its island, when all of it have written their parts.
+
+        Raises:
+            OSError: one could not.
+        """
+        first = self._notices.rank - self._island.index
+        said = [self._await_notice(f"rows/{rank}") for rank in range(first, first + self._island.size)]
+        if failures := sorted({failure for failure in said if failure}):
+            raise OSError("; ".join(failures))
+        own = sorted(files)[self._island.index :: self._island.size]
+        with ThreadPoolExecutor(_WRITERS) as readers:
+            return {path.name: digest for path, digest in zip(own, readers.map(checksum, own), strict=True)}
 
     def _begin(self) -> None:
         problem = ""

@@ -35,11 +35,14 @@ class Notices:
     Args:
         store: nobody else uses this connection to it.
         rank, count: which of how many processes this is.
+
+    Attributes:
+        rank, count: these.
     """
 
     def __init__(self, store: Store, rank: int = 0, count: int = 1):
         self._store, self._lock = store, threading.Lock()
-        self._rank, self.count, self._topics = rank, count, 0
+        self.rank, self.count, self._topics = rank, count, 0
 
     @contextlib.contextmanager
     def _reaching(self) -> Iterator[Store]:
@@ -70,7 +73,7 @@ class Notices:
 
     def post_own(self, name: str, text: str) -> None:
         """Put up a text beside those of the other processes under that name."""
-        self.post(f"{name}/{self._rank}", text)
+        self.post(f"{name}/{self.rank}", text)
 
     def read_all(self, name: str) -> list[str | None]:
         """The processes' own texts under a name; None for those that have put up none."""
