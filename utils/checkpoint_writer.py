@@ -231,12 +231,12 @@ class Writing:
         """
         while True:
             parts = [json.loads(part) for part in self._notices.read_all(f"{self._topic} part") if part is not None]
-            failures = sorted({failure for _, failure in parts if failure is not None})
-            if failures:
-                raise OSError("; ".join(failures))
-            if len(parts) == self._notices.count:
-                return {name: digest for sums, _ in parts for name, digest in sums.items()}
+            if len(parts) == self._notices.count:  # nobody writes any more
+                break
             self._pause()
+        if failures := sorted({failure for _, failure in parts if failure is not None}):
+            raise OSError("; ".join(failures))
+        return {name: digest for sums, _ in parts for name, digest in sums.items()}
 
     def _complete(self, texts: Mapping[str, str]) -> None:
         sums = self._parts()
