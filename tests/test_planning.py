@@ -325,6 +325,16 @@ def test_a_plan_says_what_the_run_says():
         ({"distributed_algo": "Decoupled", "node_speeds": [2, 2]}, False),
         ({"distributed_algo": "DelayedNesterov", "synchronisation": {"steps": 2}, "node_speeds": [1, 0.5]}, True),
         ({"distributed_algo": "DelayedNesterov", "node_speeds": [1, 0.5]}, False),
+        ({"distributed_algo": "DelayedNesterov", "synchronisation": {"steps": 2}, "node_speeds": [1, 1]}, False),
+        (
+            {
+                "distributed_algo": "DelayedNesterov",
+                "synchronisation": {"steps": 2},
+                "node_speeds": [1, 1],
+                "link_latency_seconds": 1.0,
+            },
+            True,
+        ),
     ],
 )
 def test_laws_are_not_about_rounds_in_which_workers_make_unlike_steps(values, fewer):
