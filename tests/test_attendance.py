@@ -405,7 +405,7 @@ def test_a_resumed_run_of_another_length_has_another_schedule():
 
 def test_workers_that_join_begin_with_moments_or_without():
     for how in ("copy", "zero"):
-        trainer = matrix.trainer_of(workers=2, new_worker_moments=how, **LOSS)
+        trainer = matrix.trainer_of(workers=2, joining_moments=how, **LOSS)
         train(trainer, 2, matrix.INNER_STEPS)
         trainer.assign_nodes(tuple(Node(node, CPU, 64) for node in range(3)))
         new, old = trainer.workers[2], trainer.workers[0]

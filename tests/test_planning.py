@@ -91,7 +91,7 @@ def trained(**values) -> Cluster:
         {"number_of_outer_steps": 5, "communication_dtype": "int8", "outer_momentum_at_merge": "reset"},
         {"number_of_outer_steps": 5, "nodes_per_gpu": 7, "number_of_initial_trainers": 3, "merge_count": 3},
         {"nodes_per_gpu": 6, "number_of_initial_trainers": 1, "number_of_outer_steps": None, "max_tokens": 450},
-        {"nodes_per_gpu": 5, "new_worker_moments": "zero", "merging_policy": "best_with_worst", "merge_frequency": 1},
+        {"nodes_per_gpu": 5, "joining_moments": "zero", "merging_policy": "best_with_worst", "merge_frequency": 1},
         {"nodes_per_gpu": 2, "number_of_initial_trainers": 1, "statistics_estimator": "across_workers"}
         | {"sampling_method": "norm_test", "max_requested_batch": 4, "batch_test_start": 2},
         {"nodes_per_gpu": 8, "number_of_initial_trainers": 1, "sampling_method": "norm_test"}

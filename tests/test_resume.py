@@ -12,14 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 import run as program
 from tests.helpers import warnings_of
 from tests.programs import wait_until
 from tests.test_run import start_training, write_config
+from utils.config import ConfigError
 from utils.config_reading import parse_config
-from utils.resume import training_changes
+from utils.resume import resumed_config, training_changes
 
 TIMES = ("wall_seconds", "training_seconds", "tokens_per_second", "memory_peaks", "waiting_share", "invocations")
 
@@ -177,6 +179,16 @@ def test_which_changes_need_force():
     assert changes(config(), config(nu=1, INITIAL_BATCH_SIZE=4, communication_dtype="int8")) == [
         *("communication_dtype", "INITIAL_BATCH_SIZE", "nu")
     ]
+
+
+def test_a_run_from_before_a_key_had_another_name_is_resumed(tmp_path):
+    config, _ = parse_config({"number_of_outer_steps": 3, "joining_moments": "zero"})
+    before = yaml.safe_dump(dataclasses.asdict(config)).replace("joining_moments", "new_worker_moments")
+    assert "new_worker_moments: zero" in before
+    (tmp_path / "config.yaml").write_text(before, encoding="utf-8")
+    assert resumed_config(tmp_path, [], False, {})[0] == config
+    with pytest.raises(ConfigError, match="joining_moments: was 'zero', now 'copy'; that changes how the run trains"):
+        resumed_config(tmp_path, ["new_worker_moments=copy"], False, {})
 
 
 @pytest.mark.parametrize(
