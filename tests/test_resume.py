@@ -287,7 +287,7 @@ def test_a_signal_in_a_long_round_loses_nothing_of_the_rounds_before(programs, t
     """One process gets it in round 4, while the others may wait for that one in the mean; all end, and go on."""
     values = {"keep_checkpoints": 9, "number_of_outer_steps": 6, "processes": 2, "stop_patience_seconds": 1e-9}
     config = write_config(tmp_path, cache_dir, **values)
-    done = programs.run("tests/given_up.py", rank, "--config", config, status=130)
+    done = programs.run("tests/given_up.py", rank, "SIGTERM", "--config", config, status=130)
     assert f"SIGTERM{' to another process' * (rank > 0)}: stopping after this round" in done.stdout
     (folder,) = (tmp_path / "logs").iterdir()
     assert f"to go on: python run.py --resume {folder}" in done.stdout
