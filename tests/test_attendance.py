@@ -57,7 +57,17 @@ def test_nodes_over_the_share_of_the_run(progress, nodes):
 
 @pytest.mark.parametrize(
     ("share", "workers", "count"),
-    [(1.0, 5, 5), (0.5, 4, 2), (0.5, 5, 3), (0.5, 1, 1), (0.1, 4, 1), (0.3, 4, 1), (0.4, 4, 2), (0.74, 3, 2)],
+    [
+        (1.0, 5, 5),
+        (0.5, 4, 2),
+        (0.5, 5, 3),
+        (0.5, 1, 1),
+        (0.1, 4, 1),
+        (0.3, 4, 1),
+        (0.4, 4, 2),
+        (0.74, 3, 2),
+        (0.29, 50, 15),
+    ],
 )
 def test_how_many_take_part(share, workers, count):
     assert participant_count(share, workers) == count

@@ -460,6 +460,17 @@ def test_the_log_of_nodes_goes_on_where_it_stopped_and_counts_exchanges(tmp_path
     assert half.summary()["waiting_share"] == log.summary()["waiting_share"]
 
 
+def test_a_round_without_a_barrier_takes_all_nodes_as_long(tmp_path):
+    """Four rounds of eight inner steps of 2 s: but for a step of its own, and an answer that is under way."""
+    values = {"number_of_initial_trainers": 1, "INITIAL_BATCH_SIZE": 8, "number_of_inner_steps_between_outers": 8}
+    method = {"distributed_algo": "DelayedNesterov", "synchronisation": {"steps": 3}, "link_latency_seconds": 3.0}
+    rows, log, _ = logged(tmp_path, node_speeds=SPEEDS, number_of_outer_steps=4, **values | method)
+    for node, row in enumerate(rows[-4:]):
+        assert abs(row["ends"] - 4 * 8 * 2) < 2 / SPEEDS[node] + 3
+    assert sum(row["exchanging"] for row in rows if row["node"] == 0) == 7 * 3
+    assert log.summary()["waiting_share"] == 0
+
+
 def test_without_given_speeds_the_clock_has_what_was_measured(tmp_path):
     rows, log, rounds = logged(tmp_path)
     workers = [worker for result in rounds for worker in result.reports[0].workers.values()]
