@@ -339,7 +339,7 @@ def test_a_plan_says_what_the_run_says():
 )
 def test_laws_are_not_about_rounds_in_which_workers_make_unlike_steps(values, fewer):
     why = without_law(make_config(**values))
-    assert why == ("workers on slower nodes make fewer inner steps of a round" if fewer else None)
+    assert why == ("workers make fewer inner steps than their rounds have" if fewer else None)
 
 
 def test_seconds_of_a_plan_by_hand():

@@ -29,10 +29,15 @@ LESS = {
 }  # fmt: skip
 
 
-def command(cache_dir: Path, folder: Path, **values) -> list[str]:
-    """The arguments of a run that begins, in a folder, by finding its clusters."""
+def forget_clusters(cache_dir: Path) -> None:
+    """Let the next run find them."""
     for known in cache_dir.glob("**/*_clusters_of_*"):
         known.unlink()
+
+
+def command(cache_dir: Path, folder: Path, **values) -> list[str]:
+    """The arguments of a run that begins, in a folder, by finding its clusters."""
+    forget_clusters(cache_dir)
     given = LESS | {"log_dir": folder, "cache_dir": cache_dir} | values
     return ["--config", str(ROOT / "configs" / "clusters.yaml"), *(f"{key}={value}" for key, value in given.items())]
 
@@ -51,15 +56,15 @@ def share_log(folder: Path) -> list[dict]:
 
 
 def test_a_run_of_which_a_process_is_killed_goes_on_with_the_same_bits(programs, whole, cache_dir, tmp_path):
-    """By SIGKILL, the second of two in round 4; clusters are found again before and after."""
+    """By SIGKILL, the second of two in round 4; on one. Clusters are found before, and again after."""
     begin = command(cache_dir, tmp_path, processes=2)
     done = programs.run("tests/given_up.py", 1, "SIGKILL", *begin, status=1)
     assert "was killed (SIGKILL)" in done.stdout + done.stderr
     (folder,) = tmp_path.iterdir()
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["round_00002"]
-    for known in cache_dir.glob("**/*_clusters_of_*"):
-        known.unlink()
-    programs.run("run.py", "--resume", folder)
+    forget_clusters(cache_dir)
+    assert program.main(["--resume", str(folder), "processes=1"]) == 0
+    assert [*cache_dir.glob("**/*_clusters_of_*")]
     assert_same_run(folder, whole, besides=("processes",))
     assert share_log(folder) == share_log(whole)
     rows = read_run(whole).rounds
