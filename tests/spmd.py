@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -198,8 +197,11 @@ def clustered(config: Config, processes: Processes) -> TaskData:
             documents = TokenisedSet(Path(folder), metadata, tokenizer, whole, whole.first(20))
             return task_data(config, "kinds", "six kinds of documents", documents)
 
-        with patch.dict(DATASETS, kinds=Dataset("causal_lm", load)):
+        DATASETS["kinds"] = Dataset("causal_lm", load)
+        try:
             return load_data(dataclasses.replace(config, dataset="kinds"), processes)
+        finally:
+            del DATASETS["kinds"]
 
 
 def run_scenario(name: str, processes=None) -> dict:
