@@ -29,6 +29,7 @@ from fabrics.initialisation import initial_cursors, initial_parameters
 from fabrics.learning_rates import learning_rate_schedule, learning_rates_each
 from fabrics.measures import Measures
 from fabrics.round_records import batch_control, batch_samples, halving, worker_warnings
+from fabrics.servers import worker_turns
 from fabrics.share_order import ShareCursor
 from fabrics.synchronisation import check_method
 from fabrics.worker import COPY, Assignment, Node, Place, Worker, WorkerRound
@@ -169,8 +170,8 @@ class Trainer:
     @property
     def shares(self) -> Shares:
         """Who does how much in the round at hand."""
-        fewer_steps = self.workforce.fewer_steps
-        return Shares(self._config, self.requested_batch, self.nodes, self.participants, fewer_steps)
+        fewer_steps, turns = self.workforce.fewer_steps, worker_turns(self._config, self.workforce, self._values)
+        return Shares(self._config, self.requested_batch, self.nodes, self.participants, fewer_steps, turns=turns)
 
     def work(self, speeds: Sequence[float | None]) -> list[int]:
         """Examples of every worker in a whole round in which all take part, if their nodes had these speeds."""

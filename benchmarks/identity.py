@@ -65,7 +65,7 @@ _AS_BEFORE = {
     "smallest_worker_batch": None,
     "warmup_tokens": 0,
     "val_sequences": 10_000,
-    "new_worker_moments": "copy",
+    "joining_moments": "copy",
     "synchronisation": {},
     "inner_optimizer": None,
     "parameter_dtype": "float32",
@@ -85,6 +85,9 @@ _AS_BEFORE = {
     "dirichlet_alpha": 0.5,
     "weigh_shares": False,
 }
+
+# Keys that have another name now, by which runs are not known.
+_NAMED_BEFORE = {"joining_moments": "new_worker_moments"}
 
 # Parameters of methods that are null by default now, and what was the default before.
 _NULL_NOW = {"Decoupled": {"quorum": 1}}
@@ -112,7 +115,7 @@ def effective_values(config: Config) -> dict:
             del values["synchronisation"]
     if config.plugins:
         values["plugins"] = sorted(plugin.sha256 for plugin in import_plugins(config.plugins))
-    return values
+    return {_NAMED_BEFORE.get(name, name): value for name, value in values.items()}
 
 
 def run_id(config: Config) -> str:

@@ -24,7 +24,7 @@ def scheduled_nodes(schedule: Sequence[Sequence[float]], progress: float) -> int
 
 def participant_count(share: float, workers: int) -> int:
     """How many of a trainer's workers take part in a round: the nearest number, halves rounded up, and at least one."""
-    return max(1, int(share * workers + 0.5))
+    return max(1, int(share * workers + 0.5 + 1e-9))  # 0.29 * 50 is a little less than a half
 
 
 def participants(share: float, place: Place, workers: int) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 All of it follows from the configuration, the nodes and the place in the run, and needs no model.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from algorithms.balance import places, steps_each, turns
 from algorithms.switch_mode import execution_plans
@@ -13,6 +13,15 @@ from fabrics.measures import Measures
 from fabrics.speeds import MEASURABLE
 from fabrics.worker import Assignment, Node, Place
 from utils.config import Config
+
+# From the inner steps for which each worker has time in a round, by number, those of the round, and the seconds of one
+# of the fastest worker, 0 where speeds are not given, to the inner steps of the round during which each makes its own.
+Turns = Callable[[Mapping[int, int], int, float], Mapping[int, Sequence[int]]]
+
+
+def even_turns(own_steps: Mapping[int, int], inner_steps: int, step_seconds: float) -> dict[int, Sequence[int]]:
+    """Of workers that wait for nothing."""
+    return {worker: turns(own, inner_steps) for worker, own in own_steps.items()}
 
 
 class Shares:
@@ -25,6 +34,7 @@ class Shares:
         present: the numbers of those that take part, in order.
         fewer_steps: whether those on slower nodes make fewer inner steps of a round.
         speeds: of all nodes, in order, None of one that is not known; without any those in use.
+        turns: when those that make fewer inner steps do so.
 
     Attributes:
         speeds: of the nodes that take part, by worker; all are 1 as long as one of them is not known.
@@ -39,6 +49,7 @@ class Shares:
         present: Sequence[int],
         fewer_steps: bool,
         speeds: Sequence[float | None] | None = None,
+        turns: Turns = even_turns,
     ):
         known = [node.speed for node in nodes] if speeds is None else speeds
         own = [known[worker] for worker in present]
@@ -51,20 +62,33 @@ class Shares:
             list(self.speeds.values()) if config.balance == "batch" else None,
         )
         self.plans = dict(zip(present, plans, strict=True))
-        self._workers, self._fewer_steps = len(nodes), fewer_steps
-        self._least_steps = 1 if config.node_speeds else MEASURABLE
+        self._workers, self._fewer_steps, self._turns = len(nodes), fewer_steps, turns
+        given = config.node_speeds is not None
+        self._least_steps = 1 if given else MEASURABLE
+        seconds = (plan.effective_batch / self.speeds[worker] for worker, plan in self.plans.items())
+        self._step_seconds = min(seconds) if given else 0.0
 
     @property
     def batch(self) -> int:
         """Examples of an inner step that all of them make."""
         return sum(plan.effective_batch for plan in self.plans.values())
 
-    def steps(self, inner_steps: int) -> dict[int, int]:
-        """Inner steps of everyone that takes part in a round of so many."""
+    def paces(self, inner_steps: int) -> dict[int, int]:
+        """Inner steps for which everyone that takes part has time in a round of so many."""
         if not self._fewer_steps:
             return dict.fromkeys(self.plans, inner_steps)
         own = steps_each(inner_steps, list(self.speeds.values()), self._least_steps)
         return dict(zip(self.plans, own, strict=True))
+
+    def turns(self, inner_steps: int) -> Mapping[int, Sequence[int]]:
+        """During which inner steps of such a round, from 0, each makes its own."""
+        if not self._fewer_steps:
+            return dict.fromkeys(self.plans, tuple(range(inner_steps)))
+        return self._turns(self.paces(inner_steps), inner_steps, self._step_seconds)
+
+    def steps(self, inner_steps: int) -> dict[int, int]:
+        """Inner steps of everyone that takes part in a round of so many."""
+        return {worker: len(own) for worker, own in self.turns(inner_steps).items()}
 
     def examples(self, inner_steps: int) -> int:
         """Examples of a round of so many inner steps, all together."""
@@ -96,7 +120,7 @@ def assignments(
         measured: what the round measures.
     """
     inner_steps = len(next(iter(learning_rates.values())))
-    own = {worker: turns(steps, inner_steps) for worker, steps in shares.steps(inner_steps).items()}
+    own, paces = shares.turns(inner_steps), shares.paces(inner_steps)
     each, found = shares.examples_each(inner_steps), {}
     for reading in readings:
         here = [worker for worker in reading.workers if worker in own]
@@ -107,6 +131,7 @@ def assignments(
                 plan=shares.plans[worker],
                 learning_rates=learning_rates[worker],
                 turns=own[worker],
+                pace=paces[worker],
                 examples=examples,
                 places=reading.places,
                 first_examples=first,

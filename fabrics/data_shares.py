@@ -4,6 +4,7 @@ A split says which kinds of documents there are and which part of each kind ever
 documents accordingly, before they are packed, so that no example is of two shares.
 """
 
+import hashlib
 import heapq
 from collections.abc import Callable
 
@@ -257,4 +258,5 @@ def shared_out(
             for start, count in zip(starts, counts, strict=True)
         )
     record = share_record(config, corpus, kinds, of_documents[0], sizes)
-    return train, DataShares(tuple(sizes.tolist()), validation, record)
+    digest = hashlib.sha256(b"".join(part.astype("<i8").tobytes() for part in of_documents)).hexdigest()
+    return train, DataShares(tuple(sizes.tolist()), validation, record, digest)

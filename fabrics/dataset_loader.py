@@ -140,6 +140,7 @@ def load_data(config: Config, processes: Processes | None = None) -> TaskData:
             "training examples": len(data.train),
             "validation examples": len(data.validation),
             "contents": data.fingerprint(),
+            "shares of the documents": data.shares and data.shares.digest,
         },
     )
     return data

@@ -1,5 +1,6 @@
 """Which nodes work for which trainer, and which trainers become one; what is sent for it."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
@@ -102,9 +103,9 @@ class Distributing:
         arriving = sum(
             trainers[number].bytes_to_move(nodes) for number, nodes in assignment.items() if number in trainers
         )
-        if not arriving or self._config.link_bits_per_second is None:
+        if not arriving:
             return 0.0
-        link = Link(self._config.link_bits_per_second, self._config.link_latency_seconds)
+        link = Link(self._config.link_bits_per_second or math.inf, self._config.link_latency_seconds)
         return link.seconds(redistributed(came, arriving).link)
 
     def assign(

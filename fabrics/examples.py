@@ -195,11 +195,13 @@ class DataShares:
         validation: examples of each share, which are among those that all are validated on; empty: they are not
             evaluated by share.
         record: of the shares, as plain values.
+        digest: of which document is in which share, so that processes that have found that out by themselves agree.
     """
 
     sizes: tuple[int, ...]
     validation: tuple[Examples, ...]
     record: Mapping[str, Any]
+    digest: str = ""
 
 
 @dataclass(frozen=True)

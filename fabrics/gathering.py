@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 import torch
 
-from algorithms.exchanges import Link
 from algorithms.synchronisation.method import Event, Member, Part, put, take
 from fabrics.attendance import lost_messages
 from fabrics.inner_optimizers import INNER_OPTIMIZERS, InnerOptimizer, inner_optimizer_name
 from fabrics.inner_steps import InnerSteps, clip
+from fabrics.servers import server_seconds
 from fabrics.worker import COPY, ERROR, Assignment, Worker
 from fabrics.workforce import Workforce
 from utils.compression import BFLOAT16, PLAIN, Encoding
@@ -69,8 +69,8 @@ class Gathering:
         self.seconds = [count / speed for count, speed in zip(examples, speeds, strict=True)]
         self.own_steps, self.batches = [0] * len(workforce), [0] * len(workforce)
         for worker, own in assignments.items():
-            self.own_steps[worker], self.batches[worker] = len(own.turns), own.plan.effective_batch
-        self.step_seconds = min(self.seconds[worker] / self.own_steps[worker] for worker in assignments)
+            self.own_steps[worker], self.batches[worker] = own.pace, own.plan.effective_batch
+        self.step_seconds = min(self.batches[worker] / speeds[worker] for worker in assignments)
         self.events: list[Event] = []
         self.steps = {
             index: InnerSteps(worker, assignments[index], on_step)
@@ -289,11 +289,7 @@ class Gathering:
         return arrived
 
     def server_seconds(self, part: Part | None) -> float:
-        if self.workers == 1:
-            return 0.0
-        encoding, dtype = self._workforce.encoding, self._workforce.dtype
-        sent = sum(way.sent_bytes(self._island_numbers(part), dtype) for way in (encoding, encoding.way_back))
-        return Link(self._config.link_bits_per_second or math.inf, self._config.link_latency_seconds).seconds(sent)
+        return server_seconds(self._config, self._workforce, self._island_numbers(part))
 
     def _island_numbers(self, part: Part | None) -> int:
         """Of a part, over all devices of an island, which may have different numbers of it: the same on each."""

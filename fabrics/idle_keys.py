@@ -23,7 +23,7 @@ def idle_keys(config: Config) -> list[str]:
         elif kind is not None and kind not in kinds and INNER_OPTIMIZERS[kind].keys is not None:
             reasons[key] = f"has no effect without inner_optimizer {' or '.join(kinds)}"
     if method.exchanges_gradients:  # moments are the trainer's
-        reasons.setdefault("new_worker_moments", with_method)
+        reasons.setdefault("joining_moments", with_method)
     changed = (key for key in reasons if getattr(config, key) != getattr(_DEFAULTS, key))
     return [f"{key}: {reasons[key]}" for key in sorted(changed)]
 

@@ -51,7 +51,7 @@ class Spender(Protocol):
 def traffic_of(workforce: Workforce, config: Config, tested: Callable[[int], bool]) -> Traffic:
     """Bytes of the exchanges of a trainer with such workers; tested: whether a batch test follows the round of that
     number."""
-    copied = workforce.sizes.worker if config.new_worker_moments == "copy" else 0
+    copied = workforce.sizes.worker if config.joining_moments == "copy" else 0
     return Traffic(
         synchronised=lambda workers, number: workforce.round_bytes(workers, tested(number)),
         merged=len(workforce.given_tensors) * workforce.parameter_bytes,

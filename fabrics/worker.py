@@ -61,7 +61,7 @@ class Assignment:
     Attributes:
         plan: the micro-batches of an inner step.
         learning_rates: of every inner step of the round.
-        turns: during which of these, from 0, each of its own is made.
+        turns: during which of these, from 0, each of its own is made. pace: for how many of its own there is time.
         examples: all training examples.
         places: from (offset, count) to the indices of the next examples of all workers that read with it, counted from
             where the round begins.
@@ -77,6 +77,7 @@ class Assignment:
     plan: ExecutionPlan
     learning_rates: Sequence[float]
     turns: Sequence[int]
+    pace: int
     examples: Examples
     places: Callable[[int, int], np.ndarray]
     first_examples: Sequence[int]

@@ -116,7 +116,7 @@ class Workforce:
 
     def moves(self, nodes: Sequence[int]) -> tuple[list[HandOver], list[Transfer]]:
         """What workers need of each other's state if these nodes work from now on, and what arrives at them."""
-        before, copied = [node.id for node in self.nodes], self._config.new_worker_moments == "copy"
+        before, copied = [node.id for node in self.nodes], self._config.joining_moments == "copy"
         found = hand_overs(before, nodes, self.lost, copied)
         return found, redistributed(before, nodes, found, self.sizes)
 
@@ -126,7 +126,7 @@ class Workforce:
         """Let these nodes work from now on.
 
         Workers keep their state as far as there are nodes for them, wherever those are; what a new one, and one whose
-        state is lost, begins with says `new_worker_moments`. Surplus workers end.
+        state is lost, begins with says `joining_moments`. Surplus workers end.
 
         Args:
             tensors: of the trainer, by name; None in a process without a worker.

@@ -1,7 +1,8 @@
-"""The program as a signal finds it in a round that takes too long: tests/given_up.py RANK [arguments of run.py].
+"""The program as a signal finds it in its fourth round: tests/given_up.py RANK SIGNAL [arguments of run.py].
 
-Its configuration gives a signal no patience. In its fourth round the process of that rank, and no other, gets SIGTERM,
-and waits until the round is given up; the other processes have done their steps by then, or wait for it in the mean.
+The process of that rank, and no other, gets it; the other processes have done their steps by then, or wait for it in
+the mean. With SIGTERM, for which the configuration has no patience, it waits until the round is given up; with SIGKILL
+that is all.
 """
 
 import os
@@ -17,7 +18,7 @@ from fabrics.keeper import Keeper
 from utils.signals import StopRequest
 
 
-def give_up_in_round_4(rank: int) -> None:
+def give_up_in_round_4(rank: int, number: int) -> None:
     """Change the classes of this process so that it happens."""
     rounds, steps, given_up = [], [], threading.Event()
     look, grant, on_step = StopRequest._look, Keeper.grant, Keeper.on_step
@@ -35,7 +36,7 @@ def give_up_in_round_4(rank: int) -> None:
     def be_interrupted(self):
         steps.append(1)
         if (len(rounds), len(steps)) == (3, 2) and os.environ.get("RANK", "0") == str(rank):
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
             given_up.wait()
         on_step(self)
 
@@ -43,10 +44,10 @@ def give_up_in_round_4(rank: int) -> None:
 
 
 if __name__ == "__main__":
-    give_up_in_round_4(int(sys.argv[1]))
+    give_up_in_round_4(int(sys.argv[1]), signal.Signals[sys.argv[2]])
     start = program.start_processes
     # The others are this program too.
     program.start_processes = lambda config, overrides, command: start(
-        config, overrides, [__file__, sys.argv[1], *command[1:]]
+        config, overrides, [__file__, *sys.argv[1:3], *command[1:]]
     )
-    sys.exit(program.main(sys.argv[2:]))
+    sys.exit(program.main(sys.argv[3:]))

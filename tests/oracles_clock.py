@@ -1,7 +1,7 @@
 """The methods without a barrier once more, as their papers write them, by a clock of their own; see oracles.py.
 
 `own`: inner steps that each worker makes in a round of H. The clock goes on over the whole run, a unit is an inner step
-of the fastest worker: worker i makes its k-th step until k H / own_i.
+of the fastest worker: worker i makes its k-th step until k H / own_i, and later by the answers that it has waited for.
 """
 
 import math
@@ -13,18 +13,26 @@ import numpy as np
 from tests.oracles import History, Problem, Workers, fragment_indices, nesterov
 
 
+def step_times(
+    own: Sequence[int], inner_steps: int, rounds: int, leg: int = 1, travel: Fraction = Fraction(0)
+) -> list[list[Fraction]]:
+    """When each worker makes its steps, where after every `leg` of them it waits for an answer."""
+
+    def time(i: int, k: int) -> Fraction:
+        return Fraction(k * inner_steps, own[i]) + (k - 1) // leg * travel
+
+    most = range(1, rounds * inner_steps + 1)
+    return [[time(i, k) for k in most if time(i, k) <= rounds * inner_steps] for i in range(len(own))]
+
+
 def delayed_nesterov_by_the_clock(
-    problem: Problem, own: Sequence[int], leg: int, buffer: int, lr: float, momentum: float
+    problem: Problem, times: Sequence[Sequence[Fraction]], leg: int, buffer: int, lr: float, momentum: float
 ) -> History:
     """A worker arrives after every `leg` of its steps and goes on from phi (arXiv 2401.09135, Algorithm 3, c = 0)."""
     history, workers, thetas, begins = History(), Workers(problem), problem.starts(), problem.starts()
     phi, arrivals = problem.start.copy(), 0
     m, gathered = np.zeros_like(phi), np.zeros_like(phi)
-    steps = sorted(
-        (Fraction(k * problem.inner_steps, each), i, k)
-        for i, each in enumerate(own)
-        for k in range(1, problem.rounds * each + 1)
-    )
+    steps = sorted((time, i, k) for i, own in enumerate(times) for k, time in enumerate(own, 1))
     for t in range(problem.rounds):
         for _, i, k in [step for step in steps if t < step[0] / problem.inner_steps <= t + 1]:
             thetas[i] = workers.step(i, k - 1, thetas[i])

@@ -8,19 +8,24 @@ import dataclasses
 import json
 import os
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from algorithms.limits import RoundSchedule
 from cluster import Cluster
 from fabrics import initialisation, validation
-from fabrics.examples import DataShares, PackedSequences
+from fabrics.dataset_loader import DATASETS, Dataset, load_data
+from fabrics.examples import DataShares, PackedSequences, TaskData
 from fabrics.inner_steps import InnerSteps
+from fabrics.language_modelling import task_data
+from fabrics.tokenised import TokenisedPart, TokenisedSet
 from fabrics.worker import NodeFailedError
 from tests import matrix
 from tests.helpers import (
@@ -33,6 +38,8 @@ from tests.helpers import (
     tiny_data,
 )
 from trainers import Trained
+from utils.config import Config
+from utils.distributed import Processes
 from utils.joining import join_processes
 
 INNER_STEPS = 3
@@ -82,6 +89,13 @@ SCENARIOS = {
         _RUN
         | {"deterministic": True, "number_of_initial_trainers": 2, "node_speeds": SPEEDS, "balance": "steps"}
         | {"node_schedule": [[0, 3], [0.4, 4]], "participants": 0.6, "message_loss": 0.3, "data_split_over": "workers"},
+        False,
+    ),
+    "clusters in a pool that changes": (
+        _RUN
+        | {"deterministic": True, "number_of_initial_trainers": 2, "data_split": "clusters", "weigh_shares": True}
+        | {"data_clusters": 6, "data_split_over": "workers", "data_shares": 4, "sequence_length": 9}
+        | {"node_schedule": [[0, 3], [0.4, 4]], "message_loss": 0.5},
         False,
     ),
     "bfloat16": (_RUN | {"deterministic": True, "communication_dtype": "bfloat16"}, False),
@@ -166,6 +180,30 @@ class _Moved(matrix.Following):
         return self._broadcast(tensor, source, *arguments, **keywords)
 
 
+def clustered(config: Config, processes: Processes) -> TaskData:
+    """Documents of six kinds, with words of their own in the main, in clusters that every process finds by itself."""
+    tokenizer, generator = tiny_data().tokenizer, np.random.default_rng(7)
+    words, lengths = np.arange(len(tokenizer)), generator.integers(20, 60, size=90)
+    weights = [np.where(words % 6 == number % 6, 20.0, 1.0) for number in range(len(lengths))]
+    tokens = [
+        generator.choice(words, size=length, p=own / own.sum()) for length, own in zip(lengths, weights, strict=True)
+    ]
+    offsets, hashes = np.cumsum([0, *lengths]), np.arange(len(lengths), dtype=np.uint64)
+    whole = TokenisedPart(np.concatenate(tokens).astype(np.uint16), offsets, hashes)
+    metadata = {"skipped": {}, "tokenizer": {"name": "tiny"}}
+    with tempfile.TemporaryDirectory() as folder:  # what one process keeps there no other sees
+
+        def load(config: Config) -> TaskData:
+            documents = TokenisedSet(Path(folder), metadata, tokenizer, whole, whole.first(20))
+            return task_data(config, "kinds", "six kinds of documents", documents)
+
+        DATASETS["kinds"] = Dataset("causal_lm", load)
+        try:
+            return load_data(dataclasses.replace(config, dataset="kinds"), processes)
+        finally:
+            del DATASETS["kinds"]
+
+
 def run_scenario(name: str, processes=None) -> dict:
     """Train; what came out, as numbers and tensors."""
     values, double = SCENARIOS[name]
@@ -187,8 +225,8 @@ def run_scenario(name: str, processes=None) -> dict:
     try:
         if processes is None:
             processes = join_processes(config)
-        data = tiny_data()
-        if config.splits_data:
+        data = clustered(config, processes) if config.data_split == "clusters" else tiny_data()
+        if config.splits_data and data.shares is None:
             data = dataclasses.replace(data, shares=DataShares((40, 12, 28, 16), (), {}))
         cluster = Cluster(config, data, processes)
         with _Counting() as recorder:
@@ -219,6 +257,8 @@ def run_scenario(name: str, processes=None) -> dict:
         "collectives": recorder.by_round,
         "evaluated": recorder.evaluated,
         "warnings": recorder.warnings,
+        "shares": data.shares and (data.shares.sizes, data.shares.digest),
+        "lost": cluster.totals.lost_messages,
     }
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
@@ -57,25 +56,21 @@ def trainer_of(nodes: int = 4, max_batches: Sequence[int] = (), **values) -> Tra
     return trainer
 
 
-def problem_of(trainer: Trainer, rounds: int, inner_steps: int, own: Sequence[int] | None = None) -> Problem:
+def problem_of(trainer: Trainer, rounds: int, inner_steps: int, ends: Sequence[Sequence[int]] | None = None) -> Problem:
     """The same as a problem of the oracles; gradients come from a copy of the model, one worker and step at a time.
 
-    own: inner steps of every worker in a round, evenly; None: all of them. A worker's steps are counted by itself.
+    ends: inner steps of the run after which every worker has made its own; None: it makes all of them. A worker's steps
+    are counted by itself.
     """
     working, config = trainer.workforce.first_working, trainer._config
     module, workers = copy.deepcopy(working.module), len(trainer.nodes)
     plans = trainer.shares.plans
     sizes = [plans[worker].effective_batch for worker in range(workers)]
-    own, peek = own or [inner_steps] * workers, copy.deepcopy(trainer.cursor).peek
+    ends, peek = ends or [range(rounds * inner_steps)] * workers, copy.deepcopy(trainer.cursor).peek
     # Examples are read in the order in which steps end, and of the workers.
-    in_order = sorted(
-        (math.ceil(k * inner_steps / own[worker]), worker, k)
-        for worker in range(workers)
-        for k in range(1, own[worker] + 1)
-    )
+    in_order = sorted((end, worker, step) for worker, own in enumerate(ends) for step, end in enumerate(own))
     firsts = itertools.accumulate((sizes[worker] for _, worker, _ in in_order), initial=0)
-    places = {(worker, k): first for (_, worker, k), first in zip(in_order, firsts, strict=False)}
-    round_examples = sum(size * steps for size, steps in zip(sizes, own, strict=True))
+    places = {(worker, step): first for (_, worker, step), first in zip(in_order, firsts, strict=False)}
     named = dict(module.named_parameters())
 
     def gradient(worker: int, step: int, theta: np.ndarray) -> np.ndarray:
@@ -83,9 +78,7 @@ def problem_of(trainer: Trainer, rounds: int, inner_steps: int, own: Sequence[in
             values = torch.from_numpy(theta[block.start : block.start + block.size].copy())
             named[block.name].data = values.view(block.shape)
         module.zero_grad()
-        number, before = divmod(step, own[worker])
-        first = number * round_examples + places[worker, before + 1]
-        batch = EXAMPLES.batch(peek(first, sizes[worker]), CPU)
+        batch = EXAMPLES.batch(peek(places[worker, step], sizes[worker]), CPU)
         labels = batch.pop("labels")[:, 1:]
         logits = module(**batch).logits[:, :-1]  # the module's own loss would be float32
         F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)).backward()

@@ -7,6 +7,7 @@ import pytest
 from fabrics import dataset_loader
 from fabrics.dataset_loader import Dataset, load_data
 from fabrics.documents import DatasetError
+from fabrics.examples import DataShares
 from tests.helpers import make_config, tiny_data
 from tests.threads import together
 from utils.agreement import agree_on_config, decided, difference, done_by_all
@@ -146,6 +147,17 @@ def test_as_many_but_other_examples_on_one_process_stop_all(loading):
     loading(c4=lambda rank: swapped if rank == 1 else DATA)
     (line,) = set(refusals(2, load))
     assert line.startswith("the processes have different data: contents: ")
+
+
+def test_as_large_but_other_shares_on_one_process_stop_all(loading):
+    """Of which no example that is looked at need be another one."""
+    share, alike = {"examples": 48, "documents": 2}, {"jensen_shannon_bits": 0.0, "jensen_shannon_bits_at_random": 0.0}
+    record = {"split": "clusters", "over": "workers", "shares": [share] * 2, "sampled_documents": 4} | alike
+    shares = {rank: DataShares((48, 48), (), record, digest) for rank, digest in enumerate("aab")}
+    loading(c4=lambda rank: dataclasses.replace(DATA, shares=shares[rank]))
+    assert set(refusals(3, load)) == {
+        "the processes have different data: shares of the documents: 'a' on ranks 0, 1, 'b' on rank 2"
+    }
 
 
 def test_where_neither_can_be_loaded_all_say_why(loading):

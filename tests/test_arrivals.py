@@ -2,13 +2,15 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 
-from algorithms.arrivals import Arrival, Collected, arrivals, collections, forget, in_steps
+from algorithms.arrivals import Arrival, Collected, collections, forget, in_steps, leg_round, legs
+from algorithms.balance import turns
 from algorithms.exchanges import Link
 from algorithms.synchronisation.collecting import Answered, Taken, Waiting, fragment_round
 from algorithms.synchronisation.method import Event
@@ -43,11 +45,54 @@ OWN = [8, 8, 4, 2]  # floor(8 speed)
     ],
 )
 def test_who_arrives_when(own, inner_steps, leg, begun, expected):
-    assert [(arrival.time, arrival.worker) for arrival in arrivals(own, inner_steps, leg, begun)] == expected
+    values = {f"begun_{worker}": steps for worker, steps in enumerate(begun)}
+    found = leg_round(dict(enumerate(own)), inner_steps, leg, values)
+    assert [(arrival.time, arrival.worker) for arrival in found.arrivals] == expected
+    assert [own.turns for own in found.legs.values()] == [turns(each, inner_steps) for each in own]
+    total = [before + each for before, each in zip(begun, own, strict=True)]
+    assert found.values == {f"begun_{worker}": made % leg for worker, made in enumerate(total)}
 
 
 def test_a_worker_arrives_at_the_first_stop_that_is_not_earlier():
-    assert [arrival.stop for arrival in arrivals([5, 3], 5, 1, [0, 0])] == [1, 2, 2, 3, 4, 4, 5, 5]
+    assert [arrival.stop for arrival in leg_round({0: 5, 1: 3}, 5, 1, {}).arrivals] == [1, 2, 2, 3, 4, 4, 5, 5]
+
+
+# Steps of a worker, and when it arrives, in rounds of 12 with exchanges of 2: after legs of 4 steps of 1, 2 or 4.
+WAITING = [
+    (12, [[1, 2, 3, 4, 7, 8, 9, 10], [1, 2, 3, 4, 7, 8, 9, 10], [1, 2, 3, 4, 7, 8, 9, 10]], [[4, 10]] * 3),
+    (6, [[2, 4, 6, 8, 12], [2, 4, 6, 10, 12], [2, 4, 8, 10, 12]], [[8], [6], [4]]),
+    (3, [[4, 8, 12], [4, 10], [2, 6, 10]], [[], [4], [10]]),
+]
+
+
+@pytest.mark.parametrize(("own", "made", "ends"), WAITING)
+def test_who_waits_for_an_answer_makes_fewer_steps_of_a_round(own, made, ends):
+    values = {}
+    for number in range(3):
+        found = leg_round({0: own}, 12, 4, values, Fraction(2))
+        (each,), values = found.legs.values(), found.values
+        assert (list(each.made), list(each.ends)) == (made[number], ends[number])
+        assert list(each.turns) == [time - 1 for time in made[number]]
+
+
+@pytest.mark.parametrize(("own", "travel"), [(1, Fraction(1, 4)), (2, Fraction(9)), (4, Fraction(100))])
+def test_everybody_makes_a_step_of_every_round(own, travel):
+    """Of a step that would be done in a later round, or of an answer that is as late, nobody is let off."""
+    values = {}
+    for _ in range(3):
+        found = leg_round({7: own}, 4, 1, values, travel)
+        values = found.values
+        assert len(found.legs[7].made) == 1
+    assert found.legs[7].made == (4,)
+    assert values == {"begun_7": 0, "late_7": travel}
+
+
+def test_a_step_is_never_over_before_the_round_in_which_it_is_made():
+    """Of the next step there is left what an answer took, which is too little to be remembered."""
+    values = leg_round({0: 1}, 4, 1, {}, Fraction(1, 10**6)).values
+    assert values == {"begun_0": 0, "late_0": 1e-6}
+    each = legs(1, 4, 2, 0, Fraction(-1 + 10**-9))
+    assert legs(1, 4, 2, 0, each.late).turns[0] >= 0
 
 
 @pytest.mark.parametrize(
@@ -104,13 +149,19 @@ def test_the_table_of_the_page(quorum, grace, expected):
         found |= {begins + each.stop: each for each in happens if isinstance(each, Taken)}
     assert {stop: "".join(map(str, each.weights)) for stop, each in found.items() if stop <= 16} == expected
     assert quorum < 3 or found[16].weights == {0: 32**2 / 16, 1: 16**2 / 8, 2: 8**2 / 4}
-    legs = [(arrival.stop, arrival.worker) for arrival in arrivals(own, 12, 4, [0, 0, 0])]
-    assert legs == [(4, 0), (8, 0), (8, 1), (12, 0)]
-    assert (arrivals(own, 12, 4, [0, 2, 3])[:3]) == [
-        Arrival(Fraction(4), 0),
-        Arrival(Fraction(4), 1),
-        Arrival(Fraction(4), 2),
-    ]
+    first = leg_round(dict(enumerate(own)), 12, 4, {})
+    assert [(arrival.stop, arrival.worker) for arrival in first.arrivals] == [(4, 0), (8, 0), (8, 1), (12, 0)]
+    second = leg_round(dict(enumerate(own)), 12, 4, first.values)
+    assert second.arrivals[:3] == tuple(Arrival(Fraction(4), worker) for worker in range(3))
+
+
+def test_the_row_of_the_page_with_a_link():
+    """Speeds 1, 0.5 and 0.25 in two rounds of 12, with steps 4 and exchanges of 2."""
+    values, own, found = {}, {0: 12, 1: 6, 2: 3}, []
+    for begins in (0, 12):
+        both = leg_round(own, 12, 4, values, Fraction(2))
+        values, found = both.values, [*found, *((begins + each.stop, each.worker) for each in both.arrivals)]
+    assert found == [(4, 0), (8, 1), (10, 0), (16, 0), (16, 2), (18, 1), (22, 0)]
 
 
 def test_seconds_are_counted_in_inner_steps_of_the_fastest():
@@ -154,9 +205,12 @@ def of_speeds(speeds=SPEEDS, max_batches=(), **values) -> Trainer:
     return trainer
 
 
-def assert_equals(oracle, trainer: Trainer, own, rounds: int = 3) -> None:
-    """Parameters of the trainer and of each worker after every round, to 1e-10."""
-    problem = problem_of(trainer, rounds, H, own)
+ROUNDS = 3
+
+
+def assert_equals(oracle, trainer: Trainer, times: Sequence[Sequence[Fraction]], rounds: int = ROUNDS) -> None:
+    """Parameters of the trainer and of each worker, which make their steps then, after every round, to 1e-10."""
+    problem = problem_of(trainer, rounds, H, [list(map(math.ceil, each)) for each in times])
     expected, found = oracle(problem), history_of(trainer, rounds, H)
     assert np.abs(expected.shared[-1] - problem.start).max() > 1e-3
     for number in range(rounds):
@@ -164,16 +218,32 @@ def assert_equals(oracle, trainer: Trainer, own, rounds: int = 3) -> None:
         np.testing.assert_allclose(found.workers[number], expected.workers[number], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize(("leg", "buffer"), [(3, None), (4, 1), (8, 2)])
-def test_delayed_nesterov_with_repeated_arrivals(leg, buffer):
+@pytest.mark.parametrize(
+    ("leg", "buffer", "link"),
+    [
+        (3, None, {}),
+        (4, 1, {}),
+        (8, 2, {}),
+        (3, None, {"link_latency_seconds": 3.0}),  # an inner step and a half of the fastest
+        (2, 1, {"link_bits_per_second": 5e5, "link_latency_seconds": 0.1}),
+        (1, 3, {"link_latency_seconds": 4.0}),  # a worker with two steps a round waits the half of one each time
+    ],
+)
+def test_delayed_nesterov_with_repeated_arrivals(leg, buffer, link):
     settings = {"steps": leg, "buffer": buffer}
-    trainer = of_speeds(distributed_algo="DelayedNesterov", synchronisation=settings)
-    assert_equals(
-        lambda problem: oracles_clock.delayed_nesterov_by_the_clock(problem, OWN, leg, buffer or 4, 0.7, 0.9),
-        trainer,
-        OWN,
+    trainer = of_speeds(distributed_algo="DelayedNesterov", synchronisation=settings, **link)
+    seconds = link.get("link_latency_seconds", 0.0) + 2 * 64 * parameter_count(trainer) / link.get(
+        "link_bits_per_second", math.inf
     )
-    steps = [sum(each) for each in zip(*[OWN] * 3, strict=True)]
+    step_seconds = 2 / 1.0  # examples of a worker, speed of the fastest
+    times = oracles_clock.step_times(OWN, H, ROUNDS, leg, Fraction(seconds / step_seconds).limit_denominator(10**6))
+    assert_equals(
+        lambda problem: oracles_clock.delayed_nesterov_by_the_clock(problem, times, leg, buffer or 4, 0.7, 0.9),
+        trainer,
+        times,
+    )
+    steps = [len(each) for each in times]
+    assert not link or sum(steps) < ROUNDS * sum(OWN)
     values = trainer.state_dict()["synchronisation"]
     assert [values[f"begun_{worker}"] for worker in range(4)] == [made % leg for made in steps]
     assert values["waiting"] == sum(made // leg for made in steps) % (buffer or 4)
@@ -204,7 +274,7 @@ def test_decoupled_diloco(settings, link):
             settings["steps"], values["mixing"], 0.7, 0.9,
         ),
         trainer,
-        OWN,
+        oracles_clock.step_times(OWN, H, ROUNDS),
     )  # fmt: skip
 
 

@@ -57,7 +57,17 @@ def test_nodes_over_the_share_of_the_run(progress, nodes):
 
 @pytest.mark.parametrize(
     ("share", "workers", "count"),
-    [(1.0, 5, 5), (0.5, 4, 2), (0.5, 5, 3), (0.5, 1, 1), (0.1, 4, 1), (0.3, 4, 1), (0.4, 4, 2), (0.74, 3, 2)],
+    [
+        (1.0, 5, 5),
+        (0.5, 4, 2),
+        (0.5, 5, 3),
+        (0.5, 1, 1),
+        (0.1, 4, 1),
+        (0.3, 4, 1),
+        (0.4, 4, 2),
+        (0.74, 3, 2),
+        (0.29, 50, 15),
+    ],
 )
 def test_how_many_take_part(share, workers, count):
     assert participant_count(share, workers) == count
@@ -405,7 +415,7 @@ def test_a_resumed_run_of_another_length_has_another_schedule():
 
 def test_workers_that_join_begin_with_moments_or_without():
     for how in ("copy", "zero"):
-        trainer = matrix.trainer_of(workers=2, new_worker_moments=how, **LOSS)
+        trainer = matrix.trainer_of(workers=2, joining_moments=how, **LOSS)
         train(trainer, 2, matrix.INNER_STEPS)
         trainer.assign_nodes(tuple(Node(node, CPU, 64) for node in range(3)))
         new, old = trainer.workers[2], trainer.workers[0]

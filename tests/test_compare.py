@@ -454,6 +454,19 @@ def test_a_default_that_was_another_one_is_another_run():
     assert values(quorum=1, steps=3)["synchronisation"] == {"steps": 3}
 
 
+def test_a_key_with_another_name_is_the_same_run():
+    values = [effective_values(parse_config({name: "zero", "max_tokens": 9})[0]) for name in
+              ("joining_moments", "new_worker_moments")]  # fmt: skip
+    assert (
+        values[0]
+        == values[1]
+        == effective_values(parse_config({"max_tokens": 9})[0])
+        | {
+            "new_worker_moments": "zero"  # as it was called
+        }
+    )
+
+
 @pytest.mark.parametrize(("participants", "changed"), [(1.0, []), (0.5, ["speeds: steps"])])
 def test_words_that_ask_for_the_same_runs_are_no_change(tmp_path, participants, changed):
     words = (ROOT / "benchmarks" / "comparisons" / "pool.yaml").read_text(encoding="utf-8")

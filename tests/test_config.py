@@ -105,10 +105,9 @@ def test_devices_are_counted_among_the_visible_ones(monkeypatch):
 
 @pytest.mark.parametrize(("alias", "name"), ALIASES.items())
 def test_every_alias_means_its_key(alias, name):
-    config, _ = parse_config(
-        {"number_of_outer_steps": 3} | {alias: 2} if name != "number_of_outer_steps" else {alias: 2}
-    )
-    assert getattr(config, name) == 2
+    value = "zero" if name == "joining_moments" else 2
+    config, _ = parse_config({alias: value} | ({} if name == "number_of_outer_steps" else {"number_of_outer_steps": 3}))
+    assert getattr(config, name) == value != getattr(Config(), name)
 
 
 def test_a_key_and_its_alias_together_are_a_problem():

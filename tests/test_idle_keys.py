@@ -25,7 +25,7 @@ OTHER = {
     "adam_epsilon": 1e-3,
     "muon_momentum": 0.5,
     "inner_state_at_merge": "reset",
-    "new_worker_moments": "zero",
+    "joining_moments": "zero",
 }
 # Every method, and what its own parameters or another inner optimiser make of it.
 VARIANTS = [

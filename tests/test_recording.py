@@ -178,6 +178,27 @@ def test_the_step_log_grows_with_the_logarithm_of_the_run(tmp_path, monkeypatch)
     assert float(row["learning_rate"]) == 0.5
 
 
+def test_inner_steps_that_nobody_makes_have_no_row(tmp_path, monkeypatch):
+    """As where workers wait for a server: of five inner steps the third is nobody's, and the last one worker's."""
+    monkeypatch.setattr(step_loss_logger, "ROWS", 1)
+    logger = StepLossLogger(tmp_path)
+    turns = {0: (0, 1, 3), 1: (1, 3, 4)}
+    workers = {
+        index: WorkerRound(
+            index, ExecutionPlan((4,)), [2.0, 4.0, 6.0], [1.0 / (turn + 1) for turn in own], (), 1.0, 16, turns=own
+        )
+        for index, own in turns.items()
+    }
+    report = dataclasses.replace(round_of(1), workers=workers)
+    for outer_step in (1, 2, 3):  # rows of one step of a worker, of all workers, and of two steps
+        logger.log(outer_step, [report])
+    assert logger.flush() is None
+    names = ("outer_step", "inner_step", "steps", "loss", "learning_rate")
+    rows = [tuple(float(row[name]) for name in names) for row in rows_of(tmp_path / "step_loss_log.csv")]
+    assert rows[6:10] == [(2, 1, 1, 2, 1), (2, 2, 1, 3, 0.5), (2, 4, 1, 5, 0.25), (2, 5, 1, 6, 0.2)]
+    assert rows[10:] == [(3, 2, 2, pytest.approx(8 / 3), 0.5), (3, 4, 2, 5, 0.25), (3, 5, 1, 6, 0.2)]
+
+
 def test_a_step_log_that_is_continued_is_the_one_that_was_not_interrupted(tmp_path, monkeypatch):
     monkeypatch.setattr(step_loss_logger, "ROWS", 40)
     for name in ("whole", "cut"):

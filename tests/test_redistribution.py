@@ -147,7 +147,8 @@ def test_equal_speeds_make_the_same_run_to_the_bit():
 
 
 @pytest.mark.parametrize(("seconds", "moved"), [(29.0, True), (31.0, False)])
-def test_a_run_moves_nodes_where_that_pays(seconds, moved):
+@pytest.mark.parametrize("latency", [False, True])
+def test_a_run_moves_nodes_where_that_pays(seconds, moved, latency):
     """Requests of 30 and 8 on compute of 1.5 and 1.25: 20 seconds an inner step; 15 when nodes 1 and 2 are exchanged.
 
     In two rounds of three inner steps that gains 30.
@@ -156,7 +157,8 @@ def test_a_run_moves_nodes_where_that_pays(seconds, moved):
     cluster = light_cluster(**values, link_bits_per_second=1.0)
     assert nodes_of(cluster) == {0: [0, 2], 1: [1, 3]}
     arriving = cluster.trainers[0].bytes_to_move([0, 1])
-    cluster = light_cluster(**values, link_bits_per_second=8 * arriving / seconds)
+    link = {"link_latency_seconds": seconds} if latency else {"link_bits_per_second": 8 * arriving / seconds}
+    cluster = light_cluster(**values, **link)
     cluster.trainers[0].batch.requested_batch = 30
     cluster.distribute()
     assert nodes_of(cluster) == ({0: [0, 1], 1: [2, 3]} if moved else {0: [0, 2], 1: [1, 3]})

@@ -12,14 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 import run as program
 from tests.helpers import warnings_of
 from tests.programs import wait_until
 from tests.test_run import start_training, write_config
+from utils.config import ConfigError
 from utils.config_reading import parse_config
-from utils.resume import training_changes
+from utils.resume import resumed_config, training_changes
 
 TIMES = ("wall_seconds", "training_seconds", "tokens_per_second", "memory_peaks", "waiting_share", "invocations")
 
@@ -179,6 +181,16 @@ def test_which_changes_need_force():
     ]
 
 
+def test_a_run_from_before_a_key_had_another_name_is_resumed(tmp_path):
+    config, _ = parse_config({"number_of_outer_steps": 3, "joining_moments": "zero"})
+    before = yaml.safe_dump(dataclasses.asdict(config)).replace("joining_moments", "new_worker_moments")
+    assert "new_worker_moments: zero" in before
+    (tmp_path / "config.yaml").write_text(before, encoding="utf-8")
+    assert resumed_config(tmp_path, [], False, {})[0] == config
+    with pytest.raises(ConfigError, match="joining_moments: was 'zero', now 'copy'; that changes how the run trains"):
+        resumed_config(tmp_path, ["new_worker_moments=copy"], False, {})
+
+
 @pytest.mark.parametrize(
     ("values", "matters"),
     [
@@ -275,7 +287,7 @@ def test_a_signal_in_a_long_round_loses_nothing_of_the_rounds_before(programs, t
     """One process gets it in round 4, while the others may wait for that one in the mean; all end, and go on."""
     values = {"keep_checkpoints": 9, "number_of_outer_steps": 6, "processes": 2, "stop_patience_seconds": 1e-9}
     config = write_config(tmp_path, cache_dir, **values)
-    done = programs.run("tests/given_up.py", rank, "--config", config, status=130)
+    done = programs.run("tests/given_up.py", rank, "SIGTERM", "--config", config, status=130)
     assert f"SIGTERM{' to another process' * (rank > 0)}: stopping after this round" in done.stdout
     (folder,) = (tmp_path / "logs").iterdir()
     assert f"to go on: python run.py --resume {folder}" in done.stdout

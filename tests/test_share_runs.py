@@ -1,8 +1,7 @@
-"""Runs on data that differ, as users start them: what is recorded, and the same bits when resumed on two processes."""
+"""Runs on data that differ, as users start them: what is recorded, and the same bits after a kill."""
 
 import csv
 import dataclasses
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -30,12 +29,24 @@ LESS = {
 }  # fmt: skip
 
 
+def forget_clusters(cache_dir: Path) -> None:
+    """Let the next run find them."""
+    for known in cache_dir.glob("**/*_clusters_of_*"):
+        known.unlink()
+
+
+def command(cache_dir: Path, folder: Path, **values) -> list[str]:
+    """The arguments of a run that begins, in a folder, by finding its clusters."""
+    forget_clusters(cache_dir)
+    given = LESS | {"log_dir": folder, "cache_dir": cache_dir} | values
+    return ["--config", str(ROOT / "configs" / "clusters.yaml"), *(f"{key}={value}" for key, value in given.items())]
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, cache_dir):
     """Three trainers, two merges, and four workers that read a share each at the end."""
     folder = tmp_path_factory.mktemp("whole")
-    values = [f"{key}={value}" for key, value in (LESS | {"log_dir": folder, "cache_dir": cache_dir}).items()]
-    assert program.main(["--config", str(ROOT / "configs" / "clusters.yaml"), *values]) == 0
+    assert program.main(command(cache_dir, folder)) == 0
     return next(folder.iterdir())
 
 
@@ -44,14 +55,16 @@ def share_log(folder: Path) -> list[dict]:
         return list(csv.DictReader(file))
 
 
-def test_a_run_resumed_on_two_processes_has_the_same_bits(programs, whole, tmp_path):
-    folder = tmp_path / whole.name
-    shutil.copytree(whole, folder)
-    for checkpoint in ("round_00004", "round_00005"):
-        shutil.rmtree(folder / "checkpoints" / checkpoint)
-    for model in (folder / "model_weights").glob("trainer*"):
-        shutil.rmtree(model)
-    programs.run("run.py", "--resume", folder, "processes=2")
+def test_a_run_of_which_a_process_is_killed_goes_on_with_the_same_bits(programs, whole, cache_dir, tmp_path):
+    """By SIGKILL, the second of two in round 4; on one. Clusters are found before, and again after."""
+    begin = command(cache_dir, tmp_path, processes=2)
+    done = programs.run("tests/given_up.py", 1, "SIGKILL", *begin, status=1)
+    assert "was killed (SIGKILL)" in done.stdout + done.stderr
+    (folder,) = tmp_path.iterdir()
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["round_00002"]
+    forget_clusters(cache_dir)
+    assert program.main(["--resume", str(folder), "processes=1"]) == 0
+    assert [*cache_dir.glob("**/*_clusters_of_*")]
     assert_same_run(folder, whole, besides=("processes",))
     assert share_log(folder) == share_log(whole)
     rows = read_run(whole).rounds

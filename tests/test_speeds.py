@@ -5,6 +5,7 @@ import csv
 import json
 import math
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -38,10 +39,12 @@ from tests.helpers import (
 )
 from tests.test_reporting import record_run
 from training_logs.recording.node_log import NodeLog
+from training_logs.showing import node_plots
 from training_logs.showing.node_plots import broken
-from training_logs.showing.plots import PLOTS, draw
+from training_logs.showing.number_log import Rows
+from training_logs.showing.plots import PLOTS, draw, plots_of
 from training_logs.showing.report import headline
-from training_logs.showing.run_data import read_run
+from training_logs.showing.run_data import RunData, read_run
 from utils.config import ConfigError
 from utils.config_reading import parse_config
 
@@ -279,6 +282,41 @@ def test_the_run_folder_says_why_shares_changed_and_how_long_nodes_waited(tmp_pa
     )
 
 
+def lanes_of(rows: dict[int, list[tuple[float, float, float]]], monkeypatch, bars: int = 2000, speeds=None):
+    """Panels of a run of which each node has rows of when it begins, computes and waits: their bars, and their axes."""
+    monkeypatch.setattr(node_plots, "_BARS", bars)
+    written = Rows.of([
+        {"node": node, "trainer_id": 0, "outer_step": begins, "begins": begins, "ends": begins + busy + waiting,
+         "busy": busy, "waiting": waiting, "exchanging": 0.0, "examples": 4, "speed": 1.0}
+        for node, own in rows.items() for begins, busy, waiting in own
+    ])  # fmt: skip
+    run = RunData(Path(), {"node_speeds": speeds}, {}, Rows({}), [])
+    run.__dict__.update(node_rows=written, measured_node_rows=written)
+    axes = draw(run, plots_of(run)["nodes.png"]).axes
+    found = [[path.get_extents().extents[[0, 2]].tolist() for path in lane.get_paths()] for lane in axes[0].collections]
+    return found, axes
+
+
+@pytest.mark.parametrize("bars", [2000, 20])
+def test_rounds_in_which_a_node_was_away_are_blank(monkeypatch, bars):
+    """Of 400 rounds of 3 and 1 seconds node 1 is there in the first 100 and the last 50 ones."""
+    there = [(4.0 * number, 3.0, 1.0) for number in range(400)]
+    (whole, parts), _ = lanes_of({0: there, 1: there[:100] + there[350:]}, monkeypatch, bars)
+    assert (len(whole) > 1000) == (bars == 2000)
+    assert sum(end - begin for begin, end in whole) == pytest.approx(1600)
+    assert [bar for bar in parts if bar[1] > 400.0001 and bar[0] < 1399.9999] == []
+    assert sum(end - begin for begin, end in parts) == pytest.approx(600)
+    assert min(begin for begin, _ in parts if begin > 500) == 1400
+
+
+def test_simulated_and_measured_time_have_a_panel_each(monkeypatch):
+    rows = {0: [(0.0, 3.0, 1.0)]}
+    labels = [axes.get_xlabel() for axes in lanes_of(rows, monkeypatch, speeds=[1.0])[1]]
+    assert labels[:4] == ["simulated seconds", "measured seconds, as if nodes worked side by side"] * 2
+    labels = [axes.get_xlabel() for axes in lanes_of(rows, monkeypatch)[1]]
+    assert labels == ["measured seconds, as if nodes worked side by side"] * 2 + ["round"] * 2
+
+
 def test_lines_of_nodes_end_where_these_are_away():
     rounds, values = broken(np.array([1, 2, 3, 30, 31]), np.array([16, 16, 16, 17, 18]), 112)
     np.testing.assert_array_equal(rounds, [1, 2, 3, 4, 30, 31])
@@ -363,8 +401,12 @@ def logged(folder, state=None, **values):
     log = NodeLog(folder, cluster.config, state)
     for result in rounds:
         assert log.log(4, result) is None
-    with (folder / "node_log.csv").open() as file:
-        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)], log, rounds
+    return node_rows(folder / "node_log.csv"), log, rounds
+
+
+def node_rows(path):
+    with path.open() as file:
+        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
 
 
 @pytest.mark.parametrize(
@@ -410,8 +452,23 @@ def test_the_log_of_nodes_goes_on_where_it_stopped_and_counts_exchanges(tmp_path
     half = NodeLog(folder, config, json.loads(json.dumps(half.state_dict())))
     for result in rounds[2:]:
         half.log(4, result)
-    assert (folder / "node_log.csv").read_text() == (tmp_path / "node_log.csv").read_text()
+    for name in ("node_log.csv", "node_log_measured.csv"):
+        assert (folder / name).read_text() == (tmp_path / name).read_text()
+    measured = node_rows(folder / "node_log_measured.csv")
+    assert [row["busy"] for row in measured] == pytest.approx([row["seconds"] for row in rows])
+    assert sum(row["exchanging"] for row in measured) == 0
     assert half.summary()["waiting_share"] == log.summary()["waiting_share"]
+
+
+def test_a_round_without_a_barrier_takes_all_nodes_as_long(tmp_path):
+    """Four rounds of eight inner steps of 2 s: but for a step of its own, and an answer that is under way."""
+    values = {"number_of_initial_trainers": 1, "INITIAL_BATCH_SIZE": 8, "number_of_inner_steps_between_outers": 8}
+    method = {"distributed_algo": "DelayedNesterov", "synchronisation": {"steps": 3}, "link_latency_seconds": 3.0}
+    rows, log, _ = logged(tmp_path, node_speeds=SPEEDS, number_of_outer_steps=4, **values | method)
+    for node, row in enumerate(rows[-4:]):
+        assert abs(row["ends"] - 4 * 8 * 2) < 2 / SPEEDS[node] + 3
+    assert sum(row["exchanging"] for row in rows if row["node"] == 0) == 7 * 3
+    assert log.summary()["waiting_share"] == 0
 
 
 def test_without_given_speeds_the_clock_has_what_was_measured(tmp_path):

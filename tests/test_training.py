@@ -517,7 +517,7 @@ def test_what_goes_to_new_nodes_is_counted(moments, models):
         merge_count=4,
         merge_frequency=1,
         number_of_outer_steps=2,
-        new_worker_moments=moments,
+        joining_moments=moments,
         sampling_method="none",
     )
     cluster.train(Recorder())
@@ -530,7 +530,7 @@ def test_what_goes_to_new_nodes_is_counted(moments, models):
 
 
 def test_new_workers_may_begin_without_moments():
-    cluster = light_cluster(merge_count=4, merge_frequency=1, number_of_outer_steps=9, new_worker_moments="zero")
+    cluster = light_cluster(merge_count=4, merge_frequency=1, number_of_outer_steps=9, joining_moments="zero")
     cluster.run_round(Recorder())
     cluster.distribute()
     (trainer,) = cluster.trainers.values()
@@ -828,7 +828,7 @@ def test_a_budget_of_bytes_is_spent(settings):
     "settings",
     [
         {"nodes_per_gpu": 8},
-        {"communication_dtype": "int8", "new_worker_moments": "zero"},
+        {"communication_dtype": "int8", "joining_moments": "zero"},
         {"statistics_estimator": "across_workers", "outer_momentum_at_merge": "reset", "nodes_per_gpu": 8},
     ],
 )

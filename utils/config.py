@@ -123,9 +123,9 @@ class Config(RunKeys):
         "to their requests, and nodes move where that gains more time in so many rounds than it takes to send what is "
         "needed; null: nodes are alike",
     )
-    new_worker_moments: Literal["copy", "zero"] = key(
+    joining_moments: Literal["copy", "zero"] = key(
         "copy",
-        "AdamW moments of a worker that is new, or whose own were lost: those of the trainer's first worker, or none, "
+        "AdamW moments of a worker that joins, or whose own were lost: those of the trainer's first worker, or none, "
         "which sends less",
     )
     distributed_algo: str = key(

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from utils.config import BUDGETS, FIELDS, Config, ConfigError
 from utils.plugins import import_plugins
 
-# The names in the published code's config.yaml.
+# The names in the published code's config.yaml, and what keys were called in run folders from before.
 ALIASES = {
     "lr_inner": "learning_rate_for_inner_opt",
     "lr_outer": "learning_rate_for_outer_opt",
@@ -28,6 +28,7 @@ ALIASES = {
     "num_init_trainers": "number_of_initial_trainers",
     "initial_batch_size": "INITIAL_BATCH_SIZE",
     "num_epochs": "number_of_training_epochs",
+    "new_worker_moments": "joining_moments",
 }
 
 _ADAPTERS = {

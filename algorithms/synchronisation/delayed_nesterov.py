@@ -5,14 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from algorithms.arrivals import Arrival, arrivals, forget
+from algorithms.arrivals import LegRound, forget, in_steps, leg_round
 from algorithms.synchronisation.method import Group, Method
-
-
-def _begun(group: Group) -> dict[str, int]:
-    """Inner steps that every worker has made since it last arrived, before the round, by the name of the value."""
-    names = [f"begun_{worker}" for worker in range(group.workers)]
-    return {name: int(group.values.get(name, 0)) for name in names}
 
 
 class DelayedNesterov(Method):
@@ -24,10 +18,10 @@ class DelayedNesterov(Method):
     on at once, so that x_m is older the earlier it arrived. Nobody begins a round before all have arrived. With
     dynamic_steps (DyLU) there is little to wait for, as worker m makes floor(H speed_m / max speed) inner steps.
 
-    With `steps` workers arrive after so many of their own instead, over rounds, and nobody waits: a round is a span of
-    time, in which slower workers make fewer inner steps, spread evenly (`algorithms.arrivals`); the fast ones arrive
-    several times meanwhile, as in the paper. That something travels is not in the order of arrivals. After a merge
-    everybody begins a leg with the merged parameters.
+    With `steps` workers arrive after so many of their own instead, over rounds, and nobody waits for others: a round is
+    a span of time, in which slower workers make fewer inner steps (`algorithms.arrivals`); the fast ones arrive several
+    times meanwhile, as in the paper. What a worker gives is with the server at once; until it has the answer, by the
+    link's time there and back, it makes no step. After a merge everybody begins a leg with the merged parameters.
     """
 
     @dataclass(frozen=True)
@@ -74,24 +68,30 @@ class DelayedNesterov(Method):
         for member in group.members():
             if f"begun_{member.index}" not in group.values:
                 member.state["start"].copy_(group.shared["parameters"])
-        return sorted({group.inner_steps, *(arrival.stop for arrival in self._arrivals(group))})
+        return sorted({group.inner_steps, *(arrival.stop for arrival in self._round(group).arrivals)})
 
-    def _arrivals(self, group: Group) -> list[Arrival]:
-        return arrivals(group.own_steps, group.inner_steps, self.settings.steps, list(_begun(group).values()))
+    def turns(self, own_steps, inner_steps, values, travel) -> Mapping[int, Sequence[int]]:
+        if self.settings.steps is None:
+            return super().turns(own_steps, inner_steps, values, travel)
+        each = leg_round(own_steps, inner_steps, self.settings.steps, values, travel).legs
+        return {worker: own.turns for worker, own in each.items()}
+
+    def _round(self, group: Group) -> LegRound:
+        travel = in_steps(group.server_seconds(None), group.step_seconds)
+        return leg_round(dict(enumerate(group.own_steps)), group.inner_steps, self.settings.steps, group.values, travel)
 
     def exchange(self, group: Group) -> None:
-        if (steps := self.settings.steps) is None:
+        if self.settings.steps is None:
             arrived = group.deliver_tensors(lambda m: (m.parameters.neg_().add_(m.start),), 1, through="server")
             self._arrive(group, arrived, sorted(arrived, key=lambda worker: (group.seconds[worker], worker)))
             return
-        if order := [arrival.worker for arrival in self._arrivals(group) if arrival.stop == group.step]:
+        legs = self._round(group)
+        if order := [arrival.worker for arrival in legs.arrivals if arrival.stop == group.step]:
             arrived = group.deliver_tensors(lambda m: (m.state["start"] - m.parameters,), 1, None, "server", order)
             self._arrive(group, arrived, [worker for worker in order if worker in arrived])
         if group.step == group.inner_steps:
-            begun = zip(_begun(group).items(), group.own_steps, strict=True)
-            after = {name: (before + own) % steps for (name, before), own in begun}
             forget(group.values)
-            group.values.update(after)
+            group.values.update(legs.values)
 
     def _arrive(self, group: Group, arrived: Mapping[int, Sequence[torch.Tensor]], order: Sequence[int]) -> None:
         members = {member.index: member for member in group.members()}

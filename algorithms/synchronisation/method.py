@@ -8,10 +8,12 @@ of them workers only compute. Tensors that it keeps have names, per trainer or p
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import ClassVar, Literal, Protocol
 
 import torch
 
+from algorithms.balance import turns
 from algorithms.virtual_clock import Sending
 
 Part = Sequence[slice]
@@ -141,7 +143,8 @@ class Group(Protocol):
         workers: how many take part, in all processes. weights: of each by number, in the mean; they sum to 1.
         seconds: of each by number, for its inner steps of the round, by the speed of its node; all 0 where speeds do
             not count.
-        own_steps: inner steps that each makes in the round, by number; 0 of those that rest. batches: examples of one.
+        own_steps: inner steps for which each has time in the round, by number; 0 of those that rest. batches: examples
+            of one.
         step_seconds: of an inner step of the fastest, as `seconds`.
         round: of the trainer, counted from 0. step: inner steps of the round that are done. inner_steps: of the round.
         learning_rate: of the last inner step. weight_decay: of all inner steps, for methods that update by themselves.
@@ -345,6 +348,17 @@ class Method:
     def needs_speeds(cls, settings) -> str:
         """What these parameters cannot do without node_speeds; empty: there is nothing."""
         return ""
+
+    def turns(
+        self, own_steps: Mapping[int, int], inner_steps: int, values: Mapping[str, float], travel: Fraction
+    ) -> Mapping[int, Sequence[int]]:
+        """During which inner steps of a round, from 0, workers make their own, by number, where some make fewer.
+
+        Args:
+            own_steps: for which each has time. values: as the round begins.
+            travel: of an exchange of everything with a server, in inner steps of the fastest.
+        """
+        return {worker: turns(own, inner_steps) for worker, own in own_steps.items()}
 
     def begin(self, group: Group) -> Sequence[int]:
         """The stops of a round that is about to begin, where they depend on more than `stops` is told."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from algorithms.distribution import distribute_nodes
 from algorithms.switch_mode import execution_plans
-from algorithms.synchronisation import METHODS
+from algorithms.synchronisation import METHODS, Method
 from benchmarks.accounting import Hardware
 from benchmarks.clocks import Network
 from benchmarks.planning.durations import NO_LINK, Durations, durations
@@ -242,7 +242,10 @@ def _checkpoints(config: Config, kept: Kept, rounds: Sequence[Round], times: Dur
 def without_law(config: Config) -> str | None:
     """Why the laws of communications are not about such a run; None: they are."""
     method, speeds = METHODS[config.distributed_algo], set(config.node_speeds or ())
-    return lawless(dataclasses.asdict(config), len(speeds) > 1 and method.fewer_steps(method_settings(config)))
+    # Those that wait for a server do so however fast they are.
+    waits = speeds and method.turns is not Method.turns and (config.link_bits_per_second or config.link_latency_seconds)
+    fewer = bool(waits or len(speeds) > 1) and method.fewer_steps(method_settings(config))
+    return lawless(dataclasses.asdict(config), fewer)
 
 
 def _expected(planner: Planner, rehearsal: Rehearsal, rounds: Sequence[Round]) -> Expected | None:

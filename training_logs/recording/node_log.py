@@ -1,12 +1,14 @@
-"""What became of every node's time: rows of node_log.csv, by a virtual clock.
+"""What became of every node's time: rows of node_log.csv, and of node_log_measured.csv, by virtual clocks.
 
 A clock of its own for every node, as if each were a machine of its own, whatever the processes: nodes compute side by
 side and wait for what their trainers' workers send each other (`algorithms.virtual_clock`). With `node_speeds` an
 example takes 1 / speed seconds, and an exchange what the link that the configuration gives takes for it: the same times
-in every run. Without, the inner steps of a node take what was measured, and exchanges no time.
+in every run. Without, the inner steps of a node take what was measured, and exchanges no time; with given speeds a
+second log is by that clock.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from algorithms.exchanges import Link, merged, redistributed
@@ -36,24 +38,55 @@ COLUMNS = (
 
 
 class NodeLog:
-    """Writes node_log.csv, one row per worker and round that it took part in.
+    """Writes node_log.csv, one row per worker and round that it took part in, and with node_speeds as many rows of
+    node_log_measured.csv.
 
     A node without a row in a round rested: it takes up when the others are done with that round, and has lost nothing.
 
     Args:
-        folder: receives it.
+        folder: receives them.
         config: the run's.
         state: from state_dict, to go on there.
 
     Raises:
-        OSError: the file cannot be made, or not be continued.
+        OSError: a file cannot be made, or not be continued.
     """
 
     def __init__(self, folder: Path, config: Config, state: Mapping | None = None):
-        self._log = AppendLog(folder / "node_log.csv", COLUMNS, state and state["log"])
-        self._speeds = config.node_speeds
-        link = Link(config.link_bits_per_second or float("inf"), config.link_latency_seconds)
-        self._connection = Uniform(link) if self._speeds else Uniform()
+        speeds, link = config.node_speeds, Link(config.link_bits_per_second or math.inf, config.link_latency_seconds)
+        self._log = _ClockLog(folder / "node_log.csv", speeds, Uniform(link) if speeds else Uniform(), state)
+        self._measured = None
+        if speeds:
+            path, before = folder / "node_log_measured.csv", state and state.get("measured")
+            self._measured = _ClockLog(path, None, Uniform(), before)
+
+    def state_dict(self) -> dict:
+        """Where logs and clocks stand, as JSON values."""
+        return self._log.state_dict() | {"measured": self._measured and self._measured.state_dict()}
+
+    def summary(self) -> dict[str, float | None]:
+        """Which part of all nodes' time they waited for others, and the run's seconds by a clock of given speeds."""
+        return self._log.summary()
+
+    def log(self, nodes: int, result: ClusterRound) -> OSError | None:
+        """Write a round of a run with so many nodes; the error, if it could not be written and waits."""
+        error = self._log.log(nodes, result)
+        return (self._measured and self._measured.log(nodes, result)) or error
+
+
+class _ClockLog:
+    """One of the logs.
+
+    Args:
+        path: of the file.
+        speeds: of all nodes; None: as measured.
+        connection: what connects them.
+        state: from state_dict, to go on there.
+    """
+
+    def __init__(self, path: Path, speeds: Sequence[float] | None, connection: Uniform, state: Mapping | None):
+        self._log = AppendLog(path, COLUMNS, state and state["log"])
+        self._speeds, self._connection = speeds, connection
         self._clocks: Clocks | None = None
         self._marks: dict[int, tuple[float, ...]] = {}  # by node: where its last row ended
         self._nodes: dict[int, list[int]] = {}  # of every trainer in the last round

@@ -83,6 +83,15 @@ class _RunningLine:
         return LossStatistics(self._count, self._y, deviation, self._minimum, self._maximum, self._last, slope, trend)
 
 
+def _rates_by_turn(report: RoundReport) -> dict[int, float]:
+    """The learning rate of every inner step that somebody made, from 0: of the first of those that made most."""
+    found: dict[int, float] = {}
+    for worker in sorted(report.workers.values(), key=lambda worker: -len(worker.learning_rates)):
+        turns = range(len(worker.learning_rates)) if worker.turns is None else worker.turns
+        found = dict(zip(turns, worker.learning_rates, strict=True)) | found
+    return found
+
+
 class StepLossLogger:
     """Writes step losses, in one write per round, in rows that grow with the logarithm of the run.
 
@@ -148,13 +157,15 @@ class StepLossLogger:
                     entry = sums.setdefault(step // self._steps, [0.0, 0.0])
                     entry[0] += batch * loss
                     entry[1] += batch
-        # Somebody makes every inner step of the round.
-        rates = max((worker.learning_rates for worker in report.workers.values()), key=len)
+        rates = _rates_by_turn(report)
         for place, (total, weight) in sorted(sums.items()):
-            last = min((place + 1) * self._steps, len(rates))
-            steps = last - place * self._steps
+            last = min((place + 1) * self._steps, report.inner_steps)
+            steps, rate = (
+                last - place * self._steps,
+                next(rates[turn] for turn in reversed(range(last)) if turn in rates),
+            )
             self._buffer.append(
-                (outer_step, report.trainer, None, last, total / weight, report.effective_batch, rates[last - 1], steps)
+                (outer_step, report.trainer, None, last, total / weight, report.effective_batch, rate, steps)
             )
 
     def flush(self) -> OSError | None:

@@ -1,4 +1,7 @@
-"""Panels of what became of every node's time, what share of a batch it has, and how fast it is, from node_log.csv."""
+"""Panels of what became of every node's time, what share of a batch it has, and how fast it is, from node_log.csv.
+
+Of a run with node_speeds that is simulated time, and node_log_measured.csv has the time that was measured besides.
+"""
 
 from collections.abc import Iterator
 
@@ -14,33 +17,39 @@ from training_logs.showing.styles import axis, colour, legend, line_style
 # Bars of all lanes together, about; the rounds of the panel that shows each; lanes and lines that can be told apart.
 _BARS, _ROUNDS, _NAMED = 2000, 6, 12
 _WAITING, _EXCHANGING = "#d9dee5", "#f0a830"
+_LAST_ROUNDS = f"The same, of the last {_ROUNDS} rounds at most"
 
 
 def _by_node(rows: Rows) -> dict[int, Rows]:
     return {int(node): rows.where(rows["node"] == node) for node in np.unique(rows["node"])} if rows else {}
 
 
-def _stretches(rows: Rows, most: int) -> Iterator[tuple[int, np.ndarray]]:
-    """A node's rows, joined to so many at most: its trainer, begin, and seconds busy, waiting and exchanging."""
-    for places in np.array_split(np.arange(len(rows)), min(len(rows), most)):
-        own = rows.where(places)
-        spent = [own[name].sum() for name in ("busy", "waiting", "exchanging")]
-        yield int(own["trainer_id"][0]), np.array([own["begins"][0], *spent])
+def _stretches(rows: Rows, most: int, shortest: float) -> Iterator[tuple[int, np.ndarray]]:
+    """A node's rows, joined to so many, about: its trainer, begin, and seconds busy, waiting and exchanging.
+
+    None is joined over rounds in which the node was away for longer than `shortest`, in seconds.
+    """
+    away = np.flatnonzero(rows["begins"][1:] - rows["ends"][:-1] > shortest) + 1
+    for there in np.split(np.arange(len(rows)), away):
+        for places in np.array_split(there, min(len(there), -(-most * len(there) // len(rows)))):
+            own = rows.where(places)
+            spent = [own[name].sum() for name in ("busy", "waiting", "exchanging")]
+            yield int(own["trainer_id"][0]), np.array([own["begins"][0], *spent])
 
 
-def _draw_lanes(axes: Axes, run: RunData, rows: Rows, title: str) -> None:
+def _draw_lanes(axes: Axes, run: RunData, rows: Rows, title: str, simulated: bool) -> None:
     nodes = _by_node(rows)
     axis(axes, "wall_seconds", "node", title)
-    simulated = run.config.get("node_speeds") is not None
-    axes.set_xlabel("simulated seconds" if simulated else "seconds, as if nodes worked side by side")
+    axes.set_xlabel("simulated seconds" if simulated else "measured seconds, as if nodes worked side by side")
     axes.set_axisbelow(True)
     axes.set_yticks(sorted(nodes)[:: -(-len(nodes) // _NAMED) or 1])
     if not nodes:
         axes.text(0.5, 0.5, "not recorded in this run", ha="center", transform=axes.transAxes)
         return
+    first, last, most = rows["begins"].min(), rows["ends"].max(), max(_BARS // len(nodes), 10)
     for node, own in nodes.items():
         bars, colours = [], []
-        for trainer, (begin, *spent) in _stretches(own, max(_BARS // len(nodes), 10)):
+        for trainer, (begin, *spent) in _stretches(own, most, (last - first) / most):
             for seconds, filled in zip(spent, (colour(trainer), _WAITING, _EXCHANGING), strict=True):
                 bars.append((begin, seconds))
                 colours.append(filled)
@@ -49,20 +58,37 @@ def _draw_lanes(axes: Axes, run: RunData, rows: Rows, title: str) -> None:
     trainers = [Patch(color=colour(trainer), label=f"busy, trainer {trainer}") for trainer in run.trainers[:_NAMED]]
     waits = [Patch(color=_WAITING, label="waiting"), Patch(color=_EXCHANGING, label="exchanging")]
     axes.set_ylim(max(nodes) + 0.6, min(nodes) - 0.6 - 0.3 * (max(nodes) - min(nodes) + 1))
-    axes.set_xlim(rows["begins"].min(), max(rows["ends"].max(), rows["begins"].min() + 1e-9))
+    axes.set_xlim(first, max(last, first + 1e-9))
     legend(axes, handles=trainers + waits, loc="upper left", ncols=3)
+
+
+def _last(rows: Rows) -> Rows:
+    return rows.where(rows["outer_step"] > rows["outer_step"].max() - _ROUNDS) if rows else rows
 
 
 def draw_times(axes: Axes, run: RunData, x: str) -> None:
     """A lane per node over the time of the run: busy for which trainer, waiting for others, and exchanging."""
-    _draw_lanes(axes, run, run.node_rows, "What nodes do with their time")
+    _draw_lanes(axes, run, run.node_rows, "What nodes do with their time", has_both_times(run))
 
 
 def draw_last_times(axes: Axes, run: RunData, x: str) -> None:
     """The same, of the last rounds."""
-    rows = run.node_rows
-    last = rows.where(rows["outer_step"] > rows["outer_step"].max() - _ROUNDS) if rows else rows
-    _draw_lanes(axes, run, last, f"The same, of the last {_ROUNDS} rounds at most")
+    _draw_lanes(axes, run, _last(run.node_rows), _LAST_ROUNDS, has_both_times(run))
+
+
+def draw_measured_times(axes: Axes, run: RunData, x: str) -> None:
+    """Lanes by what was measured, where `draw_times` has those of simulated time."""
+    _draw_lanes(axes, run, run.measured_node_rows, "What nodes did with their time here", False)
+
+
+def draw_last_measured_times(axes: Axes, run: RunData, x: str) -> None:
+    """The same, of the last rounds."""
+    _draw_lanes(axes, run, _last(run.measured_node_rows), _LAST_ROUNDS, False)
+
+
+def has_both_times(run: RunData) -> bool:
+    """Whether nodes have a simulated time besides the measured one."""
+    return run.config.get("node_speeds") is not None
 
 
 def broken(rounds: np.ndarray, values: np.ndarray, last: float) -> tuple[np.ndarray, np.ndarray]:
@@ -93,5 +119,5 @@ def draw_node_shares(axes: Axes, run: RunData, x: str) -> None:
 
 def draw_node_speeds(axes: Axes, run: RunData, x: str) -> None:
     """Examples per second of every node, given or measured."""
-    given = run.config.get("node_speeds") is not None
-    _draw_nodes(axes, run, "speed", "Speed, as given" if given else "Speed, as measured", "examples per second")
+    title = "Speed, as given" if has_both_times(run) else "Speed, as measured"
+    _draw_nodes(axes, run, "speed", title, "examples per second")

@@ -11,7 +11,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from algorithms.communications import best_fit
-from training_logs.showing.node_plots import draw_last_times, draw_node_shares, draw_node_speeds, draw_times
+from training_logs.showing.node_plots import (
+    draw_last_measured_times,
+    draw_last_times,
+    draw_measured_times,
+    draw_node_shares,
+    draw_node_speeds,
+    draw_times,
+    has_both_times,
+)
 from training_logs.showing.number_log import Rows
 from training_logs.showing.prediction import NoLawError, RunFit, fit, measured
 from training_logs.showing.run_data import RunData
@@ -336,6 +344,14 @@ PLOTS: dict[str, list[tuple[Draw, str]]] = {
     "resources.png": [(draw_throughput, "outer_step"), (draw_memory, "wall_seconds")],
 }  # fmt: skip
 
+# Instead, where there are simulated and measured times.
+BOTH_TIMES: dict[str, list[tuple[Draw, str]]] = {
+    "nodes.png": [
+        *((draw_times, "wall_seconds"), (draw_measured_times, "wall_seconds")),
+        *((draw_last_times, "wall_seconds"), (draw_last_measured_times, "wall_seconds")),
+        *PLOTS["nodes.png"][2:],
+    ]
+}
 # Those that there are besides where data are in shares.
 SHARE_PLOTS: dict[str, list[tuple[Draw, str]]] = {
     "shares.png": [
@@ -349,7 +365,7 @@ SHARE_PLOTS: dict[str, list[tuple[Draw, str]]] = {
 
 def plots_of(run: RunData) -> dict[str, list[tuple[Draw, str]]]:
     """The plots that a run has."""
-    return PLOTS | SHARE_PLOTS if has_shares(run) else PLOTS
+    return PLOTS | (BOTH_TIMES if has_both_times(run) else {}) | (SHARE_PLOTS if has_shares(run) else {})
 
 
 def make_figure(panels: int, columns: int = 2, size: tuple[float, float] | None = None) -> tuple[Figure, list[Axes]]:

@@ -166,7 +166,7 @@ def _requests_fitted(own: Sequence[Rows], config: Mapping) -> list[float] | None
 def lawless(config: Mapping, fewer_steps: bool) -> str | None:
     """Why rounds and batches of such a run are not those of the laws; None where they are.
 
-    fewer_steps: whether slower workers make fewer inner steps of its rounds, whatever `balance` says.
+    fewer_steps: whether workers make fewer inner steps than its rounds have, whatever `balance` says.
     """
     for name, unit in BUDGETS.items():
         if config.get(name) is not None:
@@ -178,7 +178,7 @@ def lawless(config: Mapping, fewer_steps: bool) -> str | None:
     if config.get("node_schedule") is not None:
         return "nodes come and go, and one alone communicates nothing"
     if config.get("balance") == "steps" or fewer_steps:
-        return "workers on slower nodes make fewer inner steps of a round"
+        return "workers make fewer inner steps than their rounds have"
     if config["sampling_method"] != "none" and config.get("learning_rate_schedule") == "warmup_stable_decay":
         return "the batch grows until the learning rate falls, and then stays"
     return None
@@ -200,8 +200,9 @@ def fit(run: RunData | Path, share: float = 1.0) -> RunFit:
     """
     run = run if isinstance(run, RunData) else read_run(run)
     config, rounds = run.config, list(run.by_round.values())
-    unlike = any(len(set(rows["inner_steps"].tolist())) > 1 for rows in run.nodes.values())
-    if (reason := lawless(config, unlike)) is not None:
+    whole = {step: rows["inner_steps"][0] for step, rows in run.by_round.items()}
+    fewer = any((rows["inner_steps"] < whole.get(step, 0)).any() for (step, _), rows in run.nodes.items())
+    if (reason := lawless(config, fewer)) is not None:
         raise NoLawError(reason)
     used = rounds[: math.ceil(share * len(rounds) - 1e-9)]
     last = int(used[-1][0]["outer_step"]) if used else 0

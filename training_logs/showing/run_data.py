@@ -164,6 +164,12 @@ class RunData:
         return NumberLog(self.report_dir / "node_log.csv").all()
 
     @cached_property
+    def measured_node_rows(self) -> Rows:
+        """The same by what was measured here, of a run whose node_log.csv is by given speeds; else empty."""
+        given = self.config.get("node_speeds") is not None
+        return NumberLog(self.report_dir / "node_log_measured.csv").all() if given else Rows({})
+
+    @cached_property
     def share_rows(self) -> Rows:
         """The rows of share_log.csv; empty where nothing is evaluated by share."""
         return NumberLog(self.report_dir / "share_log.csv").all()
