@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
 
 from fabrics.examples import PackedSequences
 from fabrics.passes import backward, probed_backward
@@ -45,6 +44,8 @@ def test_statistics_under_autocast_are_those_of_one_example_at_a_time():
 
 def test_a_compiled_model_gives_the_same_gradients_and_statistics(monkeypatch):
     """Through the compiler's front end; code generation would only cost time here."""
+    from torch._dynamo.testing import CompileCounter  # takes a third of a second
+
     counter, ran = CompileCounter(), []
     compiled = functools.partial(torch.compile, backend=counter)
 
