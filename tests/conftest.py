@@ -86,6 +86,14 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _nobody_waits_for_the_disk():
+    """What is written is there for every reader at once; that it outlives a loss of power, no test asks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _plugins_are_forgotten(monkeypatch):
     """The words that a test's plugins have added are there for that test alone."""
