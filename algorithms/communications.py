@@ -37,6 +37,8 @@ class BatchLaw:
 
     def batch(self, round_number: float) -> float:
         """b_t of round t >= 1."""
+        if self.growth > 0.0 and round_number - 1.0 >= self.rounds_until_largest:
+            return self.largest  # what it would be without may be more than a float holds
         return min(REGIMES[self.regime].batch(self.first, self.growth, round_number - 1.0), self.largest)
 
     @property

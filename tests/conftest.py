@@ -19,6 +19,7 @@ from filelock import FileLock
 
 from algorithms.registry import Registry
 from fabrics import documents
+from tests import rewriting
 from tests.programs import Programs
 
 # What takes seconds to import is imported where it is used: the process that hands out the tests needs none of it.
@@ -54,10 +55,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (item.path not in begun_by, -sizes[item.path], item.path))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    rewriting.keep_in_cache(config)
+
+
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes() -> None:
-    """The libraries are imported once for all processes that run tests."""
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """The libraries are imported, and meanwhile assertions rewritten, once for all processes that run tests."""
     PROGRAMS.share_imports()
+    rewriting.rewrite_all(config)
 
 
 def pytest_collection_finish() -> None:
@@ -78,6 +84,14 @@ def _one_thread():
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _nobody_waits_for_the_disk():
+    """What is written is there for every reader at once; that it outlives a loss of power, no test asks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(autouse=True)

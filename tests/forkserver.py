@@ -162,7 +162,7 @@ class ForkServer:
     def _ask(self, program: dict, descriptors: list[int]) -> int:
         """The process id of a new child of this process."""
         if self._channel is None:
-            self._start()
+            self.start()
         _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         try:
             _send(self._channel, program, descriptors)
@@ -173,7 +173,8 @@ class ForkServer:
         finally:
             _libc.prctl(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start it, and do not wait for what it imports."""
         self._channel, theirs = socket.socketpair()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the server)
         own = subprocess._args_from_interpreter_flags()

@@ -83,8 +83,9 @@ class Programs:
             self._end()
 
     def share_imports(self) -> None:
-        """Outside of tests programs are forks too."""
+        """Outside of tests programs are forks too, of a server that starts now."""
         self._server.fresh = False
+        self._server.start()
 
     def refuse(self) -> None:
         if self._refused:

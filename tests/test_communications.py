@@ -49,6 +49,12 @@ def test_the_laws_on_paper():
     assert BatchLaw("linear", 8.0, 3.0, 12.0).examples(4, 1) == pytest.approx(43.0)
 
 
+def test_a_batch_stays_at_its_largest_however_many_rounds_follow():
+    law = BatchLaw("geometric", 8.0, math.log(2.0), largest=20.0)
+    assert [law.batch(number) for number in (2, 3, 4, 10**6)] == pytest.approx([16.0, 20.0, 20.0, 20.0])
+    assert rounds_one_by_one(law, 20.0 * 10**5 - 16.0, 1, Requests(), 0.0) == pytest.approx(10**5, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("law", "ratio"), [(LAWS[0], 100.0), (LAWS[1], 10.0)], ids=["constant: C ~ N", "linear: C ~ sqrt(N)"]
 )

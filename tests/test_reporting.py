@@ -40,6 +40,7 @@ def record_run(folder: Path, **values) -> Path:
             "number_of_outer_steps": 5,
             "number_of_initial_trainers": 3,
             "max_batch_size": 2,
+            "max_requested_batch": 16,
             "ETA": 0.3,
             "memory_sample_seconds": None,
         }

@@ -263,7 +263,8 @@ def test_a_node_that_is_really_slowed_gets_its_share(monkeypatch):
 @pytest.mark.usefixtures("slow_node")
 def test_the_run_folder_says_why_shares_changed_and_how_long_nodes_waited(tmp_path):
     values = {"INITIAL_BATCH_SIZE": 32, "max_batch_size": 64, "sampling_method": "none", "balance": "batch"}
-    run = read_run(record_run(tmp_path, number_of_initial_trainers=1, number_of_outer_steps=2, **values))
+    values |= {"max_requested_batch": 32, "number_of_initial_trainers": 1, "number_of_outer_steps": 2}
+    run = read_run(record_run(tmp_path, **values))
     assert "after round 1: trainer 0: nodes 0, 1, 2, 3 make 100," in (run.folder / "training_log.log").read_text()
     # Rounds of 3 steps, 8 examples each: 0.24 and 0.96 s; then 10 and 2: 0.3 and 0.24 s.
     expected = (3 * 0.72 + 0.06) / (4 * (0.96 + 0.3))
