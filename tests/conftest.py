@@ -19,7 +19,6 @@ from filelock import FileLock
 
 from algorithms.registry import Registry
 from fabrics import documents
-from tests import rewriting
 from tests.programs import Programs
 
 # What takes seconds to import is imported where it is used: the process that hands out the tests needs none of it.
@@ -27,6 +26,9 @@ from tests.programs import Programs
 # Whoever starts the tests in the background of a shell has SIGINT ignored, which programs would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 PROGRAMS = Programs()
+# Rewriting the assertions of all tests takes each process some seconds: what pytest has rewritten is kept, also where
+# PYTHONDONTWRITEBYTECODE says otherwise.
+sys.dont_write_bytecode = False
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
@@ -55,15 +57,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (item.path not in begun_by, -sizes[item.path], item.path))
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    rewriting.keep_in_cache(config)
-
-
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """The libraries are imported, and meanwhile assertions rewritten, once for all processes that run tests."""
+def pytest_xdist_setupnodes() -> None:
+    """The libraries are imported once for all processes that run tests."""
     PROGRAMS.share_imports()
-    rewriting.rewrite_all(config)
 
 
 def pytest_collection_finish() -> None:
