@@ -384,10 +384,15 @@ def load_config(
     Raises:
         ConfigError: the file cannot be read, is not a YAML mapping, or holds problems.
     """
-    return parse_config(_read(Path(path)), overrides, allowed, checks)
+    return parse_config(read_mapping(Path(path)), overrides, allowed, checks)
 
 
-def _read(path: Path) -> dict:
+def read_mapping(path: Path) -> dict:
+    """A YAML file's keys and values.
+
+    Raises:
+        ConfigError: it cannot be read, or is not a YAML mapping.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -404,7 +409,7 @@ def check_plugins_of_run(folder: Path) -> None:
     Raises:
         ConfigError: one line for each plugin that its configuration names otherwise, or that lies beside or in it.
     """
-    named, beside = _read(folder / "config.yaml").get("plugins"), folder.resolve().parent
+    named, beside = read_mapping(folder / "config.yaml").get("plugins"), folder.resolve().parent
     problems = [
         f"plugins: {path} came with {folder}: to run that code, name it on the command line, plugins=[{path}]"
         for path in (named if isinstance(named, list) else [named] if named else [])
