@@ -50,7 +50,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     for name, (metavar, meaning) in PLAN_OPTIONS.items():
         plans.add_argument(f"--{name}", metavar=metavar, help=meaning, action="append" if name == "link" else "store")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     if options.resume and options.config:
         parser.error("--resume takes the configuration from the run folder; give --config or --resume")
     if options.force and not options.resume:

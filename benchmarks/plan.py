@@ -30,7 +30,7 @@ from benchmarks.search_space import (
 from configs.make_samples import SAMPLES
 from fabrics.choices import CHECKS, CHOICES
 from utils.config import BUDGETS, Config, ConfigError
-from utils.config_reading import load_config
+from utils.config_reading import load_config, yaml_value
 
 ROOT = Path(__file__).resolve().parent.parent
 # What a comparison may take of the overview for its summary.
@@ -134,7 +134,7 @@ def load_comparison(path: Path) -> Comparison:
         ConfigError: one line per problem.
     """
     try:
-        comparison = Comparison.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        comparison = Comparison.model_validate(yaml_value(path.read_text(encoding="utf-8")))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
     except ValidationError as error:

@@ -210,6 +210,11 @@ def _smallest_hashes(source: Source, train_size: int | None, val_size: int | Non
             texts = {number: text for number, text in texts.items() if number <= largest}
     if val_size is None:
         val_size = default_validation_size(total)
+    if len(smallest) < 2:
+        raise ConfigError(
+            f"dataset: {source.name} has {len(smallest)} documents, where training and validation need one each at "
+            f"least; of a file of dataset text, text_documents: blank_lines makes one for each of its blocks"
+        )
     if val_size >= len(smallest):
         raise ConfigError(f"val_size: must be below the {len(smallest)} documents of the dataset, got {val_size}")
     if pool is not None and total < pool:

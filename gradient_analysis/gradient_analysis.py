@@ -43,7 +43,7 @@ from gradient_analysis.laws import (
 from training_logs.clearml_modes import ANALYSIS_SUMMARY, resolved_mode
 from training_logs.showing.run_data import RunFolderError, read_run
 from utils.config import Config, ConfigError
-from utils.config_reading import check_plugins_of_run, load_config
+from utils.config_reading import check_plugins_of_run, load_config, read_mapping, yaml_value
 from utils.devices import resolve_devices
 from utils.utils import write_atomically, write_json_atomically
 
@@ -83,18 +83,16 @@ def parse_analysis_config(path: Path, overrides: Sequence[str]) -> AnalysisConfi
     Raises:
         ConfigError: with one line per problem.
     """
+    values = read_mapping(path)
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         for assignment in overrides:
             key, separator, text = assignment.partition("=")
             if not separator:
                 raise ConfigError(f"{assignment}: an override must have the form key=value")
-            values[key] = yaml.safe_load(text)
+            values[key] = yaml_value(text)
         return TypeAdapter(AnalysisConfig).validate_python(values)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except yaml.YAMLError:
+        raise ConfigError(f"{key}: value is not valid YAML: {text}") from None
     except ValidationError as error:
         problems = []
         for problem in error.errors():
@@ -281,7 +279,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--config", type=Path, default=default, help="default: config_analyze_gradient.yaml beside this"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     try:
         config = parse_analysis_config(options.config, options.overrides)
         mode = resolved_mode(config.clearml)

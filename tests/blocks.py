@@ -95,13 +95,17 @@ def options_of(words: list[str]) -> argparse.Namespace | None:
     path = Path(importlib.util.find_spec(program).origin) if module else ROOT / program
     if "ArgumentParser" not in path.read_text(encoding="utf-8"):
         return None
-    original = argparse.ArgumentParser.parse_args
 
-    def stop(parser, given=None, namespace=None):
-        raise _Parsed(original(parser, arguments if given is None else given, namespace))
+    def stopping(original):
+        def stop(parser, given=None, namespace=None):
+            raise _Parsed(original(parser, arguments if given is None else given, namespace))
 
+        return stop
+
+    parser = argparse.ArgumentParser
     with (
-        mock.patch.object(argparse.ArgumentParser, "parse_args", stop),
+        mock.patch.object(parser, "parse_args", stopping(parser.parse_args)),
+        mock.patch.object(parser, "parse_intermixed_args", stopping(parser.parse_intermixed_args)),
         mock.patch.object(sys, "argv", [program, *arguments]),
         mock.patch.object(sys, "path", [*sys.path]),
     ):

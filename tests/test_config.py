@@ -245,13 +245,25 @@ def test_the_momentum_of_muon_has_an_effect_with_muon():
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("a: [", "not valid YAML"), ("- 1\n- 2", "must be a mapping"), ("just words", "must be a mapping")],
+    [
+        ("a: [", "not valid YAML"),
+        ("- 1\n- 2", "must be a mapping"),
+        ("just words", "must be a mapping"),
+        ("ETA: 0.5\nmax_tokens: 1\nETA: 0.7", "not valid YAML: ETA is given twice .*line 3, column 1"),
+        ("model_config: {hidden_size: 64, hidden_size: 32}", "hidden_size is given twice"),
+    ],
 )
 def test_a_file_that_is_no_config(tmp_path, text, expected):
     path = tmp_path / "c.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=expected):
         load_config(path)
+
+
+def test_a_merged_key_may_be_given_again(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("model_config: {<<: {preset: demo, hidden_size: 64}, hidden_size: 32}\nmax_tokens: 1")
+    assert load_config(path)[0].model_config == {"preset": "demo", "hidden_size": 32}
 
 
 def test_a_missing_file(tmp_path):

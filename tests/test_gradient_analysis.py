@@ -415,6 +415,21 @@ def test_the_shipped_configuration_is_the_defaults():
     assert parse_analysis_config(path, ["clearml=off"]).clearml == "off"
 
 
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        (b"- a", ["model=x"], "must be a mapping"),
+        (b"seed: \xff", [], "not UTF-8"),
+        (b"seed: 1", ["eta=[1"], r"^eta: value is not valid YAML: \[1$"),
+    ],
+)
+def test_an_analysis_config_that_is_none(tmp_path, text, overrides, expected):
+    path = tmp_path / "config.yaml"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=expected):
+        parse_analysis_config(path, overrides)
+
+
 def test_a_run_without_a_final_model_says_so(tmp_path):
     folder = record_run(tmp_path)
     path = folder / "model_training_report" / "summary.json"

@@ -188,6 +188,19 @@ def test_exit_reasons():
 # Real processes
 
 
+LAUNCHING = """
+import os, signal
+from utils.launch import Launch
+launch = Launch(2, ["-c", "from utils.distributed import meet; meet()"])
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_who_waits_for_a_process_that_died_before_they_met_ends_with_it(programs):
+    ended = programs.run("-c", LAUNCHING, status=-signal.SIGTERM)  # reads until nobody holds its output any more
+    assert "the process that started this one is gone" in ended.stderr
+
+
 def test_a_process_that_dies_ends_the_others_within_a_minute_and_is_named(programs, tmp_path, cache_dir):
     output, _ = kill_the_second_process(programs, tmp_path, cache_dir)
     assert "was killed (SIGKILL)" in output

@@ -395,6 +395,19 @@ def test_links_that_are_none(text, capsys):
     assert "error: --link: must be a rate in bits (b) or bytes (B)" in capsys.readouterr().err
 
 
+def test_a_plan_as_text_rounds_communications_up_and_says_where_shares_differ():
+    unequal = {"nodes_per_gpu": 3, "node_speeds": [1, 1, 0.5], "balance": "batch", "INITIAL_BATCH_SIZE": 6}
+    one = {"number_of_initial_trainers": 1, "number_of_outer_steps": None}
+    examples = 2 * 6 * 2 + 6  # two rounds of two inner steps, and one of a single step
+    plan = plan_of(**one, **unequal, max_tokens=examples * make_config().sequence_length)
+    said = text_of(plan, Asked())
+    assert "batch at the start: 6 examples (at most 3 x 1 on each of 3 nodes)" in said
+    assert plan.communications == 3
+    assert "communications by the laws: 3 with a batch that stays" in said
+    equal = text_of(plan_of(**one, **(unequal | {"balance": "equal"}), max_tokens=1), Asked())
+    assert "batch at the start: 6 examples (2 x 1 on each of 3 nodes)" in equal
+
+
 def test_links_and_sizes():
     assert [(n.bits_per_second, n.latency) for n in map(link, ("1Gb/s,20ms", "2.5MB/s", "64kb/s,1.5s"))] == [
         (1e9, 0.02),

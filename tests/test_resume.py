@@ -16,6 +16,7 @@ import yaml
 from safetensors.torch import load_file
 
 import run as program
+from fabrics.choices import CHECKS, CHOICES
 from tests.helpers import warnings_of
 from tests.programs import wait_until
 from tests.test_run import start_training, write_config
@@ -137,6 +138,7 @@ def test_a_finished_run_can_be_made_longer(whole, tmp_path, cache_dir):
     [
         (["ETA=0.9"], "ETA: was 0.4, now 0.9; that changes how the run trains: --force allows it"),
         (["log_file=other.log", "--force"], "log_file: cannot change within a run folder"),
+        (["training_seed=1", "--force"], "training_seed: cannot change in a run that has begun, was 42, got 1"),
         (["ETAA=0.9"], "ETAA: unknown key; did you mean ETA?"),
         (["sequence_length=16", "--force"], "the checkpoint is of a run on other data"),
         (["model_config.num_hidden_layers=2", "--force"], "the checkpoint is of a model with"),
@@ -167,6 +169,11 @@ def test_a_folder_without_a_run_or_a_checkpoint(whole, tmp_path, capsys):
         program.main(["--resume", str(tmp_path), "--config", "config.yaml"])
 
 
+def test_another_log_dir_moves_no_run(whole):
+    _, warnings = resumed_config(whole, ["log_dir=elsewhere"], False, CHOICES, CHECKS)
+    assert warnings == [f"log_dir: has no effect with --resume, the run goes on in {whole}"]
+
+
 def test_which_changes_need_force():
     def config(**values):
         return parse_config({"number_of_outer_steps": 3} | values)[0]
@@ -176,8 +183,8 @@ def test_which_changes_need_force():
 
     harmless = config(processes=3, clearml="off", number_of_outer_steps=9, keep_checkpoints=5, eval_every=2)
     assert changes(config(ETA_at_end=None), dataclasses.replace(harmless, ETA_at_end=None)) == []
-    assert changes(config(), config(nu=1, INITIAL_BATCH_SIZE=4, communication_dtype="int8")) == [
-        *("communication_dtype", "INITIAL_BATCH_SIZE", "nu")
+    assert changes(config(), config(nu=1, max_batch_growth=4, communication_dtype="int8")) == [
+        *("communication_dtype", "nu", "max_batch_growth")
     ]
 
 

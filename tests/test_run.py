@@ -293,6 +293,13 @@ def test_a_final_model_can_be_trained_on(finished, summary, tmp_path, cache_dir)
     assert json.loads(again.read_text())["initial_metric"] == pytest.approx(summary["final_metric"], rel=1e-4)
 
 
+def test_overrides_may_stand_before_and_after_options():
+    options = program.parse_arguments(["ETA=1", "--resume", "logs/a", "max_tokens=5", "--force", "nu=2"])
+    assert options.overrides == ["ETA=1", "max_tokens=5", "nu=2"]
+    assert (options.resume, options.force) == ("logs/a", True)
+    assert program.parse_arguments([]).overrides == []
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

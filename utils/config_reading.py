@@ -37,7 +37,20 @@ _ADAPTERS = {
 
 
 # libyaml where PyYAML was built with it: a tenth of the time.
-_safe_load = functools.partial(yaml.load, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+    """Refuses a key that a mapping has twice, of which PyYAML would take the last."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = set()
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:merge" and isinstance(key, yaml.ScalarNode):
+                if key.value in keys:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
+                keys.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+yaml_value = functools.partial(yaml.load, Loader=_Loader)
 
 
 def value_schema(name: str) -> dict:
@@ -47,7 +60,7 @@ def value_schema(name: str) -> dict:
 
 def _mapping(text: str, source: str) -> dict:
     try:
-        values = _safe_load(text)
+        values = yaml_value(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
     if values is None:
@@ -64,7 +77,7 @@ def _repaired_model_config(value, warnings: list[str]):
     repaired = {}
     for key, entry in value.items():
         if isinstance(key, str) and entry is None and (match := re.fullmatch(r"(\w+)=(\w+)", key)):
-            key, entry = match[1], _safe_load(match[2])
+            key, entry = match[1], yaml_value(match[2])
             warnings.append(f"model_config: '{match[0]}' is read as '{key}: {match[2]}'")
         repaired[key] = entry
     return repaired
@@ -82,7 +95,7 @@ def _override(values: dict, assignment: str) -> str | None:
     if not separator or not key:
         return f"{assignment}: an override must have the form key=value"
     try:
-        value = _safe_load(text)
+        value = yaml_value(text)
     except yaml.YAMLError:
         return f"{key}: value is not valid YAML: {text}"
     *parents, last = key.split(".")
@@ -372,10 +385,15 @@ def load_config(
     Raises:
         ConfigError: the file cannot be read, is not a YAML mapping, or holds problems.
     """
-    return parse_config(_read(Path(path)), overrides, allowed, checks)
+    return parse_config(read_mapping(Path(path)), overrides, allowed, checks)
 
 
-def _read(path: Path) -> dict:
+def read_mapping(path: Path) -> dict:
+    """A YAML file's keys and values.
+
+    Raises:
+        ConfigError: it cannot be read, or is not a YAML mapping.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -392,7 +410,7 @@ def check_plugins_of_run(folder: Path) -> None:
     Raises:
         ConfigError: one line for each plugin that its configuration names otherwise, or that lies beside or in it.
     """
-    named, beside = _read(folder / "config.yaml").get("plugins"), folder.resolve().parent
+    named, beside = read_mapping(folder / "config.yaml").get("plugins"), folder.resolve().parent
     problems = [
         f"plugins: {path} came with {folder}: to run that code, name it on the command line, plugins=[{path}]"
         for path in (named if isinstance(named, list) else [named] if named else [])

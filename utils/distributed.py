@@ -17,7 +17,7 @@ import torch.distributed as dist
 from utils.devices import identity
 from utils.heartbeat import Heartbeat
 from utils.islands import Island, ProcessIsland
-from utils.launch import Launch
+from utils.launch import Launch, ending_with_its_launch
 from utils.notices import Notices, common_attempt
 from utils.placement import Rank, Site, gpus_of_their_own, island_sites, own_device, share_out
 from utils.reductions import DistributedWorkers, Group, LocalWorkers, Workers
@@ -266,6 +266,7 @@ class DistributedProcesses:
         dist.destroy_process_group()
 
 
+@ending_with_its_launch()
 def meet(launch: Launch | None = None) -> Processes:
     """The processes of this run, as the environment says: one, or those that torchrun or `launch` started.
 

@@ -1,5 +1,6 @@
 """A plan as text."""
 
+import math
 from collections.abc import Iterator
 
 from benchmarks.planning.plan import Asked, Batch, Bytes, Plan
@@ -29,6 +30,8 @@ def duration(seconds: float) -> str:
 
 def _batch(batch: Batch) -> str:
     steps = f"{batch.micro_batch} x {batch.accumulation_steps}"
+    if batch.micro_batch * batch.accumulation_steps * batch.workers != batch.request:
+        steps = f"at most {steps}"  # where shares are not equal
     return f"{batch.request:,} examples ({steps} on each of {batch.workers} node{'s' * (batch.workers > 1)})"
 
 
@@ -66,13 +69,18 @@ def _laws(plan: Plan) -> Iterator[str]:
     laws = plan.expected
     if laws is None:
         return
-    expected = f"{laws.constant:,.0f} with a batch that stays"
+    constant, *growing = (
+        None if law is None else f"{math.ceil(round(law, 6)):,}"  # a round that is cut short is a communication, too
+        for law in (laws.constant, laws.linear, laws.geometric, laws.fastest)
+    )
+    expected = f"{constant} with a batch that stays"
     if laws.linear is None:
         yield f"communications by the laws: {expected}; with one that grows max_requested_batch has to bound it"
         return
+    linear, geometric, fastest = growing
     yield (
-        f"communications by the laws: {expected}; with one that grows to the largest at the end {laws.linear:,.0f} "
-        f"(linear) or {laws.geometric:,.0f} (geometric), {laws.fastest:,.0f} at the fastest"
+        f"communications by the laws: {expected}; with one that grows to the largest at the end {linear} (linear) or "
+        f"{geometric} (geometric), {fastest} at the fastest"
     )
 
 
