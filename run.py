@@ -79,7 +79,13 @@ def main(arguments: list[str] | None = None) -> int:
     if started_by_others():
         return run(options, started, None)
     config = Path(options.resume, "config.yaml") if options.resume else Path(options.config or "config.yaml")
-    with start_processes(config, options.overrides, [__file__, *arguments]) as launch:
+    from utils.config import ConfigError
+
+    try:
+        others = start_processes(config, options.overrides, [__file__, *arguments])
+    except ConfigError as error:
+        return refused(error)
+    with others as launch:
         status = run(options, started, launch)
         if status and launch is not None:
             launch.kill()

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import run
 from tests.programs import LIMIT_SECONDS, Popen, Programs, wait_until
 from tests.test_resume import assert_same_run, report
 from tests.test_run import kill_the_second_process, write_config
@@ -54,6 +55,17 @@ def test_processes_and_threads_of_a_machine(monkeypatch, values, cores, gpus, pr
 def test_an_impossible_number_of_processes(value):
     with pytest.raises(ValueError, match="processes: should be auto or a positive integer"):
         parse_config({"number_of_outer_steps": 1}, [f"processes={value}"])
+
+
+def test_more_processes_than_nodes_are_not_started(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(launch, "_gpus", lambda: 0)
+    monkeypatch.setattr(launch, "Launch", lambda count, program: pytest.fail(f"{count} processes were started"))
+    path = tmp_path / "config.yaml"
+    path.write_text("{number_of_outer_steps: 1, nodes_per_gpu: 4}")
+    assert run.main(["--config", str(path), "processes=99"]) == 2
+    assert capsys.readouterr().err == (
+        "error: processes: 99 processes on a machine with 4 nodes; every process needs one\n"
+    )
 
 
 class _Store:

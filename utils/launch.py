@@ -132,20 +132,27 @@ def start_processes(
 ) -> contextlib.AbstractContextManager[Launch | None]:
     """The other processes that the configuration asks for; None where there are none, or where it is wrong.
 
-    What is wrong is found, and said, by whoever reads the configuration whole.
+    What is wrong is found, and said, by whoever reads the configuration whole; but for processes that are too many.
 
     Args:
         config: the configuration file.
         overrides: its overrides.
         program: arguments of the Python interpreter.
+
+    Raises:
+        ConfigError: there are more processes than nodes: none is started.
     """
     from utils.config import ConfigError
     from utils.config_reading import load_config
 
     try:
-        count = planned_processes(load_config(config, overrides)[0])
+        read = load_config(config, overrides)[0]
     except ConfigError:
-        count = 1
+        return contextlib.nullcontext()
+    count = planned_processes(read)
+    nodes = max(len(read.devices or ()), _gpus(), 1) * read.nodes_per_gpu
+    if read.devices_per_node == 1 and count > nodes:
+        raise ConfigError(f"processes: {count} processes on a machine with {nodes} nodes; every process needs one")
     return Launch(count, program) if count > 1 else contextlib.nullcontext()
 
 
