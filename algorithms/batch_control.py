@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 from algorithms.budget import FREEZE, Ahead, Trend, largest_planned, planned_batch
 from algorithms.calc_batch import (
@@ -138,6 +139,9 @@ class BatchControl:
 
         Returns:
             The statistics that the test saw, averaged over the rounds, and what to warn of; None where there is none.
+
+        Raises:
+            TypeError: the test gives no number.
         """
         settings = self._settings
         if settings.schedule:
@@ -158,6 +162,8 @@ class BatchControl:
         if progress > settings.frozen_from:
             return statistics, None
         asked = self._test(statistics, parameters, effective_batch)
+        if not (asked is None or (isinstance(asked, Real) and not math.isnan(asked))):
+            raise TypeError(f"sampling_method: {settings.test} must give a number of examples or None, got {asked!r}")
         self.requested_batch = bounded_request(self.requested_batch, asked, settings.largest_growth, largest_request)
         return statistics, None
 

@@ -1,7 +1,8 @@
 """Merge policies: who merges with whom, as a pure function of the requested batches (AdLoCo, section 3)."""
 
+import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from algorithms.registry import Registry
@@ -16,6 +17,18 @@ class MergePlan:
 
     representative: int
     weights: dict[int, float]
+
+    def problem(self, trainers: Collection[int]) -> str | None:
+        """What is wrong with it as a merge of some of these trainers."""
+        if unknown := self.weights.keys() - set(trainers):
+            return f"merges trainers {sorted(unknown)}, and there are {sorted(trainers)}"
+        if len(self.weights) < 2 or self.representative not in self.weights:
+            return (
+                f"merges {sorted(self.weights)} into {self.representative}, which is no merge of two or more into one"
+            )
+        if min(self.weights.values()) < 0.0 or not math.isclose(sum(self.weights.values()), 1.0):
+            return f"has weights {self.weights}, which must not be negative and sum to 1"
+        return None
 
     def weighted(self, sizes: Mapping[int, int]) -> "MergePlan":
         """The same merge with weights in proportion to these sizes of the trainers."""

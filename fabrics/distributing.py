@@ -122,8 +122,15 @@ class Distributing:
         return exchange
 
     def merge(self, trainers: dict[int, Movable], totals: Totals) -> tuple[MergePlan, Exchange]:
-        """Merge those that the policy picks, of which the representative alone lives on; what was sent for it."""
-        plan = MERGE_POLICIES[self._config.merging_policy](requests_of(trainers), self._config.merge_count)
+        """Merge those that the policy picks, of which the representative alone lives on; what was sent for it.
+
+        Raises:
+            TrainingError: that is no merge of these trainers.
+        """
+        policy = self._config.merging_policy
+        plan = MERGE_POLICIES[policy](requests_of(trainers), self._config.merge_count)
+        if problem := plan.problem(trainers):
+            raise TrainingError(f"merging_policy: {policy} {problem}")
         if self._config.weigh_shares:
             plan = plan.weighted({trainer: len(trainers[trainer].cursor) for trainer in plan.weights})
         others = [trainers.pop(trainer) for trainer in plan.weights if trainer != plan.representative]

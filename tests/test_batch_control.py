@@ -8,6 +8,7 @@ import pytest
 
 from algorithms.batch_control import BatchControl, BatchControlSettings
 from algorithms.budget import Ahead
+from algorithms.calc_batch import BATCH_TESTS
 from algorithms.gradient_statistics import SampleEstimate
 from algorithms.learning_rate import LearningRateSchedule
 from benchmarks import noise
@@ -111,6 +112,13 @@ def test_statistics_that_are_not_finite_are_forgotten_with_a_warning(bad):
     _, warning = conclude(own, sample(bad, 1.0))
     assert "zero or not finite" in warning
     assert own.state_dict() == before
+
+
+@pytest.mark.parametrize("answer", ["32", float("nan"), [8]])
+def test_a_test_that_gives_no_number_is_named(monkeypatch, answer):
+    monkeypatch.setitem(BATCH_TESTS, "own", lambda *seen: answer)
+    with pytest.raises(TypeError, match="sampling_method: own must give a number of examples or None, got "):
+        conclude(control(test="own"), sample(2.0, 1.0))
 
 
 def test_without_samples_nothing_is_said():

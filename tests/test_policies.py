@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from algorithms.policies import best_with_worst, worst_with_worst
+from algorithms.policies import MergePlan, best_with_worst, worst_with_worst
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,18 @@ def test_a_merge_plan_is_a_weighted_average_led_by_its_largest(requests, count):
 def test_an_impossible_merge_is_refused(policy, requests, count):
     with pytest.raises(ValueError, match=r"at least 2|positive"):
         policy(requests, count)
+
+
+@pytest.mark.parametrize(
+    ("representative", "weights", "problem"),
+    [
+        (0, {0: 0.5, 1: 0.5}, None),
+        (0, {0: 0.5, 7: 0.5}, "merges trainers [7], and there are [0, 1, 2]"),
+        (2, {0: 0.5, 1: 0.5}, "merges [0, 1] into 2, which are not two or more and one of them"),
+        (0, {0: 1.0}, "merges [0] into 0, which are not two or more and one of them"),
+        (0, {0: 0.5, 1: 0.6}, "has weights {0: 0.5, 1: 0.6}, which must not be negative and sum to 1"),
+        (0, {0: 1.5, 1: -0.5}, "has weights {0: 1.5, 1: -0.5}, which must not be negative and sum to 1"),
+    ],
+)
+def test_what_is_no_merge_says_so(representative, weights, problem):
+    assert MergePlan(representative, weights).problem([0, 1, 2]) == problem

@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from algorithms.exchanges import rounds_to_come
 from algorithms.limits import RoundSchedule
 from algorithms.per_example import per_example_statistics
+from algorithms.policies import MERGE_POLICIES, MergePlan
 from algorithms.switch_mode import ExecutionPlan
 from cluster import Cluster
 from fabrics.eval_tool import evaluate
 from fabrics.examples import PackedSequences
 from fabrics.spending import traffic_of
-from fabrics.worker import Node
+from fabrics.worker import Node, TrainingError
 from tests.helpers import (
     CPU,
     TINY_ARCHITECTURE,
@@ -460,6 +461,13 @@ def test_so_may_one_whose_moments_are_not_its_workers(inner):
     assert torch.equal(trainer.shared["exp_avg"], before if inner == "keep" else torch.zeros_like(before))
     assert bool(trainer.shared["exp_avg_sq"].any()) == (inner == "keep")
     assert trainer.parameters.any()
+
+
+def test_a_policy_that_merges_who_is_not_there_is_named(monkeypatch):
+    monkeypatch.setitem(MERGE_POLICIES, "own", lambda requests, count: MergePlan(0, {0: 0.5, 7: 0.5}))
+    cluster = light_cluster(number_of_initial_trainers=2, merge_frequency=1, merging_policy="own")
+    with pytest.raises(TrainingError, match=r"merging_policy: own merges trainers \[7\], and there are \[0, 1\]"):
+        cluster.train(Recorder())
 
 
 def test_trainers_merge_down_to_one_and_go_on():
