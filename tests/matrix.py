@@ -122,9 +122,12 @@ PARAMETERS: dict[str, dict] = {
     "RepeatedArrivals": {"synchronisation": {"steps": 3}},
 }
 # Of runs with four nodes, besides: what happens between workers that are not equally fast. An answer takes 3.3 inner
-# steps of the first ones, three examples long.
-_LATE = {"node_speeds": [1, 0.6, 0.3, 1], "link_latency_seconds": 10.0}
-_CLOCKS = {"Decoupled": _LATE, "RepeatedArrivals": _LATE}
+# steps of the first ones, three examples long; 1.3 where workers wait for it, which make two steps of a round then.
+_SPEEDS = {"node_speeds": [1, 0.6, 0.3, 1]}
+_CLOCKS = {
+    "Decoupled": _SPEEDS | {"link_latency_seconds": 10.0},
+    "RepeatedArrivals": _SPEEDS | {"link_latency_seconds": 4.0},
+}
 INNER_STEPS = 4
 
 
@@ -195,7 +198,7 @@ def trainer_of(name: str = "DiLoCo", workers: int = 3, **values) -> Trainer:
 # Four trainers with a node each, then two, then one with all four; what is under way at the end of round 3 arrives, and
 # is evaluated, later. In the round after it, counted from 0, a worker of the one is lost.
 STOPPED_AFTER = 3
-LOST = (3, 1)
+LOST = (3, 3)
 _MERGING = {
     "number_of_initial_trainers": 4,
     "merge_count": 3,
