@@ -24,7 +24,7 @@ class MergePlan:
             return f"merges trainers {sorted(unknown)}, and there are {sorted(trainers)}"
         if len(self.weights) < 2 or self.representative not in self.weights:
             return (
-                f"merges {sorted(self.weights)} into {self.representative}, which is no merge of two or more into one"
+                f"merges {sorted(self.weights)} into {self.representative}, which are not two or more and one of them"
             )
         if min(self.weights.values()) < 0.0 or not math.isclose(sum(self.weights.values()), 1.0):
             return f"has weights {self.weights}, which must not be negative and sum to 1"
