@@ -161,6 +161,17 @@ def test_a_failed_collective_makes_impatient(beating):
     assert re.match(r"rank 1 \(.*\) has not answered for \d s", explained(ranks[0]))
 
 
+def test_who_dies_before_its_first_beat_is_missed_like_others(beating, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Heartbeat, "_run", lambda killed: None)
+        Heartbeat(beating.store, 1, 2, {})
+    (watcher,) = beating.begin(2, only=0)
+    beating.pass_seconds(int(heartbeat.SILENCE_SECONDS))
+    assert watcher._lost is None
+    beating.pass_seconds(1)
+    assert re.match(r"rank 1 \(process \d+ on .*\) has not answered for 21 s", explained(watcher))
+
+
 def test_who_never_begins_is_given_up(beating):
     (watcher,) = beating.begin(2, only=0)
     beating.now = heartbeat.STARTING_SECONDS

@@ -60,6 +60,7 @@ class Heartbeat:
         self._silence = SILENCE_SECONDS
         self._found, self._closing = threading.Event(), threading.Event()
         self._introduce()
+        self._store.set(f"alive/{rank}", "0")  # who dies before the first beat has begun all the same
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
