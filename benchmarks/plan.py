@@ -30,7 +30,8 @@ from benchmarks.search_space import (
 from configs.make_samples import SAMPLES
 from fabrics.choices import CHECKS, CHOICES
 from utils.config import BUDGETS, Config, ConfigError
-from utils.config_reading import load_config, yaml_value
+from utils.config_reading import load_config
+from utils.yaml_reading import yaml_value
 
 ROOT = Path(__file__).resolve().parent.parent
 # What a comparison may take of the overview for its summary.

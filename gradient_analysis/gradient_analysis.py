@@ -43,9 +43,10 @@ from gradient_analysis.laws import (
 from training_logs.clearml_modes import ANALYSIS_SUMMARY, resolved_mode
 from training_logs.showing.run_data import RunFolderError, read_run
 from utils.config import Config, ConfigError
-from utils.config_reading import check_plugins_of_run, load_config, read_mapping, yaml_value
+from utils.config_reading import check_plugins_of_run, load_config
 from utils.devices import resolve_devices
 from utils.utils import write_atomically, write_json_atomically
+from utils.yaml_reading import read_mapping, yaml_value
 
 _ROOT = Path(__file__).resolve().parent.parent
 _CLEARML_SECONDS = 60

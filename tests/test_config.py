@@ -14,6 +14,7 @@ from fabrics.choices import CHECKS, CHOICES
 from utils.config import FIELDS, Config, ConfigError
 from utils.config_reading import ALIASES, dump_config, load_config, parse_config
 from utils.devices import resolve_devices
+from utils.yaml_reading import yaml_value
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -241,6 +242,13 @@ def test_a_learning_rate_of_sgd_has_an_effect_wherever_inner_steps_are_sgd(asked
 def test_the_momentum_of_muon_has_an_effect_with_muon():
     raw = {"number_of_outer_steps": 1, "muon_momentum": 0.9, "inner_optimizer": "muon"}
     assert parse_config(raw, allowed=CHOICES)[1] == []
+
+
+def test_mappings_that_are_merged_and_merged_again_have_no_key_twice():
+    text = "a: &a {x: 1}\nb: [{c: &c {<<: *a, x: 2}}]\nd: {<<: *c, y: 3}"
+    assert yaml_value(text) == {"a": {"x": 1}, "b": [{"c": {"x": 2}}], "d": {"x": 2, "y": 3}}
+    assert yaml_value("a: &a [1, *a]")["a"][0] == 1
+    assert yaml_value("") is None
 
 
 @pytest.mark.parametrize(

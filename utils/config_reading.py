@@ -6,7 +6,6 @@ code are understood. The choices of the registries are handed in by the caller.
 
 import dataclasses
 import difflib
-import functools
 import itertools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,6 +17,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from utils.config import BUDGETS, FIELDS, Config, ConfigError
 from utils.plugins import import_plugins
+from utils.yaml_reading import read_mapping, yaml_value
 
 # The names in the published code's config.yaml, and what keys were called in run folders from before.
 ALIASES = {
@@ -36,38 +36,9 @@ _ADAPTERS = {
 }
 
 
-# libyaml where PyYAML was built with it: a tenth of the time.
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-    """Refuses a key that a mapping has twice, of which PyYAML would take the last."""
-
-    def construct_mapping(self, node, deep=False):
-        keys = set()
-        for key, _ in node.value:
-            if key.tag != "tag:yaml.org,2002:merge" and isinstance(key, yaml.ScalarNode):
-                if key.value in keys:
-                    raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
-                keys.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-yaml_value = functools.partial(yaml.load, Loader=_Loader)
-
-
 def value_schema(name: str) -> dict:
     """The JSON schema of a key's values."""
     return _ADAPTERS[name].json_schema()
-
-
-def _mapping(text: str, source: str) -> dict:
-    try:
-        values = yaml_value(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{source}: must be a mapping of keys to values, got {type(values).__name__}")
-    return values
 
 
 def _repaired_model_config(value, warnings: list[str]):
@@ -386,20 +357,6 @@ def load_config(
         ConfigError: the file cannot be read, is not a YAML mapping, or holds problems.
     """
     return parse_config(read_mapping(Path(path)), overrides, allowed, checks)
-
-
-def read_mapping(path: Path) -> dict:
-    """A YAML file's keys and values.
-
-    Raises:
-        ConfigError: it cannot be read, or is not a YAML mapping.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ConfigError(f"{path}: cannot read the configuration: {reason}") from None
-    return _mapping(text, str(path))
 
 
 def check_plugins_of_run(folder: Path) -> None:

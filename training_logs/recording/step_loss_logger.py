@@ -160,10 +160,8 @@ class StepLossLogger:
         rates = _rates_by_turn(report)
         for place, (total, weight) in sorted(sums.items()):
             last = min((place + 1) * self._steps, report.inner_steps)
-            steps, rate = (
-                last - place * self._steps,
-                next(rates[turn] for turn in reversed(range(last)) if turn in rates),
-            )
+            steps = last - place * self._steps
+            rate = next(rates[turn] for turn in reversed(range(last)) if turn in rates)
             self._buffer.append(
                 (outer_step, report.trainer, None, last, total / weight, report.effective_batch, rate, steps)
             )
