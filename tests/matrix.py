@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -28,11 +27,9 @@ from fabrics.inner_steps import InnerSteps
 from fabrics.worker import NodeFailedError, Place
 from tests.helpers import TINY_ARCHITECTURE, VOCABULARY, Recorder, make_trainer, random_sequences, tiny_data
 from trainers import Trainer
-from utils.checkpoint import newest_checkpoint
 from utils.checkpoint_parts import FilePart
 from utils.config import Config
 from utils.config_reading import parse_config
-from utils.utils import checkpoints_of
 
 
 class Ring(Method):
@@ -370,53 +367,6 @@ def alone(name: str) -> dict:
 def pool_alone(name: str) -> dict:
     """The run in which nodes come and go, likewise."""
     return run(pool(name))
-
-
-class _KilledError(BaseException):
-    """Nobody handles it; the checkpoint that is being written is completed, and nothing else is."""
-
-
-class _Killing(Recorder):
-    """Ends the run in the second inner step after so many rounds."""
-
-    def __init__(self, rounds: int | None):
-        super().__init__()
-        self._rounds, self._left = rounds, 0
-
-    def on_round_start(self, outer_step, planned, steps):
-        self._left = 2 if outer_step - 1 == self._rounds else 0
-
-    def on_step(self):
-        super().on_step()
-        self._left -= 1
-        if self._left == 0:
-            raise _KilledError
-
-
-# Before the last merge; and while something is under way.
-KILLED_AFTER = (1, STOPPED_AFTER)
-
-
-def killed_run(config: Config, folder: Path) -> dict:
-    """The state at the end of a run that is killed twice, and each time goes on in a cluster that has but its files."""
-    config, rounds = dataclasses.replace(config, checkpoint_every_minutes=1e-9), 0
-    for last in KILLED_AFTER:
-        cluster = _from_files(config, folder, rounds)
-        with contextlib.suppress(_KilledError):
-            cluster.train(_Killing(last), folder)
-            raise AssertionError(f"nobody killed the run after round {last}")
-        rounds = last
-    cluster = _from_files(config, folder, rounds)
-    cluster.train(Recorder(), folder)
-    return state_of(cluster)
-
-
-def _from_files(config: Config, folder: Path, rounds: int) -> Cluster:
-    cluster = Cluster(config, data())
-    if rounds:
-        cluster.resume(newest_checkpoint(checkpoints_of(folder), cluster.processes))
-    assert cluster.totals.outer_steps == rounds
-    return cluster
 
 
 def resume(cluster: Cluster, state: dict) -> None:

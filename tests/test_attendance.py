@@ -18,7 +18,7 @@ from fabrics.gathering import Gathering
 from fabrics.inner_steps import InnerSteps
 from fabrics.nodes import NodePool
 from fabrics.worker import COPY, Node, Place
-from tests import matrix
+from tests import matrix, matrix_killed
 from tests.helpers import (
     CPU,
     Recorder,
@@ -329,8 +329,8 @@ def test_every_method_stands_resting_workers_or_refuses_them_by_name(name):
 
 
 @every_method
-def test_a_pool_that_changes_is_killed_and_resumed_from_its_files_with_the_same_bits(name, tmp_path):
-    found, resumed = matrix.pool_alone(name), matrix.killed_run(matrix.pool(name), tmp_path)
+def test_a_pool_that_changes_is_killed_and_resumed_from_its_files_with_the_same_bits(name, programs, tmp_path):
+    found, resumed = matrix.pool_alone(name), matrix_killed.resumed(programs, "pool", name, tmp_path)
     stopped, final = found["states"].values()
     matrix.assert_same_state(resumed, final)
     before, after, again = (json.loads(state["values"]) for state in (stopped, final, resumed))

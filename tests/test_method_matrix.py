@@ -9,7 +9,7 @@ import torch
 from algorithms.transfers import total
 from fabrics.synchronisation import check_method
 from fabrics.worker import COPY, ERROR, Node
-from tests import matrix
+from tests import matrix, matrix_killed
 from tests.helpers import CPU, train
 from trainers import Trainer
 from utils.config import ConfigError
@@ -53,11 +53,10 @@ def assert_begins_anew(trainer: Trainer, worker: int, like: int) -> None:
 
 
 @every_method
-def test_a_run_that_is_killed_and_resumed_from_its_files_has_the_bits_of_an_uninterrupted_one(name, tmp_path):
+def test_a_run_that_is_killed_and_resumed_from_its_files_has_the_bits_of_an_uninterrupted_one(name, programs, tmp_path):
     """Twice, in the middle of a round: with two trainers that merge later, and with one, of which a worker is lost."""
     stopped, final = matrix.alone(name)["states"].values()
-    with matrix.losing():
-        matrix.assert_same_state(matrix.killed_run(matrix.merging(name), tmp_path), final)
+    matrix.assert_same_state(matrix_killed.resumed(programs, "merging", name, tmp_path), final)
     assert not torch.equal(stopped["tensors"]["trainer_0 parameters"], final["tensors"]["trainer_0 parameters"])
 
 
