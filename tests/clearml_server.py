@@ -36,7 +36,7 @@ class ClearMLServer(ThreadingHTTPServer):
         self.uploads = 0
         self.arrived = threading.Condition()
         self.task: dict = {}
-        self._thread = threading.Thread(target=self.serve_forever, daemon=True)
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
 
     @property

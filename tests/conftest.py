@@ -8,6 +8,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import gc
+import hashlib
 import json
 import signal
 import sys
@@ -20,6 +21,7 @@ from filelock import FileLock
 from algorithms.registry import Registry
 from fabrics import documents
 from tests.programs import Programs
+from utils.utils import write_json_atomically
 
 # What takes seconds to import is imported where it is used: the process that hands out the tests needs none of it.
 
@@ -118,14 +120,18 @@ def cache_dir(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _docstrings_are_read_once(cache_dir):
-    """By one test process for all: it takes seconds."""
-    read, path = documents.standard_library_docstrings, cache_dir / "docstrings.json"
+def _docstrings_are_read_once(request):
+    """By one test process for all, and for the next time, until what reads them has changed: it takes seconds."""
+    read, folder = documents.standard_library_docstrings, request.config.cache.mkdir("docstrings")
+    of = hashlib.sha256(sys.version.encode() + Path(documents.__file__).read_bytes()).hexdigest()
+    path = folder / f"{of}.json"
 
     def read_once() -> list[list[str]]:
-        with FileLock(f"{path}.lock"):
+        with FileLock(folder / "lock"):
             if not path.exists():
-                path.write_text(json.dumps(read()))
+                for old in folder.glob("*.json"):
+                    old.unlink()
+                write_json_atomically(path, read())
         return json.loads(path.read_text())
 
     documents.standard_library_docstrings = read_once

@@ -29,7 +29,8 @@ OTHER = {
 }
 # Every method, and what its own parameters or another inner optimiser make of it.
 VARIANTS = [
-    *((name, {}) for name in METHODS),
+    *((name, {}) for name in METHODS if name != "StreamingDiLoCo"),
+    ("StreamingDiLoCo", {"number_of_inner_steps_between_outers": 4}),
     ("FedOpt", {"synchronisation": {"server_optimizer": "avg"}}),
     ("SPARTA", {"synchronisation": {"share": 0.5, "every": 3}}),  # counts inner steps over rounds
     ("SPARTA", {"synchronisation": {"share": 0.5, "with_diloco": True}}),
@@ -44,7 +45,7 @@ VARIANTS = [
 # Two trainers of a worker each that become one of two.
 RUN = {
     "number_of_outer_steps": 2, "merge_frequency": 1, "number_of_initial_trainers": 2, "nodes_per_gpu": 2,
-    "identical_initialisation": False,
+    "identical_initialisation": False, "number_of_inner_steps_between_outers": 2,
 }  # fmt: skip
 
 

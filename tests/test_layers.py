@@ -1,6 +1,7 @@
 """Imports point one way: run -> cluster -> trainers -> algorithms, and algorithms stays pure (docs of cluster.py)."""
 
 import ast
+import functools
 import inspect
 import re
 from collections import Counter
@@ -34,10 +35,13 @@ ALLOWED_IN_ALGORITHMS = {
 }  # fmt: skip
 
 
+tree = functools.cache(ast.parse)
+
+
 def imports(source: str) -> set[str]:
     """Every module that a source imports, anywhere in it, dotted; `from a import b` counts as a and a.b."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -94,7 +98,7 @@ LONGEST_FILE, LONGEST_CLASS = 450, 300
 def too_long(source: str) -> list[str]:
     """Whether a file is, and which of its classes are."""
     found = [f"{len(source.splitlines())} lines"] if len(source.splitlines()) > LONGEST_FILE else []
-    classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+    classes = [node for node in ast.walk(tree(source)) if isinstance(node, ast.ClassDef)]
     return found + [node.name for node in classes if node.end_lineno - node.lineno + 1 > LONGEST_CLASS]
 
 

@@ -243,7 +243,7 @@ def test_who_finds_another_at_work_waits(tokenizer, tmp_path):
     thread = threading.Thread(target=write_tokenised, args=(tmp_path / "set", recipe(tokenizer)))
     with FileLock(tmp_path / ".set.lock"):
         thread.start()
-        thread.join(timeout=1)
+        thread.join(timeout=0.3)
         assert thread.is_alive()
         assert not (tmp_path / "set.partial").exists()
     thread.join(LIMIT_SECONDS)
