@@ -63,7 +63,8 @@ def compiles(config: Config, parameters: int, examples: int, device: str, possib
         ConfigError: it is to be compiled and cannot.
     """
     if config.compile_model == "auto":
-        return possible and worth_compiling(parameters, planned_tokens(config, examples), device)
+        measured = config.devices_per_node == 1
+        return measured and possible and worth_compiling(parameters, planned_tokens(config, examples), device)
     if config.compile_model and not possible:
         raise ConfigError(f"compile_model: true needs the C++ compiler {_compiler()}, or another that CXX names")
     return config.compile_model
@@ -75,9 +76,7 @@ def _compiler() -> str:
 
 
 def can_compile(processes: Processes) -> bool:
-    """Whether all machines have what it takes; parts of models are never compiled."""
-    if processes.island.size > 1:
-        return False
+    """Whether all machines have what it takes."""
     return processes.devices[0].type != "cpu" or all(processes.gather(shutil.which(_compiler()) is not None))
 
 

@@ -25,6 +25,7 @@ from algorithms.across_workers import SKETCH_SIZE, sketch
 from algorithms.gradient_statistics import SampleEstimate
 from algorithms.losses import logits_of
 from algorithms.synchronisation.method import Block
+from fabrics.compiled_layers import CompiledLayers
 from fabrics.device_gradients import DeviceProbe, devices_estimate
 from fabrics.layouts import Layout
 from fabrics.model_layers import (
@@ -103,6 +104,7 @@ class ShardedModel(WorkingModel):
         made: Made = torch.Tensor.detach,
     ):
         self.island, self._stands_in, self._made = island, False, made
+        self._layers: CompiledLayers | None = None
         super().__init__(module, device, autocast)
 
     def _lay_out(self, named: Mapping[str, nn.Parameter]) -> None:
@@ -198,6 +200,7 @@ class ShardedModel(WorkingModel):
     # Passes
 
     def logits(self, batch: Mapping[str, torch.Tensor], hooked: bool = False) -> torch.Tensor:
+        self._compute(self.compiled and not hooked)
         with self.island.explaining(), self._computing():
             output = self.module(**batch)
             logits = logits_of(output)
@@ -206,12 +209,20 @@ class ShardedModel(WorkingModel):
                 self.module._get_fsdp_state()._register_pre_backward_hook(logits)
             return logits
 
+    def _compute(self, compiled: bool) -> None:
+        """Let passes from now on run through compiled layers or not."""
+        if compiled and self._layers is None:
+            self._layers = CompiledLayers(sharded_layers(self.module))
+        if self._layers is not None:
+            self._layers.on = compiled
+
     def differentiate(self, loss: torch.Tensor) -> None:
         with self.island.explaining():
             super().differentiate(loss)
 
     @contextmanager
     def evaluating(self, parameters: torch.Tensor) -> Iterator[nn.Module]:
+        self._compute(False)
         with self.island.explaining(), super().evaluating(parameters) as module:
             yield module
 

@@ -23,8 +23,6 @@ def sharding_problems(config: Config) -> list[str]:
         found.append(f"processes: must be a multiple of devices_per_node, {size}, got {config.processes}")
     if config.processes_per_gpu > 1:
         found.append(f"processes_per_gpu: must be 1 with devices_per_node {size}, got {config.processes_per_gpu}")
-    if config.compile_model is True:
-        found.append(f"compile_model: must be false with devices_per_node {size}, got true")
     method = METHODS.get(config.distributed_algo)
     if method is not None and not method.shards:
         able = ", ".join(name for name in METHODS if METHODS[name].shards)

@@ -26,7 +26,6 @@ Made = Callable[[torch.Tensor], torch.Tensor]
 
 # Every tensor starts on a 64-byte boundary (of float32), as the allocator would have placed it; the gaps stay zero.
 _ALIGNMENT = 16
-_COMPILED_FOR = 4
 
 
 def laid_out(sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -88,6 +87,7 @@ class WorkingModel:
         self._autocast = autocast
         self.compiled = compiled
         self._compiled: Callable | None = None
+        self._serves_all = False
         self.seat: Any = None
         named = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         if not named:
@@ -148,13 +148,17 @@ class WorkingModel:
     def _run_compiled(self, **batch: torch.Tensor) -> Any:
         """Through code that serves any number of examples; a single one has code of its own.
 
-        It is made for _COMPILED_FOR examples, lest its bits follow the first micro-batch that a process has.
+        It is made for two examples, lest its bits follow the first micro-batch that a process has.
         """
         if self._compiled is None:
             self._compiled = torch.compile(self.module)
+        if not self._serves_all and len(next(iter(batch.values()))) > 1:
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-                rows = torch.arange(_COMPILED_FOR, device=self.device)
-                self._run_compiled(**{name: tensor[rows % len(tensor)] for name, tensor in batch.items()})
+                self._run_dynamic({name: tensor[:2] for name, tensor in batch.items()})
+            self._serves_all = True
+        return self._run_dynamic(batch)
+
+    def _run_dynamic(self, batch: Mapping[str, torch.Tensor]) -> Any:
         for tensor in batch.values():
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return self._compiled(**batch)

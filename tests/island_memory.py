@@ -39,6 +39,8 @@ SCENARIOS = {
     "forward": {"sampling_method": "none"},
     "backward": {"sampling_method": "none"},
     "probed backward": {"activation_checkpointing": True},
+    "compiled forward": {"sampling_method": "none", "compile_model": True},
+    "compiled backward": {"sampling_method": "none", "compile_model": True},
     "probed within the island, backward": {
         "statistics_estimator": "across_workers",
         "statistics_within_island": True,
@@ -58,16 +60,16 @@ def _limit(cluster: Cluster, where: str, rows: int) -> None:
     def forward(module, arguments, keywords):
         hidden = arguments[0] if arguments else keywords["hidden_states"]
         if module.training and len(hidden) > rows:
-            full() if where == "forward" else hidden.register_hook(full)
+            full() if where.endswith("forward") else hidden.register_hook(full)
 
     first, second = layers_of(cluster.working.first.module)
-    (second if where == "forward" else first).register_forward_pre_hook(forward, with_kwargs=True)
+    (second if where.endswith("forward") else first).register_forward_pre_hook(forward, with_kwargs=True)
 
 
 def run_scenario(name: str, processes: Processes, limited: bool = True) -> dict:
     """Train while the last device of an island has too little memory; limited: or with what it has memory for."""
     config = make_config(**(RUN | SCENARIOS[name] | ({} if limited else {"max_batch_size": SMALL})))
-    with patch("fabrics.initialisation.build_model", islands.double):
+    with patch("fabrics.initialisation.build_model", islands.double), islands.front_end(processes):
         cluster, recorder = Cluster(config, tiny_data(), processes), Recorder()
         island = cluster.working.first.island
         if limited and island.index == island.size - 1:

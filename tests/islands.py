@@ -4,10 +4,12 @@ Every scenario is a small run through growing batches and a merge. The main proc
 where what the run goes on from is that was stopped on one device.
 """
 
+import contextlib
 import dataclasses
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
@@ -16,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 import yaml
+from torch._dynamo.backends.registry import lookup_backend
 
 from algorithms.switch_mode import ExecutionPlan
 from cluster import Cluster
@@ -79,6 +82,14 @@ SCENARIOS = {
         "max_batch_size": 4,
     },
     "autocast": {"autocast": "bfloat16", "activation_checkpointing": True, "sampling_method": "none"},
+    "compiled": {
+        "compile_model": True,
+        "model_config": TINY_ARCHITECTURE | {"num_hidden_layers": 2},
+        "activation_checkpointing": True,
+        "INITIAL_BATCH_SIZE": 8,
+        "max_batch_size": 6,
+        "statistics_batch_size": 2,
+    },
     "int8": {"communication_dtype": "int8", "sampling_method": "none"},
     "muon": {"inner_optimizer": "muon"},
     "muon together": {"inner_optimizer": "muon", "distributed_algo": "Synchronous"},
@@ -99,7 +110,7 @@ SMALL_RECIPE = {
     "devices_per_node": 1,  # what is said of processes says it here
 }
 # What is about a model and its statistics alone has two nodes, which are together from the merge on; others have four.
-OF_TWO_NODES = ("float32", "untied", "inner product test", "recomputed", "classification", "autocast")
+OF_TWO_NODES = ("float32", "untied", "inner product test", "recomputed", "classification", "autocast", "compiled")
 ROUNDED = ("float32", "autocast", "int8")  # others are in float64
 METHODS = [name for name in matrix.METHODS if matrix.METHODS[name].shards]
 STOPPED_AFTER = 1  # which round
@@ -128,6 +139,23 @@ def build_bert(*arguments) -> torch.nn.Module:
 BUILD = initialisation.build_model
 
 
+@contextlib.contextmanager
+def front_end(processes: Processes) -> Iterator[list]:
+    """On islands PyTorch's compiler makes graphs, which are counted, and no code of them, which takes long."""
+    made, compile_model = [], torch.compile
+
+    def backend(graph, inputs):
+        made.append(graph)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    def compiled(called):
+        return called if processes.island.size == 1 else compile_model(called, backend=backend)
+
+    with patch("torch.compile", compiled):
+        yield made
+    torch.compiler.reset()
+
+
 def data_of(name: str) -> TaskData:
     if name != "classification":
         return tiny_data()
@@ -154,7 +182,7 @@ def run_scenario(name: str, processes: Processes, state: dict | None = None, fol
     """Train, from a state if there is one; what came out. folder: where to write the models."""
     config = make_config(**(_RUN | SCENARIOS[name] if name in SCENARIOS else recipe()))
     build = {"classification": build_bert}.get(name, BUILD if name in ROUNDED else double)
-    with patch("fabrics.initialisation.build_model", build):
+    with patch("fabrics.initialisation.build_model", build), front_end(processes) as graphs:
         cluster = Cluster(config, data_of(name), processes)
         if state is not None:
             matrix.resume(cluster, state)
@@ -183,6 +211,7 @@ def run_scenario(name: str, processes: Processes, state: dict | None = None, fol
         "bytes": [cluster.totals.bytes_synchronised, cluster.totals.bytes_merged, cluster.totals.bytes_redistributed],
         "merges": len(cluster.merges),
         "warnings": recorder.warnings,
+        "graphs": len(graphs),
     }
 
 

@@ -68,6 +68,7 @@ def test_islands_train_as_whole_devices_do(together, alone, part, name):
     """Losses, evaluations, statistics, requests, and all that a checkpoint holds, after three rounds and a merge."""
     expected, found = alone(name), together[0][part][name]
     tested = name not in ("autocast", "int8")
+    assert found["graphs"] == (name == "compiled")  # one, which layers that are alike share
     assert expected["merges"] == (name != "sketches")
     assert len(set(expected["requests"])) > 1 or name not in ("norm test", "float32", "sketches", "classification")
     assert len(expected["statistics"]) == (len(expected["requests"]) if tested else 0)
@@ -253,7 +254,6 @@ _WITHIN = {"statistics_estimator": "across_workers", "statistics_within_island":
     [
         ({"processes": 3}, "processes: must be a multiple of devices_per_node, 2, got 3"),
         ({"processes_per_gpu": 2}, "processes_per_gpu: must be 1 with devices_per_node 2, got 2"),
-        ({"compile_model": True}, "compile_model: must be false with devices_per_node 2, got true"),
         (
             {"statistics_within_island": True},
             "statistics_within_island: must be false with statistics_estimator per_example; use across_workers",

@@ -562,9 +562,9 @@ def test_a_probe_batch_counts_in_the_plan():
 
 
 def test_a_change_that_the_configuration_refuses_is_not_advised():
-    """A compiled model does not go with more devices in a node."""
+    """Several processes on a device do not go with more devices in a node."""
     with pytest.raises(ConfigError) as caught:
-        plan_of(Asked(memory=150_000), compile_model=True)
+        plan_of(Asked(memory=150_000), processes_per_gpu=2)
     assert "devices_per_node" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"would fit: .*devices_per_node="):
         plan_of(Asked(memory=150_000))

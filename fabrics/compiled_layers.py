@@ -1,0 +1,34 @@
+"""Layers that compute through compiled code, each by itself, as those of a model are that devices share."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class CompiledLayers:
+    """Layers that are alike have one code, for any number of examples, but for a single one.
+
+    What is done around their forward passes, such as gathering their parameters, is not compiled.
+
+    Attributes:
+        on: whether passes that begin now run through it; what a backward pass computes anew must be as it was before.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]):
+        self.on = False
+        # Of a layer that it is given, lest every one has code of its own.
+        self._run = torch.compile(lambda layer, *arguments, **named: type(layer).forward(layer, *arguments, **named))
+        for layer in layers:
+            layer.forward = functools.partial(self._forward, layer)
+
+    def _forward(self, layer: nn.Module, *arguments: Any, **named: Any) -> Any:
+        if not self.on:
+            return type(layer).forward(layer, *arguments, **named)
+        tensors = [value for value in (*arguments, *named.values()) if isinstance(value, torch.Tensor)]
+        for tensor in tensors:
+            if tensor.shape[:1] == tensors[0].shape[:1]:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return self._run(layer, *arguments, **named)
