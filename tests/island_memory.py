@@ -39,7 +39,6 @@ SCENARIOS = {
     "forward": {"sampling_method": "none"},
     "backward": {"sampling_method": "none"},
     "probed backward": {"activation_checkpointing": True},
-    "compiled forward": {"sampling_method": "none", "compile_model": True},
     "compiled backward": {"sampling_method": "none", "compile_model": True},
     "probed within the island, backward": {
         "statistics_estimator": "across_workers",
@@ -60,10 +59,10 @@ def _limit(cluster: Cluster, where: str, rows: int) -> None:
     def forward(module, arguments, keywords):
         hidden = arguments[0] if arguments else keywords["hidden_states"]
         if module.training and len(hidden) > rows:
-            full() if where.endswith("forward") else hidden.register_hook(full)
+            full() if where == "forward" else hidden.register_hook(full)
 
     first, second = layers_of(cluster.working.first.module)
-    (second if where.endswith("forward") else first).register_forward_pre_hook(forward, with_kwargs=True)
+    (second if where == "forward" else first).register_forward_pre_hook(forward, with_kwargs=True)
 
 
 def run_scenario(name: str, processes: Processes, limited: bool = True) -> dict:
