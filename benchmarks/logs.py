@@ -184,7 +184,7 @@ def push(folder: Path, rounds: int, trainers: int, workers: int, steps: int) -> 
     recorder.close()
     logs = {
         name: {"mb": path.stat().st_size / 1e6, "rows": sum(1 for _ in path.open("rb")) - 1}
-        for name in ("training_log.csv", "exchange_log.csv", "step_loss_log.csv", "memory_log.csv")
+        for name in ("training_log.csv", "exchange_log.csv", "node_log.csv", "step_loss_log.csv", "memory_log.csv")
         for path in folder.rglob(name)
     }
     return {

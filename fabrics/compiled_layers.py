@@ -1,7 +1,7 @@
 """Layers that compute through compiled code, each by itself, as those of a model are that devices share."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,16 +19,20 @@ class CompiledLayers:
 
     def __init__(self, layers: Sequence[nn.Module]):
         self.on = False
-        # Of a layer that it is given, lest every one has code of its own.
-        self._run = torch.compile(lambda layer, *arguments, **named: type(layer).forward(layer, *arguments, **named))
+        compiled = torch.compile(_forward, dynamic=True)
         for layer in layers:
-            layer.forward = functools.partial(self._forward, layer)
+            own = "forward" in vars(layer)  # not that of its class: no other layer has this one
+            run = torch.compile(layer.forward, dynamic=True) if own else functools.partial(compiled, layer)
+            layer.forward = self._either(layer.forward, run)
 
-    def _forward(self, layer: nn.Module, *arguments: Any, **named: Any) -> Any:
-        if not self.on:
-            return type(layer).forward(layer, *arguments, **named)
-        tensors = [value for value in (*arguments, *named.values()) if isinstance(value, torch.Tensor)]
-        for tensor in tensors:
-            if tensor.shape[:1] == tensors[0].shape[:1]:
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return self._run(layer, *arguments, **named)
+    def _either(self, plain: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def forward(*arguments: Any, **named: Any) -> Any:
+            return (compiled if self.on else plain)(*arguments, **named)
+
+        return forward
+
+
+def _forward(layer: nn.Module, *arguments: Any, **named: Any) -> Any:
+    """Of a layer that it is given, lest every one has code of its own."""
+    return type(layer).forward(layer, *arguments, **named)

@@ -6,6 +6,7 @@ from fabrics.compiling import can_compile, decided
 from fabrics.examples import TaskData
 from fabrics.initialisation import initial_model, recompute_activations, unmade_model
 from fabrics.inner_optimizers import INNER_OPTIMIZERS, inner_optimizer_name
+from fabrics.model_layers import sharded_layers
 from fabrics.sharding import looked_at_whole, whole_copies, working_model
 from fabrics.working_model import WorkingModel
 from utils.config import Config, ConfigError
@@ -44,6 +45,12 @@ class WorkingModels(dict[torch.device, WorkingModel]):
         return next(iter(self.values()))
 
     def _compute(self, compiled: bool) -> None:
+        size = self._processes.island.size
+        if compiled and size > 1 and not sharded_layers(self.first.module):
+            raise ConfigError(
+                f"compile_model: must be false with devices_per_node {size}, as the model has no layers that can be "
+                f"compiled one by one"
+            )
         self.compiled = compiled
         for model in self.values():
             model.compiled = compiled

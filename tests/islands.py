@@ -118,7 +118,7 @@ STOPPED_AFTER = 1  # which round
 PARTS = (
     (2, 2, tuple(SCENARIOS)),
     (4, 2, ("norm test", "float32", "across workers", "sketches", "recomputed", "on the host", "int8", "muon")),
-    (4, 4, ("norm test", "untied", "classification", "muon", "muon together")),
+    (4, 4, ("norm test", "float32", "untied", "classification", "muon", "muon together")),
 )
 RESUMED = ("norm test", "muon")  # that go on with islands of another size
 WRITTEN = ("norm test", "classification")  # whose models are
@@ -129,10 +129,11 @@ def double(*arguments) -> torch.nn.Module:
 
 
 def build_bert(*arguments) -> torch.nn.Module:
-    """With an odd vocabulary, two classes, texts of several lengths, and embeddings that stay."""
+    """With an odd vocabulary, two classes, texts of several lengths, and embeddings and a layer that stay."""
     with torch.random.fork_rng():
         model = tiny_bert(seed=arguments[4])
-    model.bert.embeddings.requires_grad_(False)
+    for part in (model.bert.embeddings, model.bert.encoder.layer[0]):
+        part.requires_grad_(False)
     return model
 
 
@@ -148,8 +149,8 @@ def front_end(processes: Processes) -> Iterator[list]:
         made.append(graph)
         return lookup_backend("aot_eager")(graph, inputs)
 
-    def compiled(called):
-        return called if processes.island.size == 1 else compile_model(called, backend=backend)
+    def compiled(called, **keywords):
+        return called if processes.island.size == 1 else compile_model(called, backend=backend, **keywords)
 
     with patch("torch.compile", compiled):
         yield made

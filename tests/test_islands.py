@@ -239,6 +239,8 @@ def test_a_device_of_two_needs_little_more_than_half_of_the_memory(programs, tmp
     for devices, (trained, _) in found.items():
         planned = make_plan(islands.memory_config(devices), Asked()).memory.device
         assert trained == pytest.approx([planned] * devices, rel=0.1)
+    (alone,), together = (trained for trained, _ in found.values())
+    assert max(together) <= 0.6 * alone
     (alone,), together = (saved for _, saved in found.values())
     assert alone > 10 * 29_893_120 * 4  # parameters, gradient, x, velocity, two moments; copies of the latter four
     assert max(together) <= 0.6 * alone

@@ -387,6 +387,19 @@ def test_a_model_that_is_too_large_needs_more_devices():
         plan_of(Asked(memory=1000))
 
 
+def test_state_on_the_host_is_planned_and_advised():
+    values = {"activation_checkpointing": True, "max_batch_size": 1, "eval_batch_size": 1}  # nothing else can be less
+    plain, away = plan_of(**values), plan_of(**values, outer_state="cpu", idle_moments="cpu")
+    assert (away.bytes, away.rounds, away.communications) == (plain.bytes, plain.rounds, plain.communications)
+    assert away.memory.device + sum(away.memory.host.values()) == plain.memory.device
+    advice = []
+    for budget in np.linspace(away.memory.device, plain.memory.device - 1, 8):
+        with pytest.raises(ConfigError, match="would fit: ") as caught:
+            plan_of(Asked(memory=math.ceil(budget / 0.9)), **values)
+        advice.append(str(caught.value))
+    assert any("outer_state=cpu" in line for line in advice)
+
+
 @pytest.mark.parametrize("text", ["", "1Gb", "fast", "1Gb/s,20", "0Gb/s", "1Gb/s,-2ms", "1 Gb/s", "1Gb/s,20ms,3"])
 def test_links_that_are_none(text, capsys):
     with pytest.raises(ValueError, match="such as 1Gb/s,20ms"):

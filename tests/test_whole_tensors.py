@@ -13,6 +13,7 @@ from algorithms.synchronisation.method import Outer
 from algorithms.synchronisation.sparse_loco import SparseLoCo
 from fabrics.layouts import Layout
 from fabrics.whole_tensors import WholeTensors, most_whole, shared_out
+from tests.programs import LIMIT_SECONDS
 from utils.islands import Island
 
 SHAPES = {"embedding": (7, 3), "norm": (4,), "matrix": (2, 5), "bias": (1,), "cube": (3, 2, 2)}
@@ -103,7 +104,7 @@ def _exchanged(method: type, devices: int) -> tuple[list[dict[str, torch.Tensor]
     settings, name = EXCHANGING[method]
     layout, barrier, tables = (
         Layout.of(SHAPES, lengths(devices)),
-        threading.Barrier(devices, timeout=60),
+        threading.Barrier(devices, timeout=LIMIT_SECONDS),
         [()] * devices,
     )
     generator = torch.Generator().manual_seed(4)

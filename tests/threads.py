@@ -6,12 +6,11 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from tests.programs import LIMIT_SECONDS
 from utils.islands import Island
 from utils.notices import Notices
 
 T = TypeVar("T")
-# Nobody waits so long but for somebody who will not come.
-_LIMIT_SECONDS = 120.0
 
 
 class _Place(Island):
@@ -48,7 +47,7 @@ def together(
     """What each of `count` processes makes of `work`; an exception of one that is in nobody's way is raised here."""
     shared = {
         "store": dist.HashStore(),
-        "barrier": threading.Barrier(count, timeout=_LIMIT_SECONDS),
+        "barrier": threading.Barrier(count, timeout=LIMIT_SECONDS),
         "values": [None] * count,
     }
     results: list = [None] * count

@@ -169,6 +169,7 @@ def calculate_max_batch(
     else:
         state = psutil.virtual_memory()
         taken = state.total - state.available
+        step(2)  # a model that is compiled makes a pass for that, which is not to be measured
         memory, measure, probes, confirm = state.total, _measure_cpu(step, momentary), _CPU_PROBES, False
     budget = int((padding_percentage * memory - taken - reserved_bytes) / sharing)
     if island is not None:

@@ -294,6 +294,8 @@ def _unknown(planner: Planner, rehearsal: Rehearsal, max_batch: int | None) -> l
         found.append("the noise scale, which shapes planned batches")
     if method := rehearsal.unforeseen:
         found.append(f"when workers communicate: {method}")
+    if config.checkpoint_every_minutes is not None and planner.asked.tflops is None:
+        found.append("checkpoints by the clock: without --tflops nothing says how long computing takes")
     if planner.placement.devices_per_node > 1:
         found.append("what the devices of an island send each other in passes")
     return found

@@ -5,6 +5,7 @@ all were in others: every exchange is asked for and counted, and nothing arrives
 it is at first: requested batches, which a batch test would move, and encodings that follow the loss.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -129,6 +130,8 @@ class Rehearsal:
         seconds_per_example: float | None = None,
         shares: Sequence[int] | None = None,
     ):
+        # Where tensors live changes nothing of what is sent, and those of the meta device live nowhere.
+        config = dataclasses.replace(config, outer_state="device", idle_moments="device")
         self.totals, self._config, self._examples = Totals(), config, len(examples)
         self.warnings, self._seconds = [], seconds_per_example
         processes = Absent([META] * devices, config.nodes_per_gpu)

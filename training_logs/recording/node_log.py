@@ -19,7 +19,8 @@ from training_logs.recording.records import ClusterRound, RoundReport
 from utils.config import Config
 
 # examples: of an inner step. speed: in examples per second. seconds: measured, of all inner steps. The last five are
-# the clock's; a row takes up where the node's last one ended, or where it began to have something to do again.
+# the clock's; a row takes up where the node's last one ended, or where it began to have something to do again. Where a
+# row stands for several rounds, the others are those of its last round.
 COLUMNS = (
     "outer_step",
     "trainer_id",
@@ -35,13 +36,17 @@ COLUMNS = (
     "exchanging",
     "ends",
 )
+# So many rows of one kind before they stand for twice as many rounds each.
+ROWS = 30_000
 
 
 class NodeLog:
     """Writes node_log.csv, one row per worker and round that it took part in, and with node_speeds as many rows of
-    node_log_measured.csv.
+    node_log_measured.csv; in rows that grow with the logarithm of the run.
 
     A node without a row in a round rested: it takes up when the others are done with that round, and has lost nothing.
+    After ROWS rows a row stands for two rounds, after as many more for four, and so on, but for no longer than the
+    trainers have the same nodes.
 
     Args:
         folder: receives them.
@@ -73,6 +78,11 @@ class NodeLog:
         error = self._log.log(nodes, result)
         return (self._measured and self._measured.log(nodes, result)) or error
 
+    def flush(self) -> OSError | None:
+        """Write the rows that wait for further rounds, as there are none."""
+        error = self._log.flush()
+        return (self._measured and self._measured.flush()) or error
+
 
 class _ClockLog:
     """One of the logs.
@@ -91,11 +101,16 @@ class _ClockLog:
         self._marks: dict[int, tuple[float, ...]] = {}  # by node: where its last row ended
         self._nodes: dict[int, list[int]] = {}  # of every trainer in the last round
         self._bytes = [0, 0]  # by the last round: redistributed and merged
+        # Of a row: how many rounds it stands for, how many such rows there are, and the rounds that wait for it, of
+        # which the last one's rows are here: first cells, node, and where it ends.
+        self._rounds, self._rows, self._waited = 1, 0, 0
+        self._waiting: list[tuple[tuple, int, tuple[float, ...]]] = []
         if state and state["clocks"]:
             self._clocks = Clocks(self._connection, len(state["clocks"]["ready"]))
             self._clocks.load_state_dict(state["clocks"])
             self._marks = {node: tuple(mark) for node, mark in state["marks"]}
             self._nodes, self._bytes = dict(state["nodes"]), list(state["bytes"])
+            self._rounds, self._rows, self._waited, self._waiting = state.get("rows", (1, 0, 0, []))
 
     def state_dict(self) -> dict:
         """Where log and clocks stand, as JSON values."""
@@ -105,6 +120,7 @@ class _ClockLog:
             "marks": list(self._marks.items()),
             "nodes": list(self._nodes.items()),
             "bytes": self._bytes,
+            "rows": [self._rounds, self._rows, self._waited, self._waiting],
         }
 
     def summary(self) -> dict[str, float | None]:
@@ -117,7 +133,9 @@ class _ClockLog:
 
     def log(self, nodes: int, result: ClusterRound) -> OSError | None:
         """Write a round of a run with so many nodes; the error, if it could not be written and waits."""
+        ended: list[tuple] = []
         if self._clocks is None or len(self._clocks.spent) != nodes:  # resumed on other nodes: they begin anew
+            ended += self._end()
             self._clocks, self._marks = Clocks(self._connection, nodes), {}
         clocks, totals, reports = self._clocks, result.totals, result.reports.values()
         moved, given = totals.bytes_redistributed - self._bytes[0], totals.bytes_merged - self._bytes[1]
@@ -127,6 +145,8 @@ class _ClockLog:
         if moved:
             came = sum(len({*own} - {*self._nodes.get(trainer, own)}) for trainer, own in placed.items())
             clocks.together(self._connection.each.seconds(redistributed(came, moved).link), idle)
+        if placed != self._nodes:
+            ended += self._end()
         self._nodes = placed
         rows: list[tuple[tuple, int]] = []  # its first cells, and its node
         ends: list[tuple[float, ...]] = []
@@ -145,14 +165,30 @@ class _ClockLog:
         last = {node: place for place, (_, node) in enumerate(rows)}
         for node, place in last.items():
             ends[place] = self._mark(node)
+        self._waiting = [(*row, end) for row, end in zip(rows, ends, strict=True)]
+        self._waited += 1
+        if self._waited >= self._rounds:
+            ended += self._end()
+        self._marks |= {node: self._mark(node) for node in idle}
+        return self._log.append(ended)
+
+    def flush(self) -> OSError | None:
+        """Write what waits."""
+        return self._log.append(self._end())
+
+    def _end(self) -> list[tuple]:
+        """The rows that wait, whole."""
         written = []
-        for (cells, node), end in zip(rows, ends, strict=True):
+        for cells, node, end in self._waiting:
             begin = self._marks.get(node, (0.0,) * len(end))
             spent = [after - before for before, after in zip(begin[1:], end[1:], strict=True)]
             written.append((*cells, begin[0], *spent, end[0]))
-            self._marks[node] = end
-        self._marks |= {node: self._mark(node) for node in idle}
-        return self._log.append(written)
+            self._marks[node] = tuple(end)
+        self._waiting, self._waited = [], 0
+        self._rows += len(written)
+        if self._rows >= ROWS:
+            self._rounds, self._rows = 2 * self._rounds, 0
+        return written
 
     def _run(self, report: RoundReport) -> None:
         steps, workers = report.inner_steps, report.workers.values()

@@ -34,7 +34,7 @@ UNKNOWN = "unknown"
 LIMIT_BYTES = 1_000_000
 _CUT = b"\n# cut here: this file holds at most 1 MB, and the difference is larger\n"
 # An answer takes milliseconds; a disk that hangs must not keep the run.
-_GIT_SECONDS = 2.0
+_GIT_SECONDS = 20.0
 # They would lead to another checkout than the one that the program lies in (inside a git hook they are set).
 _MISLEADING = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
 

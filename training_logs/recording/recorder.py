@@ -263,6 +263,7 @@ class RunRecorder(Observer):
         for bar in (self._steps_bar, self._rounds_bar):
             if bar is not None:
                 bar.close()
+        self._check("node_log.csv", self._nodes.flush())
         if self._memory is not None:
             self._check("memory_log.csv", self._memory.measure("end", run.totals.outer_steps))
             self._attempt("memory_summary.json", self._memory.close)
