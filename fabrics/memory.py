@@ -104,7 +104,8 @@ class Memory:
 
     parameters, gradients: of the working models. moments: of the inner optimisers. trainers: x of every trainer.
     method_per_trainer, method_per_worker: what the synchronisation method keeps, by all of them. round: sums and what
-    is on its way. activations, logits: of the largest micro-batch, or of an evaluation batch where that needs more.
+    is on its way. activations, logits: of the largest micro-batch, of an evaluation batch, or, on islands, of what
+    statistics of examples hold of a micro-batch, whichever is most.
     gathered: what is whole for a moment, layers in passes or tensors for who needs them whole, beyond what of these two
     is not there then.
     """
@@ -187,6 +188,8 @@ def device_memory(kept: Kept, step: StepSizes | None, load: Load, placement: Pla
         examples, casts = -(-load.micro_batch // devices), step.layer_casts if devices > 1 else 0
         passes = [_step_bytes(step, examples, placement.activation_checkpointing)]
         passes += [_evaluation_bytes(step, load.evaluated)] if load.evaluated else []
+        # When a probed pass ends, logits and activations are gone but for what of them the probe holds.
+        passes += [(examples * step.probed + step.fixed, 0)] if devices > 1 and step.probed else []
         passes = [(activations - casts, logits) for activations, logits in passes]  # they are among what is gathered
     needs = [(*each, _gathered_bytes(kept, devices, *each) if devices > 1 else 0) for each in passes]
     activations, logits, gathered = max(needs, key=sum)

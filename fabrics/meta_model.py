@@ -17,6 +17,7 @@ from fabrics.examples import TaskData
 from fabrics.model_family import ModelFamily
 from fabrics.model_layers import linear_parts, sharded_layers
 from fabrics.models import MODELS, build_model
+from fabrics.nodes import probes_examples
 from fabrics.tokenization import END_OF_TEXT, named_tokenizer, train_tokenizer
 from utils.config import Config
 
@@ -81,6 +82,8 @@ class StepSizes:
     logits. logits: of an example: what of logits, their logarithms and gradients is there at one time, at most: a step
     needs most memory there.
     layer_casts: of the fixed ones those weights that are in layers, which islands gather in that type.
+    probed: of an example, what statistics of examples hold on islands when a backward pass ends: the inputs of all
+    linear layers, and the gradients of their outputs and of embeddings, in the parameters' type.
     layers, boundary: where activations are computed again, of so many layers only the input is kept, of so many bytes.
     """
 
@@ -90,12 +93,15 @@ class StepSizes:
     layers: int = 1
     boundary: int = 0
     layer_casts: int = 0
+    probed: int = 0
 
 
-def _kept(module: nn.Module, config: Config, task: str, examples: int) -> tuple[int, torch.Tensor]:
-    """Bytes that autograd keeps of a step with so many examples, without the parameters, and the logits."""
+def _kept(module: nn.Module, config: Config, task: str, examples: int) -> tuple[int, torch.Tensor, int]:
+    """Bytes that autograd keeps of a step with so many examples, without the parameters; the logits; and what
+    `StepSizes.probed` says of all examples."""
     sizes: dict[int, int] = {}
     alive = []  # a storage that were gone might have its place taken by another
+    held: dict[tuple, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -103,6 +109,16 @@ def _kept(module: nn.Module, config: Config, task: str, examples: int) -> tuple[
         sizes[storage._cdata] = storage.nbytes()
         return tensor
 
+    def hold(layer: nn.Module, arguments: tuple, output: torch.Tensor) -> None:
+        held[layer, "output"] = output.numel() * layer.weight.element_size()
+        if isinstance(layer, nn.Linear):
+            # Layers with one input hold it together, but for what each has of it in another type.
+            (given,) = arguments
+            of = given.untyped_storage()._cdata if given.dtype == layer.weight.dtype else layer
+            held[of, "input"] = given.numel() * layer.weight.element_size()
+
+    watched = [layer for layer in module.modules() if isinstance(layer, nn.Linear | nn.Embedding)]
+    hooks = [layer.register_forward_hook(hold) for layer in watched if layer.weight.requires_grad]
     ids = torch.zeros(examples, config.sequence_length, dtype=torch.long)
     labels = ids[:, 0] if task == "classification" else ids
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=config.autocast is not None)
@@ -111,8 +127,10 @@ def _kept(module: nn.Module, config: Config, task: str, examples: int) -> tuple[
             logits = module(input_ids=ids)
             logits = logits if isinstance(logits, torch.Tensor) else logits.logits
         example_losses(logits, labels).mean()
+    for hook in hooks:
+        hook.remove()
     own = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
-    return sum(size for place, size in sizes.items() if place not in own), logits
+    return sum(size for place, size in sizes.items() if place not in own), logits, sum(held.values())
 
 
 def step_sizes(module: nn.Module, config: Config) -> StepSizes | None:
@@ -127,7 +145,7 @@ def step_sizes(module: nn.Module, config: Config) -> StepSizes | None:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             module.to_empty(device="cpu")
-            (one, logits), (two, _) = (_kept(module, config, task, examples) for examples in (1, 2))
+            (one, logits, held), (two, *_) = (_kept(module, config, task, examples) for examples in (1, 2))
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
         return None
     cast = [part for layer in sharded_layers(module) for part in linear_parts(layer)] if config.autocast else []
@@ -143,4 +161,5 @@ def step_sizes(module: nn.Module, config: Config) -> StepSizes | None:
         layers=layers,
         boundary=logits.element_size() * width * config.sequence_length,
         layer_casts=casts,
+        probed=held if probes_examples(config) else 0,
     )

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import run as program
 from algorithms.communications import BatchLaw
+from algorithms.per_example import PerExampleProbe
 from algorithms.synchronisation import METHODS
 from benchmarks.planning.expected import expected_communications
 from benchmarks.planning.fitting import Demand, device_loads, smallest_change
@@ -208,6 +209,31 @@ def test_what_a_step_needs_is_what_is_allocated(values):
     changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     there = np.cumsum([event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())])
     assert sizes.fixed + 16 * (sizes.activations + sizes.logits) == pytest.approx(there.max(), rel=0.01)
+
+
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_statistics_hold_until_a_pass_ends_is_what_they_keep(autocast, tied):
+    """As on islands, which look at gradients when all are there; norms have a few numbers for each example besides."""
+
+    class Holding(PerExampleProbe):
+        def _watch_gradients(self):
+            pass
+
+        def held(self) -> int:
+            tensors = [t for uses in self._uses.values() for use in uses for t in vars(use).values()]
+            floats = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.is_floating_point()}
+            return sum(storage.nbytes() for storage in floats.values())
+
+    architecture = TINY_ARCHITECTURE | {"num_hidden_layers": 2, "tie_word_embeddings": tied}
+    config, data = make_config(model_config=architecture, autocast=autocast, sequence_length=64), tiny_data(length=64)
+    sizes = step_sizes(meta_model(config, data)[0], config)
+    working = WorkingModel(initial_model(config, data, 0), CPU, autocast and torch.bfloat16)
+    with Holding(working.module, 8) as probe:
+        backward(working, data.train, np.arange(8), hooked=True)
+        assert probe.held() == pytest.approx(8 * sizes.probed, rel=0.01)
+    plain = make_config(model_config=architecture, sampling_method="none", sequence_length=64)
+    assert step_sizes(meta_model(plain, data)[0], plain).probed == 0
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -477,7 +503,7 @@ def test_the_large_configurations_are_for_islands_of_8(name, parameters, fits_on
     step = step_sizes(meta_model(config)[0], config)
     (load,) = device_loads(config, [[(0, [0])]], 1)
     island = Demand(kept, step, (load,), Placement(devices_per_node=8))
-    assert island.largest(0.9 * 80e9) >= 32
+    assert island.largest(0.9 * 80e9) >= config.max_batch_size
     assert (island.placed(devices_per_node=1).largest(0.9 * 80e9) >= 2) is fits_one_device
 
 
