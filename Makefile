@@ -1,5 +1,5 @@
-# `make run`: the demo. `make test`: ruff and the whole suite. `make check`: ruff and all tests that start no program, in a
-# minute or little more. `make gpu`: what a GPU does, in ten minutes at most; without one it says so.
+# `make run`: the demo. `make test`: ruff and the whole suite. `make check`: ruff and all tests that start no Python, in about
+# a minute. `make gpu`: what a GPU does, in ten minutes at most; without one it says so.
 # PYTHON may be any 3.10 to 3.12.
 PYTHON ?= python3
 VENV := .venv

@@ -118,7 +118,8 @@ def page(results: Results) -> str:
 
 _INTRODUCTION = """# Results
 
-Written by `python benchmarks/compare.py` from the files in `results/`, not by hand. Numbers are means over seeds with
+To know whether AdLoCo wins, where, and by how much, read the headings and their first lines; to know why, or what was run, the
+page behind each. Written by `python benchmarks/compare.py` from the files in `results/`, not by hand. Numbers are means over seeds with
 the sample's standard deviation; percentages are differences between two methods on the same seeds with their 95% t
 interval in brackets, and a method is called better or worse only where that excludes 0. Each interval is of its own
 pair, with no correction for how many there are. [What the numbers mean](comparing.md#what-the-numbers-mean)."""
