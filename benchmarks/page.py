@@ -118,11 +118,11 @@ def page(results: Results) -> str:
 
 _INTRODUCTION = """# Results
 
-To know whether AdLoCo wins, where, and by how much, read the headings and their first lines; to know why, or what was run, the
-page behind each. Written by `python benchmarks/compare.py` from the files in `results/`, not by hand. Numbers are means over seeds with
-the sample's standard deviation; percentages are differences between two methods on the same seeds with their 95% t
-interval in brackets, and a method is called better or worse only where that excludes 0. Each interval is of its own
-pair, with no correction for how many there are. [What the numbers mean](comparing.md#what-the-numbers-mean)."""
+To know whether AdLoCo wins, where and by how much, read headings and first lines; to know why, the pages behind them.
+Written by `python benchmarks/compare.py` from `results/`: means over seeds with the sample's standard deviation;
+percentages are differences between two methods on the same seeds with their 95% t interval in brackets, of that pair
+alone, and a method is called better or worse only where that excludes 0.
+[What the numbers mean](comparing.md#what-the-numbers-mean)."""
 
 _AGAIN = """## How to make a part again
 
@@ -165,20 +165,30 @@ def _with_care(comparisons: Sequence[Results]) -> list[str]:
             by_caveat.setdefault(caveat, []).append(results)
     parts = ["## To be read with care"] if by_caveat else []
     for caveat, alike in by_caveat.items():
-        parts.append(caveat)
-        for results in alike:
-            title, name = results.raw["comparison"]["title"], results.raw["name"]
-            parts.append("\n".join([f"**[{title}](results/{name}.md)**", *(_said(results) or [headline(results)])]))
+        parts += [caveat, *map(_short, alike)]
     return parts
+
+
+def _with_one_seed(comparisons: Sequence[Results]) -> list[str]:
+    """Those that find, for others to judge; their numbers are on their own pages."""
+    parts = ["## With one seed, to find what others judge"]
+    return [*parts, *map(_short, comparisons)] if comparisons else []
+
+
+def _short(results: Results) -> str:
+    title, name = results.raw["comparison"]["title"], results.raw["name"]
+    return "\n".join([f"**[{title}](results/{name}.md)**", *(_said(results) or [headline(results)])])
 
 
 def overview(comparisons: Sequence[Results]) -> str:
     """All comparisons in short, as Markdown."""
-    parts = [_INTRODUCTION, *_claims(comparisons)]
+    parts, alone = [_INTRODUCTION, *_claims(comparisons)], []
     for results in comparisons:
-        if not _caveat(results):
+        if len(results.raw["comparison"]["seeds"]) == 1:
+            alone.append(results)
+        elif not _caveat(results):
             parts += _summary(results)
-    return "\n\n".join([*parts, *_with_care(comparisons), _AGAIN]) + "\n"
+    return "\n\n".join([*parts, *_with_one_seed(alone), *_with_care(comparisons), _AGAIN]) + "\n"
 
 
 def pages(comparisons: Sequence[Results]) -> dict[str, str]:
