@@ -5,15 +5,17 @@ the table that follows from it. Every part is a process of its own with a time l
 finds too little memory leaves the reason in its place, and the others go on.
 
 - tests: tests/test_gpu.py, among it that no inner step waits for the GPU;
-- eager, compiled: MicroLlama (305M parameters) at sequence 512 in bfloat16 beside a bare loop, with the model FLOPs
-  utilisation (MFU);
+- eager, compiled, graphs: MicroLlama (305M parameters) at sequence 512 in bfloat16 beside a bare loop, with the model
+  FLOPs utilisation (MFU); the last with what takes the launching of kernels away (CUDA graphs), which no run does yet;
 - statistics: what they add to a round of 200 inner steps of it;
 - trainers: several of it in turn in one process; processes: four small ones, in processes that share the GPU;
-- large: 1.1B parameters, plainly, and with activations computed anew and the outer state in host memory;
+- large: 1.1B parameters, plainly, and with activations computed anew and the outer state in host memory, with the
+  allocator's peak beside what is planned;
 - demo: config.yaml, on the GPU.
 """
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -30,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from algorithms.limits import RoundSchedule
+from benchmarks.planning.plan import Asked, make_plan
 from benchmarks.throughput import (
     DEFAULTS,
     build_vocabulary,
@@ -53,6 +56,7 @@ RESULTS, PAGE = ROOT / "docs" / "results" / "gpu.json", ROOT / "docs" / "speed.m
 # Between these lines of the page is what this program writes.
 BEGIN, END = "<!-- gpu: written by benchmarks/gpu.py -->", "<!-- end of gpu -->"
 TOTAL_SECONDS = 600.0
+_LARGE = {"large": "1.1B parameters", "large_with_less": "1.1B, with less memory"}
 _TIMES = {"bare loop": "bare_loop", "inner steps": "inner_steps", "whole round": "whole_round"}
 
 MICROLLAMA = {
@@ -72,6 +76,7 @@ LARGE = MICROLLAMA | {
         "num_attention_heads": 32,
     },
     "INITIAL_BATCH_SIZE": 16,
+    "eval_batch_size": 16,
     "number_of_inner_steps_between_outers": 5,
 }
 
@@ -101,6 +106,16 @@ def speeds(config: Config, repeats: int = 3) -> dict:
         "peak_flops": peak,
         "peak_from": source,
     }
+
+
+def graphs(config: Config) -> dict:
+    """Speeds with what PyTorch's compiler makes of a model when it is to replay graphs of kernels."""
+    compile_model = torch.compile
+    torch.compile = functools.partial(compile_model, mode="reduce-overhead")
+    try:
+        return speeds(config)
+    finally:
+        torch.compile = compile_model
 
 
 def statistics_share(config: Config, repeats: int = 2, steps: int = 200) -> dict:
@@ -146,6 +161,7 @@ def large(config: Config) -> dict:
         "tokens_per_second": speed,
         "mfu": speed * flops / peak_flops(device, config.autocast)[0],
         "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "planned_bytes": make_plan(config, Asked()).memory.device,
     }
 
 
@@ -159,6 +175,7 @@ PARTS: dict[str, tuple[Callable[[], dict], float]] = {
     "tests": (tests, 150.0),
     "eager": (lambda: speeds(configured(MICROLLAMA)), 120.0),
     "compiled": (lambda: speeds(configured(MICROLLAMA, compile_model=True)), 200.0),
+    "graphs": (lambda: graphs(configured(MICROLLAMA, compile_model=True)), 150.0),
     "statistics": (lambda: statistics_share(configured(MICROLLAMA)), 60.0),
     "trainers": (lambda: trainers_in_turn(configured(MICROLLAMA, number_of_inner_steps_between_outers=10)), 90.0),
     "large": (lambda: large(configured(LARGE)), 90.0),
@@ -194,6 +211,9 @@ Bar = tuple[str, float, float, bool]
 def bars(parts: Mapping[str, Mapping]) -> list[Bar]:
     """What is aimed at: name, what was found, the bar, whether it is kept; parts without numbers are left out."""
     found = []
+    if "status" in (part := parts.get("tests", {})):
+        failed = max(part.get("failed", 0) + part.get("error", 0), int(part["status"] != 0))
+        found.append(("tests that fail, of inner steps that wait for the GPU among them", failed, 0, failed == 0))
     models = [part for name in ("eager", "compiled") if "mfu" in (part := parts.get(name, {}))]
     if models:
         best = max(part["mfu"]["inner_steps"] for part in models)
@@ -201,16 +221,20 @@ def bars(parts: Mapping[str, Mapping]) -> list[Bar]:
         found += [("MFU of MicroLlama", best, 0.45, best >= 0.45), ("of the bare loop", beside, 0.97, beside >= 0.97)]
     if (share := parts.get("statistics", {}).get("share_of_round")) is not None:
         found.append(("statistics in a round of 200 steps", share, 0.03, share < 0.03))
+    for name in ("large", "large_with_less"):
+        if (part := parts.get(name, {})).get("peak_bytes"):
+            beside = abs(part["peak_bytes"] / part["planned_bytes"] - 1.0)
+            found.append((f"memory of {_LARGE[name]} beside its plan", beside, 0.05, beside <= 0.05))
     return found
 
 
 def rows(parts: Mapping[str, Mapping]) -> Iterator[tuple[str, float, float | None]]:
     """What was measured in words, tokens per second, and MFU where it is known."""
-    for name in ("eager", "compiled"):
+    for name in ("eager", "compiled", "graphs"):
         part = parts.get(name, {})
         for key, speed in part.get("tokens_per_second", {}).items():
             yield f"MicroLlama, {name}, {key.replace('_', ' ')}", speed, part["mfu"][key]
-    for name, label in (("large", "1.1B parameters"), ("large_with_less", "1.1B, with less memory")):
+    for name, label in _LARGE.items():
         if "mfu" in (part := parts.get(name, {})):
             yield f"{label}, {part['peak_bytes'] / 1e9:.1f} GB at its peak", part["tokens_per_second"], part["mfu"]
     for name, label in (("trainers", "trainers of MicroLlama in turn"), ("processes", "processes, the demo's model")):

@@ -23,7 +23,12 @@ PARTS = {
     },
     "statistics": {"share_of_round": 0.0125},
     "large": {"problem": "not done after 90 s"},
-    "large_with_less": {"mfu": 0.41, "tokens_per_second": 60_000.4, "peak_bytes": 31_260_000_000},
+    "large_with_less": {
+        "mfu": 0.41,
+        "tokens_per_second": 60_000.4,
+        "peak_bytes": 31_260_000_000,
+        "planned_bytes": 30_000_000_000,
+    },
     "processes": {"2": {"tokens_per_second": 1234.0, "of_one": 1.5}},
     "trainers": {"problem": "no time was left"},
 }
@@ -38,9 +43,11 @@ On a GPU, with PyTorch 2.13.0 (`make gpu`):
 | 1.1B, with less memory, 31.3 GB at its peak | 60,000 | 41.0% |
 | 2 processes, the demo's model: 1.50 of one | 1,234 |  |
 
+- tests that fail, of inner steps that wait for the GPU among them: 0.000, aimed at 0, kept
 - MFU of MicroLlama: 0.500, aimed at 0.45, kept
 - of the bare loop: 0.950, aimed at 0.97, missed
 - statistics in a round of 200 steps: 0.013, aimed at 0.03, kept
+- memory of 1.1B, with less memory beside its plan: 0.042, aimed at 0.05, kept
 - large: not done after 90 s
 - trainers: no time was left"""
 
@@ -57,6 +64,11 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(programs):
 def test_what_is_said_of_numbers():
     assert gpu.section({"gpu": "a GPU", "torch": "2.13.0", "parts": PARTS}) == SECTION
     assert gpu.bars({}) == []
+    for failing in ({"status": 1, "failed": 2}, {"status": 2, "error": 2}):
+        ((_, count, _, kept),) = gpu.bars({"tests": failing})
+        assert (count, kept) == (2, False)
+    assert [bar[3] for bar in gpu.bars({"tests": {"status": 4}})] == [False]
+    assert not gpu.bars({"large": {"peak_bytes": 94, "planned_bytes": 100}})[0][3]
 
 
 def test_the_page_says_what_was_measured():
@@ -91,6 +103,7 @@ def test_the_parts_measure():
     assert list(gpu.trainers_in_turn(tiny())) == ["1", "2", "4"]
     plain, less = gpu.large(tiny()), gpu.large(tiny(activation_checkpointing=True, outer_state="cpu"))
     assert plain["parameters"] == less["parameters"] > 0
+    assert plain["planned_bytes"] > less["planned_bytes"] > 4 * plain["parameters"]
 
 
 @pytest.mark.usefixtures("programs")
