@@ -34,6 +34,24 @@ def linear_parts(module: nn.Module) -> list[nn.Module]:
     return [part for child in module.children() for part in linear_parts(child)]
 
 
+def passed_bytes(module: nn.Module, devices: int, cast: int | None) -> int:
+    """What the devices of an island, together, send each other in a training pass over a micro-batch.
+
+    Every parameter, in rows of equal number, is gathered for the forward and for the backward pass, and its gradient
+    summed, if it has one.
+
+    Args:
+        cast: bytes of the numbers as which the linear parts of layers are gathered; None: as they are.
+    """
+    parts = [part for layer in sharded_layers(module) for part in linear_parts(layer)] if cast else []
+    smaller, total = {parameter for part in parts for parameter in part.parameters()}, 0
+    for parameter in module.parameters():
+        numbers = -(-parameter.shape[0] // devices) * devices * parameter[0].numel()
+        total += 2 * numbers * (cast if parameter in smaller else parameter.element_size())
+        total += numbers * parameter.element_size() * parameter.requires_grad
+    return (devices - 1) * total
+
+
 def gathered_numbers(blocks: tuple[Block, ...]) -> int:
     """Numbers that a device of an island holds whole at one time: what is in no layer, and two layers."""
     root, *layers = (sum(block.size for block in layer) for layer in by_layer(blocks))

@@ -22,7 +22,7 @@ from torch._dynamo.backends.registry import lookup_backend
 
 from algorithms.switch_mode import ExecutionPlan
 from cluster import Cluster
-from fabrics import initialisation
+from fabrics import initialisation, sharded_model
 from fabrics.examples import TaskData
 from fabrics.passes import accumulate, backward
 from fabrics.sharded_model import ShardedModel
@@ -284,13 +284,34 @@ def whole_numbers(working: ShardedModel) -> tuple[dict[str, torch.Tensor], int]:
     return found, sum(sent)
 
 
+@contextlib.contextmanager
+def counting(sent: list[int], kind: str, processes: Processes) -> Iterator[None]:
+    """Count the bytes that this process sends in FSDP2's collectives of a kind: its part to all, or parts of all."""
+    call, others = getattr(sharded_model, kind).__call__, processes.island.size - 1
+
+    def counted(self, *arguments, **keywords):
+        tensors = (value for value in (*arguments, *keywords.values()) if isinstance(value, torch.Tensor))
+        sent.append(min(tensor.nbytes for tensor in tensors) * others)
+        return call(self, *arguments, **keywords)
+
+    with patch.object(getattr(sharded_model, kind), "__call__", counted):
+        yield
+
+
+def model_of_passes() -> torch.nn.Module:
+    return tiny_llama(dtype=torch.float32)
+
+
 def numbers_of_parts(processes: Processes) -> dict:
     """What methods ask about flat tensors that are in parts; `here` of every process."""
     working = ShardedModel(model_with_gaps(), CPU, processes.island)
     flat = working.parameters.detach()
-    llama = ShardedModel(tiny_llama(dtype=torch.float32), CPU, processes.island, torch.bfloat16)
-    backward(llama, tiny_data().train, np.arange(4))
+    llama = ShardedModel(model_of_passes(), CPU, processes.island, torch.bfloat16)
+    sent = []
+    with counting(sent, "DefaultAllGather", processes), counting(sent, "DefaultReduceScatter", processes):
+        backward(llama, tiny_data().train, np.arange(4))
     return {
+        "passed": sum(processes.gather(sum(sent))),
         "gathered as": {name: str(parameter.dtype) for name, parameter in llama.gathered()},
         "size": working.whole_size,
         "sketch": working.sketch(flat, 3, 250, 5),

@@ -18,7 +18,7 @@ from algorithms.losses import example_losses
 from benchmarks.planning.plan import Asked, make_plan
 from fabrics.choices import CHECKS, CHOICES
 from fabrics.memory import whole_bytes
-from fabrics.model_layers import layers_of, sharded_layers
+from fabrics.model_layers import layers_of, passed_bytes, sharded_layers
 from fabrics.working_model import WorkingModel
 from tests import islands, matrix
 from tests.helpers import tiny_bert, tiny_data, tiny_llama
@@ -136,6 +136,7 @@ def test_what_methods_ask_of_flat_tensors_is_that_of_whole_ones(together, part):
     flat = whole.parameters.detach()
     for name, dtype in found["gathered as"].items():  # with autocast
         assert dtype == ("torch.bfloat16" if "_proj" in name else "torch.float32"), name
+    assert found["passed"] == islands.PARTS[part][0] // size * passed_bytes(islands.model_of_passes(), size, 2)
     assert found["size"] == len(flat) > whole.parameter_count  # there are gaps
     assert_close(found["sketch"], sketch(flat, 3, 250, 5), 1e-9)
     assert found["distance"] == pytest.approx(2 * flat.norm().item())

@@ -548,7 +548,8 @@ def test_methods_have_whole_tensors_more_often_than_muon(copies, values):
 
 
 def test_what_islands_send_for_whole_tensors_is_planned():
-    """There and back half of every tensor that is needed whole, of two devices; between islands nothing changes."""
+    """There and back half of every tensor that is needed whole, of two devices; between islands nothing changes. And in
+    passes all layers twice, and their gradients once."""
     values = {"number_of_initial_trainers": 1, "nodes_per_gpu": 1}
     matrices = 2 * 16 * 16 + 2 * 8 * 16 + 3 * 24 * 16
     by_method, by_optimizer = "each message of a worker, and each mean", "each inner step of a worker"
@@ -560,11 +561,13 @@ def test_what_islands_send_for_whole_tensors_is_planned():
     ):
         plan = plan_of(Asked(devices=4), **values, **own, devices_per_node=2)
         whole = {by_method: plan.parameters, by_optimizer: matrices}
-        assert plan.whole_bytes == {kind: 2 * 4 * whole[kind] // 2 for kind in kinds}
+        passed = {"each micro-batch": 3 * 4 * plan.parameters}
+        assert plan.whole_bytes == passed | {kind: 2 * 4 * whole[kind] // 2 for kind in kinds}
         alone = plan_of(Asked(devices=2), **values, **own)
         assert alone.whole_bytes == {}
         assert plan.bytes == alone.bytes
-        assert ("whole tensors: devices of an island send" in text_of(plan, Asked(devices=4))) == bool(kinds)
+        said = text_of(plan, Asked(devices=4)).count("whole tensors: devices of an island send")
+        assert said == 1 + len(kinds)
 
 
 def test_keys_of_placement_that_a_configuration_lacks_have_defaults():

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from algorithms.distribution import distribute_nodes
 from algorithms.switch_mode import execution_plans
 from algorithms.synchronisation import METHODS, Method
@@ -23,6 +25,7 @@ from fabrics.dataset_loader import DATASETS, load_data
 from fabrics.flops import flops_per_token
 from fabrics.memory import Kept, Memory, Placement, whole_bytes
 from fabrics.meta_model import META, StepSizes, meta_model, step_sizes
+from fabrics.model_layers import passed_bytes
 from fabrics.nodes import check_modules
 from fabrics.sharding import looked_at_by
 from fabrics.synchronisation import method_settings
@@ -297,14 +300,18 @@ def _unknown(planner: Planner, rehearsal: Rehearsal, max_batch: int | None) -> l
     if config.checkpoint_every_minutes is not None and planner.asked.tflops is None:
         found.append("checkpoints by the clock: without --tflops nothing says how long computing takes")
     if planner.placement.devices_per_node > 1:
-        found.append("what the devices of an island send each other in passes")
+        found.append("how long devices of an island take for what they send each other")
     return found
 
 
 def _whole_bytes(config: Config, working: WorkingModel) -> dict[str, int]:
     """See Plan."""
+    if config.devices_per_node == 1:
+        return {}
+    cast = None if config.autocast is None else getattr(torch, config.autocast).itemsize
+    found = {"each micro-batch": passed_bytes(working.module, config.devices_per_node, cast)}
     whens = "each message of a worker, and each mean", "each inner step of a worker"
-    found, itemsize = {}, working.parameters.element_size()
+    itemsize = working.parameters.element_size()
     for when, numbers in zip(whens, looked_at_by(config, working), strict=True):
         size = sum(working.blocks[number].size for number in numbers)
         if sent := whole_bytes(size, itemsize, config.devices_per_node):
