@@ -96,7 +96,7 @@ def test_a_measurement_on_the_cpu_leaves_nothing_behind():
 
     batch = calculate_max_batch(step, working.gradient, CPU, 0.9, sharing=4, reserved_bytes=0)
     assert batch > 100
-    assert sizes == [1, 2]
+    assert sizes == [2, 1, 2]  # what is compiled is compiled first
     assert torch.equal(working.parameters, parameters)
     assert working.gradient.abs().sum() == 0
     assert torch.equal(torch.get_rng_state(), state)

@@ -169,12 +169,13 @@ def calculate_max_batch(
     else:
         state = psutil.virtual_memory()
         taken = state.total - state.available
-        step(2)  # a model that is compiled makes a pass for that, which is not to be measured
         memory, measure, probes, confirm = state.total, _measure_cpu(step, momentary), _CPU_PROBES, False
     budget = int((padding_percentage * memory - taken - reserved_bytes) / sharing)
     if island is not None:
         budget, measure = island.least(budget), _together(measure, island)
     with _no_trace(gradient, device):
+        if device.type == "cpu":
+            step(2)  # a model that is compiled makes a pass for that, which is not to be measured
         try:
             return find_max_batch(measure, budget, probes, confirm)
         except MemoryError as error:
