@@ -19,16 +19,22 @@ class CompiledLayers:
 
     def __init__(self, layers: Sequence[nn.Module]):
         self.on = False
-        compiled = torch.compile(_forward, dynamic=True)
+        compiled = torch.compile(_forward)
         for layer in layers:
             own = "forward" in vars(layer)  # not that of its class: no other layer has this one
-            run = torch.compile(layer.forward, dynamic=True) if own else functools.partial(compiled, layer)
+            run = torch.compile(layer.forward) if own else functools.partial(compiled, layer)
             layer.forward = self._either(layer.forward, run)
 
     def _either(self, plain: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
         def forward(*arguments: Any, **named: Any) -> Any:
-            return (compiled if self.on else plain)(*arguments, **named)
+            if not self.on:
+                return plain(*arguments, **named)
+            tensors = [value for value in (*arguments, *named.values()) if isinstance(value, torch.Tensor)]
+            for tensor in tensors:
+                if tensor.shape[:1] == tensors[0].shape[:1]:
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            return compiled(*arguments, **named)
 
         return forward
 
