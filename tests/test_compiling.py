@@ -1,9 +1,13 @@
 """Which runs compile their models, and that they go on as they began."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
+from fabrics.compiled_layers import CompiledLayers
 from fabrics.compiling import compiles, compiling_seconds, gain, planned_tokens, worth_compiling
 from tests.helpers import CPU, light_cluster, make_config
 from utils.config import ConfigError
@@ -93,3 +97,30 @@ def test_a_run_that_is_resumed_goes_on_as_it_began():
         assert told.working.compiled is False
         working = (cluster.working[CPU] for cluster in (begun, resumed, told))
         assert [model.compiled for model in working] == [begun.working.compiled, begun.working.compiled, False]
+
+
+# Layers by themselves, as on islands
+
+
+def test_layers_run_through_what_is_compiled_where_it_is_on_and_keep_a_forward_of_their_own(monkeypatch):
+    ran = []
+
+    def compiled(called):
+        return lambda *arguments: ran.append(called) or called(*arguments)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    plain, own, x = nn.Linear(2, 2), nn.Linear(2, 2), torch.ones(3, 2)
+    own.forward = lambda tensor: tensor + 1
+    expected, layers = plain(x), CompiledLayers([plain, own])
+    for on in (False, True):
+        layers.on = on
+        assert torch.equal(plain(x), expected)
+        assert torch.equal(own(x), x + 1)
+        assert len(ran) == 2 * on
+
+
+def test_a_model_without_layers_is_refused_on_islands():
+    working = light_cluster().working
+    working._processes = SimpleNamespace(island=SimpleNamespace(size=2))
+    with pytest.raises(ConfigError, match="must be false with devices_per_node 2, as the model has no layers"):
+        working._compute(True)
