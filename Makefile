@@ -17,7 +17,7 @@ test: $(VENV)/.test
 check: $(VENV)/.test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/python -m pytest -m "not programs"
+	$(VENV)/bin/python -m pytest -m "not programs" -n auto
 
 gpu: $(VENV)/.test
 	$(VENV)/bin/python benchmarks/gpu.py

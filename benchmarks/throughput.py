@@ -18,6 +18,7 @@ The model is the demo's unless model_config says otherwise; random tokens cost w
 """
 
 import argparse
+import functools
 import gc
 import statistics
 import sys
@@ -107,6 +108,7 @@ class BareLoop:
 DATA_SHEETS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 
 
+@functools.cache
 def peak_flops(device: torch.device, autocast: str | None) -> tuple[float, str]:
     """The device's FLOP/s and where the number is from: a data sheet, or a large matrix product measured here."""
     dtype = torch.bfloat16 if autocast else torch.float32

@@ -13,6 +13,7 @@ from fabrics.documents import python_documents
 from fabrics.flops import flops_per_token
 from tests.helpers import random_sequences, tiny_llama
 from training_logs.recording import step_loss_logger
+from training_logs.showing import plots
 from training_logs.showing.run_data import read_run
 from training_logs.training_monitoring import draw
 from utils.config_reading import load_config
@@ -140,6 +141,7 @@ def test_logs_of_synthetic_rounds_are_those_of_a_run(tmp_path, monkeypatch):
     beside = []
     monkeypatch.setattr(logs, "beside", lambda *command: beside.append(command))
     monkeypatch.setattr(step_loss_logger, "ROWS", 200)
+    monkeypatch.setattr(plots, "PLOTS", {name: plots.PLOTS[name] for name in ("overview.png", "batch_sizes.png")})
     found = logs.push(tmp_path / "run", 30, 2, 4, 3)
     run = read_run(tmp_path / "run")
     # Two trainers until the merge after the third round; 4 workers of 3 steps until 200 rows are reached.

@@ -197,7 +197,7 @@ def test_reviews_become_padded_sequences_with_their_classes(folder):
 def test_bert_learns_merges_and_accumulates(folder):
     config = make(
         imdb_local_path=str(folder),
-        number_of_outer_steps=6,
+        number_of_outer_steps=5,
         number_of_inner_steps_between_outers=8,
         number_of_initial_trainers=2,
         merge_frequency=4,

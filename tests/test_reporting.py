@@ -435,7 +435,7 @@ def test_the_sampler_sees_what_stages_miss(tmp_path, monkeypatch):
     monkeypatch.setattr(MemoryMonitor, "_measure", measure)
     monitor = MemoryMonitor(tmp_path, [torch.device("cpu")], None, every=0.01)
     monitor.measure("start", 0)
-    block = np.ones(30_000_000)
+    block = np.ones(8_000_000)
     while sampled.acquire(blocking=False):
         pass
     for _ in range(2):  # the first one may have begun before
@@ -447,7 +447,7 @@ def test_the_sampler_sees_what_stages_miss(tmp_path, monkeypatch):
     assert {row["stage"] for row in rows} == {"start", "sample", "end"}
     assert monitor.peaks["process"]["stage"] == "sample"
     ends = max(int(row["allocated_bytes"]) for row in rows if row["stage"] != "sample")
-    assert monitor.peaks["process"]["peak_bytes"] > ends + 150_000_000
+    assert monitor.peaks["process"]["peak_bytes"] > ends + 40_000_000
     assert [float(row["seconds"]) for row in rows] == sorted(float(row["seconds"]) for row in rows)
 
 

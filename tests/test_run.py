@@ -28,7 +28,7 @@ from utils.utils import has_checkpoint
 ROOT = Path(__file__).resolve().parent.parent
 
 SHORT = {
-    "model_config": {"preset": "demo", "num_hidden_layers": 1},
+    "model_config": {"preset": "demo", "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24},
     "data_sample_size": 400,
     "val_size": 30,
     "eval_batch_size": 128,

@@ -377,7 +377,7 @@ def check_plugins_of_run(folder: Path) -> None:
         raise ConfigError(problems)
 
 
-class _FloatDumper(yaml.SafeDumper):
+class _FloatDumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
     """Writes floats so that any YAML 1.1 reader takes them as floats (1.0e-05, not 1e-05)."""
 
 

@@ -136,11 +136,13 @@ class Plan:
 class Planner:
     """What does not depend on the largest micro-batch of a run: model, nodes, and data as far as they are known.
 
+    step: what a step keeps, where it is known of the same model.
+
     Raises:
         ConfigError: a run would refuse the configuration.
     """
 
-    def __init__(self, config: Config, asked: Asked):
+    def __init__(self, config: Config, asked: Asked, step: StepSizes | None = None):
         self.config, self.asked, self.placement = config, asked, Placement.of(config)
         self.unknown: list[str] = []
         each = self.placement.devices_per_node
@@ -157,7 +159,7 @@ class Planner:
         self.working = WorkingModel(module, META)
         check_modules(config, self.working)
         self.kept = Kept.of(config, self.working)
-        self.step: StepSizes | None = step_sizes(meta_model(config, self.data)[0], config)
+        self.step = step or step_sizes(meta_model(config, self.data)[0], config)
         if self.step is None:
             self.unknown.append("activations: this model takes nothing but real numbers; memory is without them")
         self.node = self._node()
@@ -319,23 +321,29 @@ def _whole_bytes(config: Config, working: WorkingModel) -> dict[str, int]:
     return found
 
 
-def _works(config: Config, asked: Asked, change: dict) -> bool:
-    """Whether a run with such a change is a run, and fits."""
+def _works(planner: Planner, change: dict) -> bool:
+    """Whether a run with such a change of where things are and of how many, not of the model, is a run, and fits."""
     try:
-        values = json.loads(json_text(dataclasses.asdict(config) | change))
-        make_plan(parse_config(values, (), CHOICES, CHECKS)[0], asked, advise=False)
+        values = json.loads(json_text(dataclasses.asdict(planner.config) | change))
+        _plan(Planner(parse_config(values, (), CHOICES, CHECKS)[0], planner.asked, planner.step), advise=False)
     except ConfigError:
         return False
     return True
 
 
-def make_plan(config: Config, asked: Asked, advise: bool = True) -> Plan:
-    """The plan of a run; advise: of one that does not fit, look for a change with which it would.
+def make_plan(config: Config, asked: Asked) -> Plan:
+    """The plan of a run.
 
     Raises:
         ConfigError: a run would refuse the configuration, or it does not fit into the memory that is given.
     """
-    planner, least, max_batch = Planner(config, asked), smallest_micro_batch(config), config.max_batch_size
+    return _plan(Planner(config, asked), advise=True)
+
+
+def _plan(planner: Planner, advise: bool) -> Plan:
+    """See make_plan; advise: of a run that does not fit, look for a change with which it would."""
+    config, asked = planner.config, planner.asked
+    least, max_batch = smallest_micro_batch(config), config.max_batch_size
     if max_batch is None and asked.memory is not None and planner.step is not None:
         budget = config.padding_percentage * asked.memory
         max_batch = max(least, planner.demand(planner.rehearse(_ENDLESS)[1]).largest(budget))
@@ -351,7 +359,7 @@ def make_plan(config: Config, asked: Asked, advise: bool = True) -> Plan:
     if asked.memory is not None:
         share = config.padding_percentage
         problem = refusal(
-            demand, micro_batch, least, asked.memory, share, lambda change: advise and _works(config, asked, change)
+            demand, micro_batch, least, asked.memory, share, lambda change: advise and _works(planner, change)
         )
         if problem is not None:
             raise ConfigError(problem)
