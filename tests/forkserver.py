@@ -344,6 +344,7 @@ def main() -> None:
     sys.path.insert(0, _ROOT)
     # transformers imports it where there is one, for seconds and with threads of its own, and nobody here needs that.
     sys.modules["sklearn"] = None
+    gc.disable()  # all of it stays
     for module in (*LIBRARIES, *OURS):
         importlib.import_module(module)
         if len(os.listdir("/proc/self/task")) > 1:
@@ -352,6 +353,7 @@ def main() -> None:
     del sys.path[0]
     for finalizer in weakref.finalize._registry:  # of what was imported, which is not taken apart at the end
         finalizer.atexit = False
+    gc.enable()
     gc.collect()
     gc.freeze()
     _use_huge_pages()
