@@ -16,17 +16,24 @@ from utils.config import Config
 
 @dataclass(frozen=True)
 class Placement:
-    """Where and how a run keeps its tensors: keys of the configuration; one that it lacks has the default here."""
+    """Where and how a run keeps its tensors: keys of the configuration; one that it lacks has the default here.
+
+    on_host: the memory of the devices is the host's, as they are CPUs: nothing can be moved out of it.
+    """
 
     devices_per_node: int = 1
     outer_state: str = "device"
     idle_moments: str = "device"
     activation_checkpointing: bool = False
+    on_host: bool = False
 
     @classmethod
     def of(cls, config: Config) -> "Placement":
         """That which the configuration asks for."""
-        return cls(**{entry.name: getattr(config, entry.name, entry.default) for entry in dataclasses.fields(cls)})
+        asked = cls(**{entry.name: getattr(config, entry.name, entry.default) for entry in dataclasses.fields(cls)})
+        if not config.devices or any(name.partition(":")[0] != "cpu" for name in config.devices):
+            return asked
+        return dataclasses.replace(asked, outer_state="device", idle_moments="device", on_host=True)
 
 
 @dataclass(frozen=True)

@@ -424,6 +424,11 @@ def test_state_on_the_host_is_planned_and_advised():
             plan_of(Asked(memory=math.ceil(budget / 0.9)), **values)
         advice.append(str(caught.value))
     assert any("outer_state=cpu" in line for line in advice)
+    # The memory of CPUs is the host's.
+    values |= {"devices": ["cpu"], "outer_state": "cpu", "idle_moments": "cpu"}
+    assert plan_of(**values).memory == plain.memory
+    with pytest.raises(ConfigError, match="do not fit into .*; use a smaller model"):
+        plan_of(Asked(memory=math.ceil(away.memory.device / 0.9)), **values | {"outer_state": "device"})
 
 
 @pytest.mark.parametrize("text", ["", "1Gb", "fast", "1Gb/s,20", "0Gb/s", "1Gb/s,-2ms", "1 Gb/s", "1Gb/s,20ms,3"])

@@ -104,8 +104,8 @@ _MORE_DEVICES = (2, 4, 8, 16, 32, 64)
 def _changes(placement: Placement) -> Iterator[dict]:
     """Placements that need less of a device, those that cost least first."""
     recomputed = {} if placement.activation_checkpointing else {"activation_checkpointing": True}
-    outer = {} if placement.outer_state == "cpu" else {"outer_state": "cpu"}
-    moments = {} if placement.idle_moments == "cpu" else {"idle_moments": "cpu"}
+    outer = {} if placement.on_host or placement.outer_state == "cpu" else {"outer_state": "cpu"}
+    moments = {} if placement.on_host or placement.idle_moments == "cpu" else {"idle_moments": "cpu"}
     more = [{"devices_per_node": n} for n in _MORE_DEVICES if n > placement.devices_per_node]
     alone = [recomputed, outer, moments, outer | moments, recomputed | outer | moments]
     for change in [*alone, *more, *(change | recomputed | outer | moments for change in more)]:
