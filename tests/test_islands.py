@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import operator
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +23,8 @@ from fabrics.model_layers import layers_of, passed_bytes, sharded_layers
 from fabrics.working_model import WorkingModel
 from tests import islands, matrix
 from tests.helpers import tiny_bert, tiny_data, tiny_llama
-from tests.test_resume import report, summary
-from tests.test_run import kill_the_second_process, write_config
+from tests.test_resume import summary
+from tests.test_run import write_config
 from utils.config_reading import ConfigError, parse_config
 from utils.distributed import LocalProcesses
 
@@ -79,6 +80,15 @@ def test_islands_train_as_whole_devices_do(together, alone, part, name):
     for what in ("losses", "recalls", "train_losses", "statistics", "inner", "tensors"):
         if tested or what != "tensors":
             assert_close(found[what], expected[what], tolerance)
+    if name == "int8":
+        # A code is off by half a step of its scale at most, which is what workers keep of their own errors; of numbers
+        # that are nearly the same one may be rounded up and one down, in each of three rounds.
+        step = 2 * max(tensor.abs().max().item() for key, tensor in expected["tensors"].items() if "error" in key)
+        assert step < 2e-4 < 0.01 * expected["tensors"]["trainer_0 velocity"].abs().max().item()
+        steps = {"error": 1.0, "parameters": 3.0, "velocity": 3.0, "step": 0.0}  # others are moments
+        for key, tensor in expected["tensors"].items():
+            off = (found["tensors"][key] - tensor).abs().max().item()
+            assert off <= steps.get(key.split()[-1], 0.3) * step, key
 
 
 def test_methods_do_on_parts_what_they_do_on_whole_models(together):
@@ -208,24 +218,53 @@ def test_a_run_starts_its_islands_itself_and_goes_on_without(programs, tmp_path,
     assert_close(load_file(folder / model), load_file(expected / model), 1e-4)
 
 
-def test_a_device_that_dies_ends_the_run_which_goes_on_with_what_is_left(programs, tmp_path, cache_dir):
-    """As if it had been one device from the beginning, but for Llama's norm, which computes in float32."""
-    output, folder = kill_the_second_process(
-        programs, tmp_path, cache_dir, devices_per_node=2, parameter_dtype="float64"
-    )
-    assert ", device 1 of island 0) " in output
-    rounds = len(report(folder, "training_log.csv"))
-    one, more = ("devices_per_node=1", "processes=1"), f"number_of_outer_steps={rounds + 2}"
-    said = programs.run("run.py", "--resume", folder, *one, more).stdout
-    assert "resumed after round" in said
+# Llama's own norm computes in float32.
+DOUBLE = """
+from fabrics.models import MODELS
+from fabrics.transformers_models import MICROLLAMA, TransformersFamily
+from tests.helpers import use_torch_norms
+
+class Double(TransformersFamily):
+    def model(self, settings, demands):
+        return use_torch_norms(super().model(settings, demands))
+
+MODELS["double"] = Double(**vars(MICROLLAMA))
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "processes", "devices", "then"),
+    [
+        (1, 2, 2, ("processes=1", "devices_per_node=1")),
+        (0, 4, 2, ("processes=4", "devices_per_node=4")),
+        (2, 4, 4, ("processes=2", "devices_per_node=1")),
+    ],
+)
+def test_a_device_that_dies_ends_the_run_which_goes_on_with_islands_of_another_size(
+    rank, processes, devices, then, programs, tmp_path, cache_dir
+):
+    """As if it had been one device from the beginning, in float64. The device is killed in round 4."""
+    (tmp_path / "double.py").write_text(DOUBLE)
+    config = write_config(
+        tmp_path, cache_dir, parameter_dtype="float64", model_type="double", plugins=[str(tmp_path / "double.py")],
+        save_weights_every=1, number_of_outer_steps=6, processes=processes, devices_per_node=devices,
+    )  # fmt: skip
+    ended = 1 if rank > 0 else -signal.SIGKILL  # the first one is the command
+    done = programs.run("tests/given_up.py", rank, "SIGKILL", "--config", config, status=ended)
+    if rank > 0:
+        assert "was killed (SIGKILL)" in done.stdout + done.stderr
+        assert f"rank {rank} (process " in done.stdout + done.stderr
+        assert f", device {rank % devices} of island {rank // devices}) " in done.stdout + done.stderr
+    (folder,) = (tmp_path / "logs").iterdir()
+    assert "resumed after round" in programs.run("run.py", "--resume", folder, *then).stdout
     assert summary(folder)["status"] == "completed"
     whole = f"log_dir={tmp_path / 'whole'}"
-    programs.run("run.py", "--config", tmp_path / "config.yaml", *one, more, whole)
+    programs.run("run.py", "--config", config, "processes=1", "devices_per_node=1", whole)
     (expected,) = (tmp_path / "whole").iterdir()
     written = [sorted((run / "model_weights").glob("trainer_*/model.safetensors")) for run in (folder, expected)]
     assert [path.parent.name for path in written[0]] == [path.parent.name for path in written[1]] != []
     for path, like in zip(*written, strict=True):
-        assert_close(load_file(path), load_file(like), 1e-6)
+        assert_close(load_file(path), load_file(like), 1e-9)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell a process's peak")

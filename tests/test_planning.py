@@ -427,7 +427,7 @@ def test_state_on_the_host_is_planned_and_advised():
     # The memory of CPUs is the host's.
     values |= {"devices": ["cpu"], "outer_state": "cpu", "idle_moments": "cpu"}
     assert plan_of(**values).memory == plain.memory
-    with pytest.raises(ConfigError, match="do not fit into .*; use a smaller model"):
+    with pytest.raises(ConfigError, match=r"do not fit into .*; use a smaller model"):
         plan_of(Asked(memory=math.ceil(away.memory.device / 0.9)), **values | {"outer_state": "device"})
 
 
