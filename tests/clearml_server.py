@@ -93,6 +93,7 @@ class ClearMLServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # headers and content are two packets, of which the second would wait
 
     def log_message(self, *arguments) -> None:
         pass

@@ -27,6 +27,7 @@ class HubServer:
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # headers and content are two packets, of which the second would wait
 
             def log_message(self, *arguments):
                 pass
