@@ -66,9 +66,7 @@ def simulate(ahead_of, largest: float = math.inf, noise=lambda r: None, rounds: 
 
 
 @pytest.mark.parametrize("schedule", [CONSTANT, DECAYING])
-@pytest.mark.parametrize(
-    ("noise", "budget"), [*itertools.product(("none", "rising", "wild"), (15, 50)), ("wild", 200)]
-)
+@pytest.mark.parametrize(("noise", "budget"), [*itertools.product(("none", "rising", "wild"), (15, 50)), ("wild", 200)])
 def test_the_rounds_are_those_of_the_budget(schedule, budget, noise):
     """Whatever the noise scale does."""
     generator = random.Random(0)
