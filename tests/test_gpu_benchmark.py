@@ -103,7 +103,7 @@ def test_the_parts_measure():
     assert list(gpu.trainers_in_turn(tiny())) == ["1", "2", "4"]
     plain, less = gpu.large(tiny()), gpu.large(tiny(activation_checkpointing=True, outer_state="cpu"))
     assert plain["parameters"] == less["parameters"] > 0
-    assert plain["planned_bytes"] > less["planned_bytes"] > 4 * plain["parameters"]
+    assert plain["planned_bytes"] >= less["planned_bytes"] > 4 * plain["parameters"]
 
 
 @pytest.mark.usefixtures("programs")
