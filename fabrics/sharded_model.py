@@ -117,6 +117,7 @@ class ShardedModel(WorkingModel):
         if self._autocast is not None:
             groups = [part for layer in groups for part in linear_parts(layer)]
             policy = MixedPrecisionPolicy(self._autocast, reduce_dtype=dtype, cast_forward_inputs=False)
+        self._groups = groups
         for group in groups:
             fully_shard(group, mesh=self.island.mesh, reshard_after_forward=True, mp_policy=policy)
         # The root as well: after an evaluation it would keep the parameters that it was evaluated with.
@@ -210,9 +211,10 @@ class ShardedModel(WorkingModel):
             return logits
 
     def _compute(self, compiled: bool) -> None:
-        """Let passes from now on run through compiled layers or not."""
+        """Let passes from now on run through compiled layers or not: those parts that nothing is gathered for within,
+        as code that is made in pieces follows the first micro-batch."""
         if compiled and self._layers is None:
-            self._layers = CompiledLayers(sharded_layers(self.module))
+            self._layers = CompiledLayers(self._groups)
         if self._layers is not None:
             self._layers.on = compiled
 

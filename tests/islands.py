@@ -90,6 +90,14 @@ SCENARIOS = {
         "max_batch_size": 6,
         "statistics_batch_size": 2,
     },
+    "autocast compiled": {
+        "autocast": "bfloat16",
+        "compile_model": True,
+        "model_config": TINY_ARCHITECTURE | {"num_hidden_layers": 2},
+        "sampling_method": "none",
+        "batch_schedule": [[0.0, 4], [0.3, 8], [0.6, 12]],
+        "max_batch_size": 6,
+    },
     "int8": {"communication_dtype": "int8", "sampling_method": "none"},
     "muon": {"inner_optimizer": "muon"},
     "muon together": {"inner_optimizer": "muon", "distributed_algo": "Synchronous"},
@@ -110,8 +118,12 @@ SMALL_RECIPE = {
     "devices_per_node": 1,  # what is said of processes says it here
 }
 # What is about a model and its statistics alone has two nodes, which are together from the merge on; others have four.
-OF_TWO_NODES = ("float32", "untied", "inner product test", "recomputed", "classification", "autocast", "compiled")
-ROUNDED = ("float32", "autocast", "int8")  # others are in float64
+OF_TWO_NODES = (
+    *("float32", "untied", "inner product test", "recomputed", "classification"),
+    *("autocast", "compiled", "autocast compiled"),
+)
+ROUNDED = ("float32", "autocast", "autocast compiled", "int8")  # others are in float64
+GRAPHS = {"compiled": 1, "autocast compiled": 2}  # that layers share; of their attention and their MLP
 METHODS = [name for name in matrix.METHODS if matrix.METHODS[name].shards]
 STOPPED_AFTER = 1  # which round
 # Processes, how many of them are an island, and what these islands run: one, two, and one with devices that lack rows.
