@@ -60,14 +60,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes() -> None:
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     """The libraries are imported once for all processes that run tests."""
-    PROGRAMS.share_imports()
+    PROGRAMS.share_imports(few=config.option.markexpr == "not programs")
 
 
 def pytest_collection_finish() -> None:
     """What is imported stays: the garbage collector need not look through it again and again, nor so often."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)
 

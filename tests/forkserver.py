@@ -173,12 +173,12 @@ class ForkServer:
         finally:
             _libc.prctl(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
-    def start(self) -> None:
-        """Start it, and do not wait for what it imports."""
+    def start(self, few: bool = False) -> None:
+        """Start it, and do not wait for what it imports; few: it has few programs to start, and need not prepare."""
         self._channel, theirs = socket.socketpair()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the server)
         own = subprocess._args_from_interpreter_flags()
-        command = [sys.executable, *own, os.path.abspath(__file__), str(theirs.fileno())]
+        command = [sys.executable, *own, os.path.abspath(__file__), str(theirs.fileno()), *(["few"] if few else [])]
         fresh, self.fresh = self.fresh, True
         try:
             self._server = subprocess.Popen(
@@ -356,7 +356,8 @@ def main() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
-    _use_huge_pages()
+    if "few" not in sys.argv[2:]:
+        _use_huge_pages()
     _libc.prctl(_SET_NAME, NAME.encode(), 0, 0, 0)
     program, descriptors = _serve(channel)
     while True:

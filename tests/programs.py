@@ -82,10 +82,10 @@ class Programs:
             self._refused, self._server.fresh = False, True
             self._end()
 
-    def share_imports(self) -> None:
-        """Outside of tests programs are forks too, of a server that starts now."""
+    def share_imports(self, few: bool) -> None:
+        """Outside of tests programs are forks too, of a server that starts now; few: there are no others."""
         self._server.fresh = False
-        self._server.start()
+        self._server.start(few)
 
     def refuse(self) -> None:
         if self._refused:

@@ -125,7 +125,7 @@ def test_the_run_folder_is_named_after_model_dataset_and_date(finished):
 
 def test_the_resolved_config_runs_again(finished):
     config, warnings = load_config(finished[0] / "config.yaml", allowed=CHOICES)
-    assert (config.ETA, config.model_config) == (0.3, {"preset": "demo", "num_hidden_layers": 1})
+    assert (config.ETA, config.model_config) == (0.3, SHORT["model_config"])
     assert config.number_of_outer_steps == 5
     assert warnings == []
 

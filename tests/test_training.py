@@ -365,7 +365,7 @@ def test_dropout_depends_on_the_place_in_the_run_alone():
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize(("stop", "budget"), [(2, None), (5, None), (6, SYNCHRONISATIONS), (3, BYTES)])
+@pytest.mark.parametrize(("stop", "budget"), [(3, None), (6, SYNCHRONISATIONS), (3, BYTES)])
 def test_a_run_continued_from_its_state_equals_the_uninterrupted_run(stop, budget):
     """Through growing batches, merges and redistribution; the state is taken anywhere."""
     settings = {
