@@ -322,7 +322,8 @@ def test_the_script_writes_pictures_tables_and_a_summary(analysed):
     assert "deviation ~ batch ^ -0." in printed
 
 
-def test_bert_and_replacement_work_as_well(tmp_path, cache_dir):
+def test_bert_and_replacement_work_as_well(tmp_path, cache_dir, monkeypatch):
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **how: path.touch())  # takes seconds
     write_imdb(tmp_path / "aclImdb", 40, 10)
     config = tmp_path / "config.yaml"
     config.write_text(
