@@ -269,6 +269,8 @@ class Cluster:
             observer.on_round(self, result)
             self.stopped = keeper.stopping
             keeper.after_round(self)
+        if self.finished and (warning := self.spending.unspent(self.totals)) is not None:
+            observer.warn(warning)
         return result
 
     # Models and state

@@ -4,6 +4,9 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
+# Steps that are counted at once where a round would have more.
+_COUNTED = 1024
+
 
 @dataclass(frozen=True)
 class Done:
@@ -65,9 +68,17 @@ class Limits:
         """
         steps = inner_steps
         if self.examples:
-            steps = 1 + bisect_left(range(1, steps), self.examples - done.examples, key=examples)
+            steps = _steps_until(self.examples - done.examples, steps, examples)
         if self.tokens:
             # Steps differ in their tokens where examples do.
-            steps = 1 + bisect_left(range(1, steps), self.tokens - done.tokens, key=tokens)
+            steps = _steps_until(self.tokens - done.tokens, steps, tokens)
         after = Done(done.outer_steps + 1, done.examples + examples(steps), done.tokens + tokens(steps))
         return RoundSchedule(steps, self.progress(done), self.progress(after))
+
+
+def _steps_until(amount: float, most: int, count: Callable[[int], int]) -> int:
+    """The fewest steps, from 1 to `most`, that have so much; `most` may be far more than anybody could count."""
+    end = min(most, _COUNTED)
+    while end < most and count(end) < amount:
+        end = min(most, 2 * end)
+    return 1 + bisect_left(range(1, end), amount, key=count)

@@ -99,16 +99,33 @@ class Spending:
         largest = None
         if config.plans_batches:
             largest = functools.cache(largest_step(config, max_batches, together, math.ceil(left / steps)))
-        used = totals.used(self.budget.unit)
-        if (joining := len(max_batches) - working) and first.batch.growth:
+        used, schedule = totals.used(self.budget.unit), learning_rate_schedule(config)
+        if joining := self._joining(trainers, len(max_batches), working):
             used += self.budget.cost(redistributed(joining, joining * traffic.redistributed))
         outlook = rounds_ahead(self.budget, used, computing, to_come, left, steps, largest)
         warning = shortfall(config, self.budget, outlook)
         if warning is not None and not self._told:
             self._told = True
             warn(warning)
-        schedule = learning_rate_schedule(config)
         return Ahead(totals.outer_steps, outlook.rounds, totals.examples, left, steps, schedule, len(trainers))
+
+    def unspent(self, totals: Totals) -> str | None:
+        """What to warn of where a run that is over has left more than a twentieth of its budget."""
+        if self.budget is None or (used := totals.used(self.budget.unit)) >= 0.95 * self.budget.amount:
+            return None
+        amounts = f"{used:,.10g} of {self.budget.amount:,.10g} {self.budget.unit}"
+        return f"{self._config.budget}: {amounts} were used: what was left was less than a round's, or had no use"
+
+    def _joining(self, trainers: Collection[Spender], nodes: int, working: int) -> int:
+        """Workers that will join as batches grow, as far as the largest batch that may come has work for them."""
+        smallest = self._config.smallest_worker_batch
+        if smallest is None or not any(trainer.batch.growth for trainer in trainers):
+            return 0
+        largest = sum(trainer.largest_request for trainer in trainers)
+        if self._config.batch_schedule:
+            scheduled = max(int(batch) for _, batch in self._config.batch_schedule)
+            largest = min(largest, len(trainers) * scheduled)
+        return max(0, min(nodes, largest // smallest) - working)
 
 
 def planned_inner_steps(config: Config, trainers: Collection[Spender], ahead: Ahead) -> int:
@@ -122,10 +139,18 @@ def planned_inner_steps(config: Config, trainers: Collection[Spender], ahead: Ah
     largest, growth = sum(t.largest_request for t in trainers), max(t.batch.growth for t in trainers)
     steps = steps_left(ahead, batch, growth, ahead.schedule.decay_begins, largest)
     planned = max(1, math.ceil(steps) if ahead.rounds_left == 1 else round(steps / ahead.rounds_left))
-    if config.time_budget is None or not ahead.rounds_done:
+    if config.time_budget is None:
+        return _to_the_end(planned, ahead)
+    if not ahead.rounds_done:
         return planned
     # Of time all is estimated: one slow round is no reason to make the rest of the run a single one.
     return min(planned, LONGER * math.ceil(max(trainer.inner_steps / trainer.rounds for trainer in trainers)))
+
+
+def _to_the_end(inner_steps: int, ahead: Ahead) -> int:
+    """So many for a round; for the last one room for more, as its examples may be shorter than those before: the limit
+    ends it, and not one more round."""
+    return 2 * inner_steps if ahead.rounds_left == 1 else inner_steps
 
 
 def next_round(
@@ -138,6 +163,8 @@ def next_round(
             trainer.plan(ahead)
         if not config.plans_batches:
             steps = planned_inner_steps(config, trainers, ahead)
+        elif config.time_budget is None:
+            steps = _to_the_end(steps, ahead)
     schedule = limits.next_round(
         totals.done,
         steps,

@@ -217,8 +217,8 @@ class Config(RunKeys):
 
     communication_budget: PositiveInt | None = key(
         None,
-        "communications that the run should spend its tokens, or epochs, with: the requested batch is planned after "
-        "every round, and neither INITIAL_BATCH_SIZE nor the batch test sets it; null: no such budget",
+        "communications that the run should spend its tokens, or epochs, with; budget_sets says what is planned for "
+        "that after every round; null: no such budget",
     )
     byte_budget: PositiveInt | None = key(
         None, "the same in bytes communicated: synchronisations, merges and redistribution; null: no such budget"
