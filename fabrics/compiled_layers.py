@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,10 +20,13 @@ class CompiledLayers:
 
     def __init__(self, layers: Sequence[nn.Module]):
         self.on = False
-        compiled = torch.compile(_forward)
+        compiled: dict[Any, Callable[..., Any]] = {}
         for layer in layers:
+            kind = type(layer), tuple(parameter.shape for parameter in layer.parameters())
+            if kind not in compiled:
+                compiled[kind] = torch.compile(_forward_of_a_kind(len(compiled)))
             own = "forward" in vars(layer)  # not that of its class: no other layer has this one
-            run = torch.compile(layer.forward) if own else functools.partial(compiled, layer)
+            run = torch.compile(layer.forward) if own else functools.partial(compiled[kind], layer)
             layer.forward = self._either(layer.forward, run)
 
     def _either(self, plain: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,6 +41,11 @@ class CompiledLayers:
             return compiled(*arguments, **named)
 
         return forward
+
+
+def _forward_of_a_kind(number: int) -> Callable[..., Any]:
+    """`_forward` as a function of its own: of one function PyTorch makes eight codes, and then runs it as it is."""
+    return FunctionType(_forward.__code__.replace(co_name=f"_forward_{number}"), globals())
 
 
 def _forward(layer: nn.Module, *arguments: Any, **named: Any) -> Any:

@@ -42,9 +42,11 @@ class ShardedProbe(PerExampleProbe):
         return self._working.parameters.dtype  # layers may be gathered in a smaller one
 
     def __exit__(self, *exception) -> None:
-        if exception[0] is None:
-            self._conclude()
-        super().__exit__(*exception)
+        try:
+            if exception[0] is None:
+                self._conclude()
+        finally:  # a device may run out of memory in that, and goes on with less
+            super().__exit__(*exception)
 
     @torch.no_grad()
     def _conclude(self) -> None:

@@ -8,7 +8,6 @@ from torch import nn
 from algorithms.calc_batch import NEED_INNER_PRODUCTS
 from algorithms.synchronisation import METHODS
 from fabrics.inner_optimizers import INNER_OPTIMIZERS, inner_optimizer_name
-from fabrics.sharded_model import ShardedModel
 from fabrics.working_model import Made, WorkingModel
 from utils.config import Config, ConfigError
 from utils.distributed import Processes
@@ -81,6 +80,9 @@ def working_model(
     """
     if processes.island.size == 1:
         return WorkingModel(module, device, autocast)
+    # It knows the insides of one release of PyTorch; whole models train with others as well.
+    from fabrics.sharded_model import ShardedModel
+
     try:
         return ShardedModel(module, device, processes.island, autocast, made)
     except ValueError as error:

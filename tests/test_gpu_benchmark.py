@@ -81,6 +81,30 @@ def test_the_page_says_what_was_measured():
     assert changed == page.replace(text, "other")
 
 
+def test_parts_are_written_one_by_one_beside_those_of_the_same_gpu(monkeypatch, tmp_path, capsys):
+    page, results = tmp_path / "speed.md", tmp_path / "gpu.json"
+    page.write_text(gpu.PAGE.read_text(encoding="utf-8"))
+    monkeypatch.setattr(gpu, "PAGE", page)
+    monkeypatch.setattr(gpu, "RESULTS", results)
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
+    names = iter(["a GPU", "a GPU", "another"])
+    monkeypatch.setattr(gpu.torch.cuda, "get_device_name", lambda device: next(names))
+
+    def measured(name, limit):
+        if name == "large":
+            raise KeyboardInterrupt
+        return {"problem": name}
+
+    monkeypatch.setattr(gpu, "measured", measured)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main(["--parts", "eager", "large"])
+    assert gpu.main(["--parts", "demo"]) == 0
+    assert json.loads(results.read_text())["parts"] == {name: {"problem": name} for name in ("eager", "demo")}
+    assert "- eager: eager\n- demo: demo" in page.read_text()
+    assert gpu.main(["--parts", "demo"]) == 0
+    assert list(json.loads(results.read_text())["parts"]) == ["demo"]
+
+
 def tiny(**values):
     small = {
         "devices": ["cpu"],

@@ -20,6 +20,7 @@ from benchmarks.planning.plan import Asked, make_plan
 from fabrics.choices import CHECKS, CHOICES
 from fabrics.memory import whole_bytes
 from fabrics.model_layers import layers_of, passed_bytes, sharded_layers
+from fabrics.sharded_probe import ShardedProbe
 from fabrics.working_model import WorkingModel
 from tests import islands, matrix
 from tests.helpers import tiny_bert, tiny_data, tiny_llama
@@ -284,6 +285,26 @@ def test_a_device_of_two_needs_little_more_than_half_of_the_memory(programs, tmp
     (alone,), together = (saved for _, saved in found.values())
     assert alone > 10 * 29_893_120 * 4  # parameters, gradient, x, velocity, two moments; copies of the latter four
     assert max(together) <= 0.6 * alone
+
+
+def test_a_device_without_memory_for_its_statistics_leaves_no_hooks(monkeypatch):
+    def fail(probe):
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(ShardedProbe, "_conclude", fail)
+    working = WorkingModel(islands.model_of_passes(), torch.device("cpu"))
+    working.share = lambda examples: (slice(0, examples), 1.0)  # as of an island's only device
+    before = [len(module._forward_hooks) for module in working.module.modules()]
+    with pytest.raises(torch.OutOfMemoryError), ShardedProbe(working, 2, False):
+        assert [len(module._forward_hooks) for module in working.module.modules()] != before
+    assert [len(module._forward_hooks) for module in working.module.modules()] == before
+
+
+def test_whole_models_need_nothing_of_what_islands_need_of_pytorch():
+    """Its insides are those of one release; only where there are islands they are asked for."""
+    for file in (*Path("fabrics").glob("*.py"), *Path("utils").glob("*.py"), *Path("benchmarks/planning").glob("*.py")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            assert not line.startswith("from fabrics.sharded_model import"), file
 
 
 # What is refused

@@ -23,6 +23,18 @@ def test_the_last_round_on_paper():
         assert limits.next_round(whole, 10, lambda steps: 10 * steps, lambda steps: 12 * steps).inner_steps == steps
 
 
+def test_of_a_round_longer_than_anybody_could_count_no_more_is_counted_than_is_left():
+    counted = []
+
+    def tokens(steps: int) -> int:
+        counted.append(steps)
+        return 3 * steps
+
+    schedule = Limits(None, None, 10_000).next_round(Done(3, 100, 1000), 2**31, lambda steps: steps, tokens)
+    assert (schedule.inner_steps, schedule.progress_after) == (3000, 1.0)
+    assert max(counted) < 2 * 3000
+
+
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(1, 300))
 def test_tokens_are_exceeded_by_less_than_the_last_step_though_steps_differ(added, left):
     sums = [0, *itertools.accumulate(added)]

@@ -413,6 +413,10 @@ def test_a_model_that_is_too_large_needs_more_devices():
         plan_of(Asked(memory=1000))
 
 
+def test_an_island_of_a_machine_without_gpus_is_planned():
+    assert plan_of(devices=["cpu"], devices_per_node=2).nodes == plan_of(devices_per_node=2).nodes
+
+
 def test_state_on_the_host_is_planned_and_advised():
     values = {"activation_checkpointing": True, "max_batch_size": 1, "eval_batch_size": 1}  # nothing else can be less
     plain, away = plan_of(**values), plan_of(**values, outer_state="cpu", idle_moments="cpu")
@@ -427,7 +431,7 @@ def test_state_on_the_host_is_planned_and_advised():
     # The memory of CPUs is the host's.
     values |= {"devices": ["cpu"], "outer_state": "cpu", "idle_moments": "cpu"}
     assert plan_of(**values).memory == plain.memory
-    with pytest.raises(ConfigError, match=r"do not fit into .*; use a smaller model"):
+    with pytest.raises(ConfigError, match=r"would fit: devices_per_node=\d+$"):
         plan_of(Asked(memory=math.ceil(away.memory.device / 0.9)), **values | {"outer_state": "device"})
 
 

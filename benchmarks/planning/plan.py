@@ -146,7 +146,7 @@ class Planner:
         self.config, self.asked, self.placement = config, asked, Placement.of(config)
         self.unknown: list[str] = []
         each = self.placement.devices_per_node
-        self.devices = asked.devices or (len(config.devices) if config.devices else each)
+        self.devices = asked.devices or (len(config.devices) if config.devices and not self.placement.on_host else each)
         if self.devices % each:
             raise ConfigError(f"--devices: must be a multiple of devices_per_node, {each}, got {self.devices}")
         self.islands = self.devices // each
