@@ -413,6 +413,19 @@ def test_a_model_that_is_too_large_needs_more_devices():
         plan_of(Asked(memory=1000))
 
 
+@pytest.mark.parametrize(("bound", "largest"), [(None, 64), (4096, 64), (32, 32)])
+def test_the_cap_of_a_schedule_is_its_largest_batch(bound, largest):
+    values = {"sampling_method": "none", "batch_schedule": [[0.0, 8], [0.5, 64]], "max_batch_size": None}
+    cap = plan_of(**values, max_requested_batch=bound, number_of_initial_trainers=1, nodes_per_gpu=4).cap
+    assert (cap.request, cap.workers, cap.micro_batch, cap.accumulation_steps) == (largest, 4, largest // 4, 1)
+
+
+def test_at_the_cap_workers_that_wait_have_joined():
+    values = {"sampling_method": "norm_test", "ETA": 1.0, "smallest_worker_batch": 16, "max_requested_batch": 48}
+    plan = plan_of(**values, number_of_initial_trainers=1, nodes_per_gpu=4, max_batch_size=64)
+    assert (plan.start.workers, plan.cap.workers, plan.cap.micro_batch) == (1, 3, 16)
+
+
 def test_an_island_of_a_machine_without_gpus_is_planned():
     assert plan_of(devices=["cpu"], devices_per_node=2).nodes == plan_of(devices_per_node=2).nodes
 

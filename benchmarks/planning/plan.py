@@ -215,12 +215,24 @@ class Planner:
 
     def largest_request(self, rehearsal: Rehearsal) -> int | None:
         """Of a trainer, ever, in examples; None: nothing bounds it that is known."""
-        return self.config.max_requested_batch or (rehearsal.largest_request if self.data else None)
+        bounds = [self.config.max_requested_batch or (rehearsal.largest_request if self.data else None)]
+        if self.config.batch_schedule:
+            bounds.append(int(max(batch for _, batch in self.config.batch_schedule)))
+        return min((bound for bound in bounds if bound is not None), default=None)
+
+    def workers_of(self, request: int, part: TrainerRound, trainers: int) -> int:
+        """Of a trainer with so many others that has them as in a round, when its request is so large."""
+        smallest = self.config.smallest_worker_batch
+        if smallest is None or not self.moves:
+            return len(part.nodes)
+        nodes = self.islands * self.config.nodes_per_gpu // trainers
+        return max(len(part.nodes), min(nodes, request // smallest))
 
 
-def _batch(config: Config, request: int, part: TrainerRound, max_batch: int) -> Batch:
-    """A request of the trainer, with the plan of the worker that has most of it."""
-    workers, speeds = len(part.nodes), part.speeds if config.balance == "batch" else None
+def _batch(config: Config, request: int, part: TrainerRound, max_batch: int, workers: int | None = None) -> Batch:
+    """A request of the trainer, with the plan of the worker that has most of it; workers: other than in this round."""
+    workers = workers or len(part.nodes)
+    speeds = part.speeds if config.balance == "batch" and workers == len(part.nodes) else None
     plans = execution_plans(config.switch_mode, request, [max_batch] * workers, config.switch_multiplier, speeds)
     plan = max(plans, key=lambda plan: plan.effective_batch)
     return Batch(request, workers, max(plan.micro_batches), plan.accumulation_steps)
@@ -353,7 +365,10 @@ def _plan(planner: Planner, advise: bool) -> Plan:
     largest = planner.largest_request(rehearsal) if planner.moves else config.INITIAL_BATCH_SIZE
     cap = None
     if largest is not None:
-        cap = _batch(config, largest, last.trainers[0], max_batch or _ENDLESS)
+        part = last.trainers[0]
+        cap = _batch(
+            config, largest, part, max_batch or _ENDLESS, planner.workers_of(largest, part, len(last.trainers))
+        )
     micro_batch = max(start.micro_batch, cap.micro_batch if cap else max_batch or 0)
     micro_batch = max(micro_batch, probe_batch(config, max_batch or _ENDLESS))
     if asked.memory is not None:
