@@ -43,7 +43,7 @@ class Kept:
     flat: of a flat tensor, gaps included. moments: of the inner optimiser's state, of every worker or every trainer
     (`trainers_moments`). per_trainer, per_worker: flat tensors that the method and the encoding keep, by name.
     gathered, compared: see `passing_numbers`. looked_at: the sizes of tensors that somebody needs whole.
-    whole_copies: how many times these are there at a time. itemsize: bytes of a number.
+    whole_copies: how many times these are there at a time. itemsize: bytes of a number. frozen: parameters that stay.
     """
 
     flat: int
@@ -56,6 +56,7 @@ class Kept:
     looked_at: tuple[int, ...] = ()
     whole_copies: int = 0
     itemsize: int = 4
+    frozen: int = 0
 
     @classmethod
     def of(cls, config: Config, working: WorkingModel) -> "Kept":
@@ -73,6 +74,7 @@ class Kept:
             looked_at=tuple(working.blocks[number].size for number in looked_at_whole(config, working)),
             whole_copies=whole_copies(config),
             itemsize=working.parameters.element_size(),
+            frozen=sum(tensor.numel() for tensor in working.module.parameters() if not tensor.requires_grad),
         )
 
     def state_bytes(self, trainers: int, workers: int) -> int:
@@ -176,6 +178,7 @@ def device_memory(kept: Kept, step: StepSizes | None, load: Load, placement: Pla
     With P numbers in a flat tensor, N devices in an island, t trainers and w workers on it, and p processes, in float32
     and with AdamW: 4 P / N (2 p + t (1 + method's per trainer) + w (2 + method's per worker) + round's), then
     activations and logits of ceil(micro-batch / N) examples, and, where N > 1, what else is whole for a moment.
+    Parameters that stay are there once in every process, shared out likewise.
 
     With another `parameter_dtype` all of it is as many times as large. `outer_state: cpu` moves what trainers keep to
     the host, `idle_moments: cpu` the moments of all workers of a process but the one whose turn it is.
@@ -184,7 +187,8 @@ def device_memory(kept: Kept, step: StepSizes | None, load: Load, placement: Pla
         step: None where what a step keeps is not known: activations and logits are 0 then.
     """
     devices = placement.devices_per_node
-    flat, moments = (-(-numbers // devices) * kept.itemsize for numbers in (kept.flat, kept.moments))
+    sizes = kept.flat, kept.moments, kept.frozen
+    flat, moments, frozen = (-(-numbers // devices) * kept.itemsize for numbers in sizes)
     owners = load.trainers if kept.trainers_moments else load.workers
     here = min(owners, load.processes) if placement.idle_moments == "cpu" and not kept.trainers_moments else owners
     trainers, methods = load.trainers * flat, load.trainers * len(kept.per_trainer) * flat
@@ -201,7 +205,7 @@ def device_memory(kept: Kept, step: StepSizes | None, load: Load, placement: Pla
     needs = [(*each, _gathered_bytes(kept, devices, *each) if devices > 1 else 0) for each in passes]
     activations, logits, gathered = max(needs, key=sum)
     return Memory(
-        parameters=load.processes * flat,
+        parameters=load.processes * (flat + frozen),
         gradients=load.processes * flat,
         moments=here * moments,
         trainers=0 if away else trainers,

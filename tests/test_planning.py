@@ -1,5 +1,6 @@
 """The plan of a run held against the run: bytes to the byte, live tensors exactly, and what does not fit is refused."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -39,6 +40,7 @@ from tests.helpers import (
     make_config,
     tiny_cluster,
     tiny_data,
+    tiny_llama,
 )
 from utils.config import Config, ConfigError
 from utils.config_reading import load_config
@@ -424,6 +426,21 @@ def test_at_the_cap_workers_that_wait_have_joined():
     values = {"sampling_method": "norm_test", "ETA": 1.0, "smallest_worker_batch": 16, "max_requested_batch": 48}
     plan = plan_of(**values, number_of_initial_trainers=1, nodes_per_gpu=4, max_batch_size=64)
     assert (plan.start.workers, plan.cap.workers, plan.cap.micro_batch) == (1, 3, 16)
+
+
+def test_parameters_that_stay_take_memory_once():
+    module = tiny_llama(dtype=torch.float32)
+    plain = Kept.of(make_config(), WorkingModel(copy.deepcopy(module), CPU))
+    module.model.layers.requires_grad_(False)
+    count = sum(parameter.numel() for parameter in module.model.layers.parameters())
+    kept = Kept.of(make_config(), WorkingModel(module, CPU))
+    assert (plain.frozen, kept.frozen) == (0, count)
+    assert plain.flat > kept.flat
+    load = Load(trainers=2, workers=3, processes=2)
+    for devices in (1, 2):
+        memory = device_memory(kept, None, load, Placement(devices))
+        assert memory.parameters == 2 * 4 * (-(-kept.flat // devices) + -(-count // devices))
+        assert memory.gradients == 2 * 4 * -(-kept.flat // devices)
 
 
 def test_an_island_of_a_machine_without_gpus_is_planned():
