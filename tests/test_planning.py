@@ -428,6 +428,13 @@ def test_at_the_cap_workers_that_wait_have_joined():
     assert (plan.start.workers, plan.cap.workers, plan.cap.micro_batch) == (1, 3, 16)
 
 
+def test_a_node_whose_neighbours_are_idle_has_the_device_for_itself():
+    asked, values = Asked(tflops=1e-6), {"number_of_initial_trainers": 1, "sampling_method": "none"}
+    alone = plan_of(asked, **values, nodes_per_gpu=1)
+    for idle in ({"smallest_worker_batch": 16}, {"node_schedule": [[0.0, 1]]}):
+        assert plan_of(asked, **values, nodes_per_gpu=4, **idle).compute_seconds == pytest.approx(alone.compute_seconds)
+
+
 def test_parameters_that_stay_take_memory_once():
     module = tiny_llama(dtype=torch.float32)
     plain = Kept.of(make_config(), WorkingModel(copy.deepcopy(module), CPU))

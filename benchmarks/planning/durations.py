@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,11 +35,12 @@ class Durations:
 
 
 def _computing(
-    config: dict, hardware: Hardware | None, part: TrainerRound, inner_steps: int
+    config: dict, hardware: Hardware | None, part: TrainerRound, inner_steps: int, busy: Counter
 ) -> dict[int, tuple[float, float]]:
     """By node the seconds of an inner step of a trainer's round, and of the statistics of that round.
 
-    Of nodes with given speeds the fastest is as fast as the hardware.
+    Of nodes with given speeds the fastest is as fast as the hardware, which is a node where all of a device work; busy:
+    how many of each device do, in turns.
     """
     if hardware is None:
         return dict.fromkeys(part.nodes, (0.0, 0.0))
@@ -46,7 +48,8 @@ def _computing(
     fastest = max(config["node_speeds"] or part.speeds)
     for node, speed, plan, own in zip(part.nodes, part.speeds, part.plans, part.steps, strict=True):
         step, statistics = compute_seconds(row, config, hardware, plan.effective_batch, plan.accumulation_steps)
-        found[node] = fastest / speed * step * own / inner_steps, fastest / speed * statistics
+        slower = fastest / speed * busy[node // config["nodes_per_gpu"]] / config["nodes_per_gpu"]
+        found[node] = slower * step * own / inner_steps, slower * statistics
     return found
 
 
@@ -59,8 +62,9 @@ def _ends(rounds: Sequence[Round], config: Config, hardware: Hardware | None, ne
 
     for number in rounds:
         together(number.redistributed)
+        busy = Counter(node // config.nodes_per_gpu for part in number.trainers for node in part.nodes)
         for part in number.trainers:
-            computing = _computing(values, hardware, part, number.inner_steps)
+            computing = _computing(values, hardware, part, number.inner_steps, busy)
             sendings = [event.sending(range(len(part.nodes))) for event in part.events]
             clocks.round(
                 part.trainer,
