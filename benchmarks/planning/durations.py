@@ -39,8 +39,8 @@ def _computing(
 ) -> dict[int, tuple[float, float]]:
     """By node the seconds of an inner step of a trainer's round, and of the statistics of that round.
 
-    Of nodes with given speeds the fastest is as fast as the hardware, which is a node where all of a device work; busy:
-    how many of each device do, in turns.
+    Of nodes with given speeds the fastest is as fast as the hardware; others share a device in turns, and are as fast as
+    the hardware where all of it work. busy: how many of each device do.
     """
     if hardware is None:
         return dict.fromkeys(part.nodes, (0.0, 0.0))
@@ -48,7 +48,9 @@ def _computing(
     fastest = max(config["node_speeds"] or part.speeds)
     for node, speed, plan, own in zip(part.nodes, part.speeds, part.plans, part.steps, strict=True):
         step, statistics = compute_seconds(row, config, hardware, plan.effective_batch, plan.accumulation_steps)
-        slower = fastest / speed * busy[node // config["nodes_per_gpu"]] / config["nodes_per_gpu"]
+        slower = fastest / speed
+        if config["node_speeds"] is None:
+            slower *= busy[node // config["nodes_per_gpu"]] / config["nodes_per_gpu"]
         found[node] = slower * step * own / inner_steps, slower * statistics
     return found
 
