@@ -39,8 +39,8 @@ def _computing(
 ) -> dict[int, tuple[float, float]]:
     """By node the seconds of an inner step of a trainer's round, and of the statistics of that round.
 
-    Of nodes with given speeds the fastest is as fast as the hardware; others share a device in turns, and are as fast as
-    the hardware where all of it work. busy: how many of each device do.
+    Of nodes with given speeds the fastest is as fast as the hardware; others share a device in turns, and are as fast
+    as the hardware where all of it work. busy: how many of each device do.
     """
     if hardware is None:
         return dict.fromkeys(part.nodes, (0.0, 0.0))
