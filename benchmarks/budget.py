@@ -1,10 +1,10 @@
 """Whether runs end with what their budget allows: python benchmarks/budget.py [--jobs N] [--folder F] [--json FILE].
 
-Runs of 2M tokens, or of half as many, on two corpora, with two sizes of the model, fixed batches, batches of the norm
-test with workers that join, and planned batches, from one trainer and from four that merge; for 15 to 200
-communications, or bytes for about as many. Each is an ordinary run of run.py with overrides, on one process with one
-thread, about a minute of one core; one that is in the folder is not made again. Prints what each used and by how much
-that is off; the exit status is 1 where it is more than 5%.
+Runs of 2M tokens, or of half as many, on two corpora, packed and padded, with two sizes of the model, fixed batches,
+batches of the norm test with workers that join, and planned batches, from one trainer and from four that merge, with
+all methods that take a budget; for 15 to 200 communications, or bytes or seconds for about as many. Each is an ordinary
+run of run.py with overrides, on one process with one thread, about a minute of one core; one that is in the folder is
+not made again. Prints what each used and by how much that is off; the exit status is 1 where it is more than 5%.
 """
 
 import argparse
@@ -26,6 +26,8 @@ _ONE = ("number_of_initial_trainers=1",)
 _SMALL = ("model_config.num_hidden_layers=1", "model_config.hidden_size=32", "model_config.intermediate_size=88")
 _HALF = ("max_tokens=1000000",)
 _CODE = ("dataset=text", f"text_files=[{sysconfig.get_path('stdlib')}/asyncio/*.py]", "text_documents=blank_lines")
+_PADDED = (*_CODE, "packing=false")
+_LINK = ("link_bits_per_second=20e6", "link_latency_seconds=0.02", "deterministic=false")
 _FIXED = (*_ONE, "sampling_method=none", "smallest_worker_batch=null")
 _ALL = ("smallest_worker_batch=null",)
 _PLANNED = (*_ALL, "budget_sets=batch")
@@ -51,6 +53,17 @@ RUNS: dict[str, tuple[str, ...]] = {
     "one trainer, 150 MB": (*_ONE, "byte_budget=150000000"),
     "fixed 16, int8, 20 MB": (*_FIXED, "communication_dtype=int8", "byte_budget=20000000"),
     "planned, 100 MB": (*_PLANNED, *_ONE, "number_of_inner_steps_between_outers=30", "byte_budget=100000000"),
+    "demo, padded, 60": (*_PADDED, *_HALF, "communication_budget=60"),
+    "fixed 16, padded, 100": (*_FIXED, *_PADDED, *_HALF, "communication_budget=100"),
+    "all workers, padded, 150 MB": (*_ALL, *_ONE, *_PADDED, *_HALF, "byte_budget=150000000"),
+    "LocalSGD, fixed 16, 80": (*_FIXED, *_HALF, "distributed_algo=LocalSGD", "communication_budget=80"),
+    "FedOpt, one trainer, 40": (*_ONE, *_HALF, "distributed_algo=FedOpt", "communication_budget=40"),
+    "NoLoCo, all workers, 50": (*_ONE, *_ALL, *_HALF, "distributed_algo=NoLoCo", "communication_budget=50"),
+    "EagerDiLoCo, padded, 30": (*_FIXED, *_PADDED, *_HALF, "distributed_algo=EagerDiLoCo", "communication_budget=30"),
+    "SparseLoCo, 2 MB": (*_FIXED, *_HALF, "distributed_algo=SparseLoCo", "byte_budget=2000000"),
+    "Muon, demo, 120": (*_HALF, "inner_optimizer=muon", "communication_budget=120"),
+    "fixed 16, 90 s": (*_FIXED, *_HALF, *_LINK, "time_budget=90"),
+    "one trainer, 120 s": (*_ONE, *_HALF, *_LINK, "time_budget=120"),
 }
 
 
