@@ -129,8 +129,8 @@ STOPPED_AFTER = 1  # which round
 # Processes, how many of them are an island, and what these islands run: one, two, and one with devices that lack rows.
 PARTS = (
     (2, 2, tuple(SCENARIOS)),
-    (4, 2, ("norm test", "float32", "across workers", "sketches", "recomputed", "on the host", "int8", "muon")),
-    (4, 4, ("norm test", "float32", "untied", "classification", "muon", "muon together")),
+    (4, 2, ("norm test", "float32", "across workers", "sketches", "on the host", "int8", "muon")),
+    (4, 4, ("norm test", "float32", "classification", "muon together")),
 )
 RESUMED = ("norm test", "muon")  # that go on with islands of another size
 WRITTEN = ("norm test", "classification")  # whose models are
@@ -419,7 +419,7 @@ def main(folder: Path) -> None:
                 processes.place([CPU], nodes, True, size)
             models = folder / f"models_{number}" / name if name in WRITTEN else None
             found[name] = run_scenario(name, processes, folder=models)
-        found["resumed"] = {name: run_scenario(name, processes, state) for name, state in stopped.items()}
+        found["resumed"] = {name: run_scenario(name, processes, stopped[name]) for name in RESUMED if name in names}
         found["methods"] = methods(processes) if (count, size) == (4, 2) else {}
         found["recipe"] = run_scenario("recipe", processes) if count == 2 else None
         found["parts"] = numbers_of_parts(processes)

@@ -184,7 +184,10 @@ def test_fsdp_norm_in_small(together):
     assert len(statistics) == len(requests) == config["number_of_outer_steps"]
 
 
-@pytest.mark.parametrize(("part", "name"), list(itertools.product(range(len(islands.PARTS)), islands.RESUMED)))
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [(part, name) for part, (_, _, names) in enumerate(islands.PARTS) for name in islands.RESUMED if name in names],
+)
 def test_a_run_goes_on_with_islands_of_another_size(together, alone, part, name):
     """From one device to islands, and back."""
     expected, results = alone(name), together[0][part]
@@ -233,6 +236,20 @@ MODELS["double"] = Double(**vars(MICROLLAMA))
 """
 
 
+@pytest.fixture(scope="module")
+def killed(programs, cache_dir, tmp_path_factory):
+    """What configures a run that processes are killed of, and the folder of one that had one device throughout."""
+    folder = tmp_path_factory.mktemp("killed")
+    (folder / "double.py").write_text(DOUBLE)
+    config = write_config(
+        folder, cache_dir, parameter_dtype="float64", model_type="double", plugins=[str(folder / "double.py")],
+        save_weights_every=1, number_of_outer_steps=6,
+    )  # fmt: skip
+    programs.run("run.py", "--config", config, "processes=1")
+    (whole,) = (folder / "logs").iterdir()
+    return config, whole
+
+
 @pytest.mark.parametrize(
     ("rank", "processes", "devices", "then"),
     [
@@ -242,26 +259,20 @@ MODELS["double"] = Double(**vars(MICROLLAMA))
     ],
 )
 def test_a_device_that_dies_ends_the_run_which_goes_on_with_islands_of_another_size(
-    rank, processes, devices, then, programs, tmp_path, cache_dir
+    rank, processes, devices, then, programs, killed, tmp_path
 ):
     """As if it had been one device from the beginning, in float64. The device is killed in round 4."""
-    (tmp_path / "double.py").write_text(DOUBLE)
-    config = write_config(
-        tmp_path, cache_dir, parameter_dtype="float64", model_type="double", plugins=[str(tmp_path / "double.py")],
-        save_weights_every=1, number_of_outer_steps=6, processes=processes, devices_per_node=devices,
-    )  # fmt: skip
+    config, expected = killed
+    own = f"processes={processes}", f"devices_per_node={devices}", f"log_dir={tmp_path}"
     ended = 1 if rank > 0 else -signal.SIGKILL  # the first one is the command
-    done = programs.run("tests/given_up.py", rank, "SIGKILL", "--config", config, status=ended)
+    done = programs.run("tests/given_up.py", rank, "SIGKILL", "--config", config, *own, status=ended)
     if rank > 0:
         assert "was killed (SIGKILL)" in done.stdout + done.stderr
         assert f"rank {rank} (process " in done.stdout + done.stderr
         assert f", device {rank % devices} of island {rank // devices}) " in done.stdout + done.stderr
-    (folder,) = (tmp_path / "logs").iterdir()
+    (folder,) = tmp_path.iterdir()
     assert "resumed after round" in programs.run("run.py", "--resume", folder, *then).stdout
     assert summary(folder)["status"] == "completed"
-    whole = f"log_dir={tmp_path / 'whole'}"
-    programs.run("run.py", "--config", config, "processes=1", "devices_per_node=1", whole)
-    (expected,) = (tmp_path / "whole").iterdir()
     written = [sorted((run / "model_weights").glob("trainer_*/model.safetensors")) for run in (folder, expected)]
     assert [path.parent.name for path in written[0]] == [path.parent.name for path in written[1]] != []
     for path, like in zip(*written, strict=True):
