@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -83,12 +82,18 @@ class Runner:
         if self._stopping.is_set():
             return
         folder = self.store.folder / run.id
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that did not come to its end
-        folder.mkdir(parents=True)
-        started = time.perf_counter()
-        command = [sys.executable, "run.py", "--config", self._base, *run.overrides, *_ALONE, f"log_dir={folder}"]
-        with (folder / "output.txt").open("wb") as output:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        begun = self._begun(folder)
+        if begun is None:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            write_json_atomically(folder / "begun.json", {"commit": self._commit})
+            arguments = ["--config", self._base, *run.overrides, *_ALONE, f"log_dir={folder}"]
+        else:
+            arguments = ["--resume", str(begun)]
+        with (folder / "output.txt").open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "run.py", *arguments], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
+            )
             self._running.add(process)
             status = process.wait()
             self._running.discard(process)
@@ -97,6 +102,8 @@ class Runner:
         text = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
         made = [path for path in folder.iterdir() if path.is_dir()]
         if status not in (0, 1) or len(made) != 1 or _TRACEBACK.search(text):
+            if 0 <= status < 128:  # of itself: next time from the beginning
+                (folder / "begun.json").unlink()
             raise ComparisonError(f"{run.method}, {run.value}, seed {run.seed}: exit status {status}\n{text[-2000:]}")
         shutil.rmtree(made[0] / "model_weights", ignore_errors=True)
         shutil.rmtree(made[0] / "checkpoints", ignore_errors=True)
@@ -106,9 +113,16 @@ class Runner:
             "machine": machine(),
             "folder": made[0].name,
             "completed": status == 0,
-            "seconds": round(time.perf_counter() - started, 1),
         }
         write_json_atomically(folder / "run.json", record)
+
+    def _begun(self, folder: Path) -> Path | None:
+        """The run folder of a run that was interrupted, where it has a checkpoint, of the same code, to go on from."""
+        begun = folder / "begun.json"
+        if not begun.exists() or json.loads(begun.read_text(encoding="utf-8"))["commit"] != self._commit:
+            return None
+        checkpoints = {path.parent.parent for path in folder.glob("*/checkpoints/round_*")}
+        return checkpoints.pop() if len(checkpoints) == 1 else None
 
     def make(self, runs: Iterable[Run], title: str, known: Container[str], made: Callable[[Run], None]) -> None:
         """Make the runs that are missing.
@@ -138,7 +152,7 @@ class Runner:
             except BaseException:
                 self._stopping.set()
                 for process in list(self._running):
-                    process.kill()
+                    process.terminate()  # ends with a checkpoint
                 raise
         if problems:
             raise ComparisonError("\n".join(problems))

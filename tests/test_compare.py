@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from algorithms.virtual_clock import Clocks, Sending, pairs
-from benchmarks import compare
+from benchmarks import compare, runs
 from benchmarks.accounting import PROBED_PASS, Hardware, fit_step_cost, simulated_seconds, usage
 from benchmarks.clocks import Network, same_networks
 from benchmarks.compare import Kept, main, published, unfinished
@@ -545,6 +545,47 @@ def test_a_small_comparison_through_its_command(programs, tmp_path, cache_dir, c
     assert main([*map(str, command[1:]), "--report-only"]) == 0
     assert "Its file asks for other runs by now (seeds; DiLoCo)" in written_again.read_text()
     assert "asks for other runs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status", [-9, 1, 2])
+def test_a_run_that_was_interrupted_goes_on_where_there_is_a_checkpoint_of_the_same_code(monkeypatch, tmp_path, status):
+    comparison, runner = load_comparison(small_comparison(tmp_path)), runs.Runner(Store(tmp_path), "config.yaml", 1)
+    run = make_run(comparison, comparison.methods[0], 0.001, 1)
+    folder, commands = tmp_path / run.id, []
+
+    class Program:
+        """Ends with the status at first, and with a checkpoint; well from the second time on."""
+
+        def __init__(self, command, stdout, **how):
+            commands.append(command[2:])
+            stdout.write(b"a round\n")
+            (folder / "run" / "checkpoints" / "round_00002").mkdir(parents=True, exist_ok=True)
+
+        def wait(self):
+            return status if len(commands) == 1 else 0
+
+    def make():
+        runner.make([run], "small", (), lambda run: None)
+
+    monkeypatch.setattr(runs.subprocess, "Popen", Program)
+    monkeypatch.setattr(runs, "commit", lambda: "other")
+    if status == 1:  # stopped by an error of training, which is an end, too
+        make()
+    else:
+        with pytest.raises(compare.ComparisonError, match=f"exit status {status}"):
+            make()
+        make()
+    resumed = ["--resume", str(folder / "run")]
+    begun = ["--config", "config.yaml", *run.overrides, *runs._ALONE, f"log_dir={folder}"]
+    assert commands == {-9: [begun, resumed], 1: [begun], 2: [begun, begun]}[status]
+    assert (folder / "output.txt").read_text() == "a round\n" * (2 if status == -9 else 1)
+    assert Store(tmp_path).record(run)["completed"] == (status != 1)
+    assert not list(folder.glob("*/checkpoints"))
+    if status == -9:
+        (folder / "run.json").unlink()
+        (folder / "run" / "checkpoints" / "round_00002").mkdir(parents=True)
+        runs.Runner(Store(tmp_path), "config.yaml", 1).make([run], "small", (), lambda run: None)
+        assert commands == [begun, resumed, begun]
 
 
 def test_a_run_that_ends_with_no_number_has_come_to_nothing(tmp_path):
