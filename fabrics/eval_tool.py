@@ -9,6 +9,7 @@ from torch import nn
 
 from algorithms.losses import example_loss_sums, logits_of
 from algorithms.registry import Registry
+from fabrics.attention import unmasked
 from fabrics.examples import Examples
 
 
@@ -128,7 +129,8 @@ def begin_batches(
         start = number * batch_size
         batch = examples.batch(range(start, min(start + batch_size, len(examples))), device)
         labels = batch.pop("labels")
-        logits = logits_of(module(**batch))
+        with unmasked(module, batch):
+            logits = logits_of(module(**batch))
         losses, counts = example_loss_sums(logits, labels)
         sums[row, 0] = losses.sum(dtype=torch.float64)
         sums[row, 1] = counts.sum()

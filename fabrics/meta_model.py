@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AttentionInterface, PreTrainedTokenizerBase
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import PreTrainedTokenizerBase
 
 from algorithms.losses import example_losses
+from fabrics.attention import unmasked_name
 from fabrics.examples import TaskData
 from fabrics.model_family import ModelFamily
 from fabrics.model_layers import linear_parts, sharded_layers
@@ -22,10 +22,6 @@ from fabrics.tokenization import END_OF_TEXT, named_tokenizer, train_tokenizer
 from utils.config import Config
 
 META = torch.device("meta")
-# PyTorch's attention under a name for which transformers makes no mask. Of packed sequences a run makes none either,
-# once it has looked at the positions, and those are not there.
-_UNMASKED = "sdpa_without_looking"
-AttentionInterface.register(_UNMASKED, sdpa_attention_forward)
 # Smaller than any vocabulary that a model from scratch may have.
 _FEW_TOKENS = 258
 
@@ -140,7 +136,8 @@ def step_sizes(module: nn.Module, config: Config) -> StepSizes | None:
     numbers afterwards either, and is of no other use.
     """
     if getattr(getattr(module, "config", None), "_attn_implementation", None) == "sdpa":
-        module.set_attn_implementation(_UNMASKED)
+        # For any model, as to find out whether one needs a mask transformers looks at positions, which are not there.
+        module.set_attn_implementation(unmasked_name())
     task, layers = MODELS[config.model_type].task, getattr(getattr(module, "config", None), "num_hidden_layers", 1)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):

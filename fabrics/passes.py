@@ -6,6 +6,7 @@ import torch
 from algorithms.losses import example_losses
 from algorithms.per_example import PerExampleProbe, compared_micro_batches
 from algorithms.switch_mode import ExecutionPlan
+from fabrics.attention import unmasked
 from fabrics.examples import Examples
 from fabrics.working_model import WorkingModel
 
@@ -20,8 +21,9 @@ def backward(
     own, share = working.share(len(indices))
     batch = examples.batch(indices[own], working.device)
     labels = batch.pop("labels")
-    loss = example_losses(working.logits(batch, hooked), labels).mean() * (weight * share)
-    working.differentiate(loss)
+    with unmasked(working.module, batch):
+        loss = example_losses(working.logits(batch, hooked), labels).mean() * (weight * share)
+        working.differentiate(loss)
     return loss.detach()
 
 

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from algorithms.losses import example_losses, logits_of
 from algorithms.per_example import PerExampleProbe, SampleStatistics
+from fabrics.attention import unmasked
 from fabrics.examples import Examples
 from fabrics.working_model import WorkingModel
 
@@ -67,8 +68,9 @@ class Gradients:
         """Add the gradient of the sum of these examples' losses to the model's; that sum."""
         batch = self._examples.batch(indices, self._working.device)
         labels = batch.pop("labels")
-        loss = example_losses(logits_of(self._working.module(**batch)), labels).sum()
-        loss.backward()
+        with unmasked(self._working.module, batch):
+            loss = example_losses(logits_of(self._working.module(**batch)), labels).sum()
+            loss.backward()
         return loss.detach().double()
 
     def _micro_batches(self, indices: np.ndarray) -> Iterable[np.ndarray]:

@@ -23,6 +23,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from algorithms.switch_mode import ExecutionPlan
 from cluster import Cluster
 from fabrics import initialisation, sharded_model
+from fabrics.attention import needs_no_mask
 from fabrics.examples import TaskData
 from fabrics.passes import accumulate, backward
 from fabrics.sharded_model import ShardedModel
@@ -225,6 +226,7 @@ def run_scenario(name: str, processes: Processes, state: dict | None = None, fol
         "merges": len(cluster.merges),
         "warnings": recorder.warnings,
         "graphs": len(graphs),
+        "unmasked": needs_no_mask(cluster.working.first.module, {"input_ids": torch.zeros(2, 9)}),
     }
 
 

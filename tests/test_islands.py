@@ -71,6 +71,7 @@ def test_islands_train_as_whole_devices_do(together, alone, part, name):
     expected, found = alone(name), together[0][part][name]
     tested = name not in ("autocast", "autocast compiled", "int8")
     assert found["graphs"] == islands.GRAPHS.get(name, 0)
+    assert found["unmasked"] == (name != "classification")
     assert expected["merges"] == (name != "sketches")
     assert len(set(expected["requests"])) > 1 or name not in ("norm test", "float32", "sketches", "classification")
     assert len(expected["statistics"]) == (len(expected["requests"]) if tested else 0)
