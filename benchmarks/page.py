@@ -147,7 +147,7 @@ def _summary(results: Results) -> list[str]:
         f"## {comparison['title']}",
         *_said(results),
         f"{headline(results)} [Tables, curves and settings](results/{name}.md); again with "
-        f"`python benchmarks/compare.py benchmarks/comparisons/{name}.yaml`.",
+        f"`python benchmarks/compare.py benchmarks/comparisons/{name}.yaml`.\n"
         f"![Frontier](results/{name}_frontier.png)",
     ]
 
