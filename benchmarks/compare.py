@@ -49,8 +49,9 @@ from utils.config import ConfigError
 from utils.launch import cores
 from utils.utils import write_json_atomically
 
-# What people say about a comparison, and no run depends on; of its methods their families.
+# What people say about a comparison and its methods, and no run depends on.
 _WORDS = ("title", "question", "answer", "summary", "caveat", "claims", "order")
+_WORDS_OF_METHODS = ("family", "baseline")
 _MEASURED = ("t_min", "t_example")
 # What all runs of a comparison have in common.
 _COMMON = ("metric", "parameters", "versions")
@@ -311,17 +312,17 @@ def with_new_words(path: Path, results: Path) -> dict:
     comparison, found = load_comparison(path), json.loads(results.read_text(encoding="utf-8"))
     now = comparison.model_dump(mode="json")
     then = Comparison.model_validate(found["comparison"]).model_dump(mode="json")  # keys that came later are there
-    families = {method["name"]: method["family"] for method in now["methods"]}
-    methods = [method | {"family": families.get(method["name"], "")} for method in then["methods"]]
+    said = {method["name"]: {key: method[key] for key in _WORDS_OF_METHODS} for method in now["methods"]}
+    methods = [method | said.get(method["name"], {}) for method in then["methods"]]
     settled = (*_WORDS, "base", "hardware", "methods")
     changed = [key for key in now if key not in settled and now[key] != then[key]]
     before = {method["name"]: method for method in methods}
     changed += [
         name
-        for name in families
+        for name in said
         if name not in before or (before[name] not in now["methods"] and not _was_run(comparison, before[name], found))
     ]
-    changed += [f"not {method['name']}" for method in methods if method["name"] not in families]
+    changed += [f"not {method['name']}" for method in methods if method["name"] not in said]
     words = {key: now[key] for key in _WORDS} | {"methods": methods}
     return found | {"comparison": then | words, "changed": changed}
 
