@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import run
 from tests.programs import LIMIT_SECONDS, Popen, Programs, wait_until
@@ -49,6 +50,16 @@ def test_processes_and_threads_of_a_machine(monkeypatch, values, cores, gpus, pr
     monkeypatch.setattr(launch, "_gpus", lambda: gpus)
     assert planned_processes(config(**values)) == processes
     assert threads_per_process(config(**values)) == threads
+
+
+@pytest.mark.parametrize(("driver", "gpus"), [(None, 3), ("libnowhere.so.1", 0)])
+def test_gpus_are_counted_wherever_their_driver_can_be_loaded(monkeypatch, driver, gpus):
+    """Also in a container without /proc/driver/nvidia; PyTorch is not asked where there is no driver."""
+    monkeypatch.setattr(launch, "_GPU_DRIVER", driver)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus or pytest.fail("PyTorch was asked"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(launch, "cores", lambda: 16)
+    assert planned_processes(config(nodes_per_gpu=4, processes_per_gpu=2)) == (2 * gpus or 4)
 
 
 @pytest.mark.parametrize("value", ["2.5", "0", "none", "true"])

@@ -4,6 +4,7 @@ Imports nothing at first that takes long, so that a run can say something at onc
 """
 
 import contextlib
+import ctypes
 import os
 import socket
 import subprocess
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from utils.config import Config
 
-_GPU_DRIVER = Path("/proc/driver/nvidia/version")
+# What PyTorch reaches GPUs through: containers and other systems have it even where they lack /proc/driver/nvidia.
+_GPU_DRIVER = "libcuda.so.1"
 # For the others to end by themselves after the run.
 _ENDING_SECONDS = 30.0
 # Of the process that started this one.
@@ -29,7 +31,9 @@ def cores() -> int:
 
 
 def _gpus() -> int:
-    if not _GPU_DRIVER.exists():
+    try:  # before PyTorch, which takes long to import, is asked
+        ctypes.CDLL(_GPU_DRIVER)
+    except OSError:
         return 0
     import torch
 
