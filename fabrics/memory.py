@@ -44,6 +44,7 @@ class Kept:
     (`trainers_moments`). per_trainer, per_worker: flat tensors that the method and the encoding keep, by name.
     gathered, compared: see `passing_numbers`. looked_at: the sizes of tensors that somebody needs whole.
     whole_copies: how many times these are there at a time. itemsize: bytes of a number. frozen: parameters that stay.
+    still: of those that are gathered, see `passing_numbers`.
     """
 
     flat: int
@@ -57,24 +58,27 @@ class Kept:
     whole_copies: int = 0
     itemsize: int = 4
     frozen: int = 0
+    still: int = 0
 
     @classmethod
     def of(cls, config: Config, working: WorkingModel) -> "Kept":
         """That of a run; the working model may be on the meta device."""
         method, kind = method_of(config, working), inner_optimizer_name(config)
         state = {} if kind is None else INNER_OPTIMIZERS[kind].state(working, "meta")
+        gathered, still = gathered_numbers(working.blocks, working.module)
         return cls(
             flat=working.parameters.numel(),
             moments=sum(tensor.numel() for tensor in state.values()),
             trainers_moments=method.exchanges_gradients,
             per_trainer=tuple(method.trainer_state),
             per_worker=personal_tensors(config, method),
-            gathered=gathered_numbers(working.blocks),
+            gathered=gathered,
             compared=reduced_numbers(working.blocks) if config.statistics_within_island else 0,
             looked_at=tuple(working.blocks[number].size for number in looked_at_whole(config, working)),
             whole_copies=whole_copies(config),
             itemsize=working.parameters.element_size(),
             frozen=sum(tensor.numel() for tensor in working.module.parameters() if not tensor.requires_grad),
+            still=still,
         )
 
     def state_bytes(self, trainers: int, workers: int) -> int:
@@ -167,7 +171,7 @@ def _gathered_bytes(kept: Kept, devices: int, activations: int, logits: int) -> 
     When layers have gradients, of the logits their gradient alone is left, a third; and between passes, when whole
     tensors are looked at, nothing of all that.
     """
-    passing = kept.itemsize * passing_numbers(kept.gathered, kept.compared)
+    passing = kept.itemsize * passing_numbers(kept.gathered, kept.compared, kept.still)
     whole = kept.itemsize * kept.whole_copies * most_whole(kept.looked_at, devices)
     return max(0, passing - (logits - logits // 3), whole - activations - logits)
 

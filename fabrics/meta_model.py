@@ -15,7 +15,7 @@ from algorithms.losses import example_losses
 from fabrics.attention import unmasked_name
 from fabrics.examples import TaskData
 from fabrics.model_family import ModelFamily
-from fabrics.model_layers import linear_parts, sharded_layers
+from fabrics.model_layers import GroupOrder, sharded_layers, sharded_parts
 from fabrics.models import MODELS, build_model
 from fabrics.nodes import probes_examples
 from fabrics.tokenization import END_OF_TEXT, named_tokenizer, train_tokenizer
@@ -80,6 +80,7 @@ class StepSizes:
     layer_casts: of the fixed ones those weights that are in layers, which islands gather in that type.
     probed: of an example, what statistics of examples hold on islands when a backward pass ends: the inputs of all
     linear layers, and the gradients of their outputs and of embeddings, in the parameters' type.
+    once: the parameters, by name, that islands gather for a forward pass alone.
     layers, boundary: where activations are computed again, of so many layers only the input is kept, of so many bytes.
     """
 
@@ -90,6 +91,7 @@ class StepSizes:
     boundary: int = 0
     layer_casts: int = 0
     probed: int = 0
+    once: frozenset[str] = frozenset()
 
 
 def _kept(module: nn.Module, config: Config, task: str, examples: int) -> tuple[int, torch.Tensor, int]:
@@ -142,10 +144,13 @@ def step_sizes(module: nn.Module, config: Config) -> StepSizes | None:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             module.to_empty(device="cpu")
-            (one, logits, held), (two, *_) = (_kept(module, config, task, examples) for examples in (1, 2))
+            order = GroupOrder(module, sharded_parts(module) if config.autocast else sharded_layers(module))
+            one, logits, held = _kept(module, config, task, 1)
+            once = order.once()
+            two, *_ = _kept(module, config, task, 2)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
         return None
-    cast = [part for layer in sharded_layers(module) for part in linear_parts(layer)] if config.autocast else []
+    cast = sharded_parts(module) if config.autocast else []
     weights = [child.weight for part in cast for child in part.modules() if isinstance(child, nn.Linear)]
     casts = sum(weight.numel() for weight in weights) * torch.bfloat16.itemsize
     # Logarithms, their gradients and those of the logits: the loss is differentiated in float32 at least.
@@ -159,4 +164,5 @@ def step_sizes(module: nn.Module, config: Config) -> StepSizes | None:
         boundary=logits.element_size() * width * config.sequence_length,
         layer_casts=casts,
         probed=held if probes_examples(config) else 0,
+        once=once,
     )

@@ -1,6 +1,11 @@
 """The layers of a model: which there are, and which parts of it devices that share it gather by themselves."""
 
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from algorithms.synchronisation.method import Block, by_layer
 
@@ -34,7 +39,12 @@ def linear_parts(module: nn.Module) -> list[nn.Module]:
     return [part for child in module.children() for part in linear_parts(child)]
 
 
-def passed_bytes(module: nn.Module, devices: int, cast: int | None) -> int:
+def sharded_parts(module: nn.Module) -> list[nn.Module]:
+    """The parts of layers that devices gather by themselves, and in another type, where autocast casts them."""
+    return [part for layer in sharded_layers(module) for part in linear_parts(layer)]
+
+
+def passed_bytes(module: nn.Module, devices: int, cast: int | None, once: Collection[str] = ()) -> int:
     """What the devices of an island, together, send each other in a training pass over a micro-batch.
 
     Every parameter, in rows of equal number, is gathered for the forward and for the backward pass, and its gradient
@@ -42,42 +52,91 @@ def passed_bytes(module: nn.Module, devices: int, cast: int | None) -> int:
 
     Args:
         cast: bytes of the numbers as which the linear parts of layers are gathered; None: as they are.
+        once: names of parameters that no backward pass comes to, see `GroupOrder`.
     """
-    parts = [part for layer in sharded_layers(module) for part in linear_parts(layer)] if cast else []
-    smaller, total = {parameter for part in parts for parameter in part.parameters()}, 0
-    for parameter in module.parameters():
+    smaller = {parameter for part in sharded_parts(module) for parameter in part.parameters()} if cast else set()
+    total = 0
+    for name, parameter in module.named_parameters():
         numbers = -(-parameter.shape[0] // devices) * devices * parameter[0].numel()
-        total += 2 * numbers * (cast if parameter in smaller else parameter.element_size())
+        total += (2 - (name in once)) * numbers * (cast if parameter in smaller else parameter.element_size())
         total += numbers * parameter.element_size() * parameter.requires_grad
     return (devices - 1) * total
 
 
-def gathered_numbers(blocks: tuple[Block, ...]) -> int:
-    """Numbers that a device of an island holds whole at one time: what is in no layer, and two layers."""
-    root, *layers = (sum(block.size for block in layer) for layer in by_layer(blocks))
-    return root + sum(sorted(layers)[-2:])
+class GroupOrder:
+    """The order in which a forward pass leaves the groups that devices of an island gather, and what of it goes back.
+
+    A backward pass gathers a group again if something before it, or in it, has a gradient. FSDP2 asks for the group
+    that was left before, too, while one computes: so the last of those that have none is gathered as well.
+
+    Args:
+        module: whose next forward pass is looked at, before it.
+        groups: of its modules; what is in none is gathered for both passes.
+    """
+
+    def __init__(self, module: nn.Module, groups: Sequence[nn.Module]):
+        self._module, self._left = module, []
+        self._hooks = [group.register_forward_hook(self._leave) for group in groups]
+
+    def _leave(self, group: nn.Module, arguments: tuple, output: Any) -> None:
+        tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+        self._left.append((group, any(tensor.requires_grad for tensor in tensors)))
+
+    def once(self) -> frozenset[str]:
+        """The names of the parameters that are gathered for the forward pass alone; the end of looking."""
+        for hook in self._hooks:
+            hook.remove()
+        followed = [goes_back for _, goes_back in self._left[1:]] + [True]  # the root comes last
+        again = {group for (group, back), after in zip(self._left, followed, strict=True) if back or after}
+        never = {group for group, _ in self._left} - again
+        parameters = {parameter for group in never for parameter in group.parameters()}
+        return frozenset(name for name, parameter in self._module.named_parameters() if parameter in parameters)
 
 
-def reduced_numbers(blocks: tuple[Block, ...]) -> int:
+def gathered_numbers(blocks: Sequence[Block], module: nn.Module) -> tuple[int, int]:
+    """Numbers that a device of an island holds whole at one time: what is in no layer, and two layers.
+
+    Args:
+        blocks: of the parameters that are trained.
+
+    Returns:
+        Those that are trained; and of those that stay, each as many times as it is there: both layers, and the one that
+        is sent and received meanwhile. What is in no layer comes before all others.
+    """
+    frozen = [Block(name, 0, 0, tuple(p.shape)) for name, p in module.named_parameters() if not p.requires_grad]
+    still = {block.name for block in frozen}
+    root, *layers = (
+        (sum(b.size for b in layer if b.name not in still), sum(b.size for b in layer if b.name in still))
+        for layer in by_layer([*blocks, *frozen])
+    )
+    two = sorted(layers, key=lambda layer: 6 * layer[0] + 3 * layer[1])[-2:]
+    trained, staying = (sum(numbers) for numbers in zip(*two, strict=True)) if two else (0, 0)
+    staying += max((numbers for _, numbers in two), default=0)
+    return root[0] + trained, root[1] + max(staying, root[1] - 3 * trained)
+
+
+def reduced_numbers(blocks: Sequence[Block]) -> int:
     """Of the largest gradient that is reduced at a time."""
     return max(sum(block.size for block in layer) for layer in by_layer(blocks))
 
 
-def passing_numbers(gathered: int, compared: int) -> int:
+def passing_numbers(gathered: int, compared: int, still: int = 0) -> int:
     """Numbers that a device of an island needs for a moment in a pass.
 
     Args:
         gathered: of layers; they are there, are sent and received, and have gradients.
         compared: of a gradient of every device's rows, beside what is reduced; 0: none is compared.
+        still: of layers without gradients, as many times as they are there.
     """
-    return 3 * gathered + compared
+    return 3 * gathered + still + compared
 
 
-def momentary_numbers(gathered: int, compared: int, whole: int, copies: int) -> int:
+def momentary_numbers(passing: int, whole: int, copies: int) -> int:
     """The same, in a pass or between passes.
 
     Args:
+        passing: those in a pass.
         whole: of tensors that are looked at whole. copies: as many of these are there at a time, with what is sent and
             received, parts, and what is computed of them.
     """
-    return max(passing_numbers(gathered, compared), copies * whole)
+    return max(passing, copies * whole)

@@ -30,10 +30,11 @@ from fabrics.device_gradients import DeviceProbe, devices_estimate
 from fabrics.layouts import Layout
 from fabrics.model_layers import (
     gathered_numbers,
-    linear_parts,
     momentary_numbers,
+    passing_numbers,
     reduced_numbers,
     sharded_layers,
+    sharded_parts,
 )
 from fabrics.sharded_probe import ShardedProbe
 from fabrics.whole_tensors import WholeTensors, most_whole
@@ -115,7 +116,7 @@ class ShardedModel(WorkingModel):
         unmade = {name: parameter for name, parameter in self.module.named_parameters() if parameter.is_meta}
         groups, policy = sharded_layers(self.module), MixedPrecisionPolicy()
         if self._autocast is not None:
-            groups = [part for layer in groups for part in linear_parts(layer)]
+            groups = sharded_parts(self.module)
             policy = MixedPrecisionPolicy(self._autocast, reduce_dtype=dtype, cast_forward_inputs=False)
         self._groups = groups
         for group in groups:
@@ -282,7 +283,8 @@ class ShardedModel(WorkingModel):
         """See WorkingModel; what is between passes alone is never there together with it."""
         compared = reduced_numbers(self.whole_blocks) if self.within_island else 0
         whole = most_whole([self.whole_blocks[number].size for number in self.looked_at], self.island.size)
-        numbers = momentary_numbers(gathered_numbers(self.whole_blocks), compared, whole, self.whole_copies)
+        gathered, still = gathered_numbers(self.whole_blocks, self.module)
+        numbers = momentary_numbers(passing_numbers(gathered, compared, still), whole, self.whole_copies)
         return numbers * self.parameters.element_size()
 
     def gathered(self) -> Iterator[tuple[str, nn.Parameter]]:

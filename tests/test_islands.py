@@ -18,12 +18,13 @@ from algorithms.across_workers import across_workers_estimate, gradient_moments,
 from algorithms.losses import example_losses
 from benchmarks.planning.plan import Asked, make_plan
 from fabrics.choices import CHECKS, CHOICES
-from fabrics.memory import whole_bytes
-from fabrics.model_layers import layers_of, passed_bytes, sharded_layers
+from fabrics.memory import Kept, whole_bytes
+from fabrics.meta_model import step_sizes
+from fabrics.model_layers import layers_of, passed_bytes, passing_numbers, sharded_layers
 from fabrics.sharded_probe import ShardedProbe
 from fabrics.working_model import WorkingModel
 from tests import islands, matrix
-from tests.helpers import tiny_bert, tiny_data, tiny_llama
+from tests.helpers import make_config, tiny_bert, tiny_data, tiny_llama
 from tests.test_resume import summary
 from tests.test_run import write_config
 from utils.config_reading import ConfigError, parse_config
@@ -148,7 +149,6 @@ def test_what_methods_ask_of_flat_tensors_is_that_of_whole_ones(together, part):
     flat = whole.parameters.detach()
     for name, dtype in found["gathered as"].items():  # with autocast
         assert dtype == ("torch.bfloat16" if "_proj" in name else "torch.float32"), name
-    assert found["passed"] == islands.PARTS[part][0] // size * passed_bytes(islands.model_of_passes(), size, 2)
     assert found["size"] == len(flat) > whole.parameter_count  # there are gaps
     assert_close(found["sketch"], sketch(flat, 3, 250, 5), 1e-9)
     assert found["distance"] == pytest.approx(2 * flat.norm().item())
@@ -170,6 +170,18 @@ def test_what_methods_ask_of_flat_tensors_is_that_of_whole_ones(together, part):
     for values in found["here"]:
         numbers = [order[value] for value in values.tolist() if value in order]
         assert numbers == sorted(numbers)
+
+
+@pytest.mark.parametrize("part", range(len(islands.PARTS)))
+def test_what_devices_send_and_reserve_is_planned_whatever_stays(together, part):
+    """To the byte: what comes before all that is trained is gathered for the forward pass alone, but for the last."""
+    found, (count, size, _) = together[0][part]["parts"]["passed"], islands.PARTS[part]
+    for (staying, autocast), (sent, reserved) in found.items():
+        config, module = make_config(autocast=autocast), islands.model_of_passes(staying)
+        kept = Kept.of(config, WorkingModel(islands.model_of_passes(staying), torch.device("cpu")))
+        once = step_sizes(islands.model_of_passes(staying), config).once
+        assert sent == count // size * passed_bytes(module, size, autocast and 2, once), (staying, autocast)
+        assert reserved == 4 * passing_numbers(kept.gathered, kept.compared, kept.still)
 
 
 def test_fsdp_norm_in_small(together):

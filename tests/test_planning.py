@@ -34,6 +34,7 @@ from tests import matrix
 from tests.helpers import (
     CPU,
     TINY_ARCHITECTURE,
+    VOCABULARY,
     OneTokenModel,
     Recorder,
     light_cluster,
@@ -448,6 +449,25 @@ def test_parameters_that_stay_take_memory_once():
         memory = device_memory(kept, None, load, Placement(devices))
         assert memory.parameters == 2 * 4 * (-(-kept.flat // devices) + -(-count // devices))
         assert memory.gradients == 2 * 4 * -(-kept.flat // devices)
+
+
+def test_what_stays_is_whole_for_a_moment_as_well():
+    """Both layers and the one that is on its way; what is in no layer is there, and on its way before all others."""
+
+    def gathered(*staying: str) -> int:
+        module = tiny_llama(dtype=torch.float32, num_hidden_layers=4, tied=True)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(not name.startswith(staying))
+        memory = device_memory(Kept.of(make_config(), WorkingModel(module, CPU)), None, Load(1, 1), Placement(2))
+        return memory.gathered // 4
+
+    root, attention, mlp, norms = VOCABULARY * 16 + 16, 3 * 16 * 16, 3 * 16 * 24, 2 * 16
+    layer, embedding = attention + mlp + norms, VOCABULARY * 16
+    assert gathered("nothing") == 3 * root + 6 * layer
+    assert gathered("model.layers.") == 3 * root + 3 * layer
+    assert gathered("model.layers.0", "model.layers.1", "model.layers.2") == 3 * root + (3 + 2) * layer
+    assert gathered(*(f"model.layers.{number}.mlp" for number in range(4))) == 3 * root + 6 * (layer - mlp) + 3 * mlp
+    assert gathered("model.embed", "model.layers.") == embedding + 3 * 16 + max(embedding, 3 * layer)
 
 
 def test_an_island_of_a_machine_without_gpus_is_planned():

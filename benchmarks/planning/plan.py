@@ -318,12 +318,12 @@ def _unknown(planner: Planner, rehearsal: Rehearsal, max_batch: int | None) -> l
     return found
 
 
-def _whole_bytes(config: Config, working: WorkingModel) -> dict[str, int]:
+def _whole_bytes(config: Config, working: WorkingModel, step: StepSizes | None) -> dict[str, int]:
     """See Plan."""
     if config.devices_per_node == 1:
         return {}
     cast = None if config.autocast is None else getattr(torch, config.autocast).itemsize
-    found = {"each micro-batch": passed_bytes(working.module, config.devices_per_node, cast)}
+    found = {"each micro-batch": passed_bytes(working.module, config.devices_per_node, cast, step.once if step else ())}
     whens = "each message of a worker, and each mean", "each inner step of a worker"
     itemsize = working.parameters.element_size()
     for when, numbers in zip(whens, looked_at_by(config, working), strict=True):
@@ -399,7 +399,7 @@ def _plan(planner: Planner, advise: bool) -> Plan:
         first_round_bytes=_round_bytes(rounds[0]),
         last_round_bytes=_round_bytes(last),
         bytes=Bytes(totals.bytes_synchronised, totals.bytes_merged, totals.bytes_redistributed),
-        whole_bytes=_whole_bytes(config, planner.working),
+        whole_bytes=_whole_bytes(config, planner.working, planner.step),
         communications=totals.communications,
         compute_seconds=None if computing is None else computing.total,
         links=tuple(
