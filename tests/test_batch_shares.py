@@ -194,7 +194,7 @@ def test_a_plan_takes_as_long_as_the_nodes_that_take_part():
         for number, part in enumerate((first, alone, fewer, first), 1)
     ]
     config = make_config(node_speeds=[1.0, 0.5])
-    found = durations(rounds, config, Hardware("a second an example", 0.0, 1.0), NO_LINK, 2)
+    found = durations(rounds, config, Hardware("a second an example", 0.0, 1.0), NO_LINK, ((0,), (1,)))
     assert found.ends == pytest.approx((32.0, 64.0, 80.0, 112.0))
 
 

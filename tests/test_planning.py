@@ -17,7 +17,7 @@ from algorithms.per_example import PerExampleProbe
 from algorithms.synchronisation import METHODS
 from benchmarks.planning.expected import expected_communications
 from benchmarks.planning.fitting import Demand, device_loads, smallest_change
-from benchmarks.planning.plan import Asked, make_plan, without_law
+from benchmarks.planning.plan import Asked, Planner, make_plan, without_law
 from benchmarks.planning.rehearsal import Rehearsal
 from benchmarks.planning.text import text as text_of
 from benchmarks.planning.units import link, memory
@@ -434,6 +434,48 @@ def test_a_node_whose_neighbours_are_idle_has_the_device_for_itself():
     alone = plan_of(asked, **values, nodes_per_gpu=1)
     for idle in ({"smallest_worker_batch": 16}, {"node_schedule": [[0.0, 1]]}):
         assert plan_of(asked, **values, nodes_per_gpu=4, **idle).compute_seconds == pytest.approx(alone.compute_seconds)
+
+
+BUDGET = {
+    "time_budget": 60.0,
+    "link_bits_per_second": 1e9,
+    "max_tokens": 9 * 4 * 2 * 5,
+    "number_of_outer_steps": None,
+    "deterministic": False,
+}
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+    "idle",
+    [
+        {},
+        {"participants": 0.5},
+        {"node_schedule": [[0.0, 1]]},
+        {"number_of_initial_trainers": 2},
+        {"number_of_initial_trainers": 3, "merge_frequency": 3},  # a node has two of them in turn
+    ],
+    ids=lambda values: ",".join(values),
+)
+def test_budgets_of_seconds_are_planned_with_the_seconds_of_the_plan(idle, devices):
+    """In a round every device passes what its nodes have, one after the other, as a process of a run does."""
+    values = STEADY | {"number_of_initial_trainers": 1, "nodes_per_gpu": 2 // devices, "max_batch_size": 64} | BUDGET
+    config = make_config(model_config=TINY_ARCHITECTURE | {"vocab_size": 300}, **(values | idle))
+    asked = Asked(devices=devices, tflops=1e-6)
+    rehearsal, rounds = Planner(config, asked).rehearse(64)
+    plan, examples = make_plan(config, asked), 0
+    for one in rounds:
+        passed = [0] * devices
+        for part in one.trainers:
+            for node, own, steps in zip(part.nodes, part.plans, part.steps, strict=True):
+                passed[node * devices // 2] += own.effective_batch * steps
+        examples += max(passed)
+    flops = 9 * (6 * (plan.parameters - 3 * 16) + 6 * 16 * 9)
+    assert rehearsal.totals.training_seconds == pytest.approx(examples * flops / 1e6)
+    assert plan.compute_seconds == pytest.approx(rehearsal.totals.training_seconds)
+    assert (examples == rehearsal.totals.examples) is (
+        devices == 1 or not {"participants", "node_schedule"}.isdisjoint(idle)
+    )
 
 
 def test_parameters_that_stay_take_memory_once():

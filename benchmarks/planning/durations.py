@@ -34,29 +34,74 @@ class Durations:
         return 1.0 - self.computing / self.total if self.total else 0.0
 
 
-def _computing(
-    config: dict, hardware: Hardware | None, part: TrainerRound, inner_steps: int, busy: Counter
-) -> dict[int, tuple[float, float]]:
-    """By node the seconds of an inner step of a trainer's round, and of the statistics of that round.
+# Of a trainer's round by node: the seconds of an inner step, and of the statistics of that round.
+Computing = dict[int, tuple[float, float]]
 
-    Of nodes with given speeds the fastest is as fast as the hardware; others share a device in turns, and are as fast
-    as the hardware where all of it work. busy: how many of each device do.
-    """
-    if hardware is None:
-        return dict.fromkeys(part.nodes, (0.0, 0.0))
+
+def _alone(config: dict, hardware: Hardware, part: TrainerRound, inner_steps: int) -> Computing:
+    """What every node computes for a trainer where it has the device for itself; the fastest is as fast as that."""
     row, found = {"gradient_sample_size": 1.0 if part.tested else math.nan}, {}
     fastest = max(config["node_speeds"] or part.speeds)
     for node, speed, plan, own in zip(part.nodes, part.speeds, part.plans, part.steps, strict=True):
         step, statistics = compute_seconds(row, config, hardware, plan.effective_batch, plan.accumulation_steps)
-        slower = fastest / speed
-        if config["node_speeds"] is None:
-            slower *= busy[node // config["nodes_per_gpu"]] / config["nodes_per_gpu"]
-        found[node] = slower * step * own / inner_steps, slower * statistics
+        found[node] = fastest / speed * step * own / inner_steps, fastest / speed * statistics
     return found
 
 
-def _ends(rounds: Sequence[Round], config: Config, hardware: Hardware | None, network: Network, nodes: int) -> list:
-    values, clocks, found = dataclasses.asdict(config), Clocks(network, nodes), []
+def _computing(
+    config: dict,
+    hardware: Hardware | None,
+    parts: Sequence[TrainerRound],
+    inner_steps: int,
+    devices: Sequence[Sequence[int]],
+) -> list[Computing]:
+    """The same of all trainers, as long as it takes on devices that nodes share.
+
+    The nodes of a device have it in turns, and are done when it has done what all of them have to do: one whose
+    neighbours are idle has it for itself. Nodes with given speeds share none: the fastest is as fast as one of a device
+    whose nodes all work.
+    """
+    if hardware is None:
+        return [dict.fromkeys(part.nodes, (0.0, 0.0)) for part in parts]
+    alone, totals = [_alone(config, hardware, part, inner_steps) for part in parts], Counter()
+    for part in alone:  # a node may have several trainers, in turn
+        for node, (step, statistics) in part.items():
+            totals[node] += inner_steps * step + statistics
+    if config["node_speeds"] is not None:
+        longer = dict.fromkeys(totals, max(map(len, devices)))
+    else:
+        shared = {node: sum(totals[other] for other in own) for own in devices for node in own}
+        longer = {node: shared[node] / total for node, total in totals.items()}
+    return [
+        {node: (longer[node] * step, longer[node] * statistics) for node, (step, statistics) in part.items()}
+        for part in alone
+    ]
+
+
+def computing_seconds(
+    config: dict,
+    hardware: Hardware,
+    parts: Sequence[TrainerRound],
+    inner_steps: int,
+    devices: Sequence[Sequence[int]],
+) -> float:
+    """Of a round of all trainers, until the last node has computed what it has to; see `durations`."""
+    totals: Counter[int] = Counter()
+    for part in _computing(config, hardware, parts, inner_steps, devices):
+        for node, (step, statistics) in part.items():
+            totals[node] += inner_steps * step + statistics
+    return max(totals.values())
+
+
+def _ends(
+    rounds: Sequence[Round],
+    config: Config,
+    hardware: Hardware | None,
+    network: Network,
+    devices: Sequence[Sequence[int]],
+) -> list[float]:
+    nodes = {node for own in devices for node in own}
+    values, clocks, found = dataclasses.asdict(config), Clocks(network, len(nodes)), []
 
     def together(exchange: Exchange | None) -> None:
         if exchange is not None and exchange.sent:
@@ -64,9 +109,8 @@ def _ends(rounds: Sequence[Round], config: Config, hardware: Hardware | None, ne
 
     for number in rounds:
         together(number.redistributed)
-        busy = Counter(node // config.nodes_per_gpu for part in number.trainers for node in part.nodes)
-        for part in number.trainers:
-            computing = _computing(values, hardware, part, number.inner_steps, busy)
+        by_trainer = _computing(values, hardware, number.trainers, number.inner_steps, devices)
+        for part, computing in zip(number.trainers, by_trainer, strict=True):
             sendings = [event.sending(range(len(part.nodes))) for event in part.events]
             clocks.round(
                 part.trainer,
@@ -75,7 +119,7 @@ def _ends(rounds: Sequence[Round], config: Config, hardware: Hardware | None, ne
                 *zip(*computing.values(), strict=True),
                 sendings,
             )
-        clocks.rest(set(range(nodes)) - {node for part in number.trainers for node in part.nodes})
+        clocks.rest(nodes - {node for part in number.trainers for node in part.nodes})
         if len(number.trainers) > 1:
             clocks.meet()
         together(number.merge)
@@ -85,12 +129,17 @@ def _ends(rounds: Sequence[Round], config: Config, hardware: Hardware | None, ne
 
 
 def durations(
-    rounds: Sequence[Round], config: Config, hardware: Hardware | None, network: Network, nodes: int
+    rounds: Sequence[Round],
+    config: Config,
+    hardware: Hardware | None,
+    network: Network,
+    devices: Sequence[Sequence[int]],
 ) -> Durations:
-    """Of a run on so many nodes.
+    """Of a run on the nodes of these devices.
 
     Args:
-        hardware: of a node; None: not known, and only what is sent takes time.
+        hardware: of a device, or island, as long as one node works there; None: not known, and only what is sent takes
+            time.
     """
-    computing = 0.0 if hardware is None else _ends(rounds, config, hardware, NO_LINK, nodes)[-1]
-    return Durations(tuple(_ends(rounds, config, hardware, network, nodes)), computing)
+    computing = 0.0 if hardware is None else _ends(rounds, config, hardware, NO_LINK, devices)[-1]
+    return Durations(tuple(_ends(rounds, config, hardware, network, devices)), computing)

@@ -16,7 +16,7 @@ from algorithms.switch_mode import execution_plans
 from algorithms.synchronisation import METHODS, Method
 from benchmarks.accounting import Hardware
 from benchmarks.clocks import Network
-from benchmarks.planning.durations import NO_LINK, Durations, durations
+from benchmarks.planning.durations import NO_LINK, Durations, computing_seconds, durations
 from benchmarks.planning.expected import Expected, expected_communications
 from benchmarks.planning.fitting import Demand, device_loads, probe_batch, refusal, smallest_micro_batch
 from benchmarks.planning.rehearsal import Absent, Rehearsal, Round, TrainerRound, UnreadExamples
@@ -150,6 +150,10 @@ class Planner:
         if self.devices % each:
             raise ConfigError(f"--devices: must be a multiple of devices_per_node, {each}, got {self.devices}")
         self.islands = self.devices // each
+        per_island = config.nodes_per_gpu
+        self.nodes_of = tuple(
+            range(first, first + per_island) for first in range(0, self.islands * per_island, per_island)
+        )
         self._read_data()
         module, assumed = meta_model(config, self.data)
         if assumed:
@@ -162,7 +166,7 @@ class Planner:
         self.step = step or step_sizes(meta_model(config, self.data)[0], config)
         if self.step is None:
             self.unknown.append("activations: this model takes nothing but real numbers; memory is without them")
-        self.node = self._node()
+        self.island = self._island()
 
     def _processes(self) -> Absent:
         return Absent([META] * self.islands, self.config.nodes_per_gpu)
@@ -179,16 +183,24 @@ class Planner:
         if not config.packing or DATASETS[config.dataset].task != "causal_lm":
             self.unknown.append("tokens: all sequences are taken to be as long as sequence_length")
 
-    def _node(self) -> Hardware | None:
-        """One at the given speed, which the nodes of a device share; None: it is not known."""
+    def _island(self) -> Hardware | None:
+        """One, or a device, at the given speed, which its nodes share; None: it is not known."""
         if self.asked.tflops is None:
             return None
         length = self.config.sequence_length
         flops = flops_per_token(self.working.module, length) * length
         if self.placement.activation_checkpointing:
             flops *= 4.0 / 3.0  # one more forward pass
-        speed = 1e12 * self.asked.tflops * self.placement.devices_per_node / self.config.nodes_per_gpu
-        return Hardware("node", 0.0, flops / speed)
+        return Hardware("island", 0.0, flops / (1e12 * self.asked.tflops * self.placement.devices_per_node))
+
+    @property
+    def nodes(self) -> int:
+        """Of the run."""
+        return sum(map(len, self.nodes_of))
+
+    def _seconds(self, parts: Sequence[TrainerRound], inner_steps: int) -> float:
+        """That a round takes to compute, as a run with a budget of seconds would measure it."""
+        return computing_seconds(dataclasses.asdict(self.config), self.island, parts, inner_steps, self.nodes_of)
 
     @property
     def moves(self) -> bool:
@@ -198,8 +210,7 @@ class Planner:
 
     def rehearse(self, max_batch: int) -> tuple[Rehearsal, list[Round]]:
         """The rounds of the run with such a max batch."""
-        nodes = self.islands * self.config.nodes_per_gpu
-        seconds = self.node and self.node.t_example / nodes
+        seconds = None if self.island is None else self._seconds
         shares = self.data and self.data.shares and self.data.shares.sizes
         rehearsal = Rehearsal(self.config, self.working, self.examples, self.islands, max_batch, seconds, shares)
         return rehearsal, list(rehearsal.rounds())
@@ -208,7 +219,7 @@ class Planner:
         """What these rounds ask of the memory of a device."""
         found = {tuple((part.trainer, part.all_nodes) for part in one.trainers): None for one in rounds}
         if self.config.smallest_worker_batch is not None and self.moves:  # all nodes have work in the end
-            groups = {node: node for node in range(self.islands * self.config.nodes_per_gpu)}
+            groups = {node: node for node in range(self.nodes)}
             for trainers in [[trainer for trainer, _ in assignment] for assignment in found]:
                 found[tuple(distribute_nodes(dict.fromkeys(trainers, 1), groups).items())] = None
         return Demand(self.kept, self.step, device_loads(self.config, list(found), self.islands), self.placement)
@@ -225,8 +236,7 @@ class Planner:
         smallest = self.config.smallest_worker_batch
         if smallest is None or not self.moves:
             return len(part.nodes)
-        nodes = self.islands * self.config.nodes_per_gpu // trainers
-        return max(len(part.nodes), min(nodes, request // smallest))
+        return max(len(part.nodes), min(self.nodes // trainers, request // smallest))
 
 
 def _batch(config: Config, request: int, part: TrainerRound, max_batch: int, workers: int | None = None) -> Batch:
@@ -289,7 +299,7 @@ def _round_bytes(one: Round) -> Bytes:
 
 
 def _over(planner: Planner, rounds: Sequence[Round], network: Network) -> Durations:
-    return durations(rounds, planner.config, planner.node, network, planner.islands * planner.config.nodes_per_gpu)
+    return durations(rounds, planner.config, planner.island, network, planner.nodes_of)
 
 
 def _unknown(planner: Planner, rehearsal: Rehearsal, max_batch: int | None) -> list[str]:
@@ -378,14 +388,14 @@ def _plan(planner: Planner, advise: bool) -> Plan:
         )
         if problem is not None:
             raise ConfigError(problem)
-    computing = None if planner.node is None else _over(planner, rounds, NO_LINK)
+    computing = None if planner.island is None else _over(planner, rounds, NO_LINK)
     over = [(network.name, _over(planner, rounds, network)) for network in asked.links]
-    totals, known = last.totals, planner.node is not None
+    totals, known = last.totals, planner.island is not None
     before = rounds[-2].totals.tokens if len(rounds) > 1 else 0
     return Plan(
         parameters=planner.working.parameter_count,
         devices=planner.devices,
-        nodes=planner.islands * config.nodes_per_gpu,
+        nodes=planner.nodes,
         trainers=config.number_of_initial_trainers,
         placement=planner.placement,
         memory=demand.memory(micro_batch),

@@ -6,7 +6,7 @@ it is at first: requested batches, which a batch test would move, and encodings 
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,9 +108,10 @@ class Rehearsal:
     Args:
         working: its model on the meta device.
         examples: to train on.
-        devices: islands of the run, each with `nodes_per_gpu` nodes.
+        devices: of the run, or islands, each with `nodes_per_gpu` nodes.
         max_batch: of every node.
-        seconds_per_example: of training; None: not known. Only budgets in seconds ask for it.
+        seconds: that a round of all trainers, with so many inner steps, computes; None: not known. Only budgets in
+            seconds ask for it.
         shares: examples of each share, where the data are shared out by what they are.
 
     Attributes:
@@ -127,13 +128,13 @@ class Rehearsal:
         examples: Examples,
         devices: int,
         max_batch: int,
-        seconds_per_example: float | None = None,
+        seconds: Callable[[Sequence[TrainerRound], int], float] | None = None,
         shares: Sequence[int] | None = None,
     ):
         # Where tensors live changes nothing of what is sent, and those of the meta device live nowhere.
         config = dataclasses.replace(config, outer_state="device", idle_moments="device")
         self.totals, self._config, self._examples = Totals(), config, len(examples)
-        self.warnings, self._seconds = [], seconds_per_example
+        self.warnings, self._seconds = [], seconds
         processes = Absent([META] * devices, config.nodes_per_gpu)
         self._pool = NodePool(processes.devices, config)
         self._pool.limit({node.id: max_batch for node in self._pool.nodes})
@@ -192,7 +193,7 @@ class Rehearsal:
             totals.tokens += report.tokens
             totals.count(report.communications, report.bytes_synchronised, report.left_out, report.lost_messages)
         if self._seconds is not None:
-            totals.took(self._seconds * examples, examples)
+            totals.took(self._seconds(parts, schedule.inner_steps), examples)
         sent, merge = synchronised(shares), None
         self._spending.count(totals, sent)
         if len(trainers) > 1 and totals.outer_steps % config.merge_frequency == 0:
