@@ -45,6 +45,7 @@ from tests.helpers import (
 )
 from utils.config import Config, ConfigError
 from utils.config_reading import load_config
+from utils.placement import Site, island_sites, share_out
 from utils.utils import checkpoints_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -155,7 +156,7 @@ def live_bytes(cluster: Cluster) -> int:
 def planned(cluster: Cluster, **placement) -> Demand:
     working = next(iter(cluster.working.values()))
     trainers = [(t.id, [node.id for node in t.nodes]) for t in cluster.trainers.values()]
-    loads = device_loads(cluster.config, [trainers], 1)
+    loads = device_loads(cluster.config, [trainers], [[node.id for node in cluster.nodes]])
     return Demand(Kept.of(cluster.config, working), None, loads, Placement(**placement))
 
 
@@ -516,6 +517,34 @@ def test_an_island_of_a_machine_without_gpus_is_planned():
     assert plan_of(devices=["cpu"], devices_per_node=2).nodes == plan_of(devices_per_node=2).nodes
 
 
+@pytest.mark.parametrize(("devices", "size", "nodes"), [(4, 2, 4), (4, 2, 3), (6, 2, 7), (8, 4, 2)])
+def test_islands_on_cpus_share_the_nodes_of_their_machine(devices, size, nodes):
+    """As processes share them out when a run begins."""
+    values = {"devices": ["cpu"], "devices_per_node": size, "nodes_per_gpu": nodes, "number_of_initial_trainers": 1}
+    sites = [Site(rank, 0, {"cpu": "cpu"}) for rank in range(devices)]
+    slots = share_out(island_sites(sites, size, 0), nodes)
+    config = make_config(model_config=TINY_ARCHITECTURE | {"vocab_size": 300}, **(STEADY | values))
+    asked = Asked(devices=devices, tflops=1e-6)
+    planner, plan = Planner(config, asked), make_plan(config, asked)
+    owners = {slot.owner: [node for node, other in enumerate(slots) if other.owner == slot.owner] for slot in slots}
+    assert list(map(list, planner.nodes_of)) == list(owners.values())
+    assert planner._processes().groups == tuple(slot.group for slot in slots)
+    assert (plan.nodes, plan.devices) == (len(slots), devices) == (nodes, devices)
+    alone = plan_of(**values)  # what these send does not depend on who owns them
+    assert (plan.bytes, plan.rounds) == (alone.bytes, alone.rounds)
+    most = max(map(len, owners.values()))
+    assert plan.compute_seconds == pytest.approx(
+        most / nodes * make_plan(config, Asked(size, tflops=1e-6)).compute_seconds
+    )
+    # Each of them has the parts of the largest share of the workers.
+    assert plan.memory.moments * nodes == most * alone.memory.moments
+
+
+def test_more_islands_than_nodes_on_cpus_are_refused():
+    with pytest.raises(ConfigError, match=r"--devices: 6 processes on CPUs are 3 islands .* has 2 nodes"):
+        plan_of(Asked(devices=6), devices=["cpu"], devices_per_node=2, nodes_per_gpu=2)
+
+
 def test_state_on_the_host_is_planned_and_advised():
     values = {"activation_checkpointing": True, "max_batch_size": 1, "eval_batch_size": 1}  # nothing else can be less
     plain, away = plan_of(**values), plan_of(**values, outer_state="cpu", idle_moments="cpu")
@@ -609,7 +638,7 @@ def test_the_large_configurations_are_for_islands_of_8(name, parameters, fits_on
     assert sum(parameter.numel() for parameter in module.parameters()) == parameters
     kept = Kept.of(config, WorkingModel(module, META))
     step = step_sizes(meta_model(config)[0], config)
-    (load,) = device_loads(config, [[(0, [0])]], 1)
+    (load,) = device_loads(config, [[(0, [0])]], [[0]])
     island = Demand(kept, step, (load,), Placement(devices_per_node=8))
     assert island.largest(0.9 * 80e9) >= config.max_batch_size
     assert (island.placed(devices_per_node=1).largest(0.9 * 80e9) >= 2) is fits_one_device

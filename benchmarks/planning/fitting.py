@@ -51,21 +51,20 @@ class Demand:
 
 
 def device_loads(
-    config: Config, assignments: Sequence[Sequence[tuple[int, Sequence[int]]]], devices: int
+    config: Config, assignments: Sequence[Sequence[tuple[int, Sequence[int]]]], devices: Sequence[Sequence[int]]
 ) -> tuple[Load, ...]:
     """The loads of all devices under all assignments of nodes to trainers, each once.
 
     Processes that share a device have near-equal parts of its nodes, and each of them the trainers that work there.
 
     Args:
-        assignments: trainers with their nodes. devices: islands of the run.
+        assignments: trainers with their nodes. devices: the nodes of each, or of each island.
     """
-    each, found = config.nodes_per_gpu, {}
-    processes = min(config.processes_per_gpu if config.processes == "auto" else 1, each)
-    several = processes * devices > 1
+    found = {}
+    processes = min(config.processes_per_gpu if config.processes == "auto" else 1, config.nodes_per_gpu)
+    several = processes * len(devices) > 1
     for trainers in assignments:
-        for device in range(devices):
-            nodes = range(device * each, (device + 1) * each)
+        for nodes in devices:
             parts = [set(share_of(nodes, index, processes)) for index in range(processes)]
             workers = [[len(part & set(own)) for _, own in trainers] for part in parts]
             load = Load(

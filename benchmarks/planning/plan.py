@@ -34,6 +34,7 @@ from training_logs.showing.prediction import lawless
 from utils.compression import COMMUNICATION_DTYPES
 from utils.config import Config, ConfigError
 from utils.config_reading import parse_config
+from utils.placement import share_of
 from utils.utils import json_text
 
 # More than any run reads: examples, and how many fit at a time, where nobody knows.
@@ -149,11 +150,7 @@ class Planner:
         self.devices = asked.devices or (len(config.devices) if config.devices and not self.placement.on_host else each)
         if self.devices % each:
             raise ConfigError(f"--devices: must be a multiple of devices_per_node, {each}, got {self.devices}")
-        self.islands = self.devices // each
-        per_island = config.nodes_per_gpu
-        self.nodes_of = tuple(
-            range(first, first + per_island) for first in range(0, self.islands * per_island, per_island)
-        )
+        self.nodes_of = self._placed(self.devices // each)
         self._read_data()
         module, assumed = meta_model(config, self.data)
         if assumed:
@@ -168,8 +165,26 @@ class Planner:
             self.unknown.append("activations: this model takes nothing but real numbers; memory is without them")
         self.island = self._island()
 
+    def _placed(self, islands: int) -> tuple[Sequence[int], ...]:
+        """The nodes of every device, or island: as `share_out` of `utils.placement` gives them to processes."""
+        each, size = self.config.nodes_per_gpu, self.placement.devices_per_node
+        if not self.placement.on_host or size == 1:
+            return tuple(range(island * each, (island + 1) * each) for island in range(islands))
+        # The processes of a machine have its CPUs in common, and so its nodes.
+        if islands > each:
+            raise ConfigError(
+                f"--devices: {self.devices} processes on CPUs are {islands} islands of devices_per_node {size}, and a "
+                f"machine has {each} nodes for them (nodes_per_gpu); every island needs one"
+            )
+        return tuple(share_of(range(each), island, islands) for island in range(islands))
+
+    @property
+    def groups(self) -> int:
+        """Groups of nodes that communicate for nothing: devices, or islands, and all of a machine's CPUs together."""
+        return self.nodes // self.config.nodes_per_gpu
+
     def _processes(self) -> Absent:
-        return Absent([META] * self.islands, self.config.nodes_per_gpu)
+        return Absent([META] * self.groups, self.config.nodes_per_gpu)
 
     def _read_data(self) -> None:
         """Read the data only where their number ends the run."""
@@ -212,7 +227,7 @@ class Planner:
         """The rounds of the run with such a max batch."""
         seconds = None if self.island is None else self._seconds
         shares = self.data and self.data.shares and self.data.shares.sizes
-        rehearsal = Rehearsal(self.config, self.working, self.examples, self.islands, max_batch, seconds, shares)
+        rehearsal = Rehearsal(self.config, self.working, self.examples, self.groups, max_batch, seconds, shares)
         return rehearsal, list(rehearsal.rounds())
 
     def demand(self, rounds: Sequence[Round]) -> Demand:
@@ -222,7 +237,7 @@ class Planner:
             groups = {node: node for node in range(self.nodes)}
             for trainers in [[trainer for trainer, _ in assignment] for assignment in found]:
                 found[tuple(distribute_nodes(dict.fromkeys(trainers, 1), groups).items())] = None
-        return Demand(self.kept, self.step, device_loads(self.config, list(found), self.islands), self.placement)
+        return Demand(self.kept, self.step, device_loads(self.config, list(found), self.nodes_of), self.placement)
 
     def largest_request(self, rehearsal: Rehearsal) -> int | None:
         """Of a trainer, ever, in examples; None: nothing bounds it that is known."""
