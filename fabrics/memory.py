@@ -151,18 +151,34 @@ class Memory:
         return self.device - self.round - self.gathered - self.activations - self.logits
 
 
-def _step_bytes(step: StepSizes, examples: int, recomputed: bool) -> tuple[int, int]:
-    """Activations and logits of so many examples on one device."""
-    activations = examples * step.activations
-    if recomputed:  # the inputs of all layers, and one layer at a time
-        activations = min(activations, examples * (step.layers * step.boundary + step.activations // step.layers))
-    # What autocast makes of the weights lives as long as activations do.
-    return activations + step.fixed, examples * step.logits
+def _step_bytes(step: StepSizes, examples: int, recomputed: bool, sharded: bool) -> list[tuple[int, int]]:
+    """Activations and logits of so many examples on one device, in every moment in which most may be there.
+
+    sharded: layers are gathered, and with autocast in its type: no copy of their weights is made besides.
+    """
+    cast = step.layer_casts if sharded else 0
+    activations, logits = examples * step.activations, examples * step.logits
+    if not recomputed:  # what autocast makes of the weights lives as long as activations do
+        return [(activations + step.fixed - cast, logits)]
+    inputs, again = examples * step.layers * step.boundary, step.recomputed
+    if again is None:  # the inputs of all layers, and one layer at a time
+        return [(min(activations, inputs + activations // step.layers) + step.fixed - cast, logits)]
+    outside, tied = inputs + examples * again.outside, 0 if sharded else again.tied
+    return [
+        # The forward pass ends: autocast keeps what it makes of weights until then.
+        (inputs + again.forward.most(examples) + step.fixed - cast, 0),
+        (outside + step.fixed - cast, examples * again.logits),
+        # The loss is differentiated: of layers there is nothing but their inputs.
+        (outside + again.fixed, logits),
+        # The last layer is made again, for its gradients. Those of the head wait for those of embeddings it is tied to.
+        (inputs + again.layer.most(examples) + tied - cast // step.layers, 0),
+        (3 * tied, 0),  # both, and their sum
+    ]
 
 
-def _evaluation_bytes(step: StepSizes, examples: int) -> tuple[int, int]:
+def _evaluation_bytes(step: StepSizes, examples: int, fixed: int) -> tuple[int, int]:
     """Activations, of one layer at a time, and logits with their logarithms, of so many examples; no gradients."""
-    return examples * (step.activations // step.layers) + step.fixed, examples * step.logits * 2 // 3
+    return examples * (step.activations // step.layers) + fixed, examples * step.logits * 2 // 3
 
 
 def _gathered_bytes(kept: Kept, devices: int, activations: int, logits: int) -> int:
@@ -200,12 +216,12 @@ def device_memory(kept: Kept, step: StepSizes | None, load: Load, placement: Pla
     host = {"moments": (owners - here) * moments, "trainers": trainers * away, "method_per_trainer": methods * away}
     passes = [(0, 0)]
     if step is not None:
-        examples, casts = -(-load.micro_batch // devices), step.layer_casts if devices > 1 else 0
-        passes = [_step_bytes(step, examples, placement.activation_checkpointing)]
-        passes += [_evaluation_bytes(step, load.evaluated)] if load.evaluated else []
+        examples, sharded = -(-load.micro_batch // devices), devices > 1
+        fixed = step.fixed - (step.layer_casts if sharded else 0)  # the others are among what is gathered
+        passes = _step_bytes(step, examples, placement.activation_checkpointing, sharded)
+        passes += [_evaluation_bytes(step, load.evaluated, fixed)] if load.evaluated else []
         # When a probed pass ends, logits and activations are gone but for what of them the probe holds.
-        passes += [(examples * step.probed + step.fixed, 0)] if devices > 1 and step.probed else []
-        passes = [(activations - casts, logits) for activations, logits in passes]  # they are among what is gathered
+        passes += [(examples * step.probed + fixed, 0)] if sharded and step.probed else []
     needs = [(*each, _gathered_bytes(kept, devices, *each) if devices > 1 else 0) for each in passes]
     activations, logits, gathered = max(needs, key=sum)
     return Memory(

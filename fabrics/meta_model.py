@@ -3,6 +3,7 @@
 Nothing of model size is taken, and no weights are downloaded: of a pretrained model only its architecture is read.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,8 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from algorithms.losses import example_losses
 from fabrics.attention import unmasked_name
 from fabrics.examples import TaskData
+from fabrics.layer_steps import Call, Course, boundary_bytes, layer_moments, remembered_calls
 from fabrics.model_family import ModelFamily
-from fabrics.model_layers import GroupOrder, sharded_layers, sharded_parts
+from fabrics.model_layers import GroupOrder, layers_of, sharded_layers, sharded_parts
 from fabrics.models import MODELS, build_model
 from fabrics.nodes import probes_examples
 from fabrics.tokenization import END_OF_TEXT, named_tokenizer, train_tokenizer
@@ -71,6 +73,24 @@ def meta_model(config: Config, data: TaskData | None = None) -> tuple[nn.Module,
 
 
 @dataclass(frozen=True)
+class Recomputed:
+    """Bytes of a step whose layers compute their activations again, beside the layers' inputs.
+
+    fixed: kept outside of layers, whatever the examples, with the weights there as autocast casts them. outside: of an
+    example, without logits. logits: of an example, as the model makes them. forward: of a layer in the forward pass,
+    less its weights as they are cast, which stay until the end of that pass. layer: of one in the backward pass.
+    tied: of the gradients of parameters that are in several places, which wait for each other.
+    """
+
+    fixed: int
+    outside: int
+    logits: int
+    forward: Course
+    layer: Course
+    tied: int = 0
+
+
+@dataclass(frozen=True)
 class StepSizes:
     """Bytes that a step needs besides parameters and gradients.
 
@@ -82,6 +102,7 @@ class StepSizes:
     linear layers, and the gradients of their outputs and of embeddings, in the parameters' type.
     once: the parameters, by name, that islands gather for a forward pass alone.
     layers, boundary: where activations are computed again, of so many layers only the input is kept, of so many bytes.
+    recomputed: what else there is then; None: not known.
     """
 
     fixed: int
@@ -92,22 +113,47 @@ class StepSizes:
     layer_casts: int = 0
     probed: int = 0
     once: frozenset[str] = frozenset()
+    recomputed: Recomputed | None = None
 
 
-def _kept(module: nn.Module, config: Config, task: str, examples: int) -> tuple[int, torch.Tensor, int]:
-    """Bytes that autograd keeps of a step with so many examples, without the parameters; the logits; and what
-    `StepSizes.probed` says of all examples."""
+@dataclass(frozen=True)
+class _Kept:
+    """Bytes that autograd keeps of a step, without the parameters, and of these outside of layers; the logits; what
+    `StepSizes.probed` says of all examples; the linear layers whose weights are kept; how the last layer is called."""
+
+    total: int
+    outside: int
+    logits: torch.Tensor
+    held: int
+    weighing: frozenset[nn.Module]
+    call: Call | None
+
+
+def _computing(config: Config) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=config.autocast is not None)
+
+
+def _kept(module: nn.Module, config: Config, task: str, examples: int) -> _Kept:
+    """What is kept of a step with so many examples."""
     sizes: dict[int, int] = {}
+    outside: set[int] = set()
     alive = []  # a storage that were gone might have its place taken by another
     held: dict[tuple, int] = {}
+    layers, inside, weighing, calls = layers_of(module), [], set(), []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         alive.append(storage)
         sizes[storage._cdata] = storage.nbytes()
+        if not inside:
+            outside.add(storage._cdata)
         return tensor
 
     def hold(layer: nn.Module, arguments: tuple, output: torch.Tensor) -> None:
+        if isinstance(layer, nn.Linear) and arguments[0].requires_grad:
+            weighing.add(layer)
+        if not layer.weight.requires_grad:
+            return
         held[layer, "output"] = output.numel() * layer.weight.element_size()
         if isinstance(layer, nn.Linear):
             # Layers with one input hold it together, but for what each has of it in another type.
@@ -116,19 +162,43 @@ def _kept(module: nn.Module, config: Config, task: str, examples: int) -> tuple[
             held[of, "input"] = given.numel() * layer.weight.element_size()
 
     watched = [layer for layer in module.modules() if isinstance(layer, nn.Linear | nn.Embedding)]
-    hooks = [layer.register_forward_hook(hold) for layer in watched if layer.weight.requires_grad]
+    hooks = [layer.register_forward_hook(hold) for layer in watched]
+    hooks += [layer.register_forward_pre_hook(lambda *_: inside.append(None)) for layer in layers]
+    hooks += [layer.register_forward_hook(lambda *_: inside.clear()) for layer in layers]
+    hooks += [remembered_calls(layer, calls) for layer in layers[-1:]]
     ids = torch.zeros(examples, config.sequence_length, dtype=torch.long)
     labels = ids[:, 0] if task == "classification" else ids
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=config.autocast is not None)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        with autocast:
+        with _computing(config):
             logits = module(input_ids=ids)
             logits = logits if isinstance(logits, torch.Tensor) else logits.logits
         example_losses(logits, labels).mean()
     for hook in hooks:
         hook.remove()
-    own = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
-    return sum(size for place, size in sizes.items() if place not in own), logits, sum(held.values())
+    for parameter in module.parameters():
+        sizes.pop(parameter.untyped_storage()._cdata, None)
+    total, beyond = sum(sizes.values()), sum(size for place, size in sizes.items() if place in outside)
+    return _Kept(total, beyond, logits, sum(held.values()), frozenset(weighing), calls[-1] if calls else None)
+
+
+def _tied_bytes(module: nn.Module) -> int:
+    """Of trained parameters that several modules have."""
+    owners = Counter(parameter for child in module.modules() for parameter in child.parameters(recurse=False))
+    return sum(each.numel() * each.element_size() for each, n in owners.items() if n > 1 and each.requires_grad)
+
+
+def _recomputed(module: nn.Module, config: Config, one: _Kept, two: _Kept, loss: int, tied: int) -> Recomputed | None:
+    """Of steps with one and two examples; loss: what autograd keeps of an example's logits; tied: see Recomputed."""
+    if one.call is None or two.call is None:
+        return None
+    layer = layers_of(module)[-1]
+    try:
+        moments = [layer_moments(layer, kept.call, lambda: _computing(config)) for kept in (one, two)]
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError):
+        return None
+    forward, both = (Course.of(*each) for each in zip(*moments, strict=True))
+    outside = two.outside - one.outside
+    return Recomputed(one.outside - outside, outside - loss, one.logits.nbytes, forward, both, tied)
 
 
 def step_sizes(module: nn.Module, config: Config) -> StepSizes | None:
@@ -141,28 +211,30 @@ def step_sizes(module: nn.Module, config: Config) -> StepSizes | None:
         # For any model, as to find out whether one needs a mask transformers looks at positions, which are not there.
         module.set_attn_implementation(unmasked_name())
     task, layers = MODELS[config.model_type].task, getattr(getattr(module, "config", None), "num_hidden_layers", 1)
+    tied = _tied_bytes(module)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             module.to_empty(device="cpu")
             order = GroupOrder(module, sharded_parts(module) if config.autocast else sharded_layers(module))
-            one, logits, held = _kept(module, config, task, 1)
-            once = order.once()
-            two, *_ = _kept(module, config, task, 2)
+            one = _kept(module, config, task, 1)
+            once, logits = order.once(), one.logits
+            # The loss is differentiated in float32 at least.
+            loss = logits.numel() * max(logits.element_size(), 4)
+            two = _kept(module, config, task, 2)
+            recomputed = _recomputed(module, config, one, two, loss, tied)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
         return None
     cast = sharded_parts(module) if config.autocast else []
-    weights = [child.weight for part in cast for child in part.modules() if isinstance(child, nn.Linear)]
+    weights = [child.weight for part in cast for child in part.modules() if child in one.weighing]
     casts = sum(weight.numel() for weight in weights) * torch.bfloat16.itemsize
-    # Logarithms, their gradients and those of the logits: the loss is differentiated in float32 at least.
-    numbers, wide = logits.numel(), max(logits.element_size(), 4)
-    width = getattr(getattr(module, "config", None), "hidden_size", 0)
     return StepSizes(
-        fixed=2 * one - two,
-        activations=two - one - numbers * wide,
-        logits=3 * numbers * wide,
+        fixed=2 * one.total - two.total,
+        activations=two.total - one.total - loss,
+        logits=3 * loss,  # logarithms, their gradients and those of the logits
         layers=layers,
-        boundary=logits.element_size() * width * config.sequence_length,
+        boundary=0 if one.call is None else boundary_bytes(one.call),
         layer_casts=casts,
-        probed=held if probes_examples(config) else 0,
+        probed=one.held if probes_examples(config) else 0,
         once=once,
+        recomputed=recomputed,
     )

@@ -23,7 +23,7 @@ from benchmarks.planning.text import text as text_of
 from benchmarks.planning.units import link, memory
 from cluster import Cluster
 from fabrics.choices import CHECKS, CHOICES
-from fabrics.initialisation import initial_model
+from fabrics.initialisation import initial_model, recompute_activations
 from fabrics.inner_optimizers import INNER_OPTIMIZERS
 from fabrics.memory import Kept, Load, Placement, device_memory, largest_micro_batch, whole_bytes
 from fabrics.meta_model import META, StepSizes, meta_model, step_sizes
@@ -197,22 +197,58 @@ def test_a_checkpoint_is_as_large_as_planned(tmp_path):
     assert size == kept.state_bytes(len(cluster.trainers), len(cluster.nodes))
 
 
+def allocated(working: WorkingModel, data, count: int) -> int:
+    """The most bytes that a real step has at one time, as PyTorch's allocator tells it."""
+    examples = np.arange(count)
+    backward(working, data.train, examples)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        backward(working, data.train, examples)
+    changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return np.cumsum([event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())]).max()
+
+
 @pytest.mark.parametrize("values", [{}, {"tie_word_embeddings": False}, {"num_hidden_layers": 3}, {"autocast": True}])
 def test_what_a_step_needs_is_what_is_allocated(values):
-    """The most bytes that a real step has at one time, as PyTorch's allocator tells it, beside what is counted without
-    numbers. Neither sees the parameters; what takes part in no sum over tokens is a few kilobytes."""
+    """Beside what is counted without numbers. Neither sees the parameters; what takes part in no sum over tokens is a
+    few kilobytes."""
     architecture = TINY_ARCHITECTURE | {"num_hidden_layers": 2} | values
     autocast = "bfloat16" if architecture.pop("autocast", False) else None
     config, data = make_config(model_config=architecture, autocast=autocast, sequence_length=64), tiny_data(length=64)
     sizes = step_sizes(meta_model(config, data)[0], config)
     working = WorkingModel(initial_model(config, data, 0), CPU, autocast and torch.bfloat16)
-    examples = np.arange(16)
-    backward(working, data.train, examples)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        backward(working, data.train, examples)
-    changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    there = np.cumsum([event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())])
-    assert sizes.fixed + 16 * (sizes.activations + sizes.logits) == pytest.approx(there.max(), rel=0.01)
+    needed = allocated(working, data, 16)
+    assert sizes.fixed + 16 * (sizes.activations + sizes.logits) == pytest.approx(needed, rel=0.01)
+
+
+NARROW = TINY_ARCHITECTURE | {"num_hidden_layers": 2}
+# What autocast makes of the weights of all layers, what a layer needs, and logits are most, one after the other.
+WIDE = TINY_ARCHITECTURE | {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 512}
+
+
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+@pytest.mark.parametrize(
+    ("architecture", "count", "tolerance"),
+    [
+        (NARROW, 16, 0.01),
+        (WIDE, 16, 0.01),
+        (WIDE | {"tie_word_embeddings": False, "num_hidden_layers": 2}, 16, 0.01),
+        (WIDE, 2, 0.03),  # when the last weight of the last layer is cast, the layer no longer needs most
+    ],
+)
+def test_what_a_step_needs_that_computes_activations_again_is_what_is_allocated(
+    architecture, count, tolerance, autocast
+):
+    """Weights as autocast casts them are there in the forward pass, and of one layer at a time afterwards."""
+    values = {"autocast": autocast, "sequence_length": 64, "activation_checkpointing": True}
+    config, data = make_config(model_config=architecture, **values), tiny_data(length=64)
+    kept = Kept(0, 0, False, (), ())
+    planned = device_memory(
+        kept, step_sizes(meta_model(config, data)[0], config), Load(0, 0, micro_batch=count), Placement.of(config)
+    )
+    module = initial_model(config, data, 0)
+    recompute_activations(module, config.model_type)
+    needed = allocated(WorkingModel(module, CPU, autocast and torch.bfloat16), data, count)
+    assert planned.device == pytest.approx(needed, rel=tolerance)
 
 
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])
