@@ -75,6 +75,13 @@ def _statistics(squared_norms: torch.Tensor, inner_products: torch.Tensor, squar
     )
 
 
+def _kind(module: nn.Module) -> str:
+    """The name of a module's class. What is sharded by itself has one of FSDP2's making, FSDP and that name."""
+    kind = type(module)
+    original = kind.__bases__[-1].__name__
+    return original if kind.__name__ == f"FSDP{original}" else kind.__name__
+
+
 class _Kept(torch.autograd.Function):
     """Keeps a tensor as autograd keeps what a backward pass needs: where activations are computed anew, it is as well.
 
@@ -139,7 +146,7 @@ class PerExampleProbe:
 
     @staticmethod
     def _check_supported(path: str, module: nn.Module) -> None:
-        kind = type(module).__name__
+        kind = _kind(module)
         advice = "set statistics_estimator: across_workers"
         if kind not in SUPPORTED_MODULES:
             raise UnsupportedModuleError(
@@ -198,7 +205,7 @@ class PerExampleProbe:
         dtype = self._dtype_of(module)
         x = x.to(dtype) if x.is_floating_point() else x
         with torch.autocast(delta.device.type, enabled=False):
-            uses = SUPPORTED_MODULES[type(module).__name__](module, x, delta.to(dtype))
+            uses = SUPPORTED_MODULES[_kind(module)](module, x, delta.to(dtype))
             for parameter, use in uses:
                 if parameter.requires_grad:
                     self._uses.setdefault(parameter, []).append(use())

@@ -13,6 +13,7 @@ from torch import nn
 from algorithms.per_example import (
     PerExampleProbe,
     UnsupportedModuleError,
+    _kind,
     compared_micro_batches,
     per_example_statistics,
     step_estimate,
@@ -245,6 +246,22 @@ def test_a_module_called_twice_counts_both_calls():
     with PerExampleProbe(model, batch_size=6) as probe:
         model(x).square().sum((1, 2)).mean().backward()
     assert probe.statistics().variance == pytest.approx(gradients.var(0).sum().item(), rel=1e-12)
+
+
+def test_a_module_that_is_sharded_by_itself_is_what_it_was_before():
+    """FSDP2 gives it a class of its own, as the linear layers of a BERT on islands with autocast have."""
+
+    class FSDPModule:
+        pass
+
+    module, model = nn.Linear(3, 2), nn.Bilinear(3, 3, 1)
+    for sharded in (module, model):
+        kind = type(sharded)
+        sharded.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+    assert _kind(module) == "Linear"
+    PerExampleProbe(nn.Sequential(module), batch_size=2)
+    with pytest.raises(UnsupportedModuleError, match=r"'0' of class Bilinear"):
+        PerExampleProbe(nn.Sequential(model), batch_size=2)
 
 
 def test_an_unknown_module_is_named():
