@@ -68,6 +68,25 @@ def test_an_impossible_number_of_processes(value):
         parse_config({"number_of_outer_steps": 1}, [f"processes={value}"])
 
 
+@pytest.mark.parametrize("processes", ["auto", "1"])
+def test_gpus_are_counted_among_those_that_the_configuration_leaves_visible(monkeypatch, tmp_path, processes):
+    """CUDA reads what is visible once, when it is first asked."""
+    seen, started = [], []
+
+    def gpus() -> int:
+        seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+        return len(seen[-1].split(","))
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setattr(launch, "_gpus", gpus)
+    monkeypatch.setattr(launch, "Launch", lambda count, program: started.append(count))
+    path = tmp_path / "config.yaml"
+    path.write_text(f"{{number_of_outer_steps: 1, processes: {processes}, CUDA_VISIBLE_DEVICES: '2,3'}}")
+    launch.start_processes(path, [], ["run.py"])
+    assert set(seen) == {"2,3"}
+    assert started == ([2] if processes == "auto" else [])
+
+
 def test_more_processes_than_nodes_are_not_started(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(launch, "_gpus", lambda: 0)
     monkeypatch.setattr(launch, "Launch", lambda count, program: pytest.fail(f"{count} processes were started"))

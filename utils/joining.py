@@ -8,6 +8,7 @@ from utils.agreement import agree, done_by_all
 from utils.config import Config, ConfigError
 from utils.devices import resolve_devices
 from utils.distributed import Processes, meet
+from utils.launch import hide_gpus
 
 
 def _own_devices(config: Config) -> tuple[list[torch.device], list[str]]:
@@ -23,8 +24,7 @@ def place_nodes(processes: Processes, config: Config) -> list[str]:
     Raises:
         ConfigError: devices or processes are not to be had.
     """
-    if config.CUDA_VISIBLE_DEVICES is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = config.CUDA_VISIBLE_DEVICES
+    hide_gpus(config)
     devices, warnings = done_by_all(processes, lambda: _own_devices(config))
     on_cpu = all(device.type == "cpu" for device in devices)
     in_order = on_cpu if config.deterministic is None else config.deterministic

@@ -40,6 +40,15 @@ def _gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def hide_gpus(config: "Config") -> None:
+    """From this process and those that it starts, but for those that the configuration leaves visible.
+
+    CUDA looks once, when it is first asked: how many there are may be asked only afterwards.
+    """
+    if config.CUDA_VISIBLE_DEVICES is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = config.CUDA_VISIBLE_DEVICES
+
+
 def planned_processes(config: "Config") -> int:
     """Processes for this machine: those that the config gives, else as many as there are nodes for.
 
@@ -153,6 +162,7 @@ def start_processes(
         read = load_config(config, overrides)[0]
     except ConfigError:
         return contextlib.nullcontext()
+    hide_gpus(read)
     count = planned_processes(read)
     nodes = max(len(read.devices or ()), _gpus(), 1) * read.nodes_per_gpu
     if read.devices_per_node == 1 and count > nodes:
