@@ -15,7 +15,7 @@ import bisect
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 
@@ -246,11 +246,11 @@ class TooFewRoundsError(ValueError):
 Theta = tuple[float, float]  # (ln b_1, growth); the growth of the linear law relative to b_1, so that both are about 1
 
 
-def _model(regime: str, theta: Theta, since: float) -> float:
-    """The law's ln b_t."""
+def _grown(regime: str, growth: float, places: Iterable[float]) -> list[float]:
+    """The law's ln b_t - ln b_1 where t - 1 is at these places."""
     if regime == "linear":
-        return theta[0] + math.log1p(theta[1] * since)
-    return theta[0] + theta[1] * since  # the constant law has no growth
+        return [math.log1p(growth * since) for since in places]
+    return [growth * since for since in places]  # the constant law has no growth
 
 
 def _slope(regime: str, theta: Theta, since: float) -> float:
@@ -259,7 +259,7 @@ def _slope(regime: str, theta: Theta, since: float) -> float:
 
 
 def _residuals(regime: str, theta: Theta, logs: Sequence[float]) -> list[float]:
-    return [value - _model(regime, theta, since) for since, value in enumerate(logs)]
+    return [value - (theta[0] + by) for value, by in zip(logs, _grown(regime, theta[1], range(len(logs))), strict=True)]
 
 
 def _squares(values: Sequence[float]) -> float:
@@ -321,11 +321,11 @@ def _draws(regime: str, theta: Theta, count: int, variance: float) -> list[Theta
     # ln b_1 about the best one for a growth, which a few rounds tell, so that laws without growth fit the batches, too.
     spread = math.sqrt(variance * n / (n * q - s * s))
     places = [index * (count - 1) / (_PLACES - 1) for index in range(_PLACES)]
-    level = math.fsum(_model(regime, theta, place) for place in places)
+    level = math.fsum(theta[0] + by for by in _grown(regime, theta[1], places))
     laws = []
     for first, second in _POINTS:
         growth = max(theta[1] + spread * second, 0.0)
-        moved = level - math.fsum(_model(regime, (0.0, growth), place) for place in places)
+        moved = level - math.fsum(_grown(regime, growth, places))
         laws.append((moved / _PLACES + math.sqrt(variance / n) * first, growth))
     return laws
 

@@ -4,7 +4,6 @@ So comparisons share runs, and published ones are found again. A new key is one 
 as not changing training; tests/test_compare.py fails where a published run that still holds is no longer found.
 """
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Callable
@@ -95,7 +94,7 @@ _NULL_NOW = {"Decoupled": {"quorum": 1}}
 
 def effective_values(config: Config) -> dict:
     """The keys of a configuration that have an effect, and their values."""
-    values = dataclasses.asdict(config)
+    values = {name: getattr(config, name) for name in FIELDS}
     idle = set(_PLACES) | {name for when, names in _WITHOUT_EFFECT if when(config) for name in names}
     for name, entry in FIELDS.items():
         datasets = entry.metadata["datasets"]

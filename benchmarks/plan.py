@@ -4,6 +4,8 @@ A file in benchmarks/comparisons/ is YAML; every run it asks for is a run of run
 what has an effect (benchmarks/identity.py), so that comparisons share runs, and none is made again.
 """
 
+import copy
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +32,8 @@ from benchmarks.search_space import (
 from configs.make_samples import SAMPLES
 from fabrics.choices import CHECKS, CHOICES
 from utils.config import BUDGETS, Config, ConfigError
-from utils.config_reading import load_config
-from utils.yaml_reading import yaml_value
+from utils.config_reading import parse_config
+from utils.yaml_reading import read_mapping, yaml_value
 
 ROOT = Path(__file__).resolve().parent.parent
 # What a comparison may take of the overview for its summary.
@@ -265,8 +267,13 @@ def _assignments(values: Settings) -> tuple[str, ...]:
     return tuple(f"{key}={text(value)}" for key, value in values.items())
 
 
+# All runs of a comparison are changes of one file.
+_base = functools.cache(read_mapping)
+
+
 def _resolved(comparison: Comparison, values: Settings) -> Config:
-    return load_config(ROOT / comparison.base, _assignments(values), CHOICES, CHECKS)[0]
+    raw = copy.deepcopy(_base(ROOT / comparison.base))
+    return parse_config(raw, _assignments(values), CHOICES, CHECKS)[0]
 
 
 def tuning_runs(comparison: Comparison) -> list[Run]:

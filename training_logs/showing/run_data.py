@@ -17,6 +17,7 @@ import numpy as np
 import yaml
 
 from training_logs.showing.number_log import NumberLog, Rows
+from utils.yaml_reading import yaml_value
 
 # Numbers of steps in their trainer's run, their losses, and how many steps an entry is the mean of: of one length.
 Curve = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -272,7 +273,7 @@ def read_run(folder: Path, rows: bool = True) -> RunData:
     """
     path = folder / "config.yaml"
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config = yaml_value(path.read_text(encoding="utf-8"))
         report_dir = folder / config["model_training_report_dir"]
         return RunData(
             folder=folder,
