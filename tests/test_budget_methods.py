@@ -45,10 +45,10 @@ def spent(name: str, **values):
 
 @pytest.mark.parametrize("name", PLANNABLE)
 def test_a_run_ends_within_five_percent_of_its_budget(name):
-    communications = spent(name, communication_budget=12)
+    communications = spent(name, communication_budget=12, nodes_per_gpu=2)
     assert communications.communications == 12
     budget = round(communications.bytes_communicated * 0.77)
-    used = spent(name, byte_budget=budget).bytes_communicated
+    used = spent(name, byte_budget=budget, nodes_per_gpu=2).bytes_communicated
     assert 0.95 * budget <= used <= budget
 
 
@@ -81,6 +81,7 @@ def test_with_examples_of_unlike_lengths_a_run_has_no_round_too_many(sets, sched
             model_config=TINY_ARCHITECTURE, number_of_outer_steps=None, max_tokens=3000, number_of_initial_trainers=1,
             sampling_method="none", number_of_inner_steps_between_outers=2, communication_budget=8, budget_sets=sets,
             learning_rate_schedule=schedule, minimum_learning_rate_ratio=0.0, eval_every=99, training_seed=seed,
+            nodes_per_gpu=2,
         )  # fmt: skip
         with patch("fabrics.initialisation.build_model", build_light):
             cluster = Cluster(config, data)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from algorithms.communications import (
@@ -68,6 +68,7 @@ def test_communications_grow_like_the_logarithm_in_the_geometric_regime():
     assert per_decade == pytest.approx(math.log(10) / math.log(1.25), rel=1e-3)
 
 
+@settings(max_examples=40)
 @given(
     st.sampled_from(["linear", "geometric"]),
     st.floats(20.0, 100.0),

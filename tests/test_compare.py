@@ -1,5 +1,6 @@
 """Comparisons: counting against the logs, simulated time on paper, and a small one through its own command."""
 
+import functools
 import json
 import math
 import shutil
@@ -381,9 +382,15 @@ def without_times(found: dict) -> dict:
     return found | {"outcomes": outcomes}
 
 
+@functools.cache
+def ours(name: str) -> Comparison:
+    """A comparison that we publish."""
+    return load_comparison(ROOT / "benchmarks" / "comparisons" / f"{name}.yaml")
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "comparisons").glob("*.yaml")), ids=lambda p: p.stem)
 def test_the_comparisons_that_we_publish_are_valid(path):
-    comparison = load_comparison(path)
+    comparison = ours(path.stem)
     finds = comparison.search is not None or path.stem in ("methods_adaptive", "size")
     assert len(comparison.seeds) >= (1 if finds else 3), "one seed finds, three publish"
     best = {method.name: grid(comparison, method)[1][0] for method in comparison.methods}
@@ -437,7 +444,7 @@ def test_a_run_is_known_by_what_it_trains(tmp_path):
     ["decay_packages", "decay_python_code", "methods", "methods_adaptive", "methods_code", "methods_packages", "pool"],
 )
 def test_published_runs_are_found(name):
-    comparison = load_comparison(ROOT / "benchmarks" / "comparisons" / f"{name}.yaml")
+    comparison = ours(name)
     results = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text(encoding="utf-8"))
     found = results.get("found") or {method: entry["best"] for method, entry in results.get("search", {}).items()}
     runs = seed_runs(with_found(comparison, found), results["best"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabrics.choices import CHECKS, CHOICES
@@ -279,6 +279,7 @@ def test_a_missing_file(tmp_path):
         load_config(tmp_path / "none.yaml")
 
 
+@settings(max_examples=40)
 @given(
     st.fixed_dictionaries(
         {

@@ -45,7 +45,7 @@ VARIANTS = [
 # Two trainers of a worker each that become one of two.
 RUN = {
     "number_of_outer_steps": 2, "merge_frequency": 1, "number_of_initial_trainers": 2, "nodes_per_gpu": 2,
-    "identical_initialisation": False, "number_of_inner_steps_between_outers": 2,
+    "identical_initialisation": False, "number_of_inner_steps_between_outers": 2, "eval_every": 2,
 }  # fmt: skip
 
 

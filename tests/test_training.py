@@ -46,7 +46,7 @@ from utils.config import BUDGETS, ConfigError
 
 # Some ten rounds of a tiny cluster.
 SYNCHRONISATIONS = {"communication_budget": 10, "max_tokens": 2700}
-BYTES = {"byte_budget": 1_600_000, "communication_dtype": "int8", "max_tokens": 3000, "eval_every": 99}
+BYTES = {"byte_budget": 1_600_000, "communication_dtype": "int8", "max_tokens": 3000}
 
 
 def straightforward_diloco(model, stream, rounds, workers, inner_steps, batch, config, local_sgd=False):
@@ -494,10 +494,10 @@ def test_trainers_merge_down_to_one_and_go_on():
 )
 def test_unusual_settings_train_to_the_end(settings):
     """Every part in combinations that the other tests leave out: finite, merged, every node at work."""
-    common = {"number_of_outer_steps": 6, "number_of_inner_steps_between_outers": 2}
+    common = {"number_of_outer_steps": 4, "number_of_inner_steps_between_outers": 2}
     cluster, recorder = light_cluster(**common | settings), Recorder()
     final = cluster.train(recorder)
-    assert cluster.totals.outer_steps == 6
+    assert cluster.totals.outer_steps == 4
     assert len(cluster.trainers) < cluster.config.number_of_initial_trainers
     assert recorder.warnings == []
     losses = [report.train_loss for result in recorder.rounds for report in result.reports.values()]
@@ -622,6 +622,7 @@ def test_a_budget_is_exceeded_by_less_than_one_inner_step(limit, examples):
 def test_a_budget_of_communications_is_spent(budget, trainers):
     """Through merges, and with batches that grow; the learning rate falls to its end with the last of the tokens."""
     settings = budget_settings(trainers, communication_budget=budget) | {"number_of_inner_steps_between_outers": 2}
+    settings |= {"nodes_per_gpu": max(2, trainers)}
     cluster, recorder = light_cluster(**settings), Recorder()
     cluster.train(recorder)
     assert abs(cluster.totals.communications - budget) <= 1
@@ -641,6 +642,7 @@ def budget_settings(trainers: int, **budget) -> dict:
         "merge_count": 4,
         "number_of_outer_steps": None,
         "max_tokens": 6000,
+        "eval_every": 99,
         "learning_rate_schedule": "warmup_stable_decay",
         "minimum_learning_rate_ratio": 0.0,
     }
@@ -649,46 +651,46 @@ def budget_settings(trainers: int, **budget) -> dict:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"communication_budget": 20, "sampling_method": "none"},
-        {"communication_budget": 15, "ETA": 0.8},
-        {"communication_budget": 10, "ETA": 0.8, "smallest_worker_batch": 4},
-        {"communication_budget": 40, "number_of_initial_trainers": 4, "nodes_per_gpu": 4, "sampling_method": "none"},
-        {"communication_budget": 15, "sampling_method": "none", "batch_schedule": [[0.2, 8], [0.5, 16], [0.7, 24]]},
-        {"byte_budget": 1_000_000, "ETA": 0.8, "smallest_worker_batch": 4},
+        {"communication_budget": 10, "sampling_method": "none"},
+        {"communication_budget": 8, "ETA": 0.8},
+        {"communication_budget": 5, "ETA": 0.8, "smallest_worker_batch": 4},
+        {"communication_budget": 20, "number_of_initial_trainers": 4, "nodes_per_gpu": 4, "sampling_method": "none"},
+        {"communication_budget": 8, "sampling_method": "none", "batch_schedule": [[0.2, 8], [0.5, 16], [0.7, 24]]},
+        {"byte_budget": 500_000, "ETA": 0.8, "smallest_worker_batch": 4},
     ],
 )
 def test_a_budget_that_sets_inner_steps_is_spent(settings):
     """Whatever the batch does; the learning rate falls with the tokens."""
     settings = {"INITIAL_BATCH_SIZE": 4, "number_of_inner_steps_between_outers": 7, "nodes_per_gpu": 2} | settings
-    settings = budget_settings(1) | {"budget_sets": "inner_steps", "eval_every": 99} | settings
+    settings = budget_settings(1) | {"budget_sets": "inner_steps", "max_tokens": 3000} | settings
     cluster, recorder = light_cluster(**settings), Recorder()
     cluster.train(recorder)
     used, allowed = cluster.totals.used(BUDGETS[cluster.config.budget]), getattr(cluster.config, cluster.config.budget)
     assert abs(used - allowed) <= max(0.05 * allowed, 1)
-    assert 6000 <= cluster.totals.tokens < 6000 + 9 * 64
+    assert 3000 <= cluster.totals.tokens < 3000 + 9 * 64
     reports = [report for result in recorder.rounds for report in result.reports.values()]
     alone = [report.inner_steps for report in reports if not report.communications]
     assert alone[:-1] == [7] * len(alone[:-1])
     together = [report.inner_steps for report in reports if report.communications]
     assert len(set(together)) > 1 or "batch_schedule" not in settings
     last = recorder.rounds[-1].reports[0].workers[0].learning_rates
-    step = reports[-1].examples / reports[-1].inner_steps * 9 / 6000
+    step = reports[-1].examples / reports[-1].inner_steps * 9 / 3000
     assert 0.0 < last[-1] <= 0.01 * 5 * step * 1.001
 
 
 @pytest.mark.parametrize(
     ("budget", "lengths"),
     [
-        # 6,000 tokens are 667 sequences of 9, and 84 steps of 8 of them.
-        ({"communication_budget": 12}, [7] * 12),
+        # 3,000 tokens are 334 sequences of 9, and 42 steps of 8 of them.
+        ({"communication_budget": 6}, [7] * 6),
         # For two workers a synchronisation is twice a model's bytes.
-        ({"byte_budget": 12 * 2 * 27_072}, [7] * 12),
+        ({"byte_budget": 6 * 2 * 27_072}, [7] * 6),
         # Many more than there are steps, and planned at once.
-        ({"communication_budget": 10**9}, [1] * 84),
+        ({"communication_budget": 10**9}, [1] * 42),
     ],
 )
 def test_with_a_batch_that_stays_rounds_of_a_budget_are_equal(budget, lengths):
-    settings = {"budget_sets": "inner_steps", "sampling_method": "none", "INITIAL_BATCH_SIZE": 8, "eval_every": 99}
+    settings = {"budget_sets": "inner_steps", "sampling_method": "none", "INITIAL_BATCH_SIZE": 8, "max_tokens": 3000}
     settings |= {"smallest_worker_batch": 4}  # two of four workers
     cluster, recorder = light_cluster(**budget_settings(1, **budget) | settings), Recorder()
     cluster.train(recorder)
@@ -732,7 +734,7 @@ def test_a_budget_of_few_synchronisations_is_exceeded_by_less_than_one(settings,
     """
     joining = 4 - settings.get("INITIAL_BATCH_SIZE", 8) // 4
     allowed = (6 * synchronisations + 4 * joining) * 27_072
-    fixed = {"INITIAL_BATCH_SIZE": 8, "smallest_worker_batch": 4, "sampling_method": "none", "eval_every": 99}
+    fixed = {"INITIAL_BATCH_SIZE": 8, "smallest_worker_batch": 4, "sampling_method": "none"}
     fixed |= {"budget_sets": "inner_steps", "number_of_inner_steps_between_outers": 7}
     cluster, recorder = light_cluster(**budget_settings(1, byte_budget=allowed) | fixed | settings), Recorder()
     cluster.train(recorder)
@@ -822,7 +824,7 @@ def test_rounds_lengthen_as_the_learning_rate_falls():
 def test_a_budget_of_bytes_is_spent(settings):
     """Through merges with what they and new nodes are sent, and with what statistics send."""
     cluster, recorder = (
-        light_cluster(**budget_settings(4) | {"max_tokens": 3000, "eval_every": 99} | settings),
+        light_cluster(**budget_settings(4) | {"max_tokens": 3000} | settings),
         Recorder(),
     )
     cluster.train(recorder)
@@ -842,7 +844,7 @@ def test_a_budget_of_bytes_is_spent(settings):
 )
 def test_what_rounds_to_come_are_taken_to_send_is_what_they_send(settings):
     """Four trainers with as many nodes each become one after the second round."""
-    settings = {"batch_test_start": 2, "max_tokens": 3000, "eval_every": 99} | settings
+    settings = {"batch_test_start": 2, "max_tokens": 3000} | settings
     cluster = light_cluster(**budget_settings(4, byte_budget=10**7) | settings)
     trainer = cluster.trainers[0]
     traffic = traffic_of(trainer.workforce, cluster.config, trainer.batch.tests_after)
@@ -872,7 +874,7 @@ class Clock:
 
 # Computing takes 333 / 4 + 6 seconds; a synchronisation of four workers takes 1.55.
 TIME = {"time_budget": 110.0, "link_bits_per_second": 3e5, "link_latency_seconds": 0.3}
-TIME |= {"max_tokens": 3000, "eval_every": 99, "sampling_method": "none"}
+TIME |= {"max_tokens": 3000, "sampling_method": "none"}
 
 
 @pytest.mark.parametrize(
@@ -931,7 +933,7 @@ def test_clusters_that_measure_the_same_decide_the_same(monkeypatch):
     ],
 )
 def test_a_budget_that_cannot_be_kept_is_told_of_once_and_before_work_starts(settings, missing):
-    settings = {"INITIAL_BATCH_SIZE": 4, "sampling_method": "none", "max_tokens": 3000, "eval_every": 99} | settings
+    settings = {"INITIAL_BATCH_SIZE": 4, "sampling_method": "none", "max_tokens": 3000} | settings
     cluster, recorder = light_cluster(**budget_settings(4) | settings), Recorder()
     began = []
     recorder.on_start = lambda *_: began.append(len(recorder.warnings))
