@@ -1,6 +1,7 @@
 """Who does how much of a round where nodes differ in speed, come and go, rest, and lose messages."""
 
 import csv
+import functools
 import json
 from collections import Counter
 
@@ -13,6 +14,7 @@ from algorithms.synchronisation import METHODS
 from benchmarks.accounting import Hardware
 from benchmarks.planning.durations import NO_LINK, durations
 from benchmarks.planning.rehearsal import Round, TrainerRound
+from cluster import Cluster
 from fabrics.attendance import participants
 from fabrics.batch_shares import Shares, assignments
 from fabrics.data_order import Reading
@@ -129,11 +131,17 @@ def test_speeds_and_workers_that_come_and_go_make_runs_together(balance, monkeyp
     assert cluster.totals.examples == cluster.trainers[0].cursor.position == sum(report.examples for report in reports)
 
 
+@functools.cache
+def uninterrupted(balance: str) -> Cluster:
+    cluster = light_cluster(**CHANGING, balance=balance)
+    cluster.train(Recorder())
+    return cluster
+
+
 @pytest.mark.parametrize("balance", ["batch", "steps"])
 @pytest.mark.parametrize("rounds", [3, 5])
 def test_they_are_resumed_with_the_same_bits(balance, rounds):
-    whole = light_cluster(**CHANGING, balance=balance)
-    whole.train(Recorder())
+    whole = uninterrupted(balance)
     first = light_cluster(**CHANGING, balance=balance)
     for _ in range(rounds):
         first.run_round(Recorder())
@@ -201,6 +209,7 @@ def test_a_plan_takes_as_long_as_the_nodes_that_take_part():
 def test_rows_of_a_long_run_stand_for_several_rounds_and_lose_no_time(tmp_path, monkeypatch):
     """While the same nodes take part; a run that is resumed between two rows writes the same file."""
     values = CHANGING | {"number_of_outer_steps": 40, "participants": 1.0, "link_latency_seconds": 2.0}
+    values |= {"number_of_inner_steps_between_outers": 1, "eval_every": 99}
     cluster, recorder = light_cluster(**values), Recorder()
     cluster.train(recorder)
 

@@ -461,7 +461,7 @@ def run_with(tmp_path, cache_dir, monkeypatch, faults, **values) -> tuple[int, P
         return original(self, *arguments)
 
     monkeypatch.setattr(Cluster, "run_round", run_round)
-    values = {"save_weights_every": 1, "sampling_method": "none"} | values
+    values = {"save_weights_every": 1, "sampling_method": "none", "eval_every": 99} | values
     code = program.main(["--config", str(write_config(tmp_path, cache_dir, **values))])
     return code, next((tmp_path / "logs").iterdir())
 

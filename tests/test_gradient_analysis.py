@@ -328,11 +328,16 @@ def test_bert_and_replacement_work_as_well(tmp_path, cache_dir, monkeypatch):
     config = tmp_path / "config.yaml"
     config.write_text(
         f"{{dataset: imdb, imdb_local_path: {tmp_path / 'aclImdb'}, model_type: bert, sequence_length: 16, "
-        f"vocab_size: 400, number_of_outer_steps: 1}}"
+        f"vocab_size: 400, number_of_outer_steps: 1, model_config: {{preset: demo, num_hidden_layers: 1}}}}"
     )
     output = analyse(
         AnalysisConfig(
-            config=str(config), sample_size=20, batch_size=4, replacement=True, output_dir=str(tmp_path / "o")
+            config=str(config),
+            sample_size=20,
+            batch_size=4,
+            batches_per_size=6,
+            replacement=True,
+            output_dir=str(tmp_path / "o"),
         )
     )
     summary = json.loads((output / "gradient_analysis.json").read_text())

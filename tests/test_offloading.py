@@ -74,6 +74,7 @@ def test_a_run_whose_state_waits_in_host_memory_has_the_same_bits(values):
     """Two trainers of two workers each, a merge, and a node that changes hands."""
     states = []
     make = tiny_cluster if "inner_optimizer" in values else light_cluster
+    values = {"number_of_inner_steps_between_outers": 2, "eval_every": 99} | values
     for where in ("device", "cpu"):
         cluster = make(number_of_initial_trainers=2, idle_moments=where, outer_state=where, **values)
         cluster.train(Recorder())

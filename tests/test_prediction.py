@@ -262,6 +262,7 @@ def run(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("logs")
     settings = {"number_of_outer_steps": 12, "number_of_initial_trainers": 2, "max_batch_growth": 1.2}
+    settings |= {"number_of_inner_steps_between_outers": 1, "nodes_per_gpu": 2}
     return read_run(record_run(folder, max_batch_size=64, max_requested_batch=None, **settings))
 
 

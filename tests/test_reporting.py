@@ -289,8 +289,8 @@ def test_report_and_log_say_what_the_model_says(folder, run):
 
 @pytest.fixture
 def one_plot(monkeypatch):
-    """Of every run its overview alone: drawing takes longer than small runs do."""
-    monkeypatch.setattr(plots, "PLOTS", {"overview.png": PLOTS["overview.png"]})
+    """Of every run its losses alone: drawing takes longer than small runs do."""
+    monkeypatch.setattr(plots, "PLOTS", {"loss.png": PLOTS["loss.png"]})
 
 
 def test_a_dead_run_has_a_report_up_to_its_last_round(tmp_path, monkeypatch, one_plot):
@@ -315,7 +315,7 @@ def test_a_dead_run_has_a_report_up_to_its_last_round(tmp_path, monkeypatch, one
     assert (run.summary["status"], run.summary["outer_steps"], run.summary["merges"]) == ("running", 2, 1)
     assert headline(run)["rounds"] == "2"
     assert "<span class='status running'>running</span>" in (run.report_dir / "report.html").read_text()
-    assert (run.report_dir / "overview.png").exists()
+    assert (run.report_dir / "loss.png").exists()
 
 
 def test_several_runs_on_common_axes(folder, run, tmp_path, capsys, one_plot):
@@ -473,13 +473,13 @@ def test_classes_have_a_table_of_their_own(run):
 
 
 def test_a_budget_is_held_against_what_was_used(tmp_path):
-    limits = {"number_of_outer_steps": None, "max_tokens": 2000, "eval_every": 99, "number_of_initial_trainers": 1}
-    folder = record_run(tmp_path, byte_budget=1_000_000, **limits)
+    limits = {"number_of_outer_steps": None, "max_tokens": 900, "eval_every": 99, "number_of_initial_trainers": 1}
+    folder = record_run(tmp_path, byte_budget=500_000, sampling_method="none", max_batch_size=16, **limits)
     summary = read_run(folder).summary
     used = summary["bytes_communicated"]
-    expected = {"unit": "bytes", "amount": 1_000_000, "used": used, "deviation_percent": round(used / 10_000 - 100, 2)}
+    expected = {"unit": "bytes", "amount": 500_000, "used": used, "deviation_percent": round(used / 5_000 - 100, 2)}
     assert summary["budget"] == expected
-    words = f"{byte_size(used)} of 1.0 MB ({used / 10_000 - 100:+.1f}%)"
+    words = f"{byte_size(used)} of 500.0 kB ({used / 5_000 - 100:+.1f}%)"
     assert headline(read_run(folder))["budget"] == words
     assert f"budget: {words}" in (folder / "training_log.log").read_text(encoding="utf-8")
 

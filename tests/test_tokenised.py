@@ -19,7 +19,7 @@ from configs.make_samples import write_c4, write_shard
 from fabrics.c4 import local_source
 from fabrics.documents import DatasetError, Skipped, Source, document_hash, python_documents
 from fabrics.held_out import split
-from fabrics.tokenised import BLOCK_DOCUMENTS, Recipe, is_written, open_tokenised, write_tokenised
+from fabrics.tokenised import Recipe, is_written, open_tokenised, write_tokenised
 from fabrics.tokenization import fingerprint, train_tokenizer, vocabulary_size
 from tests.programs import LIMIT_SECONDS, wait_until
 from utils.config import ConfigError
@@ -140,9 +140,13 @@ def test_the_content_does_not_depend_on_the_number_of_processes(tokenizer, tmp_p
     assert content(tmp_path / "one") == content(tmp_path / "two")
 
 
-@pytest.mark.parametrize("stop", [30, 700, 1100])
-def test_an_interrupted_set_is_continued_to_the_same_bytes(tokenizer, tmp_path, whole, stop, caplog, monkeypatch):
+@pytest.mark.parametrize("stop", [30, 170, 270])
+def test_an_interrupted_set_is_continued_to_the_same_bytes(tokenizer, tmp_path, stop, caplog, monkeypatch):
+    """In blocks of 100 documents, of 60 for validation and 240 for training."""
     monkeypatch.setattr("fabrics.held_out.KEPT_TEXTS", 0)
+    monkeypatch.setattr("fabrics.tokenised.BLOCK_DOCUMENTS", 100)
+    texts = python_documents()[:400]
+    write_tokenised(tmp_path / "whole", recipe(tokenizer, texts, 240))
 
     class InterruptedError_(Exception):
         pass
@@ -152,25 +156,25 @@ def test_an_interrupted_set_is_continued_to_the_same_bytes(tokenizer, tmp_path, 
     def read(skipped):
         # The third pass over the source writes the training part; the second the validation part.
         last = next(passes) >= (1 if stop < 60 else 2)
-        for number, text in enumerate(python_documents()):
+        for number, text in enumerate(texts):
             if last and number == stop:
                 raise InterruptedError_
             yield text
 
     with pytest.raises(InterruptedError_):
-        write_tokenised(tmp_path / "set", recipe(tokenizer, read=read))
+        write_tokenised(tmp_path / "set", recipe(tokenizer, texts, 240, read=read))
     assert not (tmp_path / "set").exists()
     partial = tmp_path / "set.partial"
     assert (partial / "state.json").exists()
-    if stop > BLOCK_DOCUMENTS:
+    if stop > 100:
         # Half a block, as a machine that stopped in the middle of writing leaves it.
         with (partial / "train" / "tokens.bin").open("ab") as file:
             file.write(bytes(10**6))
     with caplog.at_level("INFO", "adloco.dataset"):
-        write_tokenised(tmp_path / "set", recipe(tokenizer))
-    done = {30: 0, 700: 560, 1100: 1060}[stop]
+        write_tokenised(tmp_path / "set", recipe(tokenizer, texts, 240))
+    done = {30: 0, 170: 160, 270: 260}[stop]
     assert f"continuing an interrupted tokenisation after {done:,} documents" in caplog.text
-    assert content(tmp_path / "set") == whole
+    assert content(tmp_path / "set") == content(tmp_path / "whole")
     assert not partial.exists()
 
 

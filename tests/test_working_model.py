@@ -85,7 +85,7 @@ def test_a_compiled_model_gives_the_same_gradients_and_statistics(monkeypatch):
 def test_a_run_in_bfloat16_learns_nearly_the_same():
     losses = []
     for autocast in (None, "bfloat16"):
-        cluster, recorder = tiny_cluster(autocast=autocast, number_of_initial_trainers=1), Recorder()
+        cluster, recorder = tiny_cluster(autocast=autocast, number_of_initial_trainers=1, nodes_per_gpu=2), Recorder()
         final = cluster.train(recorder)
         losses.append(final[0].loss)
         assert cluster.trainers[0].parameters.dtype == torch.float32
