@@ -323,7 +323,7 @@ def test_every_method_stands_lost_messages_or_refuses_them_by_name(name):
 def test_every_method_stands_resting_workers_or_refuses_them_by_name(name):
     if not accepted(name, participants=0.5):
         return
-    reports = train(matrix.trainer_of(name, workers=4, participants=0.5), 8, matrix.INNER_STEPS)
+    reports = train(matrix.trainer_of(name, workers=4, participants=0.5), 6, matrix.INNER_STEPS)
     assert all(len(report.workers) == 2 for report in reports)
     assert reports[-1].train_loss < 0.97 * reports[0].train_loss
 

@@ -17,7 +17,7 @@ from fabrics.documents import DatasetError, Skipped, document_hash, python_docum
 from fabrics.examples import PackedSequences, PaddedSequences
 from fabrics.tokenised import write_tokenised
 from fabrics.tokenization import train_tokenizer
-from tests.helpers import Recorder, warnings_of
+from tests.helpers import TINY_ARCHITECTURE, Recorder, warnings_of
 from tests.test_c4_dataset import in_both
 from utils.config import ConfigError
 
@@ -246,7 +246,7 @@ def test_documents_of_one_token_and_of_tens_of_thousands_train(make_c4, tmp_path
     texts = [*python_documents()[:120], "real text, many times over. " * 6_000, *["a", "b", "é", "東"] * 10]
     make_samples.write_shard(tmp_path / "c4-train.00000-of-00001.json.gz", texts)
     values = {"number_of_initial_trainers": 1, "number_of_inner_steps_between_outers": 3, "max_batch_size": 8}
-    values["batch_test_start"] = 1
+    values |= {"batch_test_start": 1, "model_config": TINY_ARCHITECTURE}
     config = make_c4(c4_local_path=tmp_path, data_sample_size=None, val_size=8, packing=packing, **values)
     data, recorder = load_data(config), Recorder()
     cluster = Cluster(config, data)

@@ -286,7 +286,7 @@ def test_one_worker_under_a_plain_outer_step_is_training_without_rounds():
 
 
 def test_counting_matches_the_logs_of_a_run(tmp_path):
-    run = read_run(record_run(tmp_path, nodes_per_gpu=4))
+    run = read_run(record_run(tmp_path, nodes_per_gpu=4, max_batch_size=16))
     last = usage(run)[-1]
     assert len(run.merges) == 2
     for name in ("tokens", "communications", "bytes_communicated"):

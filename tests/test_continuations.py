@@ -40,7 +40,7 @@ def test_of_one_candidate_it_is_what_transformers_generates(monkeypatch):
 def test_the_tokens_are_drawn_from_the_models_distribution(monkeypatch):
     """The first token of 20,000 equal prompts: shares of the TOP_K likeliest at the temperature, of others none."""
     monkeypatch.setattr(module_under_test, "TOP_K", 5)
-    model, prompt = tiny_llama().eval(), prompts(1)
+    model, prompt = tiny_llama().eval(), prompts(1, 2)
     with torch.no_grad():
         logits = model(input_ids=prompt).logits[0, -1]
     kept = logits.topk(5).indices

@@ -437,7 +437,7 @@ def test_an_analysis_config_that_is_none(tmp_path, text, overrides, expected):
 
 
 def test_a_run_without_a_final_model_says_so(tmp_path):
-    folder = record_run(tmp_path)
+    folder = record_run(tmp_path, number_of_outer_steps=1, number_of_initial_trainers=1)
     path = folder / "model_training_report" / "summary.json"
     summary = json.loads(path.read_text())
     del summary["best_model"]
