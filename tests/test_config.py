@@ -293,8 +293,11 @@ def test_a_missing_file(tmp_path):
     )
 )
 def test_the_resolved_copy_gives_the_same_config(values):
+    """For a reader of YAML 1.1 as well, to whom 1e-5 is a text."""
     config, _ = parse_config(values)
-    assert parse_config(yaml.load(dump_config(config), getattr(yaml, "CSafeLoader", yaml.SafeLoader)))[0] == config
+    read = yaml.load(dump_config(config), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    assert [read[name] for name in values] == list(values.values())
+    assert parse_config(read)[0] == config
 
 
 def test_every_key_has_a_meaning_and_a_valid_default():
