@@ -3,9 +3,10 @@
 Nothing of model size is taken, and no weights are downloaded: of a pretrained model only its architecture is read.
 """
 
+import functools
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -102,7 +103,7 @@ class StepSizes:
     linear layers, and the gradients of their outputs and of embeddings, in the parameters' type.
     once: the parameters, by name, that islands gather for a forward pass alone.
     layers, boundary: where activations are computed again, of so many layers only the input is kept, of so many bytes.
-    recomputed: what else there is then; None: not known.
+    recompute: makes what `recomputed` gives.
     """
 
     fixed: int
@@ -113,7 +114,13 @@ class StepSizes:
     layer_casts: int = 0
     probed: int = 0
     once: frozenset[str] = frozenset()
-    recomputed: Recomputed | None = None
+    recompute: Callable[[], Recomputed | None] = field(default=lambda: None, compare=False, repr=False)
+
+    @functools.cached_property
+    def recomputed(self) -> Recomputed | None:
+        """What else there is where activations are computed again; None: not known. It takes longer than the rest to
+        find out, and few ask."""
+        return self.recompute()
 
 
 @dataclass(frozen=True)
@@ -212,8 +219,9 @@ def step_sizes(module: nn.Module, config: Config) -> StepSizes | None:
         module.set_attn_implementation(unmasked_name())
     task, layers = MODELS[config.model_type].task, getattr(getattr(module, "config", None), "num_hidden_layers", 1)
     tied = _tied_bytes(module)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with fake:
             module.to_empty(device="cpu")
             order = GroupOrder(module, sharded_parts(module) if config.autocast else sharded_layers(module))
             one = _kept(module, config, task, 1)
@@ -221,9 +229,13 @@ def step_sizes(module: nn.Module, config: Config) -> StepSizes | None:
             # The loss is differentiated in float32 at least.
             loss = logits.numel() * max(logits.element_size(), 4)
             two = _kept(module, config, task, 2)
-            recomputed = _recomputed(module, config, one, two, loss, tied)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
         return None
+
+    def recompute() -> Recomputed | None:
+        with fake:
+            return _recomputed(module, config, one, two, loss, tied)
+
     cast = sharded_parts(module) if config.autocast else []
     weights = [child.weight for part in cast for child in part.modules() if child in one.weighing]
     casts = sum(weight.numel() for weight in weights) * torch.bfloat16.itemsize
@@ -236,5 +248,5 @@ def step_sizes(module: nn.Module, config: Config) -> StepSizes | None:
         layer_casts=casts,
         probed=one.held if probes_examples(config) else 0,
         once=once,
-        recomputed=recomputed,
+        recompute=recompute,
     )
