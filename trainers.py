@@ -61,6 +61,22 @@ class Trained:
         return cls(dict(sorted(workers.items())), parts[0].events, parts[0].values)
 
 
+def _copy_weights(trainer: "Trainer") -> list[float]:
+    """Of what workers keep of the round at hand: its examples. None of them where all have the shared parameters."""
+    if trainer.workforce.method.shares_copy:
+        return []
+    weights = trainer.shares.examples_each(trainer._config.number_of_inner_steps_between_outers)
+    return list(
+        share_sizes(trainer.cursor.readings(len(weights)), weights) if trainer._config.weigh_shares else weights
+    )
+
+
+def _weights_in(state: Mapping, workers: int) -> list[float]:
+    """Those of a trainer's state; equal ones for other workers, and from a version that did not write them down."""
+    weights = state.get("stale") or []
+    return [1.0] * workers if weights is True or (weights and len(weights) != workers) else list(weights)
+
+
 class Trainer:
     """One model instance.
 
@@ -94,7 +110,7 @@ class Trainer:
         self._examples = examples
         self._values: dict[str, float] = {}
         self._rested: frozenset[int] = frozenset()  # nodes that did not hear of the last round
-        self._stale = False  # whether workers' copies have gone on since the run made the parameters of them
+        self._weights: list[float] = []  # of workers' copies, where they have gone on since `refresh`
         self.shared = None if parameters is None else self.workforce.first_tensors(parameters)
 
     @property
@@ -130,16 +146,13 @@ class Trainer:
 
         Every process that owns a worker takes part. Looking at a run is no part of it: nothing is counted.
         """
-        if self._stale and self.workers:
-            weights = self.shares.examples_each(self._config.number_of_inner_steps_between_outers)
-            if self._config.weigh_shares:
-                weights = share_sizes(self.cursor.readings(len(weights)), weights)
-            self.workforce.average_copies(self.parameters, weights)
+        if self._weights and self.workers:
+            self.workforce.average_copies(self.parameters, self._weights)
 
     def _settle(self) -> list[Transfer]:
         """Go on with the parameters up to date; what is sent for it, by all workers."""
         self.refresh()
-        stale, self._stale = self._stale, False
+        stale, self._weights = bool(self._weights), []
         return averaged([node.id for node in self.nodes], self.workforce.plain_bytes * stale)
 
     def assign_nodes(self, nodes: tuple[Node, ...]) -> list[Transfer]:
@@ -158,7 +171,7 @@ class Trainer:
 
     def bytes_to_move(self, nodes: Sequence[int]) -> int:
         """What would arrive at nodes if these worked for the trainer from now on."""
-        settling = self._stale and self.workforce.changes(nodes)
+        settling = bool(self._weights) and self.workforce.changes(nodes)
         return self.workforce.plain_bytes * settling + total(self.workforce.moves(nodes)[1])
 
     def parameters_for(self, node: Node) -> torch.Tensor | None:
@@ -207,7 +220,7 @@ class Trainer:
         Raises:
             TrainingError: not even one example fits into a device's memory.
         """
-        self._stale = not self.workforce.method.shares_copy
+        self._weights = _copy_weights(self)
         if not self.workers:
             return None
         gathering = Gathering(
@@ -326,7 +339,7 @@ class Trainer:
             **{name: getattr(self, name) for name in _COUNTERS},
             "cursor": self.cursor.state_dict(),
             "synchronisation": self._values,
-            "stale": self._stale,
+            "stale": self._weights,
             "rested": sorted(self._rested),
             **self.workforce.state_dict(),
         }
@@ -353,7 +366,8 @@ class Trainer:
             setattr(self, name, state.get(name, 0))  # tokens were not counted from the beginning
         group = f"trainer_{self.id}"
         self.cursor.load_state_dict(state["cursor"])
-        self._values, self._stale = dict(state.get("synchronisation", {})), state.get("stale", False)
+        self._values = dict(state.get("synchronisation", {}))
+        self._weights = _weights_in(state, len(self.nodes))
         self._rested = frozenset(state.get("rested", ()))
         if self.workers:
             for name, tensor in self.shared.items():

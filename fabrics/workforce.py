@@ -256,14 +256,20 @@ class Workforce:
 
         weights: of all workers, by number.
         """
+        replicas = self.method.own_copy == "replica"
+
+        def averaged(lost: Collection[int]) -> tuple[torch.Tensor, int]:
+            return self.mean(
+                lambda index, worker: None if index in lost else PLAIN.encode(worker.state[COPY]),
+                parameters,
+                weights=weights,
+            )
+
         # What a worker began with is never lost; a replica is as it was when its worker was last well, and counts where
-        # there is no other.
-        lost = self.lost if self.method.own_copy == "replica" and len(self.lost) < len(self.nodes) else ()
-        mean, count = self.mean(
-            lambda index, worker: None if index in lost else PLAIN.encode(worker.state[COPY]),
-            parameters,
-            weights=weights,
-        )
+        # there is no other. In the middle of a round each process knows of its own workers alone who is lost.
+        mean, count = averaged(self.lost if replicas else ())
+        if replicas and not count:
+            mean, count = averaged(())
         if count:
             parameters.copy_(mean)
 

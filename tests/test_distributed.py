@@ -209,6 +209,11 @@ def test_messages_come_to_the_processes_whose_workers_they_are_for(results):
             assert came == {worker: [worker, 10 * worker, 100] for worker in here if worker not in absent}
 
 
+def test_a_round_in_which_all_diverge_is_evaluated_as_in_one_process(results):
+    """Before the processes have told each other who is lost."""
+    assert results[0]["all lost"] == spmd.all_lost() != []
+
+
 @pytest.mark.parametrize("encoding", [PLAIN, BFLOAT16, INT8, INT4])
 def test_the_mean_leaves_out_who_gives_nothing_and_equal_weights_leave_no_trace(encoding):
     tensors = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)).double()

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from algorithms.transfers import total
+from cluster import Cluster
 from fabrics.synchronisation import check_method
 from fabrics.worker import COPY, ERROR, Node
 from tests import matrix, matrix_killed
-from tests.helpers import CPU, train
+from tests.helpers import CPU, Recorder, train
 from trainers import Trainer
 from utils.config import ConfigError
 from utils.reductions import LocalWorkers
@@ -65,6 +66,29 @@ def test_runs_are_stopped_while_something_is_under_way():
     assert late["tensors"]["trainer_0 under_way"].any()
     assert json.loads(late["values"])["trainers"]["0"]["synchronisation"] == {"under_way": 2}
     assert json.loads(ring["values"])["trainers"]["0"]["stale"]
+
+
+def test_copies_count_as_they_did_in_the_round_that_made_them():
+    """Not as they will in the next, whose batch and so shares are others: what was evaluated is what is written."""
+    config = matrix.config_of(
+        "FDA", synchronisation={"threshold": 1e9}, node_speeds=[1, 0.3], nodes_per_gpu=2, balance="batch",
+        sampling_method="none", INITIAL_BATCH_SIZE=4, max_batch_size=64, batch_schedule=[[0.4, 40]],
+        number_of_initial_trainers=1, number_of_outer_steps=4, eval_every=1,
+    )  # fmt: skip
+    shares, found = [], []
+
+    class Looking(Recorder):
+        def on_round(self, cluster, result):
+            super().on_round(cluster, result)
+            shares.append(cluster.trainers[0].shares.examples_each(1))
+            other = Cluster(config, matrix.data())
+            matrix.resume(other, matrix.state_of(cluster))
+            found.extend(each.evaluate()[0].loss for each in (cluster, other))
+
+    recorder = Looking()
+    Cluster(config, matrix.data()).train(recorder)
+    assert shares[0][0] * shares[-1][1] != shares[0][1] * shares[-1][0]
+    assert found == [result.evaluations[0].loss for result in recorder.rounds for _ in range(2)]
 
 
 @every_method
