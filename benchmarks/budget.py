@@ -28,6 +28,7 @@ _HALF = ("max_tokens=1000000",)
 _CODE = ("dataset=text", f"text_files=[{sysconfig.get_path('stdlib')}/asyncio/*.py]", "text_documents=blank_lines")
 _PADDED = (*_CODE, "packing=false")
 _LINK = ("link_bits_per_second=20e6", "link_latency_seconds=0.02", "deterministic=false")
+_FEDOPT = ("distributed_algo=FedOpt", "learning_rate_for_outer_opt=0.003")
 _FIXED = (*_ONE, "sampling_method=none", "smallest_worker_batch=null")
 _ALL = ("smallest_worker_batch=null",)
 _PLANNED = (*_ALL, "budget_sets=batch")
@@ -57,13 +58,13 @@ RUNS: dict[str, tuple[str, ...]] = {
     "fixed 16, padded, 100": (*_FIXED, *_PADDED, *_HALF, "communication_budget=100"),
     "all workers, padded, 150 MB": (*_ALL, *_ONE, *_PADDED, *_HALF, "byte_budget=150000000"),
     "LocalSGD, fixed 16, 80": (*_FIXED, *_HALF, "distributed_algo=LocalSGD", "communication_budget=80"),
-    "FedOpt, one trainer, 40": (*_ONE, *_HALF, "distributed_algo=FedOpt", "communication_budget=40"),
+    "FedOpt, one trainer, 40": (*_ONE, *_HALF, *_FEDOPT, "communication_budget=40"),
     "NoLoCo, all workers, 50": (*_ONE, *_ALL, *_HALF, "distributed_algo=NoLoCo", "communication_budget=50"),
     "EagerDiLoCo, padded, 30": (*_FIXED, *_PADDED, *_HALF, "distributed_algo=EagerDiLoCo", "communication_budget=30"),
     "SparseLoCo, 2 MB": (*_FIXED, *_HALF, "distributed_algo=SparseLoCo", "byte_budget=2000000"),
     "Muon, demo, 120": (*_HALF, "inner_optimizer=muon", "communication_budget=120"),
     "fixed 16, 90 s": (*_FIXED, *_HALF, *_LINK, "time_budget=90"),
-    "one trainer, 120 s": (*_ONE, *_HALF, *_LINK, "time_budget=120"),
+    "one trainer, 50 s": (*_ONE, *_HALF, *_LINK, "time_budget=50"),
 }
 
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from tqdm import tqdm
 
 from benchmarks.plan import ROOT, Run
@@ -86,20 +87,23 @@ class Runner:
         if begun is None:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            write_json_atomically(folder / "begun.json", {"commit": self._commit})
             arguments = ["--config", self._base, *run.overrides, *_ALONE, f"log_dir={folder}"]
         else:
             arguments = ["--resume", str(begun)]
         with (folder / "output.txt").open("ab") as output:
+            before = output.tell()
             process = subprocess.Popen(
                 [sys.executable, "run.py", *arguments], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
             )
             self._running.add(process)
+            write_json_atomically(folder / "begun.json", {"commit": self._commit, "process": process.pid})
+            if self._stopping.is_set():  # meanwhile
+                process.terminate()
             status = process.wait()
             self._running.discard(process)
         if self._stopping.is_set():
             return
-        text = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
+        text = (folder / "output.txt").read_bytes()[before:].decode("utf-8", errors="replace")
         made = [path for path in folder.iterdir() if path.is_dir()]
         if status not in (0, 1) or len(made) != 1 or _TRACEBACK.search(text):
             if 0 <= status < 128:  # of itself: next time from the beginning
@@ -117,9 +121,18 @@ class Runner:
         write_json_atomically(folder / "run.json", record)
 
     def _begun(self, folder: Path) -> Path | None:
-        """The run folder of a run that was interrupted, where it has a checkpoint, of the same code, to go on from."""
-        begun = folder / "begun.json"
-        if not begun.exists() or json.loads(begun.read_text(encoding="utf-8"))["commit"] != self._commit:
+        """The run folder of a run that was interrupted, where it has a checkpoint, of the same code, to go on from.
+
+        Raises:
+            ComparisonError: it is still being made, as when the comparison was killed and its runs were not.
+        """
+        if not (path := folder / "begun.json").exists():
+            return None
+        begun = json.loads(path.read_text(encoding="utf-8"))
+        if str(folder) in _arguments(begun["process"]):
+            raise ComparisonError(f"{folder}: process {begun['process']} still makes this run; end it, or wait for it")
+        # Files that differ from the commit may differ by more by now.
+        if begun["commit"] != self._commit or self._commit in ("", "unknown") or self._commit.endswith("+"):
             return None
         checkpoints = {path.parent.parent for path in folder.glob("*/checkpoints/round_*")}
         return checkpoints.pop() if len(checkpoints) == 1 else None
@@ -156,6 +169,14 @@ class Runner:
                 raise
         if problems:
             raise ComparisonError("\n".join(problems))
+
+
+def _arguments(process: int) -> str:
+    """Of a process's command line; nothing where there is no such process."""
+    try:
+        return " ".join(psutil.Process(process).cmdline())
+    except psutil.Error:
+        return ""
 
 
 def commit() -> str:

@@ -96,6 +96,7 @@ SCENARIOS = {
         "compile_model": True,
         "model_config": TINY_ARCHITECTURE | {"num_hidden_layers": 2},
         "sampling_method": "none",
+        "INITIAL_BATCH_SIZE": 4,
         "batch_schedule": [[0.0, 4], [0.3, 8], [0.6, 12]],
         "max_batch_size": 6,
     },

@@ -556,6 +556,7 @@ def test_a_small_comparison_through_its_command(programs, tmp_path, cache_dir, c
 
 @pytest.mark.parametrize("status", [-9, 1, 2])
 def test_a_run_that_was_interrupted_goes_on_where_there_is_a_checkpoint_of_the_same_code(monkeypatch, tmp_path, status):
+    monkeypatch.setattr(runs, "commit", lambda: "one")
     comparison, runner = load_comparison(small_comparison(tmp_path)), runs.Runner(Store(tmp_path), "config.yaml", 1)
     run = make_run(comparison, comparison.methods[0], 0.001, 1)
     folder, commands = tmp_path / run.id, []
@@ -563,9 +564,13 @@ def test_a_run_that_was_interrupted_goes_on_where_there_is_a_checkpoint_of_the_s
     class Program:
         """Ends with the status at first, and with a checkpoint; well from the second time on."""
 
+        pid = 2**22 + 1  # no process has it
+
         def __init__(self, command, stdout, **how):
             commands.append(command[2:])
-            stdout.write(b"a round\n")
+            stdout.write(
+                b"Traceback (most recent call last):\n" if status == -9 and len(commands) == 1 else b"a round\n"
+            )
             (folder / "run" / "checkpoints" / "round_00002").mkdir(parents=True, exist_ok=True)
 
         def wait(self):
@@ -575,7 +580,7 @@ def test_a_run_that_was_interrupted_goes_on_where_there_is_a_checkpoint_of_the_s
         runner.make([run], "small", (), lambda run: None)
 
     monkeypatch.setattr(runs.subprocess, "Popen", Program)
-    monkeypatch.setattr(runs, "commit", lambda: "other")
+    monkeypatch.setattr(runs, "machine", lambda: "here")
     if status == 1:  # stopped by an error of training, which is an end, too
         make()
     else:
@@ -585,14 +590,23 @@ def test_a_run_that_was_interrupted_goes_on_where_there_is_a_checkpoint_of_the_s
     resumed = ["--resume", str(folder / "run")]
     begun = ["--config", "config.yaml", *run.overrides, *runs._ALONE, f"log_dir={folder}"]
     assert commands == {-9: [begun, resumed], 1: [begun], 2: [begun, begun]}[status]
-    assert (folder / "output.txt").read_text() == "a round\n" * (2 if status == -9 else 1)
+    assert (folder / "output.txt").read_text().count("\n") == (2 if status == -9 else 1)
     assert Store(tmp_path).record(run)["completed"] == (status != 1)
     assert not list(folder.glob("*/checkpoints"))
+    for code in ("other", "other+") if status == -9 else ():
+        monkeypatch.setattr(runs, "commit", lambda code=code: code)
+        for _ in range(2):  # with files that differ from the commit it begins anew each time
+            (folder / "run.json").unlink()
+            (folder / "run" / "checkpoints" / "round_00002").mkdir(parents=True)
+            runs.Runner(Store(tmp_path), "config.yaml", 1).make([run], "small", (), lambda run: None)
     if status == -9:
+        assert commands == [begun, resumed, begun, resumed, begun, begun]
         (folder / "run.json").unlink()
-        (folder / "run" / "checkpoints" / "round_00002").mkdir(parents=True)
-        runs.Runner(Store(tmp_path), "config.yaml", 1).make([run], "small", (), lambda run: None)
-        assert commands == [begun, resumed, begun]
+        monkeypatch.setattr(
+            runs, "_arguments", lambda process: f"run.py --resume {folder}/run" * (process == Program.pid)
+        )
+        with pytest.raises(compare.ComparisonError, match=rf"process {Program.pid} still makes this run"):
+            make()
 
 
 def test_a_run_that_ends_with_no_number_has_come_to_nothing(tmp_path):

@@ -190,6 +190,10 @@ def test_all_problems_are_reported_at_once_one_line_each():
         ),
         ({"sampling_method": "none", "batch_schedule": [[0.5]]}, "batch_schedule"),
         (
+            {"sampling_method": "none", "batch_schedule": [[0, 8]], "INITIAL_BATCH_SIZE": 4},
+            "batch_schedule: from 0 on the batch is INITIAL_BATCH_SIZE, 4, got 8; set that one",
+        ),
+        (
             {"smallest_worker_batch": 5, "statistics_estimator": "across_workers", "INITIAL_BATCH_SIZE": 9},
             "smallest_worker_batch: across_workers needs two workers from the first round on",
         ),

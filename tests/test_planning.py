@@ -455,7 +455,7 @@ def test_a_model_that_is_too_large_needs_more_devices():
 
 @pytest.mark.parametrize(("bound", "largest"), [(None, 64), (4096, 64), (32, 32)])
 def test_the_cap_of_a_schedule_is_its_largest_batch(bound, largest):
-    values = {"sampling_method": "none", "batch_schedule": [[0.0, 8], [0.5, 64]], "max_batch_size": None}
+    values = {"sampling_method": "none", "batch_schedule": [[0.1, 8], [0.5, 64]], "max_batch_size": None}
     cap = plan_of(**values, max_requested_batch=bound, number_of_initial_trainers=1, nodes_per_gpu=4).cap
     assert (cap.request, cap.workers, cap.micro_batch, cap.accumulation_steps) == (largest, 4, largest // 4, 1)
 

@@ -136,6 +136,11 @@ def _check_schedule(config: Config, problems: list[str]) -> None:
             f"batch_schedule: shares must grow from 0 to at most 1 and batches be positive integers, got "
             f"{config.batch_schedule}"
         )
+    elif shares and shares[0] == 0 and batches[0] != config.INITIAL_BATCH_SIZE:
+        problems.append(
+            f"batch_schedule: from 0 on the batch is INITIAL_BATCH_SIZE, {config.INITIAL_BATCH_SIZE}, "
+            f"got {batches[0]:g}; set that one"
+        )
 
 
 def _check_budget(config: Config, problems: list[str]) -> None:
