@@ -365,7 +365,7 @@ def pools(processes) -> dict:
 
 def all_lost(processes=None) -> list[float]:
     """What is evaluated of a method whose workers have copies, first after a round in which all of them diverge."""
-    with matrix.ready(), matrix.losing(lambda place: place.round == 2):
+    with matrix.losing(lambda place: place.round == 2):
         recorder = Recorder()
         one = {"number_of_initial_trainers": 1, "number_of_outer_steps": 4, "eval_every": 3}
         one["synchronisation"] = {"threshold": 1e9}  # never
@@ -397,7 +397,9 @@ def main(folder: Path) -> None:
     results["churn"] = processes.gather(churn(processes))
     processes._in_order = True
     results["methods"], results["delivered"] = methods(processes), delivered(processes)
-    results["pools"], results["all lost"] = pools(processes), all_lost(processes)
+    results["pools"] = pools(processes)
+    with matrix.ready():
+        results["all lost"] = all_lost(processes)
     if processes.is_main:
         torch.save(results, folder / "results.pt")
         (folder / "owners.json").write_text(json.dumps(processes._owners))

@@ -181,6 +181,8 @@ def test_a_run_of_a_benchmark_is_made_until_it_is_complete_and_then_no_more(tmp_
 )
 def test_a_run_of_a_comparison_may_say_traceback_but_not_have_one(tmp_path, monkeypatch, said, fails):
     class Ended:
+        pid = 2**22 + 1  # no process has it
+
         def wait(self) -> int:
             return 0
 

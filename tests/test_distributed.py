@@ -209,6 +209,7 @@ def test_messages_come_to_the_processes_whose_workers_they_are_for(results):
             assert came == {worker: [worker, 10 * worker, 100] for worker in here if worker not in absent}
 
 
+@pytest.mark.usefixtures("_methods_are_ready")
 def test_a_round_in_which_all_diverge_is_evaluated_as_in_one_process(results):
     """Before the processes have told each other who is lost."""
     assert results[0]["all lost"] == spmd.all_lost() != []
