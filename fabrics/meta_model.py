@@ -201,7 +201,7 @@ def _recomputed(module: nn.Module, config: Config, one: _Kept, two: _Kept, loss:
     layer = layers_of(module)[-1]
     try:
         moments = [layer_moments(layer, kept.call, lambda: _computing(config)) for kept in (one, two)]
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError):
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
         return None
     forward, both = (Course.of(*each) for each in zip(*moments, strict=True))
     outside = two.outside - one.outside
