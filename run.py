@@ -1,6 +1,7 @@
 """AdLoCo from the command line: python run.py [--config PATH | --resume RUN_DIR | --plan] [key=value ...]."""
 
 import argparse
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -106,7 +107,7 @@ def plan(options: argparse.Namespace) -> int:
 
 def run(options: argparse.Namespace, started: float, launch: Launch | None) -> int:
     """Be one of the processes of the run: meet the others, set up, train; the exit status of this one."""
-    from training_logs.recording.run_folder import start_logging
+    from training_logs.recording.run_folder import held, start_logging
     from utils.agreement import agree_on_config, done_by_all
     from utils.attempts import folder_to_resume
     from utils.checkpoint import CheckpointError
@@ -120,18 +121,29 @@ def run(options: argparse.Namespace, started: float, launch: Launch | None) -> i
         processes = meet(launch)
     except PeerLostError as error:
         return refused(error)
-    try:
-        options.resume = folder_to_resume(processes, options.resume, lambda: Path(configured(options)[0].log_dir))
-        config, warnings = done_by_all(processes, lambda: configured(options))
-        agree_on_config(processes, config)
-        warnings += place_nodes(processes, config)
-        cluster, recorder, folder = set_up(config, processes, options.resume, kept, started)
-    except (ConfigError, CheckpointError, PeerLostError) as error:
-        processes.failed(str(error))
-        return refused(error)
-    for warning in warnings:
-        recorder.warn(warning)
-    return train(cluster, recorder, folder)
+    # torchrun may start the next attempt before a machine has noticed that it has lost the others.
+    patience = 60.0 if started_by_others() else 0.0
+
+    def claim(folder: str | Path | None) -> None:
+        if folder and processes.is_main:
+            claims.enter_context(held(Path(folder), patience))
+
+    with contextlib.ExitStack() as claims:
+        try:
+            options.resume = folder_to_resume(processes, options.resume, lambda: Path(configured(options)[0].log_dir))
+            config, warnings = done_by_all(processes, lambda: configured(options))
+            done_by_all(processes, lambda: claim(options.resume))
+            agree_on_config(processes, config)
+            warnings += place_nodes(processes, config)
+            cluster, recorder, folder = set_up(config, processes, options.resume, kept, started)
+            if not options.resume:
+                claim(folder)
+        except (ConfigError, CheckpointError, PeerLostError) as error:
+            processes.failed(str(error))
+            return refused(error)
+        for warning in warnings:
+            recorder.warn(warning)
+        return train(cluster, recorder, folder)
 
 
 def configured(options: argparse.Namespace) -> tuple["Config", list[str]]:

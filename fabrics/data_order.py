@@ -3,7 +3,8 @@
 It does not depend on who reads or on what was read before, so a run resumes from a few integers and has the same
 data on any number of processes. What a walk depends on is kept as its recipe: its trainer, or the walks that were
 merged into it and how far each had come. Arrays are drawn where somebody reads, and nowhere else: for n examples in
-all one byte each (see _cells), and 4 bytes for each example of the epoch that is read (8 from 2^31 examples on).
+all one byte each (see _cells), and 4 bytes for each example of the epoch that is read (8 from 2^31 examples on); after
+a merge a bit for each besides.
 """
 
 import dataclasses
@@ -152,6 +153,7 @@ class Walk:
         self.subsets, self.trainer, self.generation, self.merged = subsets, trainer, generation, tuple(merged)
         self.members = frozenset({trainer}).union(*(walk.members for walk, _ in merged))
         self.size = subsets.size(self.members)
+        self._found: dict[int, np.ndarray] = {}
         if not self.size:
             raise ValueError(f"trainer {trainer} has no data")
 
@@ -200,7 +202,13 @@ class Walk:
         return epoch + epochs, position
 
     def _missing(self, epoch: int) -> np.ndarray:
-        """Of each example, whether it is in the union and none of the merged walks has seen it in this epoch."""
+        """Of each example, whether it is in the union and none of the merged walks has seen it in this epoch.
+
+        It is kept, in bits, until a walk into which this one is merged has its own of this epoch: so what a merge costs
+        does not grow with those before it.
+        """
+        if epoch in self._found:
+            return np.unpackbits(self._found[epoch], count=self.subsets.examples).view(bool)
         missing = self.subsets.mask(self.members)
         for walk, reached, at in self._places:
             if epoch <= max(reached, walk._last_begun):
@@ -208,6 +216,8 @@ class Walk:
                 if epoch >= reached:
                     seen[walk.order(epoch)[at if epoch == reached else 0 :]] = False
                 missing &= ~seen
+            walk._found.pop(epoch, None)
+        self._found[epoch] = np.packbits(missing)
         return missing
 
     def order(self, epoch: int) -> np.ndarray:

@@ -155,6 +155,20 @@ def test_a_merge_of_trainers_with_the_same_data_begins_a_new_order():
     assert first.peek(0, 30).tolist() != before
 
 
+def test_a_merge_costs_the_same_however_many_came_before(monkeypatch):
+    first, *others = cursors(9, 900)
+    drawn = []
+    monkeypatch.setattr(Subsets, "mask", lambda *given, mask=Subsets.mask: drawn.append(1) or mask(*given))
+    walked(first, 10)
+    costs = []
+    for other in others:
+        drawn.clear()
+        first.unite([other])
+        walked(first, 10)
+        costs.append(len(drawn))
+    assert set(costs[1:]) == {costs[1]}
+
+
 class SeenSoFar:
     """What a walk has seen in which epoch, by the definition: counted in sets, one example after the other."""
 

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import errno
 import json
 import random
 import re
@@ -20,6 +21,7 @@ from fabrics.choices import CHECKS, CHOICES
 from tests.helpers import warnings_of
 from tests.programs import wait_until
 from tests.test_run import start_training, write_config
+from training_logs.recording.run_folder import held
 from utils.config import ConfigError
 from utils.config_reading import parse_config
 from utils.resume import resumed_config, training_changes
@@ -145,12 +147,12 @@ def test_a_finished_run_can_be_made_longer(whole, tmp_path, cache_dir):
     ],
 )
 def test_what_cannot_be_resumed_is_a_clear_error(whole, capsys, overrides, expected):
-    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.name != ".lock"}
     assert program.main(["--resume", str(whole), *overrides]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert expected in errors[0]
-    assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.name != ".lock"} == before
 
 
 def test_force_allows_what_changes_the_training_and_the_summary_says_so(stopped):
@@ -167,6 +169,29 @@ def test_a_folder_without_a_run_or_a_checkpoint(whole, tmp_path, capsys):
     assert "no checkpoint in" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         program.main(["--resume", str(tmp_path), "--config", "config.yaml"])
+
+
+def test_one_process_at_a_time_trains_a_run(stopped, capsys):
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file() and path.name != ".lock"}
+
+    before = files()
+    with held(stopped):
+        assert program.main(["--resume", str(stopped)]) == 2
+    assert "another process is training this run" in capsys.readouterr().err
+    assert files() == before
+    assert program.main(["--resume", str(stopped)]) == 0
+    with held(stopped):
+        pass
+
+
+def test_where_nothing_can_be_locked_runs_are_resumed(tmp_path, monkeypatch):
+    def unknown(*arguments):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", unknown)
+    with held(tmp_path), held(tmp_path):
+        pass
 
 
 def test_another_log_dir_moves_no_run(whole):

@@ -114,6 +114,7 @@ def test_the_run_folder_is_named_after_model_dataset_and_date(finished):
     assert finished[0].name.startswith("microllama_python_docs_20")
     # Where files differ from the commit, changes.patch is there as well.
     assert {path.name for path in finished[0].iterdir()} - {"changes.patch"} == {
+        ".lock",
         "config.yaml",
         "training_log.log",
         "model_training_report",
