@@ -111,12 +111,13 @@ class Subsets:
         return _indices(self.mask(trainers))
 
 
-def _index_type(examples: int) -> type:
+def index_type(examples: int) -> type:
+    """Of the indices of so many examples."""
     return np.int32 if examples < 2**31 else np.int64
 
 
 def _indices(mask: np.ndarray) -> np.ndarray:
-    return np.flatnonzero(mask).astype(_index_type(len(mask)))
+    return np.flatnonzero(mask).astype(index_type(len(mask)))
 
 
 @functools.lru_cache(maxsize=1)
@@ -126,7 +127,7 @@ def _cells(subsets: Subsets) -> np.ndarray:
     The permutation is numpy's; only what it means is kept, in a byte per example up to a hundred trainers.
     """
     bounds = subsets._bounds
-    order = np.arange(subsets.examples, dtype=_index_type(subsets.examples))
+    order = np.arange(subsets.examples, dtype=index_type(subsets.examples))
     np.random.default_rng([subsets.seed, _SUBSETS]).shuffle(order)
     cells = np.empty(subsets.examples, dtype=np.min_scalar_type(len(bounds)))
     for cell, (start, end) in enumerate(itertools.pairwise(bounds)):

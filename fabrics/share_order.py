@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fabrics.data_order import SHARES, Reading
+from fabrics.data_order import SHARES, Reading, index_type
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class OrderedShares:
 
     def order(self, share: int, epoch: int) -> np.ndarray:
         """The examples of a share in the order in which they come in an epoch."""
-        order = np.array(self.examples(share), dtype=np.int64)
+        own = self.examples(share)
+        order = np.arange(own.start, own.stop, dtype=index_type(sum(self.sizes)))
         np.random.default_rng([self.seed, SHARES, share, epoch]).shuffle(order)
         return order
 
@@ -91,7 +92,8 @@ class ShareCursor:
     @property
     def subset(self) -> np.ndarray:
         """The examples that the trainer has, sorted."""
-        return np.concatenate([np.array(self._shares.examples(share)) for share in self.positions])
+        each = [self._shares.examples(share) for share in self.positions]
+        return np.concatenate([np.arange(own.start, own.stop) for own in each])
 
     def _readers(self, workers: int) -> list[tuple[int, ...]]:
         return (
