@@ -1,7 +1,8 @@
 """What processes, islands, synchronisations and checkpoints cost: python benchmarks/scaling.py [--parts ...].
 
 - processes: tokens/s of the demo's training on this machine with one process and a thread per core, with one process
-  and one thread, and with two processes of one thread each; runs of the program itself, interleaved.
+  and one thread, and with two processes of one thread each; runs of the program itself, interleaved, and with them
+  the loop that a good engineer would write without a framework, with a thread per core.
 - islands: likewise of one trainer, for each of two models, on one device, on two devices with a whole model each, on
   one island of two devices, and on two such islands. The third against the second is what it costs to share a model.
 - synchronisation: seconds, and bytes sent, of the mean of 100M parameters over two processes, for every encoding,
@@ -31,9 +32,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import nn
 
+from benchmarks.throughput import BareLoop, build_vocabulary, make_data
+from fabrics.choices import CHOICES
 from fabrics.sharded_model import ShardedModel
 from utils.checkpoint import Checkpoints, newest_checkpoint
 from utils.compression import COMMUNICATION_DTYPES
+from utils.config_reading import load_config
 from utils.distributed import LocalProcesses, Processes, meet
 from utils.launch import Launch, cores
 
@@ -74,11 +78,40 @@ class Setting:
         found = {"processes": self.processes, "cpu_threads": self.threads, "devices_per_node": self.devices_per_node}
         return found if self.nodes is None else found | {"nodes_per_gpu": self.nodes}
 
+    def tokens_per_second(self, values: dict, folder: Path) -> float:
+        """Of a short run of the program."""
+        log_dir = folder / str(time.time_ns())
+        overrides = as_overrides(values | self.values() | {"log_dir": log_dir})
+        subprocess.run([sys.executable, "run.py", *overrides], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        (summary,) = log_dir.glob("*/model_training_report/summary.json")
+        return json.loads(summary.read_text())["tokens_per_second"]
+
+
+class Bare(Setting):
+    """The same model, batch and optimiser without the framework."""
+
+    def tokens_per_second(self, values: dict, folder: Path) -> float:
+        """Of as many steps as all workers of the run make, after those of a round that do not count."""
+        # What a tokenizer would say that has learned from text.
+        same = values | {"model_config.vocab_size": RUN["vocab_size"]}
+        config, _ = load_config(ROOT / "config.yaml", as_overrides(same), CHOICES)
+        of_round, threads = config.number_of_inner_steps_between_outers, torch.get_num_threads()
+        steps = of_round * config.number_of_outer_steps * config.number_of_initial_trainers
+        torch.set_num_threads(self.threads)
+        bare = BareLoop(config, make_data(config, build_vocabulary(config)), CPU)
+        bare.run(of_round)
+        started = time.perf_counter()
+        bare.run(steps)
+        seconds = time.perf_counter() - started
+        torch.set_num_threads(threads)
+        return steps * config.INITIAL_BATCH_SIZE * config.sequence_length / seconds
+
 
 PROCESSES = (
     Setting(f"1 process of {cores()} thread(s)", threads=cores()),
     Setting("1 process of 1 thread"),
     Setting("2 processes of 1 thread", 2),
+    Bare(f"bare loop of {cores()} thread(s)", threads=cores()),
 )
 ISLANDS = (
     Setting("1 device", nodes=1),
@@ -88,13 +121,9 @@ ISLANDS = (
 )
 
 
-def tokens_per_second(values: dict, folder: Path) -> float:
-    """Of a short run of the program."""
-    log_dir = folder / str(time.time_ns())
-    overrides = [f"{key}={value}" for key, value in (RUN | values | {"log_dir": log_dir}).items()]
-    subprocess.run([sys.executable, "run.py", *overrides], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    (summary,) = log_dir.glob("*/model_training_report/summary.json")
-    return json.loads(summary.read_text())["tokens_per_second"]
+def as_overrides(values: dict) -> list[str]:
+    """What a run whose speed is measured is given on the command line."""
+    return [f"{key}={value}" for key, value in (RUN | values).items()]
 
 
 def compare(title: str, settings: Sequence[Setting], values: dict, repeats: int) -> None:
@@ -103,7 +132,7 @@ def compare(title: str, settings: Sequence[Setting], values: dict, repeats: int)
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(repeats):
             for setting in settings:
-                speeds[setting].append(tokens_per_second(values | setting.values(), Path(folder)))
+                speeds[setting].append(setting.tokens_per_second(values, Path(folder)))
     print(f"\n{title:36} {'tokens/s':>10}   against the first (median of pairs; all)")
     for setting, found in speeds.items():
         pairs = sorted(value / first for value, first in zip(found, speeds[settings[0]], strict=True))
