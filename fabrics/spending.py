@@ -100,7 +100,8 @@ class Spending:
         if config.plans_batches:
             largest = functools.cache(largest_step(config, max_batches, together, math.ceil(left / steps)))
         used, schedule = totals.used(self.budget.unit), learning_rate_schedule(config)
-        if joining := self._joining(trainers, len(max_batches), working):
+        grows = config.plans_batches or totals.examples / (totals.examples + left) < schedule.decay_begins
+        if joining := self._joining(trainers, len(max_batches), working, grows):
             used += self.budget.cost(redistributed(joining, joining * traffic.redistributed))
         outlook = rounds_ahead(self.budget, used, computing, to_come, left, steps, largest)
         warning = shortfall(config, self.budget, outlook)
@@ -116,15 +117,17 @@ class Spending:
         amounts = f"{used:,.10g} of {self.budget.amount:,.10g} {self.budget.unit}"
         return f"{self._config.budget}: {amounts} were used: what was left was less than a round's, or had no use"
 
-    def _joining(self, trainers: Collection[Spender], nodes: int, working: int) -> int:
-        """Workers that will join as batches grow, as far as the largest batch that may come has work for them."""
-        smallest = self._config.smallest_worker_batch
-        if smallest is None or not any(trainer.batch.growth for trainer in trainers):
+    def _joining(self, trainers: Collection[Spender], nodes: int, working: int, grows: bool) -> int:
+        """Workers that will join as batches grow, as far as the largest batch that may come has work for them.
+
+        grows: whether a batch test may still ask for more, which it may not once the learning rate decays.
+        """
+        smallest, scheduled = self._config.smallest_worker_batch, bool(self._config.batch_schedule)
+        if smallest is None or not (scheduled or (grows and any(trainer.batch.growth for trainer in trainers))):
             return 0
         largest = sum(trainer.largest_request for trainer in trainers)
-        if self._config.batch_schedule:
-            scheduled = max(int(batch) for _, batch in self._config.batch_schedule)
-            largest = min(largest, len(trainers) * scheduled)
+        if scheduled:
+            largest = min(largest, len(trainers) * max(int(batch) for _, batch in self._config.batch_schedule))
         return max(0, min(nodes, largest // smallest) - working)
 
 

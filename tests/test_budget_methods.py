@@ -98,20 +98,22 @@ MODEL_BYTES = 27_072
 
 
 @pytest.mark.parametrize(
-    ("models", "values"),
+    ("models", "workers", "values"),
     [
         # Two of four nodes have work for the largest batch of a schedule, and of what a test may ask for.
-        (84, {"nodes_per_gpu": 4, "sampling_method": "none", "batch_schedule": [[0.3, 8]]}),
-        (100, {"nodes_per_gpu": 4, "sampling_method": "norm_test", "max_requested_batch": 8}),
+        (84, 2, {"nodes_per_gpu": 4, "sampling_method": "none", "batch_schedule": [[0.3, 8]]}),
+        (100, 2, {"nodes_per_gpu": 4, "sampling_method": "norm_test", "max_requested_batch": 8}),
+        # Four of eight have joined when the learning rate begins to decay, from where on the batch stays.
+        (84, 4, {"nodes_per_gpu": 8, "learning_rate_schedule": "warmup_stable_decay", "max_batch_growth": 1.02}),
     ],
 )
-def test_nothing_is_kept_for_workers_that_will_not_join(models, values):
+def test_nothing_is_kept_for_workers_that_will_not_join(models, workers, values):
     cluster = light_cluster(
         number_of_outer_steps=None, max_tokens=9000, number_of_initial_trainers=1, INITIAL_BATCH_SIZE=4,
         smallest_worker_batch=4, byte_budget=models * MODEL_BYTES, eval_every=99, **values,
     )  # fmt: skip
     cluster.train(Recorder())
-    assert max(len(trainer.nodes) for trainer in cluster.trainers.values()) == 2
+    assert max(len(trainer.nodes) for trainer in cluster.trainers.values()) == workers
     assert 0.95 * models * MODEL_BYTES <= cluster.totals.bytes_communicated <= models * MODEL_BYTES
 
 
