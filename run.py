@@ -107,7 +107,7 @@ def plan(options: argparse.Namespace) -> int:
 
 def run(options: argparse.Namespace, started: float, launch: Launch | None) -> int:
     """Be one of the processes of the run: meet the others, set up, train; the exit status of this one."""
-    from training_logs.recording.run_folder import held, start_logging
+    from training_logs.recording.run_folder import start_logging
     from utils.agreement import agree_on_config, done_by_all
     from utils.attempts import folder_to_resume
     from utils.checkpoint import CheckpointError
@@ -115,6 +115,7 @@ def run(options: argparse.Namespace, started: float, launch: Launch | None) -> i
     from utils.distributed import meet
     from utils.heartbeat import PeerLostError
     from utils.joining import place_nodes
+    from utils.run_lock import held
 
     kept = start_logging(is_main())
     try:
@@ -122,7 +123,7 @@ def run(options: argparse.Namespace, started: float, launch: Launch | None) -> i
     except PeerLostError as error:
         return refused(error)
     # torchrun may start the next attempt before a machine has noticed that it has lost the others.
-    patience = 60.0 if started_by_others() else 0.0
+    patience = 60.0 if launch is None and started_by_others() else 0.0
 
     def claim(folder: str | Path | None) -> None:
         if folder and processes.is_main:

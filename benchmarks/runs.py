@@ -17,7 +17,9 @@ from tqdm import tqdm
 
 from benchmarks.plan import ROOT, Run
 from training_logs.showing.run_data import RunData, read_run
+from utils.config import ConfigError
 from utils.launch import cores
+from utils.run_lock import held
 from utils.utils import write_json_atomically
 
 _ALONE = ("processes=1", "cpu_threads=1", "clearml=off", "memory_sample_seconds=null", "plot_at_end=false")
@@ -84,6 +86,8 @@ class Runner:
             return
         folder = self.store.folder / run.id
         begun = self._begun(folder)
+        for made in folder.glob("*/"):
+            self._look_whether_it_is_left(made)
         if begun is None:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
@@ -119,6 +123,15 @@ class Runner:
             "completed": status == 0,
         }
         write_json_atomically(folder / "run.json", record)
+
+    @staticmethod
+    def _look_whether_it_is_left(folder: Path) -> None:
+        """Raise ComparisonError if anybody, on any machine, trains the run in this folder."""
+        try:
+            with held(folder):
+                pass
+        except ConfigError as error:
+            raise ComparisonError(str(error)) from None
 
     def _begun(self, folder: Path) -> Path | None:
         """The run folder of a run that was interrupted, where it has a checkpoint, of the same code, to go on from.

@@ -42,6 +42,16 @@ def _is_known(module: nn.Module, architecture: str | None) -> bool:
     return all(type(part).forward.__module__ == origin for part in (module, getattr(module, "base_model", module)))
 
 
+def _is_stock() -> bool:
+    """Whether nobody has put something else in the place of PyTorch's attention, or of the masks for it."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    attention, masks = ALL_ATTENTION_FUNCTIONS[_MASKED], ALL_MASK_ATTENTION_FUNCTIONS[_MASKED]
+    return attention is sdpa_attention_forward and masks is sdpa_mask
+
+
 def needs_no_mask(module: nn.Module, batch: Mapping[str, torch.Tensor]) -> bool:
     """Whether every token of these keyword arguments attends to itself and to all before it, in every layer."""
     config = getattr(module, "config", None)
@@ -51,7 +61,7 @@ def needs_no_mask(module: nn.Module, batch: Mapping[str, torch.Tensor]) -> bool:
         return False
     window = getattr(config, "sliding_window", None)
     within = window is None or batch["input_ids"].shape[1] < window
-    return within and _KINDS_OF_LAYERS.issuperset(getattr(config, "layer_types", None) or ())
+    return within and _is_stock() and _KINDS_OF_LAYERS.issuperset(getattr(config, "layer_types", None) or ())
 
 
 @contextmanager

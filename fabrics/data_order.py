@@ -4,7 +4,7 @@ It does not depend on who reads or on what was read before, so a run resumes fro
 data on any number of processes. What a walk depends on is kept as its recipe: its trainer, or the walks that were
 merged into it and how far each had come. Arrays are drawn where somebody reads, and nowhere else: for n examples in
 all one byte each (see _cells), and 4 bytes for each example of the epoch that is read (8 from 2^31 examples on); after
-a merge a bit for each besides.
+a merge a bit for each besides, of every epoch that some of the merged had begun.
 """
 
 import dataclasses
@@ -205,8 +205,8 @@ class Walk:
     def _missing(self, epoch: int) -> np.ndarray:
         """Of each example, whether it is in the union and none of the merged walks has seen it in this epoch.
 
-        It is kept, in bits, until a walk into which this one is merged has its own of this epoch: so what a merge costs
-        does not grow with those before it.
+        It is kept, in bits, while the epoch is read, and until a walk into which this one is merged has its own of it:
+        so what a merge costs does not grow with those before it.
         """
         if epoch in self._found:
             return np.unpackbits(self._found[epoch], count=self.subsets.examples).view(bool)
@@ -217,12 +217,18 @@ class Walk:
                 if epoch >= reached:
                     seen[walk.order(epoch)[at if epoch == reached else 0 :]] = False
                 missing &= ~seen
-            walk._found.pop(epoch, None)
+            walk._forget(epoch + 1)
         self._found[epoch] = np.packbits(missing)
         return missing
 
+    def _forget(self, epoch: int) -> None:
+        """What is kept of the epochs before this one."""
+        for found in [found for found in self._found if found < epoch]:
+            del self._found[found]
+
     def order(self, epoch: int) -> np.ndarray:
         """The examples of an epoch in the order in which they come."""
+        self._forget(epoch)
         begun = epoch <= self._last_begun
         order = _indices(self._missing(epoch)) if begun else self.subsets.draw(self.members)
         key = [self.subsets.seed, _ORDER, self.trainer, self.generation, epoch]

@@ -214,27 +214,31 @@ def step_sizes(module: nn.Module, config: Config) -> StepSizes | None:
     None: the model cannot be called with token ids alone, or looks at numbers, which are not there. The module has no
     numbers afterwards either, and is of no other use.
     """
-    if getattr(getattr(module, "config", None), "_attn_implementation", None) == "sdpa":
+    own = getattr(module, "config", None)
+    if getattr(own, "_attn_implementation", None) == "sdpa":
         # For any model, as to find out whether one needs a mask transformers looks at positions, which are not there.
-        module.set_attn_implementation(unmasked_name())
-    task, layers = MODELS[config.model_type].task, getattr(getattr(module, "config", None), "num_hidden_layers", 1)
+        own._attn_implementation = unmasked_name()
+    task, layers = MODELS[config.model_type].task, getattr(own, "num_hidden_layers", 1)
     tied = _tied_bytes(module)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with fake:
             module.to_empty(device="cpu")
+            two = _kept(module, config, task, 2)
             order = GroupOrder(module, sharded_parts(module) if config.autocast else sharded_layers(module))
             one = _kept(module, config, task, 1)
-            once, logits = order.once(), one.logits
-            # The loss is differentiated in float32 at least.
-            loss = logits.numel() * max(logits.element_size(), 4)
-            two = _kept(module, config, task, 2)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
         return None
+    # The loss is differentiated in float32 at least.
+    loss = one.logits.numel() * max(one.logits.element_size(), 4)
 
     def recompute() -> Recomputed | None:
         with fake:
-            return _recomputed(module, config, one, two, loss, tied)
+            kept = one, two
+            if getattr(own, "use_cache", False):  # which transformers has not where activations are computed again
+                own.use_cache = False
+                kept = _kept(module, config, task, 1), _kept(module, config, task, 2)
+            return _recomputed(module, config, *kept, loss, tied)
 
     cast = sharded_parts(module) if config.autocast else []
     weights = [child.weight for part in cast for child in part.modules() if child in one.weighing]
@@ -247,6 +251,6 @@ def step_sizes(module: nn.Module, config: Config) -> StepSizes | None:
         boundary=0 if one.call is None else boundary_bytes(one.call),
         layer_casts=casts,
         probed=one.held if probes_examples(config) else 0,
-        once=once,
+        once=order.once(),
         recompute=recompute,
     )

@@ -86,6 +86,8 @@ class GroupOrder:
         """The names of the parameters that are gathered for the forward pass alone; the end of looking."""
         for hook in self._hooks:
             hook.remove()
+        if not self._left:
+            return frozenset()
         followed = [goes_back for _, goes_back in self._left[1:]] + [True]  # the root comes last
         again = {group for (group, back), after in zip(self._left, followed, strict=True) if back or after}
         never = {group for group, _ in self._left} - again

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+)
 
 from algorithms.limits import RoundSchedule
 from algorithms.switch_mode import ExecutionPlan
@@ -149,6 +155,12 @@ def test_all_others_look_as_before():
     assert not needs_no_mask(model, PACKED)
     model = tiny_llama(attn_implementation="eager")
     assert not needs_no_mask(model, PACKED)
+
+
+@pytest.mark.parametrize("interface", [AttentionInterface, AttentionMaskInterface])
+def test_what_somebody_has_put_in_the_place_of_pytorchs_attention_or_masks_is_asked(interface, monkeypatch):
+    monkeypatch.setitem(interface._global_mapping, "sdpa", lambda *arguments, **keywords: None)
+    assert not needs_no_mask(tiny_llama(), PACKED)
 
 
 def test_the_name_stays_out_of_what_is_saved_and_ends_with_an_error(tmp_path):

@@ -28,6 +28,7 @@ from training_logs.showing.number_log import Rows
 from training_logs.showing.run_data import MergeRecord, RunData, read_run
 from utils.config import ConfigError
 from utils.config_reading import parse_config
+from utils.run_lock import held
 
 # Paper-sized: a pass takes 10 ms, or 2 ms per example from 5 on; 1,000 parameters are 4,000 bytes.
 DEVICE = Hardware("paper", t_min=0.01, t_example=0.002)
@@ -607,6 +608,11 @@ def test_a_run_that_was_interrupted_goes_on_where_there_is_a_checkpoint_of_the_s
         )
         with pytest.raises(compare.ComparisonError, match=rf"process {Program.pid} still makes this run"):
             make()
+        monkeypatch.setattr(runs, "_arguments", lambda process: "")
+        (folder / "begun.json").unlink()
+        with held(folder / "run"), pytest.raises(compare.ComparisonError, match="another process is training this run"):
+            make()
+        assert (folder / "run" / ".lock").exists()
 
 
 def test_a_run_that_ends_with_no_number_has_come_to_nothing(tmp_path):

@@ -190,10 +190,6 @@ def test_all_problems_are_reported_at_once_one_line_each():
         ),
         ({"sampling_method": "none", "batch_schedule": [[0.5]]}, "batch_schedule"),
         (
-            {"sampling_method": "none", "batch_schedule": [[0, 8]], "INITIAL_BATCH_SIZE": 4},
-            "batch_schedule: from 0 on the batch is INITIAL_BATCH_SIZE, 4, got 8; set that one",
-        ),
-        (
             {"smallest_worker_batch": 5, "statistics_estimator": "across_workers", "INITIAL_BATCH_SIZE": 9},
             "smallest_worker_batch: across_workers needs two workers from the first round on",
         ),
@@ -231,6 +227,10 @@ def test_values_that_do_not_go_together(raw, expected):
             "lr_sgd: has no effect without inner_optimizer sgd",
         ),
         ({"muon_momentum": 0.9}, "muon_momentum: has no effect without inner_optimizer muon"),
+        (
+            {"sampling_method": "none", "batch_schedule": [[0, 8]], "INITIAL_BATCH_SIZE": 4},
+            "batch_schedule: has no effect on the first round, which has INITIAL_BATCH_SIZE, 4, and not 8",
+        ),
         ({"single_seed": True}, "single_seed: has no effect without need_to_reinit_output_layers"),
     ],
 )

@@ -169,6 +169,17 @@ def test_a_merge_costs_the_same_however_many_came_before(monkeypatch):
     assert set(costs[1:]) == {costs[1]}
 
 
+def test_bits_are_kept_of_the_epochs_that_are_read_alone():
+    first, second = cursors(2, 40)
+    walked(first, 100)
+    first.unite([second])
+    for count in (1, 30, 20, 20, 60, 40):
+        walked(first, count)
+        epoch, _ = first._walk.place(first.position)
+        assert all(found >= epoch - 1 for found in first._walk._found)
+    assert not first._walk._found
+
+
 class SeenSoFar:
     """What a walk has seen in which epoch, by the definition: counted in sets, one example after the other."""
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaModel
 
 import run as program
 from algorithms.communications import BatchLaw
@@ -218,6 +220,57 @@ def test_what_a_step_needs_is_what_is_allocated(values):
     working = WorkingModel(initial_model(config, data, 0), CPU, autocast and torch.bfloat16)
     needed = allocated(working, data, 16)
     assert sizes.fixed + 16 * (sizes.activations + sizes.logits) == pytest.approx(needed, rel=0.01)
+
+
+class Sequential(nn.Module):
+    """A language model without a list of layers."""
+
+    def __init__(self):
+        super().__init__()
+        inside = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(2)]
+        self.all = nn.Sequential(nn.Embedding(VOCABULARY, 16), *inside, nn.Linear(16, VOCABULARY))
+
+    def forward(self, input_ids):
+        return self.all(input_ids)
+
+
+class Around(nn.Module):
+    """One around a model of transformers, whose settings are its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = LlamaModel(LlamaConfig(vocab_size=VOCABULARY, use_cache=False, **TINY_ARCHITECTURE))
+        self.head, self.config = nn.Linear(16, VOCABULARY), self.inside.config
+
+    def forward(self, input_ids):
+        return self.head(self.inside(input_ids).last_hidden_state)
+
+
+def gpt2(**values) -> GPT2LMHeadModel:
+    """Its layers are made of no linear ones."""
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "use_cache": False}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes | values))
+
+
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+@pytest.mark.parametrize("made", [Sequential, Around, gpt2])
+def test_what_a_step_of_a_model_of_another_shape_needs_is_what_is_allocated(made, autocast):
+    config, data = make_config(autocast=autocast, sequence_length=64), tiny_data(length=64)
+    with META:
+        module = made()
+    sizes = step_sizes(module, config)
+    needed = allocated(WorkingModel(made(), CPU, autocast and torch.bfloat16), data, 16)
+    assert sizes.fixed + 16 * (sizes.activations + sizes.logits) == pytest.approx(needed, rel=0.03)
+
+
+def test_layers_that_compute_again_have_no_caches():
+    config, found = make_config(sequence_length=64, activation_checkpointing=True), []
+    for use_cache in (False, True):
+        with META:
+            module = gpt2(use_cache=use_cache)
+        found.append(step_sizes(module, config).recomputed)
+    assert found[0] is not None
+    assert found[0] == found[1]
 
 
 NARROW = TINY_ARCHITECTURE | {"num_hidden_layers": 2}

@@ -21,10 +21,10 @@ from fabrics.choices import CHECKS, CHOICES
 from tests.helpers import warnings_of
 from tests.programs import wait_until
 from tests.test_run import start_training, write_config
-from training_logs.recording.run_folder import held
 from utils.config import ConfigError
 from utils.config_reading import parse_config
 from utils.resume import resumed_config, training_changes
+from utils.run_lock import held
 
 TIMES = ("wall_seconds", "training_seconds", "tokens_per_second", "memory_peaks", "waiting_share", "invocations")
 

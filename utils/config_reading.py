@@ -136,11 +136,6 @@ def _check_schedule(config: Config, problems: list[str]) -> None:
             f"batch_schedule: shares must grow from 0 to at most 1 and batches be positive integers, got "
             f"{config.batch_schedule}"
         )
-    elif shares and shares[0] == 0 and batches[0] != config.INITIAL_BATCH_SIZE:
-        problems.append(
-            f"batch_schedule: from 0 on the batch is INITIAL_BATCH_SIZE, {config.INITIAL_BATCH_SIZE}, "
-            f"got {batches[0]:g}; set that one"
-        )
 
 
 def _check_budget(config: Config, problems: list[str]) -> None:
@@ -276,6 +271,11 @@ def _warnings(config: Config, given: Mapping) -> list[str]:
             warnings.append("vocab_size: has no effect, the tokenizer is not trained here")
         if name == "single_seed" and value and not config.need_to_reinit_output_layers:
             warnings.append("single_seed: has no effect without need_to_reinit_output_layers")
+        if name == "batch_schedule" and value and value[0][0] == 0 and value[0][1] != config.INITIAL_BATCH_SIZE:
+            warnings.append(
+                f"batch_schedule: has no effect on the first round, which has INITIAL_BATCH_SIZE, "
+                f"{config.INITIAL_BATCH_SIZE}, and not {value[0][1]:g}"
+            )
         if name == "inner_steps_alpha" and config.inner_steps_rule == "fixed":
             warnings.append("inner_steps_alpha: has no effect with inner_steps_rule fixed")
     return warnings

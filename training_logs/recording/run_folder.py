@@ -1,6 +1,5 @@
 """The run folder and the log: where everything is written, and that nothing written before is lost."""
 
-import contextlib
 import datetime
 import logging
 import logging.handlers
@@ -8,7 +7,6 @@ import os
 import sys
 from pathlib import Path
 
-from filelock import FileLock, Timeout
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
@@ -82,27 +80,6 @@ def make_run_folder(config: Config, dataset: str) -> Path:
             raise ConfigError(f"log_dir: cannot make {folder}: {error.strerror}") from None
         return folder
     raise ConfigError(f"log_dir: too many runs named {base}")
-
-
-def held(folder: Path, patience: float = 0.0) -> contextlib.AbstractContextManager:
-    """Nobody else may train the run in this folder until the end of this context, or of this process.
-
-    On file systems without locks everybody may.
-
-    Args:
-        folder: the run's.
-        patience: seconds that somebody who is about to end may take.
-
-    Raises:
-        ConfigError: another process is training it.
-    """
-    lock = FileLock(folder / ".lock", timeout=patience, fallback_to_soft=False)
-    try:
-        return lock.acquire()
-    except Timeout:
-        raise ConfigError(f"{folder}: another process is training this run; let it end, or stop it, first") from None
-    except OSError:
-        return contextlib.nullcontext()
 
 
 def continue_log(path: Path, length: int) -> None:
