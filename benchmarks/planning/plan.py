@@ -164,7 +164,7 @@ class Planner:
         if self.step is None:
             self.unknown.append("activations: this model takes nothing but real numbers; memory is without them")
         elif config.activation_checkpointing and self.step.recomputed is None:
-            self.unknown.append("what one layer computes again: a rough estimate, as layers here cannot be called alone")
+            self.unknown.append("what a layer computes again: a rough estimate, as layers here cannot be called alone")
         self.island = self._island()
 
     def _placed(self, islands: int) -> tuple[Sequence[int], ...]:
