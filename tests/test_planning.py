@@ -17,6 +17,7 @@ import run as program
 from algorithms.communications import BatchLaw
 from algorithms.per_example import PerExampleProbe
 from algorithms.synchronisation import METHODS
+from benchmarks.planning import plan as planning
 from benchmarks.planning.expected import expected_communications
 from benchmarks.planning.fitting import Demand, device_loads, smallest_change
 from benchmarks.planning.plan import Asked, Planner, make_plan, without_law
@@ -29,6 +30,7 @@ from fabrics.initialisation import initial_model, recompute_activations
 from fabrics.inner_optimizers import INNER_OPTIMIZERS
 from fabrics.memory import Kept, Load, Placement, device_memory, largest_micro_batch, whole_bytes
 from fabrics.meta_model import META, StepSizes, meta_model, step_sizes
+from fabrics.nodes import probes_examples
 from fabrics.passes import backward
 from fabrics.whole_tensors import most_whole
 from fabrics.working_model import WorkingModel
@@ -56,6 +58,25 @@ COUNTED = (
     "outer_steps", "examples", "tokens", "communications", "bytes_synchronised", "bytes_merged", "bytes_redistributed",
 )  # fmt: skip
 STEADY = {"sampling_method": "none", "number_of_inner_steps_between_outers": 2}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _plans_count_a_step_once():
+    """What a step keeps follows from the model and how it is passed, which most plans here have in common."""
+    found = {}
+
+    def sizes(module, config):
+        # Of tied parameters the first one alone has a name.
+        parameters = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters())
+        model = type(module), repr(module), repr(module.config), parameters
+        key = *model, config.model_type, config.sequence_length, config.autocast, probes_examples(config)
+        if key not in found:
+            found[key] = step_sizes(module, config)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "step_sizes", sizes)
+        yield
 
 
 def counted(totals) -> dict[str, int]:
