@@ -5,7 +5,7 @@ loaded, differenced, clipped and stepped with a single operation each, whatever 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -137,8 +137,8 @@ class WorkingModel:
         """Become the replica with these flat parameters."""
         self.parameters.copy_(parameters)
 
-    def _computing(self) -> torch.autocast:
-        return torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None)
+    def _computing(self) -> AbstractContextManager:
+        return nullcontext() if self._autocast is None else torch.autocast(self.device.type, self._autocast)
 
     def logits(self, batch: Mapping[str, torch.Tensor], hooked: bool = False) -> torch.Tensor:
         """The module's logits for these keyword arguments; hooked: layers have hooks, which a compiled module skips."""
