@@ -40,7 +40,7 @@ def build_model(
     if problems := family.problems(settings):
         raise ConfigError(problems)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # see InnerSteps
         return family.model(settings, Demands(tokenizer, sequence_length, class_names)).train()
 
 
@@ -57,7 +57,7 @@ def reinitialise_output_layer(model_type: str, model: nn.Module, seed: int) -> N
     if getattr(config, "tie_word_embeddings", False) and family.task == "causal_lm":
         raise ConfigError("need_to_reinit_output_layers: the output layer of this model is tied to its embedding")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         nn.init.xavier_uniform_(layer.weight)
         if layer.bias is not None:
             layer.bias.zero_()
