@@ -68,7 +68,7 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     """What is imported stays: the garbage collector need not look through it again and again, nor so often."""
     gc.freeze()
-    gc.set_threshold(20_000)
+    gc.set_threshold(200_000)
 
 
 @pytest.hookimpl(wrapper=True)
