@@ -39,7 +39,7 @@ def wait_until(happened: Callable[[], T], what: str, *needed: Popen) -> T:
         what: words for it, for the error.
         needed: programs that must not end before.
     """
-    end = time.monotonic() + LIMIT_SECONDS
+    end, pause = time.monotonic() + LIMIT_SECONDS, 0.001
     while True:
         ended = [process for process in needed if process.poll() is not None]
         if value := happened():
@@ -49,7 +49,8 @@ def wait_until(happened: Callable[[], T], what: str, *needed: Popen) -> T:
             raise AssertionError(f"{what}: the program ended before, with status {process.returncode}\n{said}")
         if time.monotonic() > end:
             raise AssertionError(f"{what}: not within {LIMIT_SECONDS:.0f} s")
-        time.sleep(0.02)
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.02)
 
 
 def command(*words: str | Path, **keywords) -> subprocess.CompletedProcess:
