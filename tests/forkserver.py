@@ -357,7 +357,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     if "few" not in sys.argv[2:]:
-        _use_huge_pages()
+        use_huge_pages()
     _libc.prctl(_SET_NAME, NAME.encode(), 0, 0, 0)
     program, descriptors = _serve(channel)
     while True:
@@ -388,8 +388,9 @@ def main() -> None:
     _leave(status)
 
 
-def _use_huge_pages() -> None:
-    """Join the pages of this process's memory into huge ones: a fork and its end then cost less than half as much.
+def use_huge_pages() -> None:
+    """Join the pages of this process's memory into huge ones: what is there is found faster, and a fork and its end
+    cost less than half as much.
 
     Where the system cannot, as Linux before 6.1, nothing changes.
     """
