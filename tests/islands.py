@@ -57,7 +57,7 @@ _RUN = {
     "statistics_batch_size": 3,
     "max_requested_batch": 24,
     "batch_test_confidence": 1.0,
-    "eval_batch_size": 3,  # six batches
+    "eval_batch_size": 7,  # three batches
     "deterministic": True,
     "cpu_threads": 1,
     "gradient_clipping": 0.5,
@@ -119,11 +119,8 @@ SMALL_RECIPE = {
     "save_weights_every": None,
     "devices_per_node": 1,  # what is said of processes says it here
 }
-# What is about a model and its statistics alone has two nodes, which are together from the merge on; others have four.
-OF_TWO_NODES = (
-    *("float32", "untied", "inner product test", "recomputed", "classification"),
-    *("autocast", "compiled", "autocast compiled"),
-)
+# What is about what workers are to each other has four nodes; others have two, which are together from the merge on.
+OF_FOUR_NODES = ("across workers", "sketches", "int8")
 ROUNDED = ("float32", "autocast", "autocast compiled", "int8")  # others are in float64
 GRAPHS = {"compiled": 1, "autocast compiled": 2}  # that layers share; of their attention and their MLP
 METHODS = [name for name in matrix.METHODS if matrix.METHODS[name].shards]
@@ -161,7 +158,7 @@ def front_end(processes: Processes) -> Iterator[list]:
 
     def backend(graph, inputs):
         made.append(graph)
-        return lookup_backend("aot_eager")(graph, inputs)
+        return lookup_backend("aot_eager_default_partitioner")(graph, inputs)
 
     def compiled(called, **keywords):
         return called if processes.island.size == 1 else compile_model(called, backend=backend, **keywords)
@@ -232,19 +229,21 @@ def run_scenario(name: str, processes: Processes, state: dict | None = None, fol
 
 
 class _Following(matrix.Following):
-    """Without the state on the way."""
+    """resumes: whether the state on the way is asked for."""
 
-    on_round = Recorder.on_round
+    def __init__(self, resumes: bool):
+        super().__init__()
+        self.stopped_after = 2 if resumes else None
 
 
 def run_method(name: str, processes: Processes) -> dict:
-    """A run in which trainers merge, with a synchronisation method, in float64; what is sent in round 3 arrives.
+    """A run in which two trainers merge after a round, with a synchronisation method, in float64.
 
-    Resumed where the method looks at tensors.
+    What is sent in round 2 arrives. Resumed after it, where the method looks at tensors.
     """
     resumes = matrix.METHODS[name].whole_tensors
-    recorder = matrix.Following() if resumes else _Following()
-    found = matrix.run(matrix.merging(name, number_of_outer_steps=4), processes, recorder, resumes)
+    config = matrix.merging(name, number_of_outer_steps=3, number_of_initial_trainers=2, merge_count=2)
+    found = matrix.run(config, processes, _Following(resumes), resumes)
     return {
         "tensors": found["states"]["final"]["tensors"],
         "resumed": found["states"].get("resumed", found["states"]["final"])["tensors"],
@@ -359,7 +358,7 @@ def numbers_of_parts(processes: Processes) -> dict:
 
 
 def nodes_of(name: str) -> int:
-    return 2 if name in OF_TWO_NODES else 4
+    return 4 if name in OF_FOUR_NODES else 2
 
 
 def alone(nodes: int = 4) -> LocalProcesses:
@@ -437,14 +436,15 @@ def main(folder: Path) -> None:
     for number, (count, size, names) in enumerate(PARTS):
         if count != processes.count:
             continue
-        found, nodes = {}, 0
-        for name in sorted(names, key=nodes_of):  # of four in the end, as what follows wants it
-            if nodes != nodes_of(name):
-                nodes = nodes_of(name)
-                processes.place([CPU], nodes, True, size)
-            models = folder / f"models_{number}" / name if name in WRITTEN else None
-            found[name] = run_scenario(name, processes, folder=models)
-        found["resumed"] = {name: run_scenario(name, processes, stopped[name]) for name in RESUMED if name in names}
+        found, resumed = {}, {}
+        for nodes in (2, 4):
+            processes.place([CPU], nodes, True, size)
+            for name in (name for name in names if nodes_of(name) == nodes):
+                models = folder / f"models_{number}" / name if name in WRITTEN else None
+                found[name] = run_scenario(name, processes, folder=models)
+                if name in RESUMED:
+                    resumed[name] = run_scenario(name, processes, stopped[name])
+        found["resumed"] = resumed
         found["methods"] = methods(processes) if (count, size) == (4, 2) else {}
         found["recipe"] = run_scenario("recipe", processes) if count == 2 else None
         found["parts"] = numbers_of_parts(processes)

@@ -261,6 +261,8 @@ def _put(part: FilePart, tensors: dict[str, torch.Tensor], key: str) -> None:
 class Following(Recorder):
     """Remembers the state after a round, and what refreshed parameters cost before nodes moved or trainers merged."""
 
+    stopped_after = STOPPED_AFTER
+
     def __init__(self):
         super().__init__()
         self.state: dict = {}
@@ -292,7 +294,7 @@ class Following(Recorder):
 
     def on_round(self, cluster, result):
         super().on_round(cluster, result)
-        if result.outer_step == STOPPED_AFTER:
+        if result.outer_step == self.stopped_after:
             self.state = state_of(cluster)
 
 

@@ -204,7 +204,7 @@ def test_fsdp_norm_in_small(together):
 def test_a_run_goes_on_with_islands_of_another_size(together, alone, part, name):
     """From one device to islands, and back."""
     expected, results = alone(name), together[0][part]
-    back = islands.run_scenario(name, islands.alone(), results[name]["stopped"])
+    back = islands.run_scenario(name, islands.alone(islands.nodes_of(name)), results[name]["stopped"])
     for found in (results["resumed"][name], back):
         assert_close(found["tensors"], expected["tensors"], 1e-9)
         assert_close(found["losses"], expected["losses"][-len(found["losses"]) :], 1e-9)
