@@ -20,13 +20,15 @@ from tests.helpers import TINY_ARCHITECTURE, Recorder, make_config, tiny_data, t
 from utils.distributed import LocalProcesses, Processes
 from utils.joining import join_processes
 
+NODES = 2
 RUN = {
+    "nodes_per_gpu": NODES,
     "model_config": TINY_ARCHITECTURE | {"num_hidden_layers": 2},
     "number_of_initial_trainers": 1,
     "number_of_outer_steps": 1,
     "number_of_inner_steps_between_outers": 2,
-    "INITIAL_BATCH_SIZE": 16,  # four examples for each of four workers
-    "max_requested_batch": 16,
+    "INITIAL_BATCH_SIZE": 8,  # four examples for each of two workers
+    "max_requested_batch": 8,
     "max_batch_size": 8,
     "switch_mode": "only_gradient_accumulation",
     "cpu_threads": 1,
@@ -126,13 +128,13 @@ def initial(name: str, processes: Processes, folder: Path) -> dict[str, dict[str
 
 
 def alone() -> LocalProcesses:
-    return islands.alone()
+    return islands.alone(NODES)
 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    processes = join_processes(make_config(nodes_per_gpu=4))
-    processes.place([islands.CPU], 4, True, 2)
+    processes = join_processes(make_config(nodes_per_gpu=NODES))
+    processes.place([islands.CPU], NODES, True, 2)
     # Every tensor of these small models is made by itself.
     with patch.multiple("fabrics.deferred", SMALL=256, KEPT_BYTES=0):
         found = {name: [run_scenario(name, processes, limited) for limited in (True, False)] for name in SCENARIOS}

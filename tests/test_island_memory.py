@@ -17,13 +17,13 @@ def together(programs, tmp_path_factory):
 def test_an_island_halves_together_and_goes_on_as_if_it_had_been_given_less(together, name):
     """To the bit; and as a whole device does that runs out of memory, up to the order of summation."""
     limited, given_less = together[name]
-    assert limited["max_batches"] == given_less["max_batches"] == [island_memory.SMALL] * 4
+    assert limited["max_batches"] == given_less["max_batches"] == [island_memory.SMALL] * island_memory.NODES
     assert limited["tensors"].keys() == given_less["tensors"].keys()
     assert all(torch.equal(tensor, given_less["tensors"][key]) for key, tensor in limited["tensors"].items())
     assert not given_less["warnings"]
     alone = island_memory.run_scenario(name, island_memory.alone())
     assert limited["warnings"] == alone["warnings"]
-    assert len(alone["warnings"]) == 4
+    assert len(alone["warnings"]) == island_memory.NODES
     assert "node 0 ran out of memory; its max batch is 2 from now on" in alone["warnings"][0]
     torch.testing.assert_close(limited["tensors"], alone["tensors"], rtol=1e-9, atol=1e-9)
 
