@@ -95,9 +95,9 @@ def test_a_program_gets_signals_and_is_a_child(programs, tmp_path):
 
 
 def test_what_a_program_starts_is_its_child_and_as_new_as_itself(programs):
-    inner = "import os, sys; print(os.getppid(), 'torch' in sys.modules, 'tests.helpers' in sys.modules)"
+    inner = "import os, sys; print(os.getppid(), 'torch' in sys.modules, 'tests.threads' in sys.modules)"
     source = (
-        "import os, subprocess, sys, tests.helpers; print(os.getpid(), flush=True); "
+        "import os, subprocess, sys, tests.threads; print(os.getpid(), flush=True); "
         f"subprocess.run([sys.executable, '-c', {inner!r}], check=True)"
     )
     number, parent, libraries, ours = programs.run("-c", source).stdout.split()
