@@ -8,7 +8,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import gc
-import hashlib
 import json
 import signal
 import sys
@@ -16,13 +15,11 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from filelock import FileLock
 
 from algorithms.registry import Registry
 from fabrics import documents
-from tests import forkserver
+from tests import docstrings, forkserver
 from tests.programs import Programs
-from utils.utils import write_json_atomically
 
 # What takes seconds to import is imported where it is used: the process that hands out the tests needs none of it.
 
@@ -131,20 +128,7 @@ def cache_dir(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="session")
 def _docstrings_are_read_once(request):
-    """By one test process for all, and for the next time, until what reads them has changed: it takes seconds."""
-    read, folder = documents.standard_library_docstrings, request.config.cache.mkdir("docstrings")
-    of = hashlib.sha256(sys.version.encode() + Path(documents.__file__).read_bytes()).hexdigest()
-    path = folder / f"{of}.json"
-
-    def read_once() -> list[list[str]]:
-        with FileLock(folder / "lock"):
-            if not path.exists():
-                for old in folder.glob("*.json"):
-                    old.unlink()
-                write_json_atomically(path, read())
-        return json.loads(path.read_text())
-
-    documents.standard_library_docstrings = read_once
+    os.environ[docstrings.FOLDER] = str(request.config.cache.mkdir("docstrings"))
 
 
 @pytest.fixture(scope="session")

@@ -57,7 +57,7 @@ LIBRARIES = (
 # The project's entry points, and what they import when they need it.
 OURS = (
     *("run", "cluster", "fabrics.continuations", "fabrics.dataset_loader", "training_logs.recording.recorder"),
-    *("utils.attempts", "utils.joining", "utils.resume", "training_logs.showing.run_data"),
+    *("utils.attempts", "utils.joining", "utils.resume", "training_logs.showing.run_data", "tests.docstrings"),
 )
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _READ_AT_IMPORT = (
