@@ -289,7 +289,8 @@ def test_the_demo_shortened_gives_the_same_run_on_one_two_and_four_processes(pro
             "plot_at_end=false",
         ),
         *("data_sample_size=600", "val_size=10", "number_of_outer_steps=6", "number_of_inner_steps_between_outers=3"),
-        *("sequence_length=64", "model_config.num_hidden_layers=1"),
+        *("sequence_length=32", "model_config.num_hidden_layers=1"),
+        *("model_config.hidden_size=32", "model_config.intermediate_size=48"),
         *("max_requested_batch=24", "merge_count=2", "merge_frequency=2", "max_batch_size=4"),
         *("ETA=0.4", "ETA_at_end=null", "debias=false", "batch_test_start=1", "identical_initialisation=false"),
     ]
