@@ -40,7 +40,7 @@ def build_model(
     if problems := family.problems(settings):
         raise ConfigError(problems)
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # see InnerSteps
+        torch.default_generator.manual_seed(seed)  # that of the CPU, where models are made; no GPU's begins anew
         return family.model(settings, Demands(tokenizer, sequence_length, class_names)).train()
 
 

@@ -284,6 +284,16 @@ def test_what_a_step_of_a_model_of_another_shape_needs_is_what_is_allocated(made
     assert sizes.fixed + 16 * (sizes.activations + sizes.logits) == pytest.approx(needed, rel=0.03)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_plan_says_where_it_does_not_know_what_a_layer_computes_again(known):
+    config = make_config(activation_checkpointing=True, **STEADY)
+    step = step_sizes(meta_model(config)[0], config)
+    if not known:
+        step = dataclasses.replace(step, recompute=lambda: None)
+    planner = Planner(config, Asked(), step)
+    assert any("computes again" in line for line in planner.unknown) is not known
+
+
 def test_layers_that_compute_again_have_no_caches():
     config, found = make_config(sequence_length=64, activation_checkpointing=True), []
     for use_cache in (False, True):

@@ -9,7 +9,9 @@ import re
 import shlex
 import shutil
 import signal
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from safetensors.torch import load_file
 import run as program
 from fabrics.choices import CHECKS, CHOICES
 from tests.helpers import warnings_of
-from tests.programs import wait_until
+from tests.programs import LIMIT_SECONDS, wait_until
 from tests.test_run import start_training, write_config
 from utils.config import ConfigError
 from utils.config_reading import parse_config
@@ -183,6 +185,32 @@ def test_one_process_at_a_time_trains_a_run(stopped, capsys):
     assert program.main(["--resume", str(stopped)]) == 0
     with held(stopped):
         pass
+
+
+def test_several_processes_are_refused_at_once_as_one_is(programs, stopped):
+    """Nobody waits for another but attempts of torchrun."""
+    with held(stopped):
+        said = programs.run("run.py", "--resume", stopped, "processes=2", status=2)
+    assert "another process is training this run" in said.stderr
+    assert "waiting" not in said.stdout
+
+
+def test_who_is_about_to_end_is_waited_for(tmp_path, monkeypatch):
+    holding, waiting = threading.Event(), threading.Event()
+
+    def hold():
+        with held(tmp_path):
+            holding.set()
+            waiting.wait(LIMIT_SECONDS)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    holding.wait(LIMIT_SECONDS)
+    monkeypatch.setattr("utils.run_lock._logger", SimpleNamespace(info=lambda *words: waiting.set()))
+    with held(tmp_path, patience=LIMIT_SECONDS), pytest.raises(ConfigError, match="another process"):
+        held(tmp_path)
+    assert waiting.is_set()
+    holder.join()
 
 
 def test_where_nothing_can_be_locked_runs_are_resumed(tmp_path, monkeypatch):
