@@ -4,11 +4,15 @@ import functools
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 
+from fabrics.compiling import can_compile
 from fabrics.examples import PackedSequences
 from fabrics.passes import backward, probed_backward
 from fabrics.working_model import WorkingModel
 from tests.helpers import CPU, Recorder, random_sequences, tiny_cluster, tiny_llama
+from utils.distributed import LocalProcesses
 
 
 def test_autocast_computes_in_bfloat16_and_keeps_everything_else_in_float32():
@@ -80,6 +84,34 @@ def test_a_compiled_model_gives_the_same_gradients_and_statistics(monkeypatch):
     torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-10, atol=1e-12)
     assert found[1][1] == pytest.approx(found[0][1], rel=1e-12)
     torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("programs")
+@pytest.mark.skipif(not can_compile(LocalProcesses([CPU], 1)), reason="needs a C++ compiler")
+def test_code_that_the_compiler_generates_is_made_once_and_kept_for_the_next_run():
+    """With nothing in its place: one code for all micro-batches, which a second model takes from the folder."""
+    examples = PackedSequences(random_sequences(8))
+
+    def gradients(compiled):
+        torch.compiler.reset()
+        counters.clear()
+        working, found = WorkingModel(tiny_llama(num_hidden_layers=1), CPU, compiled=compiled), []
+        for count in (5, 3, 8):
+            working.gradient.zero_()
+            backward(working, examples, range(count))
+            found.append(working.gradient.clone())
+        return torch.stack(found), counters["stats"]["unique_graphs"], dict(counters["inductor"])
+
+    with fresh_cache():
+        plain, first, second = gradients(False), gradients(True), gradients(True)
+    torch.compiler.reset()
+    assert (plain[1], first[1], second[1]) == (0, 1, 1)
+    assert "fxgraph_cache_hit" not in first[2]
+    assert "fxgraph_cache_miss" not in second[2]
+    assert second[2]["fxgraph_cache_hit"] == first[2]["fxgraph_cache_miss"] > 0
+    # Norms and the loss are in float32; other code rounds otherwise.
+    assert 0 < (first[0] - plain[0]).norm() < 1e-6 * plain[0].norm()
+    assert torch.equal(second[0], first[0])
 
 
 def test_a_run_in_bfloat16_learns_nearly_the_same():
