@@ -195,8 +195,8 @@ class PerExampleProbe:
                     f"of every input, but '{path}' got {tuple(args[0].shape)}; "
                     f"set statistics_estimator: across_workers"
                 )
-            kept = _Kept.apply(self._anchor, args[0].detach()).grad_fn
-            output.register_hook(lambda delta: self._on_output_gradient(module, *kept.saved_tensors, delta))
+            kept = _Kept.apply(self._anchor, args[0].detach())  # before PyTorch 2.13 its node does not live without it
+            output.register_hook(lambda delta: self._on_output_gradient(module, *kept.grad_fn.saved_tensors, delta))
 
         return hook
 

@@ -11,6 +11,7 @@ finds too little memory leaves the reason in its place, and the others go on.
 - trainers: several of it in turn in one process; processes: four small ones, in processes that share the GPU;
 - large: 1.1B parameters, plainly, and with activations computed anew and the outer state in host memory, with the
   allocator's peak beside what is planned;
+- exchange: the mean of 100M parameters over two GPUs (nccl), in every encoding; with one GPU it says so;
 - demo: config.yaml, on the GPU.
 """
 
@@ -20,6 +21,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from algorithms.limits import RoundSchedule
+from benchmarks import scaling
 from benchmarks.planning.plan import Asked, make_plan
 from benchmarks.throughput import (
     DEFAULTS,
@@ -49,6 +52,7 @@ from cluster import Cluster
 from fabrics.choices import CHOICES
 from utils.config import Config
 from utils.config_reading import parse_config
+from utils.launch import Launch
 from utils.utils import write_json_atomically, write_text_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -167,6 +171,18 @@ def large(config: Config) -> dict:
     }
 
 
+def exchange(parameters: int = 100_000_000, repeats: int = 3, gpus: int = 2) -> dict:
+    """Seconds, medians, and bytes sent by both. gpus: that take part; 0: two processes on the CPU."""
+    if gpus > torch.cuda.device_count():
+        return {"problem": f"needs {gpus} GPUs"}
+    arguments = parameters, repeats, 1, gpus
+    with Launch(2, [scaling.__file__, "--synchronisation", *map(str, arguments)]) as launch:
+        found = scaling.synchronise(*arguments, launch)
+    return {
+        f"{one.encoding}, {one.how}": {"seconds": statistics.median(one.seconds), "bytes": one.sent} for one in found
+    }
+
+
 def begun(where: dict) -> dict:
     """Results to go on with: those that are there, if they are of the same GPU and PyTorch, else none."""
     there = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
@@ -193,6 +209,7 @@ PARTS: dict[str, tuple[Callable[[], dict], float]] = {
         90.0,
     ),
     "processes": (processes_that_share, 150.0),
+    "exchange": (exchange, 60.0),
     "demo": (demo, 150.0),
 }
 
@@ -259,6 +276,9 @@ def section(results: Mapping) -> str:
     lines += ["| what | tokens/s | MFU |", "| --- | --- | --- |"]
     lines += [f"| {what} | {speed:,.0f} | {'' if mfu is None else f'{mfu:.1%}'} |" for what, speed, mfu in rows(parts)]
     lines += ["", *(f"- {said(bar)}" for bar in bars(parts))]
+    for name, found in parts.get("exchange", {}).items():
+        if name != "problem":
+            lines.append(f"- 100M parameters, {name}: {found['seconds']:.3f} s for {found['bytes'] / 1e6:.0f} MB")
     return "\n".join(lines + [f"- {name}: {part['problem']}" for name, part in parts.items() if "problem" in part])
 
 

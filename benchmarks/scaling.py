@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import nn
 
-from benchmarks.throughput import BareLoop, build_vocabulary, make_data
+from benchmarks.throughput import BareLoop, build_vocabulary, make_data, seconds
 from fabrics.choices import CHOICES
 from fabrics.sharded_model import ShardedModel
 from utils.checkpoint import Checkpoints, newest_checkpoint
@@ -102,9 +102,9 @@ class Bare(Setting):
         bare.run(of_round)
         started = time.perf_counter()
         bare.run(steps)
-        seconds = time.perf_counter() - started
+        took = time.perf_counter() - started
         torch.set_num_threads(threads)
-        return steps * config.INITIAL_BATCH_SIZE * config.sequence_length / seconds
+        return steps * config.INITIAL_BATCH_SIZE * config.sequence_length / took
 
 
 PROCESSES = (
@@ -157,43 +157,74 @@ def share_of_model(parameters: int, processes: Processes) -> torch.Tensor:
     return drawn.parameters.detach()
 
 
-def measure_synchronisation(parameters: int, repeats: int, devices_per_node: int, launch: Launch | None) -> None:
-    """One of the processes of two nodes: time the mean over two workers, one on each."""
+@dataclass(frozen=True)
+class Exchange:
+    """The mean of a model's parameters over two nodes, encoded in one way.
+
+    Attributes:
+        how: it is added up. seconds: of every time, encoding and decoding included. sent: bytes by all processes as the
+            encoding says. written: bytes that each process wrote meanwhile; None where the system does not count them.
+    """
+
+    encoding: str
+    how: str
+    seconds: list[float]
+    sent: int
+    written: list[int | None]
+
+
+def synchronise(
+    parameters: int, repeats: int, devices_per_node: int, gpus: int, launch: Launch | None
+) -> list[Exchange]:
+    """One of the processes of two nodes: the mean over two workers, one on each. gpus: that they are on; 0: on CPUs."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     results = []
     processes = meet(launch)
-    processes.place([CPU], 2, True, devices_per_node)
-    tensor = share_of_model(parameters, processes)
+    devices = [torch.device("cuda", index) for index in range(gpus)] or [CPU]
+    processes.place(devices, 1 if gpus else 2, True, devices_per_node)
+    (device,) = (device for node, device in enumerate(processes.devices) if processes.owns(node))
+    tensor = share_of_model(parameters, processes).to(device)
     like = torch.zeros_like(tensor)
     for name, encoding in COMMUNICATION_DTYPES.items():
         for in_order in (True, False) if encoding.lossless else (True,):
             processes._in_order = in_order
             workers, times = processes.workers([0, 1]), []
-            for repeat in range(repeats + 1):
-                processes.gather(None)
-                before, started = written_bytes(), time.perf_counter()
+
+            def once(workers=workers, encoding=encoding) -> None:
                 rows = encoding.encode(tensor)
                 workers.mean(((index, rows) for index in workers.local_workers), like, encoding)
+
+            for repeat in range(repeats + 1):
+                processes.gather(None)
+                before = written_bytes()
+                took = seconds(once, device)
                 if repeat:
-                    times.append(time.perf_counter() - started)
+                    times.append(took)
             written = None if before is None else written_bytes() - before
             sent = encoding.reduction_bytes(2, parameters, torch.float32)
-            results.append((name, in_order, times, sent, processes.gather(written)))
-    if processes.is_main:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        of = "processes" if devices_per_node == 1 else f"islands of {devices_per_node} devices"
-        print(f"\nmean of {parameters:,} parameters over two {of} on this machine (median; all):")
-        for name, in_order, times, sent, written in results:
             how = "in worker order" if in_order else "one all-reduce"
-            shown = " ".join(f"{value:.2f}" for value in sorted(times))
-            counted = "" if None in written else f", {max(written) / 1e6:.1f} written at most"
-            print(
-                f"  {name:9} {how:16} {statistics.median(times):6.2f} s ({shown}), {sent / 1e6:7.1f} MB sent by both, "
-                f"{sent / processes.count / 1e6:.1f} by a process{counted}"
-            )
-        print(f"  peak memory of a process {peak / 4 / parameters:.1f} times the parameters")
+            results.append(Exchange(name, how, times, sent, processes.gather(written)))
     processes.close()
+    return results
+
+
+def measure_synchronisation(parameters: int, repeats: int, devices_per_node: int) -> None:
+    """Launch two nodes on this machine's cores, and print what they need."""
+    arguments, count = (parameters, repeats, devices_per_node, 0), 2 * devices_per_node
+    with Launch(count, [__file__, "--synchronisation", *map(str, arguments)]) as launch:
+        results = synchronise(*arguments, launch)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    of = "processes" if devices_per_node == 1 else f"islands of {devices_per_node} devices"
+    print(f"\nmean of {parameters:,} parameters over two {of} on this machine (median; all):")
+    for found in results:
+        shown = " ".join(f"{value:.2f}" for value in sorted(found.seconds))
+        counted = "" if None in found.written else f", {max(found.written) / 1e6:.1f} written at most"
+        print(
+            f"  {found.encoding:9} {found.how:16} {statistics.median(found.seconds):6.2f} s ({shown}), "
+            f"{found.sent / 1e6:7.1f} MB sent by both, {found.sent / count / 1e6:.1f} by a process{counted}"
+        )
+    print(f"  peak memory of a process {peak / 4 / parameters:.1f} times the parameters")
 
 
 def measure_checkpoint(parameters: int, repeats: int) -> None:
@@ -241,10 +272,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="measurements of everything (default: 5)")
     parser.add_argument("--rounds", type=int, default=4, help="of the runs whose tokens/s are taken (default: 4)")
     parser.add_argument("--parameters", type=int, default=100_000_000, help="of what is sent and written")
-    parser.add_argument("--synchronisation", nargs=3, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--synchronisation", nargs=4, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.synchronisation:
-        measure_synchronisation(*options.synchronisation, None)
+        synchronise(*options.synchronisation, None)
         return
     length = {"number_of_outer_steps": options.rounds}
     if "processes" in options.parts:
@@ -255,9 +286,7 @@ def main() -> None:
             compare(f"1 trainer of batch 8, {name}", ISLANDS, length | ONE_TRAINER | values, options.repeats)
     for part, devices_per_node in (("synchronisation", 1), ("exchange", 2)):
         if part in options.parts:
-            arguments = options.parameters, options.repeats, devices_per_node
-            with Launch(2 * devices_per_node, [__file__, "--synchronisation", *map(str, arguments)]) as launch:
-                measure_synchronisation(*arguments, launch)
+            measure_synchronisation(options.parameters, options.repeats, devices_per_node)
     if "checkpoint" in options.parts:
         measure_checkpoint(options.parameters, options.repeats)
 
