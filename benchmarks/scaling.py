@@ -34,7 +34,6 @@ from torch import nn
 
 from benchmarks.throughput import BareLoop, build_vocabulary, make_data, seconds
 from fabrics.choices import CHOICES
-from fabrics.sharded_model import ShardedModel
 from utils.checkpoint import Checkpoints, newest_checkpoint
 from utils.compression import COMMUNICATION_DTYPES
 from utils.config_reading import load_config
@@ -150,6 +149,8 @@ def share_of_model(parameters: int, processes: Processes) -> torch.Tensor:
     """The flat parameters of this process's device, of a model of ten layers with so many in all."""
     if processes.island.size == 1:
         return torch.randn(parameters) * 1e-3
+    from fabrics.sharded_model import ShardedModel  # takes long, and knows one release of PyTorch
+
     with torch.device("meta"):
         layers = [nn.Sequential(nn.Linear(1000, parameters // 10_000, bias=False)) for _ in range(10)]
         model = nn.Sequential(nn.ModuleList(layers))
