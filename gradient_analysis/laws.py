@@ -51,7 +51,7 @@ def distribution(values: Sequence[float]) -> Distribution:
         kurtosis = float(stats.kurtosis(numbers))
         for family in (stats.norm, stats.t):
             parameters = tuple(float(value) for value in family.fit(numbers))
-            test = stats.kstest(numbers, family.name, parameters)
+            test = stats.kstest(numbers, family(*parameters).cdf)
             aic = 2 * len(parameters) - 2 * float(family.logpdf(numbers, *parameters).sum())
             fits.append(Fit(family.name, parameters, float(test.statistic), float(test.pvalue), aic))
     return Distribution(len(numbers), float(numbers.mean()), float(np.median(numbers)), spread, kurtosis, tuple(fits))

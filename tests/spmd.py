@@ -41,6 +41,7 @@ from trainers import Trained
 from utils.config import Config
 from utils.distributed import Processes
 from utils.joining import join_processes
+from utils.reductions import ALL_GATHER
 
 INNER_STEPS = 3
 SPEEDS = [1.0, 0.25, 0.5, 1.0]
@@ -106,7 +107,7 @@ SCENARIOS = {
     "all-reduce": (_RUN | {"deterministic": False}, False),
     "all-reduce in float64": (_RUN | {"deterministic": False}, True),
 }
-IN_ORDER_REDUCTION = ("all_reduce", "all_to_all_single", "all_gather_single")
+IN_ORDER_REDUCTION = ("all_reduce", "all_to_all_single", ALL_GATHER)
 # What a merge calls besides.
 MOVES = ("broadcast", "new_group", "send", "recv")
 COLLECTIVES = (*IN_ORDER_REDUCTION, *MOVES, "all_gather_object")
@@ -308,7 +309,7 @@ class _Wire:
             self.calls += 1
             if name == "all_reduce":  # a ring
                 self.sent += 2 * (ranks - 1) / ranks * tensor.nbytes
-            elif name == "all_gather_single":
+            elif name == ALL_GATHER:
                 self.sent += (ranks - 1) * arguments[1].nbytes
             elif name == "all_to_all_single":
                 _, sent, _, sizes = arguments

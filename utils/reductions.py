@@ -18,6 +18,8 @@ import torch.distributed as dist
 from utils.compression import PLAIN, Encoding
 from utils.heartbeat import Heartbeat
 
+# Its name before PyTorch 2.13 is the second one.
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 Given = Iterable[tuple[int, torch.Tensor | None]]
 
 # What a collective works on at a time: it needs a few buffers of this size beside the tensors. In memory (gloo) small
@@ -133,7 +135,7 @@ class Group:
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Everybody's flat tensor, one after the other."""
         with self._heartbeat.explaining():
-            dist.all_gather_single(received, sent, group=self._handle)
+            getattr(dist, ALL_GATHER)(received, sent, group=self._handle)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         """Contiguous tensors of any device from the rank `source`, in place for the others.
