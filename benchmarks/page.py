@@ -118,16 +118,12 @@ def page(results: Results) -> str:
 
 _INTRODUCTION = """# Results
 
-To know whether AdLoCo wins, where and by how much, read headings and first lines; to know why, the pages behind them.
-Written by `python benchmarks/compare.py` from `results/`: means over seeds with the sample's standard deviation;
-percentages are differences between two methods on the same seeds with their 95% t interval in brackets, of that pair
-alone, and a method is called better or worse only where that excludes 0.
-[What the numbers mean](comparing.md#what-the-numbers-mean)."""
-
-_AGAIN = """## How to make a part again
-
-`python benchmarks/compare.py` makes what is missing of the runs of a comparison, whose file it is given, or of all, and
-writes these pages; with `--report-only` it makes none. [Comparing methods](comparing.md) has the rest."""
+To know whether AdLoCo wins, where and by how much, read headings and first lines; to know why, the pages behind
+them. Numbers are means over seeds with the sample's standard deviation; percentages are differences between two
+methods on the same seeds with their 95% t interval in brackets, of that pair alone; a method is called better or
+worse only where that excludes 0 ([what the numbers mean](comparing.md#what-the-numbers-mean)).
+`python benchmarks/compare.py` makes what is missing of the runs of a comparison, whose file it is given, or of all,
+and writes these pages; with `--report-only` it makes none."""
 
 
 def _claims(comparisons: Sequence[Results]) -> list[str]:
@@ -188,7 +184,7 @@ def overview(comparisons: Sequence[Results]) -> str:
             alone.append(results)
         elif not _caveat(results):
             parts += _summary(results)
-    return "\n\n".join([*parts, *_with_one_seed(alone), *_with_care(comparisons), _AGAIN]) + "\n"
+    return "\n\n".join([*parts, *_with_one_seed(alone), *_with_care(comparisons)]) + "\n"
 
 
 def pages(comparisons: Sequence[Results]) -> dict[str, str]:
