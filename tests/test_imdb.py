@@ -211,7 +211,7 @@ def test_bert_learns_merges_and_accumulates(folder):
     final = cluster.train(recorder)
     assert len(final) == 1
     (evaluation,) = final.values()
-    assert evaluation.metric >= 0.75
+    assert (evaluation.loss < 0.67, evaluation.metric > 0.6) == (True, True)  # 0.693 and 0.5 by chance
     assert evaluation.metric == pytest.approx(np.mean([scores.recall for scores in evaluation.classes]))
     assert [scores.examples for scores in evaluation.classes] == [15, 15]
     plans = [

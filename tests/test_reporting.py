@@ -268,7 +268,8 @@ def test_the_report_says_where_the_run_comes_from(folder, run):
     begun = "<td>2026-01-02T03:04:05+01:00</td><td>{}</td><td>python run.py &#x27;task_name=&lt;i&gt;&#x27;</td>"
     assert begun.format("1") + "<td>c0ffee</td><td>in changes.patch</td>" in page
     assert begun.format("1,234") + "<td>&lt;b&gt;unknown&lt;/b&gt;</td><td>not known</td>" in page
-    assert f"torch {torch.__version__}, 1 process</td>" in page
+    cuda = f" for CUDA {torch.version.cuda}" if torch.version.cuda else ""
+    assert f"torch {torch.__version__}{cuda}, 1 process</td>" in page
     assert "<h2>Where it comes from</h2>" not in run_body(
         dataclasses.replace(run, summary=run.summary | {"invocations": []})
     )

@@ -5,6 +5,8 @@ import functools
 import platform
 from importlib.metadata import version
 
+import torch
+
 from fabrics.budgets import budget_of
 from fabrics.eval_tool import Evaluation
 from fabrics.totals import Totals
@@ -12,12 +14,13 @@ from training_logs.recording.records import RunView
 from training_logs.recording.share_log import share_summary
 from utils.config import Config
 
-_LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+_LIBRARIES = ("transformers", "tokenizers", "safetensors", "numpy")
 
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    return {"python": platform.python_version()} | {name: version(name) for name in _LIBRARIES}
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}  # its build as well
+    return found | {name: version(name) for name in _LIBRARIES}
 
 
 def budget_record(config: Config, totals: Totals) -> dict | None:
