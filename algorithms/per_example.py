@@ -125,9 +125,6 @@ class PerExampleProbe:
         self._handles: list = []
         self._uses: dict[nn.Parameter, list] = {}
         self._names: dict[nn.Parameter, str] = {}
-        self._squared_norms = torch.zeros(batch_size, dtype=torch.float64)
-        self._inner_products = torch.zeros(batch_size, dtype=torch.float64)
-        self._squared_norm = torch.zeros((), dtype=torch.float64)
         self._anchor = torch.empty(0, requires_grad=True)
         self._layers: list[tuple[str, nn.Module]] = []
         for path, module in model.named_modules():
@@ -138,11 +135,10 @@ class PerExampleProbe:
             self._layers.append((path, module))
             for name, parameter in parameters.items():
                 self._names.setdefault(parameter, f"{path}.{name}" if path else name)
-        if self._names:
-            device = next(iter(self._names)).device
-            self._squared_norms = self._squared_norms.to(device)
-            self._inner_products = self._inner_products.to(device)
-            self._squared_norm = self._squared_norm.to(device)
+        device = next((parameter.device for parameter in self._names), None)
+        self._squared_norms = torch.zeros(batch_size, dtype=torch.float64, device=device)
+        self._inner_products = torch.zeros_like(self._squared_norms)
+        self._squared_norm = torch.zeros((), dtype=torch.float64, device=device)
 
     @staticmethod
     def _check_supported(path: str, module: nn.Module) -> None:

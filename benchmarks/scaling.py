@@ -44,8 +44,9 @@ ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 
 
-# Of every run whose speed is measured: batches stay as they are.
+# Of every run whose speed is measured: on cores, and batches stay as they are.
 RUN = {
+    "devices": "[cpu]",
     "sequence_length": 128,
     "vocab_size": 2048,
     "INITIAL_BATCH_SIZE": 8,

@@ -36,6 +36,7 @@ from algorithms.limits import RoundSchedule
 from algorithms.outer_step import nesterov_step
 from algorithms.per_example import PerExampleProbe
 from cluster import Cluster
+from fabrics.attention import unmasked
 from fabrics.choices import CHOICES
 from fabrics.examples import PackedSequences, TaskData
 from fabrics.flops import flops_per_token
@@ -67,7 +68,7 @@ def make_data(config: Config, vocabulary: int, examples: int = 512) -> TaskData:
 
 
 class BareLoop:
-    """The same model, data, optimiser and clipping without the framework."""
+    """The same model, data, optimiser and clipping without the framework; attention makes no mask here, either."""
 
     def __init__(self, config: Config, data: TaskData, device: torch.device):
         self.model = build_model(config.model_type, config.model_config, data.tokenizer, config.sequence_length, 0)
@@ -85,19 +86,20 @@ class BareLoop:
         )
         self.clip, self.batch, self.device = config.gradient_clipping, config.INITIAL_BATCH_SIZE, device
         self.tokens = torch.from_numpy(data.train._tokens).to(torch.long)
-        if device.type == "cuda":
-            self.tokens = self.tokens.pin_memory()
 
     def run(self, steps: int) -> None:
         loss_sum = torch.zeros((), device=self.device)
         for step in range(steps):
             rows = torch.arange(step * self.batch, (step + 1) * self.batch) % len(self.tokens)
-            ids = self.tokens[rows].to(self.device, non_blocking=True)
-            with self.autocast:
-                logits = self.forward(input_ids=ids).logits
-                loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            ids = self.tokens[rows]
+            if self.device.type == "cuda":
+                ids = ids.pin_memory().to(self.device, non_blocking=True)
             self.optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            with unmasked(self.model, {"input_ids": ids}):
+                with self.autocast:
+                    logits = self.forward(input_ids=ids).logits
+                    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+                loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
             self.optimizer.step()
             loss_sum += loss.detach()

@@ -117,8 +117,9 @@ class Memory:
 
     parameters, gradients: of the working models. moments: of the inner optimisers. trainers: x of every trainer.
     method_per_trainer, method_per_worker: what the synchronisation method keeps, by all of them. round: sums and what
-    is on its way. activations, logits: of the largest micro-batch, of an evaluation batch, or, on islands, of what
-    statistics of examples hold of a micro-batch, whichever is most.
+    is on its way, beyond what of activations and logits is not there then. activations, logits: of the largest
+    micro-batch, of an evaluation batch, or, on islands, of what statistics of examples hold of a micro-batch,
+    whichever is most.
     gathered: what is whole for a moment, layers in passes or tensors for who needs them whole, beyond what of these two
     is not there then.
     """
@@ -200,8 +201,9 @@ def device_memory(kept: Kept, step: StepSizes | None, load: Load, placement: Pla
     activations and logits of ceil(micro-batch / N) examples, and, where N > 1, what else is whole for a moment.
     Parameters that stay are there once in every process, shared out likewise.
 
-    With another `parameter_dtype` all of it is as many times as large. `outer_state: cpu` moves what trainers keep to
-    the host, `idle_moments: cpu` the moments of all workers of a process but the one whose turn it is.
+    With another `parameter_dtype` all of it is as many times as large. `outer_state: cpu` moves what trainers keep, and
+    the sum of a round, to the host: of x what a worker's difference is made with is there once more, after its passes.
+    `idle_moments: cpu` the moments of all workers of a process but the one whose turn it is.
 
     Args:
         step: None where what a step keeps is not known: activations and logits are 0 then.
@@ -212,8 +214,9 @@ def device_memory(kept: Kept, step: StepSizes | None, load: Load, placement: Pla
     owners = load.trainers if kept.trainers_moments else load.workers
     here = min(owners, load.processes) if placement.idle_moments == "cpu" and not kept.trainers_moments else owners
     trainers, methods = load.trainers * flat, load.trainers * len(kept.per_trainer) * flat
-    away = placement.outer_state == "cpu"
-    host = {"moments": (owners - here) * moments, "trainers": trainers * away, "method_per_trainer": methods * away}
+    away, sums = placement.outer_state == "cpu", min(load.round_tensors, load.processes) * flat
+    host = {"moments": (owners - here) * moments}
+    host |= {"trainers": trainers * away, "method_per_trainer": methods * away, "round": sums * away}
     passes = [(0, 0)]
     if step is not None:
         examples, sharded = -(-load.micro_batch // devices), devices > 1
@@ -224,6 +227,9 @@ def device_memory(kept: Kept, step: StepSizes | None, load: Load, placement: Pla
         passes += [(examples * step.probed + fixed, 0)] if sharded and step.probed else []
     needs = [(*each, _gathered_bytes(kept, devices, *each) if devices > 1 else 0) for each in passes]
     activations, logits, gathered = max(needs, key=sum)
+    in_round = load.round_tensors * flat
+    if away:
+        in_round -= min(sums, load.processes * (activations + logits + gathered))
     return Memory(
         parameters=load.processes * (flat + frozen),
         gradients=load.processes * flat,
@@ -231,7 +237,7 @@ def device_memory(kept: Kept, step: StepSizes | None, load: Load, placement: Pla
         trainers=0 if away else trainers,
         method_per_trainer=0 if away else methods,
         method_per_worker=load.workers * len(kept.per_worker) * flat,
-        round=load.round_tensors * flat,
+        round=in_round,
         gathered=load.processes * gathered,
         activations=load.processes * activations,
         logits=load.processes * logits,

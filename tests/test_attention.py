@@ -102,7 +102,9 @@ def test_training_and_evaluation_have_the_bits_of_a_model_that_looks(dtype, monk
 
 def test_inner_steps_and_evaluation_read_no_numbers():
     """With accumulation, clipping and a warm-up; nor do passes with statistics, before these are read."""
-    config = make_config(INITIAL_BATCH_SIZE=8, max_batch_size=4, warmup_steps=3, sampling_method="none")
+    config = make_config(
+        INITIAL_BATCH_SIZE=8, max_batch_size=4, switch_multiplier=1, warmup_steps=3, sampling_method="none"
+    )
     examples = PackedSequences(random_sequences(60))
     trainer = make_trainer(tiny_llama(dtype=torch.float32), config, examples, nodes=1, max_batch=4)
     train(trainer, 1)

@@ -403,7 +403,12 @@ def test_where_things_are_kept_changes_what_a_device_holds():
     assert (island.activations, island.logits) == (240, 80)  # a third of which is there when layers have gradients
     away = device_memory(KEPT, STEP, load, Placement(outer_state="cpu", idle_moments="cpu"))
     assert (away.trainers, away.method_per_trainer, away.moments) == (0, 0, 8004)
-    assert away.host == {"moments": 2 * 8004, "trainers": 8000, "method_per_trainer": 8000}
+    assert away.host == {"moments": 2 * 8004, "trainers": 8000, "method_per_trainer": 8000, "round": 4000}
+    # The sum is away as well; when x comes for a worker's difference, activations and logits are gone.
+    assert (away.round, away.activations, away.logits) == (4000 - 770, 570, 200)
+    more = dataclasses.replace(load, round_tensors=3, micro_batch=100)
+    away = device_memory(KEPT, STEP, more, Placement(outer_state="cpu"))
+    assert (away.round, away.host["round"]) == (2 * 4000, 4000)
     wide = device_memory(dataclasses.replace(KEPT, itemsize=8), STEP, load, Placement())
     assert (wide.parameters, wide.moments, wide.trainers) == (8000, 3 * 16008, 16000)
     again = device_memory(KEPT, STEP, load, Placement(activation_checkpointing=True))

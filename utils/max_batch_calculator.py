@@ -162,22 +162,25 @@ def calculate_max_batch(
     Raises:
         MemoryError: naming the keys to change, when one example does not fit.
     """
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        taken = total - free - (torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-        memory, measure, probes, confirm = total, _measure_cuda(step, device), _CUDA_PROBES, True
-    else:
-        state = psutil.virtual_memory()
-        taken = state.total - state.available
-        memory, measure, probes, confirm = state.total, _measure_cpu(step, momentary), _CPU_PROBES, False
-    budget = int((padding_percentage * memory - taken - reserved_bytes) / sharing)
+    on_gpu = device.type == "cuda"
+    measure = _measure_cuda(step, device) if on_gpu else _measure_cpu(step, momentary)
     if island is not None:
-        budget, measure = island.least(budget), _together(measure, island)
+        measure = _together(measure, island)
     with _no_trace(gradient, device):
-        if device.type == "cpu":
-            step(2)  # a model that is compiled makes a pass for that, which is not to be measured
+        # What comes with the first steps is not to be measured: a model that is compiled makes a pass of its own, and
+        # libraries of a GPU take memory to work with, which they keep.
+        for count in (1, 2) if on_gpu else (2,):
+            measure(count)
+        if on_gpu:
+            free, memory = torch.cuda.mem_get_info(device)
+            taken = memory - free - (torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+        else:
+            state = psutil.virtual_memory()
+            memory, taken = state.total, state.total - state.available
+        budget = int((padding_percentage * memory - taken - reserved_bytes) / sharing)
+        budget = budget if island is None else island.least(budget)
         try:
-            return find_max_batch(measure, budget, probes, confirm)
+            return find_max_batch(measure, budget, _CUDA_PROBES if on_gpu else _CPU_PROBES, confirm=on_gpu)
         except MemoryError as error:
             raise MemoryError(
                 f"no example fits on {device}: {error} (padding_percentage {padding_percentage} of "
