@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from utils.collectives import Collectives
 from utils.devices import is_out_of_memory
 from utils.heartbeat import Heartbeat
+from utils.reductions import ALL_GATHER
 
 _M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 2**18  # of glibc's malloc.h
 
@@ -99,7 +100,7 @@ class ProcessIsland(Island):
         staged = tensor.to(self._device).contiguous()
         gathered = staged.new_empty(self.size * staged.numel())
         with self.explaining():
-            self.collectives.make(lambda: dist.all_gather_single(gathered, staged, group=self._handle))
+            self.collectives.make(lambda: getattr(dist, ALL_GATHER)(gathered, staged, group=self._handle))
         return gathered.view(self.size, -1).to(tensor.device)
 
     def exchange(self, parts: torch.Tensor) -> torch.Tensor:
