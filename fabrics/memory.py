@@ -203,7 +203,7 @@ def device_memory(kept: Kept, step: StepSizes | None, load: Load, placement: Pla
 
     With another `parameter_dtype` all of it is as many times as large. `outer_state: cpu` moves what trainers keep, and
     the sum of a round, to the host: of x what a worker's difference is made with is there once more, after its passes.
-    `idle_moments: cpu` the moments of all workers of a process but the one whose turn it is.
+    `idle_moments: cpu` moves the moments of all workers of a process but the one whose turn it is.
 
     Args:
         step: None where what a step keeps is not known: activations and logits are 0 then.
