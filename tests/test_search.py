@@ -230,7 +230,7 @@ def test_values_found_elsewhere_are_used_unchanged(tmp_path):
         found_values(path, comparison, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["python_docs", "decay_packages"])
+@pytest.mark.parametrize("name", ["decay_python_code", "decay_packages"])
 def test_published_runs_that_train_as_ever_are_found_again(name):
     """One trainer without a batch test: what came since then changes nothing for it."""
     comparison = load_comparison(ROOT / "benchmarks" / "comparisons" / f"{name}.yaml")
