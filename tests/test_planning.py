@@ -138,6 +138,9 @@ def trained(**values) -> Cluster:
             "balance": "steps",
             "number_of_inner_steps_between_outers": 5,
         },
+        PARAMETERS["Decoupled"]
+        | {"distributed_algo": "Decoupled", "nodes_per_gpu": 4, "number_of_initial_trainers": 2}
+        | {"node_speeds": [1, 1, 0.5, 0.25], "number_of_inner_steps_between_outers": 4},
         {"number_of_initial_trainers": 1, "node_schedule": [[0, 3], [0.4, 4]], "participants": 0.5, "message_loss": 0.3}
         | {"number_of_outer_steps": 6},
     ],
@@ -509,6 +512,14 @@ def test_seconds_of_a_plan_by_hand():
     assert plan.compute_seconds == pytest.approx(computing)
     assert plan.links[0].seconds == pytest.approx(computing + sending)
     assert plan.links[0].communicating == pytest.approx(sending / (computing + sending))
+
+
+def test_what_goes_out_at_one_time_waits_for_the_link_once():
+    values = {"number_of_initial_trainers": 1, "nodes_per_gpu": 2, "number_of_outer_steps": 2, "max_batch_size": 2}
+    values |= {"sampling_method": "norm_test", "statistics_estimator": "across_workers", "max_requested_batch": 4}
+    plan = plan_of(Asked(links=(link("1Mb/s,100ms"),)), **values)
+    # The synchronisation and the statistics of a round: each of the two sends and gets half of the model, twice.
+    assert plan.links[0].seconds == pytest.approx(2 * (0.1 + 8 * plan.bytes.synchronised / 2 / 2 / 1e6), rel=1e-3)
 
 
 def test_merges_and_redistribution_take_time_as_well():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from algorithms.exchanges import Exchange
-from algorithms.virtual_clock import Clocks
+from algorithms.virtual_clock import Clocks, together
 from benchmarks.accounting import Hardware, compute_seconds
 from benchmarks.clocks import Network
 from benchmarks.planning.rehearsal import Round, TrainerRound
@@ -103,15 +103,15 @@ def _ends(
     nodes = {node for own in devices for node in own}
     values, clocks, found = dataclasses.asdict(config), Clocks(network, len(nodes)), []
 
-    def together(exchange: Exchange | None) -> None:
+    def all_wait(exchange: Exchange | None) -> None:
         if exchange is not None and exchange.sent:
             clocks.together(network.seconds(exchange.link))
 
     for number in rounds:
-        together(number.redistributed)
+        all_wait(number.redistributed)
         by_trainer = _computing(values, hardware, number.trainers, number.inner_steps, devices)
         for part, computing in zip(number.trainers, by_trainer, strict=True):
-            sendings = [event.sending(range(len(part.nodes))) for event in part.events]
+            sendings = together(event.sending(range(len(part.nodes))) for event in part.events)
             clocks.round(
                 part.trainer,
                 list(computing),
@@ -122,7 +122,7 @@ def _ends(
         clocks.rest(nodes - {node for part in number.trainers for node in part.nodes})
         if len(number.trainers) > 1:
             clocks.meet()
-        together(number.merge)
+        all_wait(number.merge)
         found.append(clocks.elapsed)
     found[-1] = clocks.arrived
     return found

@@ -234,7 +234,8 @@ class Rehearsal:
     ) -> tuple[tuple[Event, ...], dict[str, float]]:
         """What the method sends in a round, and remembers; rounds alike, in which nothing is drawn, are asked once."""
         values = trainer.state_dict()["synchronisation"]
-        place = (schedule.inner_steps, tuple(shares.plans.values()), tuple(sorted(values.items())))
+        of_workers = (shares.plans, shares.speeds, shares.steps(schedule.inner_steps), values)
+        place = (schedule.inner_steps, *(tuple(sorted(each.items())) for each in of_workers))
         if (known := self._known.get(place)) is not None:
             return known
         gathering = _Counted(
