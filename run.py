@@ -107,6 +107,7 @@ def plan(options: argparse.Namespace) -> int:
 
 def run(options: argparse.Namespace, started: float, launch: Launch | None) -> int:
     """Be one of the processes of the run: meet the others, set up, train; the exit status of this one."""
+    from fabrics.nodes import check_nodes
     from training_logs.recording.run_folder import start_logging
     from utils.agreement import agree_on_config, done_by_all
     from utils.attempts import folder_to_resume
@@ -136,6 +137,7 @@ def run(options: argparse.Namespace, started: float, launch: Launch | None) -> i
             done_by_all(processes, lambda: claim(options.resume))
             agree_on_config(processes, config)
             warnings += place_nodes(processes, config)
+            check_nodes(config, processes.devices)
             cluster, recorder, folder = set_up(config, processes, options.resume, kept, started)
             if not options.resume:
                 claim(folder)
@@ -176,6 +178,7 @@ def set_up(
     import torch
 
     from cluster import Cluster
+    from fabrics import device_errors
     from fabrics.dataset_loader import load_data
     from training_logs.recording.provenance import Origin, code_of, machine
     from training_logs.recording.recorder import RunRecorder
@@ -197,9 +200,10 @@ def set_up(
             threads = checkpoint.state["cluster"]["threads"]
     torch.set_num_threads(threads)
     data = load_data(config, processes)
-    cluster = Cluster(config, data, processes)
-    if checkpoint is not None:
-        cluster.resume(checkpoint)
+    with device_errors.set_up():
+        cluster = Cluster(config, data, processes)
+        if checkpoint is not None:
+            cluster.resume(checkpoint)
     folder = Path(resume) if resume else decided(processes, lambda: make_run_folder(config, data.dataset))
     machines, agents = processes.gather(machine(cluster.devices)), agents_of(processes)
 

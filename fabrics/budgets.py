@@ -24,7 +24,9 @@ def budget_of(config: Config) -> Budget | None:
 def check_budget(config: Config, nodes: int) -> None:
     """Raise ConfigError where a run with a budget never communicates."""
     if config.budget is not None and nodes == 1:
-        raise ConfigError(f"{config.budget}: a run on one node has nothing to spend it on; nodes_per_gpu must be 2")
+        raise ConfigError(
+            f"{config.budget}: a run on one node never communicates; raise nodes_per_gpu, or use more devices"
+        )
 
 
 def examples_left(config: Config, examples: int, tokens: int, tokens_each: float, epoch: int) -> float:

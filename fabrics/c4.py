@@ -30,6 +30,7 @@ from fabrics.language_modelling import task_data, tokenised_documents
 from fabrics.tokenised import TokenisedSet, open_tokenised
 from fabrics.tokenization import describe, fingerprint, named_tokenizer
 from utils.config import Config, ConfigError
+from utils.utils import first_line
 
 logger = logging.getLogger("adloco.dataset")
 
@@ -175,7 +176,7 @@ class _Repository:
             return
         name, kind = f"{self.name} ({self._language})", type(error).__name__
         if self._begun:
-            raise SourceLostError(f"{name}: lost at {place}: {kind}: {hub.first_line(error)}") from error
+            raise SourceLostError(f"{name}: lost at {place}: {kind}: {first_line(error)}") from error
         raise DatasetError(f"{name}: {kind}: {hub.problem_with(self.name, error)}") from error
 
 

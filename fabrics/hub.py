@@ -17,6 +17,8 @@ from types import ModuleType
 
 from huggingface_hub import constants, get_session
 
+from utils.utils import first_line
+
 logger = logging.getLogger("adloco.dataset")
 
 # For an answer, with two more attempts after a refusal.
@@ -26,11 +28,6 @@ _WAITS_FOR_AN_ANSWER = (0.0, 1.0, 2.0)
 WAITS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 
 _NETWORK_LIBRARIES = {"aiohttp", "fsspec", "h11", "httpcore2", "httpx2", "requests", "urllib3"}
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
-    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 
 def _ask() -> str | None:

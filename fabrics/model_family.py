@@ -1,6 +1,5 @@
 """What a model family is, and the family of a plain nn.Module; `transformers_models` has those of Hugging Face."""
 
-import difflib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from utils.config import ConfigError
+from utils.utils import meant
 
 # Keys of model_config that are not architecture values.
 OWN_KEYS = frozenset(("preset", "name", "pretrained"))
@@ -128,8 +128,7 @@ def settings_problems(
         if key in OWN_KEYS:
             continue
         if key not in known:
-            close = difflib.get_close_matches(str(key), {*known, *OWN_KEYS}, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
+            hint = meant(str(key), {*known, *OWN_KEYS})
             problems.append(f"model_config.{key}: not an architecture value of {whose}{hint}")
             continue
         is_count = key.startswith(("num_", "max_")) or key.endswith("_size")

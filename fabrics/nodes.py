@@ -1,6 +1,7 @@
 """The nodes of a run: where they are, the largest micro-batch of each, and which of them still work."""
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -11,6 +12,7 @@ from algorithms.per_example import PerExampleProbe, UnsupportedModuleError
 from algorithms.policies import slow_nodes
 from algorithms.synchronisation import METHODS
 from fabrics.attendance import participant_count, scheduled_nodes
+from fabrics.budgets import check_budget
 from fabrics.examples import Examples
 from fabrics.inner_optimizers import check_inner_optimizer
 from fabrics.passes import backward, probed_backward
@@ -88,7 +90,7 @@ def measured_max_batches(
         state_bytes: what lives between rounds in this process.
 
     Raises:
-        ConfigError: not even one example fits into a device's memory.
+        ConfigError: not even one example fits into a device's memory; or the statistics cannot be had of this model.
     """
     processes.gather(None)  # everybody's tensors are there afterwards
     per_device = config.nodes_per_gpu
@@ -126,6 +128,8 @@ def _measured_max_batch(config: Config, working: WorkingModel, examples: Example
         return devices * calculate_max_batch(
             run, working.gradient, working.device, *room, working.island, working.holds
         )
+    except UnsupportedModuleError as error:
+        raise ConfigError(f"statistics_estimator: {error}") from None
     except (MemoryError, TrainingError) as error:
         raise ConfigError(f"max_batch_size: {error}") from None
 
@@ -173,6 +177,17 @@ def check_statistics(config: Config, nodes: Sequence[Node], smallest_subset: int
             f"statistics_batch_size: must be at most the {smallest_subset} examples of a trainer's subset or share, "
             f"got {config.statistics_batch_size}"
         )
+
+
+def check_nodes(config: Config, devices: Sequence[torch.device]) -> None:
+    """Raise ConfigError where these nodes, one for each entry, do not suit the config, as far as that is known before
+    there are data."""
+    pool = NodePool(devices, config)
+    check_budget(config, len(pool.nodes))
+    nodes = pool.working(0.0)
+    if config.max_batch_size is None:  # it is measured later
+        nodes = [dataclasses.replace(node, max_batch=sys.maxsize) for node in nodes]
+    check_statistics(config, nodes, smallest_subset=sys.maxsize)
 
 
 def _check_inner_products(config: Config, nodes_per_trainer: int) -> None:

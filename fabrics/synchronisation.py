@@ -1,7 +1,6 @@
 """The synchronisation method that a configuration asks for."""
 
 import dataclasses
-import difflib
 import functools
 
 from pydantic import TypeAdapter, ValidationError
@@ -11,6 +10,7 @@ from algorithms.synchronisation.method import Outer, taken_names
 from fabrics.inner_optimizers import INNER_OPTIMIZERS, inner_optimizer_name
 from fabrics.working_model import WorkingModel
 from utils.config import Config, ConfigError
+from utils.utils import meant
 
 
 @functools.cache
@@ -28,8 +28,7 @@ def method_settings(config: Config):
     known, problems = [entry.name for entry in dataclasses.fields(kind)], []
     for name in config.synchronisation:
         if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-            hint = f"; did you mean {close[0]}?" if close else f"; it has {', '.join(known) or 'none'}"
+            hint = meant(str(name), known) or f"; it has {', '.join(known) or 'none'}"
             problems.append(f"synchronisation.{name}: {config.distributed_algo} has no such parameter{hint}")
     for entry in dataclasses.fields(kind):
         if isinstance(value := config.synchronisation.get(entry.name), bool) and entry.type is not bool:

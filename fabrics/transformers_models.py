@@ -27,6 +27,7 @@ from fabrics import hub
 from fabrics.model_family import OWN_KEYS, Demands, is_pretrained, settings_problems
 from fabrics.tokenization import padding, vocabulary_size
 from utils.config import ConfigError
+from utils.devices import is_out_of_memory
 
 _LLAMA_PRESETS = {
     # 0.22M parameters with a vocabulary of 2048: trains on a laptop's CPU in minutes.
@@ -157,6 +158,8 @@ class TransformersFamily:
                 with torch.no_grad():
                     model.eval()(input_ids=torch.zeros(1, 2, dtype=torch.long))
         except _IMPOSSIBLE_ARCHITECTURE as error:
+            if is_out_of_memory(error):
+                raise
             raise ConfigError(
                 f"model_config: cannot build this architecture: {' '.join(str(error).split())}"
             ) from error

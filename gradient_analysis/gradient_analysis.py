@@ -12,7 +12,7 @@ import csv
 import dataclasses
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -102,6 +102,11 @@ def parse_analysis_config(path: Path, overrides: Sequence[str]) -> AnalysisConfi
         raise ConfigError(problems) from None
 
 
+def _warn(warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
 def _run_of(model: Path) -> Path | None:
     """The run folder that a model folder is in."""
     return next((folder for folder in [model, *model.parents] if (folder / "config.yaml").is_file()), None)
@@ -132,7 +137,8 @@ def resolve_model(config: AnalysisConfig) -> tuple[Config, Path | None]:
             check_plugins_of_run(run)
     if path is None:
         raise ConfigError("config: null needs a model that lies in the folder of a run")
-    training, _ = load_config(path, (), CHOICES, CHECKS)
+    training, warnings = load_config(path, (), CHOICES, CHECKS)
+    _warn(f"{path}: {warning}" for warning in warnings)
     if model is not None:
         values = {"name": str(model), "pretrained": True}
         training = dataclasses.replace(training, model_config=values, need_to_reinit_output_layers=False)
@@ -153,6 +159,11 @@ def analyse(config: AnalysisConfig) -> Path:
     Raises:
         ConfigError: model, data or sizes do not fit.
     """
+    try:
+        devices, warnings = resolve_devices(None if config.device is None else [config.device])
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"device: {error}") from None
+    _warn(warnings)
     training, model_folder = resolve_model(config)
     output = Path(config.output_dir)
     # A sample is of all data, whoever had them.
@@ -166,7 +177,6 @@ def analyse(config: AnalysisConfig) -> Path:
         if size > count:
             raise ConfigError(f"{key}: must be at most the {count} examples of the sample, got {size}")
     try:
-        devices, _ = resolve_devices(None if config.device is None else [config.device])
         module = build_model(
             training.model_type,
             training.model_config,
@@ -176,8 +186,8 @@ def analyse(config: AnalysisConfig) -> Path:
             data.class_names,
         )
         working = WorkingModel(module, devices[0])
-    except (ValueError, RuntimeError) as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(f"device: {error}") from None
+    except ValueError as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(f"model: {error}") from None
     generator = np.random.default_rng(config.seed)
     indices = np.sort(generator.permutation(len(examples))[:count])
     gradients = Gradients(working, examples, indices, config.micro_batch)

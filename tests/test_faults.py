@@ -15,10 +15,12 @@ import pytest
 import torch
 
 import run as program
+from algorithms.per_example import UnsupportedModuleError
 from algorithms.policies import slow_nodes
 from algorithms.switch_mode import ExecutionPlan
 from cluster import Cluster
-from fabrics import inner_steps, passes
+from fabrics import inner_steps, nodes, passes, transformers_models
+from fabrics.device_errors import set_up
 from fabrics.distributing import NoNodeLeftError
 from fabrics.examples import PackedSequences
 from fabrics.inner_steps import InnerSteps
@@ -33,6 +35,7 @@ from tests.helpers import (
     make_trainer,
     random_sequences,
     recorded_pseudo_gradients,
+    tiny_cluster,
     tiny_llama,
     train,
     warnings_of,
@@ -40,6 +43,7 @@ from tests.helpers import (
 from tests.test_run import write_config
 from utils import checkpoint_writer
 from utils.checkpoint import newest_checkpoint
+from utils.config import ConfigError
 from utils.devices import is_out_of_memory
 from utils.distributed import LocalProcesses
 from utils.heartbeat import PeerLostError
@@ -252,6 +256,37 @@ def test_out_of_memory_elsewhere_is_a_clear_error(monkeypatch):
     monkeypatch.setattr(LocalWorkers, "mean", mean)
     with pytest.raises(TrainingError, match=r"no memory left .*allocate 2 GiB; lower padding_percentage"):
         light_cluster().train(Recorder())
+
+
+def test_a_layer_without_per_example_gradients_is_a_clear_error(monkeypatch):
+    def used_twice(*arguments, **keywords):
+        raise UnsupportedModuleError("gradients do not add up; set statistics_estimator: across_workers")
+
+    values = {"sampling_method": "norm_test", "max_requested_batch": 4}
+    cluster = light_cluster(**values)
+    for place in (passes, nodes):
+        monkeypatch.setattr(place, "probed_backward", used_twice)
+    message = "statistics_estimator: gradients do not add up; set statistics_estimator: across_workers"
+    with pytest.raises(TrainingError, match=message):
+        cluster.train(Recorder())
+    with pytest.raises(ConfigError, match=message):
+        light_cluster(max_batch_size=None, **values)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("x")])
+def test_out_of_memory_at_the_start_names_the_plan(error):
+    expected = RuntimeError if str(error) == "x" else ConfigError
+    with pytest.raises(expected, match="x" if str(error) == "x" else "no memory for models.*--plan"), set_up():
+        raise error
+
+
+def test_a_model_for_which_there_is_no_memory_is_not_called_impossible(monkeypatch):
+    def full(*arguments, **keywords):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
+
+    monkeypatch.setattr(transformers_models.AutoModelForCausalLM, "from_config", full)
+    with pytest.raises(ConfigError, match="no memory for models, moments"), set_up():
+        tiny_cluster()
 
 
 def test_a_mean_has_its_memory_before_it_asks_a_worker(monkeypatch):

@@ -368,19 +368,29 @@ def test_the_figures_go_to_clearml(analysed, monkeypatch, tmp_path_factory):
         (["sample_size=8", "batch_sizes=[4, 16]"], "batch_sizes: must be at most the 8 examples of the sample, got 16"),
         (["bach_size=8"], "bach_size: Unexpected keyword argument"),
         (["part=test"], "part: should be 'train' or 'validation', got 'test'"),
-        (["device=cuda:7", "sample_size=8"], "device: "),
+        (["device=tpu", "sample_size=8"], "device: "),
     ],
 )
 def test_bad_input_is_one_clear_line(overrides, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    if "device" in overrides[0] and not torch.cuda.is_available():
-        # Without a GPU the CPU is taken, as in training.
-        overrides, message = ["device=tpu", "sample_size=8"], "device: "
     assert gradient_analysis.main([f"output_dir={tmp_path / 'out'}", *overrides]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert message in errors[0]
     assert not (tmp_path / "out").exists()
+
+
+def test_what_training_warns_of_is_said_before_the_data_are_read(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = tmp_path / "config.yaml"
+    config.write_text("distributed_algo: LocalSGD\nouter_momentum: 0.5\nnumber_of_outer_steps: 1\n")
+    asked = [f"config={config}", "device=cuda:7", "sample_size=8", "batch_size=9"]
+    assert gradient_analysis.main([f"output_dir={tmp_path / 'out'}", *asked]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("warning: devices: ['cuda:7'] asked for, but CUDA is not available")
+    assert lines[1].startswith(f"warning: {config}: ")
+    assert lines[-1].startswith("error: batch_size: must be at most the 8 examples")
 
 
 def test_a_foreign_or_damaged_model_is_an_error(analysed, tmp_path):

@@ -17,7 +17,7 @@ import yaml
 import run as program
 from algorithms.across_workers import MINIMUM_WORKERS, SKETCH_SIZE
 from cluster import Cluster
-from fabrics import continuations
+from fabrics import continuations, dataset_loader
 from fabrics.choices import CHOICES
 from tests.helpers import PLAIN_TEST, warnings_of
 from tests.programs import Popen, Programs, command, wait_until
@@ -332,6 +332,41 @@ def test_bad_input_is_one_clear_line_exit_2_and_no_run_folder(tmp_path, cache_di
     assert expected in lines[0]
     assert "Traceback" not in captured.err
     assert not list(tmp_path.glob("logs/*"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["node_speeds=[1, 1]", "nodes_per_gpu=3"], "node_speeds: "),
+        (["node_schedule=[[0, 9]]"], "node_schedule: must have at most the 4 nodes"),
+        (
+            [
+                "communication_budget=3",
+                "nodes_per_gpu=1",
+                "number_of_initial_trainers=1",
+                "sampling_method=none",
+                "number_of_outer_steps=null",
+                "max_tokens=9000",
+            ],
+            "communication_budget: a run on one node never communicates",
+        ),
+        (
+            ["sampling_method=norm_test", "statistics_estimator=across_workers", "max_batch_size=null"],
+            "statistics_estimator: across_workers needs two nodes per trainer",
+        ),
+    ],
+)
+def test_nodes_that_do_not_suit_are_refused_before_data_are_read(
+    tmp_path, cache_dir, capsys, monkeypatch, overrides, expected
+):
+    def read(*arguments):
+        raise AssertionError("the data were read")
+
+    monkeypatch.setattr(dataset_loader, "load_data", read)
+    assert program.main(["--config", str(write_config(tmp_path, cache_dir)), *overrides]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert expected in errors[0]
 
 
 def test_problems_of_keys_choices_and_model_are_reported_together(tmp_path, cache_dir, capsys):

@@ -5,7 +5,6 @@ code are understood. The choices of the registries are handed in by the caller.
 """
 
 import dataclasses
-import difflib
 import itertools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,6 +16,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from utils.config import BUDGETS, FIELDS, Config, ConfigError
 from utils.plugins import import_plugins
+from utils.utils import meant
 from utils.yaml_reading import read_mapping, yaml_value
 
 # The names in the published code's config.yaml, and what keys were called in run folders from before.
@@ -55,9 +55,7 @@ def _repaired_model_config(value, warnings: list[str]):
 
 
 def _unknown(key) -> str:
-    known = {name.lower(): name for name in [*ALIASES, *FIELDS]}
-    close = difflib.get_close_matches(str(key).lower(), known, n=1, cutoff=0.5)
-    return f"{key}: unknown key" + (f"; did you mean {known[close[0]]}?" if close else "")
+    return f"{key}: unknown key{meant(str(key), [*ALIASES, *FIELDS])}"
 
 
 def _override(values: dict, assignment: str) -> str | None:
@@ -116,8 +114,7 @@ def _check_choices(config: Config, allowed: Mapping[str, Collection[str]], probl
     for name, choices in allowed.items():
         value = getattr(config, name)
         if value not in choices and (value is not None or FIELDS[name].default is not None):
-            close = difflib.get_close_matches(str(value), choices, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
+            hint = meant(str(value), choices)
             problems.append(f"{name}: must be one of {', '.join(choices)}, got {value!r}{hint}")
 
 

@@ -1,8 +1,10 @@
-"""Small helpers: atomic files, folders, sizes."""
+"""Small helpers: atomic files, folders, sizes, parts of messages."""
 
+import difflib
 import itertools
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,15 +14,11 @@ from pathlib import Path
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary file beside `path`, then move it there: never half a file under that name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{path.suffix}")
+    # Not mkstemp: a result is as readable as any other file of its owner.
+    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:
         write(temporary)
-        # mkstemp makes a private file; a result is as readable as any other file of its owner.
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -44,6 +42,18 @@ def write_folder_atomically(path: Path, write: Callable[[Path], None]) -> None:
 def write_text_atomically(path: Path, text: str) -> None:
     """Write UTF-8 text to `path`, whole or not at all."""
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """The end of a message about a word that is not known: which one may have been meant, if one is like it."""
+    names = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.5)
+    return f"; did you mean {names[close[0]]}?" if close else ""
 
 
 def json_text(value) -> str:
