@@ -178,7 +178,7 @@ class Cluster:
         """
         keeper, began = keeper or Keeper(self.config, self.processes, observer), time.perf_counter()
         self.distribute()
-        trainers, planned, ahead = self.trainers, self.config.number_of_outer_steps, self._ahead(observer)
+        trainers, ahead = self.trainers, self._ahead(observer)
         schedule = next_round(self.config, self._limits, self.totals, trainers.values(), ahead)
         own_steps = sum(
             steps
@@ -186,7 +186,7 @@ class Cluster:
             for worker, steps in trainer.shares.steps(schedule.inner_steps).items()
             if worker in trainer.workers
         )
-        observer.on_round_start(self.totals.outer_steps + 1, planned, own_steps)
+        observer.on_round_start(self.totals.outer_steps + 1, self._limits.progress(self.totals.done), own_steps)
         tokens = {trainer.id: trainer.tokens_ahead(schedule.inner_steps) for trainer in trainers.values()}
         examples = sum(trainer.shares.examples(schedule.inner_steps) for trainer in trainers.values())
 
@@ -202,7 +202,8 @@ class Cluster:
             examples=self.totals.examples + examples,
             tokens=self.totals.tokens + sum(tokens.values()),
         )
-        due = self._limits.progress(totals.done) >= 1.0 or totals.outer_steps % self.config.eval_every == 0
+        progress = self._limits.progress(totals.done)
+        due = progress >= 1.0 or totals.outer_steps % self.config.eval_every == 0
         parts = self._evaluation_parts() if due else {}
         wishes = keeper.wishes(time.perf_counter() - began)
         shares = self.processes.gather(_Share(local, seconds, parts, memory_use(self.devices), wishes))
@@ -228,7 +229,7 @@ class Cluster:
         notes = tuple(self.pool.balance({t.id: (t.nodes, t.work) for t in trainers.values()}))
         now, memory = dataclasses.replace(totals), [share.memory for share in shares]
         moves = self._distributing.new_moves()
-        return ClusterRound(totals.outer_steps, planned, reports, evaluations, merge, now, memory, notes, moves)
+        return ClusterRound(totals.outer_steps, progress, reports, evaluations, merge, now, memory, notes, moves)
 
     def train(
         self, observer: Observer, folder: Path | None = None, stop: StopRequest | None = None

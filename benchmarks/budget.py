@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
     options = parser.parse_args(arguments)
     found = {}
-    with ThreadPoolExecutor(options.jobs) as pool, tqdm(total=len(RUNS), desc="budgets", unit="run") as bar:
+    with ThreadPoolExecutor(options.jobs) as pool, tqdm(total=len(RUNS), desc="budgets", unit=" runs") as bar:
         for name, one in zip(RUNS, pool.map(lambda name: made(name, options.folder), RUNS), strict=True):
             found[name] = one
             bar.update()

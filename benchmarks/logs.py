@@ -129,7 +129,7 @@ class Run:
             self.merges.append(merge)
             del self.trainers[gone]
         use = [("process", 10**9, 10**9, 10**9, 10**11)]
-        return ClusterRound(step, self._rounds, reports, evaluations, merge, self.totals, [use, use])
+        return ClusterRound(step, step / self._rounds, reports, evaluations, merge, self.totals, [use, use])
 
 
 def beside(*command: str) -> dict[str, float]:
@@ -167,7 +167,7 @@ def push(folder: Path, rounds: int, trainers: int, workers: int, steps: int) -> 
             following.append(0.0)
         result = run.round(step)
         started = time.process_time()
-        recorder.on_round_start(step, rounds, 0)
+        recorder.on_round_start(step, (step - 1) / rounds, 0)
         recorder.on_round(run, result)
         recorder.warn(f"trainer 0: worker 3 is left out in round {step}: its loss is not finite")
         written = time.process_time()

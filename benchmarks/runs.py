@@ -165,7 +165,7 @@ class Runner:
         for id in wanted.keys() - missing.keys():
             made(wanted[id])
         problems = []
-        with ThreadPoolExecutor(self._jobs) as pool, tqdm(total=len(missing), desc=title, unit="run") as bar:
+        with ThreadPoolExecutor(self._jobs) as pool, tqdm(total=len(missing), desc=title, unit=" runs") as bar:
             futures = {pool.submit(self._make, run): run for run in missing.values()}
             try:
                 for future in as_completed(futures):

@@ -112,7 +112,7 @@ def write_packages(folder: Path, names: Iterable[str] | None = None) -> None:
     installed = _installed(pinned() if names is None else names)
     known = set().union(*map(word_runs, python_documents()))
     whole, packages = hashlib.sha256(), []
-    for name, distribution in tqdm(installed.items(), "reading packages", leave=False, unit="package", disable=None):
+    for name, distribution in tqdm(installed.items(), "reading packages", leave=False, unit=" packages", disable=None):
         (folder / name).mkdir()
         entry = {"name": name, "version": distribution.version, "documents": 0, "bytes": 0}
         for text in _new_texts(_texts(distribution), known):

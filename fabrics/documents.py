@@ -269,7 +269,7 @@ def standard_library_docstrings() -> list[tuple[str, str]]:
     found = []
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(path for path in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts))
-    for path in tqdm(files, desc="reading docstrings", unit="file", leave=False, disable=None):
+    for path in tqdm(files, desc="reading docstrings", unit=" files", leave=False, disable=None):
         module = path.relative_to(root).parts[0].removesuffix(".py")
         found += [(module, text) for text in docstrings(path.read_bytes())]
     return found

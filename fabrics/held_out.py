@@ -194,7 +194,7 @@ def _smallest_hashes(source: Source, train_size: int | None, val_size: int | Non
     def hashes() -> Iterator[int]:
         nonlocal total
         documents = itertools.islice(source.train(Skipped()), pool)
-        for text in tqdm(documents, desc="choosing validation documents", unit="document", leave=False, disable=None):
+        for text in tqdm(documents, desc="choosing validation documents", unit=" documents", leave=False, disable=None):
             total += 1
             number = document_hash(text)
             if most <= KEPT_TEXTS and number <= largest:

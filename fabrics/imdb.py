@@ -59,7 +59,7 @@ def _class_folders(folder: Path, skipped: Skipped) -> list[Review]:
     reviews = []
     for label, name in enumerate(CLASS_NAMES):
         files = matching_files([str(folder / name)], (".txt",))
-        for file in tqdm(files, desc=f"reading {folder.name}/{name}", unit="review", leave=False, disable=None):
+        for file in tqdm(files, desc=f"reading {folder.name}/{name}", unit=" reviews", leave=False, disable=None):
             try:
                 text = file.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
@@ -93,7 +93,7 @@ def _table(path: Path, skipped: Skipped) -> list[Review]:
     """The reviews of one CSV or JSON-lines file."""
     reviews: list[Review] = []
     records = _csv_records(path) if path.suffix == ".csv" else json_records(path, skipped)
-    for place, record in tqdm(records, desc=f"reading {path.name}", unit="review", leave=False, disable=None):
+    for place, record in tqdm(records, desc=f"reading {path.name}", unit=" reviews", leave=False, disable=None):
         _keep(reviews, record["text"] or "", _label(record.get("label"), place), place, skipped)
     return reviews
 
@@ -207,7 +207,7 @@ def encode_reviews(
 ) -> TokenisedPart:
     """Reviews as [CLS] text [SEP], cut at sequence_length."""
     parts, lengths = [], []
-    with tqdm(total=len(reviews), desc=f"tokenising {name} reviews", unit="review", leave=False, disable=None) as bar:
+    with tqdm(total=len(reviews), desc=f"tokenising {name} reviews", unit=" reviews", leave=False, disable=None) as bar:
         for block in batched(reviews, 500):
             ids = tokenizer(
                 [text for text, _ in block], truncation=True, max_length=sequence_length, return_attention_mask=False

@@ -21,6 +21,7 @@ import logging
 import multiprocessing
 import os
 import shutil
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -392,10 +393,11 @@ def _write_part(
         closing(_PartWriter(partial / name, dtype, sizes["documents"], sizes["tokens"])) as writer,
         tqdm(
             desc=f"tokenising {name} documents",
-            unit="document",
+            unit=" documents",
             total=state["arguments"].get(f"{name}_documents"),
             initial=sizes["documents"],
-            mininterval=0,
+            # It may take hours: a log file gets a line now and then.
+            mininterval=0.1 if sys.stderr.isatty() else 30.0,
         ) as progress,
     ):
         for hashes, tokens in encoder(batched(ahead, BLOCK_DOCUMENTS)):

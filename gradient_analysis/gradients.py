@@ -80,7 +80,7 @@ class Gradients:
         """The full gradient, every example with the same weight, summed in float64."""
         loss = torch.zeros((), dtype=torch.float64, device=self._working.device)
         parts = list(self._micro_batches(self._indices))
-        for part in tqdm(parts, desc="full gradient", unit="micro-batch", disable=None):
+        for part in tqdm(parts, desc="full gradient", unit=" micro-batches", disable=None):
             self._working.gradient.zero_()
             loss += self._add(part)
             self.full += self._working.gradient
@@ -109,7 +109,7 @@ class Gradients:
 
     def of_batches(self, batches: Sequence[np.ndarray], name: str) -> list[BatchGradient]:
         """Several batches, with progress."""
-        return [self.of_batch(batch) for batch in tqdm(batches, desc=name, unit="batch", leave=False, disable=None)]
+        return [self.of_batch(batch) for batch in tqdm(batches, desc=name, unit=" batches", leave=False, disable=None)]
 
     def of_examples(self) -> ExampleGradients:
         """Every example of the sample by itself, exactly, out of one pass in micro-batches."""
@@ -117,7 +117,7 @@ class Gradients:
         parts = list(self._micro_batches(self._indices))
         squares, products = [], []
         by_layer: dict[torch.nn.Parameter, torch.Tensor] = {}
-        for part in tqdm(parts, desc="single examples", unit="micro-batch", disable=None):
+        for part in tqdm(parts, desc="single examples", unit=" micro-batches", disable=None):
             self._working.gradient.zero_()
             with PerExampleProbe(self._working.module, len(part), self._working.views(direction)) as probe:
                 self._add(part)

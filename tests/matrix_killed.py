@@ -31,7 +31,7 @@ class _Killing(Recorder):
         super().__init__()
         self._rounds, self._checkpoint, self._left = rounds, checkpoints_of(folder) / f"round_{rounds:05d}", 0
 
-    def on_round_start(self, outer_step, planned, steps):
+    def on_round_start(self, outer_step, progress, steps):
         self._left = 2 if outer_step - 1 == self._rounds else 0
 
     def on_step(self):

@@ -149,7 +149,7 @@ class _Counting(Recorder):
 
         return call
 
-    def on_round_start(self, outer_step, planned, steps):
+    def on_round_start(self, outer_step, progress, steps):
         # What distributing the nodes took is not the round's.
         self.counts.clear()
         self.batches = 0

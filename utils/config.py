@@ -62,8 +62,8 @@ class Config(RunKeys):
     number_of_inner_steps_between_outers: PositiveInt = key(20, "inner steps H of every worker in a round")
     inner_steps_rule: str = key(
         "fixed",
-        "inner steps of later rounds: as many, or max(H, (inner_steps_alpha / learning rate)^2), so that rounds "
-        "lengthen as the learning rate decays",
+        "inner steps of a round: H (fixed), or max(H, (inner_steps_alpha / learning rate)^2) (quadratic), so that "
+        "rounds lengthen as the learning rate decays",
         choices=True,
     )
     inner_steps_alpha: PositiveFloat | None = key(
@@ -255,7 +255,11 @@ class Config(RunKeys):
     padding_percentage: Fraction = key(0.9, "share of a device's memory that may be used")
 
     # Merging
-    merging_policy: str = key("worst_with_worst", "which trainers merge", choices=True)
+    merging_policy: str = key(
+        "worst_with_worst",
+        "which trainers merge: those with the smallest requests, or the largest with the smallest",
+        choices=True,
+    )
     merge_frequency: PositiveInt = key(2, "rounds between merges, while more than one trainer lives")
     merge_count: Annotated[int, Field(ge=2), Number] = key(2, "trainers that become one in a merge")
     outer_momentum_at_merge: Literal["average", "reset"] = key(

@@ -169,7 +169,10 @@ class RunKeys:
         datasets=("python_docs", "c4", "text"),
     )
     samples_per_class: PositiveInt | None = key(
-        None, "evaluation reviews per class; null: as many as both classes have", datasets=("imdb",)
+        None,
+        "evaluation reviews per class; null: as many as the smaller class of the test part has; without a test part "
+        "one in twenty of it",
+        datasets=("imdb",),
     )
     sequence_length: Annotated[int, Field(ge=2), Number] = key(
         128, "tokens per packed sequence; without packing, the longest document or review, cut there"
@@ -213,8 +216,8 @@ class RunKeys:
     )
     weigh_shares: bool = key(
         False,
-        "means by the sizes of shares of data_split: of trainers in a merge, not by their requests, and with "
-        "data_split_over workers of workers, not by their batches",
+        "weight means by how much data of data_split each has: trainers in a merge, instead of by requests, and with "
+        "data_split_over workers also workers when they synchronise, instead of by batches",
     )
     text_files: Annotated[list[Name], Field(min_length=1)] | None = key(
         None, "files, folders or globs of UTF-8 text, plain or gzip", datasets=("text",)

@@ -41,7 +41,8 @@ def _bytes(sent: Bytes) -> str:
 
 
 def _memory(plan: Plan, asked: Asked) -> Iterator[str]:
-    yield f"memory of a device: {byte_size(plan.memory.device)}, of which {byte_size(plan.memory.between_rounds)} live"
+    stays = byte_size(plan.memory.between_rounds)
+    yield f"memory of a device: {byte_size(plan.memory.device)}, of which {stays} stay between rounds"
     yield from (f"  {byte_size(size):>9}  {_PARTS[name]}" for name, size in plan.memory.parts.items() if size)
     for name, size in plan.memory.host.items():
         yield f"  {byte_size(size):>9}  in host memory: {_PARTS[name]}"

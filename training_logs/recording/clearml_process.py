@@ -43,8 +43,8 @@ class ClearMLProcess:
             except OSError as error:
                 return f"ClearML: no offline session ({error}); {again} writes it", True
             return (
-                f"ClearML: an offline session is being written to {self._folder / SESSION} in the background, some "
-                f"seconds from now it is whole; with credentials, to the dashboard: {again}"
+                f"ClearML: an offline session is being written to {self._folder / SESSION} in the background, which "
+                f"takes some seconds; with credentials, to the dashboard: {again}"
             ), False
         try:
             self._process.stdin.close()

@@ -167,12 +167,12 @@ class RunRecorder(Observer):
             logger.info("resumed after round %d", run.totals.outer_steps)
         logger.info("run folder: %s", self.folder)
 
-    def on_round_start(self, outer_step: int, planned: int | None, steps: int) -> None:
+    def on_round_start(self, outer_step: int, progress: float, steps: int) -> None:
         if self._rounds_bar is None:
-            self._rounds_bar = tqdm(
-                total=planned, initial=outer_step - 1, desc="rounds", unit="round", disable=None, dynamic_ncols=True
-            )
-            self._steps_bar = tqdm(total=steps, unit="step", leave=False, disable=None, dynamic_ncols=True)
+            shown = "{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
+            self._rounds_bar = tqdm(total=1.0, initial=progress, bar_format=shown, disable=None, dynamic_ncols=True)
+            self._steps_bar = tqdm(total=steps, unit=" steps", leave=False, disable=None, dynamic_ncols=True)
+        self._rounds_bar.set_description(f"round {outer_step}")
         self._steps_bar.reset(total=steps)
         self._steps_bar.set_description(f"inner steps of round {outer_step}")
 
@@ -214,7 +214,7 @@ class RunRecorder(Observer):
         self._save_summary(self._summary(run, {}, "running"))
         if self.config.plot_every and result.outer_step % self.config.plot_every == 0:
             self._draw(lambda: self._drawing.draw_if_cheap(time.perf_counter() - self._started))
-        self._rounds_bar.update(1)
+        self._rounds_bar.update(result.progress - self._rounds_bar.n)
 
     def _log_placement(self, result: ClusterRound) -> None:
         """Say which nodes worked for whom, where that has changed."""

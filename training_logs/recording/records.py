@@ -94,13 +94,13 @@ class Merge:
 class ClusterRound:
     """Everything about one round, for whoever writes it down.
 
-    evaluations holds the trainers as they were before the merge, and only where the round was evaluated. memory is what
-    each process uses after the round. notes: what else to say of it. moves: what was sent as nodes changed trainers
-    before the round, and for the merge.
+    progress: how much of the run is done after it, 0 to 1. evaluations holds the trainers as they were before the
+    merge, and only where the round was evaluated. memory is what each process uses after the round. notes: what else to
+    say of it. moves: what was sent as nodes changed trainers before the round, and for the merge.
     """
 
     outer_step: int
-    planned_outer_steps: int | None
+    progress: float
     reports: dict[int, RoundReport]
     evaluations: dict[int, Evaluation]
     merge: Merge | None
@@ -136,8 +136,8 @@ class Observer:
     def on_start(self, run: RunView, initial: dict[int, Evaluation]) -> None:
         """Before the first round; the trainers as they are initialised, or nothing where a run is resumed."""
 
-    def on_round_start(self, outer_step: int, planned: int | None, steps: int) -> None:
-        """A round begins with so many inner steps over all workers; planned: rounds in all, where known."""
+    def on_round_start(self, outer_step: int, progress: float, steps: int) -> None:
+        """A round begins with so many inner steps over all workers; progress: how much of the run is done, 0 to 1."""
 
     def on_step(self) -> None:
         """A worker has made an inner step."""

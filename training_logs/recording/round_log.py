@@ -141,13 +141,12 @@ def continuation_block(number: int, count: int, text: Continuation) -> str:
 
 def round_line(result: ClusterRound, report: RoundReport, metric: Metric) -> str:
     """One readable line about one trainer's round."""
-    planned = f"/{result.planned_outer_steps}" if result.planned_outer_steps else ""
     evaluation = result.evaluations.get(report.trainer)
     nodes = "node" if len(report.workers) == 1 else "nodes"
     measured = f"{evaluation.metric:8.{metric.decimals}f}" if evaluation else f"{'-':>8}"
     return (
-        f"round {result.outer_step:>3}{planned} | trainer {report.trainer} | loss {report.train_loss:6.3f} | "
-        f"{metric.name} {measured} | batch {report.requested_batch:>3} "
+        f"round {result.outer_step:>3} ({int(100 * result.progress):>3}%) | trainer {report.trainer} | "
+        f"loss {report.train_loss:6.3f} | {metric.name} {measured} | batch {report.requested_batch:>3} "
         f"({_micro_batch(report)} x {accumulation_steps(report)} on {len(report.workers)} {nodes}) | "
         f"{report.tokens / report.seconds:>7,.0f} tokens/s | "
         f"communications {result.totals.communications:>2} ({byte_size(result.totals.bytes_communicated)})"
