@@ -48,9 +48,10 @@ def _stand_in(config: Config, settings: dict) -> tuple[PreTrainedTokenizerBase, 
         return few, False
     if (named := named_tokenizer(config)) is not None:
         return named, False
-    if isinstance(family, ModelFamily):
-        return few, True
-    settings["vocab_size"] = config.vocab_size
+    if isinstance(family, ModelFamily):  # it asks the tokenizer
+        few.add_tokens([f"<token {number}>" for number in range(config.vocab_size - len(few))])
+    else:
+        settings["vocab_size"] = config.vocab_size
     return few, True
 
 

@@ -78,6 +78,8 @@ def save_models(
 ) -> tuple[dict[int, Path], str | None]:
     """Write every trainer's model to `folder/trainer_<id>`; all processes together.
 
+    When all are there, those of other trainers, which a run that went on from a checkpoint may have left, are gone.
+
     Args:
         parameters_of: from a trainer to its flat parameters in the main process and its island; asked for one after
             the other.
@@ -100,4 +102,7 @@ def save_models(
         except (OSError, SafetensorError, NotKeptError) as error:
             problem = f"the models could not be written to {folder}: {error}"
     problem = processes.gather(problem)[0]
+    if processes.is_main and not problem:
+        for old in set(folder.glob("trainer_[0-9]*")) - set(folders.values()):
+            shutil.rmtree(old, ignore_errors=True)
     return ({} if problem else folders), problem

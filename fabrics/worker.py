@@ -24,7 +24,7 @@ from fabrics.inner_optimizers import INNER_OPTIMIZERS, inner_optimizer_name
 from fabrics.offloading import Home, seat_of
 from fabrics.working_model import WorkingModel
 from utils.compression import COMMUNICATION_DTYPES
-from utils.config import Config
+from utils.config import Config, ConfigError
 
 
 class TrainingError(RuntimeError):
@@ -181,9 +181,18 @@ class Worker:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Continue from a copy of `state`, as far as it goes."""
+        """Continue from a copy of `state`, as far as it goes.
+
+        Raises:
+            ConfigError: a tensor of that name is of something else.
+        """
         for name, tensor in self.state_dict().items():
             if name in state:
+                if state[name].shape != tensor.shape:
+                    raise ConfigError(
+                        f"inner_optimizer, distributed_algo: what the workers of the run kept as {name} is of shape "
+                        f"{list(state[name].shape)}, and would have to be {list(tensor.shape)}: it cannot go on so"
+                    )
                 tensor.copy_(state[name])
 
 

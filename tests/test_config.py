@@ -138,6 +138,7 @@ def test_all_problems_are_reported_at_once_one_line_each():
             "ETA": "much",
             "INITIAL_BATCH_SIZE": 0,
             "nodes_per_gpu": -1,
+            "training_seed": 2**64,
             "merge_frequency": 1.5,
             "merge_count": True,
             "padding_percentage": 1.2,
@@ -157,6 +158,7 @@ def test_all_problems_are_reported_at_once_one_line_each():
         r"ETA: should be a valid number.*got 'much'",
         r"INITIAL_BATCH_SIZE: should be greater than 0, got 0",
         r"nodes_per_gpu: should be greater than 0, got -1",
+        r"training_seed: should be less than 18446744073709551616, got 18446744073709551616",
         r"merge_frequency: should be a valid integer.*got 1\.5",
         r"merge_count: should be a number, not true or false, got True",
         r"padding_percentage: should be less than or equal to 1, got 1\.2",
@@ -169,7 +171,7 @@ def test_all_problems_are_reported_at_once_one_line_each():
         r"debias: should be a valid boolean.*got 'perhaps'",
     ):
         assert re.search(pattern, text), pattern
-    assert len(found) == 15
+    assert len(found) == 16
 
 
 @pytest.mark.parametrize(

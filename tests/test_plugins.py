@@ -1,5 +1,6 @@
 """Plugins: the words that they add, what is said of those that fail, what a run remembers of them; and the examples."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -18,8 +19,10 @@ from algorithms.registry import Registry
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.method import Outer, check_names
 from benchmarks.identity import run_id
+from benchmarks.planning.plan import Asked, make_plan
 from fabrics.choices import CHECKS, CHOICES
 from fabrics.dataset_loader import load_data
+from fabrics.model_family import ModelFamily
 from fabrics.models import MODELS, build_model, reinitialise_output_layer, save_model
 from gradient_analysis.gradient_analysis import AnalysisConfig, resolve_model
 from tests.helpers import make_config, tiny_data, warnings_of
@@ -389,6 +392,25 @@ def test_the_settings_of_a_plain_module_are_those_of_its_presets(digits):
         "model_config.hiden_size: not an architecture value of this model; did you mean hidden_size?",
         "model_config.hidden_size: must be a positive integer, got 0",
     ]
+
+
+def test_a_plan_of_a_plain_module_knows_its_classes_and_its_vocabulary(digits, monkeypatch):
+    config = dataclasses.replace(digits, number_of_training_epochs=None, number_of_outer_steps=2)
+    assert make_plan(config, Asked()).parameters == sum(parameter.numel() for parameter in build(config).parameters())
+
+    class Words(nn.Module):
+        def __init__(self, settings, demands):
+            super().__init__()
+            self.embedding = nn.Embedding(len(demands.tokenizer), 4)
+
+        def forward(self, input_ids):
+            return self.embedding(input_ids) @ self.embedding.weight.T
+
+    monkeypatch.setitem(MODELS, "words", ModelFamily("causal_lm", Words))
+    values = {"model_type": "words", "model_config": {}, "vocab_size": 400, "sampling_method": "none"}
+    plan = make_plan(make_config(**values), Asked())
+    assert plan.parameters == 1600
+    assert any("taken to have 400 tokens" in line for line in plan.unknown)
 
 
 def test_the_output_layer_of_a_plain_module_is_drawn_anew(digits):

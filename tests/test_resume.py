@@ -44,7 +44,11 @@ def assert_same_run(folder: Path, expected: Path, besides: tuple[str, ...] = ())
     """Bit for bit: weights, CSVs but times, summary but times and what is named."""
     for name in ("training_log.csv", "step_loss_log.csv", "merge_log.csv", "exchange_log.csv"):
         assert report(folder, name) == report(expected, name), name
-    models = sorted(path.relative_to(expected) for path in expected.glob("model_weights/**/model.safetensors"))
+    models, others = (
+        sorted(path.relative_to(run) for path in run.glob("model_weights/**/model.safetensors"))
+        for run in (expected, folder)
+    )
+    assert models == others
     assert models
     for model in models:
         ours, theirs = load_file(folder / model), load_file(expected / model)
@@ -70,9 +74,8 @@ def stopped(whole, tmp_path):
     folder = tmp_path / whole.name
     shutil.copytree(whole, folder)
     shutil.rmtree(folder / "checkpoints" / "round_00006")
-    for model in (folder / "model_weights").iterdir():
-        if model.name.startswith("trainer"):
-            shutil.rmtree(model)
+    for model in [*(folder / "model_weights").glob("trainer_?")]:  # of a trainer that is no more
+        model.rename(f"{model}9")
     with (folder / "model_training_report" / "training_log.csv").open("a") as file:
         file.write("6,0,4,")
     return folder
@@ -89,9 +92,10 @@ def test_a_resumed_run_equals_the_uninterrupted_run(stopped, whole):
     assert_same_run(stopped, whole)
     log = (stopped / "training_log.log").read_text()
     for step in range(1, 7):
-        assert len(re.findall(rf"round +{step}/6 \| trainer 0", log)) == len(
-            re.findall(rf"round +{step}/6 \| trainer 0", (whole / "training_log.log").read_text())
-        )
+        line = rf"round +{step} \( *\d+%\) \| trainer 0"
+        found = re.findall(line, log)
+        assert found
+        assert found == re.findall(line, (whole / "training_log.log").read_text())
     assert "resumed after round 4" in log
     # What was logged after the checkpoint is not lost, but not in the way either.
     assert "round   6 (100%)" in (stopped / "training_log_lost.log").read_text()
@@ -135,6 +139,17 @@ def test_a_finished_run_can_be_made_longer(whole, tmp_path, cache_dir):
     assert program.main(["--resume", str(folder)]) == 0
     assert summary(folder)["outer_steps"] == 7
     assert summary(folder)["status"] == "completed"
+
+
+def test_what_was_warned_of_at_the_start_is_counted_once(tmp_path, cache_dir):
+    values = {"distributed_algo": "LocalSGD", "outer_momentum": 0.5, "number_of_outer_steps": 1}
+    assert program.main(["--config", str(write_config(tmp_path, cache_dir, **values))]) == 0
+    (folder,) = (tmp_path / "logs").iterdir()
+    (told,) = summary(folder)["warnings"]
+    assert program.main(["--resume", str(folder), "number_of_outer_steps=2"]) == 0
+    assert summary(folder)["warnings"] == [told]
+    assert told["count"] == 1
+    assert (folder / "training_log.log").read_text().count(f"warning: {told['message']}") == 2
 
 
 @pytest.mark.parametrize(
@@ -239,6 +254,16 @@ def test_which_changes_need_force():
     assert changes(config(), config(nu=1, max_batch_growth=4, communication_dtype="int8")) == [
         *("communication_dtype", "nu", "max_batch_growth")
     ]
+
+
+def test_moments_of_another_optimiser_are_refused_in_a_line(tmp_path, cache_dir, capsys):
+    values = {"inner_optimizer": "muon", "number_of_outer_steps": 1}
+    assert program.main(["--config", str(write_config(tmp_path, cache_dir, **values))]) == 0
+    (folder,) = (tmp_path / "logs").iterdir()
+    assert program.main(["--resume", str(folder), "inner_optimizer=adamw", "number_of_outer_steps=2", "--force"]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "inner_optimizer, distributed_algo: what the workers of the run kept as step is of shape [" in errors[0]
 
 
 def test_a_run_from_before_a_key_had_another_name_is_resumed(tmp_path):

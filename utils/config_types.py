@@ -38,6 +38,7 @@ def a_type_of_parameters(value):
 Number = BeforeValidator(_no_bool)
 PositiveInt = Annotated[int, Field(gt=0), Number]
 NonNegativeInt = Annotated[int, Field(ge=0), Number]
+Seed = Annotated[int, Field(ge=0, lt=2**64), Number]  # what PyTorch's generators take
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), Number]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), Number]
 Fraction = Annotated[float, Field(gt=0, le=1), Number]

@@ -10,10 +10,10 @@ from utils.config_types import (
     File,
     Fraction,
     Name,
-    NonNegativeInt,
     Number,
     PositiveFloat,
     PositiveInt,
+    Seed,
     a_type_of_parameters,
     auto_or_a_bool,
     auto_or_a_count,
@@ -35,7 +35,7 @@ class RunKeys:
     )
 
     # Devices and seed
-    training_seed: NonNegativeInt = key(42, "seed of initialisation, data order and dropout")
+    training_seed: Seed = key(42, "seed of initialisation, data order and dropout")
     CUDA_VISIBLE_DEVICES: str | None = key(
         None, "GPUs that this run may see, as in the environment variable; null: all", changes_training=False
     )

@@ -25,7 +25,9 @@ from fabrics.dataset_loader import DATASETS, load_data
 from fabrics.flops import flops_per_token
 from fabrics.memory import Kept, Memory, Placement, whole_bytes
 from fabrics.meta_model import META, StepSizes, meta_model, step_sizes
+from fabrics.model_family import ModelFamily
 from fabrics.model_layers import passed_bytes
+from fabrics.models import MODELS
 from fabrics.nodes import check_modules
 from fabrics.sharding import looked_at_by
 from fabrics.synchronisation import method_settings
@@ -189,15 +191,18 @@ class Planner:
         return Absent([META] * self.groups, self.config.nodes_per_gpu)
 
     def _read_data(self) -> None:
-        """Read the data only where their number ends the run."""
-        config = self.config
-        self.data = None if config.number_of_training_epochs is None else load_data(config, self._processes())
-        if self.data is not None:
+        """Read the data only where their number ends the run, or a model of somebody's own has an output for each of
+        their classes."""
+        config, self.data = self.config, None
+        task, family = DATASETS[config.dataset].task, MODELS[config.model_type]
+        asks = isinstance(family, ModelFamily) and task == "classification"
+        if asks or config.number_of_training_epochs is not None:
+            self.data = load_data(config, self._processes())
             self.examples = self.data.train
             return
         self.examples = UnreadExamples(_ENDLESS, config.sequence_length)
         self.unknown.append("the data: they are not read, and taken to be enough for all requests and samples")
-        if not config.packing or DATASETS[config.dataset].task != "causal_lm":
+        if not config.packing or task != "causal_lm":
             self.unknown.append("tokens: all sequences are taken to be as long as sequence_length")
 
     def _island(self) -> Hardware | None:

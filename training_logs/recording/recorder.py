@@ -102,7 +102,7 @@ class RunRecorder(Observer):
         self._initial_metric: float | None = state["initial_metric"] if state else None
         self._largest_request = state["largest_request"] if state else config.INITIAL_BATCH_SIZE
         self._last_accumulation_steps: int | None = state["last_accumulation_steps"] if state else None
-        self._warnings = Warnings(state["warnings"] if state else None)
+        self._warnings, self._resumed = Warnings(state["warnings"] if state else None), state is not None
         self._placement: dict[int, list[int]] = {}
         self._drawing = Drawing(folder, state["drawing"] if state else None)
         self._rounds_bar: tqdm | None = None
@@ -142,8 +142,11 @@ class RunRecorder(Observer):
     # Observer
 
     def warn(self, message: str) -> None:
-        """Count a warning for the summary, and log it unless there were many of its kind."""
-        if self._warnings.add(message):
+        """Count a warning for the summary, and log it unless there were many of its kind.
+
+        What a resumed run has to say before its first round it said when it was begun.
+        """
+        if self._warnings.add(message, once=self._resumed and self._rounds_bar is None):
             logger.warning("warning: %s", message)
 
     def on_start(self, run: RunView, initial: dict[int, Evaluation]) -> None:

@@ -27,10 +27,15 @@ class Warnings:
         self._last = {kind_of(entry["message"]): dict(entry) for entry in state["last"]}
         self._left_out: int = state["left_out"]
 
-    def add(self, message: str) -> bool:
-        """Count a warning; whether it should be logged."""
+    def add(self, message: str, once: bool = False) -> bool:
+        """Count a warning; whether it should be logged.
+
+        once: one of a kind that came up before is only logged: it is the same one.
+        """
         kind = kind_of(message)
         entry = self._first.get(kind)
+        if once and (entry or self._last.get(kind)):
+            return True
         if entry is None:
             entry = self._last.pop(kind, None) or {"message": message, "count": 0, "last": ""}
             if len(self._first) < KEPT:
