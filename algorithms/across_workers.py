@@ -58,7 +58,7 @@ class GradientMoments:
     mean_squared_norm: float
 
 
-def inner_product(a: torch.Tensor, b: torch.Tensor, chunk: int = 2**24) -> torch.Tensor:
+def inner_product(a: torch.Tensor, b: torch.Tensor, chunk: int = 2**20) -> torch.Tensor:
     """<a, b> of flat vectors, summed in float64, so that differences of such sums cancel to float32's last digits only.
 
     By chunks: no copy of model size is made, and no vector is too long for torch.dot, which takes 2^31 - 1 elements.

@@ -105,7 +105,7 @@ class Load:
 
     trainers: int
     workers: int
-    round_tensors: int = 0
+    round_tensors: float = 0
     micro_batch: int = 0
     evaluated: int = 0
     processes: int = 1
@@ -214,7 +214,7 @@ def device_memory(kept: Kept, step: StepSizes | None, load: Load, placement: Pla
     owners = load.trainers if kept.trainers_moments else load.workers
     here = min(owners, load.processes) if placement.idle_moments == "cpu" and not kept.trainers_moments else owners
     trainers, methods = load.trainers * flat, load.trainers * len(kept.per_trainer) * flat
-    away, sums = placement.outer_state == "cpu", min(load.round_tensors, load.processes) * flat
+    away, sums = placement.outer_state == "cpu", round(min(load.round_tensors, load.processes) * flat)
     host = {"moments": (owners - here) * moments}
     host |= {"trainers": trainers * away, "method_per_trainer": methods * away, "round": sums * away}
     passes = [(0, 0)]
@@ -227,7 +227,7 @@ def device_memory(kept: Kept, step: StepSizes | None, load: Load, placement: Pla
         passes += [(examples * step.probed + fixed, 0)] if sharded and step.probed else []
     needs = [(*each, _gathered_bytes(kept, devices, *each) if devices > 1 else 0) for each in passes]
     activations, logits, gathered = max(needs, key=sum)
-    in_round = load.round_tensors * flat
+    in_round = round(load.round_tensors * flat)
     if away:
         in_round -= min(sums, load.processes * (activations + logits + gathered))
     return Memory(

@@ -49,12 +49,13 @@ def check_modules(config: Config, working: WorkingModel) -> None:
             raise ConfigError(f"statistics_estimator: {error}") from None
 
 
-def round_tensors(config: Config, workers: int, several_processes: bool, elsewhere: int = 0) -> int:
+def round_tensors(config: Config, workers: int, several_processes: bool, elsewhere: int = 0) -> float:
     """Tensors of model size that a round of a trainer needs on a device, besides what lives between rounds.
 
-    The sum of the pseudo-gradients; where they go to other processes one of each worker, in its encoding, at most
-    twice as large while it is made; and what the across-workers estimator keeps. Where workers deliver messages, those
-    of all workers here and one as it is made; and what goes to other processes and comes from there.
+    The sum of the pseudo-gradients, and what the method has besides for a moment; what an encoding needs while it is
+    made; where they go to other processes one of each worker; and what the across-workers estimator keeps. Where
+    workers deliver messages, those of all workers here and one as it is made; and what goes to other processes and
+    comes from there.
 
     Args:
         workers: the most that a trainer has on the device.
@@ -66,9 +67,10 @@ def round_tensors(config: Config, workers: int, several_processes: bool, elsewhe
         each = method.heard(method_settings(config), elsewhere)
         coming = workers + min(elsewhere, workers * each) if several_processes else 0
         held = max(held, method.delivers * (workers + 1 + coming))
-    encoding = 0 if COMMUNICATION_DTYPES[config.communication_dtype].lossless else 2
+    encodings = COMMUNICATION_DTYPES[config.communication_dtype]
+    encoding = 0 if encodings.lossless else 3 if encodings.keeps_error else 2
     compared = workers if config.compares_workers else 0
-    return 1 + held + encoding + compared
+    return 1 + held + encoding + compared + method.temporaries(method_settings(config), workers + elsewhere)
 
 
 def measured_max_batches(
@@ -104,7 +106,7 @@ def measured_max_batches(
             parameters = model.parameters
             size = parameters.numel() * parameters.element_size()
             elsewhere = len(processes.devices) - workers
-            needed = size * round_tensors(config, workers, processes.count > 1, elsewhere)
+            needed = round(size * round_tensors(config, workers, processes.count > 1, elsewhere))
             if model.device.type == "cpu":
                 needed += state_bytes + model.momentary_bytes
             own[first] = _measured_max_batch(config, model, examples, sharing, sharing * needed)

@@ -200,7 +200,7 @@ class _Sharing(LocalProcesses):
     ("values", "owners", "sums"),
     [
         ({}, (0, 0, 0, 0), 1),  # the sum of the pseudo-gradients
-        ({"communication_dtype": "int8"}, (0, 0, 0, 0), 3),  # with what encoding needs on the way
+        ({"communication_dtype": "int8"}, (0, 0, 0, 0), 4),  # with what encoding needs on the way
         ({"statistics_estimator": "across_workers", "number_of_initial_trainers": 1}, (0, 0, 0, 0), 5),
         ({}, (0, 0, 1, 1), 1),
     ],

@@ -98,6 +98,7 @@ class LocalWorkers:
             if rows is not None:
                 _add(total, rows, encoding, shares[worker])
                 present.append(shares[worker])
+            del rows  # before the next one is made
         return encoding.way_back.round_trip(_divided(total, math.fsum(present))), len(present)
 
     def deliver(
@@ -205,6 +206,7 @@ class DistributedWorkers:
                 _add(total, rows, encoding, shares[worker])
                 joined[-2] += shares[worker]
                 joined[-1] += 1.0
+            del rows
         self._group.all_reduce(joined)
         present, count = joined[-2:].tolist()
         return _divided(total, present), round(count)

@@ -48,6 +48,7 @@ class Decoupled(Method):
             if not 0 <= self.mixing < 1:
                 raise ValueError(f"mixing: must be at least 0 and less than 1, got {self.mixing}")
 
+    temporaries = staticmethod(lambda settings, workers: 1.0)
     trainer_state = ("velocity",)
     own_copy = "replica"
     plannable = False

@@ -38,6 +38,7 @@ class DeMo(Method):
                 raise ValueError(f"decay: must be from 0 to 1, got {self.decay}")
 
     inner_optimizer = None
+    temporaries = staticmethod(lambda settings, workers: 1.3)
     worker_state = ("momentum",)
     exchanges_gradients, plannable = True, False
     shards = whole_tensors = True

@@ -18,6 +18,7 @@ class EagerDiLoCo(Method):
     velocity begins with 0; in a merge workers keep their own or, as everything else, begin anew.
     """
 
+    temporaries = staticmethod(lambda settings, workers: 2.0)
     trainer_state = ("mean",)
     worker_state = ("velocity", "deviation")
     own_copy = "anchor"

@@ -25,6 +25,7 @@ class FDA(Method):
     of round i with weight i^(1/3). Drifts follow the learning rate, it does not: see max_inner_steps.
     """
 
+    temporaries = staticmethod(lambda settings, workers: 1.0)
     own_copy, trainer_copies, shards = "replica", ("synchronised",), True
     shares_copy = plannable = False
     unforeseen = "once there is a threshold, the spread of the workers says when they synchronise"
@@ -76,8 +77,7 @@ class FDA(Method):
         values, every, most = group.values, self.settings.check_every, self.settings.max_inner_steps
         # Inner steps since the last synchronisation, as of the beginning of the round and as of now.
         since = values.setdefault("since", 0) + group.step
-        due = self._calibrates(values) or since >= (most or math.inf)
-        if due or (since % every == 0 and self._too_far(group)):
+        if self._calibrates(values) or since >= (most or math.inf) or (since % every == 0 and self._too_far(group)):
             self._synchronise(group)
             values["since"] = -group.step
         if group.step == group.inner_steps:
@@ -87,13 +87,12 @@ class FDA(Method):
         point, direction = group.shared["synchronised"], group.shared.get("direction")
 
         def numbers(member: Member) -> torch.Tensor:
-            drift = member.parameters - member.here(point)
             seen = (sketched_numbers, group.sketch) if direction is None else (linear_numbers, member.here(direction))
-            return seen[0](drift, seen[1], group.total)
+            return seen[0](member.parameters - member.here(point), seen[1], group.total)
 
-        like = point.new_empty(SKETCHED if direction is None else LINEAR)
-        mean, threshold = group.mean(numbers, like, "monitor"), self.settings.threshold
-        return mean is not None and spread(mean) > (group.values["threshold"] if threshold is None else threshold)
+        mean = group.mean(numbers, point.new_empty(SKETCHED if direction is None else LINEAR), "monitor")
+        threshold = group.values["threshold"] if self.settings.threshold is None else self.settings.threshold
+        return mean is not None and spread(mean) > threshold
 
     def _synchronise(self, group: Group) -> None:
         shared, parameters, point = group.shared, group.shared["parameters"], group.shared["synchronised"]
@@ -101,7 +100,8 @@ class FDA(Method):
         if (delta := group.mean_difference()) is None:
             return
         if self._calibrates(group.values):
-            self._calibrate(group, point - delta)
+            self._calibrate(group, torch.sub(point, delta, out=parameters))
+            parameters.copy_(point)
         lr, momentum = self.outer.learning_rate, self.outer.momentum
         outer_step(self.settings.outer, parameters, delta, shared, lr, momentum, self.settings)
         if "direction" in shared and (norm := group.distance(parameters, point).item()):

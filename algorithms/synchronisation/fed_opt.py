@@ -19,6 +19,7 @@ class FedOpt(Method):
 
         server_optimizer: Literal["avg", "adam", "adagrad", "yogi"] = "adam"
 
+    temporaries = staticmethod(lambda settings, workers: float(settings.server_optimizer != "avg"))
     shards = True
 
     @classmethod

@@ -35,6 +35,7 @@ class LoCoDL(Method):
 
     inner_optimizer = "sgd"
     plain_sgd = True
+    temporaries = staticmethod(lambda own, m: max(1 + 3 * own.density * m, (8 + 2 * m) * own.density - 1))
     own_copy = "replica"
     trainer_state = ("control",)
     worker_state = ("correction",)

@@ -283,6 +283,8 @@ class Method:
         encodings: words of communication_dtype that it knows; None: all.
         delivers: tensors of model size in a worker's message to others (`deliver_tensors`), which processes hold until
             the exchange is over.
+        temporaries: from the settings and a trainer's number of workers to how many flat tensors an exchange makes for
+            a moment besides the mean, about.
         unforeseen: what of its exchanges follows from the training itself, in words; empty: nothing does.
         shards: whether it is right on parts of flat tensors (`devices_per_node`): numbers at different places have
             nothing to do with each other, or the group is asked for what is of all of them.
@@ -308,6 +310,7 @@ class Method:
     allows_fewer_steps: ClassVar[bool] = True
     encodings: ClassVar[tuple[str, ...] | None] = None
     delivers: ClassVar[int] = 0
+    temporaries: ClassVar[Callable[..., float]] = staticmethod(lambda settings, workers: 0.0)
     unforeseen: ClassVar[str] = ""
     shards: ClassVar[bool] = False
     whole_tensors: ClassVar[bool] = False

@@ -40,6 +40,7 @@ class SparseLoCo(Method):
             if self.bits not in (*range(1, 9), PLAIN_BITS):
                 raise ValueError(f"bits: must be from 1 to 8, or {PLAIN_BITS}, got {self.bits}")
 
+    temporaries = staticmethod(lambda settings, workers: 1.7 + 4 * settings.density)
     worker_state = ("unsent",)
     shards = whole_tensors = True
     encodings = ("float32",)

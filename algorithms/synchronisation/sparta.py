@@ -15,6 +15,7 @@ class SPARTA(Method):
     round ends with DiLoCo's step as well, from which all go on together. AdamW's moments stay where they are.
     """
 
+    temporaries = staticmethod(lambda settings, workers: max(0.0, 10 * settings.share - 1) + settings.with_diloco)
     own_copy = "replica"
     plannable = False
     encodings = ("float32",)

@@ -41,6 +41,7 @@ class StreamingDiLoCo(Method):
                 known = "at least 0 and less than 1" if mixes else "null where merge is progress"
                 raise ValueError(f"mixing: must be {known}, got {mixing}")
 
+    temporaries = staticmethod(lambda settings, workers: 1.0)
     trainer_state = ("velocity",)
     own_copy = "replica"
     plannable, shards = False, True
