@@ -481,6 +481,10 @@ def test_the_smallest_change_that_fits():
     assert smallest_change(demand, 9, 1, live - 8000 + 9 * 140) == "outer_state=cpu"
     assert smallest_change(demand, 9, 1, 17_500) == "devices_per_node=4 max_batch_size=8"
     assert smallest_change(demand, 9, 1, 18_000) == "devices_per_node=4"
+    assert (
+        smallest_change(demand, 9, 1, 18_000, lambda change: change["devices_per_node"] % 3 == 0)
+        == "devices_per_node=6"
+    )
     assert smallest_change(demand, 9, 1, 100) is None
 
 
@@ -906,7 +910,7 @@ def test_an_evaluation_batch_takes_what_it_needs():
     assert device_memory(KEPT, step, halves, Placement(devices_per_node=2)).logits == 10 * 20  # nobody shares it
     demand = Demand(KEPT, step, (dataclasses.replace(load, evaluated=1000),), Placement())
     budget = demand.evaluating(100).memory(4).device
-    assert smallest_change(demand, 4, 1, budget) == "eval_batch_size=62"
+    assert smallest_change(demand, 4, 1, budget) == "eval_batch_size=100"
 
 
 def test_a_probe_batch_counts_in_the_plan():

@@ -1,5 +1,6 @@
 """What a run takes of its devices' memory, and the smallest change with which it would fit."""
 
+import bisect
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ def smallest_micro_batch(config: Config) -> int:
     return 2 if probes_examples(config) else 1
 
 
-_MORE_DEVICES = (2, 4, 8, 16, 32, 64)
+_MORE_DEVICES = range(2, 65)
 
 
 def _changes(placement: Placement) -> Iterator[dict]:
@@ -106,7 +107,7 @@ def _changes(placement: Placement) -> Iterator[dict]:
     outer = {} if placement.on_host or placement.outer_state == "cpu" else {"outer_state": "cpu"}
     moments = {} if placement.on_host or placement.idle_moments == "cpu" else {"idle_moments": "cpu"}
     more = [{"devices_per_node": n} for n in _MORE_DEVICES if n > placement.devices_per_node]
-    alone = [recomputed, outer, moments, outer | moments, recomputed | outer | moments]
+    alone = [recomputed, outer, moments, outer | moments, recomputed | outer, recomputed | outer | moments]
     for change in [*alone, *more, *(change | recomputed | outer | moments for change in more)]:
         if change:
             yield change
@@ -115,17 +116,18 @@ def _changes(placement: Placement) -> Iterator[dict]:
 def _fitting(demand: Demand, micro_batch: int, least: int, budget: float) -> Iterator[dict]:
     """Changes of the configuration with which a device has room for what the run asks of it, the smallest first."""
     asked = max(load.evaluated for load in demand.loads)
-    halves = [asked >> times for times in range(1, asked.bit_length())]
     for change in ({}, *_changes(demand.placement)):
-        for evaluated in (asked, *halves):
-            placed = demand.placed(**change).evaluating(evaluated)
-            if placed.memory(least).device > budget:
-                continue
-            largest = placed.largest(budget, micro_batch) if placed.step is not None else micro_batch
-            found = change | ({"eval_batch_size": evaluated} if evaluated < asked else {})
-            if found := found | ({"max_batch_size": largest} if largest < micro_batch else {}):
-                yield found
-            break
+        placed = demand.placed(**change)
+        evaluated = bisect.bisect_right(
+            range(1, asked + 1), budget, key=lambda count, placed=placed: placed.evaluating(count).memory(least).device
+        )
+        if not evaluated and (asked or placed.memory(least).device > budget):
+            continue
+        placed = placed.evaluating(evaluated)
+        largest = placed.largest(budget, micro_batch) if placed.step is not None else micro_batch
+        found = change | ({"eval_batch_size": evaluated} if evaluated < asked else {})
+        if found := found | ({"max_batch_size": largest} if largest < micro_batch else {}):
+            yield found
 
 
 def smallest_change(

@@ -167,6 +167,8 @@ class Planner:
             self.unknown.append("activations: this model takes nothing but real numbers; memory is without them")
         elif config.activation_checkpointing and self.step.recomputed is None:
             self.unknown.append("what a layer computes again: a rough estimate, as layers here cannot be called alone")
+        if self.placement.on_host:
+            self.unknown.append("on CPUs: what the allocator keeps of what is freed, and the copy that a checkpoint is")
         self.island = self._island()
 
     def _placed(self, islands: int) -> tuple[Sequence[int], ...]:
