@@ -245,8 +245,7 @@ def test_what_methods_make_for_a_moment_is_planned(values, monkeypatch):
     few |= {"sequence_length": 8, "eval_every": 9, "model_config": TINY_ARCHITECTURE | LARGER} | STEADY
     method = PARAMETERS.get(values.get("distributed_algo"), {})
     cluster = Cluster(make_config(**(few | method | values)), tiny_data(train=64, length=8))
-    cluster.run_round(Recorder())
-    needed = peak_of_a_round(cluster)
+    needed = max(peak_of_a_round(cluster) for _ in range(2))
     planned = round_tensors(cluster.config, 2, False)
     assert needed < planned + 0.3
     assert planned < 1.1 * needed + 1.2
