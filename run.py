@@ -107,7 +107,6 @@ def plan(options: argparse.Namespace) -> int:
 
 def run(options: argparse.Namespace, started: float, launch: Launch | None) -> int:
     """Be one of the processes of the run: meet the others, set up, train; the exit status of this one."""
-    from fabrics.nodes import check_nodes
     from training_logs.recording.run_folder import start_logging
     from utils.agreement import agree_on_config, done_by_all
     from utils.attempts import folder_to_resume
@@ -137,7 +136,6 @@ def run(options: argparse.Namespace, started: float, launch: Launch | None) -> i
             done_by_all(processes, lambda: claim(options.resume))
             agree_on_config(processes, config)
             warnings += place_nodes(processes, config)
-            check_nodes(config, processes.devices)
             cluster, recorder, folder = set_up(config, processes, options.resume, kept, started)
             if not options.resume:
                 claim(folder)
@@ -180,6 +178,7 @@ def set_up(
     from cluster import Cluster
     from fabrics import device_errors
     from fabrics.dataset_loader import load_data
+    from fabrics.nodes import check_nodes
     from training_logs.recording.provenance import Origin, code_of, machine
     from training_logs.recording.recorder import RunRecorder
     from training_logs.recording.records import Observer
@@ -190,6 +189,7 @@ def set_up(
     from utils.config import ConfigError
     from utils.plugins import import_plugins
 
+    check_nodes(config, processes.devices)
     # Before the data, which may take long: what is asked for is the code that has just been read.
     code = code_of() if processes.is_main else None
     checkpoint, state, threads = None, None, threads_per_process(config)

@@ -168,7 +168,7 @@ class Planner:
         elif config.activation_checkpointing and self.step.recomputed is None:
             self.unknown.append("what a layer computes again: a rough estimate, as layers here cannot be called alone")
         if self.placement.on_host:
-            self.unknown.append("on CPUs: what the allocator keeps of what is freed, and the copy that a checkpoint is")
+            self.unknown.append("on CPUs: freed memory that the allocator keeps, and the copy that a checkpoint is of")
         self.island = self._island()
 
     def _placed(self, islands: int) -> tuple[Sequence[int], ...]:
