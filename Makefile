@@ -20,7 +20,7 @@ check: $(VENV)/.test
 	$(VENV)/bin/python -m pytest -m "not programs" -n auto
 
 gpu: $(VENV)/.test
-	$(VENV)/bin/python benchmarks/gpu.py
+	$(VENV)/bin/python benchmarks/performance/gpu.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12) and "Python 3.10, 3.11 or 3.12 is needed: make PYTHON=python3.11 ...")'

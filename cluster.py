@@ -16,30 +16,30 @@ from pathlib import Path
 
 import torch
 
-from algorithms.budget import Ahead
-from algorithms.exchanges import synchronised
-from algorithms.limits import Limits
-from fabrics.device_errors import explained
-from fabrics.distributing import Distributing, NoNodeLeftError, requests_of
-from fabrics.eval_tool import Evaluation, EvaluationPart
-from fabrics.examples import TaskData
-from fabrics.keeper import Keeper, Wishes
-from fabrics.model_folders import save_models
-from fabrics.nodes import NodePool, check_modules, check_statistics, measured_max_batches
-from fabrics.spending import Spending, next_round
-from fabrics.totals import Totals
-from fabrics.validation import Validation
-from fabrics.worker import Node
-from fabrics.working_models import WorkingModels
+from algorithms.batch.budget import Ahead
+from algorithms.nodes.communication_rounds import synchronised
+from algorithms.schedule.limits import Limits
+from fabrics.data.examples import TaskData
+from fabrics.models.export import save_models
+from fabrics.pool.checkpoint_policy import Keeper, Wishes
+from fabrics.pool.device_errors import explained
+from fabrics.pool.eval_tool import Evaluation, EvaluationPart
+from fabrics.pool.node_assignment import Distributing, NoNodeLeftError, requests_of
+from fabrics.pool.node_pool import NodePool, check_modules, check_statistics, measured_max_batches
+from fabrics.pool.round_scheduler import Spending, next_round
+from fabrics.pool.run_counters import Totals
+from fabrics.pool.validation import Validation
+from fabrics.training.device_models import WorkingModels
+from fabrics.training.worker import Node
 from trainers import Trained, Trainer, first_trainers
 from training_logs.recording.memory_monitor import Use, memory_use
 from training_logs.recording.records import ClusterRound, Merge, Observer
-from utils.checkpoint import Checkpoint, check_state
-from utils.checkpoint_parts import FilePart
-from utils.config import Config
-from utils.distributed import Processes
-from utils.joining import join_processes
-from utils.signals import StopRequest
+from utils.checkpoint.checkpoint import Checkpoint, check_state
+from utils.checkpoint.parts import FilePart
+from utils.config.schema import Config
+from utils.distributed.process_group import join_processes
+from utils.distributed.processes import Processes
+from utils.distributed.signals import StopRequest
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 # What is imported here is quick; the rest waits until there is something on the screen.
-from utils.launch import Launch, is_main, start_processes, started_by_others, threads_per_process
-from utils.signals import STATUS_INTERRUPTED, StopRequest
+from utils.distributed.launch import Launch, is_main, start_processes, started_by_others, threads_per_process
+from utils.distributed.signals import STATUS_INTERRUPTED, StopRequest
 from utils.utils import checkpoints_of, has_checkpoint
 
 if TYPE_CHECKING:
     from logging.handlers import MemoryHandler
 
     from cluster import Cluster
-    from fabrics.continuations import Continuation
-    from fabrics.eval_tool import Evaluation
+    from fabrics.models.continuations import Continuation
+    from fabrics.pool.eval_tool import Evaluation
     from training_logs.recording.records import Observer
-    from utils.config import Config
-    from utils.distributed import Processes
+    from utils.config.schema import Config
+    from utils.distributed.processes import Processes
 
 
 PLAN_OPTIONS = {
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     if started_by_others():
         return run(options, started, None)
     config = Path(options.resume, "config.yaml") if options.resume else Path(options.config or "config.yaml")
-    from utils.config import ConfigError
+    from utils.config.schema import ConfigError
 
     try:
         others = start_processes(config, options.overrides, [__file__, *arguments])
@@ -95,8 +95,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def plan(options: argparse.Namespace) -> int:
     """Say what the run would need; the exit status, 2 where it cannot be."""
-    from benchmarks.planning.command import print_plan
-    from utils.config import ConfigError
+    from fabrics.planning.command import print_plan
+    from utils.config.schema import ConfigError
 
     try:
         print_plan(options)
@@ -108,14 +108,14 @@ def plan(options: argparse.Namespace) -> int:
 def run(options: argparse.Namespace, started: float, launch: Launch | None) -> int:
     """Be one of the processes of the run: meet the others, set up, train; the exit status of this one."""
     from training_logs.recording.run_folder import start_logging
-    from utils.agreement import agree_on_config, done_by_all
-    from utils.attempts import folder_to_resume
-    from utils.checkpoint import CheckpointError
-    from utils.config import ConfigError
-    from utils.distributed import meet
-    from utils.heartbeat import PeerLostError
-    from utils.joining import place_nodes
-    from utils.run_lock import held
+    from utils.checkpoint.checkpoint import CheckpointError
+    from utils.checkpoint.run_lock import held
+    from utils.config.schema import ConfigError
+    from utils.distributed.attempts import folder_to_resume
+    from utils.distributed.collective_checks import agree_on_config, done_by_all
+    from utils.distributed.heartbeat import PeerLostError
+    from utils.distributed.process_group import place_nodes
+    from utils.distributed.processes import meet
 
     kept = start_logging(is_main())
     try:
@@ -149,10 +149,10 @@ def run(options: argparse.Namespace, started: float, launch: Launch | None) -> i
 
 def configured(options: argparse.Namespace) -> tuple["Config", list[str]]:
     """The configuration of the run, checked, and warnings."""
-    from fabrics.choices import CHECKS, CHOICES
+    from fabrics.config_checks import CHECKS, CHOICES
     from training_logs.recording.run_folder import check_logs
-    from utils.config_reading import load_config
-    from utils.resume import resumed_config
+    from utils.config.reading import load_config
+    from utils.config.resume import resumed_config
 
     if options.resume:
         return resumed_config(Path(options.resume), options.overrides, options.force, CHOICES, CHECKS)
@@ -176,18 +176,18 @@ def set_up(
     import torch
 
     from cluster import Cluster
-    from fabrics import device_errors
-    from fabrics.dataset_loader import load_data
-    from fabrics.nodes import check_nodes
+    from fabrics.data.dataset_loader import load_data
+    from fabrics.pool import device_errors
+    from fabrics.pool.node_pool import check_nodes
     from training_logs.recording.provenance import Origin, code_of, machine
     from training_logs.recording.recorder import RunRecorder
     from training_logs.recording.records import Observer
     from training_logs.recording.run_folder import make_run_folder
-    from utils.agreement import decided, done_by_all
-    from utils.attempts import agents_of, remember_attempt
-    from utils.checkpoint import newest_checkpoint
-    from utils.config import ConfigError
-    from utils.plugins import import_plugins
+    from utils.checkpoint.checkpoint import newest_checkpoint
+    from utils.config.plugins import import_plugins
+    from utils.config.schema import ConfigError
+    from utils.distributed.attempts import agents_of, remember_attempt
+    from utils.distributed.collective_checks import decided, done_by_all
 
     check_nodes(config, processes.devices)
     # Before the data, which may take long: what is asked for is the code that has just been read.
@@ -222,7 +222,7 @@ def set_up(
 
 def continued(cluster: "Cluster", final: dict[int, "Evaluation"], observer: "Observer") -> list["Continuation"]:
     """How the best model continues validation texts; in the main process and its island, nothing elsewhere."""
-    from fabrics.continuations import continuations
+    from fabrics.models.continuations import continuations
 
     config, node = cluster.config, cluster.nodes[0]  # of the main process
     parameters = cluster.trainers[cluster.best(final)].parameters_for(node)
@@ -238,11 +238,11 @@ def continued(cluster: "Cluster", final: dict[int, "Evaluation"], observer: "Obs
 
 def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
     """Train and report; the exit status."""
-    from fabrics.device_errors import DeviceLostError
-    from fabrics.worker import TrainingError
+    from fabrics.pool.device_errors import DeviceLostError
+    from fabrics.training.worker import TrainingError
     from training_logs.recording.run_folder import logger
-    from utils.attempts import forget_attempt
-    from utils.heartbeat import PeerLostError
+    from utils.distributed.attempts import forget_attempt
+    from utils.distributed.heartbeat import PeerLostError
 
     processes, final, models, texts, status, code = cluster.processes, {}, {}, [], "failed", 1
     keeps_model = processes.count == 1

@@ -15,29 +15,29 @@ from dataclasses import dataclass
 
 import torch
 
-from algorithms.budget import Ahead
-from algorithms.limits import RoundSchedule
+from algorithms.batch.budget import Ahead
+from algorithms.nodes.transfers import Transfer, averaged, total
+from algorithms.schedule.limits import RoundSchedule
 from algorithms.synchronisation.method import Event
-from algorithms.transfers import Transfer, averaged, total
-from fabrics.attendance import participants
-from fabrics.batch_shares import Shares, assignments
-from fabrics.comparisons import with_moments
-from fabrics.data_order import DataCursor, share_sizes, tokens_ahead
-from fabrics.examples import Examples, TaskData
-from fabrics.gathering import Gathering
-from fabrics.initialisation import initial_cursors, initial_parameters
-from fabrics.learning_rates import learning_rate_schedule, learning_rates_each
-from fabrics.measures import Measures
-from fabrics.round_records import batch_control, batch_samples, halving, worker_warnings
-from fabrics.servers import worker_turns
-from fabrics.share_order import ShareCursor
-from fabrics.synchronisation import check_method
-from fabrics.worker import COPY, Assignment, Node, Place, Worker, WorkerRound
-from fabrics.workforce import Workforce, merge
-from fabrics.working_model import WorkingModel
+from fabrics.data.examples import Examples, TaskData
+from fabrics.data.partition_sampler import ShareCursor
+from fabrics.data.sampler import DataCursor, share_sizes, tokens_ahead
+from fabrics.models.initialisation import initial_cursors, initial_parameters
+from fabrics.training.cross_worker_statistics import with_moments
+from fabrics.training.flat_model import WorkingModel
+from fabrics.training.learning_rates import learning_rate_schedule, learning_rates_each
+from fabrics.training.method_config import check_method
+from fabrics.training.outer_round import Gathering
+from fabrics.training.parameter_server import worker_turns
+from fabrics.training.participation import participants
+from fabrics.training.round_records import batch_control, batch_samples, halving, worker_warnings
+from fabrics.training.statistics_plan import Measures
+from fabrics.training.work_split import Shares, assignments
+from fabrics.training.worker import COPY, Assignment, Node, Place, Worker, WorkerRound
+from fabrics.training.worker_group import Workforce, merge
 from training_logs.recording.records import RoundReport
-from utils.config import Config
-from utils.distributed import Processes
+from utils.config.schema import Config
+from utils.distributed.processes import Processes
 
 # A trainer's plain state besides its parts'.
 _COUNTERS = ("reference_batch", "inner_steps", "tokens", "rounds", "halvings")

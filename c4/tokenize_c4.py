@@ -11,12 +11,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from fabrics.c4 import hub_source, local_source
-from fabrics.documents import DatasetError
-from fabrics.held_out import MOST_BY_DEFAULT, sizes, split
-from fabrics.tokenised import Recipe, TokenisedSet, is_written, write_tokenised
-from fabrics.tokenization import describe, fingerprint, load_tokenizer
-from utils.config import ConfigError
+from fabrics.data.c4 import hub_source, local_source
+from fabrics.data.documents import DatasetError
+from fabrics.data.held_out import MOST_BY_DEFAULT, sizes, split
+from fabrics.data.token_store import Recipe, TokenisedSet, is_written, write_tokenised
+from fabrics.data.tokenization import describe, fingerprint, load_tokenizer
+from utils.config.schema import ConfigError
 
 
 def _positive(text: str) -> int:

@@ -28,8 +28,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from configs.package_documents import write_packages
-from fabrics.documents import document_hash, documentable, python_documents
-from utils.config import ConfigError
+from fabrics.data.documents import document_hash, documentable, python_documents
+from utils.config.schema import ConfigError
 from utils.utils import write_folder_atomically
 
 _CARD = """---

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from fabrics.documents import docstrings, document_hash, python_documents
-from utils.config import ConfigError
+from fabrics.data.documents import docstrings, document_hash, python_documents
+from utils.config.schema import ConfigError
 from utils.utils import write_json_atomically
 
 _REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements.txt"

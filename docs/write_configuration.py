@@ -1,7 +1,7 @@
 """Writes docs/configuration.md, the page of all configuration keys: python docs/write_configuration.py.
 
-Names, types, defaults, choices and meanings come from the keys in utils/config.py and utils/run_keys.py alone, and a
-test compares the page with them.
+Names, types, defaults, choices and meanings come from the keys in utils/config/schema.py and
+utils/config/run_keys.py alone, and a test compares the page with them.
 """
 
 import json
@@ -10,9 +10,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from fabrics.choices import CHOICES
-from utils.config import FIELDS, Config
-from utils.config_reading import value_schema
+from fabrics.config_checks import CHOICES
+from utils.config.reading import value_schema
+from utils.config.schema import FIELDS, Config
 
 PAGE = Path(__file__).resolve().parent / "configuration.md"
 

@@ -18,13 +18,13 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from cluster import Cluster
-from fabrics.choices import CHECKS, CHOICES
-from fabrics.dataset_loader import load_data
+from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.data.dataset_loader import load_data
 from training_logs.recording.recorder import RunRecorder
 from training_logs.recording.run_folder import make_run_folder, start_logging
 from training_logs.showing.run_data import read_run
-from utils.config_reading import load_config
-from utils.launch import threads_per_process
+from utils.config.reading import load_config
+from utils.distributed.launch import threads_per_process
 
 # %% A configuration: a file, and what is to differ from it
 less = ["max_tokens=150000", "data_sample_size=1000", "clearml=off", "plot_at_end=false"]

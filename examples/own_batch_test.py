@@ -1,7 +1,7 @@
 """A batch test of one's own: gradient diversity (arXiv 1706.05699, theorem 2).
 
 The sum of the examples' squared gradient norms over the squared norm of their sum says up to which batch n examples are
-worth n steps: B = E ||g_i||^2 / ||G||^2 = 1 + V / ||G||^2, in the notation of algorithms/gradient_statistics.py.
+worth n steps: B = E ||g_i||^2 / ||G||^2 = 1 + V / ||G||^2, in the notation of algorithms/batch/gradient_statistics.py.
 
     python run.py plugins=[examples/own_batch_test.py] sampling_method=gradient_diversity
 
@@ -13,8 +13,8 @@ takes as long as the demo. Or in a configuration:
 
 import math
 
-from algorithms.calc_batch import BATCH_TESTS, BatchTestParameters, lower_ratio
-from algorithms.gradient_statistics import GradientStatistics
+from algorithms.batch.calc_batch import BATCH_TESTS, BatchTestParameters, lower_ratio
+from algorithms.batch.gradient_statistics import GradientStatistics
 
 
 def gradient_diversity(statistics: GradientStatistics, parameters: BatchTestParameters, batch: int) -> int | None:

@@ -13,11 +13,11 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
-from fabrics.dataset_loader import DATASETS, Dataset
-from fabrics.examples import TaskData
-from fabrics.model_family import Demands, ModelFamily
-from fabrics.models import MODELS
-from utils.config import Config
+from fabrics.data.dataset_loader import DATASETS, Dataset
+from fabrics.data.examples import TaskData
+from fabrics.models.model_family import Demands, ModelFamily
+from fabrics.models.registry import MODELS
+from utils.config.schema import Config
 
 
 class Images:

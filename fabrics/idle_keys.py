@@ -2,9 +2,9 @@
 
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.method import OUTER_KEYS
-from fabrics.inner_optimizers import INNER_OPTIMIZERS, inner_optimizer_name
-from fabrics.synchronisation import method_settings
-from utils.config import Config
+from fabrics.training.method_config import method_settings
+from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
+from utils.config.schema import Config
 
 _DEFAULTS = Config()
 

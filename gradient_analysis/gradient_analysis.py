@@ -25,11 +25,11 @@ from pydantic.dataclasses import dataclass
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from algorithms.per_example import UnsupportedModuleError
-from fabrics.choices import CHECKS, CHOICES
-from fabrics.dataset_loader import load_data
-from fabrics.models import build_model
-from fabrics.working_model import WorkingModel
+from algorithms.batch.per_example import UnsupportedModuleError
+from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.data.dataset_loader import load_data
+from fabrics.models.registry import build_model
+from fabrics.training.flat_model import WorkingModel
 from gradient_analysis.figures import deviations_figure, law_figure, layers_figure, requests_figure
 from gradient_analysis.gradients import Gradients
 from gradient_analysis.laws import (
@@ -40,13 +40,13 @@ from gradient_analysis.laws import (
     requests,
     root_mean_square,
 )
-from training_logs.clearml_modes import ANALYSIS_SUMMARY, resolved_mode
 from training_logs.showing.run_data import RunFolderError, read_run
-from utils.config import Config, ConfigError
-from utils.config_reading import check_plugins_of_run, load_config
-from utils.devices import resolve_devices
+from training_logs.trackers.clearml_modes import ANALYSIS_SUMMARY, resolved_mode
+from utils.config.reading import check_plugins_of_run, load_config
+from utils.config.schema import Config, ConfigError
+from utils.config.yaml_reading import read_mapping, yaml_value
+from utils.distributed.devices import resolve_devices
 from utils.utils import write_atomically, write_json_atomically
-from utils.yaml_reading import read_mapping, yaml_value
 
 _ROOT = Path(__file__).resolve().parent.parent
 _CLEARML_SECONDS = 60

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from algorithms.losses import example_losses, logits_of
-from algorithms.per_example import PerExampleProbe, SampleStatistics
-from fabrics.attention import unmasked
-from fabrics.examples import Examples
-from fabrics.working_model import WorkingModel
+from algorithms.batch.losses import example_losses, logits_of
+from algorithms.batch.per_example import PerExampleProbe, SampleStatistics
+from fabrics.data.examples import Examples
+from fabrics.models.attention import unmasked
+from fabrics.training.flat_model import WorkingModel
 
 # Vectors of model size are compared in float64, so many numbers at a time.
 _CHUNK = 2**20
@@ -38,7 +38,7 @@ class ExampleGradients:
     Attributes:
         squared_norms: ||g_i||^2, [examples], float64.
         inner_products: <g_i, F>, [examples], float64.
-        statistics: exact for the sample: V, P and O as in algorithms.per_example, with g = F.
+        statistics: exact for the sample: V, P and O as in algorithms.batch.per_example, with g = F.
         variance_by_layer: each parameter's part of V, by name; they add up to it.
     """
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from algorithms.calc_batch import augmented_inner_product_test, inner_product_test, norm_test
-from algorithms.gradient_statistics import GradientStatistics
-from algorithms.per_example import SampleStatistics
+from algorithms.batch.calc_batch import augmented_inner_product_test, inner_product_test, norm_test
+from algorithms.batch.gradient_statistics import GradientStatistics
+from algorithms.batch.per_example import SampleStatistics
 
 
 @dataclass(frozen=True)

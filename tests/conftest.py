@@ -17,9 +17,9 @@ import hypothesis
 import pytest
 
 from algorithms.registry import Registry
-from fabrics import documents
-from tests import docstrings, forkserver
-from tests.programs import Programs
+from fabrics.data import documents
+from tests.support import docstrings, forkserver
+from tests.support.programs import Programs
 
 # What takes seconds to import is imported where it is used: the process that hands out the tests needs none of it.
 
@@ -91,11 +91,12 @@ def _one_thread():
 def _nobody_waits():
     """For the disk: what is written is there for every reader at once; that it outlives a loss of power, no test asks.
     Nor for others, which are threads and look for each other twenty times a second otherwise."""
-    from utils import checkpoint_writer, notices
+    from utils.checkpoint import writer
+    from utils.distributed import kv_store
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
-        for module in (checkpoint_writer, notices):
+        for module in (writer, kv_store):
             patch.setattr(module, "_POLL_SECONDS", 0.002)
         yield
 
@@ -113,8 +114,8 @@ def _plugins_are_forgotten(monkeypatch):
     yield
     for registry, word in added:
         registry.pop(word, None)
-    if "utils.plugins" in sys.modules:
-        sys.modules["utils.plugins"]._tried.clear()
+    if "utils.config.plugins" in sys.modules:
+        sys.modules["utils.config.plugins"]._tried.clear()
 
 
 @pytest.fixture(scope="session")
@@ -143,7 +144,7 @@ def c4_shards(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory):
-    from fabrics.tokenization import train_tokenizer
+    from fabrics.data.tokenization import train_tokenizer
 
     folder = tmp_path_factory.mktemp("tokenizer")
     train_tokenizer(documents.python_documents()[:500], 600).save_pretrained(folder)
@@ -163,8 +164,8 @@ def tokenised_c4(tmp_path_factory, c4_shards, tokenizer_folder):
 @pytest.fixture
 def make_c4(cache_dir, tmp_path):
     """A function from values to a checked configuration with dataset c4."""
-    from fabrics.choices import CHECKS, CHOICES
-    from utils.config_reading import load_config
+    from fabrics.config_checks import CHECKS, CHOICES
+    from utils.config.reading import load_config
 
     def configured(**values):
         defaults = {

@@ -10,10 +10,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from training_logs.clearml_modes import ANALYSIS_SUMMARY, SESSION, resolved_mode
-from training_logs.showing.clearml_reporter import send_analysis, send_run
 from training_logs.showing.run_data import RunFolderError
-from utils.config import CLEARML_MODES, ConfigError
+from training_logs.trackers.clearml_modes import ANALYSIS_SUMMARY, SESSION, resolved_mode
+from training_logs.trackers.clearml_reporter import send_analysis, send_run
+from utils.config.schema import CLEARML_MODES, ConfigError
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import psutil
 import torch
 
-from utils.devices import is_out_of_memory
-from utils.islands import Island
+from utils.distributed.devices import is_out_of_memory
+from utils.distributed.shard_groups import Island
 
 # Probing on the CPU says nothing new beyond this; batches as large as a dataset are refused elsewhere.
 _CPU_PROBES = (1, 2)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from algorithms.arrivals import forget, in_steps
-from algorithms.synchronisation.collecting import Answered, Taken, Waiting, fragment_round
+from algorithms.nodes.async_clock import forget, in_steps
+from algorithms.synchronisation.fragment_server import Answered, Taken, Waiting, fragment_round
 from algorithms.synchronisation.fragments import fragment_parts, fragment_step
 from algorithms.synchronisation.method import Group, Method, put, take
 
@@ -20,7 +20,7 @@ class Decoupled(Method):
 
     Nobody waits. When x_p has come back, by the link's time for the fragment there and back, those that gave it have
     theta_m,p = mixing theta_m,p + (1 - mixing) x_p, or x_p where they have made no step meanwhile. A round is a span of
-    time in which slower workers make fewer inner steps, spread evenly (`algorithms.arrivals`).
+    time in which slower workers make fewer inner steps, spread evenly (`algorithms.nodes.async_clock`).
 
     Decided here, as the paper was not to be had whole: what is given is what the worker has when it is taken; that it
     is ready travels in no time; the grace window is a constant, where the paper's adapts, and ends when all are ready;

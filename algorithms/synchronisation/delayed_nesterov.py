@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from algorithms.arrivals import LegRound, forget, in_steps, leg_round
+from algorithms.nodes.async_clock import LegRound, forget, in_steps, leg_round
 from algorithms.synchronisation.method import Group, Method
 
 
@@ -19,7 +19,8 @@ class DelayedNesterov(Method):
     dynamic_steps (DyLU) there is little to wait for, as worker m makes floor(H speed_m / max speed) inner steps.
 
     With `steps` workers arrive after so many of their own instead, over rounds, and nobody waits for others: a round is
-    a span of time, in which slower workers make fewer inner steps (`algorithms.arrivals`); the fast ones arrive several
+    a span of time, in which slower workers make fewer inner steps (`algorithms.nodes.async_clock`); the fast ones
+    arrive several
     times meanwhile, as in the paper. What a worker gives is with the server at once; until it has the answer, by the
     link's time there and back, it makes no step. After a merge everybody begins a leg with the merged parameters.
     """

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from algorithms.cosines import Matrices, cut_matrices
-from algorithms.sparse import add_at
+from algorithms.synchronisation.encodings.cosines import Matrices, cut_matrices
+from algorithms.synchronisation.encodings.sparse import add_at
 from algorithms.synchronisation.method import Block, Group, Member, Method, Outer, put, take
 
 

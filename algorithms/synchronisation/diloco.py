@@ -1,7 +1,7 @@
 """DiLoCo: one Nesterov step on the mean pseudo-gradient at the end of a round (arXiv 2311.08105, Algorithm 1)."""
 
-from algorithms.outer_step import nesterov_step
 from algorithms.synchronisation.method import Group, Method
+from algorithms.synchronisation.outer_step import nesterov_step
 
 
 class DiLoCo(Method):

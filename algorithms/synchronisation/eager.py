@@ -3,8 +3,8 @@
 
 import torch
 
-from algorithms.outer_step import nesterov_step
 from algorithms.synchronisation.method import Group, Member, Method
+from algorithms.synchronisation.outer_step import nesterov_step
 
 
 class EagerDiLoCo(Method):

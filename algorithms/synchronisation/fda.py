@@ -7,9 +7,16 @@ from typing import Literal
 
 import torch
 
-from algorithms.outer_step import OUTER_STATE, AdaptiveValues, outer_step
 from algorithms.synchronisation.method import OUTER_KEYS, Group, Member, Method
-from algorithms.synchronisation.spread import LINEAR, SKETCHED, linear_numbers, sketched_numbers, spread, squared_norm
+from algorithms.synchronisation.outer_step import OUTER_STATE, AdaptiveValues, outer_step
+from algorithms.synchronisation.worker_variance import (
+    LINEAR,
+    SKETCHED,
+    linear_numbers,
+    sketched_numbers,
+    spread,
+    squared_norm,
+)
 
 
 class FDA(Method):

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from algorithms.outer_step import OUTER_STATE, AdaptiveValues, adaptive_step
 from algorithms.synchronisation.method import Group, Method
+from algorithms.synchronisation.outer_step import OUTER_STATE, AdaptiveValues, adaptive_step
 
 
 class FedOpt(Method):

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from algorithms.outer_step import nesterov_step
 from algorithms.synchronisation.method import Block, Group, Outer, Part, by_layer, put, take
+from algorithms.synchronisation.outer_step import nesterov_step
 
 
 def fragment_parts(blocks: Sequence[Block], fragments: int, order: str) -> list[Part | None]:

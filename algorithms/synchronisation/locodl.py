@@ -24,7 +24,7 @@ class LoCoDL(Method):
     so that only values travel, and each of them makes the mean. Kept is -u_m, which is added to gradients.
 
     Of the paper only the summary was at hand: the equations are from memory, and what they do is derived and tested, in
-    exact expectations (tests/test_locodl.py). mean_m u_m + v stays 0, and nothing moves at the minimum of the mean
+    exact expectations (tests/unit/test_locodl.py). mean_m u_m + v stays 0, and nothing moves at the minimum of the mean
     function. With a strongly convex g, lr < 2 / L and 2 rho - rho^2 (1 + omega_av) >= chi, omega_av being that of the
     mean of all messages, a sum of squared distances from there shrinks in every step at least as fast as max((1 - lr
     mu)^2, (1 - lr L)^2, 1 - p^2 chi / (1 + 2 omega)). Without g, as here, it does not grow; on quadratics it shrinks

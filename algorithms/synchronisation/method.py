@@ -13,8 +13,8 @@ from typing import ClassVar, Literal, Protocol
 
 import torch
 
-from algorithms.balance import turns
-from algorithms.virtual_clock import Sending
+from algorithms.nodes.balance import turns
+from algorithms.nodes.virtual_clock import Sending
 
 Part = Sequence[slice]
 
@@ -177,7 +177,7 @@ class Group(Protocol):
         """Euclidean, of flat tensors of whole models."""
 
     def sketch(self, flat: torch.Tensor, seed: int, size: int, rows: int) -> torch.Tensor:
-        """See algorithms.across_workers.sketch; of a flat tensor of the whole model."""
+        """See algorithms.batch.across_workers.sketch; of a flat tensor of the whole model."""
 
     def here(self, places: torch.Tensor) -> torch.Tensor:
         """Where in flat tensors those of some places of the whole model's are that are here, in their order."""

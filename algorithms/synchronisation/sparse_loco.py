@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from algorithms.sparse import PLAIN_BITS, TopK, add_at
+from algorithms.synchronisation.encodings.sparse import PLAIN_BITS, TopK, add_at
 from algorithms.synchronisation.method import Block, Group, Member, Method, Part, put, take
 
 

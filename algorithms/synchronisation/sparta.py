@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from algorithms.outer_step import nesterov_step
 from algorithms.synchronisation.method import OUTER_KEYS, Group, Method
+from algorithms.synchronisation.outer_step import nesterov_step
 from algorithms.synchronisation.random_part import random_part
 
 

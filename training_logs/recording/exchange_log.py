@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from algorithms.nodes.transfers import Move
 from algorithms.synchronisation.method import Event
-from algorithms.transfers import Move
 from training_logs.recording.records import RoundReport
 
 # Bytes are those of each node in one exchange, the mean over those that the row counts. sources, targets: nodes that

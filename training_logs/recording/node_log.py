@@ -1,7 +1,7 @@
 """What became of every node's time: rows of node_log.csv, and of node_log_measured.csv, by virtual clocks.
 
 A clock of its own for every node, as if each were a machine of its own, whatever the processes: nodes compute side by
-side and wait for what their trainers' workers send each other (`algorithms.virtual_clock`). With `node_speeds` an
+side and wait for what their trainers' workers send each other (`algorithms.nodes.virtual_clock`). With `node_speeds` an
 example takes 1 / speed seconds, and an exchange what the link that the configuration gives takes for it: the same times
 in every run. Without, the inner steps of a node take what was measured, and exchanges no time; with given speeds a
 second log is by that clock.
@@ -11,12 +11,12 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from algorithms.exchanges import Link, merged, redistributed
-from algorithms.virtual_clock import Clocks, Uniform, together
-from fabrics.worker import WorkerRound
+from algorithms.nodes.communication_rounds import Link, merged, redistributed
+from algorithms.nodes.virtual_clock import Clocks, Uniform, together
+from fabrics.training.worker import WorkerRound
 from training_logs.recording.append_log import AppendLog
 from training_logs.recording.records import ClusterRound, RoundReport
-from utils.config import Config
+from utils.config.schema import Config
 
 # examples: of an inner step. speed: in examples per second. seconds: measured, of all inner steps. The last five are
 # the clock's; a row takes up where the node's last one ended, or where it began to have something to do again. Where a

@@ -23,9 +23,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from utils.devices import identity
-from utils.launch import cores
-from utils.plugins import Plugin
+from utils.config.plugins import Plugin
+from utils.distributed.devices import identity
+from utils.distributed.launch import cores
 from utils.utils import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]

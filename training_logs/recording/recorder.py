@@ -14,10 +14,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from fabrics.continuations import SAMPLING, Continuation
-from fabrics.eval_tool import Evaluation
+from fabrics.models.continuations import SAMPLING, Continuation
+from fabrics.pool.eval_tool import Evaluation
 from training_logs.recording.append_log import AppendLog
-from training_logs.recording.clearml_process import ClearMLProcess, start_clearml
 from training_logs.recording.drawing import Drawing
 from training_logs.recording.exchange_log import COLUMNS as EXCHANGE_COLUMNS
 from training_logs.recording.exchange_log import exchange_rows
@@ -39,8 +38,9 @@ from training_logs.recording.share_log import share_rows
 from training_logs.recording.step_loss_logger import StepLossLogger
 from training_logs.recording.summary import run_summary
 from training_logs.recording.warnings import Warnings
-from utils.config import Config
-from utils.config_reading import dump_config
+from training_logs.trackers.clearml_process import ClearMLProcess, start_clearml
+from utils.config.reading import dump_config
+from utils.config.schema import Config
 from utils.utils import budget_used, byte_size, write_json_atomically, write_text_atomically
 
 

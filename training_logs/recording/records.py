@@ -7,18 +7,18 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from algorithms.gradient_statistics import GradientStatistics
-from algorithms.policies import MergePlan
+from algorithms.batch.gradient_statistics import GradientStatistics
+from algorithms.nodes.policies import MergePlan
+from algorithms.nodes.transfers import Move
 from algorithms.synchronisation.method import Event
-from algorithms.transfers import Move
-from fabrics.eval_tool import Evaluation, Metric
-from fabrics.examples import TaskData
-from fabrics.totals import Totals
-from fabrics.worker import WorkerRound
-from fabrics.working_models import WorkingModels
+from fabrics.data.examples import TaskData
+from fabrics.pool.eval_tool import Evaluation, Metric
+from fabrics.pool.run_counters import Totals
+from fabrics.training.device_models import WorkingModels
+from fabrics.training.worker import WorkerRound
 from training_logs.recording.memory_monitor import Use
-from utils.config import Config
-from utils.distributed import Processes
+from utils.config.schema import Config
+from utils.distributed.processes import Processes
 
 
 @dataclass(frozen=True)

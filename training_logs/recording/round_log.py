@@ -2,9 +2,9 @@
 
 import math
 
-from algorithms.gradient_statistics import GradientStatistics
-from fabrics.continuations import Continuation
-from fabrics.eval_tool import Metric
+from algorithms.batch.gradient_statistics import GradientStatistics
+from fabrics.models.continuations import Continuation
+from fabrics.pool.eval_tool import Metric
 from training_logs.recording.records import ClusterRound, RoundReport, RunView
 from utils.utils import byte_size
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from training_logs.clearml_modes import resolved_mode
-from utils.config import Config, ConfigError
+from training_logs.trackers.clearml_modes import resolved_mode
+from utils.config.schema import Config, ConfigError
 from utils.utils import nearest_existing_folder
 
 logger = logging.getLogger("adloco")

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from fabrics.eval_tool import Evaluation
-from fabrics.examples import DataShares
+from fabrics.data.examples import DataShares
+from fabrics.pool.eval_tool import Evaluation
 from training_logs.recording.records import ClusterRound
 
 COLUMNS = ("outer_step", "trainer_id", "share", "validation_loss", "validation_metric")

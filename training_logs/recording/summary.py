@@ -7,12 +7,12 @@ from importlib.metadata import version
 
 import torch
 
-from fabrics.budgets import budget_of
-from fabrics.eval_tool import Evaluation
-from fabrics.totals import Totals
+from fabrics.pool.budgets import budget_of
+from fabrics.pool.eval_tool import Evaluation
+from fabrics.pool.run_counters import Totals
 from training_logs.recording.records import RunView
 from training_logs.recording.share_log import share_summary
-from utils.config import Config
+from utils.config.schema import Config
 
 _LIBRARIES = ("transformers", "tokenizers", "safetensors", "numpy")
 

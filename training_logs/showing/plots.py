@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from algorithms.communications import best_fit
+from algorithms.theory import best_fit
 from training_logs.showing.node_plots import (
     draw_last_measured_times,
     draw_last_times,

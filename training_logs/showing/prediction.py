@@ -1,4 +1,4 @@
-"""How many communications a run would need for more examples: the laws of algorithms/communications.py, fitted."""
+"""How many communications a run would need for more examples: the laws of algorithms/theory.py, fitted."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from algorithms.calc_batch import lower_ratio
-from algorithms.communications import (
+from algorithms.batch.calc_batch import lower_ratio
+from algorithms.schedule.learning_rate import eta_during
+from algorithms.theory import (
     DRIFT,
     GROWING,
     MINIMUM_ROUNDS,
@@ -22,10 +23,9 @@ from algorithms.communications import (
     predict_rounds,
     rounds_one_by_one,
 )
-from algorithms.learning_rate import eta_during
 from training_logs.showing.number_log import Row, Rows
 from training_logs.showing.run_data import RunData, read_run
-from utils.config import BUDGETS
+from utils.config.schema import BUDGETS
 
 _TOTALS = ("outer_step", "examples", "communications")
 

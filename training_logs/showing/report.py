@@ -14,7 +14,7 @@ from training_logs.showing.plots import plots_of
 from training_logs.showing.prediction import NoLawError, fit, sentences
 from training_logs.showing.run_data import RunData
 from training_logs.showing.share_plots import share_losses
-from utils.config import FIELDS, Config
+from utils.config.schema import FIELDS, Config
 from utils.utils import budget_used, byte_size, write_text_atomically
 
 # A table shows so many rows from its beginning and from its end.

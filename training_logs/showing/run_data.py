@@ -17,7 +17,7 @@ import numpy as np
 import yaml
 
 from training_logs.showing.number_log import NumberLog, Rows
-from utils.yaml_reading import yaml_value
+from utils.config.yaml_reading import yaml_value
 
 # Numbers of steps in their trainer's run, their losses, and how many steps an entry is the mean of: of one length.
 Curve = tuple[np.ndarray, np.ndarray, np.ndarray]

@@ -1,0 +1,1 @@
+"""Batch tests, exact gradient statistics, the batch controller and the switch mode."""

@@ -1,0 +1,1 @@
+"""Merge policies, the distribution of nodes, speeds and the simulated clock."""

@@ -1,0 +1,1 @@
+"""Learning rates and the limits of a run."""

@@ -1,0 +1,1 @@
+"""Encodings of what workers send: reduced precision, quantisation, sparsification."""

@@ -1,0 +1,69 @@
+"""The words that configuration keys may have, from the registries, and what only the parts know to be wrong."""
+
+from collections.abc import Collection, Mapping
+
+from algorithms.batch.batch_control import ESTIMATORS
+from algorithms.batch.calc_batch import BATCH_TESTS
+from algorithms.batch.switch_mode import SWITCH_MODES
+from algorithms.nodes.policies import MERGE_POLICIES
+from algorithms.schedule.learning_rate import DECAY_SHAPES, INNER_STEPS_RULES, LEARNING_RATE_SCALINGS, SCHEDULES
+from algorithms.synchronisation import METHODS
+from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
+from fabrics.data.dataset_loader import DATASETS, FALLBACKS, TEXT_DOCUMENTS
+from fabrics.data.partition import SPLITS, split_problems, split_without_effect
+from fabrics.idle_keys import idle_keys
+from fabrics.models.registry import MODELS
+from fabrics.sharding.checks import sharding_problems
+from fabrics.training.method_config import method_problems
+from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
+from fabrics.training.participation import attendance_problems
+from utils.config.reading import Checks
+from utils.config.schema import CLEARML_MODES, Config
+
+# Config key -> the words that there are: the registries themselves, so that those of plugins are among them.
+CHOICES: Mapping[str, Collection[str]] = {
+    "dataset": DATASETS,
+    "dataset_fallback": FALLBACKS,
+    "clearml": CLEARML_MODES,
+    "communication_dtype": COMMUNICATION_DTYPES,
+    "text_documents": TEXT_DOCUMENTS,
+    "data_split": SPLITS,
+    "model_type": MODELS,
+    "distributed_algo": METHODS,
+    "inner_optimizer": INNER_OPTIMIZERS,
+    "learning_rate_schedule": SCHEDULES,
+    "decay_shape": DECAY_SHAPES,
+    "inner_steps_rule": INNER_STEPS_RULES,
+    "learning_rate_scaling": LEARNING_RATE_SCALINGS,
+    "sampling_method": BATCH_TESTS,
+    "statistics_estimator": ESTIMATORS,
+    "switch_mode": SWITCH_MODES,
+    "merging_policy": MERGE_POLICIES,
+}
+
+
+def _model_problems(config: Config) -> list[str]:
+    return MODELS[config.model_type].problems(config.model_config) if config.model_type in MODELS else []
+
+
+def _task_problems(config: Config) -> list[str]:
+    if config.model_type not in MODELS or config.dataset not in DATASETS:
+        return []
+    task, needed = DATASETS[config.dataset].task, MODELS[config.model_type].task
+    if task == needed:
+        return []
+    return [f"model_type: {config.model_type} is for {needed}, dataset {config.dataset} for {task}"]
+
+
+def _without_effect(config: Config) -> list[str]:
+    kind, found = inner_optimizer_name(config), idle_keys(config)
+    if config.idle_moments == "cpu" and (kind == "sgd" or METHODS[config.distributed_algo].exchanges_gradients):
+        found.append("idle_moments: has no effect, workers keep no moments of their own")
+    return found
+
+
+# What only the parts know of a config, for load_config.
+CHECKS = Checks(
+    (_model_problems, _task_problems, method_problems, split_problems, attendance_problems, sharding_problems),
+    (_without_effect, split_without_effect),
+)

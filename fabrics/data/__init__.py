@@ -1,0 +1,1 @@
+"""Documents, tokens, the order of examples and their partition among trainers."""

@@ -1,0 +1,139 @@
+"""Tokenizers: the model's own, one by name, or one trained on the run's documents; and how two are told apart."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from fabrics.data import hub
+from utils.config.schema import Config, ConfigError
+
+END_OF_TEXT = "<|endoftext|>"
+
+# A vocabulary of tens of thousands is learned from this much; more only costs memory.
+TRAINING_CHARACTERS = 20_000_000
+
+
+def _byte_level_bpe(documents: Sequence[str], vocab_size: int) -> tuple[Tokenizer, dict[str, str]]:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return tokenizer, dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
+
+
+def _word_piece(documents: Sequence[str], vocab_size: int) -> tuple[Tokenizer, dict[str, str]]:
+    """As BERT's: lower case, words and punctuation apart, [CLS] text [SEP]."""
+    special = {
+        "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]",
+    }  # fmt: skip
+    normalizer, pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    learner = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    learner.normalizer, learner.pre_tokenizer = normalizer, pre_tokenizer
+    # The trainer numbers the continuing characters in the order of a hash table, which is another in every process,
+    # and breaks ties by number. Listed among the special tokens they have their numbers beforehand.
+    alphabet = sorted(set().union(*(normalizer.normalize_str(document) for document in documents)))
+    beforehand = [*special.values(), *(f"##{character}" for character in alphabet if not character.isspace())]
+    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=beforehand, show_progress=False)
+    learner.train_from_iterator(documents, trainer)
+    tokenizer = Tokenizer(models.WordPiece(learner.get_vocab(), unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return tokenizer, special
+
+
+# What is trained for a task's models from scratch.
+KINDS = {"causal_lm": _byte_level_bpe, "classification": _word_piece}
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int, task: str = "causal_lm") -> PreTrainedTokenizerFast:
+    """A tokenizer trained on the first TRAINING_CHARACTERS of `documents`: byte-level BPE, or WordPiece for BERT.
+
+    The same documents give the same tokenizer.
+    """
+    beginning, characters = [], 0
+    for document in documents:
+        beginning.append(document)
+        characters += len(document)
+        if characters >= TRAINING_CHARACTERS:
+            break
+    tokenizer, special = KINDS[task](beginning, vocab_size)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def load_tokenizer(name: str, key: str) -> PreTrainedTokenizerBase:
+    """A tokenizer by hub name or folder.
+
+    Raises:
+        ConfigError: it cannot be loaded; `key` is the config key that names it.
+    """
+    hub.prepare(name)
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # a damaged file leads to bare Exceptions, KeyErrors and more in the libraries
+        raise ConfigError(
+            f"{key}: cannot load the tokenizer {name!r}, neither from a local folder nor from the hub: "
+            f"{hub.problem_with(name, error)}"
+        ) from None
+
+
+def named_tokenizer(config: Config) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that the config names, else the pretrained model's own; None: one has to be trained."""
+    if config.tokenizer is not None:
+        return load_tokenizer(config.tokenizer, "tokenizer")
+    if config.model_config.get("pretrained") is True:  # Family.problems has checked the rest
+        # Its text must be cut as it was in its training.
+        return load_tokenizer(config.model_config["name"], "model_config.name")
+    return None
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of everything that decides which tokens a text becomes; equal for equal tokenizers."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        # A call may leave its truncation and padding behind; they are not the tokenizer's.
+        content = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("truncation", "padding")}
+    else:
+        content = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
+    content["end of text"] = tokenizer.eos_token_id
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Rows that an embedding needs: one more than the largest token, where a vocabulary with gaps has fewer words."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+
+
+def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that ends a document.
+
+    Raises:
+        ConfigError: the tokenizer has none.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"tokenizer: {tokenizer.name_or_path!r} has no end-of-text token (eos_token), which joins documents"
+        )
+    return tokenizer.eos_token_id
+
+
+def padding(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token to pad with; it is masked, so that any will do where a tokenizer has none of its own."""
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(token for token in candidates if token is not None)
+
+
+def describe(tokenizer: PreTrainedTokenizerBase, name: str | None = None) -> str:
+    """For messages: name (its own, unless it was stored under another), size and fingerprint."""
+    return f"{name or tokenizer.name_or_path} ({len(tokenizer):,} tokens, fingerprint {fingerprint(tokenizer)})"

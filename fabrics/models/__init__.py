@@ -1,0 +1,1 @@
+"""Model families, initialisation, attention, compilation and export."""

@@ -1,0 +1,1 @@
+"""Nodes, their assignment to trainers, the length of rounds, checkpoints and validation."""

@@ -1,0 +1,154 @@
+"""Which nodes work for which trainer, and which trainers become one; what is sent for it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol
+
+from algorithms.nodes.communication_rounds import Exchange, Link, merged, redistributed
+from algorithms.nodes.distribution import distribute_nodes
+from algorithms.nodes.policies import MERGE_POLICIES, MergePlan
+from algorithms.nodes.redistribution import differ, distributions, slowest_seconds, worthwhile
+from algorithms.nodes.transfers import Move, Transfer, total
+from fabrics.data.partition_sampler import ShareCursor
+from fabrics.data.sampler import DataCursor
+from fabrics.pool.node_pool import NodePool
+from fabrics.pool.round_scheduler import Spending
+from fabrics.pool.run_counters import Totals
+from fabrics.training.learning_rates import inner_steps_ahead
+from fabrics.training.worker import Node, TrainingError
+from utils.config.schema import Config
+
+
+class NoNodeLeftError(TrainingError):
+    """All nodes failed; trainers are as they were after their last round."""
+
+
+class Movable(Protocol):
+    """What is asked of a trainer here."""
+
+    cursor: DataCursor | ShareCursor
+
+    @property
+    def requested_batch(self) -> int:
+        """In examples over all its workers."""
+
+    @property
+    def nodes(self) -> Sequence[Node]:
+        """Of all its workers."""
+
+    def bytes_to_move(self, nodes: Sequence[int]) -> int:
+        """The bytes that would arrive at nodes if these worked for it."""
+
+    def assign_nodes(self, nodes: tuple[Node, ...]) -> list[Transfer]:
+        """Let these work for it from now on; what arrives at them."""
+
+    def absorb(self, others: list, weights: Mapping[int, float]) -> list[Transfer]:
+        """Become the merge of itself with others; what arrives at nodes."""
+
+
+class Distributing:
+    """Gives trainers their nodes and merges them; bytes and communications are counted. Every process decides alike.
+
+    Args:
+        config: the run's.
+        pool: all nodes.
+        groups: of every node, in order; nodes of a group are near each other.
+        spending: of the run.
+    """
+
+    def __init__(self, config: Config, pool: NodePool, groups: Sequence[int], spending: Spending):
+        self._config, self._pool, self._groups, self._spending = config, pool, groups, spending
+        self._moves: list[Move] = []
+
+    def new_moves(self) -> tuple[Move, ...]:
+        """What was sent since this was asked the last time."""
+        moves, self._moves = tuple(self._moves), []
+        return moves
+
+    def _noted(self, kind: Literal["merge", "redistribution"], trainer: int, transfers: list[Transfer]) -> int:
+        """The bytes of transfers, which are remembered."""
+        self._moves += [Move(kind, trainer, transfer) for transfer in transfers]
+        return total(transfers)
+
+    def assignment(
+        self, requests: Mapping[int, int], trainers: Mapping[int, Movable], progress: float
+    ) -> dict[int, tuple[int, ...]]:
+        """The nodes of every trainer that requests a batch, when so much of the run is done.
+
+        They are alike, or count by their speeds with `redistribute_horizon`, where these differ and all are known.
+
+        Args:
+            trainers: whose nodes stay where they are, as far as they can.
+
+        Raises:
+            NoNodeLeftError: as it says.
+        """
+        groups = {node.id: self._groups[node.id] for node in self._pool.working(progress)}
+        speeds = {node: self._pool.speed(node) for node in groups}
+        if not groups:
+            raise NoNodeLeftError("no node is left to train on: all of them failed, or were dropped as too slow")
+        present = {number: [node.id for node in trainer.nodes] for number, trainer in trainers.items()}
+        hysteresis, smallest = self._config.redistribution_hysteresis, self._config.smallest_worker_batch
+        if self._config.redistribute_horizon is None or not differ(speeds.values()):
+            return distribute_nodes(requests, groups, present, hysteresis, smallest)
+        found = distributions(requests, speeds, groups, present)
+        seconds = [slowest_seconds(requests, speeds, assignment) for assignment in found]
+        costs = [self._seconds_to_move(assignment, trainers) for assignment in found]
+        inner_steps = self._config.redistribute_horizon * inner_steps_ahead(self._config, progress)
+        return found[worthwhile(seconds, costs, inner_steps, hysteresis if any(present.values()) else 0.0)]
+
+    def _seconds_to_move(self, assignment: Mapping[int, Sequence[int]], trainers: Mapping[int, Movable]) -> float:
+        """What it takes to give trainers these nodes, over the link that there is; without one no time."""
+        came = _coming(assignment, trainers)
+        arriving = sum(
+            trainers[number].bytes_to_move(nodes) for number, nodes in assignment.items() if number in trainers
+        )
+        if not arriving:
+            return 0.0
+        link = Link(self._config.link_bits_per_second or math.inf, self._config.link_latency_seconds)
+        return link.seconds(redistributed(came, arriving).link)
+
+    def assign(
+        self, assignment: Mapping[int, Sequence[int]], trainers: Mapping[int, Movable], totals: Totals
+    ) -> Exchange:
+        """Give every trainer these nodes; what was sent for it."""
+        came, arrived = _coming(assignment, trainers), 0
+        for number, nodes in assignment.items():
+            transfers = trainers[number].assign_nodes(tuple(self._pool.nodes[node] for node in nodes))
+            arrived += self._noted("redistribution", number, transfers)
+        totals.bytes_redistributed += arrived
+        exchange = redistributed(came, arrived)
+        self._spending.count(totals, exchange)
+        return exchange
+
+    def merge(self, trainers: dict[int, Movable], totals: Totals) -> tuple[MergePlan, Exchange]:
+        """Merge those that the policy picks, of which the representative alone lives on; what was sent for it.
+
+        Raises:
+            TrainingError: that is no merge of these trainers.
+        """
+        policy = self._config.merging_policy
+        plan = MERGE_POLICIES[policy](requests_of(trainers), self._config.merge_count)
+        if problem := plan.problem(trainers):
+            raise TrainingError(f"merging_policy: {policy} {problem}")
+        if self._config.weigh_shares:
+            plan = plan.weighted({trainer: len(trainers[trainer].cursor) for trainer in plan.weights})
+        others = [trainers.pop(trainer) for trainer in plan.weights if trainer != plan.representative]
+        representative = trainers[plan.representative]
+        arrived = self._noted("merge", plan.representative, representative.absorb(others, plan.weights))
+        totals.bytes_merged += arrived
+        totals.communications += 1
+        exchange = merged(len(others), len(representative.nodes), arrived)
+        self._spending.count(totals, exchange)
+        return plan, exchange
+
+
+def requests_of(trainers: Mapping[int, Movable]) -> dict[int, int]:
+    """The requested batch of every trainer."""
+    return {number: trainer.requested_batch for number, trainer in trainers.items()}
+
+
+def _coming(assignment: Mapping[int, Sequence[int]], trainers: Mapping[int, Movable]) -> int:
+    """How many nodes would be new to trainers; at the start there are none of these yet."""
+    own = {number: {node.id for node in trainer.nodes} for number, trainer in trainers.items()}
+    return sum(len(set(nodes) - own.get(number, set())) for number, nodes in assignment.items())

@@ -1,0 +1,1 @@
+"""Nodes of several devices (FSDP2)."""

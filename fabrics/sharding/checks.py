@@ -1,0 +1,89 @@
+"""Nodes of several devices (`devices_per_node`): what cannot be had with them, and the working model that they need."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from algorithms.batch.calc_batch import NEED_INNER_PRODUCTS
+from algorithms.synchronisation import METHODS
+from fabrics.training.flat_model import Made, WorkingModel
+from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
+from utils.config.schema import Config, ConfigError
+from utils.distributed.processes import Processes
+
+
+def sharding_problems(config: Config) -> list[str]:
+    """What a configuration asks for and nodes of several devices do not do, one line each."""
+    size, found = config.devices_per_node, _statistics_problems(config)
+    if size == 1:
+        return found
+    if config.processes != "auto" and config.processes % size:
+        found.append(f"processes: must be a multiple of devices_per_node, {size}, got {config.processes}")
+    if config.processes_per_gpu > 1:
+        found.append(f"processes_per_gpu: must be 1 with devices_per_node {size}, got {config.processes_per_gpu}")
+    method = METHODS.get(config.distributed_algo)
+    if method is not None and not method.shards:
+        able = ", ".join(name for name in METHODS if METHODS[name].shards)
+        found.append(
+            f"distributed_algo: {config.distributed_algo} does not say that it is right on parts of flat tensors; with "
+            f"devices_per_node {size} there are {able}"
+        )
+    return found
+
+
+def _statistics_problems(config: Config) -> list[str]:
+    if not config.statistics_within_island:
+        return []
+    found = []
+    if config.devices_per_node == 1:
+        found.append("statistics_within_island: must be false with devices_per_node 1, whose islands have one gradient")
+    if config.statistics_estimator != "across_workers":
+        found.append(
+            f"statistics_within_island: must be false with statistics_estimator {config.statistics_estimator}; use "
+            f"across_workers"
+        )
+    if config.sampling_method in NEED_INNER_PRODUCTS:
+        found.append(
+            f"statistics_within_island: must be false with {config.sampling_method}, as gradients of micro-batches do "
+            f"not say how inner products of the whole batch vary"
+        )
+    return found
+
+
+def looked_at_whole(config: Config, working: WorkingModel) -> Sequence[int]:
+    """The numbers of the tensors, among a model's blocks, that the method or the inner optimiser needs whole."""
+    by_method, by_optimizer = looked_at_by(config, working)
+    return by_method or by_optimizer
+
+
+def looked_at_by(config: Config, working: WorkingModel) -> tuple[Sequence[int], Sequence[int]]:
+    """Those of them that the method needs, which are all or none, and those that the inner optimiser does."""
+    kind, whole = inner_optimizer_name(config), METHODS[config.distributed_algo].whole_tensors
+    return range(len(working.blocks) if whole else 0), () if kind is None else INNER_OPTIMIZERS[kind].whole(working)
+
+
+def whole_copies(config: Config) -> int:
+    """How many times these tensors are there at a time at most, measured: of one `exchange`, or of a step of Muon."""
+    return 6 if METHODS[config.distributed_algo].whole_tensors else 4
+
+
+def working_model(
+    module: nn.Module, device: torch.device, processes: Processes, autocast: torch.dtype | None, made: Made
+) -> WorkingModel:
+    """The working model of a device: of the whole module, or of its part where an island shares it.
+
+    made: of parameters on the meta device, on islands.
+
+    Raises:
+        ConfigError: the module cannot be shared out.
+    """
+    if processes.island.size == 1:
+        return WorkingModel(module, device, autocast)
+    # It knows the insides of one release of PyTorch; whole models train with others as well.
+    from fabrics.sharding.sharded_model import ShardedModel
+
+    try:
+        return ShardedModel(module, device, processes.island, autocast, made)
+    except ValueError as error:
+        raise ConfigError(f"devices_per_node: {error}") from None

@@ -1,0 +1,1 @@
+"""One round of one trainer. Start with outer_round.py."""

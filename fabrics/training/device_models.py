@@ -1,0 +1,70 @@
+"""The working models of a process: one on each of its devices, all alike."""
+
+import torch
+
+from fabrics.data.examples import TaskData
+from fabrics.models.compilation import can_compile, decided
+from fabrics.models.initialisation import initial_model, recompute_activations, unmade_model
+from fabrics.sharding.checks import looked_at_whole, whole_copies, working_model
+from fabrics.sharding.model_layers import sharded_layers
+from fabrics.training.flat_model import WorkingModel
+from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
+from utils.config.schema import Config, ConfigError
+from utils.distributed.processes import Processes
+
+
+def _working_model(config: Config, data: TaskData, device: torch.device, processes: Processes) -> WorkingModel:
+    alone = processes.island.size == 1
+    model, made = (initial_model(config, data, 0), torch.Tensor.detach) if alone else unmade_model(config, data, 0)
+    if config.activation_checkpointing:
+        recompute_activations(model, config.model_type)
+    autocast = None if config.autocast is None else getattr(torch, config.autocast)
+    working = working_model(model, device, processes, autocast, made)
+    working.within_island, kind = config.statistics_within_island, inner_optimizer_name(config)
+    working.packed = {} if kind is None else INNER_OPTIMIZERS[kind].packed(working)
+    working.looked_at, working.whole_copies = looked_at_whole(config, working), whole_copies(config)
+    return working
+
+
+class WorkingModels(dict[torch.device, WorkingModel]):
+    """By device, with the weights of the first trainer. compiled: whether they compute so.
+
+    Raises:
+        ConfigError: they cannot be built or loaded, or not compute as they should.
+    """
+
+    def __init__(self, config: Config, data: TaskData, processes: Processes):
+        devices = dict.fromkeys(d for node, d in enumerate(processes.devices) if processes.owns(node))
+        super().__init__({device: _working_model(config, data, device, processes) for device in devices})
+        self._auto, self._processes = config.compile_model == "auto", processes
+        self._compute(decided(config, self.first.parameter_count, len(data.train), processes))
+
+    @property
+    def first(self) -> WorkingModel:
+        """Of the first device."""
+        return next(iter(self.values()))
+
+    def _compute(self, compiled: bool) -> None:
+        size = self._processes.island.size
+        if compiled and size > 1 and not sharded_layers(self.first.module):
+            raise ConfigError(
+                f"compile_model: must be false with devices_per_node {size}, as the model has no layers that can be "
+                f"compiled one by one"
+            )
+        self.compiled = compiled
+        for model in self.values():
+            model.compiled = compiled
+
+    def resume(self, compiled: bool) -> None:
+        """Go on as the run was begun, whatever length it has now, unless the config says how.
+
+        Raises:
+            ConfigError: it was begun with a compiled model, and there is no compiler here.
+        """
+        if self._auto:
+            if compiled and not can_compile(self._processes):
+                raise ConfigError(
+                    "compile_model: must be false, as the run was begun with a compiled model and this one cannot be "
+                    "compiled here, got auto"
+                )
+            self._compute(compiled)

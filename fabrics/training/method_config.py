@@ -1,0 +1,124 @@
+"""The synchronisation method that a configuration asks for."""
+
+import dataclasses
+import functools
+
+from pydantic import TypeAdapter, ValidationError
+
+from algorithms.synchronisation import METHODS, Method
+from algorithms.synchronisation.method import Outer, taken_names
+from fabrics.training.flat_model import WorkingModel
+from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
+from utils.config.schema import Config, ConfigError
+from utils.utils import meant
+
+
+@functools.cache
+def _adapter(kind: type) -> TypeAdapter:
+    return TypeAdapter(kind)
+
+
+def method_settings(config: Config):
+    """The values of `synchronisation`, as the method knows them.
+
+    Raises:
+        ConfigError: with one line per problem.
+    """
+    kind = METHODS[config.distributed_algo].Settings
+    known, problems = [entry.name for entry in dataclasses.fields(kind)], []
+    for name in config.synchronisation:
+        if name not in known:
+            hint = meant(str(name), known) or f"; it has {', '.join(known) or 'none'}"
+            problems.append(f"synchronisation.{name}: {config.distributed_algo} has no such parameter{hint}")
+    for entry in dataclasses.fields(kind):
+        if isinstance(value := config.synchronisation.get(entry.name), bool) and entry.type is not bool:
+            problems.append(f"synchronisation.{entry.name}: should not be true or false, got {value}")
+    if not problems:
+        try:
+            return _adapter(kind).validate_python(config.synchronisation)
+        except ValidationError as error:
+            for each in error.errors():
+                place = ".".join(str(part) for part in each["loc"] if part in known)
+                reason = each["msg"].removeprefix("Value error, ")
+                said = f"{place}: {reason.removeprefix('Input ')}, got {each['input']!r}" if place else reason
+                problems.append(f"synchronisation.{said}")
+    raise ConfigError(problems)
+
+
+def method_of(config: Config, working: WorkingModel) -> Method:
+    """The method, for flat tensors of a working model.
+
+    Raises:
+        ConfigError: the method does not fit the model.
+    """
+    outer, settings = Outer(config.learning_rate_for_outer_opt, config.outer_momentum), method_settings(config)
+    kind = METHODS[config.distributed_algo]
+    try:
+        return kind(settings, outer, working.whole_blocks if kind.whole_tensors else working.blocks)
+    except ValueError as error:
+        raise ConfigError([f"synchronisation.{error}"]) from error
+
+
+def check_state(config: Config, working: WorkingModel) -> None:
+    """Raise ConfigError where the method's state has a name that something else is kept by, as its settings are."""
+    kind = inner_optimizer_name(config)
+    moments = () if kind is None else INNER_OPTIMIZERS[kind].state_shapes(working)
+    if taken := taken_names(method_of(config, working), moments):
+        raise ConfigError([f"distributed_algo: {config.distributed_algo}: {problem}" for problem in taken])
+
+
+def method_problems(config: Config) -> list[str]:
+    """What is wrong with the method's parameters, one line each."""
+    if config.distributed_algo not in METHODS:
+        return []
+    method, name = METHODS[config.distributed_algo], config.distributed_algo
+    try:
+        settings = method_settings(config)
+    except ConfigError as error:
+        return error.problems
+    found = method.problems(settings, config.number_of_inner_steps_between_outers, None)
+    if method.encodings is not None and config.communication_dtype not in method.encodings:
+        known = " or ".join(method.encodings)
+        found.append(f"communication_dtype: must be {known} with {name}, got {config.communication_dtype}")
+    if config.budget is not None and not method.plannable:
+        reason = "whose rounds are not one communication each, of known size"
+        found.append(f"{config.budget}: cannot be kept with {name}, {reason}")
+    if config.weigh_shares and config.data_split_over == "workers" and not method.weighs:
+        found.append(f"weigh_shares: must be false with {name}, in which workers cannot be weighted")
+    found += _balance_problems(config, method, settings)
+    if config.compares_workers and method.own_copy != "nothing":
+        found.append(
+            f"statistics_estimator: must be per_example with {name}, whose workers are not at the same parameters"
+        )
+    if config.outer_state == "cpu" and method.exchanges_gradients:
+        found.append(f"outer_state: must be device with {name}, which changes the parameters in every inner step")
+    if method.plain_sgd and inner_optimizer_name(config) != "sgd":
+        found.append(f"inner_optimizer: must be null or sgd with {name}, got {config.inner_optimizer}")
+    if method.plain_sgd and config.learning_rate_scaling != "none":
+        found.append(f"learning_rate_scaling: must be none with {name}, got {config.learning_rate_scaling}")
+    if method.plain_sgd and config.gradient_clipping is not None:
+        found.append(f"gradient_clipping: must be null with {name}, got {config.gradient_clipping}")
+    if method.inner_optimizer is None and config.inner_optimizer is not None:
+        found.append(f"inner_optimizer: must be null with {name}, which updates the parameters itself")
+    return found
+
+
+def _balance_problems(config: Config, method: type[Method], settings) -> list[str]:
+    """What the method has against workers of different speeds that do different amounts of work."""
+    name, found = config.distributed_algo, []
+    if config.balance == "batch" and not method.weighs:
+        found.append(f"balance: must be equal with {name}, in which workers cannot be weighted by their examples")
+    if config.balance == "steps" and (method.exchanges_gradients or not method.allows_fewer_steps):
+        allowed = "equal or batch" if method.weighs else "equal"
+        found.append(f"balance: must be {allowed} with {name}, whose workers all make every inner step")
+    if config.node_speeds is None and (purpose := method.needs_speeds(settings)):
+        found.append(f"synchronisation: {name} needs node_speeds to {purpose}")
+    return found
+
+
+def check_method(config: Config, workers: int) -> None:
+    """Raise ConfigError where the method cannot work with so many workers of a trainer."""
+    settings = method_settings(config)
+    found = METHODS[config.distributed_algo].problems(settings, config.number_of_inner_steps_between_outers, workers)
+    if found:
+        raise ConfigError(found)

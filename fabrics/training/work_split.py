@@ -1,0 +1,144 @@
+"""Who does how much of a trainer's round: who takes part, with how many examples, in how many inner steps, from where.
+
+All of it follows from the configuration, the nodes and the place in the run, and needs no model.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from algorithms.batch.switch_mode import execution_plans
+from algorithms.nodes.balance import places, steps_each, turns
+from fabrics.data.examples import Examples
+from fabrics.data.sampler import Reading
+from fabrics.pool.node_speeds import MEASURABLE
+from fabrics.training.statistics_plan import Measures
+from fabrics.training.worker import Assignment, Node, Place
+from utils.config.schema import Config
+
+# From the inner steps for which each worker has time in a round, by number, those of the round, and the seconds of one
+# of the fastest worker, 0 where speeds are not given, to the inner steps of the round during which each makes its own.
+Turns = Callable[[Mapping[int, int], int, float], Mapping[int, Sequence[int]]]
+
+
+def even_turns(own_steps: Mapping[int, int], inner_steps: int, step_seconds: float) -> dict[int, Sequence[int]]:
+    """Of workers that wait for nothing."""
+    return {worker: turns(own, inner_steps) for worker, own in own_steps.items()}
+
+
+class Shares:
+    """What the workers of a trainer that take part in a round have of it; the others rest, and have nothing.
+
+    Args:
+        config: the run's.
+        request: the trainer's requested batch.
+        nodes: of all its workers, in order.
+        present: the numbers of those that take part, in order.
+        fewer_steps: whether those on slower nodes make fewer inner steps of a round.
+        speeds: of all nodes, in order, None of one that is not known; without any those in use.
+        turns: when those that make fewer inner steps do so.
+
+    Attributes:
+        speeds: of the nodes that take part, by worker; all are 1 as long as one of them is not known.
+        plans: of their inner steps, by worker: shares of M ceil(B / M) examples through the switch mode.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        request: int,
+        nodes: Sequence[Node],
+        present: Sequence[int],
+        fewer_steps: bool,
+        speeds: Sequence[float | None] | None = None,
+        turns: Turns = even_turns,
+    ):
+        known = [node.speed for node in nodes] if speeds is None else speeds
+        own = [known[worker] for worker in present]
+        self.speeds = dict(zip(present, [1.0] * len(own) if None in own else own, strict=True))
+        plans = execution_plans(
+            config.switch_mode,
+            request,
+            [nodes[worker].max_batch for worker in present],
+            config.switch_multiplier,
+            list(self.speeds.values()) if config.balance == "batch" else None,
+        )
+        self.plans = dict(zip(present, plans, strict=True))
+        self._workers, self._fewer_steps, self._turns = len(nodes), fewer_steps, turns
+        given = config.node_speeds is not None
+        self._least_steps = 1 if given else MEASURABLE
+        seconds = (plan.effective_batch / self.speeds[worker] for worker, plan in self.plans.items())
+        self._step_seconds = min(seconds) if given else 0.0
+
+    @property
+    def batch(self) -> int:
+        """Examples of an inner step that all of them make."""
+        return sum(plan.effective_batch for plan in self.plans.values())
+
+    def paces(self, inner_steps: int) -> dict[int, int]:
+        """Inner steps for which everyone that takes part has time in a round of so many."""
+        if not self._fewer_steps:
+            return dict.fromkeys(self.plans, inner_steps)
+        own = steps_each(inner_steps, list(self.speeds.values()), self._least_steps)
+        return dict(zip(self.plans, own, strict=True))
+
+    def turns(self, inner_steps: int) -> Mapping[int, Sequence[int]]:
+        """During which inner steps of such a round, from 0, each makes its own."""
+        if not self._fewer_steps:
+            return dict.fromkeys(self.plans, tuple(range(inner_steps)))
+        return self._turns(self.paces(inner_steps), inner_steps, self._step_seconds)
+
+    def steps(self, inner_steps: int) -> dict[int, int]:
+        """Inner steps of everyone that takes part in a round of so many."""
+        return {worker: len(own) for worker, own in self.turns(inner_steps).items()}
+
+    def examples(self, inner_steps: int) -> int:
+        """Examples of a round of so many inner steps, all together."""
+        return sum(self.examples_each(inner_steps))
+
+    def examples_each(self, inner_steps: int) -> list[int]:
+        """Likewise of every worker of the trainer, by number; 0 of those that rest."""
+        steps, found = self.steps(inner_steps), [0] * self._workers
+        for worker, plan in self.plans.items():
+            found[worker] = plan.effective_batch * steps[worker]
+        return found
+
+
+def assignments(
+    config: Config,
+    shares: Shares,
+    learning_rates: Mapping[int, Sequence[float]],
+    examples: Examples,
+    readings: Iterable[Reading],
+    place: Place,
+    measured: Measures,
+) -> dict[int, Assignment]:
+    """What everyone that takes part is to do in a round.
+
+    Args:
+        learning_rates: of every inner step of the round, by worker.
+        readings: where all workers read.
+        place: of any worker in the round.
+        measured: what the round measures.
+    """
+    inner_steps = len(next(iter(learning_rates.values())))
+    own, paces = shares.turns(inner_steps), shares.paces(inner_steps)
+    each, found = shares.examples_each(inner_steps), {}
+    for reading in readings:
+        here = [worker for worker in reading.workers if worker in own]
+        firsts = places([shares.plans[worker].effective_batch for worker in here], [own[worker] for worker in here])
+        after = sum(each[worker] for worker in here)
+        for worker, first in zip(here, firsts, strict=True):
+            found[worker] = Assignment(
+                plan=shares.plans[worker],
+                learning_rates=learning_rates[worker],
+                turns=own[worker],
+                pace=paces[worker],
+                examples=examples,
+                places=reading.places,
+                first_examples=first,
+                place=place._replace(worker=worker),
+                sample=after + worker * config.statistics_batch_size,
+                probes=measured.probes,
+                hands_back=measured.compared,
+                weight=reading.share if config.weigh_shares else None,
+            )
+    return dict(sorted(found.items()))

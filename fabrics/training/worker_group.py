@@ -1,0 +1,357 @@
+"""The workers of a trainer: who they are, how they come and go with the nodes, and how they are reached.
+
+Workers are numbered from 0; a process has those whose nodes it owns. All processes of a run call these methods together
+and in the same order.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import torch
+
+from algorithms.batch.switch_mode import ExecutionPlan
+from algorithms.nodes.distribution import HandOver, StateBytes, hand_overs
+from algorithms.nodes.transfers import Transfer, merged, redistributed
+from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES, PLAIN, Encoding
+from fabrics.training.flat_model import WorkingModel
+from fabrics.training.method_config import method_of
+from fabrics.training.offload import Home
+from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
+from fabrics.training.statistics_plan import Measures, measures
+from fabrics.training.worker import COPY, Node, Worker, personal_tensors
+from utils.config.schema import Config
+from utils.distributed.processes import LocalWorkers, Processes, Workers
+
+
+class Workforce:
+    """The workers of one trainer.
+
+    Args:
+        config: the run's configuration.
+        working: the working model of each device of this process, the first of which keeps the trainer's tensors.
+        processes: those of the run.
+
+    Attributes:
+        nodes: of all workers, in order.
+        local: the workers of this process, by number.
+        lost: workers whose state is lost, until nodes are assigned again.
+        method: how they come together. fewer_steps: whether those on slower nodes make fewer inner steps of a round.
+        trainer_tensors: what a trainer has, by name, on no device: parameters, and what the method keeps of it.
+        given_tensors: the names of those that it gives in a merge; what begins anew is not sent.
+        parameter_bytes: of one model, without the gaps of the flat tensors. sizes: of the state, likewise.
+    """
+
+    def __init__(self, config: Config, working: Mapping[torch.device, WorkingModel], processes: Processes):
+        self.nodes: tuple[Node, ...] = ()
+        self.local: dict[int, Worker] = {}
+        self.lost: frozenset[int] = frozenset()
+        self._config, self._working, self._processes = config, working, processes
+        self._losses: list[float] = []  # of the first and the last round
+        self._encoding = self._first_encoding = COMMUNICATION_DTYPES[config.communication_dtype]
+        first = self.first_working = next(iter(working.values()))
+        method = self.method = method_of(config, first)
+        by_itself = config.balance == "equal" and method.fewer_steps(method.settings)
+        self.fewer_steps = config.balance == "steps" or by_itself
+        self._home = Home.chosen(config.outer_state, first.device)
+        self._like = first.parameters.data
+        like = self._like.to("meta")
+        self.parameter_count = first.parameter_count
+        kept = ("parameters", *method.trainer_state)
+        averaged = tuple(name for name in kept if name not in method.trainer_copies)
+        self.given_tensors = averaged if config.outer_momentum_at_merge == "average" else kept[:1]
+        kind, self.trainer_tensors = inner_optimizer_name(config), dict.fromkeys(kept, like)
+        shapes = {} if kind is None else INNER_OPTIMIZERS[kind].state_shapes(first)
+        self._trainer_moments: tuple[str, ...] = ()
+        if method.exchanges_gradients and kind is not None:
+            state = INNER_OPTIMIZERS[kind].state(first, "meta")
+            self.trainer_tensors |= state
+            self._trainer_moments = tuple(state)
+        self.parameter_bytes, moments = self.parameter_count * like.itemsize, sum(t.nbytes for t in shapes.values())
+        together = method.exchanges_gradients
+        self.sizes = StateBytes(
+            trainer=len(kept) * self.parameter_bytes + moments * together,
+            worker=moments * (not together),
+            personal=len(personal_tensors(config, method)) * self.parameter_bytes,
+        )
+        self._group: Workers = LocalWorkers(0)
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def encoding(self) -> Encoding:
+        """How pseudo-gradients travel; as they are where there is one worker, which sends nothing."""
+        return self._encoding if len(self) > 1 else PLAIN
+
+    def adapt(self, loss: float) -> None:
+        """Let an encoding whose levels follow the loss do so. loss: of the training of the last round."""
+        if 0.0 < loss < math.inf:
+            self._losses = [*(self._losses or [loss])[:1], loss]
+            self._encoding = self._first_encoding.encoding_for(*self._losses)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all flat tensors."""
+        return self._like.dtype
+
+    def changes(self, nodes: Sequence[Node | int]) -> bool:
+        """Whether `assign` with these nodes lets workers begin with the trainer's parameters, or lets some go."""
+        return bool(self.lost) or len(nodes) != len(self.nodes) > 0
+
+    def first_tensors(self, parameters: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What a trainer with these parameters has at first, by name; they become its own, where they live here."""
+        likes = self.trainer_tensors.items()
+        tensors = {name: self._home.zeros(like) for name, like in likes if name != "parameters"}
+        tensors = {"parameters": self._home.taken_in(parameters), **tensors}
+        self.begin(tensors, self.method.trainer_copies)
+        return tensors
+
+    def begin(self, tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
+        """Let these of a trainer's tensors be as at first, in place: copies of its parameters, or zeros."""
+        for name in names:
+            if name in self.method.trainer_copies:
+                tensors[name].copy_(tensors["parameters"])
+            else:
+                tensors[name].zero_()
+
+    def moves(self, nodes: Sequence[int]) -> tuple[list[HandOver], list[Transfer]]:
+        """What workers need of each other's state if these nodes work from now on, and what arrives at them."""
+        before, copied = [node.id for node in self.nodes], self._config.joining_moments == "copy"
+        found = hand_overs(before, nodes, self.lost, copied)
+        return found, redistributed(before, nodes, found, self.sizes)
+
+    def assign(
+        self, nodes: tuple[Node, ...], tensors: dict[str, torch.Tensor] | None
+    ) -> tuple[dict[str, torch.Tensor] | None, list[Transfer]]:
+        """Let these nodes work from now on.
+
+        Workers keep their state as far as there are nodes for them, wherever those are; what a new one, and one whose
+        state is lost, begins with says `joining_moments`. Surplus workers end.
+
+        Args:
+            tensors: of the trainer, by name; None in a process without a worker.
+
+        Returns:
+            The trainer's tensors in the processes that own the new nodes, and what arrives at nodes.
+        """
+        old, lost = self.nodes, self.lost
+        before, after = [node.id for node in old], [node.id for node in nodes]
+        moves, arriving = self.moves(after)
+        self.nodes, self.lost = nodes, frozenset()
+        if before == after and not lost:
+            for index, worker in self.local.items():
+                worker.node = nodes[index]
+            return tensors, []
+        self._group = self._processes.workers(after)
+        if old:
+            tensors = self.provide(tensors, old, nodes, tuple(self.trainer_tensors))
+        previous, self.local = self.local, {}
+        for index, node in enumerate(nodes):
+            if self._processes.owns(node.id):
+                here = None if index in lost else previous.get(index)
+                if here is None or here.node.device != node.device:
+                    here = Worker(node, self._working[node.device], self._config, self.method)
+                    here.load_state_dict({COPY: tensors["parameters"]})
+                here.node = node
+                self.local[index] = here
+        for move in moves:
+            self._hand_over(move, previous.get(move.worker))
+        if len(after) < len(before) and not self.method.shares_copy:
+            for worker in self.local.values():  # what those that go have learned stays in the mean
+                worker.load_state_dict({COPY: tensors["parameters"]})
+        return tensors, arriving
+
+    def _hand_over(self, move: HandOver, source: Worker | None) -> None:
+        """Copy a worker's state to others, wherever all are. source: None, where it is not in this process."""
+        takers = [self.local[index] for index in move.takers if index in self.local]
+
+        def state(worker: Worker) -> dict[str, torch.Tensor]:
+            return worker.state_dict() if move.whole else worker.moments
+
+        held = None if source is None else list(state(source).values())
+        received = self._processes.provide(
+            held, [move.source], list(move.takers.values()), lambda: list(state(takers[0]).values())
+        )
+        for taker in takers:
+            if taker is not source:
+                taker.load_state_dict(dict(zip(state(taker), received, strict=True)))
+
+    def provide(
+        self,
+        tensors: Mapping[str, torch.Tensor] | None,
+        holders: Sequence[Node],
+        takers: Sequence[Node],
+        names: Sequence[str],
+        overwrite: bool = False,
+    ) -> dict[str, torch.Tensor] | None:
+        """Tensors of these names that the owners of some nodes have, for those of others; None elsewhere.
+
+        overwrite: tensors that are there already are filled, wherever they are not those of a holder.
+        """
+
+        def into() -> list[torch.Tensor]:
+            if overwrite:
+                return [tensors[name] for name in names]
+            return [self._home.empty(self.trainer_tensors[name]) for name in names]
+
+        held = None if tensors is None else [tensors[name] for name in names]
+        nodes = [node.id for node in holders], [node.id for node in takers]
+        provided = self._processes.provide(held, *nodes, into)
+        return None if provided is None else dict(zip(names, provided, strict=True))
+
+    def begin_merged(self, tensors: dict[str, torch.Tensor] | None, values: dict[str, float]) -> None:
+        """Let all workers begin with merged parameters; what begins anew besides says the config.
+
+        Args:
+            tensors: of the trainer, by name; None in a process without a worker.
+            values: of the method; they change in place.
+        """
+        outer, inner = (
+            how == "reset" for how in (self._config.outer_momentum_at_merge, self._config.inner_state_at_merge)
+        )
+        self.method.merged(values)
+        if outer:
+            values.clear()
+        for name in self._trainer_moments if inner and tensors is not None else ():
+            tensors[name].zero_()
+        for worker in self.local.values():
+            if inner:
+                worker.reset()
+            for name in self.method.worker_state if outer else ():
+                worker.state[name].zero_()
+            worker.load_state_dict({COPY: tensors["parameters"]})
+
+    def mean(
+        self,
+        tensor_of: Callable[[int, Worker], torch.Tensor | None],
+        like: torch.Tensor,
+        encoding: Encoding = PLAIN,
+        weights: Sequence[float] | None = None,
+    ) -> tuple[torch.Tensor, int]:
+        """Mean over all workers, wherever they are, and how many are in it.
+
+        Args:
+            tensor_of: from a worker of this process to its tensor, encoded; None leaves it out. It is asked once per
+                worker, one after the other, and the next may overwrite the tensor.
+            like: shape, type and device of the mean.
+            weights: of all workers, by number; None: equal ones.
+        """
+        tensors: Iterable = ((index, tensor_of(index, self.local[index])) for index in self._group.local_workers)
+        return self._group.mean(tensors, like, encoding, weights)
+
+    def deliver(
+        self, tensor_of: Callable[[int, Worker], torch.Tensor | None], size: int, takers: Sequence[Collection[int]]
+    ) -> dict[int, torch.Tensor]:
+        """Bytes [size] of every worker for others: by sender, what came to this process or was there.
+
+        Args:
+            tensor_of: from a worker of this process to its bytes; None leaves it out. Asked as in `mean`.
+            takers: of every worker's bytes, by number.
+        """
+        tensors: Iterable = ((index, tensor_of(index, self.local[index])) for index in self._group.local_workers)
+        return self._group.deliver(tensors, size, takers, self._home.device)
+
+    def average_copies(self, parameters: torch.Tensor, weights: Sequence[float]) -> None:
+        """Make these the mean of what the workers keep; as they are where nobody keeps any.
+
+        weights: of all workers, by number.
+        """
+        replicas = self.method.own_copy == "replica"
+
+        def averaged(lost: Collection[int]) -> tuple[torch.Tensor, int]:
+            return self.mean(
+                lambda index, worker: None if index in lost else PLAIN.encode(worker.state[COPY]),
+                parameters,
+                weights=weights,
+            )
+
+        # What a worker began with is never lost; a replica is as it was when its worker was last well, and counts where
+        # there is no other. In the middle of a round each process knows of its own workers alone who is lost.
+        mean, count = averaged(self.lost if replicas else ())
+        if replicas and not count:
+            mean, count = averaged(())
+        if count:
+            parameters.copy_(mean)
+
+    @property
+    def plain_bytes(self) -> int:
+        """What all workers send for a mean of parameters."""
+        return PLAIN.reduction_bytes(len(self), self.parameter_count, self.dtype)
+
+    def step_batch(self, plan: ExecutionPlan, together: int) -> int:
+        """Examples of a step of the inner optimiser: those of a worker, or of all where gradients are averaged."""
+        return together if self.method.exchanges_gradients else plan.effective_batch
+
+    def round_bytes(self, workers: int, tested: bool) -> int:
+        """What so many workers of the trainer send in a round; tested: what a batch test needs of them as well."""
+        mean = self._encoding.reduction_bytes(workers, self.parameter_count, self.dtype)
+        message = self._encoding.sent_bytes(self.parameter_count, self.dtype)
+        sent = round(self.method.planned(workers, mean, message, self.dtype))
+        return sent + self.statistics_bytes(self.measures(workers, tested), workers)
+
+    def measures(self, workers: int, tested: bool) -> Measures:
+        """What a round of so many workers measures; tested: whether a batch test follows."""
+        together = self.method.own_copy == "nothing" and not self._config.message_loss
+        return measures(self._config, workers, tested, together)
+
+    def statistics_bytes(self, measured: Measures, workers: int) -> int:
+        """What so many workers send for a batch test."""
+        return PLAIN.reduction_bytes(workers, measured.numbers(self.parameter_count), self.dtype)
+
+    def state_dict(self) -> dict:
+        """The workers' nodes, whose state is lost and the losses that encodings follow; each worker has tensors."""
+        return {"nodes": [node.id for node in self.nodes], "lost": sorted(self.lost), "losses": self._losses}
+
+    def load_state_dict(self, state: Mapping, read: Callable[[int, str], torch.Tensor]) -> None:
+        """Give as many workers as there were their state back; others begin with moments of the first healthy one.
+
+        State that is lost comes back as well, until nodes are assigned again. With fewer workers than there were copies
+        that make up the trainer's parameters do not: what those that are no more have learned stays in the mean.
+
+        Args:
+            read: from a worker's number and the name of a tensor to that tensor.
+        """
+        self._losses = list(state.get("losses", []))
+        for loss in self._losses:
+            self.adapt(loss)
+        workers, lost = len(state["nodes"]), frozenset(state["lost"])
+        left = {COPY} if len(self.nodes) < workers and not self.method.shares_copy else set()
+        healthy = [index for index in range(workers) if index not in lost]
+        self.lost = lost & set(range(len(self.nodes)))
+        for index, worker in self.local.items():
+            source = index if index < workers else min(healthy, default=None)
+            if source is not None:
+                names = worker.state_dict().keys() - left if source == index else worker.moments
+                worker.load_state_dict({name: read(source, name) for name in names})
+
+
+@torch.no_grad()
+def merge(
+    given: Sequence[tuple[Workforce, dict[str, torch.Tensor] | None]], weights: Sequence[float]
+) -> list[Transfer]:
+    """Make the first trainer's flat tensors, in place, the weighted average of all trainers', or let them begin anew.
+
+    The process of its first worker makes the averages, and those of its other workers have them from there.
+
+    Args:
+        given: the workers and the tensors of each trainer; None in a process without one of its workers.
+        weights: of each; they sum to 1.
+
+    Returns:
+        What arrives at nodes.
+    """
+    (workforce, average), others = given[0], given[1:]
+    first, names = workforce.nodes[:1], workforce.given_tensors
+    if 0 in workforce.local:
+        for name in names:
+            average[name].mul_(weights[0])
+    for (other, tensors), weight in zip(others, weights[1:], strict=True):
+        theirs = other.provide(tensors, other.nodes, first, names)
+        if 0 in workforce.local:
+            for name in names:
+                average[name].add_(theirs[name], alpha=weight)
+    workforce.provide(average, first, workforce.nodes, names, overwrite=True)
+    if average is not None:
+        workforce.begin(average, set(workforce.method.trainer_state) - set(names))
+    nodes = [[node.id for node in trainer.nodes] for trainer, _ in given]
+    return merged(nodes[0], nodes[1:], len(names) * workforce.parameter_bytes)

@@ -1,0 +1,97 @@
+"""Machines that come and go under torchrun: agents are started and killed, and the run goes on with those there are."""
+
+import csv
+import os
+import re
+import signal
+import socket
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.test_run import write_config
+from tests.support.programs import LIMIT_SECONDS, TORCHRUN, Popen, Programs, wait_until
+
+# An agent waits so long for others before its processes begin. How often it gives a sign of life stays as it is: every
+# one of them makes a change void that another agent has begun, and one in a second would on a busy machine keep it out.
+_QUICK = "last_call_timeout=10"
+# Were the store shared, an agent that was there before would not tell a new one where the processes meet (torch 2.13).
+_ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def rows(folder: Path) -> list[dict]:
+    """Of the training log of the only run in a folder, while it is written."""
+    logs = list(folder.glob("*/model_training_report/training_log.csv"))
+    assert len(logs) < 2, "another run was begun"
+    if not logs:
+        return []
+    with logs[0].open(newline="") as file:
+        return [row for row in csv.DictReader(file) if row["wall_seconds"]]
+
+
+def kill_machine(agent: Popen) -> None:
+    """An agent and all that it has started, at once."""
+    everybody = [psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)]
+    for process in everybody:
+        process.send_signal(signal.SIGKILL)
+    agent.wait()
+
+
+@pytest.fixture
+def agents_said(tmp_path):
+    """Files for what agents say, which is shown when the test fails: nobody reads a pipe meanwhile."""
+    yield tmp_path
+    for file in sorted(tmp_path.glob("*.txt")):
+        print(f"{file.stem}:\n{file.read_text()}")
+
+
+def test_a_run_goes_on_with_an_agent_that_comes_and_without_it_when_it_is_killed(
+    programs: Programs, agents_said, tmp_path, cache_dir
+):
+    config = write_config(
+        tmp_path, cache_dir, number_of_outer_steps=100_000, number_of_initial_trainers=1, nodes_per_gpu=2,
+        INITIAL_BATCH_SIZE=8, sampling_method="none", save_weights_every=1, keep_models=1, eval_every=1000,
+        compile_model=False,
+    )  # fmt: skip
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    options = ["--nnodes=1:2", "--nproc_per_node=1", "--max-restarts=3", "--rdzv_backend=c10d", "--rdzv_id=pool"]
+    options.append(f"--rdzv_endpoint=127.0.0.1:{port}")
+
+    def agent(name: str) -> Popen:
+        # The first one keeps the store of the rendezvous, which has to live.
+        conf = f"--rdzv_conf={_QUICK},is_host={int(name == 'first')}"
+        words = (TORCHRUN, *options, conf, "run.py", "--config", config)
+        with (agents_said / f"{name}.txt").open("w") as said:
+            return programs.start(*words, stdout=said, stderr=said, env=os.environ | _ENVIRONMENT)
+
+    def rounds_with(nodes: int, after: int, *agents: Popen) -> int:
+        """The last round, as soon as there are three in a row after that one with so many nodes."""
+
+        def found() -> int:
+            late = [row for row in rows(tmp_path / "logs") if int(row["outer_step"]) > after]
+            last = [row["nodes"] for row in late[-3:]]
+            return int(late[-1]["outer_step"]) if last == [str(nodes)] * 3 else 0
+
+        return wait_until(found, f"rounds with {nodes} nodes", *agents)
+
+    first = agent("first")
+    # There is something to go on from before anybody else comes.
+    alone = rounds_with(2, 0, first)
+    second = agent("second")
+    both = rounds_with(4, alone, first, second)
+    kill_machine(second)
+    again = rounds_with(2, both, first)
+    first.send_signal(signal.SIGTERM)
+    first.wait(LIMIT_SECONDS)
+    (folder,) = (tmp_path / "logs").iterdir()
+    steps = [int(row["outer_step"]) for row in rows(tmp_path / "logs")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) >= again
+    said = (folder / "training_log.log").read_text(encoding="utf-8")
+    # More than two where the second was not there at the last call: the first begins again, and once more with it.
+    resumed = [int(number) for number in re.findall(r"resumed after round (\d+)", said)]
+    # Who comes costs nothing, who is killed the round that was cut off, and one whose checkpoint was written meanwhile.
+    assert resumed[0] >= alone
+    assert resumed[-1] >= both - 2

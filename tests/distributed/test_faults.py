@@ -1,0 +1,574 @@
+"""Faults, injected: workers that diverge, devices without memory, nodes that fail, disks that refuse."""
+
+import csv
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import run as program
+from algorithms.batch.per_example import UnsupportedModuleError
+from algorithms.batch.switch_mode import ExecutionPlan
+from algorithms.nodes.policies import slow_nodes
+from cluster import Cluster
+from fabrics.data.examples import PackedSequences
+from fabrics.models import transformers_models
+from fabrics.pool import node_pool
+from fabrics.pool.device_errors import set_up
+from fabrics.pool.node_assignment import NoNodeLeftError
+from fabrics.pool.node_pool import NodePool
+from fabrics.training import forward_backward, inner_loop
+from fabrics.training.flat_model import WorkingModel
+from fabrics.training.inner_loop import InnerSteps
+from fabrics.training.worker import NodeFailedError, TrainingError, WorkerRound
+from tests.integration.test_run import write_config
+from tests.support.helpers import (
+    CPU,
+    Recorder,
+    light_cluster,
+    make_config,
+    make_trainer,
+    random_sequences,
+    recorded_pseudo_gradients,
+    tiny_cluster,
+    tiny_llama,
+    train,
+    warnings_of,
+)
+from utils.checkpoint import writer
+from utils.checkpoint.checkpoint import newest_checkpoint
+from utils.config.schema import ConfigError
+from utils.distributed.devices import is_out_of_memory
+from utils.distributed.heartbeat import PeerLostError
+from utils.distributed.processes import LocalProcesses
+from utils.distributed.reductions import LocalWorkers
+from utils.distributed.shard_groups import Island
+
+EXAMPLES = PackedSequences(random_sequences(80))
+
+
+@pytest.fixture
+def diverging(monkeypatch):
+    """A function that makes some workers' losses NaN: from (round, worker) to whether."""
+    steps = InnerSteps._steps
+
+    def install(diverges):
+        def diverged(self, *arguments):
+            steps(self, *arguments)
+            place, worker = self._assignment.place, self.worker
+            if diverges(place.round, place.worker):
+                worker.working.parameters.data.fill_(float("nan"))
+                worker.moments["exp_avg"].fill_(float("nan"))
+
+        monkeypatch.setattr(InnerSteps, "_steps", diverged)
+
+    return install
+
+
+def test_a_diverged_worker_is_left_out_and_begins_anew_like_the_first_healthy_one(diverging, monkeypatch):
+    diverging(lambda step, worker: (step, worker) == (1, 0))
+    config = make_config(INITIAL_BATCH_SIZE=6, sampling_method="none", max_requested_batch=6)
+    trainer = make_trainer(tiny_llama(), config, EXAMPLES, nodes=3)
+    train(trainer, 1)
+    x, v = trainer.parameters.clone(), trainer.shared["velocity"].clone()
+    sent = recorded_pseudo_gradients(monkeypatch)
+    (report,) = train(trainer, 1)
+    assert (report.left_out, len(sent)) == (1, 2)
+    assert list(report.workers[0].losses)
+    assert report.train_loss == pytest.approx(sum(sum(report.workers[w].losses) for w in (1, 2)) / 6)
+    assert "worker 0 is left out of the average" in report.warnings[0]
+    mean = (sent[0] + sent[1]) / 2
+    velocity = 0.9 * v + mean
+    torch.testing.assert_close(trainer.parameters, x - 0.7 * (mean + 0.9 * velocity), rtol=1e-12, atol=1e-14)
+    trainer.assign_nodes(trainer.nodes)
+    states = [trainer.workers[worker].state_dict() for worker in (0, 1)]
+    assert torch.equal(states[0]["exp_avg"], states[1]["exp_avg"])
+    assert states[0]["exp_avg"].data_ptr() != states[1]["exp_avg"].data_ptr()
+    (report,) = train(trainer, 1)
+    assert report.left_out == 0
+
+
+def test_when_all_diverge_the_parameters_stay_and_the_learning_rate_is_halved_three_times(diverging):
+    diverging(lambda step, worker: step != 1)
+    config = make_config(INITIAL_BATCH_SIZE=6, learning_rate_for_inner_opt=0.08)
+    trainer = make_trainer(tiny_llama(), config, EXAMPLES, nodes=2)
+    before = trainer.parameters.clone()
+    (report,) = train(trainer, 1)
+    assert torch.equal(trainer.parameters, before)
+    assert not trainer.shared["velocity"].any()
+    assert (report.left_out, report.statistics, report.next_requested_batch) == (2, None, 6)
+    assert any("the inner learning rate is 0.5 of what it was" in warning for warning in report.warnings)
+    (healthy,) = train(trainer, 1)
+    assert healthy.workers[0].learning_rates == pytest.approx([0.04] * 3)
+    assert not torch.equal(trainer.parameters, before)
+    moved = trainer.parameters.clone()
+    train(trainer, 2)
+    assert trainer.halvings == 3
+    with pytest.raises(TrainingError, match=r"trainer 0: .* halved 3 times; lower learning_rate_for_inner_opt"):
+        train(trainer, 1)
+    assert torch.equal(trainer.parameters, moved)
+
+
+def test_a_gradient_that_is_not_finite_stays_with_its_worker(monkeypatch):
+    """Where gradients are exchanged, one that went wrong under a finite loss would spoil everybody's parameters."""
+    accumulate, calls = inner_loop.accumulate, []
+
+    def spoiled(working, *arguments):
+        found = accumulate(working, *arguments)
+        calls.append(1)
+        if len(calls) == 3:  # the first worker's second step
+            working.gradient.view(-1)[7] = float("inf")
+        return found
+
+    monkeypatch.setattr(inner_loop, "accumulate", spoiled)
+    config = make_config(distributed_algo="Synchronous", INITIAL_BATCH_SIZE=6, sampling_method="none")
+    trainer = make_trainer(tiny_llama(), config, EXAMPLES, nodes=2)
+    before = trainer.parameters.clone()
+    (report,) = train(trainer, 1)
+    assert trainer.parameters.isfinite().all()
+    assert not torch.equal(trainer.parameters, before)
+    assert "its loss or gradient became NaN or infinite" in report.workers[0].left_out
+    assert report.workers[1].left_out is None
+    assert [len(worker.losses) for worker in report.workers.values()] == [2, 3]
+    assert int(trainer.shared["step"]) == 3
+
+
+def test_a_learning_rate_that_explodes_stops_with_a_clear_message():
+    config = make_config(learning_rate_for_inner_opt=1e30, gradient_clipping=None)
+    trainer = make_trainer(tiny_llama(), config, EXAMPLES, nodes=1)
+    with pytest.raises(TrainingError, match=r"trainer 0.*lower learning_rate_for_inner_opt"):
+        train(trainer, 5)
+
+
+NO_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory (injected)"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried to ..."),
+    torch.AcceleratorError("CUDA error: out of memory"),
+    MemoryError(),
+]
+
+
+def test_what_says_that_there_is_no_memory():
+    assert all(map(is_out_of_memory, NO_MEMORY))
+    for other in (
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"),
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        PeerLostError("rank 1 was killed (SIGKILL); out of memory?"),
+        ValueError("out of memory"),
+    ):
+        assert not is_out_of_memory(other)
+
+
+@pytest.mark.parametrize(("at_step", "error"), [(0, NO_MEMORY[0]), (2, NO_MEMORY[0]), (2, NO_MEMORY[1])])
+def test_out_of_memory_halves_the_max_batch_and_runs_the_same_examples(monkeypatch, at_step, error):
+    """In float64 the round equals one that had the memory, up to the order of summation."""
+    config = make_config(INITIAL_BATCH_SIZE=14, sampling_method="none")
+    expected = make_trainer(tiny_llama(), config, EXAMPLES, nodes=2, max_batch=8)
+    train(expected, 2)
+    trainer = make_trainer(tiny_llama(), config, EXAMPLES, nodes=2, max_batch=8)
+    backward, done = forward_backward.backward, []
+
+    def limited(working, examples, indices, weight=1.0, products=True):
+        if len(indices) > 2 and len(done) >= at_step:
+            # What it leaves behind is half a gradient.
+            working.gradient.add_(1.0)
+            raise error
+        loss = backward(working, examples, indices, weight)
+        done.append(len(indices))
+        return loss
+
+    monkeypatch.setattr(forward_backward, "backward", limited)
+    (report,) = train(trainer, 1)
+    monkeypatch.undo()
+    assert report.workers[0].plan.micro_batches == (2, 2, 2, 1)
+    # From 8 to 4, and as 4 and 3 at a time failed as well, to 2.
+    assert [worker.max_batch for worker in report.workers.values()] == [2, 2]
+    assert report.examples == 3 * 14
+    assert any("node 0 ran out of memory; its max batch is 2 from now on" in line for line in report.warnings)
+    trainer.assign_nodes(tuple(dataclasses.replace(node, max_batch=2) for node in trainer.nodes))
+    train(trainer, 1)
+    torch.testing.assert_close(trainer.parameters, expected.parameters, rtol=1e-10, atol=1e-12)
+
+
+def test_a_node_out_of_memory_keeps_its_smaller_max_batch(monkeypatch):
+    cluster, recorder = light_cluster(number_of_initial_trainers=1, max_batch_size=8, INITIAL_BATCH_SIZE=16), Recorder()
+    probed = forward_backward.probed_backward
+
+    def limited(working, examples, indices, weight=1.0, products=True):
+        if len(indices) > 2 and cluster.totals.outer_steps == 1:
+            raise torch.OutOfMemoryError("injected")
+        return probed(working, examples, indices, weight, products)
+
+    monkeypatch.setattr(forward_backward, "probed_backward", limited)  # in an inner step, and of a sample of its own
+    cluster.train(recorder)
+    assert [node.max_batch for node in cluster.nodes] == [2] * 4
+    assert {max(worker.plan.micro_batches) for worker in recorder.rounds[2].reports[0].workers.values()} == {2}
+    assert len(recorder.warnings) == 4
+    tensors = {name: group for trainer in cluster.trainers.values() for name, group in trainer.tensors().items()}
+    resumed = light_cluster(number_of_initial_trainers=1, max_batch_size=8, INITIAL_BATCH_SIZE=16)
+    resumed.load_state_dict(cluster.state_dict(), lambda group, name: tensors[group][name])
+    assert [node.max_batch for node in resumed.nodes] == [2] * 4
+
+
+def test_a_resumed_run_takes_the_smaller_max_batch_asked_for_and_leaves_a_larger_one():
+    saved = [64, 2]
+    for asked, expected in ((4, [4, 2]), (128, [64, 2])):
+        pool = NodePool([CPU] * 2, make_config(max_batch_size=asked))
+        pool.load_state_dict(saved)
+        assert [node.max_batch for node in pool.nodes] == expected
+    cluster = light_cluster(number_of_initial_trainers=1)
+    tensors = {name: group for trainer in cluster.trainers.values() for name, group in trainer.tensors().items()}
+    resumed = light_cluster(number_of_initial_trainers=1, max_batch_size=4)
+    resumed.load_state_dict(cluster.state_dict(), lambda group, name: tensors[group][name])
+    assert {node.max_batch for trainer in resumed.trainers.values() for node in trainer.nodes} == {4}
+
+
+def test_a_resumed_run_takes_a_measured_max_batch_where_less_memory_is_left():
+    pool = NodePool([CPU] * 3, make_config(max_batch_size=None))
+    pool.limit({0: 16, 1: 32, 2: 64})
+    pool.load_state_dict([32, 32, 32])
+    assert [node.max_batch for node in pool.nodes] == [16, 32, 32]
+    pool.load_state_dict([1, 1])  # of other nodes
+    assert [node.max_batch for node in pool.nodes] == [16, 32, 32]
+
+
+def test_one_example_that_does_not_fit_is_an_error(monkeypatch):
+    def full(*arguments):
+        raise torch.OutOfMemoryError("injected")
+
+    monkeypatch.setattr(forward_backward, "backward", full)
+    trainer = make_trainer(tiny_llama(), make_config(sampling_method="none"), EXAMPLES, nodes=1)
+    with pytest.raises(TrainingError, match="one example does not fit into the memory of cpu"):
+        train(trainer, 1)
+
+
+def test_out_of_memory_elsewhere_is_a_clear_error(monkeypatch):
+    def mean(self, *arguments, **keywords):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand so on")
+
+    monkeypatch.setattr(LocalWorkers, "mean", mean)
+    with pytest.raises(TrainingError, match=r"no memory left .*allocate 2 GiB; lower padding_percentage"):
+        light_cluster().train(Recorder())
+
+
+def test_a_layer_without_per_example_gradients_is_a_clear_error(monkeypatch):
+    def used_twice(*arguments, **keywords):
+        raise UnsupportedModuleError("gradients do not add up; set statistics_estimator: across_workers")
+
+    values = {"sampling_method": "norm_test", "max_requested_batch": 4}
+    cluster = light_cluster(**values)
+    for place in (forward_backward, node_pool):
+        monkeypatch.setattr(place, "probed_backward", used_twice)
+    message = "statistics_estimator: gradients do not add up; set statistics_estimator: across_workers"
+    with pytest.raises(TrainingError, match=message):
+        cluster.train(Recorder())
+    with pytest.raises(ConfigError, match=message):
+        light_cluster(max_batch_size=None, **values)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("x")])
+def test_out_of_memory_at_the_start_names_the_plan(error):
+    expected = RuntimeError if str(error) == "x" else ConfigError
+    with pytest.raises(expected, match="x" if str(error) == "x" else "no memory for models.*--plan"), set_up():
+        raise error
+
+
+def test_a_model_for_which_there_is_no_memory_is_not_called_impossible(monkeypatch):
+    def full(*arguments, **keywords):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
+
+    monkeypatch.setattr(transformers_models.AutoModelForCausalLM, "from_config", full)
+    with pytest.raises(ConfigError, match="no memory for models, moments"), set_up():
+        tiny_cluster()
+
+
+def test_a_mean_has_its_memory_before_it_asks_a_worker(monkeypatch):
+    def full(*arguments, **keywords):
+        raise torch.OutOfMemoryError("injected")
+
+    asked, like = [], torch.ones(5)
+    monkeypatch.setattr(torch, "zeros_like", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        LocalWorkers(2).mean(((worker, asked.append(worker)) for worker in range(2)), like)
+    assert asked == []
+
+
+def test_a_broken_device_ends_the_run_with_a_clear_message(tmp_path, cache_dir, monkeypatch):
+    """As on CUDA: once it has broken down, whatever this process does with it fails."""
+    accumulate, load = inner_loop.accumulate, WorkingModel.load
+    calls, failures = [], []
+
+    def broken(*arguments):
+        failures.append(1)
+        raise torch.AcceleratorError(
+            "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might ..."
+        )
+
+    def breaks(*arguments, **keywords):
+        calls.append(1)
+        if len(calls) == 40:
+            monkeypatch.setattr(WorkingModel, "load", broken)
+        return broken() if len(calls) >= 40 else accumulate(*arguments, **keywords)
+
+    monkeypatch.setattr(inner_loop, "accumulate", breaks)
+    code, folder = run_with(tmp_path, cache_dir, monkeypatch, {}, processes=1)
+    assert (code, len(calls), len(failures)) == (1, 40, 1)  # nobody tried anything else
+    summary = summary_of(folder)
+    assert (summary["status"], summary["failed_nodes"]) == ("failed", [])
+    log = (folder / "training_log.log").read_text()
+    assert "error: a device broke down and cannot be used by this process any more: CUDA error: an illegal" in log
+    assert "Traceback" not in log
+    assert f"to go on: python run.py --resume {folder}" in log
+    monkeypatch.setattr(WorkingModel, "load", load)
+    monkeypatch.setattr(inner_loop, "accumulate", accumulate)
+    written = newest_checkpoint(folder / "checkpoints", LocalProcesses())
+    assert written.state["cluster"]["totals"]["outer_steps"] == summary["outer_steps"] >= 1
+
+
+def test_a_device_of_an_island_that_fails_ends_the_run_and_is_named(monkeypatch):
+    """The others of the island would wait for it."""
+
+    class Pair(Island):
+        size, index = 2, 1
+
+    def broken(*arguments):
+        raise NodeFailedError("the driver says so")
+
+    monkeypatch.setattr(forward_backward, "backward", broken)
+    monkeypatch.setattr(WorkingModel, "island", Pair())
+    trainer = make_trainer(tiny_llama(), make_config(sampling_method="none"), EXAMPLES, nodes=1)
+    with pytest.raises(
+        TrainingError, match="node 0 is lost with device 1 of its island, cpu: the driver says so; --res"
+    ):
+        train(trainer, 1)
+
+
+# Nodes
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """A function that makes nodes fail: from (round, node) to whether."""
+    steps = InnerSteps._steps
+
+    def install(fails):
+        def failed(self, *arguments):
+            if fails(self._assignment.place.round, self.worker.node.id):
+                raise NodeFailedError("injected")
+            steps(self, *arguments)
+
+        monkeypatch.setattr(InnerSteps, "_steps", failed)
+
+    return install
+
+
+def test_the_run_ends_with_a_result_on_the_nodes_that_are_left(failing):
+    failing(lambda step, node: node < 3 and step >= node)  # node 0 at once, node 1 after a round, node 2 after two
+    cluster, recorder = light_cluster(number_of_outer_steps=5, number_of_initial_trainers=2), Recorder()
+    final = cluster.train(recorder)
+    assert cluster.failed_nodes == {0, 1, 2}
+    assert cluster.totals.outer_steps == 5
+    assert all(torch.isfinite(trainer.parameters).all() for trainer in cluster.trainers.values())
+    assert all(evaluation.loss < 10 for evaluation in final.values())
+    last = recorder.rounds[-1].reports.values()
+    assert {worker.node for report in last for worker in report.workers.values()} == {3}
+    assert cluster.totals.left_out == sum(r.left_out for result in recorder.rounds for r in result.reports.values())
+
+
+def test_a_node_that_serves_two_trainers_fails_for_both(failing):
+    failing(lambda step, node: node == 1)
+    cluster, recorder = light_cluster(nodes_per_gpu=2, number_of_initial_trainers=4), Recorder()
+    cluster.train(recorder)
+    assert cluster.failed_nodes == {1}
+    assert recorder.rounds[0].totals.left_out == 2
+
+
+def test_with_no_node_left_there_is_a_checkpoint_and_a_clear_error(failing, tmp_path, monkeypatch):
+    failing(lambda step, node: step == 2)
+    cluster, recorder = light_cluster(number_of_outer_steps=5), Recorder()
+    with pytest.raises(NoNodeLeftError, match="no node is left to train on: all of them failed"):
+        cluster.train(recorder, tmp_path)
+    assert len(recorder.rounds) == 3
+    monkeypatch.undo()
+    written = newest_checkpoint(tmp_path / "checkpoints", cluster.processes)
+    again = light_cluster(number_of_outer_steps=5)
+    again.resume(written)
+    for trainer, own in cluster.trainers.items():
+        assert torch.equal(again.trainers[trainer].parameters, own.parameters)
+    again.train(Recorder())
+    assert again.totals.outer_steps == 5
+
+
+def test_slow_nodes_are_those_beyond_the_factor_of_the_others_median():
+    assert slow_nodes({0: 1.0, 1: 1.1, 2: 0.9, 3: 3.5}, 3.4) == {3}
+    assert slow_nodes({0: 1.0, 1: 1.1, 2: 0.9, 3: 3.5}, 3.6) == set()
+    assert slow_nodes({0: 1.0, 1: 100.0}, 2.0) == {1}
+    assert slow_nodes({0: 1.0}, 1.0) == set()
+
+
+def rounds_of(paces: list[list[float | None]], factor: float = 3.0) -> list[set[int]]:
+    """The nodes that are out after each round, from the seconds per example of each node; None: failed to say."""
+    config = make_config(drop_slow_nodes=factor)
+    pool, gone = NodePool([CPU] * len(paces[0]), config), []
+    for round_paces in paces:
+        workers = [
+            WorkerRound(node, ExecutionPlan((4,)), [1.0] * 3, [0.1] * 3, None, 99.0, 64)
+            if pace is None
+            else WorkerRound(
+                node,
+                ExecutionPlan((4,)),
+                [1.0] * 3,
+                [0.1] * 3,
+                None,
+                99.0,
+                64,
+                steady_seconds=8 * pace,
+                steady_examples=8,
+            )
+            for node, pace in enumerate(round_paces)
+            if node not in pool.failed
+        ]
+        pool.look_after(workers)
+        gone.append(set(pool.failed))
+    return gone
+
+
+def test_a_node_is_dropped_after_three_slow_rounds_running():
+    slow, fine = [1.0, 1.0, 9.0], [1.0, 1.0, 1.0]
+    assert rounds_of([slow, slow, fine, slow, slow, slow, fine]) == [set()] * 5 + [{2}] * 2
+    assert rounds_of([[1.0, 100.0]] * 3) == [set(), set(), {1}]
+    assert rounds_of([[1.0, None, 2.0]] * 4) == [set()] * 4
+
+
+def test_a_slow_first_step_does_not_make_a_node_slow(monkeypatch):
+    """Compilation is in the first step of a round; here it takes a hundred times the others."""
+    clock, accumulate = SimpleNamespace(now=0.0), inner_loop.accumulate
+
+    def timed(*arguments):
+        clock.now += 100.0 if clock.first else 1.0
+        clock.first = False
+        return accumulate(*arguments)
+
+    monkeypatch.setattr(inner_loop, "accumulate", timed)
+    monkeypatch.setattr(inner_loop, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    trainer = make_trainer(tiny_llama(), make_config(INITIAL_BATCH_SIZE=8, sampling_method="none"), EXAMPLES, nodes=1)
+    clock.first = True
+    (report,) = train(trainer, 1, inner_steps=4)
+    record = report.workers[0]
+    assert (record.seconds, record.steady_seconds, record.steady_examples) == (103.0, 3.0, 24)
+
+
+def test_a_slow_node_is_dropped_where_the_config_says_so(monkeypatch):
+    record = InnerSteps.record
+
+    def timed(self):
+        found = record(self)
+        seconds = 9.0 if found.node == 2 else 1.0
+        return dataclasses.replace(found, steady_seconds=seconds * found.steady_examples)
+
+    monkeypatch.setattr(InnerSteps, "record", timed)
+    values = {"number_of_outer_steps": 5, "number_of_initial_trainers": 1}
+    patient, impatient = light_cluster(**values), light_cluster(drop_slow_nodes=4.0, **values)
+    for cluster, dropped in ((patient, set()), (impatient, {2})):
+        recorder = Recorder()
+        cluster.train(recorder)
+        assert cluster.failed_nodes == dropped
+        assert len([warning for warning in recorder.warnings if "node 2 took" in str(warning)]) == len(dropped)
+
+
+# Disks
+
+
+def run_with(tmp_path, cache_dir, monkeypatch, faults, **values) -> tuple[int, Path]:
+    """The program, with something done to its run folder before some rounds; the exit status and the folder."""
+    original = Cluster.run_round
+
+    def run_round(self, *arguments):
+        (folder,) = (tmp_path / "logs").iterdir()
+        faults.get(self.totals.outer_steps, lambda folder: None)(folder)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Cluster, "run_round", run_round)
+    values = {"save_weights_every": 1, "sampling_method": "none", "eval_every": 99} | values
+    code = program.main(["--config", str(write_config(tmp_path, cache_dir, **values))])
+    return code, next((tmp_path / "logs").iterdir())
+
+
+def summary_of(folder: Path) -> dict:
+    return json.loads((folder / "model_training_report" / "summary.json").read_text())
+
+
+def test_logs_that_cannot_be_written_for_a_while_are_complete_in_the_end(tmp_path, cache_dir, monkeypatch):
+    away = {
+        1: lambda folder: (folder / "model_training_report").rename(tmp_path / "away"),
+        3: lambda folder: (tmp_path / "away").rename(folder / "model_training_report"),
+    }
+    # summary.json makes its folder again: what was there comes back in its place.
+    away[3] = lambda folder: (
+        shutil.rmtree(folder / "model_training_report", ignore_errors=True),
+        (tmp_path / "away").rename(folder / "model_training_report"),
+    )
+    code, folder = run_with(tmp_path, cache_dir, monkeypatch, away)
+    assert code == 0
+    for name, count in (("training_log.csv", 11), ("step_loss_log.csv", 80)):
+        with (folder / "model_training_report" / name).open(newline="") as file:
+            assert len(list(csv.DictReader(file))) == count
+    warnings = warnings_of(folder)
+    assert "training_log.csv could not be written (No such file or directory); training goes on" in warnings
+
+
+@pytest.mark.parametrize("fault", ["removed", "a file in its place"])
+def test_checkpoints_that_cannot_be_written_cost_a_warning(tmp_path, cache_dir, monkeypatch, fault):
+    def break_it(folder: Path) -> None:
+        checkpoints = folder / "checkpoints"
+        while not (checkpoints / "round_00002").exists():  # it is written while the run goes on
+            time.sleep(0.01)
+        for thread in threading.enumerate():  # whose last steps come after that name
+            if "checkpoint" in thread.name:
+                thread.join()
+        shutil.rmtree(checkpoints)
+        if fault == "a file in its place":
+            checkpoints.write_text("")
+
+    code, folder = run_with(tmp_path, cache_dir, monkeypatch, {2: break_it}, keep_checkpoints=9)
+    assert code == 0
+    assert summary_of(folder)["status"] == "completed"
+    warnings = warnings_of(folder)
+    if fault == "removed":
+        assert warnings == []
+        assert [p.name for p in sorted((folder / "checkpoints").iterdir())] == [
+            *("round_00003", "round_00004", "round_00005")
+        ]
+    elif fault == "a file in its place":
+        (warning,) = summary_of(folder)["warnings"]
+        assert warning["message"].startswith("no checkpoint after round 3")
+        assert warning["last"].startswith("no checkpoint after round 5")
+        assert warning["count"] == 3
+
+
+def test_a_full_disk_costs_a_warning_and_leaves_the_checkpoints_before(tmp_path, cache_dir, monkeypatch):
+    write = writer.write_tensors
+
+    def full(path, tensors):
+        if "round_00003" in str(path):
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, tensors)
+
+    monkeypatch.setattr(writer, "write_tensors", full)
+    code, folder = run_with(tmp_path, cache_dir, monkeypatch, {}, keep_checkpoints=9)
+    assert code == 0
+    (warning,) = warnings_of(folder)
+    assert warning.startswith("no checkpoint after round 3: No space left on device; training goes on")
+    assert [p.name for p in sorted((folder / "checkpoints").iterdir())] == [
+        f"round_{step:05d}" for step in (1, 2, 4, 5)
+    ]

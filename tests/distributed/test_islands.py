@@ -1,0 +1,409 @@
+"""Nodes of several devices: two and four processes that share models give what one gives that has them whole."""
+
+import functools
+import itertools
+import json
+import math
+import operator
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from algorithms.batch.across_workers import across_workers_estimate, gradient_moments, sketch
+from algorithms.batch.losses import example_losses
+from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.models.meta_model import step_sizes
+from fabrics.planning.memory import Kept, whole_bytes
+from fabrics.planning.plan import Asked, make_plan
+from fabrics.sharding.model_layers import layers_of, passed_bytes, passing_numbers, sharded_layers
+from fabrics.sharding.sharded_probe import ShardedProbe
+from fabrics.training.flat_model import WorkingModel
+from tests.integration.test_resume import summary
+from tests.integration.test_run import write_config
+from tests.support import islands, matrix
+from tests.support.helpers import make_config, tiny_bert, tiny_data, tiny_llama
+from utils.config.reading import ConfigError, parse_config
+from utils.distributed.processes import LocalProcesses
+
+
+@pytest.fixture(scope="module")
+def together(programs, alone, tmp_path_factory):
+    """What two and four processes make of the scenarios, by the number of the part, and where models are."""
+    folder, results = tmp_path_factory.mktemp("islands"), {}
+    torch.save({name: alone(name)["stopped"] for name in islands.RESUMED}, folder / "stopped.pt")
+    for count in (2, 4):
+        programs.torchrun(count, "tests/support/islands.py", "scenarios", folder)
+        results |= torch.load(folder / "results.pt", weights_only=True)
+    assert list(results) == list(range(len(islands.PARTS)))
+    return results, folder
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The same in this process: from the name of a scenario to what it makes; models are in its folder."""
+    folder = tmp_path_factory.mktemp("alone")
+
+    @functools.cache
+    def run(name):
+        return islands.run_scenario(name, islands.alone(islands.nodes_of(name)), folder=folder / name)
+
+    run.folder = folder
+    return run
+
+
+def assert_close(found, expected, tolerance: float) -> None:
+    """Numbers, in lists of any depth, or tensors by name."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        found, expected = [found[name] for name in expected], list(expected.values())
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("part", "name"), [(part, name) for part, (_, _, names) in enumerate(islands.PARTS) for name in names]
+)
+def test_islands_train_as_whole_devices_do(together, alone, part, name):
+    """Losses, evaluations, statistics, requests, and all that a checkpoint holds, after three rounds and a merge."""
+    expected, found = alone(name), together[0][part][name]
+    tested = name not in ("autocast", "autocast compiled", "int8")
+    assert found["graphs"] == islands.GRAPHS.get(name, 0)
+    assert found["unmasked"] == (name != "classification")
+    assert expected["merges"] == (name != "sketches")
+    assert len(set(expected["requests"])) > 1 or name not in ("norm test", "float32", "sketches", "classification")
+    assert len(expected["statistics"]) == (len(expected["requests"]) if tested else 0)
+    for what in ("requests", "bytes", "warnings"):
+        assert found[what] == expected[what], what
+    # Where what is computed or sent is rounded, the parts are rounded apart.
+    tolerance = {"float32": 1e-5, "autocast": 3e-3, "autocast compiled": 3e-3, "int8": 3e-4}.get(name, 1e-9)
+    for what in ("losses", "recalls", "train_losses", "statistics", "inner", "tensors"):
+        if tested or what != "tensors":
+            assert_close(found[what], expected[what], tolerance)
+    if name == "int8":
+        # A code is off by half a step of its scale at most, which is what workers keep of their own errors; of numbers
+        # that are nearly the same one may be rounded up and one down, in each of three rounds.
+        step = 2 * max(tensor.abs().max().item() for key, tensor in expected["tensors"].items() if "error" in key)
+        assert step < 2e-4 < 0.01 * expected["tensors"]["trainer_0 velocity"].abs().max().item()
+        steps = {"error": 1.0, "parameters": 3.0, "velocity": 3.0, "step": 0.0}  # others are moments
+        for key, tensor in expected["tensors"].items():
+            off = (found["tensors"][key] - tensor).abs().max().item()
+            assert off <= steps.get(key.split()[-1], 0.3) * step, key
+
+
+def test_methods_do_on_parts_what_they_do_on_whole_models(together):
+    """All that say that they do, with two islands: parameters, what workers keep, and events."""
+    found = next(part["methods"] for part in together[0].values() if part["methods"])
+    for name, expected in islands.methods(islands.alone()).items():
+        assert found[name]["requests"] == expected["requests"], name
+        assert found[name]["events"] == expected["events"], name
+        for what in ("losses", "train_losses", "tensors", "resumed"):
+            assert_close(found[name][what], expected[what], 1e-9)
+
+
+@pytest.mark.parametrize("part", range(len(islands.PARTS)))
+def test_statistics_within_an_island_are_those_of_its_devices_gradients(together, part):
+    """Against the gradient of each device's part of every micro-batch, by itself, in float64."""
+    devices, model, examples = islands.PARTS[part][1], islands.model_of_devices(), tiny_data().train
+
+    def gradient_sum(indices):
+        batch = examples.batch(indices, torch.device("cpu"))
+        labels = batch.pop("labels")
+        loss = example_losses(model(**batch).logits, labels).sum()
+        return torch.cat([each.flatten() for each in torch.autograd.grad(loss, list(model.parameters()))])
+
+    for micro_batches, found in zip(islands.MICRO_BATCHES, together[0][part]["devices"], strict=True):
+        total, ends = sum(micro_batches), np.cumsum(micro_batches)
+        parts = [
+            own
+            for end, size in zip(ends, micro_batches, strict=True)
+            for own in np.array_split(np.arange(end - size, end), devices)
+            if len(own)
+        ]
+        sums = [gradient_sum(own) for own in parts]
+        mean = sum(sums) / total
+        distances = [len(own) * (y / len(own) - mean).square().sum() for own, y in zip(parts, sums, strict=True)]
+        assert found["variance"] == pytest.approx(sum(distances).item() / (len(parts) - 1), rel=1e-9)
+        pairs = [(i, j) for i in range(len(parts)) for j in range(len(parts)) if i != j]
+        weight = sum(len(parts[i]) * len(parts[j]) for i, j in pairs)
+        squared_norm = sum((sums[i] @ sums[j]).item() for i, j in pairs) / weight
+        assert found["squared_norm"] == pytest.approx(squared_norm, rel=1e-9)
+        if len(micro_batches) == 1:  # parts of one size: what the paper divides by, and errors as across workers
+            plain = found["squared_norm"] + found["variance"] / total
+            assert plain == pytest.approx(mean.square().sum().item(), rel=1e-9)
+            of_all = sum(sums) / len(sums)
+            expected = across_workers_estimate([gradient_moments(y, of_all) for y in sums], [len(own) for own in parts])
+            assert found["squared_norm_error"] == pytest.approx(expected.squared_norm_error, rel=1e-9)
+            assert found["variance_error"] == pytest.approx(expected.variance_error, rel=1e-9, abs=1e-12)
+        assert 0 < found["squared_norm_error"] < float("inf") > found["variance_error"] > 0
+
+
+@pytest.mark.parametrize("part", range(len(islands.PARTS)))
+def test_what_methods_ask_of_flat_tensors_is_that_of_whole_ones(together, part):
+    """A sketch of several rows, a distance, and where some places are: each in one device, those in gaps in none."""
+    found, size = together[0][part]["parts"], islands.PARTS[part][1]
+    whole = WorkingModel(islands.model_with_gaps(), torch.device("cpu"))
+    flat = whole.parameters.detach()
+    for name, dtype in found["gathered as"].items():  # with autocast
+        assert dtype == ("torch.bfloat16" if "_proj" in name else "torch.float32"), name
+    assert found["size"] == len(flat) > whole.parameter_count  # there are gaps
+    assert_close(found["sketch"], sketch(flat, 3, 250, 5), 1e-9)
+    assert found["distance"] == pytest.approx(2 * flat.norm().item())
+    for first in range(0, len(found["wholes"]), size):
+        held = [tensors for tensors, _ in found["wholes"][first : first + size]]
+        assert sum(map(len, held)) == len(whole.blocks)
+        assert all(held)
+        assert_close(functools.reduce(operator.or_, held), dict(whole.module.named_parameters()), 0.0)
+        sent = sum(sent for _, sent in found["wholes"][first : first + size])
+        counted = whole_bytes(sum(block.size for block in whole.blocks), 1, size)
+        assert counted <= sent < 1.1 * counted  # rows that are no multiple of the devices
+    places = islands.some_places(len(flat))
+    filled = torch.tensor([any(0 <= place - block.start < block.size for block in whole.blocks) for place in places])
+    expected = flat[places[filled]]
+    for first in range(0, len(found["here"]), size):  # of every island
+        values = torch.cat(found["here"][first : first + size])
+        assert torch.equal(values.sort().values, expected.sort().values)
+    order = {value: number for number, value in reversed(list(enumerate(expected.tolist()))) if value not in (0.0, 1.0)}
+    for values in found["here"]:
+        numbers = [order[value] for value in values.tolist() if value in order]
+        assert numbers == sorted(numbers)
+
+
+@pytest.mark.parametrize("part", range(len(islands.PARTS)))
+def test_what_devices_send_and_reserve_is_planned_whatever_stays(together, part):
+    """To the byte: what comes before all that is trained is gathered for the forward pass alone, but for the last."""
+    found, (count, size, _) = together[0][part]["parts"]["passed"], islands.PARTS[part]
+    for (staying, autocast), (sent, reserved) in found.items():
+        config, module = make_config(autocast=autocast), islands.model_of_passes(staying)
+        kept = Kept.of(config, WorkingModel(islands.model_of_passes(staying), torch.device("cpu")))
+        once = step_sizes(islands.model_of_passes(staying), config).once
+        assert sent == count // size * passed_bytes(module, size, autocast and 2, once), (staying, autocast)
+        assert reserved == 4 * passing_numbers(kept.gathered, kept.compared, kept.still)
+
+
+def test_fsdp_norm_in_small(together):
+    """Every request is the paper's rule on what the devices' gradients of that round say: V / (eta^2 ||g||^2)."""
+    found, config, workers = together[0][0]["recipe"], islands.recipe(), 4
+    requests, statistics = found["requests"], found["statistics"]
+    assert requests[0] == config["INITIAL_BATCH_SIZE"]
+    for request, following, (variance, squared_norm, *_) in zip(requests[:-1], requests[1:], statistics, strict=False):
+        gradient = max(squared_norm, 0.0) + variance / (workers * -(-request // workers))
+        asked = math.ceil(variance / (config["ETA"] ** 2 * gradient))
+        assert following == max(request, min(asked, config["max_requested_batch"]))
+    assert len(set(requests)) > 2
+    assert len(statistics) == len(requests) == config["number_of_outer_steps"]
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [(part, name) for part, (_, _, names) in enumerate(islands.PARTS) for name in islands.RESUMED if name in names],
+)
+def test_a_run_goes_on_with_islands_of_another_size(together, alone, part, name):
+    """From one device to islands, and back."""
+    expected, results = alone(name), together[0][part]
+    back = islands.run_scenario(name, islands.alone(islands.nodes_of(name)), results[name]["stopped"])
+    for found in (results["resumed"][name], back):
+        assert_close(found["tensors"], expected["tensors"], 1e-9)
+        assert_close(found["losses"], expected["losses"][-len(found["losses"]) :], 1e-9)
+
+
+@pytest.mark.parametrize(("part", "name"), list(itertools.product((0, 2), islands.WRITTEN)))
+def test_models_are_written_whole(together, alone, part, name):
+    """The same files, tied parameters once and frozen ones among them; the class is the model's own."""
+    alone(name)
+    (expected,) = (alone.folder / name).glob("trainer_*")
+    written = together[1] / f"models_{part}" / name / expected.name
+    assert_close(*(load_file(folder / "model.safetensors") for folder in (written, expected)), 1e-9)
+    assert (written / "config.json").read_text() == (expected / "config.json").read_text()
+
+
+def test_a_run_starts_its_islands_itself_and_goes_on_without(programs, tmp_path, cache_dir):
+    """Two processes from one command; the whole model goes on from there as it would have got there alone."""
+    few = FEW_STEPS | {"nodes_per_gpu": 1, "number_of_outer_steps": 3}
+    config = write_config(tmp_path, cache_dir, processes="auto", devices_per_node=2, cpu_threads=1, **few)
+    said = programs.run("run.py", "--config", config).stdout
+    assert "2 trainers take turns on 1 islands of 2 devices" in said
+    (folder,) = (tmp_path / "logs").iterdir()
+    assert summary(folder)["continuations"]
+    programs.run("run.py", "--resume", folder, "devices_per_node=1", "number_of_outer_steps=5")
+    whole = f"log_dir={tmp_path / 'whole'}"
+    programs.run("run.py", "--config", config, "devices_per_node=1", "number_of_outer_steps=5", whole)
+    (expected,) = (tmp_path / "whole").iterdir()
+    model = "model_weights/trainer_0/model.safetensors"
+    assert_close(load_file(folder / model), load_file(expected / model), 1e-4)
+
+
+FEW_STEPS = {
+    "number_of_initial_trainers": 2,
+    "nodes_per_gpu": 2,
+    "number_of_inner_steps_between_outers": 2,
+    "max_requested_batch": 8,
+}
+# Llama's own norm computes in float32.
+DOUBLE = """
+from fabrics.models.registry import MODELS
+from fabrics.models.transformers_models import MICROLLAMA, TransformersFamily
+from tests.support.helpers import use_torch_norms
+
+class Double(TransformersFamily):
+    def model(self, settings, demands):
+        return use_torch_norms(super().model(settings, demands))
+
+MODELS["double"] = Double(**vars(MICROLLAMA))
+"""
+
+
+@pytest.fixture(scope="module")
+def killed(programs, cache_dir, tmp_path_factory):
+    """What configures a run that processes are killed of, and the folder of one that had one device throughout."""
+    folder = tmp_path_factory.mktemp("killed")
+    (folder / "double.py").write_text(DOUBLE)
+    config = write_config(
+        folder, cache_dir, parameter_dtype="float64", model_type="double", plugins=[str(folder / "double.py")],
+        save_weights_every=1, **FEW_STEPS,
+    )  # fmt: skip
+    programs.run("run.py", "--config", config, "processes=1")
+    (whole,) = (folder / "logs").iterdir()
+    return config, whole
+
+
+@pytest.mark.parametrize(
+    ("rank", "processes", "devices", "then"),
+    [
+        (1, 2, 2, ("processes=1", "devices_per_node=1")),
+        (0, 4, 2, ("processes=4", "devices_per_node=4")),
+        (2, 4, 4, ("processes=2", "devices_per_node=1")),
+    ],
+)
+def test_a_device_that_dies_ends_the_run_which_goes_on_with_islands_of_another_size(
+    rank, processes, devices, then, programs, killed, tmp_path
+):
+    """As if it had been one device from the beginning, in float64. The device is killed in round 4."""
+    config, expected = killed
+    own = f"processes={processes}", f"devices_per_node={devices}", f"log_dir={tmp_path}"
+    ended = 1 if rank > 0 else -signal.SIGKILL  # the first one is the command
+    done = programs.run("tests/support/given_up.py", rank, "SIGKILL", "--config", config, *own, status=ended)
+    if rank > 0:
+        assert "was killed (SIGKILL)" in done.stdout + done.stderr
+        assert f"rank {rank} (process " in done.stdout + done.stderr
+        assert f", device {rank % devices} of island {rank // devices}) " in done.stdout + done.stderr
+    (folder,) = tmp_path.iterdir()
+    assert "resumed after round" in programs.run("run.py", "--resume", folder, *then).stdout
+    assert summary(folder)["status"] == "completed"
+    written = [sorted((run / "model_weights").glob("trainer_*/model.safetensors")) for run in (folder, expected)]
+    assert [path.parent.name for path in written[0]] == [path.parent.name for path in written[1]] != []
+    for path, like in zip(*written, strict=True):
+        assert_close(load_file(path), load_file(like), 1e-9)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell a process's peak")
+def test_a_device_of_two_needs_little_more_than_half_of_the_memory(programs, tmp_path):
+    """A run of 30M parameters, statistics and an outer step included: beyond what the process has before.
+
+    That is what is planned. With what is copied for a checkpoint it needs half.
+    """
+    programs.run("tests/support/islands.py", "memory", tmp_path)
+    programs.torchrun(2, "tests/support/islands.py", "memory", tmp_path)
+    found = {devices: json.loads((tmp_path / f"peaks_{devices}.json").read_text()) for devices in (1, 2)}
+    for devices, (trained, _) in found.items():
+        planned = make_plan(islands.memory_config(devices), Asked()).memory.device
+        assert trained == pytest.approx([planned] * devices, rel=0.1)
+    (alone,), together = (trained for trained, _ in found.values())
+    assert max(together) <= 0.6 * alone
+    (alone,), together = (saved for _, saved in found.values())
+    assert alone > 10 * 29_893_120 * 4  # parameters, gradient, x, velocity, two moments; copies of the latter four
+    assert max(together) <= 0.6 * alone
+
+
+def test_a_device_without_memory_for_its_statistics_leaves_no_hooks(monkeypatch):
+    def fail(probe):
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(ShardedProbe, "_conclude", fail)
+    working = WorkingModel(islands.model_of_passes(), torch.device("cpu"))
+    working.share = lambda examples: (slice(0, examples), 1.0)  # as of an island's only device
+    before = [len(module._forward_hooks) for module in working.module.modules()]
+    with pytest.raises(torch.OutOfMemoryError), ShardedProbe(working, 2, False):
+        assert [len(module._forward_hooks) for module in working.module.modules()] != before
+    assert [len(module._forward_hooks) for module in working.module.modules()] == before
+
+
+def test_whole_models_need_nothing_of_what_islands_need_of_pytorch():
+    """Its insides are those of one release; only where there are islands they are asked for."""
+    for file in (file for folder in ("fabrics", "utils", "benchmarks") for file in Path(folder).rglob("*.py")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            assert not line.startswith("from fabrics.sharding.sharded_model import"), file
+
+
+# What is refused
+
+_WITHIN = {"statistics_estimator": "across_workers", "statistics_within_island": True}
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"processes": 3}, "processes: must be a multiple of devices_per_node, 2, got 3"),
+        ({"processes_per_gpu": 2}, "processes_per_gpu: must be 1 with devices_per_node 2, got 2"),
+        (
+            {"statistics_within_island": True},
+            "statistics_within_island: must be false with statistics_estimator per_example; use across_workers",
+        ),
+        (
+            {"sampling_method": "inner_product_test"} | _WITHIN | {"debias": False},
+            "statistics_within_island: must be false with inner_product_test, as gradients of micro-batches do not",
+        ),
+        (
+            {"distributed_algo": "Signs"},
+            "distributed_algo: Signs does not say that it is right on parts of flat tensors; with devices_per_node 2",
+        ),
+    ],
+)
+def test_what_islands_do_not_do_is_refused(values, problem):
+    config = {"number_of_outer_steps": 1, "max_batch_size": 4} | values
+    with matrix.ready():
+        words = CHOICES | {"distributed_algo": matrix.NAMES}
+        parse_config({name: value for name, value in config.items() if name not in _WITHIN}, (), words, CHECKS)
+        with pytest.raises(ConfigError) as caught:
+            parse_config(config | {"devices_per_node": 2}, (), words, CHECKS)
+    (said,) = caught.value.problems
+    assert said.startswith(problem)
+
+
+def test_one_device_has_one_gradient():
+    config = {"number_of_outer_steps": 1, "max_batch_size": 4} | _WITHIN
+    with pytest.raises(ConfigError, match="statistics_within_island: must be false with devices_per_node 1, whose"):
+        parse_config(config, (), CHOICES, CHECKS)
+
+
+def test_one_process_is_no_island():
+    with pytest.raises(ValueError, match="1 process does not make an island of devices_per_node 2"):
+        LocalProcesses().place([torch.device("cpu")], 4, True, 2)
+
+
+# How a model is cut
+
+
+def test_the_layers_of_a_model_are_what_its_lists_hold():
+    llama, bert = tiny_llama(), tiny_bert()
+    assert layers_of(llama) == list(llama.model.layers)
+    assert layers_of(bert) == list(bert.bert.encoder.layer)
+    nested = nn.ModuleList([nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(2, 2))])), nn.Linear(2, 2)])
+    assert layers_of(nn.Sequential(nested)) == [nested[0]]  # a single layer of the list belongs to the root
+
+
+def test_layers_that_share_a_parameter_belong_to_the_root():
+    llama = tiny_llama(num_hidden_layers=3)
+    layers = list(llama.model.layers)
+    assert sharded_layers(llama) == layers
+    layers[0].mlp.up_proj.weight = layers[2].mlp.up_proj.weight
+    assert sharded_layers(llama) == [layers[1]]
+
+
+def test_a_sketch_is_the_sum_of_those_of_its_parts():
+    vector = torch.randn(5000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    parts = [sketch(vector[start:end], 7, first=start) for start, end in ((0, 3), (3, 1500), (1500, 5000))]
+    torch.testing.assert_close(sum(parts), sketch(vector, 7), rtol=1e-12, atol=1e-12)

@@ -1,0 +1,132 @@
+"""Runs on data that differ, as users start them: what is recorded, and the same bits after a kill."""
+
+import csv
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import run as program
+from tests.integration.test_resume import assert_same_run, summary
+from tests.integration.test_run import ROOT
+from tests.support.helpers import TINY_ARCHITECTURE
+from training_logs.showing.number_log import Rows
+from training_logs.showing.plots import PLOTS, SHARE_PLOTS, draw, plots_of
+from training_logs.showing.report import number, run_body
+from training_logs.showing.run_data import read_run
+from training_logs.showing.share_plots import owners, share_losses
+
+# configs/clusters.yaml in little, with what it leaves out.
+LESS = {
+    "number_of_initial_trainers": 3, "merge_frequency": 2, "data_clusters": 6, "weigh_shares": True, "eval_every": 1,
+    "smallest_worker_batch": 2, "INITIAL_BATCH_SIZE": 4, "sampling_method": "norm_test", "ETA": 0.4,
+    "batch_test_start": 1, "number_of_inner_steps_between_outers": 4, "number_of_outer_steps": 5,
+    "data_sample_size": 400, "val_size": 60, "eval_batch_size": 128, "merge_count": 2, "sequence_length": 32,
+    "vocab_size": 400, "model_config": TINY_ARCHITECTURE, "save_weights_every": 2, "keep_checkpoints": 9,
+    "clearml": "off", "plot_at_end": False, "processes": 1, "max_requested_batch": 24,
+    # In a pool that changes, besides.
+    "data_shares": 4, "node_schedule": [[0.0, 3], [0.4, 4]], "message_loss": 0.3,
+}  # fmt: skip
+
+
+def forget_clusters(cache_dir: Path) -> None:
+    """Let the next run find them."""
+    for known in cache_dir.glob("**/*_clusters_of_*"):
+        known.unlink()
+
+
+def command(cache_dir: Path, folder: Path, **values) -> list[str]:
+    """The arguments of a run that begins, in a folder, by finding its clusters."""
+    forget_clusters(cache_dir)
+    given = LESS | {"log_dir": folder, "cache_dir": cache_dir} | values
+    return ["--config", str(ROOT / "configs" / "clusters.yaml"), *(f"{key}={value}" for key, value in given.items())]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, cache_dir):
+    """Three trainers, two merges, and four workers that read a share each at the end."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert program.main(command(cache_dir, folder)) == 0
+    return next(folder.iterdir())
+
+
+def share_log(folder: Path) -> list[dict]:
+    with (folder / "model_training_report" / "share_log.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_run_of_which_a_process_is_killed_goes_on_with_the_same_bits(programs, whole, cache_dir, tmp_path):
+    """By SIGKILL, the second of two in round 4; on one. Clusters are found before, and again after."""
+    begin = command(cache_dir, tmp_path, processes=2)
+    done = programs.run("tests/support/given_up.py", 1, "SIGKILL", *begin, status=1)
+    assert "was killed (SIGKILL)" in done.stdout + done.stderr
+    (folder,) = tmp_path.iterdir()
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["round_00002"]
+    forget_clusters(cache_dir)
+    assert program.main(["--resume", str(folder), "processes=1"]) == 0
+    assert [*cache_dir.glob("**/*_clusters_of_*")]
+    assert_same_run(folder, whole, besides=("processes",))
+    assert share_log(folder) == share_log(whole)
+    rows = read_run(whole).rounds
+    nodes = [sum(rows["nodes"][rows["outer_step"] == step]) for step in range(1, 6)]
+    assert nodes == [3, 3, 4, 4, 4]
+    assert summary(whole)["lost_messages"] > 0  # after the round it was stopped in: before it workers are alone
+
+
+def test_the_summary_says_what_is_in_which_share(whole):
+    shares = summary(whole)["data_shares"]
+    assert (shares["split"], shares["over"], shares["kinds"]) == ("clusters", "workers", 6)
+    assert [share["first_trainer"] for share in shares["shares"]] == [0, 1, 2, 2]
+    assert sum(share["documents"] for share in shares["shares"]) == 400
+    assert shares["jensen_shannon_bits"] > 1.5 * shares["jensen_shannon_bits_at_random"]
+    tokens = [share["tokens"] for share in shares["shares"]]
+    divergences = [share["divergence_bits"] for share in shares["shares"]]
+    assert shares["jensen_shannon_bits"] == pytest.approx(np.average(divergences, weights=tokens))
+    rows = share_log(whole)
+    assert {row["share"] for row in rows} == set("0123")
+    last = [row for row in rows if row["outer_step"] == "5"]
+    assert [float(row["validation_metric"]) for row in last] == [s["final_metric"] for s in shares["shares"]]
+
+
+def test_report_and_plots_say_how_good_the_owner_of_each_share_is(whole):
+    """Trainers have shares 0, 1, and 2 and 3; two merge after round 2, and all that are left after round 4."""
+    run = read_run(whole)
+    assert [merge.outer_step for merge in run.merges] == [2, 4]
+    first, between, last = owners(run)
+    assert first == {0: 0, 1: 1, 2: 2, 3: 2}
+    gone = set(run.merges[0].weights) - {run.merges[0].representative}
+    assert between == {s: run.merges[0].representative if t in gone else t for s, t in first.items()}
+    assert set(last.values()) == {run.merges[1].representative}
+    found = share_losses(run, "outer_step")
+    assert list(found) == [0, 1, 2, 3]
+    rows = share_log(whole)
+    for share, points in found.items():
+        assert points[0].tolist() == [1, 2, 3, 4, 5]
+        for step, its, best, worst in points.T:
+            own = {int(r["trainer_id"]): float(r["validation_loss"]) for r in rows
+                   if (int(r["outer_step"]), int(r["share"])) == (step, share)}  # fmt: skip
+            owner = (first, first, between, between, last)[int(step) - 1][share]
+            assert (its, best, worst) == (own[owner], min(own.values()), max(own.values()))
+    sizes, distances, losses, _ = draw(run, SHARE_PLOTS["shares.png"]).axes
+    shares = run.summary["data_shares"]["shares"]
+    assert [bar.get_height() for bar in sizes.patches] == [share["tokens"] for share in shares]
+    assert [bar.get_height() for bar in distances.patches] == [share["divergence_bits"] for share in shares]
+    assert [line.get_ydata().tolist() for line in losses.lines] == [points[1].tolist() for points in found.values()]
+    page = run_body(run)
+    assert "<h2>Shares of the data</h2>" in page
+    for share in shares:
+        for value in (share["documents"], share["tokens"], share["divergence_bits"], found[share["share"]][1][-1]):
+            assert f"<td>{number(float(value))}</td>" in page
+
+
+def test_shares_that_are_not_evaluated_are_shown_without_losses(whole):
+    run = read_run(whole)
+    run.__dict__["share_rows"] = Rows({})  # as of a run without validation_per_share
+    _, _, losses, _ = draw(run, SHARE_PLOTS["shares.png"]).axes
+    assert not losses.lines
+    assert "validation_per_share" in losses.texts[0].get_text()
+    assert "<h2>Shares of the data</h2>" in run_body(run)
+    plain = dataclasses.replace(run, summary=run.summary | {"data_shares": None})
+    assert "Shares of the data" not in run_body(plain)
+    assert list(plots_of(plain)) == list(PLOTS)

@@ -1,0 +1,79 @@
+"""Commands, configurations and Python of README and docs: files, options, keys and imports are there."""
+
+import ast
+import importlib
+import re
+
+import pytest
+import yaml
+
+from benchmarks.compare.plan import Comparison
+from fabrics.config_checks import CHOICES
+from tests.support.blocks import ALL, COMMANDS, PAGES, check, commands_in_sentences
+from utils.config.reading import parse_config
+
+NETWORK = {"name": "1 Gb/s", "bits_per_second": 1e9, "latency": 1e-3}
+
+
+@pytest.mark.parametrize("block", COMMANDS, ids=str)
+def test_commands_are_known(block):
+    for words in block.commands():
+        check(words)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_commands_in_sentences_are_known(path):
+    for words in commands_in_sentences(path):
+        check(words)
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("python run.py --confg config.yaml", "unrecognized arguments: --confg"),
+        ("python run.py ETTA=0.5", "ETTA: unknown key"),
+        ("python run.py --config configs/no_such.yaml", "no_such.yaml"),
+        ("python benchmarks/performance/throughput.py --parts everything", "invalid choice: 'everything'"),
+        ("python -m training_logs.prediction logs/first --portion 0.5", "unrecognized arguments: --portion"),
+        ("python gradient_analysis/gradient_analysis.py batch=4", "batch: Unexpected keyword argument"),
+        ("python no_such.py", "no_such.py"),
+        ("torchrun --number_of_nodes=2 run.py", "unrecognized arguments: --number_of_nodes=2"),
+        ("torchrun --nnodes=2 run.py ETTA=0.5", "ETTA: unknown key"),
+        ("pip install -r no_such.txt", "no_such.txt"),
+        ("make nothing", "make"),
+        ("conda install adloco", "conda"),
+    ],
+)
+def test_a_command_that_would_not_work_is_noticed(command, problem, capsys):
+    with pytest.raises((SystemExit, Exception)) as noticed:
+        check(command.split())
+    assert problem in f"{noticed.value}{capsys.readouterr().err}"
+
+
+def test_every_block_is_of_a_kind_that_tests_know():
+    """Blocks without a language are what programs print, and plans of folders."""
+    assert {block.language for block in ALL} == {"", "bash", "yaml", "python"}
+    for block in ALL:
+        assert block.language or not re.match(r"(python|make|pip|torchrun) ", block.text), block
+        assert block.mark is None or block.language == "bash", block
+
+
+@pytest.mark.parametrize("block", [block for block in ALL if block.language == "yaml"], ids=str)
+def test_configurations_are_known(block):
+    values = yaml.safe_load(block.text)
+    if "methods" in values:  # a part of a comparison
+        whole = {"title": "", "question": "", "seeds": [1], "hardware": [{"name": "GPU"}], "networks": [NETWORK]}
+        Comparison.model_validate(whole | {"reference": values["methods"][0]["name"]} | values)
+    else:
+        parse_config({"max_tokens": 1} | values, allowed=CHOICES)
+
+
+@pytest.mark.parametrize("block", [block for block in ALL if block.language == "python"], ids=str)
+def test_python_imports_what_is_there(block):
+    for node in ast.walk(ast.parse(block.text)):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                importlib.import_module(name.name)
+        elif isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, name.name) for name in node.names)

@@ -1,0 +1,253 @@
+"""The ready configurations: the small ones run on data in the real format, the others hold the published values."""
+
+import ast
+import hashlib
+import json
+import random
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+import tqdm
+
+from configs import make_samples, package_documents
+from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.data.documents import Skipped, matching_files, python_documents, whole_files
+from tests.support.programs import Programs
+from utils.config.reading import load_config
+from utils.config.schema import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = ("c4", "aclImdb", "code")  # packages takes longer, and has packages of its own below
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("samples")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(make_samples.SAMPLES, "code", partial(make_samples.write_code, modules=40))
+        make_samples.main(folder, QUICK)
+    assert {path.name for path in folder.iterdir()} == set(QUICK)
+    return folder
+
+
+def run(programs: Programs, config: str, folder: Path, *overrides: str) -> dict:
+    places = [f"log_dir={folder}", f"cache_dir={folder}/cache", "clearml=off", "plot_at_end=false", "processes=1"]
+    # Half of the training, evaluated at its end.
+    less = ["number_of_inner_steps_between_outers=6", "eval_every=7"]
+    programs.run("run.py", "--config", f"configs/{config}", *places, *less, *overrides)
+    (path,) = folder.glob("*/model_training_report/summary.json")
+    return json.loads(path.read_text())
+
+
+def test_c4_microllama_in_small(programs, samples, tmp_path):
+    # With half of the training a stricter test is needed for the batch to outgrow the hardware.
+    summary = run(programs, "c4_microllama_small.yaml", tmp_path, f"c4_local_path={samples / 'c4'}", "ETA=0.4")
+    assert (summary["dataset"], summary["dataset_fallback_reason"]) == ("c4", None)
+    assert summary["documents"] == {"train": 1500, "validation": 100}
+    assert (summary["initial_trainers"], summary["final_trainers"], summary["merges"]) == (4, 1, 3)
+    assert summary["largest_requested_batch"] > 16
+    assert summary["last_accumulation_steps"] > 1
+    assert summary["final_metric"] < 0.45 * summary["initial_metric"]
+
+
+def test_imdb_bert_in_small(programs, samples, tmp_path):
+    summary = run(programs, "imdb_bert_small.yaml", tmp_path, f"imdb_local_path={samples / 'aclImdb'}")
+    assert (summary["dataset"], summary["metric"]) == ("imdb", "accuracy")
+    assert summary["documents"] == {"train": 700, "validation": 160}
+    assert (summary["initial_trainers"], summary["final_trainers"], summary["merges"]) == (4, 1, 3)
+    assert summary["largest_requested_batch"] > 16
+    assert summary["final_metric"] > 0.75
+    assert set(summary["final_classes"]) == {"neg", "pos"}
+    for scores in summary["final_classes"].values():
+        assert scores["examples"] == 80
+        assert scores["f1"] > 0.7
+
+
+@pytest.mark.parametrize("name", ["c4_microllama.yaml", "imdb_bert.yaml"])
+def test_the_published_values(name):
+    config, warnings = load_config(ROOT / "configs" / name, (), CHOICES, CHECKS)
+    assert warnings == []
+    assert (config.number_of_initial_trainers, config.nodes_per_gpu) == (4, 4)
+    assert (config.number_of_outer_steps, config.number_of_inner_steps_between_outers) == (20, 200)
+    assert (config.learning_rate_for_inner_opt, config.learning_rate_for_outer_opt) == (2e-5, 0.5)
+    assert (config.INITIAL_BATCH_SIZE, config.ETA, config.merge_frequency) == (1, 0.8, 2)
+
+
+def test_fsdp_norm_is_the_test_of_the_paper():
+    """Synchronous, on one island; the newest statistics alone decide, in every step, up to the largest batch."""
+    config, warnings = load_config(ROOT / "configs" / "fsdp_norm.yaml", (), CHOICES, CHECKS)
+    assert warnings == []
+    assert (config.distributed_algo, config.number_of_inner_steps_between_outers) == ("Synchronous", 1)
+    assert (config.number_of_initial_trainers, config.nodes_per_gpu, config.devices_per_node) == (1, 1, 4)
+    assert (config.statistics_estimator, config.statistics_within_island) == ("across_workers", True)
+    assert (config.debias, config.batch_test_confidence, config.statistics_smoothing) == (False, 0.0, 0.0)
+    assert (config.batch_test_start, config.ETA_at_end) == (1, None)
+    assert config.INITIAL_BATCH_SIZE * config.max_batch_growth >= config.max_requested_batch
+
+
+def test_samples_are_written_once_and_the_same_everywhere(samples, tmp_path, capsys):
+    make_samples.main(samples, QUICK)
+    assert capsys.readouterr().out.count("there already") == 3
+    for name, write in (("c4", make_samples.write_c4), ("aclImdb", make_samples.write_imdb)):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name)
+    written = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    assert len(written) > 1000
+    for path in written:
+        assert (samples / path.relative_to(tmp_path)).read_bytes() == path.read_bytes()
+
+
+def test_libraries_are_the_modules_of_packages_each_text_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(make_samples, "_LONGEST_MODULE", 50_000)
+    make_samples.write_libraries(tmp_path, ("tqdm", "psutil"))
+    for package in (tqdm, psutil):
+        modules = {path.read_text(encoding="utf-8") for path in Path(package.__file__).parent.rglob("*.py")}
+        written = [path.read_text(encoding="utf-8") for path in sorted((tmp_path / package.__name__).iterdir())]
+        assert len(written) == len(set(written)) > 3
+        # An empty module is in both packages, and is written with the first.
+        assert set(written) | {""} == {text for text in modules if len(text) <= 50_000} | {""}
+
+
+def test_code_is_real_and_has_no_docstring(samples):
+    files = sorted((samples / "code").glob("*.py"))
+    assert len(files) == 40
+    defined = set()
+    for file in files[::2]:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                assert ast.get_docstring(node) is None
+                defined.add(getattr(node, "name", file.name))
+    assert len(defined) > 500
+    for name, function in (("ast", "literal_eval"), ("base64", "b64encode"), ("bisect", "bisect_left")):
+        assert f"def {function}(" in (samples / "code" / f"{name}.py").read_text(encoding="utf-8")
+
+
+# The documentation of packages
+
+
+def prose(seed: int, words: int = 45) -> str:
+    """So many words that no other seed has in this order; more than 200 characters."""
+    draw = random.Random(seed)
+    return " ".join("".join(draw.choices("abcdefghij", k=draw.randint(4, 9))) for _ in range(words))
+
+
+def install(folder: Path, name: str, description: str, files: dict[str, str | bytes]) -> None:
+    """A distribution as pip leaves it, found while `folder` is on the path."""
+    info = f"{name}-1.5.dist-info"
+    files = files | {f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n\n{description}\n"}
+    for file, content in files.items():
+        path = folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    (folder / info / "RECORD").write_text("".join(f"{file},,\n" for file in (*files, f"{name}/deleted.py")))
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder for distributions, in a Python whose own documentation is one document."""
+    monkeypatch.setattr(package_documents, "python_documents", lambda: (prose(0),))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    return tmp_path / "site"
+
+
+def written_by(folder: Path, *names: str) -> tuple[list[str], dict]:
+    """The documents as a run reads them, and the manifest."""
+    folder.mkdir()
+    package_documents.write_packages(folder, names)
+    files = matching_files([f"{folder}/*/*.txt"])
+    return list(whole_files(files)(Skipped())), json.loads((folder / "manifest.json").read_text())
+
+
+@pytest.mark.filterwarnings("error")
+def test_documents_of_packages_are_prose_and_new(site, tmp_path):
+    def module(text: str) -> str:
+        return f'def function():\n    """{text}"""\n'
+
+    def beginning(words: int) -> str:
+        return " ".join(prose(1).split()[:words])
+
+    kept = {
+        "one/module.py": f'raise SystemExit\nclass A:\n    r"""{prose(2)}"""\n    def f():\n        """{prose(3)}"""\n',
+        "one/escape.py": module(prose(4) + r" \d"),
+        "one/stub.pyi": module(prose(5)),
+        "one/latin.py": f"# coding: latin-1\n{module(prose(6) + ' é')}".encode("latin-1"),
+        "one/notes.md": f"\n{prose(7)}\n\nA paragraph.\n",
+        "one/partly.py": module(f"{beginning(20)} {prose(8)}"),
+    }
+    left_out = {
+        "one/short.py": module(prose(10)[:199]),
+        "one/copied.py": module(prose(2).upper() + "."),
+        "one/mostly.py": module(f"{beginning(35)} {prose(11, 10)}"),
+        "one/standard.py": module(prose(0)),
+        "one/broken.py": module(prose(12)) + "def f(:\n",
+        "one/bytes.txt": prose(13).encode() + b"\xff",
+        "one/numbers.txt": "3.14159 2.71828\n" * 50,
+        "one/LICENSE.txt": prose(14),
+        "one/legal.py": module(f"{prose(15)}\nAll rights reserved."),
+        "one/data.json": prose(16),
+        "one-1.5.dist-info/entry_points.txt": prose(17),
+        "../bin/script.py": module(prose(18)),
+    }
+    install(site, "one", f"{prose(1)}\n\nIts second paragraph.", kept | left_out)
+    texts, manifest = written_by(tmp_path / "packages", "one")
+    assert texts[0] == f"{prose(1)}\n\nIts second paragraph."
+    expected = [prose(2), prose(3), prose(4) + r" \d", prose(5), prose(6) + " é", f"{prose(7)}\n\nA paragraph."]
+    assert sorted(texts[1:]) == sorted([*expected, f"{beginning(20)} {prose(8)}"])
+    (entry,) = manifest["packages"]
+    assert (entry["name"], entry["version"], entry["documents"]) == ("one", "1.5", 8)
+
+
+def test_documents_of_packages_are_the_same_wherever_they_are_installed(site, tmp_path, monkeypatch):
+    modules = {f"one/{i}.py": f'"""{prose(i)}"""' for i in range(1, 8)}
+    other = {"two/a.py": f'"""{prose(3)}"""', "two/b.py": f'"""{prose(9)}"""'}
+    for place, files in ((site, modules), (tmp_path / "elsewhere", dict(reversed(modules.items())))):
+        install(place, "one", prose(20), files)
+        install(place, "two", "short", other)
+    texts, manifest = written_by(tmp_path / "packages", "one", "two")
+    monkeypatch.syspath_prepend(tmp_path / "elsewhere")
+    assert written_by(tmp_path / "again", "one", "two") == (texts, manifest)
+    assert sorted(texts) == sorted([*map(prose, range(1, 8)), prose(20), prose(9)])  # what one has, two has not
+    assert [entry["documents"] for entry in manifest["packages"]] == [8, 1]
+    whole = b"".join(text.encode() + b"\0" for text in texts)
+    assert manifest["sha256"] == hashlib.sha256(whole).hexdigest()
+    assert (manifest["documents"], manifest["bytes"]) == (9, len(whole) - 9)
+
+
+def test_a_large_package_is_not_the_whole(site, tmp_path, monkeypatch):
+    monkeypatch.setattr(package_documents, "_LARGEST_BYTES", 2000)
+    install(site, "large", prose(1), {f"large/{i:03d}.py": f'"""{prose(i)}"""' for i in range(2, 40)})
+    install(site, "small", prose(50), {"small/a.py": f'"""{prose(51)}"""'})
+    texts, manifest = written_by(tmp_path / "packages", "large", "small")
+    large, small = manifest["packages"]
+    assert 1500 < large["bytes"] <= 2000
+    assert (texts[0], texts[-2:], small["documents"]) == (prose(1), [prose(50), prose(51)], 2)
+    assert texts[1:-2] != [prose(i) for i in range(2, len(texts) - 1)]  # from everywhere, not from its first files
+
+
+def test_packages_that_are_not_there_are_named(site, tmp_path):
+    install(site, "unlisted", prose(1), {})
+    (site / "unlisted-1.5.dist-info" / "RECORD").unlink()
+    with pytest.raises(ConfigError) as error:
+        written_by(tmp_path / "packages", "no-such-one", "filelock", "unlisted")
+    first, second = error.value.problems
+    assert "no-such-one is not installed" in first
+    assert "unlisted is installed without a list of its files" in second
+
+
+def test_a_real_package(tmp_path):
+    texts, _ = written_by(tmp_path / "packages", "filelock", "tqdm")
+    assert len(texts) > 60
+    assert not set(texts) & set(python_documents())
+    assert any("platform" in text and "lock" in text for text in texts)
+    runs = [package_documents.word_runs(text) for text in texts]
+    assert sum(map(len, runs)) < 1.15 * len(set().union(*runs))
+
+
+def test_the_packages_are_those_that_are_pinned(tmp_path):
+    (tmp_path / "requirements.txt").write_text(
+        "# torch==1\n--extra-index-url x==y\nPyYAML==6.0.3\nnumpy>=2\nzope.a-b==1\n"
+    )
+    assert package_documents.pinned(tmp_path / "requirements.txt") == ["PyYAML", "zope.a-b"]
+    assert len(package_documents.pinned()) == len((ROOT / "requirements.txt").read_text().split())

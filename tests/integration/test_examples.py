@@ -1,0 +1,137 @@
+"""Examples: packed and padded sequences, and that padding counts nowhere."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from algorithms.batch.losses import IGNORE_INDEX
+from fabrics.data.examples import PackedSequences
+from fabrics.pool.eval_tool import batch_count, begin_batches, class_scores, combined, evaluate
+from fabrics.training.forward_backward import probed_backward
+from tests.support.helpers import CPU, VOCABULARY, make_config, make_trainer, padded, tiny_bert, tiny_llama, train
+
+
+def random_texts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
+    generator = np.random.default_rng(seed)
+    return [generator.integers(1, VOCABULARY, generator.integers(2, longest + 1)).tolist() for _ in range(count)]
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int32])
+def test_packed_sequences_are_rows(dtype, tmp_path):
+    tokens = np.arange(40, dtype=dtype).reshape(8, 5)
+    tokens.tofile(tmp_path / "tokens.bin")
+    mapped = np.memmap(tmp_path / "tokens.bin", dtype, mode="r", shape=(8, 5))
+    for examples in (PackedSequences(tokens), PackedSequences(mapped)):
+        batch = examples.batch([6, 0, 6], CPU)
+        assert batch["input_ids"].tolist() == tokens[[6, 0, 6]].tolist()
+        assert batch["input_ids"].dtype == torch.int64
+        assert batch["labels"] is batch["input_ids"]
+        assert (len(examples), examples.tokens([6, 0, 6]), examples.tokens_per_example) == (8, 15, 5)
+
+
+@given(st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=12), min_size=1, max_size=9), st.integers(1, 9))
+def test_padding_is_on_the_right_masked_and_no_wider_than_the_batch_needs(texts, limit):
+    examples = padded(texts, limit=limit)
+    indices = np.arange(len(texts))[::-1]
+    batch = examples.batch(indices, CPU)
+    cut = [texts[index][:limit] for index in indices]
+    width = max(len(text) for text in cut)
+    assert batch["input_ids"].shape == (len(texts), width)
+    for row, text in enumerate(cut):
+        rest = width - len(text)
+        assert batch["input_ids"][row].tolist() == [*text, *[0] * rest]
+        assert batch["attention_mask"][row].tolist() == [*[1] * len(text), *[0] * rest]
+        assert batch["labels"][row].tolist() == [*text, *[IGNORE_INDEX] * rest]
+    assert examples.tokens(indices) == sum(map(len, cut))
+    assert examples.tokens_per_example is None
+    assert min(len(texts[examples.largest]), limit) == width
+
+
+def test_classes_are_the_labels_of_a_classification():
+    examples = padded([[3, 4], [5], [6, 7, 8]], [1, 0, 1])
+    assert examples.batch([2, 1], CPU)["labels"].tolist() == [1, 0]
+    assert examples.largest == 2
+
+
+def one_at_a_time(model, texts):
+    """Losses and gradients without any padding."""
+    losses, gradients = [], []
+    for text in texts:
+        ids = torch.tensor([text])
+        model.zero_grad()
+        loss = F.cross_entropy(model(input_ids=ids).logits[0, :-1], ids[0, 1:])
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append(torch.cat([p.grad.flatten().double() for p in model.parameters()]))
+    return np.array(losses), torch.stack(gradients)
+
+
+def test_padding_counts_neither_in_the_statistics_nor_in_the_gradient():
+    texts = random_texts(7, 12)
+    model = tiny_llama()
+    _, gradients = one_at_a_time(tiny_llama(), texts)
+    trainer = make_trainer(model, make_config(), padded(texts))
+    working = trainer.workers[0].working
+    _, probe = probed_backward(working, padded(texts), np.arange(7))
+    mean = gradients.mean(0)
+    # Llama's own norm computes in float32 whatever the model's type.
+    assert probe.statistics().squared_norm == pytest.approx(mean.square().sum().item(), rel=1e-4)
+    variance = (gradients - mean).square().sum().item() / 6
+    assert probe.statistics().variance == pytest.approx(variance, rel=1e-4)
+    own = torch.cat([p.grad.flatten() for p in working.module.parameters()])
+    torch.testing.assert_close(own, mean, rtol=1e-4, atol=1e-7)
+
+
+def test_accumulated_padded_batches_are_one_batch():
+    texts = random_texts(80, 12, seed=2)
+    whole, parts = (
+        make_trainer(tiny_llama(), make_config(INITIAL_BATCH_SIZE=7, sampling_method="none"), padded(texts), 1, largest)
+        for largest in (7, 3)
+    )
+    train(whole, 2)
+    (report, _) = train(parts, 2)
+    # With threshold_switch_mode 7 > 2 * 3 is accumulated.
+    assert report.workers[0].plan.micro_batches == (3, 2, 2)
+    torch.testing.assert_close(parts.parameters, whole.parameters, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_class_scores_are_those_of_a_count_by_hand(seed):
+    texts = random_texts(50, 9, seed)
+    classes = np.random.default_rng(seed).integers(0, 3, 50)
+    model = tiny_bert(seed, num_labels=3).eval()
+    predicted = np.array([model(input_ids=torch.tensor([text])).logits.argmax().item() for text in texts])
+    result = evaluate(model, padded(texts, classes), "classification", 8, CPU)
+    assert result.metric == (predicted == classes).mean()
+    for label, scores in enumerate(result.classes):
+        hits = sum((predicted == label) & (classes == label))
+        precision = hits / sum(predicted == label) if sum(predicted == label) else 0.0
+        recall = hits / sum(classes == label)
+        f1 = 2 * precision * recall / (precision + recall) if hits else 0.0
+        assert (scores.precision, scores.recall, scores.examples) == (precision, recall, sum(classes == label))
+        assert scores.f1 == pytest.approx(f1, abs=1e-12)
+
+
+def test_class_scores_on_paper():
+    # 3 of class 0: 2 found; 5 of class 1: 4 found.
+    first, second = class_scores(torch.tensor([[2, 1], [1, 4]]))
+    assert (first.precision, first.recall, first.f1, first.examples) == (2 / 3, 2 / 3, 2 / 3, 3)
+    assert (second.precision, second.recall, second.f1, second.examples) == (0.8, 0.8, 0.8, 5)
+    never, _ = class_scores(torch.tensor([[0, 3], [0, 4]]))
+    assert (never.precision, never.recall, never.f1) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 9])
+def test_an_evaluation_in_parts_is_the_whole_one_bit_for_bit(workers):
+    texts = random_texts(50, 9, 0)
+    labelled = padded(texts, np.random.default_rng(0).integers(0, 2, 50))
+    for model, examples, task in (
+        (tiny_bert(dtype=torch.float32).eval(), labelled, "classification"),
+        (tiny_llama(dtype=torch.float32).eval(), padded(texts), "causal_lm"),
+    ):
+        shares = [range(worker, batch_count(examples, 7), workers) for worker in range(workers)]
+        parts = [begin_batches(model, examples, 7, CPU, list(share)).wait() for share in shares]
+        assert combined(reversed(parts), task) == evaluate(model, examples, task, 7, CPU)

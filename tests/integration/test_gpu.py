@@ -1,0 +1,173 @@
+"""The same mathematics on a GPU; skipped on a machine without one."""
+
+import copy
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from algorithms.batch.per_example import per_example_statistics
+from algorithms.schedule.limits import RoundSchedule
+from fabrics.data.examples import PackedSequences
+from fabrics.data.sampler import DataCursor, Subsets
+from fabrics.training.flat_model import WorkingModel
+from fabrics.training.forward_backward import backward
+from fabrics.training.inner_loop import InnerSteps
+from fabrics.training.worker import Node
+from gradient_analysis.gradients import Gradients
+from tests.integration.test_run import write_config
+from tests.support.helpers import (
+    make_config,
+    make_trainer,
+    padded,
+    random_sequences,
+    tiny_llama,
+    train,
+    use_torch_norms,
+)
+from trainers import Trainer
+from utils.distributed.processes import LocalProcesses
+from utils.max_batch_calculator import calculate_max_batch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+CUDA = torch.device("cuda", 0)
+
+
+def test_statistics_on_a_gpu_equal_the_cpu():
+    model = use_torch_norms(tiny_llama(tied=True))
+    ids = torch.from_numpy(random_sequences(6)).long()
+    expected = per_example_statistics(model, {"input_ids": ids, "labels": ids})
+    on_gpu = {"input_ids": ids.to(CUDA), "labels": ids.to(CUDA)}
+    got = per_example_statistics(model.to(CUDA), on_gpu)
+    assert dataclasses.astuple(got) == pytest.approx(dataclasses.astuple(expected), rel=1e-9)
+
+
+def test_rounds_on_a_gpu_equal_the_cpu():
+    config = make_config(INITIAL_BATCH_SIZE=8, ETA=0.5)
+    examples, model = PackedSequences(random_sequences(60)), use_torch_norms(tiny_llama())
+    expected = make_trainer(copy.deepcopy(model), config, examples)
+    working = WorkingModel(model, CUDA)
+    cursor = DataCursor(Subsets(config.training_seed, 60), 0)
+    processes = LocalProcesses([CUDA], 2)
+    trainer = Trainer(0, config, working.parameters.detach().clone(), cursor, examples, {CUDA: working}, processes)
+    trainer.assign_nodes((Node(0, CUDA, 64), Node(1, CUDA, 64)))
+    reports = train(trainer, 3), train(expected, 3)
+    assert [r.requested_batch for r in reports[0]] == [r.requested_batch for r in reports[1]]
+    torch.testing.assert_close(trainer.parameters.cpu(), expected.parameters, rtol=1e-6, atol=1e-8)
+
+
+def test_the_max_batch_fits_and_leaves_nothing_behind():
+    working = WorkingModel(tiny_llama(dtype=torch.float32, hidden_size=256, intermediate_size=512), CUDA)
+    examples = PackedSequences(random_sequences(8, 512))
+    parameters, state = working.parameters.detach().clone(), torch.cuda.get_rng_state(CUDA)
+    backward(working, examples, np.arange(1))  # libraries take memory for themselves when they are used first
+    working.gradient.zero_()
+    allocated = torch.cuda.memory_allocated(CUDA)
+    # A small share of a large GPU, so that the confirmation stays short.
+    share = 2e9 / torch.cuda.get_device_properties(CUDA).total_memory
+    free, total = torch.cuda.mem_get_info(CUDA)
+
+    def step(count: int) -> None:
+        backward(working, examples, np.arange(count) % 8)
+
+    batch = calculate_max_batch(step, working.gradient, CUDA, share + (total - free) / total, 1, 0)
+    assert batch >= 2
+    assert torch.cuda.memory_allocated(CUDA) == allocated
+    assert torch.equal(working.parameters, parameters)
+    assert working.gradient.abs().sum() == 0
+    assert torch.equal(torch.cuda.get_rng_state(CUDA), state)
+    torch.cuda.reset_peak_memory_stats(CUDA)
+    step(batch)
+    peak = torch.cuda.max_memory_allocated(CUDA) - allocated
+    assert 0.8 * 2e9 < peak < 1.1 * 2e9
+
+
+def test_the_gradient_analysis_on_a_gpu_equals_the_cpu():
+    results = []
+    for device in (torch.device("cpu"), CUDA):
+        texts = padded([list(range(1, length)) for length in range(4, 20)])
+        gradients = Gradients(WorkingModel(use_torch_norms(tiny_llama()), device), texts, np.arange(16), 5)
+        gradients.compute_full()
+        batch, singles = gradients.of_batch(np.array([1, 5, 9])), gradients.of_examples()
+        results.append(
+            [
+                *(gradients.loss, *dataclasses.astuple(batch), *dataclasses.astuple(singles.statistics)),
+                *(*singles.squared_norms, *singles.inner_products, *singles.variance_by_layer.values()),
+            ]
+        )
+    assert results[1] == pytest.approx(results[0], rel=1e-8, abs=1e-12)
+
+
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+def test_the_inner_steps_of_a_round_never_wait_for_the_gpu(autocast):
+    """All of them but the last, whose statistics are read; with real attention kernels, accumulation and warm-up."""
+    config = make_config(
+        INITIAL_BATCH_SIZE=8, max_batch_size=4, switch_multiplier=1, warmup_steps=3, sampling_method="none"
+    )
+    model = tiny_llama(dtype=torch.float32, hidden_size=256, intermediate_size=256)  # heads of 64
+    dtype = None if autocast is None else getattr(torch, autocast)
+    working, examples = WorkingModel(model, CUDA, dtype), PackedSequences(random_sequences(60, 64))
+    cursor = DataCursor(Subsets(config.training_seed, 60), 0)
+    processes = LocalProcesses([CUDA], 1)
+    trainer = Trainer(0, config, working.parameters.detach().clone(), cursor, examples, {CUDA: working}, processes)
+    trainer.assign_nodes((Node(0, CUDA, 4),))
+    train(trainer, 1)  # libraries wait when they are used for the first time
+    trainer.assign_nodes(trainer.nodes)
+    assignment = trainer.assignments(RoundSchedule(5, 0.0, 0.5))[0]
+    assert assignment.plan.micro_batches == (4, 4)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        steps = InnerSteps(trainer.workers[0], assignment, lambda: None)
+        steps._steps(trainer.parameters, 5, steps._update, 0.0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert steps.done == 5
+    assert steps._losses.isfinite().all()
+
+
+def test_bfloat16_rounds_stay_near_float32_rounds():
+    found = []
+    for dtype in (None, torch.bfloat16):
+        config, examples = make_config(INITIAL_BATCH_SIZE=8), PackedSequences(random_sequences(60))
+        working = WorkingModel(tiny_llama(dtype=torch.float32), CUDA, dtype)
+        cursor = DataCursor(Subsets(config.training_seed, 60), 0)
+        start = working.parameters.detach().clone()
+        trainer = Trainer(0, config, start, cursor, examples, {CUDA: working}, LocalProcesses([CUDA], 1))
+        trainer.assign_nodes((Node(0, CUDA, 64),))
+        reports = train(trainer, 2)
+        assert trainer.parameters.dtype == torch.float32
+        found.append(reports[-1].train_loss)
+    assert found[1] == pytest.approx(found[0], rel=0.02)
+
+
+def test_state_in_host_memory_gives_nearly_the_same_rounds():
+    """The host makes the outer step then; moments are the same bits wherever they wait."""
+    found = []
+    for where in ("device", "cpu"):
+        config, examples = make_config(outer_state=where, idle_moments=where), PackedSequences(random_sequences(60))
+        working, cursor = WorkingModel(tiny_llama(), CUDA), DataCursor(Subsets(config.training_seed, 60), 0)
+        start, processes = working.parameters.detach().clone(), LocalProcesses([CUDA], 2)
+        trainer = Trainer(0, config, start, cursor, examples, {CUDA: working}, processes)
+        trainer.assign_nodes((Node(0, CUDA, 64), Node(1, CUDA, 64)))
+        train(trainer, 3)
+        waiting = [trainer.parameters, trainer.workers[0].moments["exp_avg"]]
+        assert [tensor.is_pinned() for tensor in waiting] == [where == "cpu"] * 2
+        assert [tensor.is_cuda for tensor in waiting] == [where == "device"] * 2
+        found.append(trainer.parameters.cpu())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_processes_that_share_gpus_or_have_their_own_equal_one_process(programs, tmp_path, cache_dir, deterministic):
+    """Two processes: with one GPU they share it (gloo), with two each has its own (nccl)."""
+    losses = []
+    for processes in (1, 2):
+        config = write_config(tmp_path, cache_dir, processes=processes, deterministic=deterministic)
+        folder = tmp_path / f"{processes}"
+        arguments = ["--config", str(config), f"log_dir={folder}"]
+        programs.run("run.py", *arguments, fresh=True)
+        (summary,) = folder.glob("*/model_training_report/summary.json")
+        losses.append(json.loads(summary.read_text())["final_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6 if deterministic else 1e-3)

@@ -1,0 +1,159 @@
+"""`make gpu`: what it does without a GPU, and what it says of numbers; its parts run on the CPU, with very little."""
+
+import json
+import os
+
+import pytest
+
+from benchmarks.performance import gpu
+from benchmarks.performance.throughput import DEFAULTS
+from tests.support.helpers import TINY_ARCHITECTURE
+
+PARTS = {
+    "tests": {"status": 0, "passed": 10},
+    "eager": {
+        "tokens_per_second": {"bare_loop": 200_000.0, "inner_steps": 190_000.0},
+        "mfu": {"bare_loop": 0.4, "inner_steps": 0.38},
+        "inner_steps_of_bare_loop": 0.95,
+    },
+    "compiled": {
+        "tokens_per_second": {"inner_steps": 250_000.0},
+        "mfu": {"inner_steps": 0.5},
+        "inner_steps_of_bare_loop": 0.99,
+    },
+    "statistics": {"share_of_round": 0.0125},
+    "large": {"problem": "not done after 90 s"},
+    "large_with_less": {
+        "mfu": {"inner_steps": 0.41},
+        "tokens_per_second": {"inner_steps": 60_000.4},
+        "peak_bytes": 31_260_000_000,
+        "planned_bytes": 30_000_000_000,
+    },
+    "processes": {"2": {"tokens_per_second": 1234.0, "of_one": 1.5}},
+    "exchange": {"int8, in worker order": {"seconds": 0.0456, "bytes": 301_600_000}},
+    "trainers": {"problem": "no time was left"},
+}
+SECTION = """\
+On a GPU, with PyTorch 2.13.0 (`make gpu`):
+
+| what | tokens/s | MFU |
+| --- | --- | --- |
+| MicroLlama, eager, bare loop | 200,000 | 40.0% |
+| MicroLlama, eager, inner steps | 190,000 | 38.0% |
+| MicroLlama, compiled, inner steps | 250,000 | 50.0% |
+| 1.1B, with less memory, 31.3 GB, inner steps | 60,000 | 41.0% |
+| 2 processes, the demo's model: 1.50 of one | 1,234 |  |
+
+- tests that fail, of inner steps that wait for the GPU among them: 0.000, aimed at 0, kept
+- MFU of MicroLlama: 0.500, aimed at 0.45, kept
+- of the bare loop: 0.950, aimed at 0.97, missed
+- statistics in a round of 200 steps: 0.013, aimed at 0.03, kept
+- memory of 1.1B, with less memory beside its plan: 0.042, aimed at 0.05, kept
+- 100M parameters, int8, in worker order: 0.046 s for 302 MB
+- large: not done after 90 s
+- trainers: no time was left"""
+
+
+def test_without_a_gpu_it_says_so_and_writes_nothing(programs):
+    page = gpu.PAGE.read_bytes()
+    done = programs.run("benchmarks/performance/gpu.py", env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert done.stdout == "no GPU here: nothing is measured, and nothing written\n"
+    assert gpu.PAGE.read_bytes() == page
+    recipe = (gpu.ROOT / "Makefile").read_text().split("\ngpu:")[1].splitlines()[1]
+    assert recipe == "\t$(VENV)/bin/python benchmarks/performance/gpu.py"
+
+
+def test_what_is_said_of_numbers():
+    assert gpu.section({"gpu": "a GPU", "torch": "2.13.0", "parts": PARTS}) == SECTION
+    assert gpu.bars({}) == []
+    for failing in ({"status": 1, "failed": 2}, {"status": 2, "error": 2}):
+        ((_, count, _, kept),) = gpu.bars({"tests": failing})
+        assert (count, kept) == (2, False)
+    assert [bar[3] for bar in gpu.bars({"tests": {"status": 4}})] == [False]
+    assert not gpu.bars({"large": {"peak_bytes": 94, "planned_bytes": 100}})[0][3]
+
+
+def test_the_page_says_what_was_measured():
+    page = gpu.PAGE.read_text(encoding="utf-8")
+    text = "No number here is from a GPU: nobody has run it there yet."
+    if gpu.RESULTS.exists():
+        text = gpu.section(json.loads(gpu.RESULTS.read_text(encoding="utf-8")))
+    assert gpu.with_section(page, text) == page
+    changed = gpu.with_section(page, "other")
+    assert changed == page.replace(text, "other")
+
+
+def test_parts_are_written_one_by_one_beside_those_of_the_same_gpu(monkeypatch, tmp_path, capsys):
+    page, results = tmp_path / "speed.md", tmp_path / "gpu.json"
+    page.write_text(gpu.PAGE.read_text(encoding="utf-8"))
+    monkeypatch.setattr(gpu, "PAGE", page)
+    monkeypatch.setattr(gpu, "RESULTS", results)
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
+    names = iter(["a GPU", "a GPU", "another"])
+    monkeypatch.setattr(gpu.torch.cuda, "get_device_name", lambda device: next(names))
+
+    def measured(name, limit):
+        if name == "large":
+            raise KeyboardInterrupt
+        return {"problem": name}
+
+    monkeypatch.setattr(gpu, "measured", measured)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main(["--parts", "eager", "large"])
+    assert gpu.main(["--parts", "demo"]) == 0
+    assert json.loads(results.read_text())["parts"] == {name: {"problem": name} for name in ("eager", "demo")}
+    assert "- eager: eager\n- demo: demo" in page.read_text()
+    assert gpu.main(["--parts", "demo"]) == 0
+    assert list(json.loads(results.read_text())["parts"]) == ["demo"]
+
+
+def tiny(**values):
+    small = {
+        "devices": ["cpu"],
+        "model_config": TINY_ARCHITECTURE | {"vocab_size": 300},
+        "sequence_length": 8,
+        "INITIAL_BATCH_SIZE": 8,
+        "number_of_inner_steps_between_outers": 2,
+    }
+    return gpu.configured(DEFAULTS | small, **values)
+
+
+def test_the_parts_measure(monkeypatch):
+    monkeypatch.setattr(gpu, "peak_flops", lambda device, autocast: (1e11, "made"))
+    found = gpu.speeds(tiny(), repeats=2)
+    assert set(found["mfu"]) == set(found["tokens_per_second"]) == {"bare_loop", "inner_steps", "whole_round"}
+    speed, mfu = found["tokens_per_second"]["inner_steps"], found["mfu"]["inner_steps"]
+    # 6 for each weight of the layer (q and o, k and v, MLP) and of the head, and 6 * 16 * 8 for attention.
+    assert mfu * 1e11 / speed == pytest.approx(6 * (512 + 256 + 1152 + 4800) + 768)
+    share = gpu.statistics_share(tiny(), repeats=1)
+    assert share["share_of_round"] == pytest.approx((share["plain_steps"] - 1) / 200)
+    assert list(gpu.trainers_in_turn(tiny())) == ["1", "2", "4"]
+    plain, less = gpu.large(tiny()), gpu.large(tiny(activation_checkpointing=True, outer_state="cpu"))
+    assert plain["parameters"] == less["parameters"] > 0
+    assert plain["planned_bytes"] >= less["planned_bytes"] > 4 * plain["parameters"]
+
+
+@pytest.mark.usefixtures("programs")
+def test_a_part_that_fails_or_has_no_time_leaves_the_reason(monkeypatch, tmp_path):
+    program = tmp_path / "program.py"
+    monkeypatch.setattr(gpu, "__file__", str(program))
+    program.write_text("import sys; sys.exit('no memory')")
+    assert gpu.measured("eager", 60) == {"problem": "no memory"}
+    program.write_text("print('warming up'); print('{\"a\": 1}')")
+    assert gpu.measured("eager", 60) == {"a": 1}
+    assert gpu.measured("eager", 9) == {"problem": "no time was left"}
+
+
+def test_an_exchange_between_gpus_needs_as_many_and_says_what_it_takes(programs):
+    assert gpu.exchange(gpus=1000) == {"problem": "needs 1000 GPUs"}
+    program = "from benchmarks import gpu; import json; print(json.dumps(gpu.exchange(40_000, 2, 0)))"
+    found = json.loads(programs.run("-c", program).stdout)
+    assert {name: one["bytes"] for name, one in found.items()} == {
+        "float32, in worker order": 320_000,
+        "float32, one all-reduce": 320_000,
+        "bfloat16, in worker order": 160_000,
+        "int8, in worker order": 120_628,
+        "int4, in worker order": 100_628,
+        "adaptive, in worker order": 100_628,
+    }
+    assert all(one["seconds"] > 0 for one in found.values())

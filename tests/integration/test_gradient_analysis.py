@@ -1,0 +1,456 @@
+"""The gradient analysis: numbers on paper, one-example-at-a-time loops, and laws of synthetic gradients."""
+
+import csv
+import json
+import math
+import shutil
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from algorithms.batch.per_example import SampleStatistics
+from configs.make_samples import write_imdb
+from fabrics.training.flat_model import WorkingModel
+from gradient_analysis import gradient_analysis
+from gradient_analysis.gradient_analysis import AnalysisConfig, analyse, parse_analysis_config, resolve_model
+from gradient_analysis.gradients import Gradients
+from gradient_analysis.laws import (
+    distribution,
+    draw_batches,
+    finite_population_factor,
+    power_law,
+    requests,
+    root_mean_square,
+)
+from tests.integration.test_reporting import record_run
+from tests.support.helpers import CPU, padded, separable_texts, tiny_bert, tiny_llama, use_torch_norms
+from utils.config.schema import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class TwoLogits(nn.Module):
+    """Logits w x of one input for two classes, and no bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 2, bias=False, dtype=torch.float64)
+        with torch.no_grad():
+            self.layer.weight.zero_()
+
+    def forward(self, x):
+        return type("Output", (), {"logits": self.layer(x)})
+
+
+class Points:
+    """x and class of each example."""
+
+    largest = 0
+
+    def __init__(self, points):
+        self.points = points
+
+    def __len__(self):
+        return len(self.points)
+
+    def batch(self, indices, device):
+        chosen = [self.points[index] for index in indices]
+        return {
+            "x": torch.tensor([[x] for x, _ in chosen], dtype=torch.float64),
+            "labels": torch.tensor([label for _, label in chosen]),
+        }
+
+
+# At w = 0 both classes have probability 1/2: g_i = x (1/2 - [c = 0], 1/2 - [c = 1]) = (x/2) (-1, 1) or (x/2) (1, -1).
+# x c:  2 0 -> (-1, 1);  2 1 -> (1, -1);  4 1 -> (2, -2);  4 1 -> (2, -2).   F = (1, -1).
+PAPER = Points([(2.0, 0), (2.0, 1), (4.0, 1), (4.0, 1)])
+
+
+def on_paper(micro_batch=2) -> Gradients:
+    gradients = Gradients(WorkingModel(TwoLogits(), CPU), PAPER, np.arange(4), micro_batch)
+    gradients.compute_full()
+    return gradients
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 4])
+def test_a_linear_model_on_paper(micro_batch):
+    gradients = on_paper(micro_batch)
+    assert gradients.full[gradients.full != 0].tolist() == [1.0, -1.0]
+    assert gradients.loss == pytest.approx(math.log(2))
+    assert gradients.squared_norm == 2.0
+    first = gradients.of_batch(np.array([0, 1]))  # (0, 0)
+    assert (first.deviation, first.norm) == (pytest.approx(2**0.5), 0.0)
+    assert math.isnan(first.cosine)
+    other = gradients.of_batch(np.array([0, 2, 3]))  # (1, -1)
+    assert (other.deviation, other.norm, other.cosine) == pytest.approx((0.0, 2**0.5, 1.0))
+    opposite = gradients.of_batch(np.array([0]))
+    assert (opposite.deviation, opposite.cosine) == pytest.approx((8**0.5, -1.0))
+    singles = gradients.of_examples()
+    assert singles.squared_norms.tolist() == pytest.approx([2, 2, 8, 8])
+    assert singles.inner_products.tolist() == pytest.approx([-2, 2, 4, 4])
+    # V = (20 - 4 * 2) / 3; the d_i have mean 2: P = (16 + 0 + 4 + 4) / 3; all gradients are parallel: O = 0.
+    assert singles.statistics.variance == pytest.approx(4.0)
+    assert singles.statistics.inner_product_variance == pytest.approx(8.0)
+    assert singles.statistics.orthogonal_variance == pytest.approx(0.0, abs=1e-12)
+    assert singles.variance_by_layer == {"layer.weight": pytest.approx(4.0)}
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied llama", "bert", "padded llama"])
+def test_the_gradients_of_a_loop_over_single_examples(kind):
+    texts = separable_texts(13)
+    if "llama" in kind:
+        lengths = [9] * 13 if kind != "padded llama" else list(range(3, 16))
+        generator = np.random.default_rng(0)
+        texts = padded([generator.integers(1, 61, length).tolist() for length in lengths])
+
+    def make():
+        return tiny_bert() if kind == "bert" else use_torch_norms(tiny_llama(tied=kind == "tied llama"))
+
+    model = make().eval()
+    singles = []
+    for index in range(13):
+        batch = texts.batch([index], CPU)
+        labels, mask = batch.pop("labels"), batch.pop("attention_mask")
+        length = int(mask.sum())
+        logits = model(input_ids=batch["input_ids"][:, :length]).logits
+        model.zero_grad()
+        loss = (
+            F.cross_entropy(logits, labels) if kind == "bert" else F.cross_entropy(logits[0, :-1], labels[0, 1:length])
+        )
+        loss.backward()
+        singles.append([p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in model.parameters()])
+    flat = torch.stack([torch.cat([part.flatten() for part in single]) for single in singles])
+    full = flat.mean(0)
+    working = WorkingModel(make(), CPU)
+    gradients = Gradients(working, texts, np.arange(13), micro_batch=5)
+    gradients.compute_full()
+    tolerance = {"rtol": 1e-10, "atol": 1e-14}
+    own = torch.cat([view.flatten() for view in working.views(gradients.full).values()])
+    torch.testing.assert_close(own, full, **tolerance)
+    chosen = np.array([1, 4, 5, 6, 7, 9, 12])
+    batch = gradients.of_batch(chosen)
+    mean = flat[chosen].mean(0)
+    expected = ((mean - full).norm().item(), mean.norm().item(), F.cosine_similarity(mean, full, dim=0).item())
+    assert (batch.deviation, batch.norm, batch.cosine) == pytest.approx(expected, rel=1e-10)
+    found = gradients.of_examples()
+    assert found.squared_norms == pytest.approx(flat.square().sum(1).numpy(), rel=1e-10)
+    assert found.inner_products == pytest.approx((flat @ full).numpy(), rel=1e-9, abs=1e-12)
+    variance = (flat - full).square().sum().item() / 12
+    assert found.statistics.variance == pytest.approx(variance, rel=1e-10)
+    assert sum(found.variance_by_layer.values()) == pytest.approx(variance, rel=1e-10)
+    names = [name for name, _ in model.named_parameters()]
+    for place, name in enumerate(names):
+        own = torch.stack([single[place].flatten() for single in singles])
+        expected = (own - own.mean(0)).square().sum().item() / 12
+        assert found.variance_by_layer[name] == pytest.approx(expected, rel=1e-8, abs=1e-13), name
+
+
+class NewVectors(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the tensors of at least so many numbers that are made, views excluded."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.made = size, []
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **keywords or {})
+        known = {tensor.untyped_storage().data_ptr() for tensor in arguments if isinstance(tensor, torch.Tensor)}
+        new = isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in known
+        if new and result.numel() >= self.size:
+            self.made.append(str(function))
+        return result
+
+
+def test_memory_is_a_small_number_of_vectors_whatever_the_batches(monkeypatch):
+    monkeypatch.setattr("gradient_analysis.gradients._CHUNK", 64)
+    texts, working = separable_texts(40), WorkingModel(tiny_bert(dtype=torch.float32), CPU)
+    gradients = Gradients(working, texts, np.arange(40), 8)
+    size = working.parameters.numel()
+    with NewVectors(size) as vectors:
+        gradients.compute_full()
+        gradients.of_batches(draw_batches(np.arange(40), 10, 9, True, np.random.default_rng(0)), "")
+    assert vectors.made == []
+    with NewVectors(size) as vectors:
+        gradients.of_examples()
+    # The full gradient in the parameters' type, and, for its norm by layer, nothing of that size.
+    assert len(vectors.made) == 1
+
+
+# Laws
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_the_exponent_of_independent_gradients_is_minus_a_half(replacement):
+    generator = np.random.default_rng(0)
+    vectors = generator.normal(size=(1024, 30)) + 1.0
+    full = vectors.mean(0)
+    variance = ((vectors - full) ** 2).sum() / 1023
+    sizes, corrected = [1, 2, 4, 8, 16, 32, 64, 128, 256], []
+    for size in sizes:
+        batches = draw_batches(np.arange(1024), size, 400, replacement, generator)
+        deviation = root_mean_square([np.linalg.norm(vectors[batch].mean(0) - full) for batch in batches])
+        factor = finite_population_factor(1024, size, replacement)
+        assert deviation == pytest.approx((variance / size * factor) ** 0.5, rel=0.05)
+        corrected.append(deviation / factor**0.5)
+    law = power_law(sizes, corrected)
+    assert law.exponent == pytest.approx(-0.5, abs=0.01)
+    assert law.error < 0.01
+    assert law.scale == pytest.approx(variance**0.5, rel=0.05)
+
+
+def test_a_law_on_paper():
+    law = power_law([1, 4, 16], [8.0, 4.0, 2.0])
+    assert (law.exponent, law.scale) == pytest.approx((-0.5, 8.0))
+    assert power_law([1, 2], [1.0, 0.0]) is None
+
+
+def test_a_heavy_tail_is_told_from_a_normal_one():
+    generator = np.random.default_rng(0)
+    for name, values in (("norm", generator.normal(3, 0.5, 2000)), ("t", 3 + 0.5 * generator.standard_t(2.5, 2000))):
+        found = distribution(values)
+        fits = {fit.name: fit for fit in found.fits}
+        assert found.mean == pytest.approx(values.mean())
+        assert found.median == pytest.approx(np.median(values))
+        if name == "norm":
+            assert abs(found.excess_kurtosis) < 0.3
+            assert fits["norm"].parameters == pytest.approx((values.mean(), values.std()))
+            assert fits["norm"].p_value > 0.05
+            assert fits["norm"].aic < fits["t"].aic + 2.1
+        else:
+            assert found.excess_kurtosis > 3
+            assert fits["norm"].p_value < 1e-3 < 0.05 < fits["t"].p_value
+            assert fits["t"].aic < fits["norm"].aic - 100
+            assert fits["t"].parameters[0] == pytest.approx(2.5, rel=0.2)
+    assert distribution([1.0, 1.0, 1.0]).fits == ()
+    assert distribution([2.0]).mean == 2.0
+
+
+def test_batches_without_replacement_repeat_nothing():
+    generator = np.random.default_rng(0)
+    indices = np.arange(10, 30)
+    batches = draw_batches(indices, 6, None, False, generator)
+    assert len(batches) == 3
+    assert len(set(np.concatenate(batches))) == 18
+    several = draw_batches(indices, 6, 7, False, generator)
+    assert len(several) == 7
+    assert all(len(set(batch)) == 6 and set(batch) <= set(indices) for batch in several)
+    repeated = draw_batches(indices, 15, 40, True, generator)
+    assert any(len(set(batch)) < 15 for batch in repeated)
+    assert np.bincount(np.concatenate(repeated))[10:].min() > 10
+
+
+def test_requests_on_paper():
+    statistics = SampleStatistics(100, 4.0, 40.0, 32.0, 16.0)
+    rows = requests(statistics, 10, {"eta": [0.5, 2.0], "theta": [0.5], "nu": [0.5]})
+    # G2 = 4 - 40/100 = 3.6; plain: 40 / (eta^2 (3.6 + 4)); 32 / (0.25 * 3.6^2); (40 - 32/3.6) / (0.25 * 3.6).
+    assert {(test, value): request for test, value, request in rows} == {
+        ("norm_test", 0.5): 22,
+        ("norm_test", 2.0): 2,
+        ("norm_test, debias", 0.5): 45,
+        ("norm_test, debias", 2.0): 3,
+        ("inner_product_test", 0.5): 10,
+        ("augmented_inner_product_test, orthogonality", 0.5): 35,
+    }
+
+
+# The whole
+
+
+@pytest.fixture(scope="module")
+def analysed(programs, tmp_path_factory, cache_dir):
+    """The script on the final model of a small run, in its own process."""
+    folder = tmp_path_factory.mktemp("analysis")
+    arguments = [
+        *("dataset=python_docs", "data_sample_size=300", "val_size=20", "sequence_length=16", "vocab_size=300"),
+        *("number_of_outer_steps=1", "number_of_inner_steps_between_outers=2", f"cache_dir={cache_dir}"),
+        *(f"log_dir={folder / 'logs'}", "clearml=off", "number_of_initial_trainers=2", "processes=1"),
+        "plot_at_end=false",
+    ]
+    programs.run("run.py", *arguments)
+    (run,) = (folder / "logs").iterdir()
+    script = [
+        "gradient_analysis/gradient_analysis.py",
+        f"model={run}",
+        "sample_size=64",
+        f"output_dir={folder / 'out'}",
+    ]
+    result = programs.run(*script)
+    return run, folder / "out", result.stdout
+
+
+def rows_of(path: Path) -> list[dict]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_script_writes_pictures_tables_and_a_summary(analysed):
+    run, output, printed = analysed
+    summary = json.loads((output / "gradient_analysis.json").read_text())
+    best = json.loads((run / "model_training_report" / "summary.json").read_text())["best_model"]
+    assert summary["model"] == str(run / best)
+    assert (summary["sample"], summary["sampling"]) == (64, "without replacement")
+    for name in ("deviations", "batch_size_law", "layers", "requests"):
+        assert (output / f"{name}.png").stat().st_size > 10_000, name
+    batches = rows_of(output / "batches.csv")
+    deviations = [float(row["deviation"]) for row in batches]
+    assert len(batches) == 8
+    assert summary["deviation"]["mean"] == pytest.approx(np.mean(deviations))
+    # Batches that divide the sample: the mean of their gradients is the full one.
+    norms = np.array([float(row["norm"]) for row in batches])
+    full = summary["full_gradient_norm"]
+    assert np.mean(norms**2) == pytest.approx(full**2 + np.mean(np.square(deviations)), rel=1e-4)
+    cosines = [(d**2 - n**2 - full**2) / (-2 * n * full) for d, n in zip(deviations, norms, strict=True)]
+    assert [float(row["cosine"]) for row in batches] == pytest.approx(cosines, rel=1e-3)
+    examples = rows_of(output / "examples.csv")
+    assert sorted(int(index) for row in batches for index in row["examples"].split()) == [
+        int(row["example"]) for row in examples
+    ]
+    law = rows_of(output / "batch_size_law.csv")
+    assert [int(row["batch_size"]) for row in law] == [1, 2, 4, 8, 16, 32, 64]
+    assert float(law[-1]["deviation"]) < 1e-4 * full
+    for row in law[2:6]:
+        assert float(row["deviation"]) == pytest.approx(float(row["predicted"]), rel=0.35)
+    layers = [float(row["variance"]) for row in rows_of(output / "layers.csv")]
+    assert sum(layers) == pytest.approx(summary["per_example"]["variance"], rel=1e-6)
+    assert len(rows_of(output / "requests.csv")) == 6 * 2 + 4 + 4
+    assert summary["batch_size_law"]["independent_examples"] == -0.5
+    assert "deviation ~ batch ^ -0." in printed
+
+
+def test_bert_and_replacement_work_as_well(tmp_path, cache_dir, monkeypatch):
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **how: path.touch())  # takes seconds
+    write_imdb(tmp_path / "aclImdb", 40, 10)
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"{{dataset: imdb, imdb_local_path: {tmp_path / 'aclImdb'}, model_type: bert, sequence_length: 16, "
+        f"vocab_size: 400, number_of_outer_steps: 1, model_config: {{preset: demo, num_hidden_layers: 1}}}}"
+    )
+    output = analyse(
+        AnalysisConfig(
+            config=str(config),
+            sample_size=20,
+            batch_size=4,
+            batches_per_size=6,
+            replacement=True,
+            output_dir=str(tmp_path / "o"),
+        )
+    )
+    summary = json.loads((output / "gradient_analysis.json").read_text())
+    assert (summary["model"], summary["sampling"]) == ("untrained", "with replacement")
+    assert summary["loss"] == pytest.approx(math.log(2), rel=0.1)
+
+
+def test_the_figures_go_to_clearml(analysed, monkeypatch, tmp_path_factory):
+    _, output, _ = analysed
+    monkeypatch.setenv("CLEARML_CONFIG_FILE", str(tmp_path_factory.getbasetemp() / "none.conf"))
+    gradient_analysis._send(output, "offline")
+    (session,) = (output / "clearml" / "offline").glob("*.zip")
+    names = zipfile.ZipFile(session).namelist()
+    for name in ("deviations", "batch_size_law", "layers", "requests"):
+        assert any(entry.endswith(f"{name}_00000000.png") for entry in names), name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model=/no/such/folder"], "model: no such folder: /no/such/folder"),
+        (["model=tests"], "model: neither a model folder nor a run folder"),
+        (["config=null"], "config: null needs a model that lies in the folder of a run"),
+        (["config=none.yaml"], "none.yaml: cannot read the configuration"),
+        (["sample_size=1000000"], "sample_size: the train part has"),
+        (["sample_size=0"], "sample_size: should be greater than or equal to 2, got 0"),
+        (["sample_size=8", "batch_size=9"], "batch_size: must be at most the 8 examples of the sample, got 9"),
+        (["sample_size=8", "batch_sizes=[4, 16]"], "batch_sizes: must be at most the 8 examples of the sample, got 16"),
+        (["bach_size=8"], "bach_size: Unexpected keyword argument"),
+        (["part=test"], "part: should be 'train' or 'validation', got 'test'"),
+        (["device=tpu", "sample_size=8"], "device: "),
+    ],
+)
+def test_bad_input_is_one_clear_line(overrides, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert gradient_analysis.main([f"output_dir={tmp_path / 'out'}", *overrides]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_training_warns_of_is_said_before_the_data_are_read(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = tmp_path / "config.yaml"
+    config.write_text("distributed_algo: LocalSGD\nouter_momentum: 0.5\nnumber_of_outer_steps: 1\n")
+    asked = [f"config={config}", "device=cuda:7", "sample_size=8", "batch_size=9"]
+    assert gradient_analysis.main([f"output_dir={tmp_path / 'out'}", *asked]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("warning: devices: ['cuda:7'] asked for, but CUDA is not available")
+    assert lines[1].startswith(f"warning: {config}: ")
+    assert lines[-1].startswith("error: batch_size: must be at most the 8 examples")
+
+
+def test_a_foreign_or_damaged_model_is_an_error(analysed, tmp_path):
+    run, _, _ = analysed
+    model = next((run / "model_weights").iterdir())
+    bert = tmp_path / "run" / "model_weights" / "trainer_0"
+    tiny_bert(dtype=torch.float32).save_pretrained(bert)
+    shutil.copy(run / "config.yaml", tmp_path / "run" / "config.yaml")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, bert / name)
+    with pytest.raises(ConfigError, match=r"is a bert model, not llama"):
+        analyse(AnalysisConfig(model=str(bert), sample_size=8, output_dir=str(tmp_path / "o")))
+    other = tmp_path / "other" / "trainer_0"
+    shutil.copytree(model, other)
+    shutil.copy(run / "config.yaml", tmp_path / "other" / "config.yaml")
+    settings = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(settings | {"hidden_size": 32, "head_dim": 8}))
+    with pytest.raises(ConfigError, match=r"model_config\.name: cannot load"):
+        analyse(AnalysisConfig(model=str(other), sample_size=8, output_dir=str(tmp_path / "o")))
+    (other / "config.json").write_text(json.dumps(settings))
+    (other / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(ConfigError, match=r"model_config\.name: cannot load"):
+        analyse(AnalysisConfig(model=str(other), sample_size=8, output_dir=str(tmp_path / "o")))
+
+
+def test_a_run_folder_means_its_best_model_and_its_own_configuration(analysed):
+    run, _, _ = analysed
+    training, model = resolve_model(AnalysisConfig(model=str(run)))
+    assert training.sequence_length == 16
+    assert training.model_config == {"name": str(model), "pretrained": True}
+    one = run / "model_weights" / "trainer_1"
+    assert resolve_model(AnalysisConfig(model=str(one)))[1] == one
+
+
+def test_the_shipped_configuration_is_the_defaults():
+    path = ROOT / "gradient_analysis" / "config_analyze_gradient.yaml"
+    assert parse_analysis_config(path, []) == AnalysisConfig()
+    assert parse_analysis_config(path, ["clearml=off"]).clearml == "off"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        (b"- a", ["model=x"], "must be a mapping"),
+        (b"seed: \xff", [], "not UTF-8"),
+        (b"seed: 1", ["eta=[1"], r"^eta: value is not valid YAML: \[1$"),
+    ],
+)
+def test_an_analysis_config_that_is_none(tmp_path, text, overrides, expected):
+    path = tmp_path / "config.yaml"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=expected):
+        parse_analysis_config(path, overrides)
+
+
+def test_a_run_without_a_final_model_says_so(tmp_path):
+    folder = record_run(tmp_path, number_of_outer_steps=1, number_of_initial_trainers=1)
+    path = folder / "model_training_report" / "summary.json"
+    summary = json.loads(path.read_text())
+    del summary["best_model"]
+    path.write_text(json.dumps(summary))
+    with pytest.raises(ConfigError, match="has no final model; name a folder in it"):
+        resolve_model(AnalysisConfig(model=str(folder)))

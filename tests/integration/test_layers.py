@@ -1,0 +1,138 @@
+"""Imports point one way: run -> cluster -> trainers -> algorithms, and algorithms stays pure (docs of cluster.py)."""
+
+import ast
+import functools
+import inspect
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from algorithms.synchronisation import METHODS
+from utils.config.schema import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ("algorithms", "fabrics", "training_logs", "utils", "trainers", "cluster", "run", "c4", "gradient_analysis")
+
+# What each layer may import of ours, besides itself.
+ALLOWED = {
+    "algorithms": set(),
+    "utils": {"algorithms"},
+    "fabrics": {"algorithms", "utils"},
+    "training_logs": {"algorithms", "fabrics", "utils"},
+    "trainers": {"algorithms", "fabrics", "training_logs", "utils"},
+    "cluster": {"algorithms", "fabrics", "training_logs", "utils", "trainers"},
+    "run": {"fabrics", "utils", "trainers", "cluster", "training_logs"},
+    # Programs of their own, which nothing imports.
+    "c4": {"fabrics", "utils"},
+    "gradient_analysis": {"algorithms", "fabrics", "training_logs", "utils", "cluster"},
+}
+FORBIDDEN_IN_ALGORITHMS = ("torch.distributed", "logging", "os", "yaml", "clearml")
+ALLOWED_IN_ALGORITHMS = {
+    "torch", "math", "bisect", "fractions", "functools", "heapq", "itertools", "numbers", "statistics", "collections",
+    "dataclasses", "typing", "algorithms",
+}  # fmt: skip
+
+
+tree = functools.cache(ast.parse)
+
+
+@functools.cache
+def imports(source: str) -> set[str]:
+    """Every module that a source imports, anywhere in it, dotted; `from a import b` counts as a and a.b."""
+    found = set()
+    for node in ast.walk(tree(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def sources() -> list[tuple[str, Path]]:
+    files = []
+    for layer in OURS:
+        path = ROOT / layer
+        files += (
+            [(layer, file) for file in sorted(path.glob("**/*.py"))]
+            if path.is_dir()
+            else [(layer, path.with_suffix(".py"))]
+        )
+    return files
+
+
+def wrong_arrows(layer: str, source: str) -> set[str]:
+    ours = {module.split(".")[0] for module in imports(source)} & set(OURS)
+    return ours - ALLOWED[layer] - {layer}
+
+
+def impurities(source: str) -> set[str]:
+    found = imports(source)
+    named = {name for name in found for bad in FORBIDDEN_IN_ALGORITHMS if name == bad or name.startswith(bad + ".")}
+    return named | ({name.split(".")[0] for name in found} - ALLOWED_IN_ALGORITHMS)
+
+
+def test_imports_point_one_way():
+    files = sources()
+    assert {layer for layer, _ in files} == set(OURS)
+    found = {str(file): wrong_arrows(layer, file.read_text(encoding="utf-8")) for layer, file in files}
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
+
+
+def test_algorithms_are_pure():
+    files = [file for layer, file in sources() if layer == "algorithms"]
+    assert len(files) > 20
+    found = {str(file): impurities(file.read_text(encoding="utf-8")) for file in files}
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
+
+
+def test_only_three_files_know_how_processes_communicate_and_one_how_models_are_shared_out():
+    sharing = "torch.distributed.fsdp", "torch.distributed.tensor"
+    for _, file in sources():
+        if file.name not in ("processes.py", "reductions.py", "shard_groups.py"):
+            found = {name for name in imports(file.read_text(encoding="utf-8")) if name.startswith("torch.distributed")}
+            if file == ROOT / "fabrics" / "sharding" / "sharded_model.py":
+                found = {name for name in found if not name.startswith(sharing)} - {"torch.distributed"}
+            assert not found, file
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_synchronisation_method_is_one_file(name):
+    file = Path(inspect.getsourcefile(METHODS[name]))
+    assert file.parent == ROOT / "algorithms" / "synchronisation"
+    assert [other for other in METHODS if inspect.getsourcefile(METHODS[other]) == str(file)] == [name]
+
+
+def methods_named(source: str) -> Counter:
+    """The words of the registry of synchronisation methods in a source, comments included."""
+    return Counter(re.findall(rf"\b(?:{'|'.join(METHODS)})\b", source))
+
+
+def test_only_a_synchronisation_methods_own_file_knows_its_name():
+    for layer, file in sources():
+        if layer in ("trainers", "cluster", "fabrics", "utils", "training_logs"):
+            default = {Config().distributed_algo: 1} if file == ROOT / "utils" / "config" / "schema.py" else {}
+            assert methods_named(file.read_text(encoding="utf-8")) == default, file
+
+
+def test_what_is_written_and_what_is_shown_meet_in_the_run_folder_alone():
+    for side, other in (("recording", "showing"), ("showing", "recording")):
+        for file in (ROOT / "training_logs" / side).glob("*.py"):
+            found = imports(file.read_text(encoding="utf-8"))
+            assert not any(name.startswith(f"training_logs.{other}") for name in found), file
+
+
+def test_the_check_sees_a_wrong_arrow_and_an_impurity():
+    assert wrong_arrows("algorithms", "def f():\n    from trainers import Trainer") == {"trainers"}
+    assert wrong_arrows("trainers", "import cluster") == {"cluster"}
+    assert impurities("from torch import distributed") == {"torch.distributed"}
+    assert impurities("import logging") == {"logging"}
+    assert impurities("import numpy as np") == {"numpy"}
+    assert methods_named("if name == 'LocalSGD': ...  # not AdLoCo, not DiLoCo") == {"LocalSGD": 1, "DiLoCo": 1}
+
+
+@pytest.mark.parametrize("command", ["log_processor", "training_monitoring"])
+def test_what_reports_and_draws_beside_a_run_starts_without_pytorch(programs, command):
+    program = f"import sys, training_logs.{command}; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
+    assert programs.run("-c", program, fresh=True).stdout.strip() == "[]"

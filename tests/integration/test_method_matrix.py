@@ -1,0 +1,272 @@
+"""Every registered synchronisation method through resumes, merges, moving nodes and faults; see
+tests/support/matrix.py."""
+
+import contextlib
+import json
+
+import pytest
+import torch
+
+from algorithms.nodes.transfers import total
+from cluster import Cluster
+from fabrics.training.method_config import check_method
+from fabrics.training.worker import COPY, ERROR, Node
+from tests.support import matrix, matrix_killed
+from tests.support.helpers import CPU, Recorder, train
+from trainers import Trainer
+from utils.config.schema import ConfigError
+from utils.distributed.reductions import LocalWorkers
+
+every_method = pytest.mark.parametrize("name", matrix.NAMES)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _ready():
+    with matrix.ready():
+        yield
+
+
+def nodes(count: int) -> tuple[Node, ...]:
+    return tuple(Node(index, CPU, 64) for index in range(count))
+
+
+def tensors_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {
+        f"{group} {name}": tensor.clone() for group, own in trainer.tensors().items() for name, tensor in own.items()
+    }
+
+
+def all_finite(trainer: Trainer) -> bool:
+    return all(torch.isfinite(tensor).all() for tensor in tensors_of(trainer).values())
+
+
+def assert_begins_anew(trainer: Trainer, worker: int, like: int) -> None:
+    """A worker has the shared parameters, another one's moments and nothing else."""
+    fresh, method = trainer.workers[worker], trainer.workforce.method
+    for name, moment in fresh.moments.items():
+        assert torch.equal(moment, trainer.workers[like].moments[name])
+    for name in fresh.state.keys() - {COPY}:
+        assert not fresh.state[name].any()
+    assert set(fresh.state) - {ERROR} == {*method.worker_state, *([COPY] if method.own_copy != "nothing" else [])}
+    assert method.own_copy == "nothing" or torch.equal(fresh.state[COPY], trainer.parameters)
+
+
+# Runs
+
+
+@every_method
+def test_a_run_that_is_killed_and_resumed_from_its_files_has_the_bits_of_an_uninterrupted_one(name, programs, tmp_path):
+    """Twice, in the middle of a round: with two trainers that merge later, and with one, of which a worker is lost."""
+    stopped, final = matrix.alone(name)["states"].values()
+    matrix.assert_same_state(matrix_killed.resumed(programs, "merging", name, tmp_path), final)
+    assert not torch.equal(stopped["tensors"]["trainer_0 parameters"], final["tensors"]["trainer_0 parameters"])
+
+
+def test_runs_are_stopped_while_something_is_under_way():
+    late, ring = (matrix.alone(name)["states"]["stopped"] for name in ("Late", "Ring"))
+    assert late["tensors"]["trainer_0 under_way"].any()
+    assert json.loads(late["values"])["trainers"]["0"]["synchronisation"] == {"under_way": 2}
+    assert json.loads(ring["values"])["trainers"]["0"]["stale"]
+
+
+def test_copies_count_as_they_did_in_the_round_that_made_them():
+    """Not as they will in the next, whose batch and so shares are others: what was evaluated is what is written."""
+    config = matrix.config_of(
+        "FDA", synchronisation={"threshold": 1e9}, node_speeds=[1, 0.3], nodes_per_gpu=2, balance="batch",
+        sampling_method="none", INITIAL_BATCH_SIZE=4, max_batch_size=64, batch_schedule=[[0.4, 40]],
+        number_of_initial_trainers=1, number_of_outer_steps=4, eval_every=1,
+    )  # fmt: skip
+    shares, found = [], []
+
+    class Looking(Recorder):
+        def on_round(self, cluster, result):
+            super().on_round(cluster, result)
+            shares.append(cluster.trainers[0].shares.examples_each(1))
+            other = Cluster(config, matrix.data())
+            matrix.resume(other, matrix.state_of(cluster))
+            found.extend(each.evaluate()[0].loss for each in (cluster, other))
+
+    recorder = Looking()
+    Cluster(config, matrix.data()).train(recorder)
+    assert shares[0][0] * shares[-1][1] != shares[0][1] * shares[-1][0]
+    assert found == [result.evaluations[0].loss for result in recorder.rounds for _ in range(2)]
+
+
+@every_method
+def test_four_trainers_become_one_whose_batch_grows(name):
+    found = matrix.alone(name)
+    assert found["workers"] == [1] * 4 + [2] * 2 + [4] * 3
+    assert found["requests"][0] < found["requests"][-1]
+    assert found["left_out"] == 1
+    assert all(torch.isfinite(tensor).all() for tensor in found["states"]["final"]["tensors"].values())
+    assert all(events == [] for events in found["events"][:4])
+    assert all(event[0] for events in found["events"][4:] for event in events)
+
+
+@every_method
+def test_a_trainer_that_absorbs_another_goes_on_from_the_weighted_average_alone(name):
+    first, second = matrix.trainer_of(name, workers=2), matrix.trainer_of(name, workers=2)
+    second.id = 1
+    for trainer in (first, second):
+        train(trainer, 1, matrix.INNER_STEPS)
+        trainer.refresh()
+    expected = 0.25 * first.parameters + 0.75 * second.parameters
+    state = first.workforce.method.trainer_state
+    kept = {key: 0.25 * first.shared[key] + 0.75 * second.shared[key] for key in state}
+    first.absorb([second], {0: 0.25, 1: 0.75})
+    torch.testing.assert_close(first.parameters, expected)
+    for key, tensor in kept.items():
+        torch.testing.assert_close(first.shared[key], tensor)
+    for worker in first.workers.values():
+        assert COPY not in worker.state or torch.equal(worker.state[COPY], first.parameters)
+    train(first, 1, matrix.INNER_STEPS)
+    assert all_finite(first)
+
+
+@every_method
+def test_workers_that_join_have_the_shared_parameters_and_cost_what_they_get(name):
+    trainer = matrix.trainer_of(name, workers=2)
+    train(trainer, 2, matrix.INNER_STEPS)
+    stale, workforce = trainer.state_dict()["stale"], trainer.workforce
+    before = [worker.state_dict() for worker in trainer.workers.values()]
+    before = [{key: tensor.clone() for key, tensor in state.items()} for state in before]
+    arrived = trainer.assign_nodes(nodes(4))
+    for worker in (2, 3):
+        assert_begins_anew(trainer, worker, like=0)
+    for worker, state in enumerate(before):
+        for key, tensor in trainer.workers[worker].state_dict().items():
+            assert torch.equal(tensor, state[key])
+    model = workforce.parameter_bytes
+    # Of two workers' copies the mean, of which each sends the other half, and gets it back.
+    refreshed = 2 * model if stale else 0
+    step_count = 4 if trainer.workers[0].moments.keys() >= {"step"} else 0
+    moments = len(trainer.workers[0].moments.keys() - {"step"}) * model + step_count
+    shared = sum(model if len(tensor.shape) else 4 for tensor in trainer.shared.values())
+    assert total(arrived) == refreshed + 2 * (shared + moments)
+    train(trainer, 1, matrix.INNER_STEPS)
+    trainer.assign_nodes(nodes(1))
+    train(trainer, 1, matrix.INNER_STEPS)
+    assert all_finite(trainer)
+
+
+@every_method
+def test_the_loss_falls(name):
+    first, *_, last = train(matrix.trainer_of(name, workers=2), 4, matrix.INNER_STEPS)
+    assert last.train_loss < 0.97 * first.train_loss
+
+
+@every_method
+def test_one_worker_sends_nothing(name):
+    config = matrix.config_of(name)
+    try:
+        check_method(config, 1)
+    except ConfigError:
+        return
+    trainer = matrix.trainer_of(name, workers=1)
+    before = trainer.parameters.clone()
+    for report in train(trainer, 3, matrix.INNER_STEPS):
+        assert (report.events, report.communications, report.bytes_synchronised) == ((), 0, 0)
+    assert trainer._settle() == []
+    assert all_finite(trainer)
+    assert not torch.equal(trainer.parameters, before)
+
+
+# Faults
+
+
+@pytest.fixture
+def losing():
+    """A function that makes workers fail in the second inner step: from (round, worker) to whether, and how."""
+    with contextlib.ExitStack() as stack:
+        yield lambda lost, how: stack.enter_context(
+            matrix.losing(lambda place: lost(place.round, place.worker), how == "its node fails")
+        )
+
+
+@pytest.mark.parametrize("how", ["its node fails", "it diverges"])
+@every_method
+def test_a_worker_that_is_lost_begins_anew_and_the_others_keep_their_state(name, how, losing):
+    losing(lambda number, worker: (number, worker) == (1, 0), how)
+    trainer = matrix.trainer_of(name)
+    first, second = train(trainer, 2, matrix.INNER_STEPS)
+    assert (first.left_out, second.left_out) == (0, 1)
+    kept = {w: {key: t.clone() for key, t in trainer.workers[w].state_dict().items()} for w in (1, 2)}
+    trainer.assign_nodes(trainer.nodes)
+    assert_begins_anew(trainer, 0, like=1)
+    for worker, state in kept.items():
+        for key, tensor in trainer.workers[worker].state_dict().items():
+            assert torch.equal(tensor, state[key])
+    before = trainer.parameters.clone()
+    (third,) = train(trainer, 1, matrix.INNER_STEPS)
+    assert third.left_out == 0
+    trainer.refresh()
+    assert all_finite(trainer)
+    assert not torch.equal(trainer.parameters, before)
+
+
+@every_method
+def test_with_all_workers_lost_the_parameters_stay_finite_and_training_goes_on(name, losing):
+    losing(lambda number, worker: number == 1, "it diverges")
+    trainer = matrix.trainer_of(name)
+    reports = train(trainer, 2, matrix.INNER_STEPS)
+    assert [report.left_out for report in reports] == [0, 3]
+    trainer.refresh()
+    before = trainer.parameters.clone()
+    trainer.assign_nodes(trainer.nodes)
+    assert torch.equal(trainer.parameters, before)
+    assert all_finite(trainer)
+    for report in train(trainer, 2, matrix.INNER_STEPS):
+        assert report.left_out == 0
+    trainer.refresh()
+    assert all_finite(trainer)
+    assert not torch.equal(trainer.parameters, before)
+
+
+@pytest.mark.parametrize("name", [name for name, method in matrix.METHODS.items() if method.exchanges_gradients])
+def test_steps_before_all_diverged_stay_where_every_step_is_an_exchange(name, losing):
+    """In the second round all diverge in the second inner step: as if that round had one."""
+    losing(lambda number, worker: number == 1, "it diverges")
+    trainer, short = matrix.trainer_of(name), matrix.trainer_of(name)
+    train(trainer, 2, matrix.INNER_STEPS)
+    train(short, 1, matrix.INNER_STEPS)
+    train(short, 1, 1)
+    assert torch.equal(trainer.parameters, short.parameters)
+
+
+@every_method
+def test_a_run_resumed_after_workers_were_lost_has_the_bits_of_an_uninterrupted_one(name, losing):
+    """After one was lost, and all in the round after that."""
+    losing(lambda number, worker: number == 2 or (number, worker) == (1, 1), "it diverges")
+    trainer, again = matrix.trainer_of(name), matrix.trainer_of(name)
+    assert [report.left_out for report in train(trainer, 3, matrix.INNER_STEPS)] == [0, 1, 3]
+    state, tensors = json.loads(json.dumps(trainer.state_dict())), tensors_of(trainer)
+    again.load_state_dict(state, lambda group, key: tensors[f"{group} {key}"])
+    for each in (trainer, again):
+        train(each, 1, matrix.INNER_STEPS)
+    expected = tensors_of(trainer)
+    for key, tensor in tensors_of(again).items():
+        assert torch.equal(tensor, expected[key]), key
+
+
+@every_method
+def test_workers_that_join_at_a_resume_begin_as_those_that_join_on_the_way(name):
+    trainer, again = matrix.trainer_of(name, workers=2), matrix.trainer_of(name, workers=4)
+    train(trainer, 2, matrix.INNER_STEPS)
+    state, tensors = json.loads(json.dumps(trainer.state_dict())), tensors_of(trainer)
+    again.load_state_dict(state, lambda group, key: tensors[f"{group} {key}"])
+    trainer.assign_nodes(nodes(4))
+    expected = tensors_of(trainer)
+    for key, tensor in tensors_of(again).items():
+        assert torch.equal(tensor, expected[key]), key
+
+
+# What is delivered
+
+
+@pytest.mark.parametrize(("takers", "absent"), matrix.DELIVERIES)
+def test_one_process_has_what_everybody_gave(takers, absent):
+    workers = LocalWorkers(4)
+    came = workers.deliver(matrix.messages(workers.local_workers, absent), 3, takers, CPU)
+    assert {worker: message.tolist() for worker, message in came.items()} == {
+        worker: [worker, 10 * worker, 100] for worker in range(4) if worker not in absent
+    }

@@ -1,0 +1,499 @@
+"""Plugins: the words that they add, what is said of those that fail, what a run remembers of them; and the examples."""
+
+import dataclasses
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from algorithms.batch.calc_batch import BATCH_TESTS, BatchTestParameters
+from algorithms.batch.gradient_statistics import GradientStatistics
+from algorithms.nodes.policies import MERGE_POLICIES
+from algorithms.registry import Registry
+from algorithms.synchronisation import METHODS
+from algorithms.synchronisation.method import Outer, check_names
+from benchmarks.compare.run_id import run_id
+from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.data.dataset_loader import load_data
+from fabrics.models.model_family import ModelFamily
+from fabrics.models.registry import MODELS, build_model, reinitialise_output_layer, save_model
+from fabrics.planning.plan import Asked, make_plan
+from gradient_analysis.gradient_analysis import AnalysisConfig, resolve_model
+from tests.support.helpers import make_config, tiny_data, warnings_of
+from tests.support.threads import together
+from tests.unit.test_agreement import refusals
+from training_logs.recording.provenance import Code, Invocations, Origin
+from utils.config import plugins
+from utils.config.plugins import Plugin, import_plugins
+from utils.config.reading import dump_config, load_config, parse_config
+from utils.config.resume import resumed_config
+from utils.config.schema import ConfigError
+from utils.distributed import collective_checks
+from utils.distributed.collective_checks import agree_on_config
+
+ROOT = Path(__file__).resolve().parents[2]
+POLICY = """\
+from algorithms.nodes.policies import MERGE_POLICIES, worst_with_worst
+
+MERGE_POLICIES["all_together"] = lambda requests, count: worst_with_worst(requests, len(requests))
+"""
+BATCH_TEST = """\
+from algorithms.batch.calc_batch import BATCH_TESTS
+
+
+def doubled(statistics, parameters, batch):
+    return 2 * batch
+
+
+BATCH_TESTS["doubled"] = doubled
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """A function that writes a file to the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def written(text: str, name: str = "mine.py") -> str:
+        (tmp_path / name).write_text(text)
+        return name
+
+    return written
+
+
+def parsed(*plugins: str, **values):
+    return parse_config({"max_tokens": 1, "plugins": list(plugins)} | values, (), CHOICES, CHECKS)[0]
+
+
+def problems(*plugins: str, **values) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        parsed(*plugins, **values)
+    return error.value.problems
+
+
+# Words
+
+
+def test_the_words_of_a_plugin_are_known_where_it_is_named_and_only_there(write):
+    words = {"merging_policy": "all_together", "sampling_method": "doubled"}
+    assert problems(**words) == [
+        "sampling_method: must be one of norm_test, inner_product_test, augmented_inner_product_test, none, "
+        "got 'doubled'",
+        "merging_policy: must be one of worst_with_worst, best_with_worst, got 'all_together'",
+    ]
+    parsed(write(POLICY), write(BATCH_TEST, "test.py"), **words)
+    assert MERGE_POLICIES["all_together"]({0: 1, 1: 2, 2: 1}, 2).weights == {0: 0.25, 1: 0.5, 2: 0.25}
+    assert problems(merging_policy="al_together") == [
+        "merging_policy: must be one of worst_with_worst, best_with_worst, all_together, got 'al_together'; "
+        "did you mean all_together?"
+    ]
+
+
+def test_plugins_are_read_from_the_working_directory_and_kept_with_their_whole_path(write, tmp_path, monkeypatch):
+    config = parsed(write(POLICY), merging_policy="all_together")
+    assert config.plugins == [str(tmp_path / "mine.py")]
+    (tmp_path / "kept.yaml").write_text(dump_config(config))
+    monkeypatch.chdir("/")
+    assert load_config(tmp_path / "kept.yaml", (), CHOICES, CHECKS)[0] == config
+
+
+def test_a_file_is_imported_once_whatever_it_is_called(write, tmp_path):
+    name = write("import sys\nsys.imports = getattr(sys, 'imports', 0) + 1\n")
+    (tmp_path / "link.py").symlink_to(name)
+    try:
+        for _ in range(2):
+            parsed(name, f"./{name}", str(tmp_path / name), "link.py")
+        assert sys.imports == 1
+    finally:
+        del sys.imports
+    assert not list(tmp_path.glob("__pycache__"))
+
+
+def test_nothing_is_imported_where_words_are_not_checked(write):
+    assert parse_config({"max_tokens": 1, "plugins": [write("1 / 0\n")]})[0].plugins
+
+
+def test_a_word_that_is_there_keeps_its_meaning():
+    registry = Registry({"a": 1})
+    for add in (
+        lambda: registry.__setitem__("a", 2),
+        lambda: registry.update(b=3, a=2),
+        lambda: registry.__ior__({"a": 2}),
+    ):
+        with pytest.raises(ValueError, match="'a' is registered already"):
+            add()
+    assert registry == {"a": 1, "b": 3}
+
+
+_METHOD = """from algorithms.synchronisation import METHODS
+from algorithms.synchronisation.method import Method
+
+
+class Mine(Method):
+    {}
+
+
+METHODS["Mine"] = Mine
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ('worker_state = ("copy",)', "worker_state has 'copy'"),
+        ('worker_state = ("sent", "error")', "worker_state has 'error'"),
+        ('worker_state = ("exp_avg",)', "worker_state has 'exp_avg'"),
+        ('trainer_state = ("velocity", "parameters")', "trainer_state has 'parameters'"),
+        ('trainer_state, exchanges_gradients = ("step",), True', "trainer_state has 'step'"),
+    ],
+)
+def test_a_method_whose_state_has_the_name_of_something_else_is_refused_where_it_is_registered(write, body, problem):
+    (line,) = problems(write(_METHOD.format(body)), distributed_algo="Mine")
+    expected = f"mine.py, line 9: ValueError: Mine: {problem}, which is kept anyway: give it another name"
+    assert line == f"plugins: {expected}"
+    assert "Mine" not in METHODS
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("DiLoCo", {"trainer_state": ("exp_avg",)}), ("DeMo", {}), ("Synchronous", {"worker_state": ("step",)})],
+)
+def test_names_that_nothing_else_has_there_are_a_methods_own(name, values):
+    check_names("Mine", type("Mine", (METHODS[name],), values))
+
+
+def test_what_plugins_may_add_to_are_registries():
+    assert {key for key, words in CHOICES.items() if isinstance(words, Registry)} >= {
+        *("dataset", "model_type", "sampling_method", "merging_policy", "switch_mode", "communication_dtype"),
+    }
+
+
+# Files that fail
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("x = 1\n\nundefined\n", "mine.py, line 3: NameError: name 'undefined' is not defined"),
+        ("def f():\n    raise ValueError('two\\nlines')\n\nf()\n", "mine.py, line 2: ValueError: two lines"),
+        ("import json\n\njson.loads('{')\n", "mine.py, line 3: JSONDecodeError: Expecting property name enclosed in"),
+        ("x = (\n", "mine.py, line 1: SyntaxError: '(' was never closed"),
+        ("import no_such_module\n", "mine.py, line 1: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("import sys\nsys.exit(3)\n", "mine.py, line 2: SystemExit: 3"),
+        (
+            "from algorithms.nodes.policies import MERGE_POLICIES\nMERGE_POLICIES['worst_with_worst'] = None\n",
+            "mine.py, line 2: ValueError: 'worst_with_worst' is registered already",
+        ),
+    ],
+)
+def test_a_plugin_that_fails_is_one_line_with_file_and_line(write, text, problem):
+    (line,) = problems(write(text), merging_policy="of the plugin")
+    assert line.startswith(f"plugins: {problem}")
+
+
+def test_files_that_are_not_there_are_named_with_their_whole_path(write, tmp_path):
+    assert problems("none.py", write("1 / 0\n")) == [
+        f"plugins: cannot read {tmp_path}/none.py: No such file or directory",
+        "plugins: mine.py, line 1: ZeroDivisionError: division by zero",
+    ]
+
+
+def test_a_plugin_that_has_failed_fails_again_for_the_same_reason(write):
+    name = write(POLICY + "1 / 0\n")
+    first = problems(name)
+    assert problems(name) == first == ["plugins: mine.py, line 4: ZeroDivisionError: division by zero"]
+
+
+# Runs
+
+
+def test_all_processes_must_have_the_same_plugins(write, monkeypatch):
+    config = make_config(plugins=[write(POLICY)])
+    (plugin,) = import_plugins(config.plugins)
+    together(2, lambda process: agree_on_config(process, config))
+
+    def agreed(process):
+        monkeypatch.setattr(collective_checks, "import_plugins", lambda paths: [found[len(asked)], asked.append(0)][:1])
+        agree_on_config(process, config)
+
+    found, asked = [plugin, Plugin("/elsewhere/mine.py", "f" * 64)], []
+    assert sorted(refusals(2, agreed))[0].startswith(
+        "the processes have different configurations: plugins[0], mine.py: '"
+    )
+
+
+def test_a_run_is_known_by_what_its_plugins_say(write):
+    def identity(text: str, name: str) -> str:
+        return run_id(parsed(write(text, name)))
+
+    assert identity("x = 1\n", "a.py") == identity("x = 1\n", "b.py") != identity("x = 2\n", "c.py")
+    assert identity("x = 1\n", "a.py") != run_id(parsed())
+
+
+SMALL = [
+    "processes=1", "number_of_outer_steps=3", "number_of_inner_steps_between_outers=2", "clearml=off",
+    "plot_at_end=false", "save_weights_every=1",
+]  # fmt: skip
+
+
+def run(programs, folder: Path, *arguments: str, status: int = 0):
+    """run.py in a folder, on the digits of examples/own_model.py, with a batch test from mine.py there."""
+    return programs.run(ROOT / "run.py", *arguments, status=status, cwd=folder)
+
+
+def begin(programs, folder: Path, *more: str, status: int = 0):
+    named = f"plugins=[mine.py, {ROOT}/examples/own_model.py]"
+    words = ["--config", f"{ROOT}/examples/own_model.yaml", *SMALL, named, "sampling_method=doubled"]
+    return run(programs, folder, *words, *more, status=status)
+
+
+def test_a_run_of_two_processes_has_its_plugins_and_is_resumed_elsewhere(programs, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    mine = tmp_path / "mine.py"
+    mine.write_text(BATCH_TEST)
+    begin(programs, tmp_path, "processes=2")
+    (folder,) = (tmp_path / "logs").iterdir()
+
+    def invocations():
+        return json.loads((folder / "model_training_report" / "summary.json").read_text())["invocations"]
+
+    (begun,) = invocations()
+    assert [Path(plugin["path"]) for plugin in begun["plugins"]] == [mine, ROOT / "examples" / "own_model.py"]
+    assert begun["processes"] == 2
+
+    mine.write_text(BATCH_TEST + "# changed\n")
+    run(programs, tmp_path / "elsewhere", "--resume", folder, "number_of_outer_steps=4", "processes=1")
+    before, now = (entry["plugins"][0]["sha256"][:16] for entry in invocations())
+    assert before != now
+    assert warnings_of(folder) == [
+        f"plugins: mine.py has changed since the run was last started: SHA-256 {before} then, {now} now"
+    ]
+
+
+def test_a_plugin_that_has_not_changed_is_no_warning(tmp_path):
+    def changed(*plugins: Plugin) -> list[str]:
+        origin = Origin("python run.py", "", Code("unknown", None), [], plugins)
+        invocations = Invocations(tmp_path, tmp_path / "summary.json", origin)
+        warnings = invocations.changed_plugins()
+        invocations.begin(1)
+        (tmp_path / "summary.json").write_text(json.dumps({"invocations": invocations.entries}))
+        return warnings
+
+    one, other = Plugin("/a/one.py", "1" * 64), Plugin("/a/other.py", "2" * 64)
+    assert changed(one) == []
+    assert changed(Plugin("/moved/one.py", "1" * 64)) == []
+    assert changed(one, other) == [
+        "plugins: other.py has changed since the run was last started: SHA-256 none then, 2222222222222222 now"
+    ]
+
+
+def test_no_plugin_is_imported_for_a_configuration_that_is_wrong(write, tmp_path):
+    name = write("open('imported', 'w').close()")
+    assert problems(name, ETA=-1) == ["ETA: should be greater than 0, got -1"]
+    assert not (tmp_path / "imported").exists()
+    parsed(name, ETA=1)
+    assert (tmp_path / "imported").exists()
+
+
+@pytest.mark.parametrize("place", ["logs/run", "logs", ""])
+def test_code_that_came_with_a_run_folder_is_imported_on_request_only(tmp_path, monkeypatch, place):
+    """In it, beside it, or somewhere that it names from where somebody may be."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "logs" / "run"
+    folder.mkdir(parents=True)
+    file = tmp_path / place / "theirs.py" if place else Path("theirs.py")
+    file.write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()")
+    (folder / "config.yaml").write_text(f"{{plugins: [{file}], max_tokens: 1}}")
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    said = f"plugins: {file} came with {folder}: to run that code, name it on the command line, plugins=[{file}]"
+    for refused in (
+        lambda: resumed_config(folder, ["max_tokens=2"], True, CHOICES),
+        lambda: resolve_model(AnalysisConfig(config=None, model=str(folder / "model"))),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            refused()
+        assert not (tmp_path / "imported").exists()
+    resumed_config(folder, [f"plugins=[{file}]"], False, CHOICES)
+    assert (tmp_path / "imported").exists()
+
+
+def test_a_plugin_that_has_moved_is_named_anew(write, tmp_path):
+    folder = tmp_path / "logs" / "run"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(dump_config(parsed(write(POLICY), merging_policy="all_together")))
+    Path("mine.py").rename("moved.py")
+    plugins._tried.clear()  # as in another process
+    MERGE_POLICIES.pop("all_together")
+    with pytest.raises(ConfigError, match=f"plugins: cannot read {tmp_path}/mine.py"):
+        resumed_config(folder, (), False, CHOICES)
+    config, warnings = resumed_config(folder, ["plugins=[moved.py]"], False, CHOICES)
+    assert (config.plugins, config.merging_policy, warnings) == ([f"{tmp_path}/moved.py"], "all_together", [])
+
+
+def test_a_plugin_that_fails_ends_all_processes_before_work(programs, tmp_path):
+    (tmp_path / "mine.py").write_text(BATCH_TEST.replace("BATCH_TESTS[", "BATCH_TEST["))
+    result = begin(programs, tmp_path, "processes=2", status=2)
+    named = "name 'BATCH_TEST' is not defined. Did you mean: 'BATCH_TESTS'?"
+    assert result.stderr in (
+        f"error: plugins: mine.py, line 8: NameError: {named}\n",
+        f"error: plugins: mine.py, line 8: NameError: {named.partition('.')[0]}\n",
+    )
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_plugin_that_fails_later_is_in_the_error(programs, tmp_path):
+    (tmp_path / "mine.py").write_text(BATCH_TEST.replace("2 * batch", "batch / 0"))
+    result = begin(programs, tmp_path, status=1)
+    assert f'File "{tmp_path}/mine.py", line 5, in doubled\n    return batch / 0\n' in result.stdout + result.stderr
+
+
+# Models that are any nn.Module
+
+
+@pytest.fixture
+def digits():
+    """A configuration of examples/own_model.py; its words are known."""
+    return load_config(ROOT / "examples" / "own_model.yaml", [f"plugins=[{ROOT}/examples/own_model.py]"], CHOICES)[0]
+
+
+def build(config, seed: int = 0, **settings) -> nn.Module:
+    names = [str(digit) for digit in range(10)]
+    return build_model(config.model_type, config.model_config | settings, None, 128, seed, names)
+
+
+def test_a_module_is_saved_with_its_architecture_and_loads_again(digits, tmp_path):
+    module = build(digits, hidden_size=12)
+    save_model(module, None, tmp_path / "model")
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
+    again = build_model(
+        digits.model_type, {"name": str(tmp_path / "model"), "pretrained": True}, None, 128, 1, "0123456789"
+    )
+    pixels = torch.rand(3, 64)
+    assert torch.equal(again(pixels), module(pixels))
+    assert not torch.equal(build(digits, 1, hidden_size=12)(pixels), module(pixels))
+    with pytest.raises(ConfigError, match=r"model_config\.name: cannot load .*size mismatch"):
+        build(digits, name=str(tmp_path / "model"), pretrained=True, hidden_size=13)
+    with pytest.raises(ConfigError, match=r"model_config\.name: cannot load 'none'"):
+        build(digits, name="none", pretrained=True)
+
+
+def test_the_settings_of_a_plain_module_are_those_of_its_presets(digits):
+    family = MODELS[digits.model_type]
+    assert family.problems({"preset": "demo", "hidden_size": 5}) == []
+    assert family.problems({"preset": "large", "hiden_size": 5, "hidden_size": 0, "pretrained": True}) == [
+        "model_config.name: pretrained: true needs the name of a hub model or a local folder",
+        "model_config.preset: must be one of demo, got 'large'",
+        "model_config.hiden_size: not an architecture value of this model; did you mean hidden_size?",
+        "model_config.hidden_size: must be a positive integer, got 0",
+    ]
+
+
+def test_a_plan_of_a_plain_module_knows_its_classes_and_its_vocabulary(digits, monkeypatch):
+    config = dataclasses.replace(digits, number_of_training_epochs=None, number_of_outer_steps=2)
+    assert make_plan(config, Asked()).parameters == sum(parameter.numel() for parameter in build(config).parameters())
+
+    class Words(nn.Module):
+        def __init__(self, settings, demands):
+            super().__init__()
+            self.embedding = nn.Embedding(len(demands.tokenizer), 4)
+
+        def forward(self, input_ids):
+            return self.embedding(input_ids) @ self.embedding.weight.T
+
+    monkeypatch.setitem(MODELS, "words", ModelFamily("causal_lm", Words))
+    values = {"model_type": "words", "model_config": {}, "vocab_size": 400, "sampling_method": "none"}
+    plan = make_plan(make_config(**values), Asked())
+    assert plan.parameters == 1600
+    assert any("taken to have 400 tokens" in line for line in plan.unknown)
+
+
+def test_the_output_layer_of_a_plain_module_is_drawn_anew(digits):
+    module = build(digits)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    reinitialise_output_layer(digits.model_type, module, 7)
+    changed = {name for name, tensor in module.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {"head.weight", "head.bias"}
+
+
+def test_a_model_for_text_needs_a_tokenizer():
+    with pytest.raises(ConfigError, match="model_type: this model reads text, and the dataset has no tokenizer"):
+        build_model("bert", {"preset": "demo"}, None, 9, 0)
+    assert build_model("bert", {"preset": "demo"}, tiny_data().tokenizer, 9, 0)
+
+
+# The examples
+
+
+def test_the_digits_are_split_alike_for_every_seed(digits):
+    data = load_data(digits)
+    assert (len(data.train), len(data.validation), data.train.tokens(range(5))) == (1437, 360, 5)
+    images = np.concatenate(
+        [part.batch(range(len(part)), torch.device("cpu"))["pixels"].numpy() for part in (data.train, data.validation)]
+    )
+    assert len(np.unique(images, axis=0)) == 1797
+
+
+def test_a_network_of_ones_own_learns_the_digits(programs, tmp_path):
+    places = [f"log_dir={tmp_path}", "clearml=off", "plot_at_end=false", "processes=1", "number_of_training_epochs=4"]
+    programs.run("run.py", "--config", "examples/own_model.yaml", *places)
+    (folder,) = tmp_path.iterdir()
+    summary = json.loads((folder / "model_training_report" / "summary.json").read_text())
+    assert (summary["metric"], summary["initial_trainers"], summary["final_trainers"]) == ("accuracy", 2, 1)
+    assert len(summary["final_classes"]) == 10
+    assert summary["initial_metric"] < 0.2
+    assert summary["final_metric"] > 0.85
+    places = [f"output_dir={tmp_path}/analysis", "sample_size=32", "batch_size=4", "batches_per_size=4"]
+    programs.run("gradient_analysis/gradient_analysis.py", f"model={folder}", *places)
+    analysis = json.loads(next((tmp_path / "analysis").glob("*.json")).read_text())
+    assert (analysis["parameters"], analysis["sample"]) == (summary["parameters"], 32)
+
+
+def test_the_notebook_runs(programs, tmp_path, cache_dir):
+    assert len((ROOT / "examples" / "notebook.py").read_text().splitlines()) <= 60
+    less = ["max_tokens=6000", "data_sample_size=100", "number_of_inner_steps_between_outers=1", "merge_frequency=1"]
+    result = programs.run("examples/notebook.py", *less, f"log_dir={tmp_path}", f"cache_dir={cache_dir}")
+    assert "tokens:     [" in result.stdout
+    assert "perplexity: [" in result.stdout
+
+
+def test_gradient_diversity_on_paper():
+    assert len((ROOT / "examples" / "own_batch_test.py").read_text().splitlines()) <= 30
+    parsed(str(ROOT / "examples" / "own_batch_test.py"), sampling_method="gradient_diversity")
+    test, settings = BATCH_TESTS["gradient_diversity"], BatchTestParameters(eta=1.0, theta=1.0, nu=1.0)
+    # Gradients (3, 0) and (1, 2): the mean is (2, 1), V = 4 and ||G||^2 = 5 - 4 / 2, so that B = 1 + 4 / 3.
+    assert test(GradientStatistics(2, squared_norm=3.0, variance=4.0), settings, 2) == 3
+    assert test(GradientStatistics(2, squared_norm=0.0, variance=4.0), settings, 2) is None
+    # Two standard errors below 4 the variance is 2.
+    unsure = GradientStatistics(2, squared_norm=3.0, variance=4.0, variance_error=1.0)
+    assert test(unsure, BatchTestParameters(1.0, 1.0, 1.0, confidence=2.0), 2) == 2
+
+
+def test_an_outer_step_as_long_as_workers_agree_on_paper():
+    file = ROOT / "examples" / "own_method.py"
+    assert len(file.read_text().splitlines()) <= 40
+    config = parsed(str(file), distributed_algo="Agreement", synchronisation={"floor": 0.05})
+    method = METHODS["Agreement"](METHODS["Agreement"].Settings(0.05), Outer(1.0, 0.0), ())
+    members = [SimpleNamespace(parameters=torch.tensor(own), here=lambda x: x) for own in ([1.0, 0.0], [0.0, 1.0])]
+    shared = {"parameters": torch.zeros(2)}
+
+    def mean(give, like, kind):
+        return (give(members[0]) + give(members[1])) / 2
+
+    group = SimpleNamespace(shared=shared, mean=mean, mean_difference=lambda: torch.tensor([-0.5, -0.5]))
+    group.members = lambda: members
+    method.exchange(group)
+    # Two differences of length 1 at right angles: their mean is 1/sqrt(2) as long, and that share of it is gone.
+    expected = torch.full((2,), 0.5 / 2**0.5)
+    torch.testing.assert_close(shared["parameters"], expected)
+    for member in members:
+        torch.testing.assert_close(member.parameters, expected)
+    assert config.distributed_algo == "Agreement"
+    with pytest.raises(ConfigError, match=r"synchronisation\.floor: must be from 0 to 1, got 2\.0"):
+        parsed(str(file), distributed_algo="Agreement", synchronisation={"floor": 2.0})

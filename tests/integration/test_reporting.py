@@ -1,0 +1,499 @@
+"""What a run leaves to look at: plots, report, comparison, step losses, memory; each against the CSVs."""
+
+import csv
+import dataclasses
+import json
+import re
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fabrics.models.continuations import Continuation
+from tests.support.helpers import tiny_cluster
+from training_logs import training_monitoring
+from training_logs.recording import recorder as recording
+from training_logs.recording.memory_monitor import MemoryMonitor
+from training_logs.recording.provenance import Code, Origin, machine, machines
+from training_logs.recording.recorder import RunRecorder
+from training_logs.recording.run_folder import make_run_folder, start_logging
+from training_logs.recording.step_loss_logger import StepLossLogger, _RunningLine
+from training_logs.showing import plots
+from training_logs.showing.comparison import best_per_round, differences, draw_comparison
+from training_logs.showing.number_log import Rows
+from training_logs.showing.plots import PLOTS, accumulation_threshold, draw
+from training_logs.showing.report import headline, run_body, table
+from training_logs.showing.run_data import RunFolderError, read_run
+from training_logs.showing.series import marked, mode_switches, step_losses, thinned
+from training_logs.showing.styles import OVER, colour, line_style
+from utils.utils import budget_used, byte_size
+
+
+def record_run(folder: Path, **values) -> Path:
+    """A small run, recorded as run.py records it; its folder."""
+    cluster = tiny_cluster(
+        **{
+            "log_dir": str(folder),
+            "clearml": "off",
+            "number_of_outer_steps": 5,
+            "number_of_initial_trainers": 3,
+            "max_batch_size": 2,
+            "max_requested_batch": 16,
+            "ETA": 0.3,
+            "memory_sample_seconds": None,
+        }
+        | values
+    )
+    kept = start_logging()
+    started = recording.time.perf_counter()
+    folder = make_run_folder(cluster.config, cluster.data.dataset)
+    here = machines([machine(cluster.devices)])
+    origin = Origin("python run.py 'task_name=<i>'", "2026-01-02T03:04:05+01:00", Code("c0ffee", True, b"+1\n"), here)
+    recorder = RunRecorder(cluster.config, folder, kept, started, None, origin)
+    final = cluster.train(recorder)
+    models = cluster.save_models(folder / cluster.config.model_weights_dir, recorder)
+    texts = [Continuation("a <i>\n", "b <script>\x1b", "c & d"), Continuation("e", "f", "g")]
+    recorder.finish(cluster, final, "completed", models, texts)
+    recorder.close()
+    return recorder.folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return record_run(tmp_path_factory.mktemp("logs"), plot_at_end=True)
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    return read_run(folder)
+
+
+def line(axes, label: str):
+    (found,) = [line for line in axes.lines if line.get_label() == label]
+    return found
+
+
+def rows_of(path: Path) -> list[dict]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_log_of_exchanges_adds_up_to_the_round_log(run):
+    sent = 0
+    for row in run.rounds:
+        exchanges = run.exchanges.get((int(row["outer_step"]), int(row["trainer_id"])), [])
+        assert bool(exchanges) == (row["nodes"] > 1)
+        assert sum(exchange.count for exchange in exchanges) == row["round_events"]
+        each = sum(exchange.count * exchange.sent_bytes for exchange in exchanges)
+        assert round(each * row["nodes"]) == row["round_bytes_synchronised"]
+        largest = max((max(e.sent_bytes, e.received_bytes) for e in exchanges), default=0.0)
+        assert largest == row["largest_exchange_bytes"]
+        sent += row["round_bytes_synchronised"]
+    assert sent == run.rounds[-1]["bytes_synchronised"] > 0
+
+
+def test_the_log_of_exchanges_has_what_was_sent_for_merges_and_as_nodes_moved(run):
+    moved = dict.fromkeys(("merge", "redistribution"), 0.0)
+    for step, rows in run.by_round.items():
+        for row in rows:
+            for move in run.moves.get((step, int(row["trainer_id"])), []):
+                sent, received = len(move.sources) * move.sent_bytes, len(move.targets) * move.received_bytes
+                assert sent == pytest.approx(received)
+                moved[move.kind] += received
+                assert (move.first_step, move.count) == (row["inner_steps"] if move.kind == "merge" else 0, 1)
+        assert round(moved["merge"]) == rows[0]["bytes_merged"]
+        assert round(moved["redistribution"]) == rows[0]["bytes_redistributed"]
+    assert min(moved.values()) > 0
+    assert {
+        (step, trainer) for step, trainer in run.moves if any(m.kind == "merge" for m in run.moves[step, trainer])
+    } == {(merge.outer_step, merge.representative) for merge in run.merges}
+
+
+# Plots
+
+
+def test_all_plots_and_the_report_are_there(folder, run):
+    for name in PLOTS:
+        assert (run.report_dir / name).stat().st_size > 10_000, name
+    assert (run.report_dir / "report.html").exists()
+
+
+@pytest.mark.parametrize("x", ["outer_step", "tokens", "communications", "bytes_communicated", "wall_seconds"])
+def test_the_metric_is_drawn_as_the_csv_has_it(run, x):
+    axes = draw(run, [(plots.draw_metric, x)]).axes[0]
+    rows = rows_of(run.report_dir / "training_log.csv")
+    for trainer in ("0", "1", "2"):
+        own = [row for row in rows if row["trainer_id"] == trainer]
+        drawn = line(axes, f"trainer {trainer}")
+        assert list(drawn.get_xdata()) == [float(row[x]) for row in own]
+        assert list(drawn.get_ydata()) == [float(row["validation_metric"]) for row in own]
+        assert drawn.get_color() == colour(int(trainer))
+    assert axes.get_xlabel() == OVER[x]
+
+
+def test_other_panels_show_the_csv(run):
+    def drawn(panel, trainer=0):
+        return line(draw(run, [(panel, "outer_step")]).axes[0], f"trainer {trainer}")
+
+    own = run.of(0)
+    assert list(drawn(plots.draw_loss).get_ydata()) == [row["validation_loss"] for row in own]
+    assert list(drawn(plots.draw_batches).get_ydata()) == [row["requested_batch"] for row in own]
+    assert list(drawn(plots.draw_variance).get_ydata()) == [row["gradient_variance"] for row in own]
+    # Estimates of a squared norm may be negative, and the axis is a logarithm's.
+    norms = {row["outer_step"]: row["gradient_squared_norm"] for row in own if row["gradient_squared_norm"] > 0}
+    assert len(norms) > 1
+    assert dict(zip(*drawn(plots.draw_squared_norm).get_data(), strict=True)) == norms
+    ratios = [row["gradient_variance"] / norms[row["outer_step"]] for row in own if row["outer_step"] in norms]
+    assert list(drawn(plots.draw_noise_ratio).get_ydata()) == ratios
+    speeds = [row["round_tokens"] / row["seconds"] for row in own]
+    assert list(drawn(plots.draw_throughput).get_ydata()) == speeds
+    per_worker = [np.ceil(row["requested_batch"] / row["nodes"]) for row in own]
+    assert list(drawn(plots.draw_worker_batches).get_ydata()) == per_worker
+
+
+def test_merges_and_mode_switches_are_marked(run):
+    axes = draw(run, [(plots.draw_loss, "outer_step")]).axes[0]
+    marks = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
+    assert marks == [merge.outer_step for merge in run.merges] == [2, 4]
+    for trainer in run.trainers:
+        accumulates = [row["accumulation_steps"] > 1 for row in run.of(trainer)]
+        starts = [
+            row["outer_step"]
+            for row, now, before in zip(run.of(trainer), accumulates, [False, *accumulates], strict=False)
+            if now and not before
+        ]
+        assert [row["outer_step"] for row in mode_switches(run.of(trainer))] == starts
+    assert any(mode_switches(run.of(trainer)) for trainer in run.trainers)
+    genealogy = draw(run, [(plots.draw_genealogy, "outer_step")]).axes[0]
+    texts = [text.get_text().strip() for text in genealogy.texts if text.get_text().strip()]
+    assert sorted(texts) == sorted(f"{w:.2f}" for merge in run.merges for w in merge.weights.values())
+    assert len([text for text in genealogy.texts if not text.get_text()]) == 2
+
+
+def test_the_region_of_accumulation_is_the_switch_modes(run):
+    for mode, expected in (
+        ("threshold_switch_mode", 2.0),
+        ("only_gradient_accumulation", 1.0),
+        ("only_data_loader", None),
+    ):
+        assert accumulation_threshold(dataclasses.replace(run, config=run.config | {"switch_mode": mode})) == expected
+
+
+def test_step_losses_are_means_over_workers_in_order(run):
+    rows = rows_of(run.report_dir / "step_loss_log.csv")
+    numbers, losses, steps = step_losses(run, 0)
+    assert numbers.tolist() == list(range(1, 16))
+    assert set(steps) == {1}
+    own = [row for row in rows if (row["outer_step"], row["trainer_id"], row["inner_step"]) == ("5", "0", "2")]
+    assert len(own) == 4
+    weights = [int(row["effective_batch"]) for row in own]
+    assert losses[13] == pytest.approx(np.average([float(row["loss"]) for row in own], weights=weights))
+
+
+def test_thinning_keeps_the_mean():
+    xs, ys = thinned(np.arange(1003.0), np.arange(1003.0) ** 2, points=10)
+    assert len(xs) == 10
+    assert xs[0] == 50.0
+    assert ys[0] == pytest.approx(np.mean(np.arange(101.0) ** 2))
+    # A thousand steps one by one, then four thousand in means over two: the stretches are equally long.
+    numbers = np.array([*range(1, 1001), *range(1002, 5001, 2)], dtype=float)
+    steps = np.where(numbers <= 1000, 1.0, 2.0)
+    xs, ys = thinned(numbers, numbers, steps, points=5)
+    assert xs.tolist() == ys.tolist() == [500.5, 1501.0, 2501.0, 3501.0, 4501.0]
+    assert thinned(np.arange(5.0), np.arange(5.0))[0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_marks_can_be_told_apart_and_are_at_the_same_rounds_for_all_trainers(run):
+    def rows(rounds):
+        living = ((step, trainer) for step in range(1, rounds + 1) for trainer in range(2 if step <= rounds / 2 else 1))
+        return Rows.of([{"outer_step": float(step), "trainer_id": float(trainer)} for step, trainer in living])
+
+    for rounds, every in ((80, 1), (81, 2), (800, 10), (801, 11)):
+        long = dataclasses.replace(run, rounds=rows(rounds))
+        for trainer, lived in ((0, rounds), (1, rounds // 2)):
+            assert marked(long, long.of(trainer))["outer_step"].tolist() == list(range(1, lived + 1, every))
+    assert [line_style((np.arange(count),)) for count in (80, 81)] == [".-", "-"]
+
+
+def test_a_fallback_is_written_over_the_plots_and_in_the_report(run):
+    reason = "hub: no network"
+    summary = run.summary | {
+        "dataset_fallback_reason": reason,
+        "dataset_asked_for": "c4",
+        "dataset": "python_docs",
+        "warnings": [
+            {
+                "message": f"DATASET FALLBACK: trained on python_docs as c4 could not be loaded: {reason} <b>",
+                "count": 1,
+            },
+            {"message": "worker 3 left out in round 5", "count": 1234, "last": "worker 0 left out in round 99"},
+        ],
+    }
+    fallen = dataclasses.replace(run, summary=summary)
+    figure = draw(fallen, PLOTS["loss.png"])
+    assert figure.get_suptitle() == "c4 could not be loaded: trained on python_docs instead"
+    assert "<li class=loud>DATASET FALLBACK: trained on python_docs" in run_body(fallen)
+    assert "no network &lt;b&gt;</li>" in run_body(fallen)
+    assert "worker 3 left out in round 5 (1,234 times, the last: worker 0 left out in round 99)" in run_body(fallen)
+    assert draw(run, PLOTS["loss.png"]).get_suptitle() == ""
+
+
+# Report and comparison
+
+
+def test_the_report_holds_everything_and_needs_nothing_else(run):
+    page = (run.report_dir / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == len(PLOTS)
+    assert not re.findall(r'(?:src|href)="(?!data:)', page)
+    for text in (
+        f"{run.summary['final_metric']:,.2f}",
+        "completed",
+        "trainer 0",
+        "after round 2",
+        "learning_rate_for_inner_opt",
+        "training loss",
+        f"<td>{run.summary['step_loss']['0']['trend']}</td>",
+    ):
+        assert text in page, text
+    assert page.count("<tr class=changed>") >= 5
+
+
+def test_the_report_says_where_the_run_comes_from(folder, run):
+    (invocation,) = run.summary["invocations"]
+    assert (folder / invocation["patch"]).read_text() == "+1\n"
+    resumed = invocation | {"first_round": 1234, "commit": "<b>unknown</b>", "changed": None, "patch": None}
+    page = run_body(dataclasses.replace(run, summary=run.summary | {"invocations": [invocation, resumed]}))
+    begun = "<td>2026-01-02T03:04:05+01:00</td><td>{}</td><td>python run.py &#x27;task_name=&lt;i&gt;&#x27;</td>"
+    assert begun.format("1") + "<td>c0ffee</td><td>in changes.patch</td>" in page
+    assert begun.format("1,234") + "<td>&lt;b&gt;unknown&lt;/b&gt;</td><td>not known</td>" in page
+    cuda = f" for CUDA {torch.version.cuda}" if torch.version.cuda else ""
+    assert f"torch {torch.__version__}{cuda}, 1 process</td>" in page
+    assert "<h2>Where it comes from</h2>" not in run_body(
+        dataclasses.replace(run, summary=run.summary | {"invocations": []})
+    )
+
+
+def test_report_and_log_say_what_the_model_says(folder, run):
+    assert run.summary["continuations"] == [
+        {"prompt": "a <i>\n", "continuation": "b <script>\x1b", "reference": "c & d"},
+        {"prompt": "e", "continuation": "f", "reference": "g"},
+    ]
+    page = run_body(run)
+    assert "<p>a &lt;i&gt;\n<b>b &lt;script&gt;\x1b</b></p><p class=dim>c &amp; d</p>" in page
+    assert "(sampled: temperature 0.8, top_k 40, seed 42)" in page
+    log = (folder / "training_log.log").read_text()
+    assert "1 of 2, of a validation text\n  prompt:    'a <i>\\n'\n  model:     'b <script>\\x1b'\n" in log
+    assert "What the model says" not in run_body(dataclasses.replace(run, summary=run.summary | {"continuations": []}))
+
+
+@pytest.fixture
+def one_plot(monkeypatch):
+    """Of every run its losses alone: drawing takes longer than small runs do."""
+    monkeypatch.setattr(plots, "PLOTS", {"loss.png": PLOTS["loss.png"]})
+
+
+def test_a_dead_run_has_a_report_up_to_its_last_round(tmp_path, monkeypatch, one_plot):
+    """As kill -9 leaves it: nothing is written after the second round, and half a line of the third."""
+    monkeypatch.setattr(RunRecorder, "finish", lambda *arguments: None)
+    original = RunRecorder.on_round
+
+    def die_in_the_third_round(self, run, result):
+        if result.outer_step == 3:
+            raise KeyboardInterrupt
+        original(self, run, result)
+
+    monkeypatch.setattr(RunRecorder, "on_round", die_in_the_third_round)
+    with pytest.raises(KeyboardInterrupt):
+        record_run(tmp_path)
+    (dead,) = tmp_path.iterdir()
+    with (dead / "model_training_report" / "training_log.csv").open("a") as file:
+        file.write("3,0,1,8,8,2")
+    assert training_monitoring.main([str(dead)]) == 0
+    run = read_run(dead)
+    assert len(run.rounds) == 6
+    assert (run.summary["status"], run.summary["outer_steps"], run.summary["merges"]) == ("running", 2, 1)
+    assert headline(run)["rounds"] == "2"
+    assert "<span class='status running'>running</span>" in (run.report_dir / "report.html").read_text()
+    assert (run.report_dir / "loss.png").exists()
+
+
+def test_several_runs_on_common_axes(folder, run, tmp_path, capsys, one_plot):
+    other = record_run(tmp_path / "logs", number_of_initial_trainers=1, sampling_method="none")
+    assert training_monitoring.main([str(folder), str(other), "--output", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "out" / "comparison.html")
+    runs = [run, read_run(other)]
+    found = differences(runs)
+    expected = {"number_of_initial_trainers": [3, 1], "plot_at_end": [True, False]}
+    assert found == expected | {"sampling_method": ["norm_test", "none"]}
+    page = (tmp_path / "out" / "comparison.html").read_text()
+    assert "sampling_method" in page
+    assert "merge_frequency" not in page
+    figure = draw_comparison(runs)
+    for axes, x in zip(figure.axes, OVER, strict=True):
+        for index, each in enumerate(runs):
+            assert tuple(map(list, axes.lines[index].get_data())) == best_per_round(each, x)
+    best = best_per_round(run, "communications")[1]
+    assert best == [
+        min(row["validation_metric"] for row in run.rounds if row["outer_step"] == step) for step in range(1, 6)
+    ]
+
+
+def test_rounds_that_do_not_communicate_stay_apart(run):
+    rows = [
+        {"outer_step": step, "communications": 0.0, "trainer_id": trainer, "validation_metric": metric}
+        for step, trainer, metric in ((1.0, 0, 9.0), (1.0, 1, 8.0), (2.0, 0, 7.0), (2.0, 1, 7.5))
+    ]
+    assert best_per_round(dataclasses.replace(run, rounds=Rows.of(rows)), "communications") == ([0.0, 0.0], [8.0, 7.0])
+
+
+def test_what_is_no_run_folder(tmp_path, capsys):
+    assert training_monitoring.main([str(tmp_path)]) == 2
+    assert "not a run folder" in capsys.readouterr().err
+    (tmp_path / "config.yaml").write_text("model_type: microllama")
+    with pytest.raises(RunFolderError, match="not a run folder, or damaged"):
+        read_run(tmp_path)
+
+
+# Step losses
+
+
+@pytest.mark.parametrize(
+    ("losses", "trend"),
+    [
+        (5 - 0.01 * np.arange(100) + 0.1 * np.sin(np.arange(100)), "decreasing"),
+        (5 + 0.01 * np.arange(100), "increasing"),
+        (5 + np.sin(np.arange(100)), "flat"),
+        ([3.0], "flat"),
+        ([3.0, 2.0], "flat"),
+    ],
+)
+def test_statistics_and_trend_of_losses(losses, trend):
+    line = _RunningLine()
+    for loss in losses:
+        line.add(float(loss))
+    found = line.statistics()
+    assert found.trend == trend
+    assert found.steps == len(losses)
+    assert (found.minimum, found.maximum, found.last) == (min(losses), max(losses), losses[-1])
+    assert found.mean == pytest.approx(np.mean(losses))
+    if len(losses) > 1:
+        assert found.deviation == pytest.approx(np.std(losses, ddof=1))
+        assert found.slope == pytest.approx(np.polyfit(np.arange(len(losses)), losses, 1)[0])
+
+
+def test_a_small_slope_does_not_drown():
+    line = _RunningLine()
+    for step in range(10_000):
+        line.add(1e6 - 1e-4 * step)
+    assert line.statistics().slope == pytest.approx(-1e-4, rel=1e-5)
+
+
+def test_step_losses_are_buffered_and_flushed(folder, run, tmp_path):
+    from algorithms.batch.switch_mode import ExecutionPlan
+    from fabrics.training.worker import WorkerRound
+    from training_logs.recording.records import RoundReport
+
+    workers = {0: WorkerRound(3, ExecutionPlan((2,)), [2.0, 1.0], [0.1, 0.1], None, 1.0, 2)}
+    report = RoundReport(7, 2, 2, workers, None, 2, 4, 8, (), 1.0)
+    logger = StepLossLogger(tmp_path)
+    logger.log(1, [report])
+    assert logger.path.read_text().count("\n") == 1
+    logger.flush()
+    assert [row["loss"] for row in rows_of(logger.path)] == ["2.0", "1.0"]
+    logger.flush()
+    assert logger.path.read_text().count("\n") == 3
+    assert logger.statistics()[7].steps == 2
+    assert run.summary["step_loss"]["0"]["steps"] == 15
+
+
+# Memory
+
+
+def test_memory_is_measured_at_stages_and_summarised(run):
+    rows = rows_of(run.memory_dir / "memory_log.csv")
+    own = [row for row in rows if row["device"] == "process"]
+    assert [row["stage"] for row in own] == ["before training", *["after a round"] * 5, "end"]
+    assert [row["outer_step"] for row in own] == ["0", "1", "2", "3", "4", "5", "5"]
+    assert all(10**8 < int(r["allocated_bytes"]) <= int(r["peak_bytes"]) < int(r["total_bytes"]) for r in own)
+    summary = json.loads((run.memory_dir / "memory_summary.json").read_text())
+    assert summary == run.summary["memory_peaks"]
+    peak = max(own, key=lambda row: int(row["allocated_bytes"]))
+    assert summary["process"]["peak_bytes"] == int(peak["allocated_bytes"])
+    assert summary["process"]["stage"] == peak["stage"]
+    assert set(summary) == {"process", "host"}
+
+
+def test_the_sampler_sees_what_stages_miss(tmp_path, monkeypatch):
+    sampled, original = threading.Semaphore(0), MemoryMonitor._measure
+
+    def measure(self, stage, others=()):
+        original(self, stage, others)
+        if stage == "sample":
+            sampled.release()
+
+    monkeypatch.setattr(MemoryMonitor, "_measure", measure)
+    monitor = MemoryMonitor(tmp_path, [torch.device("cpu")], None, every=0.01)
+    monitor.measure("start", 0)
+    block = np.ones(8_000_000)
+    while sampled.acquire(blocking=False):
+        pass
+    for _ in range(2):  # the first one may have begun before
+        sampled.acquire()
+    del block
+    monitor.measure("end", 1)
+    monitor.close()
+    rows = [row for row in rows_of(tmp_path / "memory_log.csv") if row["device"] == "process"]
+    assert {row["stage"] for row in rows} == {"start", "sample", "end"}
+    assert monitor.peaks["process"]["stage"] == "sample"
+    ends = max(int(row["allocated_bytes"]) for row in rows if row["stage"] != "sample")
+    assert monitor.peaks["process"]["peak_bytes"] > ends + 40_000_000
+    assert [float(row["seconds"]) for row in rows] == sorted(float(row["seconds"]) for row in rows)
+
+
+def test_the_command_prints_where_the_report_is(programs, folder):
+    said = programs.run("-m", "training_logs.training_monitoring", folder).stdout
+    assert said.strip() == str(folder / "model_training_report" / "report.html")
+
+
+def test_long_tables_say_what_they_leave_out():
+    page = table(("n", "square"), [(number, number**2) for number in range(10_000)])
+    assert page.count("<tr") == 1 + 250 + 1 + 250
+    assert "9,500 rows left out" in page
+    for number, there in ((0, True), (249, True), (250, False), (9749, False), (9750, True), (9999, True)):
+        assert (f"<td>{number:,}</td><td>{number**2:,}</td>" in page) == there, number
+    assert "left out" not in table(("n",), [(number,) for number in range(500)])
+
+
+def test_classes_have_a_table_of_their_own(run):
+    assert "<h2>Classes</h2>" not in run_body(run)
+    scores = {"neg": {"precision": 0.5, "recall": 0.25, "f1": 1 / 3, "examples": 8}}
+    page = run_body(dataclasses.replace(run, summary=run.summary | {"final_classes": scores}))
+    assert "<td>neg</td><td>0.5</td><td>0.25</td><td>0.33333</td><td>8</td>" in page
+
+
+def test_a_budget_is_held_against_what_was_used(tmp_path):
+    limits = {"number_of_outer_steps": None, "max_tokens": 900, "eval_every": 99, "number_of_initial_trainers": 1}
+    folder = record_run(tmp_path, byte_budget=500_000, sampling_method="none", max_batch_size=16, **limits)
+    summary = read_run(folder).summary
+    used = summary["bytes_communicated"]
+    expected = {"unit": "bytes", "amount": 500_000, "used": used, "deviation_percent": round(used / 5_000 - 100, 2)}
+    assert summary["budget"] == expected
+    words = f"{byte_size(used)} of 500.0 kB ({used / 5_000 - 100:+.1f}%)"
+    assert headline(read_run(folder))["budget"] == words
+    assert f"budget: {words}" in (folder / "training_log.log").read_text(encoding="utf-8")
+
+
+def test_a_run_without_a_budget_says_nothing_of_one(run):
+    assert run.summary["budget"] is None
+    assert "budget" not in headline(run)
+
+
+def test_budgets_in_words():
+    assert budget_used({"unit": "communications", "amount": 15, "used": 1410, "deviation_percent": 9300.0}) == (
+        "1,410 of 15 communications (+9300.0%)"
+    )
+    assert budget_used({"unit": "seconds", "amount": 60.0, "used": 58.84, "deviation_percent": -1.93}) == (
+        "58.8 of 60.0 seconds (-1.9%)"
+    )

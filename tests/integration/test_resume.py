@@ -1,0 +1,420 @@
+"""A run that was stopped, killed or moved to another number of processes goes on as if nothing had happened."""
+
+import csv
+import dataclasses
+import errno
+import json
+import random
+import re
+import shlex
+import shutil
+import signal
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import run as program
+from fabrics.config_checks import CHECKS, CHOICES
+from tests.integration.test_run import start_training, write_config
+from tests.support.helpers import warnings_of
+from tests.support.programs import LIMIT_SECONDS, wait_until
+from utils.checkpoint.run_lock import held
+from utils.config.reading import parse_config
+from utils.config.resume import resumed_config, training_changes
+from utils.config.schema import ConfigError
+
+TIMES = ("wall_seconds", "training_seconds", "tokens_per_second", "memory_peaks", "waiting_share", "invocations")
+
+
+def report(folder: Path, name: str) -> list[dict]:
+    with (folder / "model_training_report" / name).open(newline="") as file:
+        return [row | {"seconds": "", "wall_seconds": ""} for row in csv.DictReader(file)]
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "model_training_report" / "summary.json").read_text())
+
+
+def assert_same_run(folder: Path, expected: Path, besides: tuple[str, ...] = ()) -> None:
+    """Bit for bit: weights, CSVs but times, summary but times and what is named."""
+    for name in ("training_log.csv", "step_loss_log.csv", "merge_log.csv", "exchange_log.csv"):
+        assert report(folder, name) == report(expected, name), name
+    models, others = (
+        sorted(path.relative_to(run) for path in run.glob("model_weights/**/model.safetensors"))
+        for run in (expected, folder)
+    )
+    assert models == others
+    assert models
+    for model in models:
+        ours, theirs = load_file(folder / model), load_file(expected / model)
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs), model
+    ours, theirs = summary(folder), summary(expected)
+    assert {k: v for k, v in ours.items() if k not in (*TIMES, *besides)} == {
+        k: v for k, v in theirs.items() if k not in (*TIMES, *besides)
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, cache_dir):
+    """A run that was never stopped, with all its checkpoints."""
+    folder = tmp_path_factory.mktemp("whole")
+    config = write_config(folder, cache_dir, keep_checkpoints=9, number_of_outer_steps=6)
+    assert program.main(["--config", str(config)]) == 0
+    return next((folder / "logs").iterdir())
+
+
+@pytest.fixture
+def stopped(whole, tmp_path):
+    """The same run as a machine that died in round 6 left it, its last checkpoint after round 4."""
+    folder = tmp_path / whole.name
+    shutil.copytree(whole, folder)
+    shutil.rmtree(folder / "checkpoints" / "round_00006")
+    for model in [*(folder / "model_weights").glob("trainer_?")]:  # of a trainer that is no more
+        model.rename(f"{model}9")
+    with (folder / "model_training_report" / "training_log.csv").open("a") as file:
+        file.write("6,0,4,")
+    return folder
+
+
+def test_checkpoints_are_written_on_the_way_and_at_the_end(whole):
+    assert [path.name for path in sorted((whole / "checkpoints").iterdir())] == [
+        *("round_00002", "round_00004", "round_00006")
+    ]
+
+
+def test_a_resumed_run_equals_the_uninterrupted_run(stopped, whole):
+    assert program.main(["--resume", str(stopped)]) == 0
+    assert_same_run(stopped, whole)
+    log = (stopped / "training_log.log").read_text()
+    for step in range(1, 7):
+        line = rf"round +{step} \( *\d+%\) \| trainer 0"
+        found = re.findall(line, log)
+        assert found
+        assert found == re.findall(line, (whole / "training_log.log").read_text())
+    assert "resumed after round 4" in log
+    # What was logged after the checkpoint is not lost, but not in the way either.
+    assert "round   6 (100%)" in (stopped / "training_log_lost.log").read_text()
+    rows = [r for r in csv.DictReader((stopped / "memory_report" / "memory_log.csv").open()) if r["device"] == "host"]
+    seconds = [float(row["seconds"]) for row in rows]
+    assert seconds == sorted(seconds)
+
+
+def test_a_resumed_run_on_two_processes_equals_the_uninterrupted_run_on_one(programs, stopped, whole):
+    done = programs.run("run.py", "--resume", stopped, "processes=2")
+    assert "2 processes" in (stopped / "training_log.log").read_text()
+    assert_same_run(stopped, whole, besides=("processes",))
+    assert "process 1" in summary(stopped)["memory_peaks"]
+    begun, resumed = summary(stopped)["invocations"]
+    assert begun == summary(whole)["invocations"][0]
+    assert (resumed["first_round"], resumed["processes"]) == (5, 2)
+    assert shlex.split(resumed["command"])[1:] == done.args[1:]
+
+
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(stopped, whole, capsys):
+    state = stopped / "checkpoints" / "round_00004" / "state.json"
+    state.write_text(state.read_text().replace("0", "1", 1))
+    assert program.main(["--resume", str(stopped)]) == 0
+    assert "resumed after round 2" in (stopped / "training_log.log").read_text()
+    (warning,) = warnings_of(stopped)
+    assert "a checkpoint was passed over" in warning
+    assert "round_00004: state.json is damaged" in warning
+    assert "kept as damaged_round_00004" in warning
+    assert_same_run(stopped, whole, besides=("warnings",))
+
+
+def test_a_finished_run_can_be_made_longer(whole, tmp_path, cache_dir):
+    folder = tmp_path / "longer"
+    shutil.copytree(whole, folder)
+    assert program.main(["--resume", str(folder), "number_of_outer_steps=7"]) == 0
+    assert report(folder, "training_log.csv")[: len(report(whole, "training_log.csv"))] == report(
+        whole, "training_log.csv"
+    )
+    assert summary(folder)["outer_steps"] == 7
+    assert "number_of_outer_steps: 7" in (folder / "config.yaml").read_text()
+    assert program.main(["--resume", str(folder)]) == 0
+    assert summary(folder)["outer_steps"] == 7
+    assert summary(folder)["status"] == "completed"
+
+
+def test_what_was_warned_of_at_the_start_is_counted_once(tmp_path, cache_dir):
+    values = {"distributed_algo": "LocalSGD", "outer_momentum": 0.5, "number_of_outer_steps": 1}
+    assert program.main(["--config", str(write_config(tmp_path, cache_dir, **values))]) == 0
+    (folder,) = (tmp_path / "logs").iterdir()
+    (told,) = summary(folder)["warnings"]
+    assert program.main(["--resume", str(folder), "number_of_outer_steps=2"]) == 0
+    assert summary(folder)["warnings"] == [told]
+    assert told["count"] == 1
+    assert (folder / "training_log.log").read_text().count(f"warning: {told['message']}") == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["ETA=0.9"], "ETA: was 0.4, now 0.9; that changes how the run trains: --force allows it"),
+        (["log_file=other.log", "--force"], "log_file: cannot change within a run folder"),
+        (["training_seed=1", "--force"], "training_seed: cannot change in a run that has begun, was 42, got 1"),
+        (["ETAA=0.9"], "ETAA: unknown key; did you mean ETA?"),
+        (["sequence_length=16", "--force"], "the checkpoint is of a run on other data"),
+        (["model_config.num_hidden_layers=2", "--force"], "the checkpoint is of a model with"),
+    ],
+)
+def test_what_cannot_be_resumed_is_a_clear_error(whole, capsys, overrides, expected):
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.name != ".lock"}
+    assert program.main(["--resume", str(whole), *overrides]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert expected in errors[0]
+    assert {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.name != ".lock"} == before
+
+
+def test_force_allows_what_changes_the_training_and_the_summary_says_so(stopped):
+    assert program.main(["--resume", str(stopped), "ETA=0.9", "--force"]) == 0
+    assert warnings_of(stopped) == ["resumed with another ETA: was 0.4, now 0.9"]
+    assert "ETA: 0.9" in (stopped / "config.yaml").read_text()
+
+
+def test_a_folder_without_a_run_or_a_checkpoint(whole, tmp_path, capsys):
+    assert program.main(["--resume", str(tmp_path)]) == 2
+    assert "cannot read the configuration" in capsys.readouterr().err
+    shutil.copy(whole / "config.yaml", tmp_path)
+    assert program.main(["--resume", str(tmp_path)]) == 2
+    assert "no checkpoint in" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        program.main(["--resume", str(tmp_path), "--config", "config.yaml"])
+
+
+def test_one_process_at_a_time_trains_a_run(stopped, capsys):
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file() and path.name != ".lock"}
+
+    before = files()
+    with held(stopped):
+        assert program.main(["--resume", str(stopped)]) == 2
+    assert "another process is training this run" in capsys.readouterr().err
+    assert files() == before
+    assert program.main(["--resume", str(stopped)]) == 0
+    with held(stopped):
+        pass
+
+
+def test_several_processes_are_refused_at_once_as_one_is(programs, stopped):
+    """Nobody waits for another but attempts of torchrun."""
+    with held(stopped):
+        said = programs.run("run.py", "--resume", stopped, "processes=2", status=2)
+    assert "another process is training this run" in said.stderr
+    assert "waiting" not in said.stdout
+
+
+def test_who_is_about_to_end_is_waited_for(tmp_path, monkeypatch):
+    holding, waiting = threading.Event(), threading.Event()
+
+    def hold():
+        with held(tmp_path):
+            holding.set()
+            waiting.wait(LIMIT_SECONDS)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    holding.wait(LIMIT_SECONDS)
+    monkeypatch.setattr("utils.checkpoint.run_lock._logger", SimpleNamespace(info=lambda *words: waiting.set()))
+    with held(tmp_path, patience=LIMIT_SECONDS), pytest.raises(ConfigError, match="another process"):
+        held(tmp_path)
+    assert waiting.is_set()
+    holder.join()
+
+
+def test_where_nothing_can_be_locked_runs_are_resumed(tmp_path, monkeypatch):
+    def unknown(*arguments):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", unknown)
+    with held(tmp_path), held(tmp_path):
+        pass
+
+
+def test_another_log_dir_moves_no_run(whole):
+    _, warnings = resumed_config(whole, ["log_dir=elsewhere"], False, CHOICES, CHECKS)
+    assert warnings == [f"log_dir: has no effect with --resume, the run goes on in {whole}"]
+
+
+def test_which_changes_need_force():
+    def config(**values):
+        return parse_config({"number_of_outer_steps": 3} | values)[0]
+
+    def changes(before, after):
+        return [line.split(":")[0] for line in training_changes(before, after)]
+
+    harmless = config(processes=3, clearml="off", number_of_outer_steps=9, keep_checkpoints=5, eval_every=2)
+    assert changes(config(ETA_at_end=None), dataclasses.replace(harmless, ETA_at_end=None)) == []
+    assert changes(config(), config(nu=1, max_batch_growth=4, communication_dtype="int8")) == [
+        *("communication_dtype", "nu", "max_batch_growth")
+    ]
+
+
+def test_moments_of_another_optimiser_are_refused_in_a_line(tmp_path, cache_dir, capsys):
+    values = {"inner_optimizer": "muon", "number_of_outer_steps": 1}
+    assert program.main(["--config", str(write_config(tmp_path, cache_dir, **values))]) == 0
+    (folder,) = (tmp_path / "logs").iterdir()
+    assert program.main(["--resume", str(folder), "inner_optimizer=adamw", "number_of_outer_steps=2", "--force"]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "inner_optimizer, distributed_algo: what the workers of the run kept as step is of shape [" in errors[0]
+
+
+def test_a_run_from_before_a_key_had_another_name_is_resumed(tmp_path):
+    config, _ = parse_config({"number_of_outer_steps": 3, "joining_moments": "zero"})
+    before = yaml.safe_dump(dataclasses.asdict(config)).replace("joining_moments", "new_worker_moments")
+    assert "new_worker_moments: zero" in before
+    (tmp_path / "config.yaml").write_text(before, encoding="utf-8")
+    assert resumed_config(tmp_path, [], False, {})[0] == config
+    with pytest.raises(ConfigError, match="joining_moments: was 'zero', now 'copy'; that changes how the run trains"):
+        resumed_config(tmp_path, ["new_worker_moments=copy"], False, {})
+
+
+@pytest.mark.parametrize(
+    ("values", "matters"),
+    [
+        ({"ETA_at_end": None}, False),
+        ({}, True),  # the default: an eta that falls over the run
+        ({"sampling_method": "none"}, False),  # nobody asks for eta
+        ({"sampling_method": "none", "batch_schedule": [[0.5, 32]]}, True),
+        ({"ETA_at_end": None, "learning_rate_schedule": "cosine"}, True),
+    ],
+)
+@pytest.mark.parametrize("length", ["number_of_outer_steps", "number_of_training_epochs", "max_tokens"])
+def test_another_length_is_refused_where_something_follows_the_progress_of_the_run(values, matters, length):
+    before = parse_config({"number_of_outer_steps": 3} | values)[0]
+    after = dataclasses.replace(before, **{length: 9})
+    assert [line.split(":")[0] for line in training_changes(before, after)] == [length] * matters
+
+
+# Signals
+
+
+@pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_a_signal_ends_the_round_writes_a_checkpoint_and_says_how_to_resume(
+    programs, tmp_path, cache_dir, number, processes
+):
+    child, folder = start_training(programs, tmp_path, cache_dir, processes=processes, merge_frequency=1000)
+    child.send_signal(number)
+    output, _ = child.communicate()
+    assert child.returncode == 130, output
+    assert f"{number.name}: stopping after this round" in output
+    assert f"to go on: python run.py --resume {folder}" in output
+    assert "Traceback" not in output
+    rounds = summary(folder)["outer_steps"]
+    assert summary(folder)["status"] == "interrupted"
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"round_{rounds:05d}"]
+    resumed = program.main(["--resume", str(folder), f"number_of_outer_steps={rounds + 1}", "processes=1"])
+    assert resumed == 0
+    whole = write_config(tmp_path, cache_dir, merge_frequency=1000, number_of_outer_steps=rounds + 1)
+    assert program.main(["--config", str(whole), f"log_dir={tmp_path / 'whole'}", "save_weights_every=null"]) == 0
+    assert_same_run(folder, next((tmp_path / "whole").iterdir()))
+
+
+ENDLESS = """
+import logging
+import sys
+import threading
+
+import run
+from fabrics.pool.checkpoint_policy import Keeper
+from utils.distributed import signals
+
+rounds, grant, on_step = [], Keeper.grant, Keeper.on_step
+
+
+def count(self, wishes):
+    rounds.append(wishes)
+    grant(self, wishes)
+
+
+def hang(self):
+    if len(rounds) == 2:
+        logging.getLogger("adloco").info("hanging")
+        threading.Event().wait()
+    on_step(self)
+
+
+Keeper.grant, Keeper.on_step, signals._SAME_SECONDS = count, hang, float(sys.argv.pop(1))
+sys.exit(run.main())
+"""
+
+
+def ends_by(child, number: int) -> bool:
+    """Whether a signal ends the process, as far as the kernel knows: nobody catches it."""
+    status = Path(f"/proc/{child.pid}/status").read_text()
+    return not int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> (number - 1) & 1
+
+
+def test_a_second_signal_stops_at_once(programs, tmp_path, cache_dir):
+    """In the third round, which never ends; half a second after the first, and not the five of a run."""
+    values = {"stop_patience_seconds": 1e9}
+    child, folder = start_training(programs, tmp_path, cache_dir, program=("-c", ENDLESS, "0.5"), **values)
+    log = folder / "training_log.log"
+    wait_until(lambda: "hanging" in log.read_text(), "the third round", child)
+    child.send_signal(signal.SIGINT)
+    wait_until(lambda: "SIGINT: stopping after this round" in log.read_text(), "the first signal", child)
+    wait_until(lambda: ends_by(child, signal.SIGTERM), "signals to be as in any other program", child)
+    child.send_signal(signal.SIGTERM)
+    child.communicate()
+    assert child.returncode == -signal.SIGTERM
+    assert not (folder / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_in_a_long_round_loses_nothing_of_the_rounds_before(programs, tmp_path, cache_dir, whole, rank):
+    """One process gets it in round 4, while the others may wait for that one in the mean; all end, and go on."""
+    values = {"keep_checkpoints": 9, "number_of_outer_steps": 6, "processes": 2, "stop_patience_seconds": 1e-9}
+    config = write_config(tmp_path, cache_dir, **values)
+    done = programs.run("tests/support/given_up.py", rank, "SIGTERM", "--config", config, status=130)
+    assert f"SIGTERM{' to another process' * (rank > 0)}: stopping after this round" in done.stdout
+    (folder,) = (tmp_path / "logs").iterdir()
+    assert f"to go on: python run.py --resume {folder}" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+    assert (summary(folder)["status"], summary(folder)["outer_steps"]) == ("interrupted", 3)
+    # There is one every second round, and that of round 3 was not to be written.
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["round_00002", "round_00003"]
+    assert program.main(["--resume", str(folder), "processes=1"]) == 0
+    assert "resumed after round 3" in (folder / "training_log.log").read_text()
+    assert_same_run(folder, whole)
+
+
+# Killed
+
+
+def test_a_run_killed_twenty_times_gives_the_same_weights(programs, tmp_path, cache_dir):
+    """While it loads, while it writes models, logs or a checkpoint, and while it trains."""
+    values = {
+        "number_of_outer_steps": 24,
+        "number_of_inner_steps_between_outers": 2,
+        "number_of_initial_trainers": 2,
+        "nodes_per_gpu": 2,
+        "val_size": 10,
+        "save_weights_every": 1,
+        "max_requested_batch": 16,
+        "merge_frequency": 10,
+        "memory_sample_seconds": None,
+    }
+    config, logs = write_config(tmp_path, cache_dir, **values), tmp_path / "logs"
+    generator, rounds = random.Random(1), []
+    for _ in range(20):
+        begun = list(logs.glob("*"))
+        rounds.append(max((int(path.name[6:]) for path in logs.glob("*/checkpoints/round_*")), default=0))
+        if begun and not rounds[-1]:
+            shutil.rmtree(begun.pop())
+        arguments = ["--resume", *begun] if begun else ["--config", config]
+        # A round opens about a hundred files and takes longer than what is given here in microseconds.
+        moment = [generator.randrange(1, 160), generator.randrange(1, 20_000)]
+        programs.run("tests/support/killed.py", logs, *moment, "run.py", *arguments, status=-signal.SIGALRM)
+    assert rounds[0] == 0
+    assert len(set(rounds)) >= 6
+    (folder,) = logs.iterdir()
+    assert program.main(["--resume", str(folder)]) == 0
+    assert program.main(["--config", str(config), f"log_dir={tmp_path / 'whole'}"]) == 0
+    assert_same_run(folder, next((tmp_path / "whole").iterdir()))

@@ -1,0 +1,444 @@
+"""The program as a user runs it: run folder, logs, summary, plots, model, and errors before any work."""
+
+import csv
+import json
+import math
+import os
+import platform
+import shlex
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import run as program
+from algorithms.batch.across_workers import MINIMUM_WORKERS, SKETCH_SIZE
+from cluster import Cluster
+from fabrics.config_checks import CHOICES
+from fabrics.data import dataset_loader
+from fabrics.models import continuations
+from tests.support.helpers import PLAIN_TEST, warnings_of
+from tests.support.programs import Popen, Programs, command, wait_until
+from training_logs.recording.step_loss_logger import COLUMNS as STEP_COLUMNS
+from utils.config.reading import load_config
+from utils.utils import has_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SHORT = {
+    "model_config": {"preset": "demo", "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24},
+    "data_sample_size": 400,
+    "val_size": 30,
+    "eval_batch_size": 128,
+    "sequence_length": 32,
+    "vocab_size": 400,
+    "number_of_outer_steps": 5,
+    "number_of_inner_steps_between_outers": 4,
+    "number_of_initial_trainers": 3,
+    "nodes_per_gpu": 4,
+    "INITIAL_BATCH_SIZE": 4,
+    "max_batch_size": 4,
+    "max_requested_batch": 24,
+    "merge_frequency": 2,
+    **PLAIN_TEST,
+    "ETA": 0.4,
+    "learning_rate_for_inner_opt": 5e-3,
+    "save_weights_every": 2,
+    "clearml": "off",
+    "plot_at_end": False,
+    "processes": 1,
+}
+
+
+def write_config(folder: Path, cache_dir: Path, **values) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(SHORT | {"log_dir": str(folder / "logs"), "cache_dir": str(cache_dir)} | values))
+    return path
+
+
+def start_training(
+    programs: Programs, folder: Path, cache_dir: Path, program: Sequence[str] = ("run.py",), **values
+) -> tuple[Popen, Path]:
+    """A run of its own, as soon as it has logged two rounds; its folder."""
+    config = write_config(folder, cache_dir, **{"save_weights_every": None, "number_of_outer_steps": 400} | values)
+    process = programs.start(*program, "--config", config)
+
+    def two_rounds() -> list[Path]:
+        logs = folder.glob("logs/*/model_training_report/training_log.csv")
+        return [log for log in logs if log.read_text().count("\n") > 2 * SHORT["number_of_initial_trainers"]]
+
+    (log,) = wait_until(two_rounds, "two rounds", process)
+    return process, log.parent.parent
+
+
+def kill_the_second_process(programs: Programs, folder: Path, cache_dir: Path, **values) -> tuple[str, Path]:
+    """What a run of two processes says when the second is killed, which it names, and the run's folder."""
+    own = {"processes": 2, "save_weights_every": 1, "max_requested_batch": 16}
+    child, run_folder = start_training(programs, folder, cache_dir, **own | values)
+    # Both write it while training goes on.
+    wait_until(lambda: has_checkpoint(run_folder), "a checkpoint", child)
+    (other,) = programs.children_of(child)
+    os.kill(other, signal.SIGKILL)
+    output, _ = child.communicate()
+    assert child.returncode == 1
+    assert f"error: rank 1 (process {other} on " in output
+    assert f"to go on: python run.py --resume {run_folder}" in output
+    assert "Traceback" not in output
+    return output, run_folder
+
+
+@pytest.fixture(scope="module")
+def finished(programs, tmp_path_factory, cache_dir):
+    """One short run through the real entry point, in its own process."""
+    folder = tmp_path_factory.mktemp("run")
+    config = write_config(folder, cache_dir)
+    result = programs.run("run.py", "--config", config, "ETA=0.3", "model_config.num_hidden_layers=1")
+    (run_folder,) = (folder / "logs").iterdir()
+    return run_folder, result
+
+
+@pytest.fixture(scope="module")
+def rows(finished):
+    with (finished[0] / "model_training_report" / "training_log.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def summary(finished):
+    return json.loads((finished[0] / "model_training_report" / "summary.json").read_text())
+
+
+def test_the_run_folder_is_named_after_model_dataset_and_date(finished):
+    assert finished[0].name.startswith("microllama_python_docs_20")
+    # Where files differ from the commit, changes.patch is there as well.
+    assert {path.name for path in finished[0].iterdir()} - {"changes.patch"} == {
+        ".lock",
+        "config.yaml",
+        "training_log.log",
+        "model_training_report",
+        "memory_report",
+        "model_weights",
+        "checkpoints",
+    }
+
+
+def test_the_resolved_config_runs_again(finished):
+    config, warnings = load_config(finished[0] / "config.yaml", allowed=CHOICES)
+    assert (config.ETA, config.model_config) == (0.3, SHORT["model_config"])
+    assert config.number_of_outer_steps == 5
+    assert warnings == []
+
+
+def test_the_resolved_config_in_another_process_gives_the_same_run(programs, finished, rows, tmp_path):
+    programs.run("run.py", "--config", finished[0] / "config.yaml", f"log_dir={tmp_path}")
+    (log,) = tmp_path.glob("*/model_training_report/training_log.csv")
+    with log.open(newline="") as file:
+        again = list(csv.DictReader(file))
+    timeless = {"seconds": "", "wall_seconds": ""}
+    assert [row | timeless for row in again] == [row | timeless for row in rows]
+
+
+def test_the_round_log_has_a_row_per_trainer_and_round(rows):
+    assert [(row["outer_step"], row["trainer_id"]) for row in rows[:3]] == [("1", "0"), ("1", "1"), ("1", "2")]
+    assert [sum(row["outer_step"] == str(step) for row in rows) for step in range(1, 6)] == [3, 3, 2, 2, 1]
+    for row in rows:
+        # P and O are measured for the tests that ask for them.
+        unmeasured = ("inner_product", "orthogonal")
+        assert all(value for name, value in row.items() if not name.startswith(unmeasured)), row
+        assert float(row["validation_metric"]) == pytest.approx(2.718281828 ** float(row["validation_loss"]), rel=1e-4)
+        assert int(row["nodes"]) * int(row["micro_batch"]) * int(row["accumulation_steps"]) >= int(
+            row["effective_batch"]
+        )
+        assert int(row["round_examples"]) == int(row["effective_batch"]) * int(row["inner_steps"])
+        assert int(row["round_tokens"]) == 32 * int(row["round_examples"])
+
+
+def test_totals_are_the_sums_of_the_rounds(rows, summary):
+    assert summary["examples"] == sum(int(row["round_examples"]) for row in rows) == int(rows[-1]["examples"])
+    assert summary["tokens"] == sum(int(row["round_tokens"]) for row in rows) == int(rows[-1]["tokens"])
+    synchronisations = sum(int(row["nodes"]) > 1 for row in rows)
+    assert summary["communications"] == synchronisations + summary["merges"] == int(rows[-1]["communications"])
+    model_bytes = 4 * summary["parameters"]
+    nodes = {(int(row["outer_step"]), int(row["trainer_id"])): int(row["nodes"]) for row in rows}
+    # Parameters and velocity of one trainer to the other's first node, the average from there to its others.
+    merging = [nodes[merge["outer_step"], merge["representative"]] for merge in summary["merge_history"]]
+    # Parameters, velocity, two moments and a step count to every new node.
+    new = sum(max(0, count - nodes.get((step - 1, trainer), count)) for (step, trainer), count in nodes.items())
+    assert new > 0
+    expected = {
+        "bytes_synchronised": sum(
+            2 * (count - 1) * (model_bytes + 4 * SKETCH_SIZE * (count >= MINIMUM_WORKERS)) for count in nodes.values()
+        ),
+        "bytes_merged": 2 * model_bytes * sum(merging),
+        "bytes_redistributed": new * (4 * model_bytes + 4),
+    }
+    expected["bytes_communicated"] = sum(expected.values())
+    for name, value in expected.items():
+        assert summary[name] == value == int(rows[-1][name])
+
+
+def test_the_summary_tells_the_run(rows, summary):
+    assert summary["status"] == "completed"
+    assert (summary["outer_steps"], summary["merges"], summary["final_trainers"]) == (5, 2, 1)
+    assert summary["dataset"] == "python_docs"
+    assert summary["seed"] == 42
+    assert summary["compiled"] is False
+    assert summary["versions"]["torch"].startswith("2.")
+    # Before training the model knows nothing: about the vocabulary's size.
+    assert summary["initial_metric"] == pytest.approx(400, rel=0.2)
+    assert summary["final_metric"] == pytest.approx(float(rows[-1]["validation_metric"]), rel=1e-9)
+    assert summary["final_metric"] < 0.75 * summary["initial_metric"]
+    assert summary["largest_requested_batch"] == max(int(row["requested_batch"]) for row in rows) > 4
+    assert summary["last_accumulation_steps"] == int(rows[-1]["accumulation_steps"])
+    assert summary["wall_seconds"] > summary["training_seconds"] > 0
+    assert summary["tokens_per_second"] == pytest.approx(summary["tokens"] / summary["training_seconds"])
+
+
+def test_the_run_can_be_traced(finished, summary):
+    (invocation,) = summary["invocations"]
+    program, *arguments = shlex.split(invocation["command"])
+    assert program.startswith("python")
+    assert arguments == finished[1].args[1:]
+    assert (invocation["first_round"], invocation["processes"]) == (1, 1)
+    commit = command("git", "rev-parse", "HEAD", cwd=ROOT).stdout.strip()
+    assert invocation["commit"] == (commit or "unknown")
+    assert (finished[0] / "changes.patch").exists() == bool(invocation["changed"])
+    (hardware,) = invocation["hardware"]
+    assert (hardware["host"], hardware["processes"]) == (platform.node(), 1)
+
+
+def test_every_inner_step_is_in_the_step_log(finished, rows):
+    with (finished[0] / "model_training_report" / "step_loss_log.csv").open(newline="") as file:
+        steps = list(csv.DictReader(file))
+    assert tuple(steps[0]) == STEP_COLUMNS
+    assert len(steps) == sum(int(row["nodes"]) * int(row["inner_steps"]) for row in rows)
+    for row in rows:
+        own = [s for s in steps if (s["outer_step"], s["trainer_id"]) == (row["outer_step"], row["trainer_id"])]
+        weights = [int(step["effective_batch"]) for step in own]
+        mean = sum(float(s["loss"]) * w for s, w in zip(own, weights, strict=True)) / sum(weights)
+        assert float(row["train_loss"]) == pytest.approx(mean)
+
+
+def test_one_readable_line_per_trainer_and_round(finished, rows):
+    log = (finished[0] / "training_log.log").read_text()
+    lines = [line for line in log.splitlines() if "| trainer" in line]
+    assert len(lines) == len(rows)
+    for word in ("loss", "perplexity", "batch", " x ", " node", "tokens/s", "communications"):
+        assert all(word in line for line in lines), word
+    assert log.count("merge after round") == 2
+    assert "trainer 0" in finished[1].stderr + finished[1].stdout
+
+
+def test_the_final_model_generates_text(finished, summary):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = finished[0] / summary["best_model"]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer("Return the", return_tensors="pt", return_token_type_ids=False)
+    output = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    assert output.shape[1] > inputs["input_ids"].shape[1]
+    assert tokenizer.decode(output[0]).startswith("Return the")
+
+
+def test_a_finished_run_says_what_the_model_says(finished, summary):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    log = (finished[0] / "training_log.log").read_text()
+    folder = finished[0] / summary["best_model"]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert len(summary["continuations"]) == 3
+    for text in summary["continuations"]:
+        assert f"  prompt:    {text['prompt']!r}\n  model:     {text['continuation']!r}\n" in log
+        ids = tokenizer(text["prompt"], return_tensors="pt")["input_ids"]
+        # The saved model finds its own words likelier than those of a model that knows nothing: 400 tokens, all alike.
+        said = tokenizer(text["continuation"], return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            logits = model(input_ids=torch.cat([ids, said], 1)).logits[0, ids.shape[1] - 1 : -1]
+        assert torch.nn.functional.cross_entropy(logits, said[0]) < math.log(400) - 0.5
+
+
+def test_what_goes_wrong_while_texts_are_continued_is_a_warning(tmp_path, cache_dir, monkeypatch):
+    def out_of_memory(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(continuations, "sampled", out_of_memory)
+    config = write_config(tmp_path, cache_dir, number_of_outer_steps=1, save_weights_every=None)
+    assert program.main(["--config", str(config)]) == 0
+    (folder,) = (tmp_path / "logs").iterdir()
+    (warning,) = warnings_of(folder)
+    assert warning == "validation texts could not be continued: OutOfMemoryError: CUDA out of memory"
+    summary = json.loads((folder / "model_training_report" / "summary.json").read_text())
+    assert (summary["status"], summary["continuations"]) == ("completed", [])
+
+
+def test_weights_are_saved_on_the_way(finished):
+    weights = finished[0] / "model_weights"
+    assert sorted(path.name for path in (weights / "round_00002").iterdir()) == ["trainer_0", "trainer_2"]
+    assert (weights / "round_00004").is_dir()
+
+
+def test_a_final_model_can_be_trained_on(finished, summary, tmp_path, cache_dir):
+    folder = finished[0] / summary["best_model"]
+    config = write_config(
+        tmp_path,
+        cache_dir,
+        model_config={"name": str(folder), "pretrained": True},
+        number_of_outer_steps=1,
+        number_of_initial_trainers=2,
+        save_weights_every=None,
+    )
+    assert program.main(["--config", str(config)]) == 0
+    (again,) = (tmp_path / "logs").glob("*/model_training_report/summary.json")
+    assert json.loads(again.read_text())["initial_metric"] == pytest.approx(summary["final_metric"], rel=1e-4)
+
+
+def test_overrides_may_stand_before_and_after_options():
+    options = program.parse_arguments(["ETA=1", "--resume", "logs/a", "max_tokens=5", "--force", "nu=2"])
+    assert options.overrides == ["ETA=1", "max_tokens=5", "nu=2"]
+    assert (options.resume, options.force) == ("logs/a", True)
+    assert program.parse_arguments([]).overrides == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["INITIAL_BATCHSIZE=3"], "INITIAL_BATCHSIZE: unknown key; did you mean INITIAL_BATCH_SIZE?"),
+        (["ETA=big"], "ETA: should be a valid number"),
+        (["nodes_per_gpu=0"], "nodes_per_gpu: should be greater than 0, got 0"),
+        (["merge_frequency=-2"], "merge_frequency: should be greater than 0, got -2"),
+        (["INITIAL_BATCH_SIZE=100000", "max_requested_batch=null"], "INITIAL_BATCH_SIZE: must be at most the"),
+        (["dataset=c5"], "dataset: must be one of python_docs, c4, text, imdb, got 'c5'"),
+        (["model_type=gpt"], "model_type: must be one of microllama, bert, got 'gpt'"),
+        (["merging_policy=best"], "merging_policy: must be one of worst_with_worst, best_with_worst, got 'best'"),
+        (["model_type=bert"], "model_type: bert is for classification, dataset python_docs for causal_lm"),
+        (
+            ["model_config.name=/no/such/model", "model_config.pretrained=true"],
+            "cannot load the tokenizer '/no/such/model'",
+        ),
+        (["data_sample_size=1000000"], "data_sample_size:"),
+        (["log_dir=FILE/logs"], "log_dir: cannot write to"),
+        (["cache_dir=FILE/cache", "vocab_size=333"], "cache_dir: cannot write to"),
+    ],
+)
+def test_bad_input_is_one_clear_line_exit_2_and_no_run_folder(tmp_path, cache_dir, capsys, overrides, expected):
+    (tmp_path / "FILE").write_text("a file, not a folder")
+    overrides = [override.replace("FILE", str(tmp_path / "FILE")) for override in overrides]
+    assert program.main(["--config", str(write_config(tmp_path, cache_dir)), *overrides]) == 2
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert expected in lines[0]
+    assert "Traceback" not in captured.err
+    assert not list(tmp_path.glob("logs/*"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["node_speeds=[1, 1]", "nodes_per_gpu=3"], "node_speeds: "),
+        (["node_schedule=[[0, 9]]"], "node_schedule: must have at most the 4 nodes"),
+        (
+            [
+                "communication_budget=3",
+                "nodes_per_gpu=1",
+                "number_of_initial_trainers=1",
+                "sampling_method=none",
+                "number_of_outer_steps=null",
+                "max_tokens=9000",
+            ],
+            "communication_budget: a run on one node never communicates",
+        ),
+        (
+            ["sampling_method=norm_test", "statistics_estimator=across_workers", "max_batch_size=null"],
+            "statistics_estimator: across_workers needs two nodes per trainer",
+        ),
+    ],
+)
+def test_nodes_that_do_not_suit_are_refused_before_data_are_read(
+    tmp_path, cache_dir, capsys, monkeypatch, overrides, expected
+):
+    def read(*arguments):
+        raise AssertionError("the data were read")
+
+    monkeypatch.setattr(dataset_loader, "load_data", read)
+    assert program.main(["--config", str(write_config(tmp_path, cache_dir)), *overrides]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert expected in errors[0]
+
+
+def test_problems_of_keys_choices_and_model_are_reported_together(tmp_path, cache_dir, capsys):
+    overrides = ["ETAA=1", "nu=-1", "merging_policy=x", "model_config.hiden_size=8", "model_config.num_hidden_layers=0"]
+    assert program.main(["--config", str(write_config(tmp_path, cache_dir)), *overrides]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: ETAA: unknown key; did you mean ETA?",
+        "error: nu: should be greater than 0, got -1",
+        "error: merging_policy: must be one of worst_with_worst, best_with_worst, got 'x'",
+        "error: model_config.num_hidden_layers: must be a positive integer, got 0",
+        "error: model_config.hiden_size: not an architecture value of LlamaConfig; did you mean hidden_size?",
+    ]
+
+
+def test_a_missing_config_file(tmp_path, capsys):
+    assert program.main(["--config", str(tmp_path / "none.yaml")]) == 2
+    assert "none.yaml: cannot read the configuration: No such file or directory" in capsys.readouterr().err
+
+
+def test_the_first_line_is_there_before_anything_that_takes_long_is_loaded(programs, tmp_path):
+    """PyTorch, or what imports it, takes seconds; here it ends the program."""
+    for name in ("torch", "transformers", "numpy", "pydantic"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} is loaded')")
+    begun = programs.run("run.py", env=os.environ | {"PYTHONPATH": str(tmp_path)}, fresh=True, status=1)
+    assert begun.stdout == "AdLoCo: loading PyTorch ...\n"
+    assert "is loaded" in begun.stderr
+
+
+def test_help_answers_without_loading_anything(programs):
+    assert "key=value" in programs.run("run.py", "--help", fresh=True).stdout
+
+
+def test_an_interrupted_run_keeps_what_it_has(programs, tmp_path, cache_dir):
+    process, folder = start_training(
+        programs, tmp_path, cache_dir, number_of_outer_steps=1000, merge_frequency=1000, plot_at_end=True
+    )
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate()
+    assert process.returncode == 130
+    assert "Traceback" not in output
+    summary = json.loads((folder / "model_training_report" / "summary.json").read_text())
+    assert (summary["status"], summary["continuations"]) == ("interrupted", [])
+    assert summary["outer_steps"] >= 1
+    assert (folder / "model_training_report" / "metric.png").exists()
+
+
+def test_a_run_that_cannot_go_on_says_why_and_keeps_what_it_has(tmp_path, cache_dir, capsys):
+    config = write_config(tmp_path, cache_dir, learning_rate_for_inner_opt=1e30, gradient_clipping=None)
+    assert program.main(["--config", str(config)]) == 1
+    captured = capsys.readouterr()
+    assert "lower learning_rate_for_inner_opt" in captured.out + captured.err
+    (summary,) = tmp_path.glob("logs/*/model_training_report/summary.json")
+    assert json.loads(summary.read_text())["status"] == "failed"
+
+
+def test_an_unforeseen_error_is_logged_whole_and_the_run_keeps_what_it_has(tmp_path, cache_dir, monkeypatch):
+    calls = []
+
+    def fail_in_the_second_round(self, *arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("the disk is on fire")
+        return original(self, *arguments)
+
+    original = Cluster.run_round
+    monkeypatch.setattr(Cluster, "run_round", fail_in_the_second_round)
+    assert program.main(["--config", str(write_config(tmp_path, cache_dir))]) == 1
+    (report,) = tmp_path.glob("logs/*/model_training_report")
+    summary = json.loads((report / "summary.json").read_text())
+    assert (summary["status"], summary["outer_steps"]) == ("failed", 1)
+    log = (report.parent / "training_log.log").read_text()
+    assert "Traceback" in log
+    assert "RuntimeError: the disk is on fire" in log
+    assert (report / "training_log.csv").read_text().count("\n") == 4

@@ -1,0 +1,1042 @@
+"""Training against independent implementations, and against itself: same seed, same run."""
+
+import copy
+import dataclasses
+import gc
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from algorithms.batch.per_example import per_example_statistics
+from algorithms.batch.switch_mode import ExecutionPlan
+from algorithms.nodes.communication_rounds import rounds_to_come
+from algorithms.nodes.policies import MERGE_POLICIES, MergePlan
+from algorithms.schedule.limits import RoundSchedule
+from cluster import Cluster
+from fabrics.data.examples import PackedSequences
+from fabrics.pool.eval_tool import evaluate
+from fabrics.pool.round_scheduler import traffic_of
+from fabrics.training.worker import Node, TrainingError
+from tests.support.helpers import (
+    CPU,
+    TINY_ARCHITECTURE,
+    VOCABULARY,
+    Recorder,
+    examples_of_an_epoch,
+    light_cluster,
+    make_config,
+    make_trainer,
+    padded,
+    parameters_of,
+    random_sequences,
+    separable_texts,
+    tiny_bert,
+    tiny_data,
+    tiny_llama,
+    train,
+    use_torch_norms,
+)
+from trainers import Trainer
+from utils.config.schema import BUDGETS, ConfigError
+
+# Some ten rounds of a tiny cluster.
+SYNCHRONISATIONS = {"communication_budget": 10, "max_tokens": 2700}
+BYTES = {"byte_budget": 1_600_000, "communication_dtype": "int8", "max_tokens": 3000}
+
+
+def straightforward_diloco(model, stream, rounds, workers, inner_steps, batch, config, local_sgd=False):
+    """DiLoCo with deep copies and torch.optim alone: the global model after every round.
+
+    stream: example after example, [n, length]; an inner step of all workers takes workers * batch of them.
+    """
+    outer = torch.optim.SGD(
+        model.parameters(),
+        lr=1.0 if local_sgd else config.learning_rate_for_outer_opt,
+        momentum=0.0 if local_sgd else config.outer_momentum,
+        nesterov=not local_sgd,
+    )
+    replicas = [copy.deepcopy(model) for _ in range(workers)]
+    if local_sgd:
+        inner = [torch.optim.SGD(r.parameters(), lr=config.learning_rate_for_inner_opt) for r in replicas]
+    else:
+        inner = [
+            torch.optim.AdamW(
+                r.parameters(),
+                lr=config.learning_rate_for_inner_opt,
+                betas=tuple(config.adam_betas),
+                weight_decay=config.weight_decay,
+            )
+            for r in replicas
+        ]
+    position, history = 0, []
+    for _ in range(rounds):
+        for replica in replicas:
+            replica.load_state_dict(model.state_dict())
+        for _ in range(inner_steps):
+            for replica, optimizer in zip(replicas, inner, strict=True):
+                ids = stream[position : position + batch]
+                position += batch
+                optimizer.zero_grad()
+                logits = replica(input_ids=ids).logits
+                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(replica.parameters(), config.gradient_clipping)
+                optimizer.step()
+        for name, parameter in model.named_parameters():
+            finals = torch.stack([dict(r.named_parameters())[name].detach() for r in replicas])
+            parameter.grad = (parameter.detach() - finals).mean(0)
+        outer.step()
+        history.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    return history
+
+
+@pytest.mark.parametrize("algorithm", ["DiLoCo", "LocalSGD"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_three_rounds_equal_an_independent_implementation(algorithm, tied):
+    config = make_config(
+        distributed_algo=algorithm,
+        INITIAL_BATCH_SIZE=6,
+        sampling_method="none",
+        weight_decay=0.1,
+        gradient_clipping=0.5,
+    )
+    model = tiny_llama(tied=tied)
+    sequences = random_sequences(70)
+    trainer = make_trainer(copy.deepcopy(model), config, PackedSequences(sequences), nodes=2)
+    # 2 workers x 3 examples x 4 steps x 3 rounds = 72 examples of 70: the last batches cross into a new epoch.
+    stream = torch.from_numpy(sequences[trainer.cursor.peek(0, 72)]).long()
+    expected = straightforward_diloco(model, stream, 3, 2, 4, 3, config, algorithm == "LocalSGD")
+    for reference in expected:
+        train(trainer, 1, inner_steps=4)
+        for name, tensor in parameters_of(trainer).items():
+            torch.testing.assert_close(tensor, reference[name], rtol=1e-9, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize(("batch", "max_batch", "plan"), [(8, 4, (4, 4)), (17, 8, (6, 6, 5)), (7, 3, (3, 2, 2))])
+@pytest.mark.parametrize("probe", ["none", "norm_test"])
+def test_an_accumulated_step_equals_one_large_batch(batch, max_batch, plan, probe):
+    config = make_config(
+        INITIAL_BATCH_SIZE=batch,
+        switch_mode="only_gradient_accumulation",
+        sampling_method=probe,
+        max_batch_growth=1.0,
+        statistics_batch_size=2,
+    )
+    examples = PackedSequences(random_sequences(100))
+    model = use_torch_norms(tiny_llama())
+    whole = make_trainer(copy.deepcopy(model), config, examples, nodes=1, max_batch=64)
+    parts = make_trainer(copy.deepcopy(model), config, examples, nodes=1, max_batch=max_batch)
+    assert whole.shares.plans[0] == ExecutionPlan((batch,))
+    assert parts.shares.plans[0] == ExecutionPlan(plan)
+    expected, got = train(whole, 2), train(parts, 2)
+    torch.testing.assert_close(parts.parameters, whole.parameters, rtol=1e-9, atol=1e-11)
+    assert got[1].workers[0].losses == pytest.approx(expected[1].workers[0].losses, rel=1e-10)
+    assert got[0].examples == expected[0].examples == 3 * batch
+
+
+def test_accumulation_weighs_examples_of_different_lengths_alike():
+    """Padded classification with an uneven last micro-batch: every example has the same weight."""
+    config = make_config(INITIAL_BATCH_SIZE=5, switch_mode="only_gradient_accumulation", sampling_method="none")
+    examples = separable_texts(40)
+    whole = make_trainer(tiny_bert(), config, examples, nodes=1)
+    parts = make_trainer(tiny_bert(), config, examples, nodes=1, max_batch=2)
+    assert parts.shares.plans[0].micro_batches == (2, 2, 1)
+    train(whole, 2)
+    train(parts, 2)
+    torch.testing.assert_close(parts.parameters, whole.parameters, rtol=1e-7, atol=1e-9)
+
+
+def test_statistics_of_a_round_are_those_of_its_first_step():
+    """One worker, no probe: they are those of that very batch at the parameters at the start, without its noise."""
+    config = make_config(INITIAL_BATCH_SIZE=12, statistics_batch_size=8)
+    sequences = random_sequences(50)
+    model = use_torch_norms(tiny_llama())
+    trainer = make_trainer(copy.deepcopy(model), config, PackedSequences(sequences), nodes=1)
+    ids = torch.from_numpy(sequences[trainer.cursor.peek(0, 12)]).long()
+    expected = per_example_statistics(model, {"input_ids": ids, "labels": ids})
+    (report,) = train(trainer, 1, inner_steps=3)
+    found = report.statistics
+    assert (found.examples, found.variance) == (12, pytest.approx(expected.variance, rel=1e-9))
+    assert found.squared_norm == pytest.approx(expected.squared_norm - expected.variance / 12, rel=1e-9)
+
+
+@pytest.mark.parametrize("test", ["norm_test", "inner_product_test"])
+def test_all_micro_batches_of_all_workers_are_in_the_statistics(test):
+    """Two workers with 7 of 14 examples each, in parts of at most 3: as each of them with all 7 at once."""
+    config = make_config(
+        INITIAL_BATCH_SIZE=14,
+        statistics_batch_size=5,
+        switch_mode="only_gradient_accumulation",
+        sampling_method=test,
+        max_batch_growth=1.0,
+    )
+    sequences = random_sequences(50)
+    model = use_torch_norms(tiny_llama())
+    trainer = make_trainer(copy.deepcopy(model), config, PackedSequences(sequences), nodes=2, max_batch=3)
+    expected = []
+    for part in np.split(trainer.cursor.peek(0, 14), 2):
+        ids = torch.from_numpy(sequences[part]).long()
+        expected.append(per_example_statistics(model, {"input_ids": ids, "labels": ids}))
+    (report,) = train(trainer, 1, inner_steps=3)
+    assert report.workers[0].plan.micro_batches == (3, 2, 2)
+    found = report.statistics
+    assert found.examples == 14
+    assert found.variance == pytest.approx(np.mean([each.variance for each in expected]), rel=1e-9)
+    squared_norms = [each.squared_norm - each.variance / 7 for each in expected]
+    assert found.squared_norm == pytest.approx(np.mean(squared_norms), rel=1e-8)
+    assert found.squared_norm_error > 0.0
+    assert np.isfinite(found.inner_product_variance)
+
+
+def test_four_workers_hold_their_gradients_against_each_other():
+    """Products between workers, of which there are three times as many as within them, by sketches."""
+    config = make_config(INITIAL_BATCH_SIZE=32)
+    trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(50)), nodes=4)
+    model, batches = tiny_llama(), np.split(trainer.cursor.peek(0, 32), 4)
+    (report,) = train(trainer, 1, inner_steps=3)
+    sums = []
+    for part in batches:
+        model.zero_grad()
+        ids = torch.from_numpy(random_sequences(50)[part]).long()
+        F.cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        sums.append(8 * torch.cat([p.grad.flatten() for p in model.parameters()]))
+    between = sum((a @ b).item() for i, a in enumerate(sums) for j, b in enumerate(sums) if i != j)
+    within = sum(56 * sample.squared_norm for worker in report.workers.values() for sample in worker.statistics)
+    # The sketch of 1,024 numbers errs by 1/32 of the gradients' lengths in each of 6 pairs.
+    margin = 4 * 2 * 6**0.5 / 32 * max(vector.norm().item() for vector in sums) ** 2
+    found = report.statistics.squared_norm * (32 * 31)
+    assert abs(found - (between + within)) < margin
+    assert abs(found - (between + within)) > 0.0
+    alone = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(50)), nodes=3)
+    (other,) = train(alone, 1, inner_steps=3)
+    assert all(worker.moments is None for worker in other.workers.values())
+
+
+def test_a_small_batch_is_probed_on_the_examples_that_come_next():
+    config = make_config(INITIAL_BATCH_SIZE=2, statistics_batch_size=8)
+    sequences = random_sequences(50)
+    model = use_torch_norms(tiny_llama())
+    trainer = make_trainer(copy.deepcopy(model), config, PackedSequences(sequences), nodes=1)
+    upcoming = sequences[trainer.cursor.peek(3 * 2, 8)]
+    statistics, own = train(trainer, 1, inner_steps=3)[0].workers[0].statistics
+    ids = torch.from_numpy(upcoming).long()
+    expected = per_example_statistics(model, {"input_ids": ids, "labels": ids})
+    assert (own.examples, statistics.examples) == (2, 8)
+    assert statistics.variance == pytest.approx(expected.variance, rel=1e-7)
+    assert statistics.squared_norm == pytest.approx(expected.squared_norm - expected.variance / 8, rel=1e-6)
+    assert trainer.cursor.position == 3 * 2
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_a_probe_batch_leaves_training_as_it_is(dropout):
+    ends = []
+    for test in ("none", "norm_test"):
+        config = make_config(INITIAL_BATCH_SIZE=2, sampling_method=test, max_batch_growth=1.0)
+        trainer = make_trainer(tiny_bert(dropout=dropout), config, separable_texts(40), nodes=1)
+        (report,) = train(trainer, 1, inner_steps=3)
+        assert len(report.workers[0].statistics) == (2 if test == "norm_test" else 0)
+        ends.append(trainer.parameters)
+    assert torch.equal(*ends)
+
+
+def test_across_workers_uses_the_first_gradient_of_every_worker():
+    config = make_config(INITIAL_BATCH_SIZE=6, statistics_estimator="across_workers")
+    sequences = random_sequences(50)
+    model = use_torch_norms(tiny_llama())
+    trainer = make_trainer(copy.deepcopy(model), config, PackedSequences(sequences), nodes=3)
+    gradients = []
+    for part in np.split(trainer.cursor.peek(0, 6), 3):
+        model.zero_grad()
+        ids = torch.from_numpy(sequences[part]).long()
+        F.cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]).numpy())
+    gradients = np.stack(gradients)
+    (report,) = train(trainer, 1, inner_steps=3)
+    assert report.statistics.variance == pytest.approx(2 * gradients.var(0, ddof=1).sum(), rel=1e-9)
+    assert report.statistics.examples == 6
+    # One synchronisation and one all-reduce of the gradients.
+    assert report.bytes_synchronised == 2 * 2 * (3 - 1) * trainer.workforce.parameter_bytes
+
+
+def test_learning_rate_follows_warm_up_schedule_and_batch():
+    config = make_config(
+        learning_rate_for_inner_opt=0.1,
+        warmup_steps=4,
+        learning_rate_schedule="cosine",
+        minimum_learning_rate_ratio=0.0,
+        learning_rate_scaling="sqrt",
+        sampling_method="none",
+        INITIAL_BATCH_SIZE=2,
+    )
+    trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(40)), nodes=1)
+    first_round = trainer.train_round(RoundSchedule(2, 0.0, 0.5), lambda: None)
+    assert first_round.workers[0].learning_rates == pytest.approx(
+        [0.1 * 0.25, 0.1 * 0.5 * 0.5 * (1 + np.cos(np.pi / 4))]
+    )
+    trainer.conclude_round(RoundSchedule(2, 0.0, 0.5), first_round, 1, 1.0)
+    trainer.batch.requested_batch = 8
+    second = trainer.train_round(RoundSchedule(2, 0.5, 1.0), lambda: None).workers[0].learning_rates
+    assert second == pytest.approx([2 * 0.1 * 0.75 * 0.5, 2 * 0.1 * 0.5 * (1 + np.cos(0.75 * np.pi))])
+
+
+def test_request_is_bounded_and_never_shrinks():
+    cluster = light_cluster(ETA=0.05, max_batch_growth=1.5, max_requested_batch=11, number_of_outer_steps=6)
+    recorder = Recorder()
+    cluster.train(recorder)
+    requests = {}
+    for result in recorder.rounds:
+        for trainer, report in result.reports.items():
+            requests.setdefault(trainer, []).append(report.requested_batch)
+    # A very strict test asks for as much as it may: 4, 6, 9, 11, 11, ...
+    assert requests[0][:4] == [4, 6, 9, 11]
+    for own in requests.values():
+        assert own == sorted(own)
+        assert max(own) <= 11
+
+
+def test_the_batch_test_begins_when_it_is_told_to():
+    settings = {"ETA": 0.05, "number_of_initial_trainers": 1, "number_of_outer_steps": 5}
+    cluster, recorder = light_cluster(batch_test_start=3, **settings), Recorder()
+    cluster.train(recorder)
+    reports = [result.reports[0] for result in recorder.rounds]
+    assert [report.requested_batch for report in reports] == [4, 4, 4, 8, 16]
+    assert [report.statistics is None for report in reports] == [True, True, False, False, False]
+    assert not any(worker.statistics for report in reports[:2] for worker in report.workers.values())
+
+
+def test_the_test_grows_stricter_towards_the_end():
+    """V / (eta^2 G2) with the eta of the round's end: 2 at first, 0.5 at the end of four rounds."""
+    settings = {"debias": True, "max_batch_growth": 1e6, "number_of_initial_trainers": 1, "max_requested_batch": 10**6}
+    cluster, recorder = light_cluster(ETA=2.0, ETA_at_end=0.5, number_of_outer_steps=4, **settings), Recorder()
+    cluster.train(recorder)
+    asked = 4
+    for number, result in enumerate(recorder.rounds, start=1):
+        s = result.reports[0].statistics
+        eta = 2.0 - 1.5 * number / 4
+        asked = max(asked, np.ceil(s.variance / (eta**2 * s.squared_norm)) if s.squared_norm > 0 else 0)
+        assert result.reports[0].next_requested_batch == asked
+
+
+def test_a_schedule_by_hand_sets_the_batch_by_the_share_of_the_run_that_is_done():
+    cluster = light_cluster(
+        sampling_method="none",
+        batch_schedule=[[0.25, 5], [0.5, 9], [1.0, 99]],
+        number_of_initial_trainers=1,
+        number_of_outer_steps=8,
+    )
+    recorder = Recorder()
+    cluster.train(recorder)
+    assert [result.reports[0].requested_batch for result in recorder.rounds] == [4, 4, 5, 5, 9, 9, 9, 9]
+    # As with a batch test, a request ends at the trainer's 96 examples.
+    assert cluster.trainers[0].requested_batch == 96
+
+
+def bits(cluster) -> dict[int, bytes]:
+    return {trainer.id: trainer.parameters.numpy().tobytes() for trainer in cluster.trainers.values()}
+
+
+def test_the_same_seed_gives_the_same_bits():
+    runs = []
+    for seed in (7, 7, 8):
+        cluster = light_cluster(training_seed=seed, number_of_outer_steps=5, ETA=0.3)
+        torch.rand(17)  # whatever the global generator has done must not matter
+        evaluations = cluster.train(Recorder())
+        runs.append((bits(cluster), evaluations, cluster.totals.tokens))
+    assert runs[0][:2] == runs[1][:2]
+    assert runs[0][0] != runs[2][0]
+
+
+def test_dropout_depends_on_the_place_in_the_run_alone():
+    config = make_config(INITIAL_BATCH_SIZE=4, sampling_method="none")
+    results = []
+    for burnt in (0, 100):
+        torch.manual_seed(burnt)
+        trainer = make_trainer(tiny_bert(dropout=0.3).train(), config, separable_texts(40), nodes=2)
+        torch.rand(burnt)
+        before = torch.get_rng_state()
+        train(trainer, 2)
+        assert torch.equal(torch.get_rng_state(), before)
+        results.append(trainer.parameters)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(("stop", "budget"), [(3, None), (6, SYNCHRONISATIONS), (3, BYTES)])
+def test_a_run_continued_from_its_state_equals_the_uninterrupted_run(stop, budget):
+    """Through growing batches, merges and redistribution; the state is taken anywhere."""
+    settings = {
+        "number_of_outer_steps": 6,
+        "number_of_inner_steps_between_outers": 2,
+        "ETA": 0.3,
+        "max_batch_size": 4,
+        "statistics_smoothing": 0.5,
+        "learning_rate_schedule": "cosine",
+    }
+    if budget is not None:
+        settings = budget_settings(4) | {"warmup_tokens": 1500} | budget
+    whole, recorder = light_cluster(**settings), Recorder()
+    whole.train(recorder)
+    first, second = light_cluster(**settings), light_cluster(**settings)
+    for _ in range(stop):
+        first.run_round(Recorder())
+    tensors = {name: group for trainer in first.trainers.values() for name, group in trainer.tensors().items()}
+    state = json.loads(json.dumps(first.state_dict()))
+    copies = copy.deepcopy(tensors)
+    second.load_state_dict(state, lambda group, name: tensors[group][name])
+    first.run_round(Recorder())  # what was loaded is a copy: going on elsewhere does not change it
+    third = light_cluster(**settings)
+    third.load_state_dict(state, lambda group, name: copies[group][name])
+    assert bits(third) == bits(second)
+    second.train(Recorder())
+    assert bits(second) == bits(whole)
+    assert second.totals.tokens == whole.totals.tokens
+    assert second.totals.communications == whole.totals.communications
+    assert second.totals.bytes_communicated == whole.totals.bytes_communicated
+    assert second.merges == whole.merges
+    assert {t.id: t.requested_batch for t in second.trainers.values()} == {
+        t.id: t.requested_batch for t in whole.trainers.values()
+    }
+
+
+def test_a_merge_averages_parameters_and_momentum_and_unites_the_data():
+    cluster = light_cluster(number_of_initial_trainers=3, nodes_per_gpu=3, merge_frequency=100)
+    for _ in range(2):
+        cluster.run_round(Recorder())
+    trainers = cluster.trainers
+    for trainer, request in ((0, 6), (1, 2), (2, 9)):
+        trainers[trainer].batch.requested_batch = request
+    x = 0.75 * trainers[0].parameters + 0.25 * trainers[1].parameters
+    v = 0.75 * trainers[0].shared["velocity"] + 0.25 * trainers[1].shared["velocity"]
+    assert v.abs().max() > 0.0
+    data = set(trainers[0].cursor.subset) | set(trainers[1].cursor.subset)
+    before = cluster.totals.bytes_merged, cluster.totals.communications
+    merge = cluster._merge()
+    assert merge.plan.representative == 0
+    assert sorted(cluster.trainers) == [0, 2]
+    torch.testing.assert_close(trainers[0].parameters, x)
+    torch.testing.assert_close(trainers[0].shared["velocity"], v)
+    assert set(trainers[0].cursor.subset) == data
+    assert trainers[0].requested_batch == 6
+    assert cluster.totals.bytes_merged - before[0] == 2 * trainers[0].workforce.parameter_bytes  # the velocity too
+    assert cluster.totals.communications - before[1] == 1
+
+
+@pytest.mark.parametrize("momentum", ["average", "reset"])
+@pytest.mark.parametrize("inner", ["keep", "reset"])
+def test_a_merged_trainer_may_begin_its_momenta_anew(momentum, inner):
+    cluster = light_cluster(
+        number_of_initial_trainers=2, merge_frequency=100, outer_momentum_at_merge=momentum, inner_state_at_merge=inner
+    )
+    cluster.run_round(Recorder())
+    before = {index: worker.state_dict()["exp_avg"].clone() for index, worker in cluster.trainers[0].workers.items()}
+    cluster._merge()
+    trainer = cluster.trainers[0]
+    # To the first of its two nodes, and from there to the second; a velocity that begins anew is not sent.
+    models = 2 if momentum == "average" else 1
+    assert cluster.totals.bytes_merged == 2 * models * trainer.workforce.parameter_bytes
+    assert bool(trainer.shared["velocity"].any()) == (momentum == "average")
+    for index, worker in trainer.workers.items():
+        kept = worker.state_dict()
+        assert int(kept["step"]) == (3 if inner == "keep" else 0)
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert bool(kept[name].any()) == (inner == "keep")
+        if inner == "keep":
+            assert torch.equal(kept["exp_avg"], before[index])
+
+
+@pytest.mark.parametrize("inner", ["keep", "reset"])
+def test_so_may_one_whose_moments_are_not_its_workers(inner):
+    values = {"distributed_algo": "Synchronous", "number_of_initial_trainers": 2, "merge_frequency": 100}
+    cluster = light_cluster(inner_state_at_merge=inner, **values)
+    cluster.run_round(Recorder())
+    trainer = cluster.trainers[0]
+    before = trainer.shared["exp_avg"].clone()
+    assert before.any()
+    cluster._merge()
+    assert int(trainer.shared["step"]) == (3 if inner == "keep" else 0)
+    assert torch.equal(trainer.shared["exp_avg"], before if inner == "keep" else torch.zeros_like(before))
+    assert bool(trainer.shared["exp_avg_sq"].any()) == (inner == "keep")
+    assert trainer.parameters.any()
+
+
+def test_a_policy_that_merges_who_is_not_there_is_named(monkeypatch):
+    monkeypatch.setitem(MERGE_POLICIES, "own", lambda requests, count: MergePlan(0, {0: 0.5, 7: 0.5}))
+    cluster = light_cluster(number_of_initial_trainers=2, merge_frequency=1, merging_policy="own")
+    with pytest.raises(TrainingError, match=r"merging_policy: own merges trainers \[7\], and there are \[0, 1\]"):
+        cluster.train(Recorder())
+
+
+def test_trainers_merge_down_to_one_and_go_on():
+    cluster, recorder = light_cluster(number_of_outer_steps=8, merge_frequency=2), Recorder()
+    final = cluster.train(recorder)
+    assert [len(result.reports) for result in recorder.rounds] == [4, 4, 3, 3, 2, 2, 1, 1]
+    assert [merge.outer_step for merge in cluster.merges] == [2, 4, 6]
+    assert list(final) == list(cluster.trainers)
+    assert set(next(iter(cluster.trainers.values())).cursor.subset) == set(range(96))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"distributed_algo": "LocalSGD"},
+        {"number_of_inner_steps_between_outers": 1, "eval_every": 3},
+        {"merge_count": 9, "merge_frequency": 1},
+        {"INITIAL_BATCH_SIZE": 24, "trainer_data_fraction": 0.25, "max_batch_size": 5},
+        {"INITIAL_BATCH_SIZE": 1, "number_of_initial_trainers": 7, "nodes_per_gpu": 2},
+        {"nodes_per_gpu": 9, "number_of_initial_trainers": 2, "statistics_estimator": "across_workers"},
+        {"sampling_method": "augmented_inner_product_test", "merging_policy": "best_with_worst"},
+        {"trainer_data_fraction": 1.0, "switch_mode": "only_data_loader", "max_batch_size": 3},
+    ],
+)
+def test_unusual_settings_train_to_the_end(settings):
+    """Every part in combinations that the other tests leave out: finite, merged, every node at work."""
+    common = {"number_of_outer_steps": 4, "number_of_inner_steps_between_outers": 2}
+    cluster, recorder = light_cluster(**common | settings), Recorder()
+    final = cluster.train(recorder)
+    assert cluster.totals.outer_steps == 4
+    assert len(cluster.trainers) < cluster.config.number_of_initial_trainers
+    assert recorder.warnings == []
+    losses = [report.train_loss for result in recorder.rounds for report in result.reports.values()]
+    assert np.isfinite(losses).all()
+    assert np.isfinite([evaluation.loss for evaluation in final.values()]).all()
+    cluster.distribute()
+    workers = [worker for trainer in cluster.trainers.values() for worker in trainer.workers.values()]
+    assert {worker.node.id for worker in workers} <= {node.id for node in cluster.nodes}
+    assert len(workers) == max(len(cluster.nodes), len(cluster.trainers))
+
+
+def test_a_merge_of_three_counts_two_models():
+    cluster = light_cluster(merge_count=3, merge_frequency=1, number_of_outer_steps=1)
+    cluster.train(Recorder())
+    assert len(cluster.trainers) == 2
+    # Four trainers on four nodes do not synchronise: the merge is all the communication there is.
+    assert cluster.totals.communications == 1
+    assert cluster.totals.bytes_communicated == 2 * 2 * next(iter(cluster.trainers.values())).workforce.parameter_bytes
+
+
+@pytest.mark.parametrize(("moments", "models"), [("copy", 4), ("zero", 2)])
+def test_what_goes_to_new_nodes_is_counted(moments, models):
+    """Four trainers with a node each merge into one: its three new nodes get x and velocity, and moments or none."""
+    cluster = light_cluster(
+        merge_count=4,
+        merge_frequency=1,
+        number_of_outer_steps=2,
+        joining_moments=moments,
+        sampling_method="none",
+    )
+    cluster.train(Recorder())
+    (trainer,) = cluster.trainers.values()
+    size, totals = trainer.workforce.parameter_bytes, cluster.totals
+    assert totals.bytes_merged == 3 * 2 * size
+    assert totals.bytes_redistributed == 3 * models * size + (3 * 4 if moments == "copy" else 0)  # and a step count
+    assert totals.bytes_synchronised == 2 * 3 * size
+    assert totals.bytes_communicated == totals.bytes_merged + totals.bytes_redistributed + totals.bytes_synchronised
+
+
+def test_new_workers_may_begin_without_moments():
+    cluster = light_cluster(merge_count=4, merge_frequency=1, number_of_outer_steps=9, joining_moments="zero")
+    cluster.run_round(Recorder())
+    cluster.distribute()
+    (trainer,) = cluster.trainers.values()
+    assert [int(worker.state_dict()["step"]) for worker in trainer.workers.values()] == [3, 0, 0, 0]
+    assert not any(worker.state_dict()["exp_avg"].any() for worker in list(trainer.workers.values())[1:])
+
+
+def test_communications_and_bytes_of_a_ring_all_reduce():
+    cluster = light_cluster(number_of_initial_trainers=1, nodes_per_gpu=4, number_of_outer_steps=5)
+    cluster.train(Recorder())
+    parameters = sum(p.numel() for p in cluster.working[CPU].module.parameters())
+    assert cluster.totals.communications == 5
+    # Each of 4 workers moves 2 * 3/4 of the 4-byte parameters, and of a sketch of 1,024 such numbers.
+    assert cluster.totals.bytes_communicated == 5 * 4 * (2 * 3 / 4) * 4 * (parameters + 1024)
+
+
+def test_a_new_worker_starts_with_the_first_workers_moments():
+    cluster = light_cluster(number_of_initial_trainers=2, nodes_per_gpu=2, merge_frequency=2)
+    for _ in range(2):
+        cluster.run_round(Recorder())
+    cluster.distribute()
+    (trainer,) = cluster.trainers.values()
+    first, second = (worker.optimizer.state_dict() for worker in trainer.workers.values())
+    assert first["exp_avg"].data_ptr() != second["exp_avg"].data_ptr()
+    for name in ("exp_avg", "exp_avg_sq", "step"):
+        assert torch.equal(first[name], second[name])
+    assert first["step"].item() == 6
+
+
+def test_more_trainers_than_nodes():
+    """One node serves three trainers in turn, and gives what three nodes would: workers own the state."""
+    results = []
+    for nodes in (1, 3):
+        cluster = light_cluster(number_of_initial_trainers=3, nodes_per_gpu=nodes, merge_frequency=100)
+        cluster.train(Recorder())
+        results.append(bits(cluster))
+    assert results[0] == results[1]
+
+
+def test_trainers_start_apart_or_together():
+    apart = light_cluster()
+    together = light_cluster(identical_initialisation=True)
+    assert len(set(bits(apart).values())) == 4
+    assert len(set(bits(together).values())) == 1
+    subsets = [set(trainer.cursor.subset) for trainer in apart.trainers.values()]
+    assert sum(len(subset) for subset in subsets) == len(set.union(*subsets)) == 96
+
+
+@pytest.mark.parametrize(("single_seed", "different_heads"), [(True, 1), (False, 4)])
+def test_output_layers_are_drawn_anew_identically_or_per_trainer(single_seed, different_heads):
+    config = make_config(
+        model_config=TINY_ARCHITECTURE | {"tie_word_embeddings": False},
+        identical_initialisation=True,
+        need_to_reinit_output_layers=True,
+        single_seed=single_seed,
+    )
+    cluster = Cluster(config, tiny_data())
+    heads, bodies = set(), set()
+    for trainer in cluster.trainers.values():
+        parameters = parameters_of(trainer)
+        heads.add(parameters.pop("lm_head.weight").numpy().tobytes())
+        bodies.add(b"".join(tensor.numpy().tobytes() for tensor in parameters.values()))
+    assert (len(heads), len(bodies)) == (different_heads, 1)
+
+
+@pytest.mark.parametrize(
+    ("limit", "examples"),
+    [
+        ({"number_of_training_epochs": 1.0}, 96),
+        ({"number_of_training_epochs": 2.5}, 240),
+        ({"max_tokens": 1000}, 112),  # 1000 / 9 tokens = 111.1 examples, 16 at a time
+    ],
+)
+def test_a_budget_is_exceeded_by_less_than_one_inner_step(limit, examples):
+    cluster = light_cluster(number_of_outer_steps=None, sampling_method="none", merge_frequency=99, **limit)
+    cluster.train(Recorder())
+    assert cluster.totals.examples == examples
+
+
+@pytest.mark.parametrize(("budget", "trainers"), [(15, 1), (20, 1), (20, 4)])
+def test_a_budget_of_communications_is_spent(budget, trainers):
+    """Through merges, and with batches that grow; the learning rate falls to its end with the last of the tokens."""
+    settings = budget_settings(trainers, communication_budget=budget) | {"number_of_inner_steps_between_outers": 2}
+    settings |= {"nodes_per_gpu": max(2, trainers)}
+    cluster, recorder = light_cluster(**settings), Recorder()
+    cluster.train(recorder)
+    assert abs(cluster.totals.communications - budget) <= 1
+    assert 6000 <= cluster.totals.tokens < 6000 + 9 * 64
+    batches = [sum(report.examples / report.inner_steps for report in r.reports.values()) for r in recorder.rounds]
+    assert batches[-2] > 1.5 * batches[0]
+    last = recorder.rounds[-1].reports[0].workers[0].learning_rates
+    # One step short of the end of the decay, which is a fifth of the rounds.
+    assert last[-1] == pytest.approx(0.01 * 5 / (len(recorder.rounds) * len(last)), rel=1e-6)
+
+
+def budget_settings(trainers: int, **budget) -> dict:
+    return budget | {
+        "number_of_initial_trainers": trainers,
+        "budget_sets": "batch",
+        "merge_frequency": 2,
+        "merge_count": 4,
+        "number_of_outer_steps": None,
+        "max_tokens": 6000,
+        "eval_every": 99,
+        "learning_rate_schedule": "warmup_stable_decay",
+        "minimum_learning_rate_ratio": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"communication_budget": 10, "sampling_method": "none"},
+        {"communication_budget": 8, "ETA": 0.8},
+        {"communication_budget": 5, "ETA": 0.8, "smallest_worker_batch": 4},
+        {"communication_budget": 20, "number_of_initial_trainers": 4, "nodes_per_gpu": 4, "sampling_method": "none"},
+        {"communication_budget": 8, "sampling_method": "none", "batch_schedule": [[0.2, 8], [0.5, 16], [0.7, 24]]},
+        {"byte_budget": 500_000, "ETA": 0.8, "smallest_worker_batch": 4},
+    ],
+)
+def test_a_budget_that_sets_inner_steps_is_spent(settings):
+    """Whatever the batch does; the learning rate falls with the tokens."""
+    settings = {"INITIAL_BATCH_SIZE": 4, "number_of_inner_steps_between_outers": 7, "nodes_per_gpu": 2} | settings
+    settings = budget_settings(1) | {"budget_sets": "inner_steps", "max_tokens": 3000} | settings
+    cluster, recorder = light_cluster(**settings), Recorder()
+    cluster.train(recorder)
+    used, allowed = cluster.totals.used(BUDGETS[cluster.config.budget]), getattr(cluster.config, cluster.config.budget)
+    assert abs(used - allowed) <= max(0.05 * allowed, 1)
+    assert 3000 <= cluster.totals.tokens < 3000 + 9 * 64
+    reports = [report for result in recorder.rounds for report in result.reports.values()]
+    alone = [report.inner_steps for report in reports if not report.communications]
+    assert alone[:-1] == [7] * len(alone[:-1])
+    together = [report.inner_steps for report in reports if report.communications]
+    assert len(set(together)) > 1 or "batch_schedule" not in settings
+    last = recorder.rounds[-1].reports[0].workers[0].learning_rates
+    step = reports[-1].examples / reports[-1].inner_steps * 9 / 3000
+    assert 0.0 < last[-1] <= 0.01 * 5 * step * 1.001
+
+
+@pytest.mark.parametrize(
+    ("budget", "lengths"),
+    [
+        # 3,000 tokens are 334 sequences of 9, and 42 steps of 8 of them.
+        ({"communication_budget": 6}, [7] * 6),
+        # For two workers a synchronisation is twice a model's bytes.
+        ({"byte_budget": 6 * 2 * 27_072}, [7] * 6),
+        # Many more than there are steps, and planned at once.
+        ({"communication_budget": 10**9}, [1] * 42),
+    ],
+)
+def test_with_a_batch_that_stays_rounds_of_a_budget_are_equal(budget, lengths):
+    settings = {"budget_sets": "inner_steps", "sampling_method": "none", "INITIAL_BATCH_SIZE": 8, "max_tokens": 3000}
+    settings |= {"smallest_worker_batch": 4}  # two of four workers
+    cluster, recorder = light_cluster(**budget_settings(1, **budget) | settings), Recorder()
+    cluster.train(recorder)
+    assert [result.reports[0].inner_steps for result in recorder.rounds] == lengths
+
+
+@pytest.mark.parametrize(
+    ("settings", "rounds"),
+    [
+        # Two of four workers send two models a round; the others do not work.
+        ({}, 20 // 2),
+        # They will, and get parameters, velocity, two moments and a step count each.
+        ({"batch_schedule": [[0.9, 16]]}, (20 - 2 * 4) // 2),
+        # All work.
+        ({"smallest_worker_batch": None}, 20 // 6),
+    ],
+)
+def test_a_budget_pays_for_who_works_and_for_who_will_join(settings, rounds):
+    budget = budget_settings(1, byte_budget=20 * 27_072 + 8)
+    fixed = {"INITIAL_BATCH_SIZE": 8, "smallest_worker_batch": 4, "sampling_method": "none"}
+    cluster = light_cluster(**budget | {"budget_sets": "inner_steps"} | fixed | settings)
+    trainers = cluster.trainers.values()
+    ahead = cluster.spending.ahead(cluster.totals, trainers, cluster.pool, cluster.data, Recorder())
+    assert ahead.rounds_left == rounds
+
+
+@pytest.mark.parametrize(
+    ("settings", "synchronisations"),
+    [
+        ({"INITIAL_BATCH_SIZE": 4, "sampling_method": "norm_test"}, 2),
+        ({"INITIAL_BATCH_SIZE": 4, "sampling_method": "norm_test"}, 3),
+        ({"batch_schedule": [[0.2, 12], [0.4, 16]]}, 2),
+        ({"batch_schedule": [[0.2, 12], [0.4, 16]]}, 3),
+        ({"batch_schedule": [[0.6, 16]]}, 2),
+    ],
+)
+def test_a_budget_of_few_synchronisations_is_exceeded_by_less_than_one(settings, synchronisations):
+    """It is planned with the workers that there are, and those that join make one dearer; there is no round for a rest.
+
+    In models: a synchronisation of all four workers sends 6, and who joins gets 4.
+    """
+    joining = 4 - settings.get("INITIAL_BATCH_SIZE", 8) // 4
+    allowed = (6 * synchronisations + 4 * joining) * 27_072
+    fixed = {"INITIAL_BATCH_SIZE": 8, "smallest_worker_batch": 4, "sampling_method": "none"}
+    fixed |= {"budget_sets": "inner_steps", "number_of_inner_steps_between_outers": 7}
+    cluster, recorder = light_cluster(**budget_settings(1, byte_budget=allowed) | fixed | settings), Recorder()
+    cluster.train(recorder)
+    reports = [result.reports[0] for result in recorder.rounds]
+    assert len(reports[-1].workers) >= 3
+    assert cluster.totals.bytes_communicated - allowed < 6 * 27_072
+    assert reports[-1].inner_steps > 1
+
+
+def test_one_slow_round_does_not_make_the_rest_of_a_run_a_single_one(monkeypatch):
+    clock = Clock(monkeypatch)
+    settings = TIME | {"budget_sets": "inner_steps", "time_budget": 130.0, "number_of_initial_trainers": 1}
+    cluster, recorder = light_cluster(**budget_settings(1) | settings), Recorder()
+    cluster.run_round(recorder)
+    train_round = Trainer.train_round
+
+    def slow(trainer, schedule, on_step):
+        clock.now += 60.0 * (trainer.rounds == 1)
+        return train_round(trainer, schedule, on_step)
+
+    monkeypatch.setattr(Trainer, "train_round", slow)
+    cluster.train(recorder)
+    lengths = [result.reports[0].inner_steps for result in recorder.rounds]
+    assert len(lengths) >= 5
+    for number in range(1, len(lengths)):
+        assert lengths[number] <= 4 * math.ceil(sum(lengths[:number]) / number)
+
+
+def test_workers_join_as_the_request_grows():
+    """A worker for every 4 examples; alone it communicates nothing, and who joins has the first one's moments."""
+    cluster, recorder = (
+        light_cluster(
+            number_of_initial_trainers=1,
+            sampling_method="none",
+            number_of_outer_steps=5,
+            batch_schedule=[[0.2, 7], [0.4, 9], [0.6, 20]],
+            smallest_worker_batch=4,
+        ),
+        Recorder(),
+    )
+    cluster.train(recorder)
+    reports = [result.reports[0] for result in recorder.rounds]
+    assert [report.requested_batch for report in reports] == [4, 7, 9, 20, 20]
+    assert [len(report.workers) for report in reports] == [1, 1, 2, 4, 4]
+    assert [report.communications for report in reports] == [0, 0, 1, 1, 1]
+    assert [report.bytes_synchronised > 0 for report in reports] == [False, False, True, True, True]
+    size = cluster.parameter_count * 4
+    # Parameters, velocity and two moments of 3 workers that came to the first, and its step count.
+    assert cluster.totals.bytes_redistributed == 3 * (4 * size + 4)
+    steps = {int(worker.state_dict()["step"]) for worker in cluster.trainers[0].workers.values()}
+    assert steps == {15}
+
+
+def test_rounds_lengthen_as_the_learning_rate_falls():
+    """The rule, worked out along the run; the last round has what is left."""
+    cluster, recorder = (
+        light_cluster(
+            number_of_initial_trainers=1,
+            sampling_method="none",
+            number_of_outer_steps=None,
+            max_tokens=9 * 4 * 60,
+            learning_rate_schedule="linear",
+            minimum_learning_rate_ratio=0.0,
+            inner_steps_rule="quadratic",
+            inner_steps_alpha=0.01 * math.sqrt(4.6),
+        ),
+        Recorder(),
+    )
+    cluster.train(recorder)
+    done, expected = 0, []
+    while done < 60:
+        expected.append(min(max(3, int(4.6 / (1 - done / 60) ** 2)), 60 - done))
+        done += expected[-1]
+    assert expected[:3] == [4, 5, 6]
+    assert [r.reports[0].inner_steps for r in recorder.rounds] == expected
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"byte_budget": 1_700_000, "number_of_initial_trainers": 1, "sampling_method": "none"},
+        {"byte_budget": 3_050_000, "merge_count": 2, "outer_momentum_at_merge": "reset"},
+        {"byte_budget": 1_600_000, "communication_dtype": "int8", "nodes_per_gpu": 6},
+        {"byte_budget": 2_070_000, "statistics_estimator": "across_workers", "number_of_initial_trainers": 2},
+    ],
+)
+def test_a_budget_of_bytes_is_spent(settings):
+    """Through merges with what they and new nodes are sent, and with what statistics send."""
+    cluster, recorder = (
+        light_cluster(**budget_settings(4) | {"max_tokens": 3000} | settings),
+        Recorder(),
+    )
+    cluster.train(recorder)
+    assert cluster.totals.bytes_communicated == pytest.approx(settings["byte_budget"], rel=0.05)
+    assert 3000 <= cluster.totals.tokens < 3000 + 9 * 64
+    assert len(recorder.rounds) > 5
+    assert recorder.warnings == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"nodes_per_gpu": 8},
+        {"communication_dtype": "int8", "joining_moments": "zero"},
+        {"statistics_estimator": "across_workers", "outer_momentum_at_merge": "reset", "nodes_per_gpu": 8},
+    ],
+)
+def test_what_rounds_to_come_are_taken_to_send_is_what_they_send(settings):
+    """Four trainers with as many nodes each become one after the second round."""
+    settings = {"batch_test_start": 2, "max_tokens": 3000} | settings
+    cluster = light_cluster(**budget_settings(4, byte_budget=10**7) | settings)
+    trainer = cluster.trainers[0]
+    traffic = traffic_of(trainer.workforce, cluster.config, trainer.batch.tests_after)
+    to_come = rounds_to_come(4, len(cluster.nodes), 1, cluster.config.merge_frequency, 4, traffic)
+    for _ in range(4):
+        before = cluster.totals.bytes_communicated
+        cluster.run_round(Recorder())
+        _, exchanges = next(to_come)
+        assert cluster.totals.bytes_communicated - before == sum(exchange.sent for exchange in exchanges)
+
+
+class Clock:
+    """What training asks for the time: a second per 4 examples, and more in the first round."""
+
+    def __init__(self, monkeypatch, own: float = 0.0):
+        self.now = 0.0
+        train_round = Trainer.train_round
+
+        def timed(trainer, schedule, on_step):
+            examples = schedule.inner_steps * trainer.shares.batch
+            self.now += 0.25 * examples + 1.5 * (trainer.rounds == 0) + own
+            return train_round(trainer, schedule, on_step)
+
+        monkeypatch.setattr(Trainer, "train_round", timed)
+        monkeypatch.setattr("cluster.time", SimpleNamespace(perf_counter=lambda: self.now))
+
+
+# Computing takes 333 / 4 + 6 seconds; a synchronisation of four workers takes 1.55.
+TIME = {"time_budget": 110.0, "link_bits_per_second": 3e5, "link_latency_seconds": 0.3}
+TIME |= {"max_tokens": 3000, "sampling_method": "none"}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"time_budget": 115.0, "nodes_per_gpu": 6}, {"number_of_initial_trainers": 1}]
+)
+def test_a_budget_of_seconds_is_spent(settings, monkeypatch):
+    Clock(monkeypatch)
+    cluster, recorder = light_cluster(**budget_settings(4) | TIME | settings), Recorder()
+    cluster.train(recorder)
+    totals = cluster.totals
+    assert totals.training_seconds + totals.link_seconds == pytest.approx(cluster.config.time_budget, rel=0.05)
+    assert totals.link_seconds > 0.1 * cluster.config.time_budget
+    assert recorder.warnings == []
+    assert 3000 <= totals.tokens < 3000 + 9 * 64
+
+
+def test_the_seconds_of_the_link_are_those_on_paper(monkeypatch):
+    Clock(monkeypatch)
+    cluster = light_cluster(**budget_settings(2) | TIME | {"merge_frequency": 1})
+    for _ in range(2):
+        cluster.run_round(Recorder())
+    size = next(iter(cluster.trainers.values())).workforce.parameter_bytes
+    # Two workers each, side by side; the other's parameters and velocity to the first node, the average from there;
+    # both and the moments with their step to the two new nodes; four workers.
+    links = [size, 2 * 2 * size, 2 * size + 2 * size + 4, 2 * 3 / 4 * size]
+    assert cluster.totals.link_seconds == pytest.approx(sum(0.3 + 8 * sent / 3e5 for sent in links))
+
+
+def test_clusters_that_measure_the_same_decide_the_same(monkeypatch):
+    """As processes do, which gather what each has measured; and a resumed run goes on with the seconds so far."""
+    Clock(monkeypatch)
+    clusters = [light_cluster(**budget_settings(4) | TIME) for _ in range(3)]
+    for cluster in clusters[:2]:
+        for _ in range(3):
+            cluster.run_round(Recorder())
+    tensors = clusters[0].tensors()
+    state = json.loads(json.dumps(clusters[0].state_dict()))
+    clusters[2].load_state_dict(state, lambda group, name: tensors[group][name])
+    for cluster in clusters:
+        cluster.train(Recorder())
+    assert clusters[0].totals == clusters[1].totals == clusters[2].totals
+    assert bits(clusters[0]) == bits(clusters[1]) == bits(clusters[2])
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing"),
+    [
+        # Two rounds of four trainers with two nodes each, and a merge: their data are 3 steps of 96 examples.
+        ({"communication_budget": 3, "nodes_per_gpu": 8}, "6 communications are missing"),
+        # 333 examples, 3 steps of 8: 14 rounds.
+        (
+            {"communication_budget": 9, "max_requested_batch": 9, "number_of_initial_trainers": 1},
+            "5 communications are missing",
+        ),
+        ({"time_budget": 0.1, "link_bits_per_second": 1e9, "link_latency_seconds": 1.0}, "seconds are missing"),
+    ],
+)
+def test_a_budget_that_cannot_be_kept_is_told_of_once_and_before_work_starts(settings, missing):
+    settings = {"INITIAL_BATCH_SIZE": 4, "sampling_method": "none", "max_tokens": 3000} | settings
+    cluster, recorder = light_cluster(**budget_settings(4) | settings), Recorder()
+    began = []
+    recorder.on_start = lambda *_: began.append(len(recorder.warnings))
+    cluster.train(recorder)
+    assert began == [1]
+    assert len(recorder.warnings) == 1
+    assert missing in recorder.warnings[0]
+    assert f"{cluster.config.budget}: " in recorder.warnings[0]
+
+
+def test_a_run_too_slow_for_its_budget_says_so_when_that_is_known(monkeypatch):
+    Clock(monkeypatch, own=30.0)
+    cluster, recorder = light_cluster(**budget_settings(4) | TIME), Recorder()
+    cluster.run_round(recorder)
+    assert recorder.warnings == []
+    cluster.train(recorder)
+    assert len(recorder.warnings) == 1
+    assert "seconds are missing" in recorder.warnings[0]
+
+
+def test_a_run_on_one_node_has_no_use_for_a_budget():
+    with pytest.raises(ConfigError, match="communication_budget: a run on one node"):
+        light_cluster(**budget_settings(1, communication_budget=9) | {"nodes_per_gpu": 1})
+
+
+@pytest.mark.parametrize("merge_count", [2, 4])
+def test_an_epoch_through_merges_sees_every_example_once(merge_count):
+    cluster, seen = examples_of_an_epoch(merge_frequency=1, merge_count=merge_count)
+    assert len(cluster.merges) == {2: 3, 4: 1}[merge_count]
+    assert sorted(seen) == list(range(96))
+
+
+def test_tokens_are_exceeded_by_less_than_one_inner_step_though_sequences_differ():
+    """Sequences of 2 to 60 tokens: the first steps of the last round say little about the others."""
+    generator = np.random.default_rng(3)
+    texts = [generator.integers(1, VOCABULARY, length).tolist() for length in generator.choice([2, 60], 96)]
+    for limit in (1500, 1600, 1700):
+        config = make_config(
+            model_config=TINY_ARCHITECTURE, number_of_outer_steps=None, number_of_inner_steps_between_outers=30,
+            sampling_method="none", merge_frequency=99, max_tokens=limit, sequence_length=64,
+        )  # fmt: skip
+        cluster = Cluster(config, dataclasses.replace(tiny_data(), train=padded(texts)))
+        cluster.train(Recorder())
+        assert cluster.totals.outer_steps == 1
+        last = 0
+        for trainer in cluster.trainers.values():
+            seen, step = trainer.cursor.position, trainer.shares.batch
+            trainer.cursor.position = seen - step
+            last += trainer.tokens_ahead(1)
+        assert 0 <= cluster.totals.tokens - limit < last
+
+
+def test_classification_runs_through_the_same_trainers():
+    """BERT on texts that are easy to tell apart: adaptive batches, padding, and accuracy from chance to nearly 1."""
+    config = make_config(INITIAL_BATCH_SIZE=8, learning_rate_for_inner_opt=3e-3, ETA=0.5, statistics_batch_size=4)
+    trainer = make_trainer(tiny_bert(dtype=torch.float32), config, separable_texts(200), nodes=2)
+    validation = separable_texts(60, seed=9)
+
+    def accuracy() -> float:
+        with trainer.workers[0].working.evaluating(trainer.parameters) as module:
+            return evaluate(module, validation, "classification", 16, CPU).metric
+
+    before = accuracy()
+    reports = train(trainer, 8, inner_steps=6)
+    assert before < 0.75
+    assert accuracy() > 0.9
+    assert reports[-1].requested_batch > 8
+    assert reports[0].tokens < reports[0].examples * 9
+
+
+def test_working_memory_is_what_the_design_says():
+    """Two buffers per device, two tensors per trainer, two per worker: nothing else of model size lives on."""
+    cluster = light_cluster(nodes_per_gpu=6, number_of_initial_trainers=4, merge_frequency=100)
+    cluster.run_round(Recorder())
+    working = cluster.working[CPU]
+    expected = {working.parameters.data_ptr(), working.gradient.data_ptr()}
+    for trainer in cluster.trainers.values():
+        expected |= {trainer.parameters.data_ptr(), trainer.shared["velocity"].data_ptr()}
+        for worker in trainer.workers.values():
+            state = worker.optimizer.state_dict()
+            expected |= {state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr()}
+    assert len(expected) == 2 + 2 * 4 + 2 * 6
+    gc.collect()
+    found = {
+        entry.data_ptr()
+        for entry in gc.get_objects()
+        if type(entry) in (torch.Tensor, torch.nn.Parameter)
+        and not entry.is_meta
+        and entry.numel() >= working.parameter_count
+    }
+    assert found == expected
+
+
+def test_a_node_on_another_device_takes_the_state_along():
+    """The device changes in name only here, but the optimiser is made anew and must carry its moments."""
+    config = make_config(sampling_method="none")
+    trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(40)), nodes=1)
+    train(trainer, 1)
+    before = trainer.workers[0].state_dict()
+    elsewhere = torch.device("cpu", 0)
+    trainer.workforce._working[elsewhere] = trainer.workforce._working[CPU]
+    trainer.assign_nodes((Node(9, elsewhere, 64),))
+    after = trainer.workers[0].state_dict()
+    assert trainer.workers[0].node.id == 9
+    assert after["step"] == before["step"] == 3
+    assert torch.equal(after["exp_avg"], before["exp_avg"])

@@ -1,0 +1,310 @@
+"""Small models, data and configurations that the tests share."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+
+from algorithms.schedule.limits import RoundSchedule
+from cluster import Cluster
+from fabrics.config_checks import CHOICES
+from fabrics.data.examples import PackedSequences, PaddedSequences, TaskData
+from fabrics.data.sampler import DataCursor, Subsets
+from fabrics.data.tokenization import train_tokenizer
+from fabrics.training.flat_model import WorkingModel
+from fabrics.training.outer_round import Gathering
+from fabrics.training.worker import Node
+from trainers import Trainer
+from training_logs.recording.records import Observer
+from utils.config.reading import parse_config
+from utils.config.schema import Config
+from utils.distributed.processes import LocalProcesses, Processes
+
+CPU = torch.device("cpu")
+VOCABULARY = 61
+
+
+# The papers' form of the norm test in every round, so that a few rounds are enough to see it work.
+PLAIN_TEST = {
+    "ETA": 0.8,
+    "ETA_at_end": None,
+    "debias": False,
+    "statistics_smoothing": 0.0,
+    "batch_test_confidence": 0.0,
+    "batch_test_start": 1,
+    "identical_initialisation": False,
+}
+
+
+def make_config(**values) -> Config:
+    """A config for small runs on the CPU; the registries' words are checked."""
+    defaults = {
+        "number_of_outer_steps": 3,
+        "number_of_inner_steps_between_outers": 3,
+        "INITIAL_BATCH_SIZE": 4,
+        "max_batch_size": 64,
+        "sequence_length": 9,
+        "learning_rate_for_inner_opt": 0.01,
+        "plot_at_end": False,
+    } | PLAIN_TEST
+    return parse_config(defaults | values, allowed=CHOICES)[0]
+
+
+def use_torch_norms(module: nn.Module) -> nn.Module:
+    """Llama's own norm computes in float32 whatever the model's type; PyTorch's computes in float64."""
+    for name, child in module.named_children():
+        if type(child).__name__ == "LlamaRMSNorm":
+            norm = nn.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon, dtype=child.weight.dtype)
+            setattr(module, name, norm)
+        else:
+            use_torch_norms(child)
+    return module
+
+
+def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float64, tied: bool = False, **values) -> nn.Module:
+    torch.default_generator.manual_seed(seed)
+    config = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.2,
+        "use_cache": False,
+    }
+    return LlamaForCausalLM(LlamaConfig(**(config | values))).to(dtype)
+
+
+def tiny_bert(seed: int = 0, dtype: torch.dtype = torch.float64, dropout: float = 0.0, **values) -> nn.Module:
+    torch.default_generator.manual_seed(seed)
+    config = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "hidden_dropout_prob": dropout,
+        "attention_probs_dropout_prob": dropout,
+        "initializer_range": 0.2,
+    }
+    return BertForSequenceClassification(BertConfig(**(config | values))).to(dtype)
+
+
+def random_sequences(count: int, length: int = 9, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCABULARY, (count, length), dtype=np.int32)
+
+
+def padded(texts: Sequence[Sequence[int]], classes: Sequence[int] | None = None, limit: int = 512) -> PaddedSequences:
+    """Token lists as examples of a classification, or of a causal language model, padded with 0."""
+    tokens = np.concatenate([np.asarray(text, dtype=np.int32) for text in texts])
+    offsets = np.cumsum([0, *(len(text) for text in texts)])
+    return PaddedSequences(tokens, offsets, limit, 0, None if classes is None else np.asarray(classes))
+
+
+def separable_texts(count: int, seed: int = 0) -> PaddedSequences:
+    """Texts of class 0 use the lower half of the vocabulary, class 1 the upper: easy to learn."""
+    generator = np.random.default_rng(seed)
+    classes = generator.integers(0, 2, count).tolist()
+    half = VOCABULARY // 2
+    texts = [
+        (generator.integers(1, half, generator.integers(3, 9)) + (half if label else 0)).tolist() for label in classes
+    ]
+    return padded(texts, classes)
+
+
+def make_trainer(
+    module: nn.Module,
+    config: Config,
+    examples,
+    nodes: int | Sequence[int] = 2,
+    max_batch: int = 64,
+    trainer_id: int = 0,
+    processes: Processes | None = None,
+) -> Trainer:
+    """A trainer over all examples on the CPU, with so many workers, or these nodes of given processes."""
+    working = WorkingModel(module, CPU)
+    cursor = DataCursor(Subsets(config.training_seed, len(examples), trainer_id + 1, 1.0), trainer_id)
+    parameters = working.parameters.detach().clone()
+    numbers = range(nodes) if isinstance(nodes, int) else nodes
+    processes = processes or LocalProcesses([CPU], len(numbers))
+    trainer = Trainer(trainer_id, config, parameters, cursor, examples, {CPU: working}, processes)
+    trainer.assign_nodes(tuple(Node(number, CPU, max_batch) for number in numbers))
+    return trainer
+
+
+def train(trainer: Trainer, rounds: int, inner_steps: int = 3) -> list:
+    """Rounds of a trainer by itself; their reports."""
+    reports, schedule = [], RoundSchedule(inner_steps, 0.0, 0.0)
+    for _ in range(rounds):
+        trainer.assign_nodes(trainer.nodes)
+        tokens = trainer.tokens_ahead(inner_steps)
+        reports.append(trainer.conclude_round(schedule, trainer.train_round(schedule, lambda: None), tokens, 1.0))
+    return reports
+
+
+def recorded_pseudo_gradients(monkeypatch) -> list[torch.Tensor]:
+    """From now on what the workers in a mean have moved by, x - x_m, one after the other."""
+    found, member_of = [], Gathering._member
+
+    def recording(self, index, worker):
+        member = member_of(self, index, worker)
+        if member is not None:
+            found.append(self.shared["parameters"] - member.parameters)
+        return member
+
+    monkeypatch.setattr(Gathering, "_member", recording)
+    return found
+
+
+def parameters_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """The trainer's parameters by name."""
+    working = next(iter(trainer.workforce._working.values()))
+    working.load(trainer.parameters)
+    return {name: tensor.detach().clone() for name, tensor in working.module.named_parameters()}
+
+
+_DOCUMENTS = [
+    "The quick brown fox jumps over the lazy dog.",
+    "A cluster owns nodes and trainers; trainers own workers.",
+    "Batches grow while the gradient shrinks beside its noise.",
+]
+
+
+@functools.cache
+def _tokenizer():
+    return train_tokenizer(_DOCUMENTS, 300)
+
+
+def tiny_data(train: int = 96, validation: int = 16, length: int = 9) -> TaskData:
+    """Random sequences over a real, small tokenizer."""
+    return TaskData(
+        task="causal_lm",
+        dataset="random",
+        source="random tokens",
+        train=PackedSequences(random_sequences(train, length, seed=1)),
+        validation=PackedSequences(random_sequences(validation, length, seed=2)),
+        tokenizer=_tokenizer(),
+        documents={"train": 3, "validation": 1},
+    )
+
+
+TINY_ARCHITECTURE = {
+    "preset": "demo",
+    "num_hidden_layers": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+def tiny_cluster(**values) -> Cluster:
+    config = make_config(model_config=TINY_ARCHITECTURE, **values)
+    return Cluster(config, tiny_data())
+
+
+def examples_of_an_epoch(**values) -> tuple[Cluster, list[int]]:
+    """A cluster after an epoch of 96 examples in rounds of two inner steps, and which of them it has drawn."""
+    seen = []
+
+    class Noted(PackedSequences):
+        def batch(self, indices, device):
+            seen.extend(np.asarray(indices).tolist())
+            return super().batch(indices, device)
+
+    config = make_config(
+        model_config=TINY_ARCHITECTURE, number_of_outer_steps=None, number_of_training_epochs=1,
+        number_of_inner_steps_between_outers=2, sampling_method="none", **values,
+    )  # fmt: skip
+    cluster = Cluster(config, dataclasses.replace(tiny_data(), train=Noted(random_sequences(96, 9, seed=1))))
+    cluster.train(Recorder())
+    return cluster, seen
+
+
+@functools.cache
+def _llama_config(vocabulary: int) -> LlamaConfig:
+    return LlamaConfig(vocab_size=vocabulary)
+
+
+class OneTokenModel(nn.Module):
+    """As many parameters as TINY_ARCHITECTURE has, in a third of its time: every token foretells the next by itself."""
+
+    def __init__(self, vocabulary: int):
+        super().__init__()
+        self.config = _llama_config(vocabulary)
+        self.embedding, self.lm_head = nn.Embedding(vocabulary, 16), nn.Linear(16, vocabulary, bias=False)
+        self.up, self.down = nn.Linear(16, 61, bias=False), nn.Linear(61, 16, bias=False)
+        self.norm = nn.LayerNorm(16, bias=False)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.lm_head.weight = self.embedding.weight
+
+    def forward(self, input_ids: torch.Tensor, **_) -> SimpleNamespace:
+        embedded = self.embedding(input_ids)
+        return SimpleNamespace(logits=self.lm_head(self.norm(embedded + self.down(F.silu(self.up(embedded))))))
+
+
+def build_light(model_type, settings, tokenizer, sequence_length, seed, class_names) -> nn.Module:
+    """A OneTokenModel in place of what `build_model` makes."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return OneTokenModel(len(tokenizer))
+
+
+def light_cluster(**values) -> Cluster:
+    """`tiny_cluster` with a OneTokenModel, for what does not depend on the model."""
+    with patch("fabrics.models.initialisation.build_model", build_light):
+        return tiny_cluster(**values)
+
+
+class Recorder(Observer):
+    """An observer that remembers."""
+
+    def __init__(self):
+        self.rounds, self.warnings, self.initial, self.steps = [], [], None, 0
+
+    def on_start(self, cluster, initial):
+        self.initial = initial
+
+    def on_step(self):
+        self.steps += 1
+
+    def on_round(self, cluster, result):
+        self.rounds.append(result)
+
+    def warn(self, message):
+        self.warnings.append(message)
+
+
+def warnings_of(folder: Path) -> list[str]:
+    """The first warning of every kind in a run folder's summary."""
+    summary = json.loads((folder / "model_training_report" / "summary.json").read_text(encoding="utf-8"))
+    return [warning["message"] for warning in summary["warnings"]]
+
+
+@contextlib.contextmanager
+def without_privileges(folder: Path):
+    """The permissions of files hold, for the superuser too; the parents of `folder` are opened to everybody."""
+    if os.geteuid() != 0:
+        yield
+        return
+    for parent in [folder, *folder.parents]:
+        if parent.stat().st_uid == 0 and not parent.stat().st_mode & 0o001:
+            parent.chmod(parent.stat().st_mode | 0o055)
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)

@@ -1,0 +1,37 @@
+"""A program that is killed in the middle of its work: tests/support/killed.py FOLDER FILES MICROSECONDS SCRIPT
+[ARGUMENTS].
+
+SCRIPT runs as it would by itself, until it has opened, renamed, removed or made so many files and folders in FOLDER;
+so many microseconds later the kernel kills it (SIGALRM, which nobody handles), whatever it is doing then. How far a
+program has come after so many files does not depend on how fast the machine is, nor on who else uses it. What torchrun
+has restarted is left alone.
+"""
+
+import os
+import runpy
+import signal
+import sys
+
+_EVENTS = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate", "shutil.rmtree"}
+
+
+def main() -> None:
+    folder, files, microseconds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    del sys.argv[:4]
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+    def count(event: str, arguments: tuple) -> None:
+        nonlocal files
+        if restarts == "0" and event in _EVENTS and str(arguments[0]).startswith(folder):
+            files -= 1
+            if files == 0:
+                signal.setitimer(signal.ITIMER_REAL, max(1, microseconds) / 1e6)
+
+    sys.addaudithook(count)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

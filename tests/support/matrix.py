@@ -1,0 +1,404 @@
+"""What every synchronisation method goes through, here and in several processes (test_method_matrix.py, spmd.py).
+
+A method is in the matrix by being registered; PARAMETERS has what its defaults do not say. Four small methods of this
+file's own ask of the frame what no other may ask of it.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from algorithms.nodes.transfers import total
+from algorithms.synchronisation import METHODS
+from algorithms.synchronisation.method import Group, Method
+from cluster import Cluster
+from fabrics.config_checks import CHOICES
+from fabrics.data.examples import PackedSequences
+from fabrics.models import initialisation
+from fabrics.training.inner_loop import InnerSteps
+from fabrics.training.participation import attendance_problems
+from fabrics.training.worker import NodeFailedError, Place
+from tests.support.helpers import TINY_ARCHITECTURE, VOCABULARY, Recorder, make_trainer, random_sequences, tiny_data
+from trainers import Trainer
+from utils.checkpoint.parts import FilePart
+from utils.config.reading import parse_config
+from utils.config.schema import Config
+
+
+class Ring(Method):
+    """Workers keep starts of their own, and take the mean with that of the one before them; odd ones by momentum."""
+
+    own_copy, shares_copy, plannable = "anchor", False, False
+    worker_state = ("speed",)
+
+    def exchange(self, group: Group) -> None:
+        size = group.shared["parameters"].nbytes
+        came = group.deliver(
+            lambda member: member.parameters.view(torch.uint8), size, lambda worker: [(worker + 1) % group.workers]
+        )
+        for member in group.members():
+            own = came[member.index]
+            before = came.get((member.index - 1) % group.workers, own)
+            target = sum(member.here(each).view(member.start.dtype) for each in (own, before)) / 2
+            member.state["speed"].mul_(0.5).add_(target - member.start)
+            member.start.add_(member.state["speed"] if member.index % 2 else target - member.start)
+        group.values["exchanges"] = group.values.get("exchanges", 0) + 1
+
+
+class Late(Method):
+    """Workers go on; the mean difference of a round's end is applied in the middle of the next one."""
+
+    own_copy, plannable = "replica", False
+    trainer_state = ("under_way",)
+
+    def stops(self, inner_steps, values):
+        return (inner_steps // 2, inner_steps)
+
+    def exchange(self, group: Group) -> None:
+        if group.step == group.inner_steps:
+            delta = group.mean_difference(behind=group.inner_steps // 2)
+            if delta is not None:
+                group.shared["under_way"].copy_(delta)
+                group.values["under_way"] = group.round
+        elif "under_way" in group.values:
+            group.values.pop("under_way")
+            group.shared["parameters"].sub_(group.shared["under_way"], alpha=0.7)
+            for member in group.members():
+                member.parameters.lerp_(member.here(group.shared["parameters"]), 0.5)
+
+
+class Signs(Method):
+    """Everybody hears the sign of every number's change, and keeps of its own change what that did not say."""
+
+    plannable, worker_state, trainer_state = False, ("unsaid",), ("steps",)
+
+    def exchange(self, group: Group) -> None:
+        parameters, length = group.shared["parameters"], 0.02
+
+        def signs(member) -> torch.Tensor:
+            change = member.parameters - member.here(parameters) + member.state["unsaid"]
+            torch.sub(change, change.sign(), alpha=length, out=member.state["unsaid"])
+            return change.sign().to(torch.int8).view(torch.uint8)
+
+        came = group.deliver(signs, parameters.numel())
+        if came:
+            mean = torch.stack([sign.view(torch.int8).to(parameters.dtype) for sign in came.values()]).mean(0)
+            parameters.add_(mean, alpha=length)
+            group.shared["steps"].add_(mean)
+
+
+class Drift(Method):
+    """Workers go on from a quarter of the way to the mean of their parameters; no copy is the trainer's."""
+
+    own_copy, shares_copy, plannable = "replica", False, False
+
+    def exchange(self, group: Group) -> None:
+        mean = group.mean(lambda member: member.parameters.clone(), group.shared["parameters"], "parameters")
+        for member in group.members():
+            member.parameters.lerp_(member.here(mean), 0.25)
+
+
+# With parameters that make another method of it.
+OWN = {"Ring": Ring, "Late": Late, "Signs": Signs, "Drift": Drift, "RepeatedArrivals": METHODS["DelayedNesterov"]}
+NAMES = (*METHODS, *OWN)
+# Of the methods whose defaults are not for rounds of four inner steps, or of a few numbers.
+PARAMETERS: dict[str, dict] = {
+    "LocalSGD": {"learning_rate_for_inner_opt": 0.3},
+    "FedOpt": {"learning_rate_for_outer_opt": 0.03},
+    "SparseLoCo": {"synchronisation": {"density": 0.5, "chunk": 64}},
+    "SPARTA": {"synchronisation": {"share": 0.5}},
+    "LoCoDL": {"learning_rate_for_inner_opt": 0.3, "synchronisation": {"probability": 0.5, "density": 0.5}},
+    "Decoupled": {"synchronisation": {"steps": 3, "quorum": 2}},
+    "RepeatedArrivals": {"synchronisation": {"steps": 3}},
+}
+# Of runs with four nodes, besides: what happens between workers that are not equally fast. An answer takes 3.3 inner
+# steps of the first ones, three examples long; 1.3 where workers wait for it, which make two steps of a round then.
+_SPEEDS = {"node_speeds": [1, 0.6, 0.3, 1]}
+_CLOCKS = {
+    "Decoupled": _SPEEDS | {"link_latency_seconds": 10.0},
+    "RepeatedArrivals": _SPEEDS | {"link_latency_seconds": 4.0},
+}
+INNER_STEPS = 4
+
+
+class Bigrams(nn.Module):
+    """A language model that sees one token: a pass takes a tenth of the smallest Llama's. No tensor leaves a gap."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY + 3, 16)
+        self.norm = nn.LayerNorm(16, bias=False)
+        self.layers = nn.ModuleList([nn.Linear(16, 32)])
+        self.head = nn.Linear(32, VOCABULARY + 3, bias=False)
+
+    def forward(self, input_ids):
+        return SimpleNamespace(logits=self.head(F.silu(self.layers[0](self.norm(self.embedding(input_ids))))))
+
+
+def _build_model(_type, _settings, _tokenizer, _length, seed, *_names) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return Bigrams()
+
+
+@contextlib.contextmanager
+def ready() -> Iterator[None]:
+    """The methods of this file are known meanwhile, and models are as small as they can be."""
+    build_model, initialisation.build_model = initialisation.build_model, _build_model
+    METHODS.update(OWN)
+    try:
+        yield
+    finally:
+        initialisation.build_model = build_model
+        for name in OWN:
+            del METHODS[name]
+
+
+def config_of(name: str, **values) -> Config:
+    """A configuration of small runs with the method of that name."""
+    words = CHOICES | {"distributed_algo": NAMES}
+    common = {
+        "number_of_outer_steps": 5,
+        "sampling_method": "none",
+        "INITIAL_BATCH_SIZE": 12,
+        "max_requested_batch": 12,
+        "model_config": TINY_ARCHITECTURE,
+        "distributed_algo": name,
+        "number_of_inner_steps_between_outers": INNER_STEPS,
+        "deterministic": True,
+        "sequence_length": 9,
+        "learning_rate_for_inner_opt": 0.01,
+        "max_batch_size": 64,
+        "cpu_threads": 1,
+        "plot_at_end": False,
+    }
+    return parse_config(common | PARAMETERS.get(name, {}) | values, allowed=words)[0]
+
+
+# Seven of the tokens, so that there is something to learn.
+EXAMPLES = PackedSequences(random_sequences(64) % 7)
+
+
+def trainer_of(name: str = "DiLoCo", workers: int = 3, **values) -> Trainer:
+    """A trainer of its own, for what needs no cluster."""
+    torch.default_generator.manual_seed(0)
+    return make_trainer(Bigrams(), config_of(name, **values), EXAMPLES, workers)
+
+
+# Four trainers with a node each, then two, then one with all four; what is under way at the end of round 3 arrives, and
+# is evaluated, later. In the round after it, counted from 0, a worker of the one is lost.
+STOPPED_AFTER = 3
+LOST = (3, 3)
+_MERGING = {
+    "number_of_initial_trainers": 4,
+    "merge_count": 3,
+    "merge_frequency": 1,
+    "identical_initialisation": False,
+    "INITIAL_BATCH_SIZE": 2,
+    "sampling_method": "norm_test",
+    "ETA": 0.5,
+    "ETA_at_end": None,
+    "debias": False,
+    "statistics_smoothing": 0.0,
+    "batch_test_confidence": 0.0,
+    "batch_test_start": 1,
+    "statistics_batch_size": 2,
+    "eval_every": 5,
+}
+
+
+# Two trainers on two nodes, then on four until they merge; then one with three, four and two.
+_POOL = _MERGING | {
+    "number_of_initial_trainers": 2,
+    "number_of_outer_steps": 6,
+    "merge_count": 2,
+    "merge_frequency": 2,
+    "node_schedule": [[0.0, 2], [0.15, 4], [0.3, 3], [0.6, 4], [0.8, 2]],
+    "participants": 0.75,
+    "message_loss": 0.4,
+    "batch_test_start": 5,
+}
+# In two processes of all methods; in four of some that come together in a mean, by messages, with starts of their own,
+# with replicas, and by a clock.
+POOL_OF_FOUR = ("DiLoCo", "SparseLoCo", "NoLoCo", "StreamingDiLoCo", "Decoupled", "RepeatedArrivals")
+# Workers in the reports, by whether some rest.
+POOL_WORKERS = {False: [1, 1, 2, 2, 3, 3, 4, 2], True: [1, 1, 2, 2, 2, 2, 3, 2]}
+
+
+@functools.cache
+def data():
+    return tiny_data(train=96, validation=4)
+
+
+def state_of(cluster: Cluster) -> dict:
+    """All that a checkpoint of the cluster holds but times, whole; the same in every process."""
+    tensors: dict[str, torch.Tensor] = {}
+    for groups in cluster.processes.gather(cluster.tensors()):
+        for name, group in groups.items():
+            for key, tensor in group.items():
+                if isinstance(tensor, FilePart):
+                    _put(tensor, tensors, f"{name} {key}")
+                else:
+                    tensors[f"{name} {key}"] = tensor.clone()
+    return {"values": json.dumps(cluster.state_dict()), "tensors": tensors}
+
+
+def _put(part: FilePart, tensors: dict[str, torch.Tensor], key: str) -> None:
+    """A part of a tensor into that, which is made with the first part."""
+    values = part.values.detach().flatten()
+    whole = tensors.setdefault(key, values.new_zeros(part.shape)).view(-1)
+    for start, own in part.pieces:
+        whole[start : start + len(values[own])] = values[own]
+
+
+class Following(Recorder):
+    """Remembers the state after a round, and what refreshed parameters cost before nodes moved or trainers merged."""
+
+    stopped_after = STOPPED_AFTER
+
+    def __init__(self):
+        super().__init__()
+        self.state: dict = {}
+        self.refreshed, self._moving = 0, False
+        self._originals = {name: getattr(Trainer, name) for name in ("assign_nodes", "absorb", "_settle")}
+
+    def __enter__(self):
+        for name, original in self._originals.items():
+            setattr(Trainer, name, self._followed(name, original))
+        return self
+
+    def __exit__(self, *exception):
+        for name, original in self._originals.items():
+            setattr(Trainer, name, original)
+
+    def _followed(self, name, original):
+        def call(trainer, *arguments):
+            if name == "_settle":
+                sent = original(trainer)
+                self.refreshed += total(sent) if self._moving else 0
+                return sent
+            self._moving = True
+            try:
+                return original(trainer, *arguments)
+            finally:
+                self._moving = False
+
+        return call
+
+    def on_round(self, cluster, result):
+        super().on_round(cluster, result)
+        if result.outer_step == self.stopped_after:
+            self.state = state_of(cluster)
+
+
+def merging(name: str, **values) -> Config:
+    """A run in which trainers merge."""
+    return config_of(name, **_MERGING | _CLOCKS.get(name, {}) | values)
+
+
+def pool(name: str) -> Config:
+    """A run in which nodes come and go, and if the method stands it workers rest and messages are lost."""
+    config = config_of(name, **_POOL, **_CLOCKS.get(name, {}))
+    for key in ("participants", "message_loss"):
+        if any(problem.startswith(f"{key}: ") for problem in attendance_problems(config)):
+            config = dataclasses.replace(config, **{key: getattr(Config(), key)})
+    return config
+
+
+def run(config: Config, processes=None, recorder: Following | None = None, resumes: bool = False) -> dict:
+    """A run: its state on the way, at its end, and at that of the run resumed on the way, in these processes."""
+    with recorder or Following() as recorder:
+        cluster = Cluster(config, data(), processes)
+        final = cluster.train(recorder)
+    states = {"stopped": recorder.state, "final": state_of(cluster)}
+    if resumes:
+        resumed = Cluster(config, data(), processes)
+        resume(resumed, recorder.state)
+        resumed.train(Recorder())
+        states["resumed"] = state_of(resumed)
+    reports = [report for result in recorder.rounds for report in result.reports.values()]
+    return {
+        "states": states,
+        "losses": [evaluation.loss for evaluation in final.values()],
+        "train_losses": [report.train_loss for report in reports],
+        "events": [[(e.kind, e.step, e.sent, e.received, e.behind, e.through) for e in r.events] for r in reports],
+        "requests": [report.requested_batch for report in reports],
+        "workers": [len(report.workers) for report in reports],
+        "moved": cluster.totals.bytes_merged + cluster.totals.bytes_redistributed,
+        "refreshed": recorder.refreshed,
+        "left_out": cluster.totals.left_out,
+    }
+
+
+@contextlib.contextmanager
+def losing(lost: Callable[[Place], bool] = lambda place: (place.round, place.worker) == LOST, fails: bool = False):
+    """Meanwhile workers diverge in the second inner step of a round, or their nodes fail there."""
+    step = InnerSteps._step
+
+    def failing(self, probe):
+        found = step(self, probe)
+        if self.done == 1 and lost(self._assignment.place):
+            if fails:
+                raise NodeFailedError("pulled out")
+            self._losses[self.done] = float("nan")
+            self._working.gradient.fill_(float("nan"))
+        return found
+
+    InnerSteps._step = failing
+    try:
+        yield
+    finally:
+        InnerSteps._step = step
+
+
+@functools.cache
+def alone(name: str) -> dict:
+    """The run in which trainers merge and a worker is lost, in this process; all tests of one share it."""
+    with losing():
+        return run(merging(name))
+
+
+@functools.cache
+def pool_alone(name: str) -> dict:
+    """The run in which nodes come and go, likewise."""
+    return run(pool(name))
+
+
+def resume(cluster: Cluster, state: dict) -> None:
+    """Let a cluster go on from what `state_of` said of another one."""
+    cluster.load_state_dict(json.loads(state["values"]), lambda group, key: state["tensors"][f"{group} {key}"])
+
+
+def assert_same_state(found: dict, expected: dict) -> None:
+    """The same bits, and the same values of every trainer."""
+    assert json.loads(found["values"])["trainers"] == json.loads(expected["values"])["trainers"]
+    assert found["tensors"].keys() == expected["tensors"].keys()
+    for name, tensor in expected["tensors"].items():
+        assert torch.equal(found["tensors"][name], tensor), name
+
+
+# To whom each of four workers sends, and who has nothing to send: rings, pairs, all, nobody, and uneven ones.
+DELIVERIES = [
+    ([[1], [2], [3], [0]], ()),
+    ([[1], [0], [3], [2]], ()),
+    ([[2], [3], [0], [1]], (1,)),
+    ([[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]], (0, 3)),
+    ([[1, 2, 3], [], [], []], ()),
+    ([[1], [0], [3], [2]], (0, 1, 2, 3)),
+]
+
+
+def messages(workers, absent) -> Iterator[tuple[int, torch.Tensor | None]]:
+    """Three bytes of each worker, in one buffer that the next one overwrites."""
+    buffer = torch.zeros(3, dtype=torch.uint8)
+    for worker in workers:
+        if worker not in absent:
+            buffer.copy_(torch.tensor([worker, 10 * worker, 100], dtype=torch.uint8))
+        yield worker, None if worker in absent else buffer

@@ -1,0 +1,68 @@
+"""Runs of tests/support/matrix.py that are killed: python -m tests.support.matrix_killed merging|pool METHOD FOLDER
+TIME.
+
+The process begins such a run, or goes on with it from its files, and kills itself as nobody can hinder: in the second
+inner step after the round of `KILLED_AFTER` that TIME counts to, once that round's checkpoint is whole.
+"""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from cluster import Cluster
+from tests.support import matrix
+from tests.support.helpers import Recorder
+from tests.support.programs import Programs, wait_until
+from utils.checkpoint.checkpoint import newest_checkpoint
+from utils.utils import checkpoints_of
+
+# Before the last merge; and while something is under way.
+KILLED_AFTER = (1, matrix.STOPPED_AFTER)
+# The configuration, and what happens in the run.
+_RUNS = {"merging": (matrix.merging, matrix.losing), "pool": (matrix.pool, contextlib.nullcontext)}
+
+
+class _Killing(Recorder):
+    def __init__(self, rounds: int, folder: Path):
+        super().__init__()
+        self._rounds, self._checkpoint, self._left = rounds, checkpoints_of(folder) / f"round_{rounds:05d}", 0
+
+    def on_round_start(self, outer_step, progress, steps):
+        self._left = 2 if outer_step - 1 == self._rounds else 0
+
+    def on_step(self):
+        super().on_step()
+        self._left -= 1
+        if self._left == 0:
+            wait_until(self._checkpoint.exists, f"the checkpoint of round {self._rounds}")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _go_on(kind: str, name: str, folder: Path, time: int) -> Cluster:
+    """The run in a cluster that has but the files of one that was killed so many times; killed again, or at its end."""
+    config_of, disturbed = _RUNS[kind]
+    cluster = Cluster(dataclasses.replace(config_of(name), checkpoint_every_minutes=1e-9), matrix.data())
+    if time:
+        cluster.resume(newest_checkpoint(checkpoints_of(folder), cluster.processes))
+    assert cluster.totals.outer_steps == (0, *KILLED_AFTER)[time]
+    with disturbed():
+        cluster.train(Recorder() if time == len(KILLED_AFTER) else _Killing(KILLED_AFTER[time], folder), folder)
+    return cluster
+
+
+def resumed(programs: Programs, kind: str, name: str, folder: Path) -> dict:
+    """The state at the end of a run that was killed twice, and each time went on in another process."""
+    for time in range(len(KILLED_AFTER)):
+        programs.run("-m", "tests.support.matrix_killed", kind, name, folder, time, status=-signal.SIGKILL)
+    return matrix.state_of(_go_on(kind, name, folder, len(KILLED_AFTER)))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with matrix.ready():
+        _go_on(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))

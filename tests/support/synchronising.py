@@ -1,0 +1,129 @@
+"""A trainer's rounds held against the oracles: the same model, data and values in both."""
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fabrics.data.examples import PackedSequences
+from fabrics.training.worker import COPY, Node
+from tests.support.helpers import CPU, VOCABULARY, make_config, make_trainer, random_sequences, train
+from tests.support.oracles import History, Problem
+from trainers import Trainer
+
+EXAMPLES = PackedSequences(random_sequences(200))
+
+
+class Stack(nn.Module):
+    """A language model of two layers that sees one token, in float64: a pass takes a fifth of the smallest Llama's."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(16, bias=False), nn.Linear(16, 24, bias=False), nn.SiLU(), nn.Linear(24, 16, bias=False)
+            )
+            for _ in range(2)
+        )
+        self.head = nn.Linear(16, VOCABULARY, bias=False)
+        self.double()
+
+    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
+        hidden = self.embedding(input_ids)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return SimpleNamespace(logits=self.head(hidden))
+
+
+def trainer_of(nodes: int = 4, max_batches: Sequence[int] = (), **values) -> Trainer:
+    """A trainer of a tiny model in float64 with a fixed batch of two examples for each of its workers.
+
+    max_batches: of the nodes, where they differ; a worker whose node holds fewer than it is to have has as many.
+    """
+    config = make_config(
+        **({"sampling_method": "none", "INITIAL_BATCH_SIZE": 2 * nodes, "max_requested_batch": 2 * nodes} | values)
+    )
+    torch.default_generator.manual_seed(0)
+    trainer = make_trainer(Stack(), config, EXAMPLES, nodes)
+    if max_batches:
+        trainer.assign_nodes(tuple(Node(index, CPU, size) for index, size in enumerate(max_batches)))
+    return trainer
+
+
+def problem_of(trainer: Trainer, rounds: int, inner_steps: int, ends: Sequence[Sequence[int]] | None = None) -> Problem:
+    """The same as a problem of the oracles; gradients come from a copy of the model, one worker and step at a time.
+
+    ends: inner steps of the run after which every worker has made its own; None: it makes all of them. A worker's steps
+    are counted by itself.
+    """
+    working, config = trainer.workforce.first_working, trainer._config
+    module, workers = copy.deepcopy(working.module), len(trainer.nodes)
+    plans = trainer.shares.plans
+    sizes = [plans[worker].effective_batch for worker in range(workers)]
+    ends, peek = ends or [range(rounds * inner_steps)] * workers, copy.deepcopy(trainer.cursor).peek
+    # Examples are read in the order in which steps end, and of the workers.
+    in_order = sorted((end, worker, step) for worker, own in enumerate(ends) for step, end in enumerate(own))
+    firsts = itertools.accumulate((sizes[worker] for _, worker, _ in in_order), initial=0)
+    places = {(worker, step): first for (_, worker, step), first in zip(in_order, firsts, strict=False)}
+    named = dict(module.named_parameters())
+
+    def gradient(worker: int, step: int, theta: np.ndarray) -> np.ndarray:
+        for block in working.blocks:
+            values = torch.from_numpy(theta[block.start : block.start + block.size].copy())
+            named[block.name].data = values.view(block.shape)
+        module.zero_grad()
+        batch = EXAMPLES.batch(peek(places[worker, step], sizes[worker]), CPU)
+        labels = batch.pop("labels")[:, 1:]
+        logits = module(**batch).logits[:, :-1]  # the module's own loss would be float32
+        F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)).backward()
+        found = np.zeros_like(theta)
+        for block in working.blocks:
+            found[block.start : block.start + block.size] = named[block.name].grad.flatten().numpy()
+        return found
+
+    return Problem(
+        start=trainer.parameters.numpy().copy(),
+        workers=workers,
+        inner_steps=inner_steps,
+        rounds=rounds,
+        gradient=gradient,
+        weights=sizes,
+        learning_rate=config.learning_rate_for_inner_opt,
+        betas=tuple(config.adam_betas),
+        epsilon=config.adam_epsilon,
+        weight_decay=config.weight_decay,
+        clip=config.gradient_clipping,
+        shapes=[(block.name, block.start, block.start + block.size, block.shape) for block in working.blocks],
+    )
+
+
+def history_of(trainer: Trainer, rounds: int, inner_steps: int) -> History:
+    """Its rounds, as an oracle records them."""
+    found = History()
+    for _ in range(rounds):
+        train(trainer, 1, inner_steps)
+        trainer.refresh()
+        shared = trainer.parameters
+        workers = [worker.state.get(COPY, shared) for worker in trainer.workers.values()]
+        found.add(shared.numpy(), [own.numpy() for own in workers])
+    return found
+
+
+def assert_equals_oracle(
+    oracle: Callable[[Problem], History], nodes: int = 4, inner_steps: int = 4, rounds: int = 3, **values
+) -> None:
+    """Parameters of the trainer and of each worker after every round, to 1e-10."""
+    trainer = trainer_of(nodes, number_of_inner_steps_between_outers=inner_steps, **values)
+    problem = problem_of(trainer, rounds, inner_steps)
+    expected, found = oracle(problem), history_of(trainer, rounds, inner_steps)
+    assert np.abs(expected.shared[-1] - problem.start).max() > 1e-3  # something happened
+    for number in range(rounds):
+        np.testing.assert_allclose(found.shared[number], expected.shared[number], rtol=0, atol=1e-10)
+        for own, their in zip(found.workers[number], expected.workers[number], strict=True):
+            np.testing.assert_allclose(own, their, rtol=0, atol=1e-10)

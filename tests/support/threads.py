@@ -1,0 +1,71 @@
+"""Several processes of a run as threads of this one: they gather and have a notice board, and start at once."""
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from tests.support.programs import LIMIT_SECONDS
+from utils.distributed.kv_store import Notices
+from utils.distributed.shard_groups import Island
+
+T = TypeVar("T")
+
+
+class _Place(Island):
+    """In an island of so many of them, which share nothing here but the files that they write."""
+
+    def __init__(self, size: int, index: int):
+        self.size, self.index = size, index
+
+
+class Thread:
+    """One of them. machine: those with one number share a machine. devices: of an island."""
+
+    def __init__(self, rank: int, count: int, shared: dict, machines: tuple[int, ...], devices: int):
+        self.rank, self.count, self.is_main = rank, count, rank == 0
+        self.island = _Place(devices, rank % devices)
+        self.first_here = machines.index(machines[rank]) == rank
+        self.notices = Notices(shared["store"], rank, count)
+        self._barrier, self._values = shared["barrier"], shared["values"]
+
+    def gather(self, value):
+        self._values[self.rank] = value
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values
+
+    def share(self, items):
+        return items[self.rank :: self.count]
+
+
+def together(
+    count: int, work: Callable[[Thread], T], machines: tuple[int, ...] | None = None, devices_per_node: int = 1
+) -> list[T]:
+    """What each of `count` processes makes of `work`; an exception of one that is in nobody's way is raised here."""
+    shared = {
+        "store": dist.HashStore(),
+        "barrier": threading.Barrier(count, timeout=LIMIT_SECONDS),
+        "values": [None] * count,
+    }
+    results: list = [None] * count
+    errors: list[Exception] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(Thread(rank, count, shared, machines or (0,) * count, devices_per_node))
+        except Exception as error:
+            errors.append(error)
+            shared["barrier"].abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    told = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
+    if told or errors:
+        raise (told or errors)[0]
+    return results

@@ -1,0 +1,136 @@
+"""Activations computed anew in the backward pass: the same numbers, fewer tensors. And the type of parameters."""
+
+import functools
+
+import pytest
+import torch
+
+from algorithms.batch.per_example import step_estimate
+from fabrics.data.examples import PackedSequences
+from fabrics.models.initialisation import recompute_activations
+from fabrics.training.flat_model import WorkingModel
+from fabrics.training.forward_backward import backward, probed_backward
+from tests.support.helpers import (
+    CPU,
+    Recorder,
+    light_cluster,
+    random_sequences,
+    separable_texts,
+    tiny_bert,
+    tiny_cluster,
+    tiny_llama,
+)
+from utils.config.reading import parse_config
+from utils.config.schema import ConfigError
+
+MODELS = {
+    "llama": (lambda: tiny_llama(num_hidden_layers=4), lambda: PackedSequences(random_sequences(8))),
+    "tied llama": (lambda: tiny_llama(tied=True, num_hidden_layers=4), lambda: PackedSequences(random_sequences(8))),
+    "bert with dropout": (lambda: tiny_bert(dropout=0.3, num_hidden_layers=4), lambda: separable_texts(8)),
+}
+
+
+def saved_by(work) -> tuple[int, int]:
+    """Storages, and their bytes, that autograd keeps until the backward pass."""
+    sizes = {}
+
+    def keep(tensor):
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        work()
+    return len(sizes), sum(sizes.values())
+
+
+def _pass(run, working, examples, results) -> None:
+    results.append(run(working, examples, range(8)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("probed", [False, True], ids=["plain", "with statistics"])
+def test_the_same_bits_with_less_than_half_of_the_tensors(name, probed):
+    (build, data), found = MODELS[name], []
+    for anew in (False, True):
+        module, examples = build().train(), data()
+        if anew:
+            recompute_activations(module, "microllama")
+        working, results = WorkingModel(module, CPU), []
+        torch.manual_seed(1)  # of dropout
+        run = probed_backward if probed else backward
+        saved = saved_by(functools.partial(_pass, run, working, examples, results))
+        loss, estimate = (results[0][0], step_estimate([results[0][1]])) if probed else (results[0], None)
+        found.append((saved, loss, estimate, working.gradient))
+    (plain, *expected), (fewer, *numbers) = found
+    assert fewer[0] < plain[0] / 2
+    assert fewer[1] < plain[1] / 2
+    assert torch.equal(numbers[0], expected[0])
+    assert numbers[1] == expected[1]
+    assert torch.equal(numbers[2], expected[2])
+
+
+def test_frozen_embeddings_need_no_gradient_for_it():
+    model = tiny_llama()
+    model.get_input_embeddings().requires_grad_(False)
+    recompute_activations(model, "microllama")
+    assert not model.get_input_embeddings()(torch.tensor([[1, 2]])).requires_grad
+
+
+def test_a_run_that_computes_activations_anew_has_the_same_bits():
+    found = []
+    for anew in (False, True):
+        cluster = tiny_cluster(activation_checkpointing=anew, number_of_initial_trainers=1, number_of_outer_steps=2)
+        cluster.train(Recorder())
+        layers = [m for m in cluster.working[CPU].module.modules() if hasattr(m, "gradient_checkpointing")]
+        assert all(layer.gradient_checkpointing is anew for layer in layers)
+        found.append((cluster.trainers[0].requested_batch, cluster.trainers[0].parameters))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_a_module_that_cannot_is_refused():
+    with pytest.raises(ConfigError, match="activation_checkpointing: must be false with model_type microllama"):
+        light_cluster(activation_checkpointing=True)
+
+
+def test_parameters_of_float64():
+    """Twice the bytes in every exchange, and nearly the same run."""
+    found = []
+    for dtype in ("float32", "float64"):
+        cluster = tiny_cluster(parameter_dtype=dtype, number_of_initial_trainers=1, identical_initialisation=True)
+        recorder = Recorder()
+        cluster.train(recorder)
+        kinds = {t.dtype for part in cluster.tensors().values() for name, t in part.items() if name != "step"}
+        assert kinds == {getattr(torch, dtype)}
+        assert cluster.working[CPU].gradient.dtype == getattr(torch, dtype)
+        found.append((recorder.rounds[0].reports[0].bytes_synchronised, recorder.rounds[-1].reports[0].train_loss))
+    assert found[1][0] == 2 * found[0][0] > 0
+    assert found[1][1] != found[0][1]
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        (
+            {"parameter_dtype": "bfloat16"},
+            "parameter_dtype: should be float32 or float64 (autocast: bfloat16 computes in bfloat16 over float32), "
+            "got 'bfloat16'",
+        ),
+        (
+            {"parameter_dtype": "float64", "autocast": "bfloat16"},
+            "autocast: must be null with parameter_dtype float64, which it leaves as it is, got bfloat16",
+        ),
+        ({"compile_model": "often"}, "compile_model: should be auto, true or false, got 'often'"),
+        ({"outer_state": "gpu"}, "outer_state: should be 'device' or 'cpu', got 'gpu'"),
+        (
+            {"activation_checkpointing": 3},
+            "activation_checkpointing: should be a valid boolean, unable to interpret input",
+        ),
+    ],
+)
+def test_impossible_values_are_refused_by_name(values, problem):
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"number_of_outer_steps": 1} | values)
+    assert caught.value.problems[0].startswith(problem)
+    assert len(caught.value.problems) == 1

@@ -1,0 +1,177 @@
+"""All processes train the same on the same: what they found out by themselves is compared before any work."""
+
+import dataclasses
+
+import pytest
+
+from fabrics.data import dataset_loader
+from fabrics.data.dataset_loader import Dataset, load_data
+from fabrics.data.documents import DatasetError
+from fabrics.data.examples import DataShares
+from tests.support.helpers import make_config, tiny_data
+from tests.support.threads import together
+from utils.config.schema import ConfigError
+from utils.distributed.collective_checks import agree_on_config, decided, difference, done_by_all
+
+
+def refusals(count: int, work, **keywords) -> list[str]:
+    """What each of the processes is refused with."""
+
+    def refused(process):
+        with pytest.raises(ConfigError) as error:
+            work(process)
+        return str(error.value)
+
+    return together(count, refused, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("statements", "expected"),
+    [
+        ([{"ETA": 0.8}] * 3, None),
+        ([{"ETA": 0.8}, {"ETA": 0.5}], "ETA: 0.8 on rank 0, 0.5 on rank 1"),
+        ([{"ETA": 0.8}, {"ETA": 0.5}, {"ETA": 0.8}, {"ETA": 0.5}], "ETA: 0.8 on ranks 0, 2, 0.5 on ranks 1, 3"),
+        (
+            [{"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 3, "c": 4}],
+            "b: 2 on rank 0, 3 on rank 1; c: 3 on rank 0, 4 on rank 1",
+        ),
+        ([{"a": "x"}, {}], "a: 'x' on rank 0, None on rank 1"),
+        # Equal for Python, and not the same configuration.
+        ([{"a": 1}, {"a": True}], "a: 1 on rank 0, True on rank 1"),
+    ],
+)
+def test_what_differs_is_named_with_the_ranks(statements, expected):
+    assert difference(statements) == expected
+
+
+def test_one_process_with_another_configuration_stops_all_in_one_line():
+    configs = [make_config(), make_config(ETA=0.5, max_tokens=10_000), make_config()]
+    lines = refusals(3, lambda process: agree_on_config(process, configs[process.rank]))
+    assert (
+        lines
+        == [
+            "the processes have different configurations: max_tokens: None on ranks 0, 2, 10000 on rank 1; "
+            "ETA: 0.8 on ranks 0, 2, 0.5 on rank 1"
+        ]
+        * 3
+    )
+
+
+def test_a_machine_may_have_its_own_devices_and_cache():
+    configs = [make_config(), make_config(devices=["cpu"], cache_dir="/elsewhere", CUDA_VISIBLE_DEVICES="1")]
+    together(2, lambda process: agree_on_config(process, configs[process.rank]))
+
+
+def test_the_main_process_decides_and_its_error_is_everybodys():
+    assert together(3, lambda process: decided(process, lambda: f"rank {process.rank}")) == ["rank 0"] * 3
+
+    def cannot():
+        raise OSError("no such folder")
+
+    assert refusals(3, lambda process: decided(process, cannot)) == ["no such folder"] * 3
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [([0, 1, 2], "bad key"), ([0], "bad key"), ([2], "rank 2: bad key")])
+def test_what_one_process_cannot_do_stops_all(ranks, expected):
+    def work(process):
+        def own():
+            if process.rank in ranks:
+                raise ConfigError("bad key")
+            return process.rank
+
+        return done_by_all(process, own)
+
+    assert refusals(3, work) == [expected] * 3
+    ranks = []
+    assert together(3, work) == [0, 1, 2]
+
+
+# Data
+
+
+@pytest.fixture
+def loading(monkeypatch):
+    """A function that registers datasets: from name and rank of a process to its data, or what it raises."""
+
+    def install(**loaders):
+        for name, load in loaders.items():
+
+            def loader(config, load=load):
+                result = load(int(config.cache_dir))
+                if isinstance(result, Exception):
+                    raise result
+                return result
+
+            known = dict(dataset_loader.DATASETS)
+            monkeypatch.setattr(dataset_loader, "DATASETS", known | {name: Dataset("causal_lm", loader)})
+
+    return install
+
+
+def load(process):
+    """What a process loads; its rank reaches the loaders as a value that may differ."""
+    config = make_config(dataset="c4", dataset_fallback="python_docs", cache_dir=str(process.rank))
+    return load_data(config, process)
+
+
+DATA = tiny_data()
+DOCS = dataclasses.replace(tiny_data(train=80), dataset="python_docs")
+MISSING = DatasetError("the hub cannot be reached")
+
+
+def test_a_fallback_is_everybodys_where_the_main_process_needs_it(loading):
+    tried = []
+    loading(c4=lambda rank: tried.append(rank) or (MISSING if rank == 0 else DATA), python_docs=lambda rank: DOCS)
+    for data in together(4, load, machines=(0, 0, 1, 1)):
+        assert (data.dataset, data.fallback_reason) == ("python_docs", "the hub cannot be reached")
+    # The others of each machine did not even try: they would have waited for the same hub.
+    assert sorted(tried) == [0, 2]
+
+
+def test_no_process_falls_back_alone(loading):
+    loading(c4=lambda rank: MISSING if rank == 1 else DATA, python_docs=lambda rank: DOCS)
+    assert refusals(3, load) == ["dataset: rank 1 cannot load c4: the hub cannot be reached"] * 3
+
+
+def test_other_data_on_one_process_stop_all(loading):
+    more = tiny_data(train=97)
+    loading(c4=lambda rank: more if rank == 1 else DATA)
+    (line,) = set(refusals(2, load))
+    assert line.startswith(
+        "the processes have different data: training examples: 96 on rank 0, 97 on rank 1; contents: "
+    )
+
+
+def test_as_many_but_other_examples_on_one_process_stop_all(loading):
+    swapped = dataclasses.replace(DATA, train=type(DATA.train)(DATA.train._tokens[::-1]))
+    loading(c4=lambda rank: swapped if rank == 1 else DATA)
+    (line,) = set(refusals(2, load))
+    assert line.startswith("the processes have different data: contents: ")
+
+
+def test_as_large_but_other_shares_on_one_process_stop_all(loading):
+    """Of which no example that is looked at need be another one."""
+    share, alike = {"examples": 48, "documents": 2}, {"jensen_shannon_bits": 0.0, "jensen_shannon_bits_at_random": 0.0}
+    record = {"split": "clusters", "over": "workers", "shares": [share] * 2, "sampled_documents": 4} | alike
+    shares = {rank: DataShares((48, 48), (), record, digest) for rank, digest in enumerate("aab")}
+    loading(c4=lambda rank: dataclasses.replace(DATA, shares=shares[rank]))
+    assert set(refusals(3, load)) == {
+        "the processes have different data: shares of the documents: 'a' on ranks 0, 1, 'b' on rank 2"
+    }
+
+
+def test_where_neither_can_be_loaded_all_say_why(loading):
+    loading(c4=lambda rank: MISSING, python_docs=lambda rank: DatasetError("nothing here"))
+    (text,) = set(refusals(2, load))
+    assert text.splitlines() == [
+        "dataset: c4 cannot be loaded: the hub cannot be reached",
+        "dataset_fallback: nor can python_docs: nothing here",
+    ]
+
+
+def test_the_first_process_of_a_machine_loads_before_the_others(loading):
+    order = []
+    loading(c4=lambda rank: order.append(rank) or DATA)
+    together(4, load, machines=(0, 0, 1, 1))
+    assert set(order[:2]) == {0, 2}
+    assert set(order[2:]) == {1, 3}

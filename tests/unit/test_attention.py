@@ -1,0 +1,177 @@
+"""Attention without a mask where every token sees all before it: same numbers, and nothing that the host waits for."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+)
+
+from algorithms.batch.switch_mode import ExecutionPlan
+from algorithms.schedule.limits import RoundSchedule
+from fabrics.data.examples import PackedSequences
+from fabrics.models import attention
+from fabrics.models.attention import ARCHITECTURES, needs_no_mask, unmasked, unmasked_name
+from fabrics.models.registry import save_model
+from fabrics.pool.eval_tool import begin_batches
+from fabrics.training.flat_model import WorkingModel
+from fabrics.training.forward_backward import accumulate, backward
+from fabrics.training.inner_loop import InnerSteps
+from tests.support.helpers import CPU, make_config, make_trainer, padded, random_sequences, tiny_bert, tiny_llama, train
+
+IDS = torch.from_numpy(random_sequences(3)).long()
+PACKED = {"input_ids": IDS}
+# What has to know numbers, or how many there are, before the program can go on: on a GPU the host waits for them.
+READING = ("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2", "unique_dim")
+
+
+class Readings(TorchDispatchMode):
+    """Operations that read numbers of a tensor, as long as it is entered."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        name = function.overloadpacket.__name__
+        self.found += [name] if name in READING else []
+        return function(*arguments, **(keywords or {}))
+
+
+def language_model(architecture: str, **values):
+    torch.default_generator.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1}
+    if architecture not in ("gpt2", "gpt_neox"):
+        sizes["num_key_value_heads"] = 2
+    if architecture != "gpt2":
+        sizes["intermediate_size"] = 24
+    tokens = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+    config = CONFIG_MAPPING[architecture](**(sizes | tokens | values))
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def passed(model) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits and gradients of a pass."""
+    model.zero_grad()
+    logits = model(**PACKED).logits
+    logits.square().mean().backward()
+    return logits, [parameter.grad for parameter in model.parameters()]
+
+
+def test_what_reads_numbers_is_found():
+    with Readings() as readings:
+        assert bool((torch.arange(3) < 3).all())
+        torch.ones(2).nonzero()
+    assert readings.found == ["_local_scalar_dense", "nonzero"]
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_a_model_has_the_same_bits_without_a_mask_and_reads_nothing(architecture):
+    model = language_model(architecture)
+    logits, gradients = passed(model)
+    assert needs_no_mask(model, PACKED)
+    with unmasked(model, PACKED), Readings() as readings:
+        found_logits, found_gradients = passed(model)
+    assert readings.found == []
+    assert torch.equal(found_logits, logits)
+    assert all(map(torch.equal, found_gradients, gradients))
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_training_and_evaluation_have_the_bits_of_a_model_that_looks(dtype, monkeypatch):
+    examples, found = PackedSequences(random_sequences(6)), []
+    for looks in (False, True):
+        if looks:
+            monkeypatch.setattr(attention, "needs_no_mask", lambda module, batch: False)
+        working = WorkingModel(tiny_llama(dtype=dtype), CPU)
+        _, probes = accumulate(working, examples, ExecutionPlan((4, 2)), np.arange(6), True)
+        loss = backward(working, examples, np.arange(3))
+        with working.evaluating(working.parameters.detach().clone()) as module:
+            sums = begin_batches(module, examples, 4, CPU, [0, 1]).sums
+        found.append((working.gradient, *(probe.squared_norms for probe in probes), loss, sums))
+    assert all(map(torch.equal, *found))
+
+
+def test_inner_steps_and_evaluation_read_no_numbers():
+    """With accumulation, clipping and a warm-up; nor do passes with statistics, before these are read."""
+    config = make_config(
+        INITIAL_BATCH_SIZE=8, max_batch_size=4, switch_multiplier=1, warmup_steps=3, sampling_method="none"
+    )
+    examples = PackedSequences(random_sequences(60))
+    trainer = make_trainer(tiny_llama(dtype=torch.float32), config, examples, nodes=1, max_batch=4)
+    train(trainer, 1)
+    trainer.assign_nodes(trainer.nodes)
+    steps = InnerSteps(trainer.workers[0], trainer.assignments(RoundSchedule(5, 0.0, 0.5))[0], lambda: None)
+    working = trainer.workers[0].working
+    with Readings() as readings:
+        steps._steps(trainer.parameters, 5, steps._update, 0.0)
+        accumulate(working, examples, ExecutionPlan((4, 4)), np.arange(8), True)
+        with working.evaluating(trainer.parameters) as module:
+            begin_batches(module, examples, 4, CPU, [0, 1])
+    assert steps.done == 5
+    assert readings.found == []
+
+
+def test_padded_texts_are_masked_whatever_was_trained_before():
+    texts, examples = padded([[5, 6, 7, 8], [9, 10]]), PackedSequences(random_sequences(4))
+    batch = texts.batch([0, 1], CPU)
+    batch.pop("labels")
+    working = WorkingModel(tiny_llama(), CPU)
+    backward(working, examples, np.arange(4))
+    assert not needs_no_mask(working.module, batch)
+    logits, alone = working.logits(batch), working.module(input_ids=batch["input_ids"][1:, :2]).logits
+    torch.testing.assert_close(logits[1:, :2], alone)
+
+
+def test_a_window_within_the_sequence_is_masked_and_a_wider_one_is_not():
+    assert not needs_no_mask(language_model("mistral", sliding_window=9), PACKED)
+    assert needs_no_mask(language_model("mistral", sliding_window=10), PACKED)
+    kinds = ["full_attention", "sliding_attention"]
+    windows = {"num_hidden_layers": 2, "use_sliding_window": True, "layer_types": kinds}
+    assert not needs_no_mask(language_model("qwen2", sliding_window=4, **windows), PACKED)
+    assert needs_no_mask(language_model("qwen2", sliding_window=40, **windows), PACKED)
+
+
+class Repositioned(LlamaForCausalLM):
+    """Of somebody who lets positions begin anew within a sequence."""
+
+    def forward(self, input_ids, **others):
+        return super().forward(input_ids, position_ids=torch.arange(input_ids.shape[1])[None] % 4, **others)
+
+
+def test_all_others_look_as_before():
+    assert not needs_no_mask(tiny_bert(), PACKED)
+    assert not needs_no_mask(torch.nn.Linear(2, 2), PACKED)
+    assert not needs_no_mask(Repositioned(tiny_llama().config), PACKED)
+    model = tiny_llama()
+    assert not needs_no_mask(model, PACKED | {"position_ids": torch.arange(9)[None] % 4})
+    model.config.is_causal = False
+    assert not needs_no_mask(model, PACKED)
+    model = tiny_llama(attn_implementation="eager")
+    assert not needs_no_mask(model, PACKED)
+
+
+@pytest.mark.parametrize("interface", [AttentionInterface, AttentionMaskInterface])
+def test_what_somebody_has_put_in_the_place_of_pytorchs_attention_or_masks_is_asked(interface, monkeypatch):
+    monkeypatch.setitem(interface._global_mapping, "sdpa", lambda *arguments, **keywords: None)
+    assert not needs_no_mask(tiny_llama(), PACKED)
+
+
+def test_the_name_stays_out_of_what_is_saved_and_ends_with_an_error(tmp_path):
+    model = tiny_llama(dtype=torch.float32)
+    with unmasked(model, PACKED):
+        assert model.config._attn_implementation == unmasked_name()
+        save_model(model, None, tmp_path)
+    assert unmasked_name() not in json.dumps(json.loads((tmp_path / "config.json").read_text(encoding="utf-8")))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+    with pytest.raises(MemoryError), unmasked(model, PACKED):
+        raise MemoryError
+    assert model.config._attn_implementation == "sdpa"

@@ -1,0 +1,214 @@
+"""The requested batch over the rounds, without a model."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from algorithms.batch.batch_control import BatchControl, BatchControlSettings
+from algorithms.batch.budget import Ahead
+from algorithms.batch.calc_batch import BATCH_TESTS
+from algorithms.batch.gradient_statistics import SampleEstimate
+from algorithms.schedule.learning_rate import LearningRateSchedule
+from benchmarks.performance import noise
+from benchmarks.performance.noise import make_gradients, simulate
+from utils.config.schema import Config
+
+SETTINGS = BatchControlSettings(
+    test="norm_test",
+    eta=1.0,
+    eta_at_end=None,
+    theta=0.9,
+    nu=5.84,
+    debias=True,
+    first_round=1,
+    smoothing=0.0,
+    confidence=2.0,
+    largest_growth=1e6,
+)
+
+
+def control(request: int = 4, **changes) -> BatchControl:
+    return BatchControl(dataclasses.replace(SETTINGS, **changes), request)
+
+
+def sample(squared_norm: float, error: float, variance: float = 80.0) -> SampleEstimate:
+    return SampleEstimate(8, 56, squared_norm, error, variance, 0.0)
+
+
+def conclude(own: BatchControl, *samples: SampleEstimate, largest: int = 1000):
+    return own.conclude(samples, None, own.requested_batch, 0.5, largest)
+
+
+def test_a_request_grows_as_far_as_the_lower_bound_asks():
+    """80 / (2 + 2 * 1) = 20, where the estimate alone would ask for 40."""
+    own = control()
+    statistics, warning = conclude(own, sample(2.0, 1.0))
+    assert (own.requested_batch, statistics.squared_norm, statistics.squared_norm_error) == (20, 2.0, 1.0)
+    assert warning is None
+    plain = control(confidence=0.0)
+    conclude(plain, sample(2.0, 1.0))
+    assert plain.requested_batch == 40
+
+
+def test_a_gradient_that_is_not_to_be_seen_still_has_an_upper_bound():
+    """A negative estimate says that the squared norm is at most 2 * 1: it asks for 80 / 2, neither nothing nor all."""
+    own = control()
+    conclude(own, sample(-3.0, 1.0))
+    assert own.requested_batch == 40
+
+
+def test_a_request_never_shrinks_and_keeps_its_bounds():
+    own = control(largest_growth=1.5)
+    requests = []
+    for squared_norm in (2.0, 100.0, 0.5, 0.5, 0.5):
+        conclude(own, sample(squared_norm, 0.0), largest=11)
+        requests.append(own.requested_batch)
+    assert requests == [6, 6, 9, 11, 11]
+
+
+def test_smoothing_carries_the_error_along():
+    """Four equal rounds without decay's loss (0.999): the error of the mean is half of one round's."""
+    own = control(smoothing=0.999)
+    for _ in range(4):
+        statistics, _ = conclude(own, sample(2.0, 1.0))
+    assert statistics.squared_norm == pytest.approx(2.0)
+    assert statistics.squared_norm_error == pytest.approx(0.5, rel=1e-5)
+    assert own.requested_batch == 27  # 80 / (2 + 2 * 0.5) = 26.7
+
+
+def test_eta_follows_the_progress_of_the_run():
+    requests = []
+    for progress in (0.0, 0.5, 1.0):
+        own = control(eta=2.0, eta_at_end=1.0)
+        own.conclude([sample(1.0, 0.0, variance=36.0)], None, 4, progress, 1000)
+        requests.append(own.requested_batch)
+    assert requests == [9, 16, 36]
+
+
+def test_a_request_stays_where_it_is_once_the_learning_rate_falls():
+    own = control(frozen_from=0.8)
+    own.conclude([sample(1.0, 0.0)], None, 4, 0.8, 1000)
+    grown = own.requested_batch
+    assert grown > 4
+    statistics, warning = own.conclude([sample(0.1, 0.0)], None, 4, 0.81, 1000)
+    assert (own.requested_batch, warning) == (grown, None)
+    assert statistics.squared_norm < 1.0  # what was seen is still told
+    assert LearningRateSchedule("warmup_stable_decay", decay_share=0.3).decay_begins == pytest.approx(0.7)
+    assert LearningRateSchedule("cosine").decay_begins == 1.0
+
+
+def test_rounds_with_a_test_begin_where_they_are_told_to():
+    assert [control(first_round=3).tests_after(number) for number in (1, 2, 3, 4)] == [False, False, True, True]
+    assert not control(test="none").tests_after(10)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_statistics_that_are_not_finite_are_forgotten_with_a_warning(bad):
+    own = control(smoothing=0.9)
+    conclude(own, sample(2.0, 1.0))
+    before = own.state_dict()
+    _, warning = conclude(own, sample(bad, 1.0))
+    assert "zero or not finite" in warning
+    assert own.state_dict() == before
+
+
+@pytest.mark.parametrize("answer", ["32", float("nan"), [8]])
+def test_a_test_that_gives_no_number_is_named(monkeypatch, answer):
+    monkeypatch.setitem(BATCH_TESTS, "own", lambda *seen: answer)
+    with pytest.raises(TypeError, match="sampling_method: own must give a number of examples or None, got "):
+        conclude(control(test="own"), sample(2.0, 1.0))
+
+
+def test_without_samples_nothing_is_said():
+    own = control()
+    assert conclude(own) == (None, None)
+    assert own.requested_batch == 4
+
+
+def test_a_schedule_by_hand_moves_the_request_and_keeps_the_limit():
+    own = control(test="none", schedule=[(0.25, 10), (0.5, 30)])
+    requests = []
+    for progress in (0.2, 0.25, 0.6):
+        own.conclude([], None, 4, progress, 20)
+        requests.append(own.requested_batch)
+    assert requests == [4, 10, 20]
+
+
+def test_a_control_continues_from_its_state():
+    own, other = control(smoothing=0.9), control(smoothing=0.9)
+    conclude(own, sample(2.0, 1.0))
+    other.load_state_dict(json.loads(json.dumps(own.state_dict())))
+    for each in (own, other):
+        conclude(each, sample(0.5, 0.1))
+    assert other.state_dict() == own.state_dict()
+
+
+@pytest.mark.parametrize(("spectrum", "noise_scale"), [("isotropic", 50), ("isotropic", 500), ("decaying", 50)])
+def test_the_largest_of_300_requests_does_not_drift_above_the_right_one(spectrum, noise_scale):
+    """One worker that starts with 8; without a lower bound the same runs end 1.1 to 2.6 times too high."""
+    gradients = make_gradients(spectrum, noise_scale, along=0.0)
+    ends = {
+        confidence: np.array(
+            [
+                simulate(gradients, "norm_test", 1, 32, 300, seed, Config(batch_test_confidence=confidence)).request
+                for seed in range(3)
+            ]
+        )
+        / noise_scale
+        for confidence in (0.0, 2.0)
+    }
+    assert 0.8 < np.median(ends[2.0]) < 1.25
+    assert ends[2.0].max() < 1.5
+    assert (ends[0.0] > ends[2.0]).all()
+
+
+def test_sixteen_workers_see_as_much_as_one_with_their_examples():
+    """Products within a worker alone would leave the request at a third of the right one."""
+    gradients = make_gradients("decaying", 500, along=0.0)
+    end = simulate(gradients, "norm_test", 16, 8, 150, 0, Config()).request / 500
+    assert 2 / 3 < end < 1.5
+
+
+def test_the_simulation_prints_a_line_per_setting_and_writes_it(tmp_path, capsys):
+    options = ["--noise-scales", "50", "--workers", "1", "--micro-batches", "8", "--rounds", "40", "--seeds", "2"]
+    assert noise.main([*options, "--spectra", "isotropic", "--json", str(tmp_path / "noise.json")]) in (0, 1)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(noise.TESTS) + 1
+    found = json.loads((tmp_path / "noise.json").read_text())
+    assert [row["test"] for row in found["rows"]] == list(noise.TESTS)
+    assert [round(row["right"], 1) for row in found["rows"]] == [50.0, 30.9, 100.0]
+    assert found["settings"]["config"]["batch_test_confidence"] == 2.0
+
+
+def test_what_is_drawn_at_once_has_the_moments_of_what_is_drawn_one_by_one(monkeypatch):
+    """Of 20 workers with 70 examples in parts of 10, of which 50 are between those that are held against a mean."""
+    gradients, plan = make_gradients("decaying", 50, along=0.0), noise.ExecutionPlan((10,) * 7)
+    found = []
+    for drawn in (32, 1000):
+        monkeypatch.setattr(noise, "DRAWN", drawn)
+        generator = np.random.default_rng(0)
+        samples = [one for _ in range(20) for one in noise.draw_samples(gradients, plan, 20, generator)[0]]
+        found.append(np.array([[one.squared_norm, one.variance, one.squared_norm_error**2] for one in samples]))
+    spread = np.hypot(*(each.std(0) for each in found)) / 20  # of the difference of means of 400
+    assert (np.abs(found[0].mean(0) - found[1].mean(0)) < 4 * spread).all()
+    np.testing.assert_allclose(found[0].std(0), found[1].std(0), rtol=0.2)
+
+
+@pytest.mark.parametrize(("rounds_left", "expected"), [(1, 60), (20, 60), (100, 20)])
+def test_a_planned_request_is_a_multiple_of_the_workers_within_the_bound(rounds_left, expected):
+    """63 is no multiple of 4; with 100 rounds left a batch of 20 uses up the 4,000 examples."""
+    own = control(test="none", planned=(0.0, 0.0))
+    own.plan(Ahead(0, rounds_left, 0, 4000.0, 2, LearningRateSchedule()), 4, 63)
+    assert own.requested_batch == expected
+    own.plan(Ahead(0, rounds_left, 0, 4000.0, 2, LearningRateSchedule()), 4, 3)
+    assert own.requested_batch == 4  # one example each, whatever the bound
+
+
+def test_what_was_rounded_off_is_not_made_good_beyond_the_bound():
+    own, schedule = control(test="none", planned=(0.0, 0.0)), LearningRateSchedule()
+    own.plan(Ahead(0, 100, 0, 3600.0, 2, schedule), 4, 1000)
+    assert own.requested_batch == 16  # of 18
+    own.plan(Ahead(0, 100, 0, 8000.0, 2, schedule), 4, 23)
+    assert own.requested_batch == 20

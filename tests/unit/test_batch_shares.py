@@ -1,0 +1,241 @@
+"""Who does how much of a round where nodes differ in speed, come and go, rest, and lose messages."""
+
+import csv
+import functools
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from algorithms.batch.switch_mode import ExecutionPlan
+from algorithms.nodes.communication_rounds import Exchange
+from algorithms.synchronisation import METHODS
+from benchmarks.compare.accounting import Hardware
+from cluster import Cluster
+from fabrics.data.sampler import Reading
+from fabrics.planning.durations import NO_LINK, durations
+from fabrics.planning.rehearsal import Round, TrainerRound
+from fabrics.pool.run_counters import Totals
+from fabrics.training.participation import participants
+from fabrics.training.statistics_plan import Measures
+from fabrics.training.work_split import Shares, assignments
+from fabrics.training.worker import Node, Place
+from tests.support.helpers import CPU, Recorder, light_cluster, make_config
+from training_logs.recording import node_log
+from training_logs.recording.node_log import NodeLog
+
+SPEEDS = [1.0, 1.0, 0.5, 0.25]
+NODES = [Node(number, CPU, 64, speed) for number, speed in enumerate(SPEEDS)]
+
+
+def shares_of(present, nodes=NODES, speeds=None, **values) -> Shares:
+    config = make_config(**values)
+    return Shares(config, 12, nodes, present, config.balance == "steps", speeds)
+
+
+# On paper
+
+
+def test_those_who_take_part_share_the_batch_by_their_own_speeds():
+    """12 examples at 1, 0.5 and 0.25 a second: 8, 3 and 1 are done after 8 seconds, as none of 12 can be sooner."""
+    shares = shares_of((1, 2, 3), balance="batch", node_speeds=SPEEDS)
+    assert shares.plans == {1: ExecutionPlan((8,)), 2: ExecutionPlan((3,)), 3: ExecutionPlan((1,))}
+    assert shares.steps(5) == {1: 5, 2: 5, 3: 5}
+    assert shares.examples_each(5) == [0, 40, 15, 5]
+    assert (shares.batch, shares.examples(5)) == (12, 60)
+
+
+def test_the_fastest_of_those_who_take_part_makes_every_inner_step():
+    assert shares_of((1, 2, 3), balance="steps", node_speeds=SPEEDS).steps(8) == {1: 8, 2: 4, 3: 2}
+    shares = shares_of((2, 3), balance="steps", node_speeds=SPEEDS)
+    assert shares.steps(8) == {2: 8, 3: 4}
+    assert shares.examples_each(8) == [0, 0, 48, 24]
+
+
+def test_nodes_are_alike_until_all_of_them_are_known():
+    """A node that joins where others have been measured at 100 a second has no speed of 1."""
+    nodes = [Node(0, CPU, 64, 100.0), Node(1, CPU, 64, 25.0), Node(2, CPU, 64)]
+    assert shares_of((0, 1, 2), nodes, balance="batch").examples_each(1) == [4, 4, 4]
+    assert shares_of((0, 1), nodes, balance="batch").examples_each(1) == [10, 2, 0]
+    assert shares_of((0, 1, 2), nodes, [100.0, 25.0, 25.0], balance="batch").examples_each(1) == [8, 2, 2]
+
+
+@pytest.mark.parametrize("balance", ["equal", "batch", "steps"])
+@pytest.mark.parametrize("present", [(0, 1, 2, 3), (1, 3), (2,)])
+def test_the_examples_of_a_round_are_shared_out_without_a_gap(balance, present):
+    config = make_config(balance=balance, node_speeds=SPEEDS)
+    shares = shares_of(present, balance=balance, node_speeds=SPEEDS)
+    rates = {worker: [0.1] * 6 for worker in present}
+    readings = [Reading(lambda first, count: np.arange(count), (0, 1, 2, 3), 1000)]
+    found = assignments(config, shares, rates, None, readings, Place(1, 2, 0, 3), Measures())
+    assert tuple(found) == present
+    seen = Counter()
+    for worker, own in found.items():
+        assert own.place == Place(1, 2, worker, 3)
+        assert own.round_examples == shares.examples_each(6)[worker]
+        for first in own.first_examples:
+            seen.update(range(first, first + own.plan.effective_batch))
+    assert sorted(seen.elements()) == list(range(shares.examples(6)))
+    # Samples of their own come after the round's examples, of each worker elsewhere.
+    assert {own.sample - worker * config.statistics_batch_size for worker, own in found.items()} == {len(seen)}
+
+
+# All together
+
+
+CHANGING = {
+    "number_of_outer_steps": 10,
+    "number_of_initial_trainers": 1,
+    "INITIAL_BATCH_SIZE": 12,
+    "sampling_method": "none",
+    "number_of_inner_steps_between_outers": 4,
+    "nodes_per_gpu": 4,
+    "node_speeds": SPEEDS,
+    "node_schedule": [[0, 3], [0.4, 4], [0.8, 2]],
+    "participants": 0.6,
+    "message_loss": 0.4,
+}
+
+
+def expected_workers(config) -> list[tuple[int, ...]]:
+    present = [3] * 4 + [4] * 4 + [2] * 2
+    return [participants(0.6, Place(config.training_seed, 0, 0, number), count) for number, count in enumerate(present)]
+
+
+@pytest.mark.parametrize("balance", ["equal", "batch", "steps"])
+def test_speeds_and_workers_that_come_and_go_make_runs_together(balance, monkeypatch):
+    weights, exchange = [], METHODS["DiLoCo"].exchange
+
+    def noting(self, group):
+        weights.append(group.weights)
+        exchange(self, group)
+
+    monkeypatch.setattr(METHODS["DiLoCo"], "exchange", noting)
+    cluster, recorder = light_cluster(**CHANGING, balance=balance), Recorder()
+    cluster.train(recorder)
+    reports = [result.reports[0] for result in recorder.rounds]
+    assert [tuple(report.workers) for report in reports] == expected_workers(cluster.config)
+    assert 0 < cluster.totals.lost_messages == sum(report.lost_messages for report in reports)
+    for report, found, nodes in zip(reports, weights, [3] * 4 + [4] * 4 + [2] * 2, strict=True):
+        given = {worker: record.examples / report.examples for worker, record in report.workers.items()}
+        assert found == pytest.approx([given.get(worker, 0.0) for worker in range(nodes)])
+        speeds = [SPEEDS[worker] for worker in report.workers]
+        steps = [len(worker.losses) for worker in report.workers.values()]
+        batches = [worker.plan.effective_batch for worker in report.workers.values()]
+        assert sum(batches) == 12  # of 1, 2 or 3
+        assert steps == [max(1, int(4 * s / max(speeds))) if balance == "steps" else 4 for s in speeds]
+        assert (len(set(batches)) == 1) == (balance != "batch" or len(set(speeds)) == 1)
+        assert report.examples == sum(batch * own for batch, own in zip(batches, steps, strict=True))
+    assert recorder.steps == sum(len(worker.losses) for report in reports for worker in report.workers.values())
+    assert cluster.totals.examples == cluster.trainers[0].cursor.position == sum(report.examples for report in reports)
+
+
+@functools.cache
+def uninterrupted(balance: str) -> Cluster:
+    cluster = light_cluster(**CHANGING, balance=balance)
+    cluster.train(Recorder())
+    return cluster
+
+
+@pytest.mark.parametrize("balance", ["batch", "steps"])
+@pytest.mark.parametrize("rounds", [3, 5])
+def test_they_are_resumed_with_the_same_bits(balance, rounds):
+    whole = uninterrupted(balance)
+    first = light_cluster(**CHANGING, balance=balance)
+    for _ in range(rounds):
+        first.run_round(Recorder())
+    state, tensors = json.loads(json.dumps(first.state_dict())), first.tensors()
+    resumed = light_cluster(**CHANGING, balance=balance)
+    resumed.load_state_dict(state, lambda group, name: tensors[group][name].clone())
+    resumed.train(Recorder())
+    expected, found = whole.tensors(), resumed.tensors()
+    assert found.keys() == expected.keys()
+    for group, values in expected.items():
+        for name, tensor in values.items():
+            assert tensor.equal(found[group][name]), (group, name)
+    counted = ("examples", "communications", "bytes_synchronised", "bytes_redistributed", "lost_messages")
+    assert all(getattr(whole.totals, name) == getattr(resumed.totals, name) > 0 for name in counted)
+
+
+def test_who_rests_has_no_row_and_loses_no_time(tmp_path):
+    """Nobody waits but for others of its round; what comes to nodes and what they send takes two seconds each."""
+    cluster, recorder = light_cluster(**CHANGING, link_latency_seconds=2.0), Recorder()
+    cluster.train(recorder)
+    log = NodeLog(tmp_path, cluster.config)
+    for result in recorder.rounds:
+        assert log.log(4, result) is None
+    with (tmp_path / "node_log.csv").open() as file:
+        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    by_round: dict[int, list] = {}
+    for row in rows:
+        by_round.setdefault(int(row["outer_step"]), []).append(row)
+    expected = expected_workers(cluster.config)
+    assert [tuple(row["node"] for row in own) for own in by_round.values()] == expected
+    now, before, moved, spent, waited = 0.0, set(expected[0]), 0, 0.0, 0.0
+    for own, workers, result in zip(by_round.values(), expected, recorder.rounds, strict=True):
+        came = result.totals.bytes_redistributed > moved
+        moved = result.totals.bytes_redistributed
+        assert came == bool(set(workers) - before)
+        before = set(workers)
+        busy = [row["examples"] * row["inner_steps"] / SPEEDS[int(row["node"])] for row in own]
+        travelling = 2.0 * came + 2.0 * (len(own) > 1)
+        assert [row["busy"] for row in own] == pytest.approx(busy)
+        assert [row["begins"] for row in own] == pytest.approx([now] * len(own))
+        assert [row["waiting"] for row in own] == pytest.approx([max(busy) - each for each in busy])
+        assert [row["exchanging"] for row in own] == pytest.approx([travelling] * len(own))
+        now += max(busy) + travelling
+        spent += len(own) * (max(busy) + travelling)
+        waited += sum(max(busy) - each for each in busy)
+    assert log.summary()["simulated_seconds"] == pytest.approx(now)
+    assert log.summary()["waiting_share"] == pytest.approx(waited / spent)
+
+
+def test_a_plan_takes_as_long_as_the_nodes_that_take_part():
+    """An example takes the fastest node a second; nobody begins a round before all are done with the last."""
+    plan = ExecutionPlan
+    first = TrainerRound(0, (0, 1), (0, 1), (1.0, 0.5), (plan((8,)), plan((4,))), (4, 4), (), False)
+    alone = TrainerRound(0, (0, 1), (1,), (0.5,), (plan((4,)),), (4,), (), False)
+    fewer = TrainerRound(0, (0, 1), (0, 1), (1.0, 0.5), (plan((4,)), plan((4,))), (4, 2), (), False)
+    rounds = [
+        Round(number, 4, (part,), Exchange(), Exchange(), None, Totals())
+        for number, part in enumerate((first, alone, fewer, first), 1)
+    ]
+    config = make_config(node_speeds=[1.0, 0.5])
+    found = durations(rounds, config, Hardware("a second an example", 0.0, 1.0), NO_LINK, ((0,), (1,)))
+    assert found.ends == pytest.approx((32.0, 64.0, 80.0, 112.0))
+
+
+def test_rows_of_a_long_run_stand_for_several_rounds_and_lose_no_time(tmp_path, monkeypatch):
+    """While the same nodes take part; a run that is resumed between two rows writes the same file."""
+    values = CHANGING | {"number_of_outer_steps": 40, "participants": 1.0, "link_latency_seconds": 2.0}
+    values |= {"number_of_inner_steps_between_outers": 1, "eval_every": 99}
+    cluster, recorder = light_cluster(**values), Recorder()
+    cluster.train(recorder)
+
+    def logged(name: str, rows: int, stops: int | None = None) -> list[dict[str, float]]:
+        monkeypatch.setattr(node_log, "ROWS", rows)
+        (tmp_path / name).mkdir()
+        log = NodeLog(tmp_path / name, cluster.config)
+        for number, result in enumerate(recorder.rounds):
+            if number == stops:
+                log = NodeLog(tmp_path / name, cluster.config, json.loads(json.dumps(log.state_dict())))
+            assert log.log(4, result) is None
+        assert log.flush() is None
+        with (tmp_path / name / "node_log.csv").open() as file:
+            return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+    every, few = logged("every", 10**6), logged("few", 12)
+    assert len(few) < 0.5 * len(every)
+    for stops in (10, 31, 34):
+        assert logged(f"resumed {stops}", 12, stops) == few
+    own = {(row["outer_step"], row["node"]): row for row in every}
+    for row in few:
+        assert row["ends"] == own[row["outer_step"], row["node"]]["ends"]
+    for node in range(4):
+        rows, whole = ([row for row in each if row["node"] == node] for each in (few, every))
+        assert rows[-1]["outer_step"] == whole[-1]["outer_step"]
+        for what in ("busy", "waiting", "exchanging"):
+            assert sum(row[what] for row in rows) == pytest.approx(sum(row[what] for row in whole))
+        for row in rows:
+            assert row["ends"] == pytest.approx(sum(row[what] for what in ("begins", "busy", "waiting", "exchanging")))

@@ -1,0 +1,207 @@
+"""Batch tests on numbers that anyone can recompute."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from algorithms.batch.calc_batch import (
+    BATCH_TESTS,
+    BatchTestParameters,
+    augmented_inner_product_test,
+    bounded_request,
+    inner_product_test,
+    lower_ratio,
+    norm_test,
+    scheduled_request,
+)
+from algorithms.batch.gradient_statistics import GradientStatistics
+
+
+def statistics(squared_norm, variance, inner=0.0, overlap=0.0, error=0.0, variance_error=0.0, inner_error=0.0):
+    return GradientStatistics(8, squared_norm, variance, inner, overlap, error, variance_error, inner_error)
+
+
+# ||G||^2 = 2, V = 8.
+@pytest.mark.parametrize(
+    ("eta", "batch", "debias", "expected"),
+    [
+        (1.0, 4, False, 2),  # 8 / (2 + 8/4) = 2
+        (1.0, 8, False, 3),  # 8 / (2 + 8/8) = 2.67
+        (0.5, 8, False, 11),  # 4 * 2.67 = 10.67
+        (1.0, 4, True, 4),  # 8 / 2
+        (0.5, 4, True, 16),
+        (4.0, 4, True, 1),  # 8 / 32 = 0.25
+    ],
+)
+def test_norm_test_on_paper(eta, batch, debias, expected):
+    assert norm_test(statistics(2.0, 8.0), eta, batch, debias) == expected
+
+
+def test_norm_test_grows_at_most_by_one_over_eta_squared():
+    """A gradient that is all noise: its estimate is clamped at zero, T = V / (eta^2 V / B) = B / eta^2."""
+    assert norm_test(statistics(-0.5, 8.0), 0.8, 16) == 25
+
+
+def test_norm_test_does_not_round_up_a_whole_number():
+    """16 / 0.8^2 is 25 on paper; in floating point the quotient may lie a little above."""
+    assert [norm_test(statistics(0.0, 7.0), 0.8, batch) for batch in (16, 32, 64)] == [25, 50, 100]
+
+
+@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
+@pytest.mark.parametrize("debias", [False, True])
+@pytest.mark.parametrize("confidence", [0.0, 2.0])
+def test_a_zero_or_non_finite_gradient_leaves_the_batch(bad, debias, confidence):
+    sample = statistics(bad, 0.0 if bad == 0.0 else 1.0, inner=1.0)
+    assert not sample.decisive
+    assert norm_test(sample, 0.8, 12, debias, confidence) is None
+    assert inner_product_test(sample, 0.9, 12, debias, confidence) is None
+    assert augmented_inner_product_test(sample, 0.9, 0.3, 12, debias, confidence) is None
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_error_that_is_not_finite_is_not_decisive(bad):
+    """It would stay in the average over rounds."""
+    assert not dataclasses.replace(statistics(2.0, 8.0), squared_norm_error=bad).decisive
+    assert not dataclasses.replace(statistics(2.0, 8.0), variance_error=bad).decisive
+
+
+def test_a_test_that_says_nothing_moves_no_request():
+    """Not even to what the workers run, which is a multiple of their number."""
+    assert bounded_request(5, None, 2.0, 100) == 5
+
+
+def test_unknown_inner_products_leave_the_batch():
+    sample = statistics(2.0, 8.0, inner=math.nan, overlap=math.nan)
+    for confidence in (0.0, 2.0):
+        assert inner_product_test(sample, 0.1, 5, True, confidence) is None
+        assert augmented_inner_product_test(sample, 0.1, 0.1, 5, False, confidence) is None
+
+
+def test_debiased_norm_test_without_a_visible_gradient():
+    """As an estimate it says nothing; with an error of 0.5 it says that the squared norm is at most 1: 8 / 1."""
+    assert norm_test(statistics(-0.5, 8.0), 0.8, 16, debias=True) is None
+    assert norm_test(statistics(-0.5, 8.0, error=0.5), 1.0, 4, debias=True, confidence=2.0) == 8
+
+
+# P = 6, ||G||^2 = 2, and at a batch of 4 P + R/4 = 7, ||G||^2 + V/4 = 4.
+@pytest.mark.parametrize(
+    ("theta", "debias", "expected"),
+    [(1.0, True, 2), (0.5, True, 6), (0.1, True, 150), (1.0, False, 1), (0.5, False, 2), (0.1, False, 44)],
+)
+def test_inner_product_test_on_paper(theta, debias, expected):
+    """6 / (theta^2 4), and 7 / (theta^2 16)."""
+    assert inner_product_test(statistics(2.0, 8.0, inner=6.0, overlap=4.0), theta, 4, debias) == expected
+
+
+@pytest.mark.parametrize(
+    ("theta", "nu", "debias", "expected"),
+    # 6 / (theta^2 4) or (8 - 6/2) / (nu^2 2), whichever is larger; plain 7 / (theta^2 16) or (8 - 7/4) / (nu^2 4).
+    [(1.0, 1.0, True, 3), (1.0, 0.5, True, 10), (0.5, 1.0, True, 6), (0.5, 5.84, True, 6), (1.0, 0.5, False, 7)],
+)
+def test_augmented_inner_product_test_on_paper(theta, nu, debias, expected):
+    sample = statistics(2.0, 8.0, inner=6.0, overlap=4.0)
+    assert augmented_inner_product_test(sample, theta, nu, 4, debias) == expected
+
+
+def test_the_published_quantities_are_what_the_plain_form_divides():
+    """Over all batches of 4 of three gradients: mean ||g||^2, and mean variance of <g_i, g> for i not in the batch."""
+    population, batch = np.array([[2.0, 1.0], [0.0, -1.0], [1.0, 1.5]]), 4
+    mean, covariance = population.mean(0), np.cov(population.T, ddof=0)
+    means = [population[list(choice)].mean(0) for choice in itertools.product(range(3), repeat=batch)]
+    norm = np.mean([g @ g for g in means])
+    inner = np.mean([(population @ g).var() for g in means])
+    exact = statistics(mean @ mean, np.trace(covariance), mean @ covariance @ mean, np.trace(covariance @ covariance))
+    eta = theta = 0.1
+    assert norm_test(exact, eta, batch) == math.ceil(np.trace(covariance) / (eta**2 * norm))
+    assert inner_product_test(exact, theta, batch) == math.ceil(inner / (theta**2 * norm**2))
+    orthogonal = np.trace(covariance) - inner / norm
+    augmented = augmented_inner_product_test(exact, 1e6, 0.1, batch)
+    assert augmented == math.ceil(orthogonal / (0.1**2 * norm))
+
+
+# Confidence
+
+
+@pytest.mark.parametrize(
+    ("numerator", "denominator", "confidence"),
+    [((8.0, 1.0), (2.0, 0.5), 2.0), ((8.0, 1.0), (0.1, 0.5), 2.0), ((8.0, 0.0), (2.0, 0.5), 1.0), ((5, 1), (0, 3), 2)],
+)
+def test_the_lower_ratio_is_where_the_data_stop_to_refute(numerator, denominator, confidence):
+    """At r the difference n - r d is just `confidence` of its errors above zero; below r it is more."""
+    (n, n_error), (d, d_error) = numerator, denominator
+
+    def errors_above_zero(r):
+        return (n - r * d) / math.hypot(n_error, r * d_error)
+
+    r = lower_ratio(n, n_error, d, d_error, confidence)
+    assert errors_above_zero(r) == pytest.approx(confidence)
+    assert errors_above_zero(0.9 * r) > confidence
+
+
+def test_the_lower_ratio_at_its_limits():
+    assert lower_ratio(8.0, 1.0, 2.0, 0.5, 0.0) == 4.0
+    assert lower_ratio(8.0, 0.0, 2.0, 1.0, 2.0) == pytest.approx(8.0 / (2.0 + 2.0 * 1.0))
+    assert lower_ratio(8.0, 0.0, -5.0, 1.0, 2.0) == pytest.approx(8.0 / 2.0)
+    assert lower_ratio(8.0, 4.0, 2.0, 0.5, 2.0) == 0.0
+    assert lower_ratio(8.0, math.inf, 2.0, 0.5, 2.0) == 0.0
+    assert lower_ratio(8.0, 0.0, 2.0, math.inf, 2.0) == 0.0
+    assert lower_ratio(8.0, 0.0, 0.0, 0.0, 2.0) == math.inf
+
+
+def test_what_a_test_asks_for_falls_with_the_error():
+    """V = 8 over 2 + 2 * 1 and over that plus 8/8; P = 6 of error 1 over 2 squared is (2 - ...)."""
+    sample = statistics(2.0, 8.0, inner=6.0, overlap=4.0, error=1.0)
+    assert norm_test(sample, 0.5, 8, debias=True, confidence=2.0) == 8
+    assert norm_test(sample, 0.5, 8, debias=False, confidence=2.0) == 7  # 4 * 8 / (4 + 1) = 6.4
+    # sqrt(6) / (2 + 2): squared and over 0.01 that is 37.5.
+    assert inner_product_test(sample, 0.1, 8, debias=True, confidence=2.0) == 38
+    # P at least 6 - 2 * 2 = 2: sqrt(2) / 2 squared over 0.01.
+    less = statistics(2.0, 8.0, inner=6.0, overlap=4.0, inner_error=2.0)
+    assert inner_product_test(less, 0.1, 8, debias=True, confidence=2.0) == 50
+    nothing = statistics(2.0, 8.0, inner=6.0, overlap=4.0, inner_error=math.inf)
+    assert inner_product_test(nothing, 0.1, 8, debias=True, confidence=2.0) == 1
+
+
+def test_orthogonality_knows_a_bound_where_the_inner_products_do_not():
+    """With P unknown no direction holds more than the root of R = 16: (8 - 4) / (0.01 * 2)."""
+    sample = statistics(2.0, 8.0, inner=0.0, overlap=16.0, inner_error=math.inf)
+    assert augmented_inner_product_test(sample, 1e6, 0.1, 8, debias=True, confidence=2.0) == 200
+
+
+@pytest.mark.parametrize(
+    ("current", "test", "growth", "maximum", "expected"),
+    [
+        (8, 5, 2.0, 100, 8),  # never shrinks
+        (8, 12, 2.0, 100, 12),
+        (8, 40, 2.0, 100, 16),  # growth
+        (8, 40, 1.5, 100, 12),
+        (8, 40, 1.0, 100, 8),
+        (1, 40, 1.2, 100, 2),  # a request of one can grow at all
+        (8, 40, 10.0, 20, 20),  # maximum
+        (30, 40, 10.0, 20, 30),  # never shrinks, not even to the maximum
+    ],
+)
+def test_bounded_request(current, test, growth, maximum, expected):
+    assert bounded_request(current, test, growth, maximum) == expected
+
+
+def test_each_registered_test_reads_its_own_parameters():
+    sample = statistics(1.0, 8.0, inner=6.0, overlap=4.0, error=0.5)
+    parameters = BatchTestParameters(eta=0.5, theta=0.5, nu=0.5, debias=True)
+    answers = {name: test and test(sample, parameters, 4) for name, test in BATCH_TESTS.items()}
+    # 8 / 0.25 = 32.  6 / (0.25 * 1) = 24.  (8 - 6) / (0.25 * 1) = 8.
+    assert answers == {"norm_test": 32, "inner_product_test": 24, "augmented_inner_product_test": 24, "none": None}
+    lowered = BatchTestParameters(eta=0.5, theta=0.5, nu=0.1, debias=True, confidence=2.0)
+    answers = {name: test and test(sample, lowered, 4) for name, test in BATCH_TESTS.items()}
+    # With a squared norm of 2: 16, 6, and with nothing more than sqrt(4) = 2 along it (8 - 2) / (0.01 * 2) = 300.
+    assert answers == {"norm_test": 16, "inner_product_test": 6, "augmented_inner_product_test": 300, "none": None}
+
+
+def test_a_schedule_by_hand_sets_the_request():
+    schedule = [(0.0, 8.0), (0.5, 64.0), (0.9, 16.0)]
+    assert [scheduled_request(schedule, progress, 4) for progress in (0.0, 0.49, 0.5, 0.9, 1.0)] == [8, 8, 64, 16, 16]
+    assert scheduled_request(schedule, 0.6, 80) == 64
+    assert scheduled_request([(0.3, 9.0)], 0.2, 4) == 4

@@ -1,0 +1,432 @@
+"""The configuration: types, aliases, overrides, and all problems at once."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from fabrics.config_checks import CHECKS, CHOICES
+from utils.config.reading import ALIASES, dump_config, load_config, parse_config
+from utils.config.schema import FIELDS, Config, ConfigError
+from utils.config.yaml_reading import yaml_value
+from utils.distributed.devices import resolve_devices
+
+ROOT = Path(__file__).resolve().parents[2]
+
+README_BLOCK = """
+training_seed: 42             # Random seed
+CUDA_VISIBLE_DEVICES: "1,3"   # GPUs for CUDA_VISIBLE_DEVICES
+devices: ["cuda:1"]           # GPUs used for training
+real_device_ids: ['4']
+log_dir: "logs"
+log_file: "training_log.log"
+memory_report_dir: "memory_report"
+model_training_report_dir: "model_training_report"
+model_weights_dir: "model_weights"
+dataset: "c4"
+data_sample_size: 2048
+model_type: 'microllama'
+model_config: {"name": "keeeeenw/MicroLlama"}
+number_of_training_epochs: 2
+learning_rate_for_inner_opt: 1e-5
+learning_rate_for_outer_opt: 1e-4
+nodes_per_gpu: 4
+number_of_initial_trainers: 4
+number_of_inner_steps_between_outers: 5
+INITIAL_BATCH_SIZE: 3
+ETA: 0.1
+vartheta: 0.01
+nu: 0.15
+sampling_method: "norm_test"
+distributed_algo: "LocalSGD"
+padding_percentage: 0.85
+"""
+
+
+def problems(raw, overrides=(), allowed=CHOICES) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"number_of_outer_steps": 2} | raw, overrides, allowed)
+    return caught.value.problems
+
+
+def test_the_readme_block_of_adloco_gives_typed_values(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(README_BLOCK)
+    config, warnings = load_config(path)
+    expected = yaml.safe_load(README_BLOCK) | {
+        "learning_rate_for_inner_opt": 1e-5,  # YAML 1.1 reads 1e-5 as a string
+        "learning_rate_for_outer_opt": 1e-4,
+    }
+    for name, value in expected.items():
+        assert getattr(config, name) == value, name
+        assert type(getattr(config, name)) is (float if name == "number_of_training_epochs" else type(value)), name
+    assert warnings == []
+
+
+def test_without_cuda_a_warning_says_that_it_runs_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    devices, warnings = resolve_devices(["cuda:1"])
+    assert devices == [torch.device("cpu")]
+    assert warnings == ["devices: ['cuda:1'] asked for, but CUDA is not available: running on the CPU"]
+    assert resolve_devices(None) == ([torch.device("cpu")], [])
+    assert resolve_devices(["cpu"]) == ([torch.device("cpu")], [])
+
+
+def test_nothing_asks_for_cuda_before_the_config_says_which_gpus_may_be_seen(programs):
+    """CUDA reads CUDA_VISIBLE_DEVICES once, when it is first asked."""
+    program = """
+import torch
+def refuse(*_, **__):
+    raise AssertionError("CUDA was asked too early")
+torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = refuse
+import training_logs.recording.recorder
+from fabrics.config_checks import CHECKS, CHOICES
+from utils.config.reading import load_config
+load_config("config.yaml", ["CUDA_VISIBLE_DEVICES=1"], CHOICES, CHECKS)
+"""
+    programs.run("-c", program, fresh=True)
+
+
+def test_devices_are_counted_among_the_visible_ones(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    both = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert resolve_devices(None) == (both, [])
+    assert resolve_devices(["cuda", "cuda:1"]) == (both, [])
+    with pytest.raises(ValueError, match="cuda:2 asked for, but only 2 are visible"):
+        resolve_devices(["cuda:2"])
+    with pytest.raises(ValueError, match="every device once"):
+        resolve_devices(["cuda", "cuda:0"])
+
+
+@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
+def test_every_alias_means_its_key(alias, name):
+    value = "zero" if name == "joining_moments" else 2
+    config, _ = parse_config({alias: value} | ({} if name == "number_of_outer_steps" else {"number_of_outer_steps": 3}))
+    assert getattr(config, name) == value != getattr(Config(), name)
+
+
+def test_a_key_and_its_alias_together_are_a_problem():
+    assert problems({"ETA": 1, "lr_inner": 1, "learning_rate_for_inner_opt": 2}) == [
+        "learning_rate_for_inner_opt: given twice, as lr_inner and as learning_rate_for_inner_opt"
+    ]
+
+
+def test_overrides_win_and_reach_nested_keys():
+    config, _ = parse_config(
+        {"number_of_outer_steps": 1, "model_config": {"preset": "demo", "hidden_size": 8}},
+        ["num_outer_steps=7", "ETA=1e-1", "model_config.hidden_size=16", "devices=[cpu]", "max_batch_size=null"],
+    )
+    assert (config.number_of_outer_steps, config.ETA, config.devices) == (7, 0.1, ["cpu"])
+    assert config.model_config == {"preset": "demo", "hidden_size": 16}
+    assert parse_config({"max_tokens": 1}, ["model_config.hidden_size=16"])[0].model_config == {
+        "preset": "demo",
+        "hidden_size": 16,
+    }
+
+
+def test_all_problems_are_reported_at_once_one_line_each():
+    found = problems(
+        {
+            "learnig_rate_for_inner_opt": 1,
+            "eta": 0.5,
+            "ETA": "much",
+            "INITIAL_BATCH_SIZE": 0,
+            "nodes_per_gpu": -1,
+            "training_seed": 2**64,
+            "merge_frequency": 1.5,
+            "merge_count": True,
+            "padding_percentage": 1.2,
+            "devices": ["tpu:0"],
+            "dataset": "python_doc",
+            "merging_policy": "random",
+            "outer_momentum": 1.0,
+            "learning_rate_for_outer_opt": float("inf"),
+        },
+        ["zzzz", "debias=perhaps"],
+    )
+    assert all("\n" not in line for line in found)
+    text = "\n".join(found)
+    for pattern in (
+        r"learnig_rate_for_inner_opt: unknown key; did you mean learning_rate_for_inner_opt\?",
+        r"eta: unknown key; did you mean ETA\?",
+        r"ETA: should be a valid number.*got 'much'",
+        r"INITIAL_BATCH_SIZE: should be greater than 0, got 0",
+        r"nodes_per_gpu: should be greater than 0, got -1",
+        r"training_seed: should be less than 18446744073709551616, got 18446744073709551616",
+        r"merge_frequency: should be a valid integer.*got 1\.5",
+        r"merge_count: should be a number, not true or false, got True",
+        r"padding_percentage: should be less than or equal to 1, got 1\.2",
+        r"devices\[0\]: .*got \['tpu:0'\]",
+        r"dataset: must be one of python_docs, c4, text, imdb, got 'python_doc'; did you mean python_docs\?",
+        r"merging_policy: must be one of worst_with_worst, best_with_worst, got 'random'",
+        r"outer_momentum: should be less than 1, got 1\.0",
+        r"learning_rate_for_outer_opt: should be a finite number, got inf",
+        r"zzzz: an override must have the form key=value",
+        r"debias: should be a valid boolean.*got 'perhaps'",
+    ):
+        assert re.search(pattern, text), pattern
+    assert len(found) == 16
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ({"number_of_outer_steps": None}, "number_of_outer_steps: give it, number_of_training_epochs or max_tokens"),
+        (
+            {"INITIAL_BATCH_SIZE": 9, "max_requested_batch": 8},
+            "max_requested_batch: must be at least INITIAL_BATCH_SIZE",
+        ),
+        ({"batch_schedule": [[0.5, 16]]}, "batch_schedule: needs sampling_method none, got norm_test"),
+        *(
+            (
+                {"sampling_method": "none", "batch_schedule": schedule},
+                "batch_schedule: shares must grow from 0 to at most 1",
+            )
+            for schedule in ([[0.5, 16], [0.5, 32]], [[0.5, 16], [0.6, 0]], [[1.1, 16]], [[0.1, 9.5]])
+        ),
+        ({"sampling_method": "none", "batch_schedule": [[0.5]]}, "batch_schedule"),
+        (
+            {"smallest_worker_batch": 5, "statistics_estimator": "across_workers", "INITIAL_BATCH_SIZE": 9},
+            "smallest_worker_batch: across_workers needs two workers from the first round on",
+        ),
+        ({"inner_steps_rule": "quadratic", "number_of_outer_steps": 3}, "number_of_outer_steps: must be null with"),
+        (
+            {"inner_steps_rule": "quadratic", "max_tokens": 9, "communication_budget": 3},
+            "inner_steps_rule: must be fixed where communication_budget says how long rounds are",
+        ),
+        ({"devices": ["cpu"], "real_device_ids": ["1", "2"]}, "real_device_ids: must name each of the 1 devices"),
+        (
+            {"inner_optimizer": "moun"},
+            "inner_optimizer: must be one of adamw, muon, sgd, got 'moun'; did you mean muon?",
+        ),
+        (
+            {"number_of_inner_steps_between_outers": None},
+            "number_of_inner_steps_between_outers: should be a valid integer",
+        ),
+    ],
+)
+def test_values_that_do_not_go_together(raw, expected):
+    assert any(line.startswith(expected) for line in problems(raw))
+
+
+@pytest.mark.parametrize(
+    ("raw", "warning"),
+    [
+        ({"c4_language": "de"}, "c4_language: has no effect with dataset python_docs"),
+        ({"project_name": "x", "clearml": False}, "project_name: has no effect with clearml: off"),
+        ({"samples_per_class": 5}, "samples_per_class: has no effect with dataset python_docs"),
+        ({"tokenizer": "x", "vocab_size": 999}, "vocab_size: has no effect, the tokenizer is not trained here"),
+        ({"inner_steps_alpha": 0.1}, "inner_steps_alpha: has no effect with inner_steps_rule fixed"),
+        ({"lr_sgd": 0.1}, "lr_sgd: has no effect without inner_optimizer sgd"),
+        (
+            {"lr_sgd": 0.1, "distributed_algo": "LocalSGD", "inner_optimizer": "adamw"},
+            "lr_sgd: has no effect without inner_optimizer sgd",
+        ),
+        ({"muon_momentum": 0.9}, "muon_momentum: has no effect without inner_optimizer muon"),
+        (
+            {"sampling_method": "none", "batch_schedule": [[0, 8]], "INITIAL_BATCH_SIZE": 4},
+            "batch_schedule: has no effect on the first round, which has INITIAL_BATCH_SIZE, 4, and not 8",
+        ),
+        ({"single_seed": True}, "single_seed: has no effect without need_to_reinit_output_layers"),
+    ],
+)
+def test_a_key_without_effect_says_so(raw, warning):
+    assert parse_config({"number_of_outer_steps": 1} | raw, (), CHOICES, CHECKS)[1] == [warning]
+
+
+@pytest.mark.parametrize("asked", [{"distributed_algo": "LocalSGD"}, {"inner_optimizer": "sgd"}])
+def test_a_learning_rate_of_sgd_has_an_effect_wherever_inner_steps_are_sgd(asked):
+    assert parse_config({"number_of_outer_steps": 1, "lr_sgd": 0.1} | asked, (), CHOICES, CHECKS)[1] == []
+
+
+def test_the_momentum_of_muon_has_an_effect_with_muon():
+    raw = {"number_of_outer_steps": 1, "muon_momentum": 0.9, "inner_optimizer": "muon"}
+    assert parse_config(raw, allowed=CHOICES)[1] == []
+
+
+def test_mappings_that_are_merged_and_merged_again_have_no_key_twice():
+    text = "a: &a {x: 1}\nb: [{c: &c {<<: *a, x: 2}}]\nd: {<<: *c, y: 3}"
+    assert yaml_value(text) == {"a": {"x": 1}, "b": [{"c": {"x": 2}}], "d": {"x": 2, "y": 3}}
+    assert yaml_value("a: &a [1, *a]")["a"][0] == 1
+    assert yaml_value("") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: [", "not valid YAML"),
+        ("- 1\n- 2", "must be a mapping"),
+        ("just words", "must be a mapping"),
+        ("ETA: 0.5\nmax_tokens: 1\nETA: 0.7", "not valid YAML: ETA is given twice .*line 3, column 1"),
+        ("model_config: {hidden_size: 64, hidden_size: 32}", "hidden_size is given twice"),
+    ],
+)
+def test_a_file_that_is_no_config(tmp_path, text, expected):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=expected):
+        load_config(path)
+
+
+def test_a_merged_key_may_be_given_again(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("model_config: {<<: {preset: demo, hidden_size: 64}, hidden_size: 32}\nmax_tokens: 1")
+    assert load_config(path)[0].model_config == {"preset": "demo", "hidden_size": 32}
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read the configuration: No such file"):
+        load_config(tmp_path / "none.yaml")
+
+
+@settings(max_examples=40)
+@example({"number_of_outer_steps": 1, "adam_epsilon": 1e-30})
+@given(
+    st.fixed_dictionaries(
+        {
+            "number_of_outer_steps": st.integers(1, 10**6),
+            "learning_rate_for_inner_opt": st.floats(1e-12, 1e6),
+            "adam_epsilon": st.floats(1e-300, 1.0),
+            "gradient_clipping": st.none() | st.floats(0.1, 10.0),
+            "debias": st.booleans(),
+            "log_dir": st.text(min_size=1).filter(lambda text: text.isprintable()),
+        }
+    )
+)
+def test_the_resolved_copy_gives_the_same_config(values):
+    """For a reader of YAML 1.1 as well, to whom 1e-5 is a text."""
+    config, _ = parse_config(values)
+    written = dump_config(config)
+    assert "!!float" not in written  # nobody writes that by hand
+    read = yaml.load(written, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    assert [read[name] for name in values] == list(values.values())
+    assert parse_config(read)[0] == config
+
+
+def test_every_key_has_a_meaning_and_a_valid_default():
+    for name, field in FIELDS.items():
+        assert len(field.metadata["meaning"]) > 10, name
+    defaults = dataclasses.asdict(Config()) | {"number_of_outer_steps": 1}
+    assert parse_config(defaults, allowed=CHOICES)[0] == Config(number_of_outer_steps=1)
+
+
+def test_choices_are_the_keys_that_say_so():
+    assert {name for name, field in FIELDS.items() if field.metadata["choices"]} == set(CHOICES)
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "config.yaml", *sorted((ROOT / "configs").glob("*.yaml"))], ids=lambda p: p.name
+)
+def test_shipped_configurations_are_valid(path):
+    config, _ = load_config(path)
+    assert config.number_of_outer_steps or config.number_of_training_epochs or config.max_tokens
+
+
+TOKENS = {"max_tokens": 10**6, "number_of_outer_steps": None}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (
+            TOKENS | {"communication_budget": 9, "byte_budget": 10**9},
+            ["communication_budget, byte_budget: a run has one budget; give one of them"],
+        ),
+        (
+            {"byte_budget": 10**9},
+            [
+                "byte_budget: needs max_tokens or number_of_training_epochs, which it is spent on",
+                "number_of_outer_steps: must be null with a byte_budget, which says how many rounds there are",
+            ],
+        ),
+        (TOKENS | {"time_budget": 60}, ["time_budget: needs link_bits_per_second, by which communications take time"]),
+        (
+            TOKENS | {"time_budget": 60, "link_bits_per_second": 1e9, "deterministic": True},
+            ["deterministic: a run with a time_budget follows the clock and never has the same bits"],
+        ),
+        (
+            TOKENS
+            | {"byte_budget": 10**9, "budget_sets": "batch", "sampling_method": "none"}
+            | {"batch_schedule": [[0.5, 16]], "smallest_worker_batch": 4},
+            [
+                "batch_schedule: must be null where byte_budget sets the batch, got [[0.5, 16.0]]",
+                "smallest_worker_batch: must be null where byte_budget sets the batch, got 4",
+            ],
+        ),
+    ],
+)
+def test_budgets_that_contradict_something_are_refused(values, expected):
+    assert problems(values) == expected
+
+
+SPEEDS = TOKENS | {"node_speeds": [1, 1, 0.5, 0.25]}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"node_speeds": [1, 0, -2]}, ["node_speeds[1]: should be greater than 0, got [1, 0, -2]"]),
+        ({"node_speeds": []}, ["node_speeds: List should have at least 1 item after validation, not 0, got []"]),
+        ({"node_speeds": [1, float("inf")]}, ["node_speeds[1]: should be a finite number, got [1, inf]"]),
+        ({"balance": "speed"}, ["balance: should be 'equal', 'batch' or 'steps', got 'speed'"]),
+        (
+            SPEEDS | {"drop_slow_nodes": 3, "time_budget": 60, "link_bits_per_second": 1e9},
+            [
+                "drop_slow_nodes: must be null with node_speeds, as it goes by what is measured here, got 3.0",
+                "time_budget: must be null with node_speeds, as it goes by what is measured here, got 60.0",
+            ],
+        ),
+        (
+            {"max_tokens": 9, "balance": "batch", "deterministic": True, "number_of_inner_steps_between_outers": 1},
+            [
+                "deterministic: a run with balance batch and without node_speeds follows the clock and never has the "
+                "same bits",
+                "number_of_inner_steps_between_outers: must be 2 at least to measure speeds, as the first inner step "
+                "does not count; or give node_speeds",
+            ],
+        ),
+        (
+            SPEEDS | {"balance": "batch", "smallest_worker_batch": 4},
+            [
+                "smallest_worker_batch: must be null with balance batch, in which slower workers have fewer examples, "
+                "got 4"
+            ],
+        ),
+        (
+            SPEEDS | {"balance": "steps", "byte_budget": 10**9, "budget_sets": "batch"},
+            [
+                "balance: must be equal or batch where byte_budget sets the batch, so that rounds have the examples "
+                "that are planned, got steps"
+            ],
+        ),
+    ],
+)
+def test_speeds_and_balances_that_cannot_be_are_refused(values, expected):
+    assert problems(values) == expected
+
+
+def test_what_speeds_make_idle_is_said():
+    link = {"link_bits_per_second": 1e9, "link_latency_seconds": 0.1}
+    assert parse_config(SPEEDS | link | {"balance": "batch"})[1] == []
+    idle = ["balance_hysteresis: has no effect without balance batch or steps and measured speeds"]
+    assert parse_config(SPEEDS | {"balance": "batch", "balance_hysteresis": 0.2})[1] == idle
+    assert parse_config({"max_tokens": 9, "balance_hysteresis": 0.2})[1] == idle
+    assert parse_config({"max_tokens": 9, "balance": "steps", "balance_hysteresis": 0.2})[1] == []
+
+
+def test_a_run_has_the_budget_that_is_given_and_a_link_only_with_seconds():
+    assert parse_config({"number_of_outer_steps": 2})[0].budget is None
+    link = {"link_bits_per_second": 1e9}
+    config, warnings = parse_config(TOKENS | link | {"time_budget": 60, "deterministic": False})
+    assert (config.budget, warnings) == ("time_budget", [])
+    config, warnings = parse_config(TOKENS | link | {"byte_budget": 10**9})
+    assert (config.budget, warnings) == (
+        "byte_budget",
+        ["link_bits_per_second: has no effect without time_budget, node_speeds or redistribute_horizon"],
+    )

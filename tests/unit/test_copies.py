@@ -1,0 +1,220 @@
+"""Methods whose workers keep parameters of their own: what is evaluated, counted, merged and resumed."""
+
+import pytest
+import torch
+
+from algorithms.synchronisation import METHODS
+from algorithms.synchronisation.method import Group, Method
+from fabrics.config_checks import CHOICES
+from fabrics.training.inner_loop import InnerSteps
+from fabrics.training.method_config import method_settings
+from fabrics.training.worker import COPY, Node, NodeFailedError
+from tests.support.helpers import CPU, Recorder, make_config, tiny_cluster, train
+from tests.support.synchronising import trainer_of
+from utils.config.schema import ConfigError
+
+
+class Apart(Method):
+    """Workers never hear of each other."""
+
+    own_copy = "replica"
+    shares_copy = False
+    plannable = False
+
+    def exchange(self, group: Group) -> None:
+        pass
+
+
+@pytest.fixture
+def cluster_of(monkeypatch):
+    """From configuration values to a cluster whose workers never hear of each other."""
+    monkeypatch.setitem(METHODS, "Apart", Apart)
+    monkeypatch.setitem(CHOICES, "distributed_algo", tuple(METHODS))
+    values = {"distributed_algo": "Apart", "number_of_initial_trainers": 1, "sampling_method": "none"}
+    return lambda **more: tiny_cluster(**values | {"INITIAL_BATCH_SIZE": 8, "eval_every": 99} | more)
+
+
+def rounds(cluster, count: int) -> None:
+    for _ in range(count):
+        cluster.run_round(Recorder())
+
+
+def copies(cluster) -> torch.Tensor:
+    """Of the only trainer's workers, one row each."""
+    (trainer,) = cluster.trainers.values()
+    return torch.stack([worker.state[COPY] for worker in trainer.workers.values()])
+
+
+def resumed(cluster, again):
+    """The state of one in another."""
+    state, tensors = cluster.state_dict(), cluster.tensors()
+    again.load_state_dict(state, lambda group, name: tensors[group][name].clone())
+    return again
+
+
+def test_workers_go_on_from_where_they_are_and_their_mean_is_evaluated(cluster_of):
+    cluster = cluster_of()
+    begun = copies(cluster)
+    assert (begun == begun[0]).all()
+    rounds(cluster, 2)
+    first = copies(cluster)
+    assert len({tuple(copy.tolist()) for copy in first}) == 4
+    cluster.evaluate()
+    torch.testing.assert_close(cluster.trainers[0].parameters, first.mean(0), rtol=1e-6, atol=1e-7)
+    assert torch.equal(copies(cluster), first)
+
+
+def test_looking_at_a_run_neither_counts_nor_changes_it(cluster_of):
+    """A worker that joins needs the mean of the others, and that is sent whether somebody has looked at it or not."""
+    found = []
+    for every in (1, 99):
+        cluster = cluster_of(eval_every=every, smallest_worker_batch=4, INITIAL_BATCH_SIZE=8)
+        rounds(cluster, 1)
+        trainer = cluster.trainers[0]
+        assert len(trainer.nodes) == 2
+        if every == 99:
+            cluster.tensors()  # as for a checkpoint
+        mean = copies(cluster).mean(0)
+        trainer.batch.requested_batch = 16
+        cluster.distribute()
+        assert len(trainer.nodes) == 4
+        for index in (2, 3):
+            torch.testing.assert_close(trainer.workers[index].state[COPY], mean, rtol=1e-6, atol=1e-7)
+        rounds(cluster, 1)
+        found.append((copies(cluster), cluster.totals.bytes_redistributed))
+        # The mean over the two, and to each new worker parameters, moments and a step count.
+        model = trainer.workforce.parameter_bytes
+        assert found[-1][1] == 2 * model + 2 * (3 * model + 4)
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+def test_a_resumed_run_goes_on_with_every_workers_own(cluster_of):
+    whole = cluster_of()
+    rounds(whole, 4)
+    first = cluster_of()
+    rounds(first, 2)
+    again = resumed(first, cluster_of())
+    assert torch.equal(copies(again), copies(first))
+    rounds(again, 2)
+    assert torch.equal(copies(again), copies(whole))
+    assert again.totals.bytes_redistributed == whole.totals.bytes_redistributed
+
+
+def test_a_worker_that_a_resumed_run_has_more_begins_with_the_mean_of_the_others(cluster_of):
+    first = cluster_of()
+    rounds(first, 2)
+    again = resumed(first, cluster_of(nodes_per_gpu=6))
+    own = copies(first)
+    assert torch.equal(copies(again)[:4], own)
+    for more in copies(again)[4:]:
+        torch.testing.assert_close(more, own.mean(0), rtol=1e-6, atol=1e-7)
+
+
+def test_what_workers_learned_that_a_resumed_run_has_no_more_stays_in_the_mean(cluster_of):
+    first = cluster_of()
+    rounds(first, 2)
+    again = resumed(first, cluster_of(nodes_per_gpu=2))
+    mean = copies(first).mean(0)
+    assert len(copies(again)) == 2
+    for copy in copies(again):
+        torch.testing.assert_close(copy, mean, rtol=1e-6, atol=1e-7)
+
+
+def test_a_merge_gives_every_worker_the_average(cluster_of):
+    cluster = cluster_of(number_of_initial_trainers=2, nodes_per_gpu=4, merge_frequency=2, INITIAL_BATCH_SIZE=4)
+    rounds(cluster, 1)
+    before = [torch.stack([w.state[COPY] for w in t.workers.values()]).mean(0) for t in cluster.trainers.values()]
+    cluster._merge()
+    (trainer,) = cluster.trainers.values()
+    for copy in copies(cluster):
+        assert torch.equal(copy, trainer.parameters)
+    torch.testing.assert_close(trainer.parameters, (before[0] + before[1]) / 2, rtol=1e-6, atol=1e-7)
+
+
+# Workers that are lost or go
+
+
+def moved(trainer, before) -> float:
+    return (trainer.parameters - before).abs().max().item()
+
+
+@pytest.mark.parametrize("name", ["SPARTA", "FDA", "LoCoDL"])
+def test_with_all_workers_lost_what_they_learned_since_anybody_looked_is_not(name, monkeypatch):
+    values = {"gradient_clipping": None} if name == "LoCoDL" else {}
+    trainer = trainer_of(2, distributed_algo=name, **values)
+    start = trainer.parameters.clone()
+    train(trainer, 2, 4)
+    trainer.refresh()
+    learned = trainer.parameters.clone()
+    trainer.parameters.copy_(start)  # as where nobody had looked
+    step = InnerSteps._step
+
+    def diverging(self, probe):
+        found = step(self, probe)
+        self._losses[self.done] = float("nan")
+        return found
+
+    monkeypatch.setattr(InnerSteps, "_step", diverging)
+    if name == "LoCoDL":  # keeps its parameters up to date itself
+        trainer.parameters.copy_(learned)
+    train(trainer, 1, 4)
+    monkeypatch.undo()
+    trainer.assign_nodes(trainer.nodes)
+    assert moved(trainer, learned) < 0.1 * (learned - start).abs().max()
+
+
+@pytest.mark.parametrize("looked", [True, False])
+@pytest.mark.parametrize("name", ["SPARTA", "EagerDiLoCo"])
+def test_workers_that_go_leave_what_they_learned_in_the_mean(name, looked):
+    trainer = trainer_of(4, distributed_algo=name, learning_rate_for_inner_opt=0.05)
+    train(trainer, 2, 4)
+    mean = torch.stack([worker.state[COPY] for worker in trainer.workers.values()]).mean(0)
+    if looked:
+        trainer.refresh()
+    trainer.assign_nodes(trainer.nodes[:2])
+    trainer.refresh()
+    torch.testing.assert_close(trainer.parameters, mean, rtol=0, atol=1e-12)
+    for worker in trainer.workers.values():
+        torch.testing.assert_close(worker.state[COPY], mean, rtol=0, atol=1e-12)
+
+
+def test_corrections_cancel_again_after_a_worker_was_lost(monkeypatch):
+    settings = {"probability": 0.9, "density": 0.5}
+    trainer = trainer_of(3, distributed_algo="LoCoDL", gradient_clipping=None, synchronisation=settings)
+    train(trainer, 2, 4)
+    step = InnerSteps._step
+
+    def failing(self, probe):
+        if self.worker.node.id == 1 and self.done == 2:
+            raise NodeFailedError("pulled out")
+        return step(self, probe)
+
+    monkeypatch.setattr(InnerSteps, "_step", failing)
+    train(trainer, 1, 4)
+    monkeypatch.undo()
+    train(trainer, 2, 4)
+    control, corrections = trainer.shared["control"], [w.state["correction"] for w in trainer.workers.values()]
+    assert control.abs().max() > 1e-6
+    torch.testing.assert_close(sum(corrections) / 3, control, rtol=0, atol=1e-9)  # kept with the other sign
+
+
+def test_synchronous_steps_scale_their_rate_by_what_all_workers_read():
+    values = {"distributed_algo": "Synchronous", "learning_rate_scaling": "linear", "INITIAL_BATCH_SIZE": 12}
+    trainer = trainer_of(2, **values, max_requested_batch=12)
+    (first,) = train(trainer, 1, 2)
+    trainer.assign_nodes((*trainer.nodes, *(Node(index, CPU, 64) for index in (2, 3))))
+    (second,) = train(trainer, 1, 2)
+    assert first.workers[0].plan.effective_batch == 2 * second.workers[0].plan.effective_batch
+    assert first.workers[0].learning_rates == second.workers[0].learning_rates
+
+
+def test_a_method_whose_stops_leave_steps_out_is_told_so(monkeypatch):
+    monkeypatch.setattr(METHODS["DiLoCo"], "stops", lambda self, inner_steps, values: (inner_steps - 2,))
+    with pytest.raises(ValueError, match="DiLoCo: the last stop must be the round's last inner step"):
+        train(trainer_of(2), 1, 4)
+
+
+def test_a_switch_is_no_number():
+    with pytest.raises(ConfigError, match=r"synchronisation\.fragments: should not be true or false, got True"):
+        method_settings(make_config(distributed_algo="StreamingDiLoCo", synchronisation={"fragments": True}))

@@ -1,0 +1,500 @@
+"""Data that differ: which documents are in which share, how far shares are apart, and what cannot be shared out."""
+
+import functools
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cluster import Cluster
+from configs.make_samples import write_code, write_imdb
+from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.data.c4 import host, hub_source
+from fabrics.data.dataset_loader import DATASETS, Dataset, load_data
+from fabrics.data.document_labels import SCIKIT_LEARN, Corpus, kinds_by_cluster, kinds_by_origin
+from fabrics.data.document_labels import token_counts as counts
+from fabrics.data.document_samples import document_blocks, document_sample, joined_tokens
+from fabrics.data.documents import DatasetError, Skipped, document_hash, python_documents
+from fabrics.data.examples import Chosen, PackedDocuments, TaskData
+from fabrics.data.partition import (
+    dealt,
+    dirichlet_proportions,
+    share_count,
+    whole_kinds,
+)
+from fabrics.data.partition_statistics import divergences, jensen_shannon, token_distances, total_variation
+from fabrics.data.token_store import TokenisedPart, encode
+from fabrics.data.tokenization import END_OF_TEXT, load_tokenizer
+from fabrics.pool.eval_tool import evaluate
+from tests.integration.test_configs import ROOT
+from tests.support.helpers import CPU, TINY_ARCHITECTURE, Recorder, padded, tiny_data
+from utils.config.reading import parse_config
+from utils.config.schema import ConfigError
+
+
+def make(**values):
+    return parse_config({"number_of_outer_steps": 1} | values, (), CHOICES, CHECKS)[0]
+
+
+@pytest.fixture
+def make_text(cache_dir, tmp_path):
+    """A function from the documents of files, and values, to a configuration that trains on them."""
+
+    def configured(files: dict[str, list[str]], **values):
+        for name, documents in files.items():
+            (tmp_path / name).write_text("\n\n".join(documents), encoding="utf-8")
+        defaults = {
+            "dataset": "text",
+            "text_files": [str(tmp_path / name) for name in files],
+            "text_documents": "blank_lines",
+            "sequence_length": 16,
+            "vocab_size": 300,
+            "val_size": 12,
+            "cache_dir": str(cache_dir),
+        }
+        return make(**defaults | values)
+
+    return configured
+
+
+def letters(letter: str, documents: int) -> list[str]:
+    """Documents of one letter, of different lengths."""
+    return [" ".join([letter * 3] * (3 + number % 40)) for number in range(documents)]
+
+
+def texts_by_share(data: TaskData) -> list[list[str]]:
+    """The text of every example of each share."""
+    found, start = [], 0
+    for size in data.shares.sizes:
+        batch = data.train.batch(range(start, start + size), CPU)
+        found.append([data.tokenizer.decode(row[row != data.tokenizer.pad_token_id]) for row in batch["input_ids"]])
+        start += size
+    assert start == len(data.train)
+    return found
+
+
+# Who gets what
+
+
+def test_whole_kinds_go_to_the_share_that_has_least():
+    # 7 | 5 | 4, then 3 to the third (7), 2 to the second (7), 1 to the first: the smallest number of equals.
+    owners = whole_kinds(np.array([1, 7, 2, 4, 5, 3]), 3).argmax(1)
+    assert owners.tolist() == [0, 0, 1, 2, 1, 2]
+
+
+def test_documents_are_dealt_as_proportions_of_tokens_say():
+    generator = np.random.default_rng(0)
+    kinds, lengths = generator.integers(0, 3, 3000), generator.integers(1, 50, 3000)
+    proportions = np.array([[0.1, 0.2, 0.7], [0.0, 1.0, 0.0], [0.5, 0.0, 0.5]])
+    shares = dealt(kinds, lengths, proportions, generator)
+    for kind, wanted in enumerate(proportions):
+        tokens = np.bincount(shares[kinds == kind], weights=lengths[kinds == kind], minlength=3)
+        assert tokens / tokens.sum() == pytest.approx(wanted, abs=2 * 50 / tokens.sum())
+        assert not tokens[wanted == 0].any()
+    assert (dealt(kinds, lengths, proportions, np.random.default_rng(1)) != shares).mean() > 0.2
+
+
+@pytest.mark.parametrize(("alpha", "least", "most"), [(0.05, 0.55, 0.75), (1.0, 0.2, 0.45), (1000.0, 0.0, 0.03)])
+def test_a_small_alpha_is_skewed_and_a_large_one_near_iid(alpha, least, most):
+    """Of four shares that have nothing in common a quarter stays: at most 0.75."""
+    sizes = np.full(40, 1000.0)
+    for seed in range(5):
+        proportions = dirichlet_proportions(sizes, 4, alpha, np.random.default_rng(seed))
+        assert proportions.sum(1) == pytest.approx(np.ones(40))
+        assert least <= total_variation(proportions.T * sizes) <= most
+
+
+def test_dirichlet_gives_up_where_a_share_stays_empty():
+    assert dirichlet_proportions(np.ones(2), 4, 1e-3, np.random.default_rng(0)) is None
+
+
+# How far apart
+
+
+def test_distances_are_those_on_paper():
+    apart, same = np.array([[3, 0], [0, 3]]), np.array([[1, 2], [10, 20]])
+    assert (jensen_shannon(apart), total_variation(apart)) == (1.0, 0.5)
+    uneven = np.array([[6, 0], [1, 1], [0, 0]])  # 7/8 and 1/8 of all, and half of each
+    assert divergences(uneven) == pytest.approx([np.log2(8 / 7), 0.5 * np.log2(4 / 7) + 0.5 * np.log2(4), 0.0])
+    assert jensen_shannon(uneven) == pytest.approx(np.average(divergences(uneven), weights=[6, 2, 0]))
+    assert (jensen_shannon(same), total_variation(same)) == pytest.approx((0.0, 0.0), abs=1e-12)
+    half = np.array([[4, 0], [2, 2]])  # H(3/4) - (0 + 1) / 2 bits; a quarter of each to exchange
+    assert jensen_shannon(half) == pytest.approx(0.8112781244591328 - 0.5)
+    assert total_variation(half) == 0.25
+
+
+# Examples
+
+
+def test_documents_are_packed_by_group_and_in_order():
+    generator = np.random.default_rng(0)
+    documents = [generator.integers(0, 99, size) for size in generator.integers(1, 30, 40)]
+    offsets = np.cumsum([0, *map(len, documents)])
+    groups = [np.array([5, 3, 38]), np.array([0]), np.setdiff1d(np.arange(40), [5, 3, 38, 0])]
+    packed = PackedDocuments(np.concatenate(documents), offsets, groups, 7)
+    expected = []
+    for group, size in zip(groups, packed.sizes, strict=True):
+        stream = np.concatenate([documents[number] for number in group])
+        assert size == len(stream) // 7
+        expected += stream[: size * 7].reshape(-1, 7).tolist()
+    assert len(packed) == len(expected)
+    assert packed.batch(range(len(packed)), CPU)["input_ids"].tolist() == expected
+    chosen = generator.permutation(len(packed))[:9]
+    assert packed.batch(chosen, CPU)["labels"].tolist() == [expected[index] for index in chosen]
+    assert packed.tokens(chosen) == 63
+
+
+def test_chosen_examples_are_those_of_others():
+    texts = padded([[number] * length for number, length in enumerate([3, 9, 4, 7, 5])])
+    chosen = Chosen(texts, np.array([4, 1, 0]))
+    assert (len(chosen), chosen.largest, chosen.tokens([0, 2]), chosen.tokens_per_example) == (3, 1, 8, None)
+    assert chosen.batch([2, 0], CPU)["labels"].equal(texts.batch([0, 4], CPU)["labels"])
+    assert Chosen(texts, np.array([2, 3, 0])).largest == 1
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_sources_are_files_and_no_example_is_of_two_shares(make_text, packing):
+    files = {f"{letter}.txt": letters(letter, 30) for letter in "abcdef"}
+    config = make_text(files, data_split="sources", number_of_initial_trainers=3, packing=packing)
+    data = load_data(config)
+    owners = {}
+    for share, texts in enumerate(texts_by_share(data)):
+        assert len(texts) > 5
+        for text in texts:
+            found = set(text.replace(END_OF_TEXT, "")) - {" "}
+            assert len(found) <= 2
+            for letter in found:
+                assert owners.setdefault(letter, share) == share
+    assert sorted(owners) == list("abcdef")
+    record = data.shares.record
+    assert sum(share["documents"] for share in record["shares"]) == data.documents["train"] == 168
+    assert [share["examples"] for share in record["shares"]] == list(data.shares.sizes)
+    assert [len(share["largest_kinds"]) for share in record["shares"]] == [2, 2, 2]
+    assert (record["kinds"], record["total_variation_of_kinds"]) == (6, pytest.approx(2 / 3, abs=0.01))
+    assert record["jensen_shannon_bits"] > 1.0 > 0.05 > record["jensen_shannon_bits_at_random"]
+    again = load_data(config)
+    assert texts_by_share(again) == texts_by_share(data)
+
+
+def test_iid_shares_are_of_equal_size_and_alike(make_text):
+    files = {f"{letter}.txt": letters(letter, 120) for letter in "ab"}
+    data = load_data(make_text(files, data_split_over="workers", data_shares=5))
+    sizes = data.shares.sizes
+    assert max(sizes) - min(sizes) <= 6
+    record = data.shares.record
+    assert record["jensen_shannon_bits"] < 3 * record["jensen_shannon_bits_at_random"] < 0.1
+
+
+def tokenised(texts: list[str], tokenizer) -> TokenisedPart:
+    documents = encode(tokenizer, texts)
+    hashes = np.array([document_hash(text) for text in texts], dtype=np.uint64)
+    return TokenisedPart(np.concatenate(documents), np.cumsum([0, *map(len, documents)]), hashes)
+
+
+def test_a_sample_and_blocks_on_paper(monkeypatch):
+    lengths = np.array([3, 1, 4, 1, 5, 9, 2, 6])
+    drawn = np.random.default_rng(7).permutation(8)
+
+    def sample(most, tokens, least=1):
+        return document_sample(lengths, most, tokens, np.random.default_rng(7), least).tolist()
+
+    assert sample(8, 31) == list(range(8))
+    assert sample(3, 31) == sorted(drawn[:3].tolist())
+    assert sample(8, int(lengths[drawn[:4]].sum())) == sorted(drawn[:4].tolist())
+    assert sample(8, int(lengths[drawn[:4]].sum()) - 1) == sorted(drawn[:3].tolist())
+    assert sample(8, 0) == drawn[:1].tolist()
+    assert sample(8, 0, least=2) == sorted(drawn[:2].tolist())
+    monkeypatch.setattr("fabrics.data.document_samples.BLOCK_TOKENS", 8)
+    monkeypatch.setattr("fabrics.data.document_samples.BLOCK_DOCUMENTS", 3)
+    assert [block.tolist() for block in document_blocks(lengths)] == [[0, 1, 2], [3, 4], [5], [6, 7]]
+    part = TokenisedPart(np.arange(31), np.cumsum([0, *lengths]), np.arange(8))
+    assert joined_tokens(part, np.array([0, 1, 3, 6])).tolist() == [0, 1, 2, 3, 8, 23, 24]
+
+
+def test_clusters_tell_code_from_prose(tmp_path, tokenizer_folder):
+    write_code(tmp_path, 12)
+    files = [path.read_text(encoding="utf-8").split("\n\n") for path in sorted(tmp_path.iterdir())]
+    code = [block for blocks in files for block in blocks if len(block) > 200]
+    prose = [text for text in python_documents() if len(text) > 400]
+    tokenizer = load_tokenizer(str(tokenizer_folder), "tokenizer")
+    parts = [tokenised(code[first:last] + prose[first:last], tokenizer) for first, last in ((0, 150), (150, 180))]
+    kinds = kinds_by_cluster(Corpus(*parts, len(tokenizer), None), 2, 42)
+    for found, documents in ((kinds.train, 150), (kinds.validation, 30)):
+        of_code, of_prose = found[:documents], found[documents:]
+        assert max((of_code == own).mean() + (of_prose == 1 - own).mean() for own in (0, 1)) > 1.6  # 1 by chance
+    tokens = np.bincount(kinds.train, weights=np.diff(parts[0].offsets))
+    assert tokens[0] >= tokens[1]
+
+
+def random_part(lengths: list[int], vocabulary: int) -> TokenisedPart:
+    """Documents of random tokens."""
+    tokens = np.random.default_rng(1).integers(0, vocabulary, sum(lengths), dtype=np.uint16)
+    return TokenisedPart(tokens, np.cumsum([0, *lengths]), np.arange(len(lengths), dtype=np.uint64))
+
+
+def test_clusters_of_many_documents_are_those_of_a_sample_found_in_blocks(monkeypatch):
+    """Documents of tokens 0 to 9, or 10 to 19: told apart in blocks of a few, by 150 tokens of 60 documents."""
+    generator, lengths = np.random.default_rng(0), [9 + number % 5 for number in range(60)]
+    tokens = [generator.integers(0, 10, length) + 10 * (number % 2) for number, length in enumerate(lengths)]
+    part = TokenisedPart(np.concatenate(tokens), np.cumsum([0, *lengths]), np.arange(60, dtype=np.uint64))
+    corpus = Corpus(part, part.first(7), 20, None)
+    whole, read = kinds_by_cluster(corpus, 2, 42), []
+    for name, most in {"SAMPLED_DOCUMENTS": 20, "SAMPLED_TOKENS": 150}.items():
+        monkeypatch.setattr(f"fabrics.data.document_labels.{name}", most)
+    monkeypatch.setattr("fabrics.data.document_samples.BLOCK_DOCUMENTS", 4)
+    monkeypatch.setattr("fabrics.data.document_samples.BLOCK_TOKENS", 40)
+
+    def counted(part, documents, vocabulary):
+        read.append(counts(part, documents, vocabulary))
+        return read[-1]
+
+    monkeypatch.setattr("fabrics.data.document_labels.token_counts", counted)
+    sampled = kinds_by_cluster(corpus, 2, 42)
+    assert max(block.sum() for block in read) <= 40
+    documents = sum(block.shape[0] for block in read)
+    assert 60 + 7 + 150 / 13 - 1 < documents <= 60 + 7 + 150 / 9
+    for kinds in (whole, sampled):
+        assert kinds.train[0] != kinds.train[1]
+        assert kinds.train.tolist() == kinds.train[:2].tolist() * 30
+        assert kinds.validation.tolist() == kinds.train[:7].tolist()
+
+
+def test_distances_are_those_of_a_sample_and_kept(tmp_path, monkeypatch):
+    part, shares = random_part([5 + number % 7 for number in range(200)], 11), np.arange(200) % 3
+    corpus, whole = Corpus(part, part.first(1), 11, None, tmp_path), Corpus(part, part.first(1), 11, None)
+    found = token_distances(whole, shares, 3, 42)
+    assert (found["sampled_documents"], found["sampled_tokens"]) == (200, len(part.tokens))
+    unigrams = np.zeros((3, 11))
+    np.add.at(unigrams, (np.repeat(shares, np.diff(part.offsets)), part.tokens.astype(int)), 1)
+    assert found["jensen_shannon_bits"] == pytest.approx(jensen_shannon(unigrams), rel=1e-12)
+
+    monkeypatch.setattr("fabrics.data.partition_statistics.SAMPLED_TOKENS", 400)
+    monkeypatch.setattr("fabrics.data.document_samples.BLOCK_TOKENS", 60)
+    sampled = token_distances(corpus, shares, 3, 42)
+    assert 400 - 11 < sampled["sampled_tokens"] <= 400
+    assert sampled["sampled_documents"] < 60
+    assert sampled["jensen_shannon_bits"] > found["jensen_shannon_bits"]  # of fewer tokens
+    assert len(list(tmp_path.iterdir())) == 1
+    monkeypatch.setattr("fabrics.data.partition_statistics._unigrams", None)
+    assert token_distances(corpus, shares, 3, 42) == sampled  # from the file
+    with pytest.raises(TypeError):  # other shares have distances of their own
+        token_distances(corpus, 2 - shares, 3, 42)
+    (path,) = tmp_path.iterdir()
+    path.write_text("{")
+    with pytest.raises(TypeError):  # it is made again
+        token_distances(corpus, shares, 3, 42)
+
+
+def test_clusters_are_found_once(make_text, monkeypatch):
+    files = {f"{letter}.txt": letters(letter, 40) for letter in "ab"}
+    config = make_text(files, data_split="clusters", number_of_initial_trainers=2)
+    first = texts_by_share(load_data(config))
+    monkeypatch.setattr("fabrics.data.partition.kinds_by_cluster", None)
+    assert texts_by_share(load_data(config)) == first
+    (path,) = Path(config.cache_dir).glob(f"tokenised/*/2_clusters_of_68_12_seed_{config.training_seed}.npz")
+    path.write_bytes(b"damaged")
+    with pytest.raises(TypeError):  # it is made again
+        load_data(config)
+
+
+def test_hosts_are_the_sources_of_c4(make_c4, tmp_path):
+    assert host({"url": "https://User@Example.ORG:8080/a?b"}) == "example.org"
+    assert {host(record) for record in ({}, {"url": 3}, {"url": "http://[/"}, {"url": "no url"})} == {"no host"}
+    texts = python_documents()[:300]
+    shard = tmp_path / "c4-train.00000-of-00001.json"
+    records = [{"text": text, "url": f"https://host{number % 3}.org/{number}"} for number, text in enumerate(texts)]
+    shard.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    values = {"c4_local_path": tmp_path, "data_sample_size": 250, "val_size": 20, "number_of_initial_trainers": 3}
+    data = load_data(make_c4(data_split="sources", **values))
+    kinds = [share["largest_kinds"] for share in data.shares.record["shares"]]
+    assert sorted(map(tuple, kinds)) == [("host0.org",), ("host1.org",), ("host2.org",)]
+    assert {sum(own.values()) for own in kinds} == {1.0}
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_hosts_are_known_of_the_hubs_documents_and_no_more_is_read_than_has_to_be(c4_shards, streaming):
+    source = hub_source("en", streaming, str(c4_shards))
+    texts = [list(itertools.islice(read(Skipped()), 5)) for read in (source.train, source.validation)]
+    parts = [TokenisedPart(None, None, np.array(list(map(document_hash, own)), dtype=np.uint64)) for own in texts]
+    taken = []
+
+    def counted(read):
+        for document in read():
+            taken.append(document)
+            yield document
+
+    origins = [functools.partial(counted, read) for read in source.origins]
+    kinds = kinds_by_origin(origins, *parts)
+    assert (kinds.names, kinds.train.tolist(), kinds.validation.tolist()) == (("example.org",), [0] * 5, [0] * 5)
+    assert [text for text, _ in taken] == texts[0] + texts[1]
+    with pytest.raises(DatasetError, match="5 of 10 documents that were tokenised are not in their source any more"):
+        kinds_by_origin(source.origins[::-1], TokenisedPart(None, None, parts[0].hashes), parts[1])
+
+
+def test_labels_are_the_sources_of_imdb(tmp_path):
+    write_imdb(tmp_path, 60, 20)
+    values = {
+        "dataset": "imdb",
+        "imdb_local_path": str(tmp_path),
+        "model_type": "bert",
+        "vocab_size": 400,
+        "sequence_length": 32,
+    }
+    data = load_data(make(data_split="sources", number_of_initial_trainers=2, validation_per_share=True, **values))
+    start = 0
+    for share, size in enumerate(data.shares.sizes):
+        (name,) = data.shares.record["shares"][share]["largest_kinds"]
+        labels = set(data.train.batch(range(start, start + size), CPU)["labels"].tolist())
+        own = data.shares.validation[share]
+        assert labels == set(own.batch(range(len(own)), CPU)["labels"].tolist()) == {data.class_names.index(name)}
+        start += size
+    assert start == len(data.train)
+
+
+# Runs
+
+
+@pytest.fixture
+def differing(make_text):
+    """A configuration whose workers read different files."""
+    return make_text(
+        {f"{letter}.txt": letters(letter, 40) for letter in "abcd"},
+        data_split="sources",
+        data_split_over="workers",
+        data_shares=4,
+        validation_per_share=True,
+        model_config=TINY_ARCHITECTURE,
+        number_of_initial_trainers=2,
+        number_of_inner_steps_between_outers=3,
+        number_of_outer_steps=4,
+        max_batch_size=8,
+        eval_batch_size=5,
+    )
+
+
+def test_a_trainers_loss_is_known_on_every_share(differing):
+    data = load_data(differing)
+    cluster, recorder = Cluster(differing, data), Recorder()
+    final = cluster.train(recorder)
+    module = cluster.working[CPU].module.eval()
+    (trainer,) = cluster.trainers.values()
+    cluster.working[CPU].load(trainer.parameters)
+    evaluation = final[trainer.id]
+    assert evaluation.loss == evaluate(module, data.validation, data.task, 5, CPU).loss
+    assert len(evaluation.shares) == 4
+    for own, examples in zip(evaluation.shares, data.shares.validation, strict=True):
+        assert own == evaluate(module, examples, data.task, 5, CPU)
+    assert [len(result.evaluations[0].shares) for result in recorder.rounds] == [4] * 4
+    assert sorted(trainer.cursor.positions) == [0, 1, 2, 3]
+    assert sum(trainer.cursor.positions.values()) == cluster.totals.examples
+
+
+def test_validation_is_on_the_same_examples_however_data_are_shared_out(make_text):
+    files = {f"{letter}.txt": letters(letter, 40) for letter in "ab"}
+    plain = load_data(make_text(files, number_of_initial_trainers=2)).validation
+    split = load_data(make_text(files, number_of_initial_trainers=2, data_split="sources")).validation
+    assert plain.batch(range(len(plain)), CPU)["input_ids"].equal(split.batch(range(len(split)), CPU)["input_ids"])
+
+
+# What cannot be shared out
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"dirichlet_alpha": 0}, "dirichlet_alpha: should be greater than 0, got 0"),
+        (
+            {"data_split": "source"},
+            "data_split: must be one of iid, clusters, sources, dirichlet, got 'source'; did you",
+        ),
+        ({"data_split": "sources", "data_shares": 3}, "data_shares: must be at least the 4 trainers, got 3"),
+        (
+            {"data_split": "clusters", "data_clusters": 3},
+            "data_clusters: must be at least the 4 shares, got 3",
+        ),
+        (
+            {"data_split": "sources", "trainer_data_fraction": 0.5},
+            "trainer_data_fraction: must be null with data_split sources over trainers, whose shares are disjoint,",
+        ),
+        (
+            {"validation_per_share": True},
+            "validation_per_share: needs data that are in shares: another data_split than",
+        ),
+        ({"weigh_shares": True}, "weigh_shares: needs data that are in shares: another data_split than iid, or data_"),
+        (
+            {"data_split": "sources", "weigh_shares": True, "number_of_initial_trainers": 1},
+            "weigh_shares: needs data_split_over workers, or several trainers, which merge: one reads all shares",
+        ),
+        (
+            {"data_split_over": "workers", "weigh_shares": True, "distributed_algo": "NoLoCo"},
+            "weigh_shares: must be false with NoLoCo, in which workers cannot be weighted",
+        ),
+    ],
+)
+def test_what_a_config_asks_for_in_vain_is_a_line(values, problem):
+    with pytest.raises(ConfigError) as caught:
+        make(**values)
+    assert [line[: len(problem)] for line in caught.value.problems] == [problem]
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        (
+            {"data_split": "sources", "number_of_initial_trainers": 3},
+            r"data_split: the training documents are of 2 kinds \(.*a\.txt, .*b\.txt\), too few for 3 shares; ask for",
+        ),
+        (
+            {"data_split": "dirichlet", "dirichlet_alpha": 0.001},
+            "dirichlet_alpha: 0.001 leaves one of 4 shares without a tenth of an equal part of the 2 kinds",
+        ),
+        (
+            {"data_split": "dirichlet", "data_clusters": 5000},
+            "data_clusters: must be at most the 68 training documents, got 5000",
+        ),
+        ({"data_split_over": "workers"}, "data_shares: must be given where data are loaded before there are nodes"),
+        (
+            {"data_split_over": "workers", "data_shares": 60},
+            "data_split: the documents of share .* of 60 do not fill one example; fewer data_shares or a shorter",
+        ),
+    ],
+)
+def test_data_that_cannot_be_shared_out_are_a_line(make_text, values, problem):
+    config = make_text({f"{letter}.txt": letters(letter, 40) for letter in "ab"}, sequence_length=128, **values)
+    with pytest.raises(ConfigError, match=problem):
+        load_data(config)
+
+
+def test_a_tokenised_set_does_not_know_where_its_documents_come_from(make_c4, tokenised_c4):
+    config = make_c4(c4_tokenized_path=tokenised_c4, data_split="sources")
+    with pytest.raises(ConfigError, match=r"data_split: nobody knows where the documents of this dataset \(c4\) come"):
+        load_data(config)
+    clusters = make_c4(c4_tokenized_path=tokenised_c4, data_split="clusters", number_of_initial_trainers=2)
+    assert len(load_data(clusters).shares.sizes) == 2
+
+
+def test_a_dataset_of_ones_own_without_documents_is_a_line():
+    DATASETS["own"] = Dataset("causal_lm", lambda config: tiny_data())
+    with pytest.raises(ConfigError, match="data_split: dataset own has no documents to share out"):
+        load_data(make(dataset="own", data_split="dirichlet", data_clusters=2))
+
+
+def test_clusters_without_scikit_learn_say_what_to_install(monkeypatch):
+    assert f"scikit-learn=={SCIKIT_LEARN}\n" in (ROOT / "requirements-dev.txt").read_text()
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    line = f"data_split: clusters are found with scikit-learn: pip install scikit-learn=={SCIKIT_LEARN}"
+    for values in ({"data_split": "clusters"}, {"data_split": "dirichlet", "data_clusters": 8}):
+        with pytest.raises(ConfigError) as caught:
+            make(**values)
+        assert caught.value.problems == [line]
+    make(data_split="dirichlet")
+
+
+def test_nodes_say_how_many_shares_workers_have():
+    config = make(data_split="dirichlet", data_split_over="workers")
+    assert [share_count(config, nodes) for nodes in (2, 4, 6)] == [4, 4, 6]
+    assert share_count(make(data_split="dirichlet"), 6) == 4
+    assert share_count(make(data_split="dirichlet", data_shares=7), 6) == 7

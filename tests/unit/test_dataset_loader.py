@@ -1,0 +1,143 @@
+"""Datasets by name: python_docs and text; C4 and IMDB have files of their own."""
+
+import os
+
+import pytest
+
+from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.data.dataset_loader import load_data
+from fabrics.data.documents import document_hash, python_documents
+from fabrics.data.held_out import MOST_BY_DEFAULT, sizes
+from fabrics.data.tokenization import END_OF_TEXT
+from tests.support.helpers import CPU
+from utils.config.reading import parse_config
+from utils.config.schema import ConfigError
+
+CONVERSATION = "\n\n".join(f"{number}: a paragraph of\nsome lines, é" for number in range(60))
+
+
+@pytest.fixture
+def make(cache_dir):
+    """A function from values to a checked configuration."""
+
+    def configured(**values):
+        defaults = {"number_of_outer_steps": 1, "sequence_length": 32, "vocab_size": 400, "cache_dir": str(cache_dir)}
+        return parse_config(defaults | values, (), CHOICES, CHECKS)[0]
+
+    return configured
+
+
+def text_of(data) -> str:
+    rows = data.train.batch(range(len(data.train)), CPU)["input_ids"]
+    return data.tokenizer.decode(rows.flatten().tolist())
+
+
+def test_python_docs_holds_out_documents_and_fills_sequences(make):
+    data = load_data(make(data_sample_size=300, val_size=40))
+    assert dict(data.documents) == {"train": 300, "validation": 40}
+    assert (data.dataset, data.fallback_reason) == ("python_docs", None)
+    pool = python_documents()[:340]
+    held_out = set(sorted(pool, key=document_hash)[:40])
+    text = END_OF_TEXT.join(document for document in pool if document not in held_out) + END_OF_TEXT
+    assert text.startswith(text_of(data))
+    assert len(text_of(data)) > 0.99 * len(text)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_an_evaluation_reads_a_bounded_number_of_sequences(make, packing):
+    whole, bounded = (
+        load_data(make(data_sample_size=300, val_size=40, packing=packing, val_sequences=most)).validation
+        for most in (None, 7)
+    )
+    assert len(whole) > len(bounded) == 7
+    first, same = (examples.batch(range(7), CPU)["input_ids"].tolist() for examples in (whole, bounded))
+    assert first == same
+
+
+def test_the_default_is_not_taken_for_as_many_documents_by_name():
+    assert sizes(None, None) != sizes(None, MOST_BY_DEFAULT)
+    # What was tokenised when nothing bounded the default is used as far as it is the same.
+    assert sizes(10_000, None) == {"train_documents": 10_000, "validation_documents": None}
+    assert sizes(20 * MOST_BY_DEFAULT + 20, None) != sizes(20 * MOST_BY_DEFAULT + 20, None, validate=False)
+
+
+def test_the_split_does_not_depend_on_the_seed(make):
+    first, second = (load_data(make(data_sample_size=300, val_size=40, training_seed=seed)) for seed in (1, 2))
+    assert text_of(first) == text_of(second)
+
+
+def test_documents_that_fill_no_sequence_are_an_error(make):
+    with pytest.raises(ConfigError, match=r"sequence_length: the 1 train documents do not fill one sequence of 500000"):
+        load_data(make(data_sample_size=1, val_size=1, sequence_length=500_000))
+
+
+def test_text_files_of_ones_own(make, tmp_path):
+    for number, part in enumerate(CONVERSATION.split("\n\n")):
+        (tmp_path / f"{number:03d}.txt").write_text(part, encoding="utf-8")
+    (tmp_path / "all.md").write_text(CONVERSATION, encoding="utf-8")
+    files = load_data(make(dataset="text", text_files=[str(tmp_path / "*.txt")], val_size=5))
+    blocks = load_data(
+        make(dataset="text", text_files=[str(tmp_path / "all.md")], text_documents="blank_lines", val_size=5)
+    )
+    assert files.dataset == "text"
+    assert files.source == f"60 text files ({tmp_path}/*.txt)"
+    assert dict(files.documents) == dict(blocks.documents) == {"train": 55, "validation": 5}
+    assert text_of(files) == text_of(blocks)
+    assert "a paragraph of\nsome lines, é" + END_OF_TEXT in text_of(files)
+
+
+def test_a_changed_file_is_read_again(make, tmp_path):
+    path = tmp_path / "all.md"
+    path.write_text(CONVERSATION, encoding="utf-8")
+    config = make(dataset="text", text_files=[str(path)], text_documents="blank_lines", val_size=5)
+    assert load_data(config).documents["train"] == 55
+    path.write_text(CONVERSATION + "\n\nanother", encoding="utf-8")
+    assert load_data(config).documents["train"] == 56
+
+
+def test_what_was_tokenised_before_is_not_read_again(make, tmp_path, caplog):
+    path = tmp_path / "all.md"
+    path.write_text(CONVERSATION, encoding="utf-8")
+    config = make(dataset="text", text_files=[str(path)], text_documents="blank_lines", val_size=5, vocab_size=300)
+    with caplog.at_level("INFO", "adloco.dataset"):
+        first = load_data(config)
+        assert "reading and tokenising" in caplog.text
+        caplog.clear()
+        stamp = path.stat().st_mtime_ns
+        path.write_text(CONVERSATION.replace("paragraph", "PARAGRAPH"), encoding="utf-8")
+        os.utime(path, ns=(stamp, stamp))
+        again = load_data(config)
+    assert "tokenised before" in caplog.text
+    assert text_of(again) == text_of(first)
+
+
+def test_text_needs_files_that_are_there(make, tmp_path):
+    with pytest.raises(ConfigError, match="text_files: dataset text needs the names of its files"):
+        make(dataset="text")
+    with pytest.raises(ConfigError, match=r"dataset: text cannot be loaded: .*/none\*: no such file"):
+        load_data(make(dataset="text", text_files=[str(tmp_path / "none*")]))
+    (tmp_path / "small.txt").write_text("one document only")
+    with pytest.raises(ConfigError, match=r"dataset: .*small.txt\) has 1 documents, where .*: blank_lines makes"):
+        load_data(make(dataset="text", text_files=[str(tmp_path / "small.txt")]))
+
+
+def test_a_cache_that_cannot_be_written_names_its_key(make, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cache_dir: cannot write to .*: .*file is not a writable folder"):
+        load_data(make(cache_dir=str(tmp_path / "file" / "cache")))
+
+
+def test_other_sizes_are_other_documents(make):
+    sizes = [(100, 10), (200, 10), (200, 20), (100, 10)]
+    loaded = [load_data(make(data_sample_size=train, val_size=validation)).documents for train, validation in sizes]
+    assert [(documents["train"], documents["validation"]) for documents in loaded] == sizes
+
+
+@pytest.mark.parametrize("name", ["train/tokens.bin", "metadata.json", "tokenizer/tokenizer.json"])
+def test_a_damaged_cache_is_made_again(make, tmp_path, caplog, name):
+    config = make(data_sample_size=50, val_size=5, cache_dir=str(tmp_path))
+    text = text_of(load_data(config))
+    (folder,) = (tmp_path / "tokenised").iterdir()
+    (folder / name).write_bytes(b"{}")
+    assert text_of(load_data(config)) == text
+    assert "cached documents are damaged and will be made again" in caplog.text

@@ -1,0 +1,257 @@
+"""IMDB: the layouts it comes in, what is wrong in them, how reviews are chosen, and a BERT that learns from them."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+from cluster import Cluster
+from configs.make_samples import paragraphs_and_docstrings, write_imdb
+from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.data.dataset_loader import load_data
+from fabrics.data.documents import DatasetError, Skipped
+from fabrics.data.imdb import Reviews, choose, hub_reviews, local_reviews
+from tests.support.helpers import CPU, PLAIN_TEST, Recorder, parameters_of, without_privileges
+from utils.config.reading import parse_config
+from utils.config.schema import ConfigError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The layout of aclImdb, of real text."""
+    folder = tmp_path_factory.mktemp("aclImdb")
+    write_imdb(folder, 60, 20)
+    return folder
+
+
+def make(**values):
+    defaults = {
+        "dataset": "imdb",
+        "model_type": "bert",
+        "number_of_outer_steps": 2,
+        "data_sample_size": 100,
+        "samples_per_class": 15,
+        "sequence_length": 32,
+        "vocab_size": 500,
+        "max_batch_size": 16,
+    }
+    return parse_config(defaults | values, (), CHOICES, CHECKS)[0]
+
+
+def write_csv(path, rows, columns=("text", "label")):
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([columns, *rows])
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in rows))
+
+
+ROWS = [(f'A "film",\nnumber {number} é', number % 2) for number in range(60)]
+
+# Reading
+
+
+def test_the_layout_of_acl_imdb(folder):
+    skipped = Skipped()
+    (folder / "test" / "pos" / "empty_9.txt").write_text(" \n")
+    reviews = local_reviews(str(folder), skipped)
+    (folder / "test" / "pos" / "empty_9.txt").unlink()
+    positive, negative = paragraphs_and_docstrings()
+    assert set(reviews.test) == {(text, 1) for text in positive[:20]} | {(text, 0) for text in negative[:20]}
+    assert set(reviews.train) == {(text, 1) for text in positive[20:80]} | {(text, 0) for text in negative[20:80]}
+    assert skipped.counts == {"empty": 1}
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_csv_and_json_lines(tmp_path, suffix):
+    write = {"csv": write_csv, "jsonl": write_jsonl}[suffix]
+    write(tmp_path / f"imdb_train.{suffix}", [*ROWS[:40], ("", 1)])
+    write(tmp_path / f"imdb_test.{suffix}", [("good", "pos"), ("bad", "Negative"), *ROWS[40:]])
+    skipped = Skipped()
+    reviews = local_reviews(str(tmp_path), skipped)
+    assert reviews.train == ROWS[:40]
+    assert reviews.test == [("good", 1), ("bad", 0), *ROWS[40:]]
+    assert skipped.counts == {"empty": 1}
+    single = local_reviews(str(tmp_path / f"imdb_train.{suffix}"), Skipped())
+    assert (single.train, single.test) == (ROWS[:40], None)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "text,label\nfine,1\nodd,2\n", r"a\.csv:3: label must be 0 or 1 \(neg or pos\), got '2'"),
+        ("a.csv", "text,label\nfine,\n", r"a\.csv:2: label must be 0 or 1 .*, got ''"),
+        ("a.csv", "review,sentiment\nfine,1\n", "the first line must name the columns text and label"),
+        ("a.csv", "", "the first line must name the columns"),
+        ("a.csv", 'text,label\n"never closed,1\n', "unexpected end of data"),
+        ("a.csv", b"text,label\n\xff\xfe,1\n", "can't decode"),
+        ("a.jsonl", '{"text": "t", "label": -1}\n', r"a\.jsonl:1: label must be 0 or 1 .*, got -1"),
+        ("a.jsonl", '{"text": "t"}\n', r"a\.jsonl:1: label must be 0 or 1 .*, got None"),
+    ],
+)
+def test_a_bad_table_is_an_error_that_names_the_line(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DatasetError, match=message):
+        local_reviews(str(tmp_path / name), Skipped())
+
+
+def test_a_line_that_is_not_json_is_skipped_and_counted(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write('{"text": "cut off\n')
+    skipped = Skipped()
+    assert local_reviews(str(tmp_path / "a.jsonl"), skipped).train == ROWS
+    assert str(skipped) == f"1 not a JSON object with a text (first: {tmp_path}/a.jsonl:61)"
+
+
+def test_what_is_no_layout_of_imdb(tmp_path, folder):
+    with pytest.raises(DatasetError, match="none: no such file"):
+        local_reviews(str(tmp_path / "none"), Skipped())
+    with pytest.raises(DatasetError, match=r"must hold train/ and test/ .*; found 0 for train"):
+        local_reviews(str(tmp_path), Skipped())
+    for name in ("train/pos", "train/neg", "test/pos"):
+        (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(DatasetError, match=r"train/neg: no file \*\.txt in it"):
+        local_reviews(str(tmp_path), Skipped())
+    (tmp_path / "train" / "neg" / "0_1.txt").write_bytes(b"\xff")
+    with pytest.raises(DatasetError, match=r"0_1\.txt: not UTF-8 text"):
+        local_reviews(str(tmp_path), Skipped())
+    (tmp_path / "train").chmod(0o000)
+    with without_privileges(tmp_path), pytest.raises(DatasetError, match="Permission denied"):
+        local_reviews(str(tmp_path), Skipped())
+    (tmp_path / "train").chmod(0o700)
+
+
+def test_the_hub_gives_texts_and_labels(tmp_path):
+    """The library reads a folder as it reads a repository of the hub with the same files."""
+    write_jsonl(tmp_path / "train.jsonl", ROWS[:40])
+    write_jsonl(tmp_path / "test.jsonl", ROWS[40:])
+    reviews = hub_reviews(Skipped(), str(tmp_path))
+    assert (reviews.train, reviews.test) == (ROWS[:40], ROWS[40:])
+    with pytest.raises(DatasetError, match=r"stanfordnlp/imdb: ConnectionError: Couldn't reach"):
+        hub_reviews(Skipped())
+
+
+# Choosing
+
+
+def test_evaluation_is_balanced_and_shares_no_text_with_training():
+    test = [(f"test {number}", int(number < 30)) for number in range(100)]
+    train = [(f"train {number}", number % 2) for number in range(100)] + test[:50]
+    skipped = Skipped()
+    chosen, evaluation = choose(Reviews("r", train, test), 1, None, 20, skipped)
+    assert [label for _, label in evaluation] == [0, 1] * 20
+    assert len(set(evaluation)) == 40
+    assert set(evaluation) <= set(test)
+    assert not set(chosen) & set(evaluation)
+    repeats = len(set(test[:50]) & set(evaluation))
+    assert len(chosen) == 150 - repeats
+    assert skipped.counts == {"the same text as an evaluation review": repeats}
+    # Shuffled, and by the seed.
+    assert chosen != sorted(chosen, key=train.index)
+    assert choose(Reviews("r", train, test), 1, 30, 20, Skipped()) == (chosen[:30], evaluation)
+    assert choose(Reviews("r", train, test), 2, None, 20, Skipped())[1] != evaluation
+    assert len(choose(Reviews("r", train, test), 1, None, None, Skipped())[1]) == 60
+
+
+def test_without_a_test_part_the_evaluation_is_held_out():
+    train, evaluation = choose(Reviews("r", ROWS, None), 1, None, 5, Skipped())
+    assert sorted(train + evaluation) == sorted(ROWS)
+    assert [label for _, label in evaluation] == [0, 1] * 5
+    assert len(choose(Reviews("r", ROWS, None), 1, None, None, Skipped())[1]) == 2
+
+
+@pytest.mark.parametrize(
+    ("reviews", "train", "per_class", "message"),
+    [
+        (Reviews("r", ROWS, [*ROWS[:8], ("x", 0)]), None, 5, "samples_per_class: class pos has 4 reviews .*, got 5"),
+        (Reviews("r", ROWS, [("x", 1)]), None, None, "samples_per_class: class neg has 0 reviews"),
+        (Reviews("r", ROWS[:20], None), None, None, "samples_per_class: 10 reviews of a class are too few"),
+        (Reviews("r", ROWS, None), 51, 5, "data_sample_size: 50 reviews are left for training beside 10 for .*got 51"),
+    ],
+)
+def test_too_few_reviews_say_how_many_there_are(reviews, train, per_class, message):
+    with pytest.raises(ConfigError, match=message):
+        choose(reviews, 1, train, per_class, Skipped())
+
+
+# Training
+
+
+def test_reviews_become_padded_sequences_with_their_classes(folder):
+    data = load_data(make(imdb_local_path=str(folder)))
+    assert (data.task, data.class_names) == ("classification", ("neg", "pos"))
+    assert dict(data.documents) == {"train": 100, "validation": 30}
+    _, evaluation = choose(local_reviews(str(folder), Skipped()), 42, 100, 15, Skipped())
+    batch = data.validation.batch(range(30), CPU)
+    assert batch["labels"].tolist() == [label for _, label in evaluation]
+    for row, (text, _) in enumerate(evaluation):
+        tokens = data.tokenizer(text, truncation=True, max_length=32)["input_ids"]
+        assert batch["input_ids"][row, : len(tokens)].tolist() == tokens
+        assert batch["attention_mask"][row].sum() == len(tokens)
+    assert batch["input_ids"].shape[1] == batch["attention_mask"].sum(1).max()
+
+
+def test_bert_learns_merges_and_accumulates(folder):
+    config = make(
+        imdb_local_path=str(folder),
+        number_of_outer_steps=5,
+        number_of_inner_steps_between_outers=8,
+        number_of_initial_trainers=2,
+        merge_frequency=4,
+        max_batch_size=4,
+        max_requested_batch=32,
+        learning_rate_for_inner_opt=2e-3,
+        outer_momentum=0.5,
+        **PLAIN_TEST | {"ETA": 0.5},
+    )
+    cluster, recorder = Cluster(config, load_data(config)), Recorder()
+    final = cluster.train(recorder)
+    assert len(final) == 1
+    (evaluation,) = final.values()
+    assert (evaluation.loss < 0.67, evaluation.metric > 0.6) == (True, True)  # 0.693 and 0.5 by chance
+    assert evaluation.metric == pytest.approx(np.mean([scores.recall for scores in evaluation.classes]))
+    assert [scores.examples for scores in evaluation.classes] == [15, 15]
+    plans = [
+        worker.plan for result in recorder.rounds for r in result.reports.values() for worker in r.workers.values()
+    ]
+    assert max(plan.accumulation_steps for plan in plans) > 1
+
+
+@pytest.mark.parametrize("single_seed", [True, False])
+def test_a_pretrained_berts_head_is_drawn_anew_identically_or_per_trainer(folder, tmp_path, single_seed):
+    first = make(imdb_local_path=str(folder))
+    cluster = Cluster(first, load_data(first))
+    paths = cluster.save_models(tmp_path, Recorder())
+    config = make(
+        imdb_local_path=str(folder),
+        model_config={"name": str(paths[0]), "pretrained": True},
+        need_to_reinit_output_layers=True,
+        single_seed=single_seed,
+        number_of_initial_trainers=2,
+    )
+    again = Cluster(config, load_data(config))
+    old, own, other = (parameters_of(trainer) for trainer in (cluster.trainers[0], *again.trainers.values()))
+    for name, tensor in own.items():
+        if name == "classifier.weight":
+            assert not tensor.equal(old[name])
+            assert tensor.equal(other[name]) == single_seed
+        elif name != "classifier.bias":
+            assert tensor.equal(old[name])
+            assert tensor.equal(other[name])
+    assert again.working[CPU].module.config.id2label == {0: "neg", 1: "pos"}
+
+
+def test_a_model_with_another_number_of_classes_is_refused(folder):
+    config = make(imdb_local_path=str(folder), model_config={"preset": "demo", "num_labels": 3})
+    with pytest.raises(ConfigError, match=r"model_config\.num_labels: the data has 2 classes, got 3"):
+        Cluster(config, load_data(config))
+
+
+def test_imdb_needs_a_classifier_and_has_no_fallback():
+    with pytest.raises(ConfigError, match="model_type: microllama is for causal_lm, dataset imdb for classification"):
+        make(model_type="microllama")
+    with pytest.raises(ConfigError, match="dataset: imdb cannot be loaded: stanfordnlp/imdb: ConnectionError"):
+        load_data(make())

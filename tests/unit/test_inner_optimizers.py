@@ -1,0 +1,284 @@
+"""Inner optimisers against PyTorch's own on a copy of the model; and that their state is all that they remember."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from algorithms.synchronisation import METHODS
+from algorithms.synchronisation.method import MOMENTS, Wholes
+from fabrics.sharding.sharded_muon import ShardedMuon
+from fabrics.training.flat_model import WorkingModel, blocks_of, laid_out
+from fabrics.training.learning_rates import base_learning_rate
+from fabrics.training.method_config import check_state
+from fabrics.training.optimizers import (
+    INNER_OPTIMIZERS,
+    check_inner_optimizer,
+    inner_optimizer_name,
+    matrices_and_rest,
+)
+from tests.support.helpers import CPU, make_config, random_sequences, tiny_bert, tiny_llama
+from utils.config.schema import ConfigError
+
+RATES = (0.01, 0.02, 0.015, 0.01, 0.005)
+
+
+def build(module: nn.Module, name: str, **values):
+    """A working model of this module, and an inner optimiser over it."""
+    working = WorkingModel(module, CPU)
+    return working, INNER_OPTIMIZERS[name].build(working, make_config(inner_optimizer=name, **values))
+
+
+def set_gradients(parameters: dict[str, nn.Parameter], step: int) -> None:
+    """Random gradients, the same for the same names and step."""
+    generator = torch.Generator().manual_seed(step)
+    for _, parameter in sorted(parameters.items()):
+        gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad.copy_(gradient)
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def is_inside(name: str) -> bool:
+    """Of a Llama: the projections of attention and MLP."""
+    return name.endswith("proj.weight")
+
+
+def assert_same_parameters(module: nn.Module, other: nn.Module) -> None:
+    for (name, parameter), (_, expected) in zip(module.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(parameter, expected), name
+
+
+def freeze_first_layer(module: nn.Module) -> nn.Module:
+    module.model.layers[0].requires_grad_(False)
+    return module
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        lambda: tiny_llama(),
+        lambda: tiny_llama(dtype=torch.float32),
+        lambda: tiny_llama(tied=True),
+        lambda: freeze_first_layer(tiny_llama()),
+    ],
+    ids=["float64", "float32", "tied", "frozen"],
+)
+def test_muon_is_torchs_inside_and_adamw_for_the_rest(module):
+    module = module()
+    expected, before = copy.deepcopy(module), copy.deepcopy(module)
+    values = {"muon_momentum": 0.9, "weight_decay": 0.3, "adam_betas": [0.8, 0.95], "adam_epsilon": 1e-6}
+    working, optimizer = build(module, "muon", **values)
+    named = trainable(expected)
+    theirs = [
+        torch.optim.Muon(
+            [parameter for name, parameter in named.items() if is_inside(name)],
+            momentum=0.9,
+            weight_decay=0.3,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(
+            [parameter for name, parameter in named.items() if not is_inside(name)],
+            betas=(0.8, 0.95),
+            eps=1e-6,
+            weight_decay=0.3,
+            fused=True,
+        ),
+    ]
+    for step, rate in enumerate(RATES):
+        set_gradients(trainable(working.module), step)
+        set_gradients(named, step)
+        optimizer.step(rate)
+        for other in theirs:
+            other.param_groups[0]["lr"] = rate
+            other.step()
+    assert_same_parameters(working.module, expected)
+    for (name, parameter), (_, old) in zip(working.module.named_parameters(), before.named_parameters(), strict=True):
+        assert torch.equal(parameter, old) != parameter.requires_grad, name
+
+
+def test_muon_of_devices_that_share_matrices_is_torchs():
+    """Of parts that are flat, and all of a matrix here; tests/distributed/test_islands.py has devices with less of
+    it."""
+    shapes = {"high": (6, 4), "wide": (3, 8)}
+    matrices = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in shapes.values()]
+    parts = [nn.Parameter(matrix.detach().flatten().clone()) for matrix in matrices]
+    offsets, size = laid_out([part.numel() for part in parts])
+    wholes = Wholes(blocks_of(shapes, offsets, size))
+    muon = ShardedMuon(wholes, parts, torch.zeros(size, dtype=torch.float64), weight_decay=0.3, momentum_decay=0.9)
+    expected = torch.optim.Muon(matrices, weight_decay=0.3, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    for rate in RATES:
+        for matrix, part in zip(matrices, parts, strict=True):
+            matrix.grad = torch.randn_like(matrix)
+            part.grad = matrix.grad.flatten()
+        for optimizer in (muon, expected):
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.step()
+    for matrix, part in zip(matrices, parts, strict=True):
+        torch.testing.assert_close(part.view_as(matrix), matrix, rtol=1e-12, atol=1e-12)
+
+
+def test_an_update_of_muon_has_the_size_of_one_of_adamw():
+    """AdamW's first update is the learning rate in every element; Muon's 0.2 of it, as AdamW's is in training."""
+    working, optimizer = build(tiny_llama(hidden_size=64, dtype=torch.float32), "muon", weight_decay=0.0)
+    before = {name: parameter.detach().clone() for name, parameter in trainable(working.module).items()}
+    set_gradients(trainable(working.module), 0)
+    optimizer.step(0.01)
+    for name, parameter in trainable(working.module).items():
+        size = (parameter - before[name]).square().mean().sqrt().item()
+        assert size == pytest.approx(0.002 if is_inside(name) else 0.01, rel=0.3), name
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_adamw_and_sgd_are_torchs_own_over_the_flat_parameters(name):
+    values = {"adam_betas": [0.8, 0.95], "adam_epsilon": 1e-6, "weight_decay": 0.3}
+    working, optimizer = build(tiny_llama(), name, **values)
+    expected = nn.Parameter(working.parameters.detach().clone())
+    theirs = {
+        "adamw": lambda: torch.optim.AdamW([expected], betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3, fused=True),
+        "sgd": lambda: torch.optim.SGD([expected], fused=True),
+    }[name]()
+    for step, rate in enumerate(RATES):
+        set_gradients(trainable(working.module), step)
+        expected.grad = working.gradient.clone()
+        optimizer.step(rate)
+        theirs.param_groups[0]["lr"] = rate
+        theirs.step()
+    assert torch.equal(working.parameters, expected)
+    for key, tensor in theirs.state[expected].items():
+        if tensor is not None:  # SGD's momentum
+            assert torch.equal(optimizer.state_dict()[key], tensor)
+
+
+@pytest.mark.parametrize("name", list(INNER_OPTIMIZERS))
+def test_an_optimiser_with_the_state_of_another_goes_on_like_it(name):
+    """Whatever it knows of earlier steps is in the tensors of its state, by reference."""
+    first, optimizer = build(tiny_llama(), name)
+    for step in range(3):
+        set_gradients(trainable(first.module), step)
+        optimizer.step(0.01)
+    second, other = build(copy.deepcopy(first.module), name)
+    for key, tensor in other.state_dict().items():
+        assert not tensor.any()
+        tensor.copy_(optimizer.state_dict()[key])
+        assert tensor.any()
+    for working, each in ((first, optimizer), (second, other)):
+        set_gradients(trainable(working.module), 3)
+        each.step(0.02)
+    assert_same_parameters(second.module, first.module)
+
+
+@pytest.mark.parametrize("key", ["momentum", "exp_avg", "exp_avg_sq", "step"])
+def test_every_tensor_of_muons_state_matters(key):
+    modules = []
+    for changed in (False, True):
+        working, optimizer = build(tiny_llama(), "muon")
+        set_gradients(trainable(working.module), 0)
+        optimizer.step(0.01)
+        if changed:
+            optimizer.state_dict()[key].zero_()
+        set_gradients(trainable(working.module), 1)
+        optimizer.step(0.01)
+        modules.append(working.module)
+    plain, other = ({n: p.detach() for n, p in module.named_parameters()} for module in modules)
+    differ = {name for name in plain if not torch.equal(plain[name], other[name])}
+    assert differ == {name for name in plain if is_inside(name) == (key == "momentum")}
+
+
+def test_sizes_of_the_state_are_those_of_the_parameters_without_gaps():
+    working = WorkingModel(tiny_llama(), CPU)
+    inside = sum(p.numel() for name, p in trainable(working.module).items() if is_inside(name))
+    shapes = {name: kind.state_shapes(working) for name, kind in INNER_OPTIMIZERS.items()}
+    assert {name: tensor.numel() for name, tensor in shapes["adamw"].items()} == {
+        "step": 1,
+        "exp_avg": working.parameter_count,
+        "exp_avg_sq": working.parameter_count,
+    }
+    rest = working.parameter_count - inside
+    assert {name: tensor.numel() for name, tensor in shapes["muon"].items()} == {
+        "momentum": inside,
+        "step": 2 + 5,  # embedding and head; the norms of two layers and the last one
+        "exp_avg": rest,
+        "exp_avg_sq": rest,
+    }
+    assert shapes["sgd"] == {}
+    assert set().union(*shapes.values()) == set(MOMENTS)
+
+    for name, kind in INNER_OPTIMIZERS.items():
+        state = kind.build(working, make_config()).state_dict()
+        assert {key: (tensor.dtype, tensor.ndim) for key, tensor in state.items()} == {
+            key: (tensor.dtype, tensor.ndim) for key, tensor in shapes[name].items()
+        }
+        assert all(shape.device.type == "meta" for shape in shapes[name].values())
+
+
+def test_the_last_linear_layer_is_the_output_layer_where_the_model_does_not_say():
+    module = tiny_bert()
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    matrices, rest = matrices_and_rest(module)
+    assert len(matrices) == 2 * 6 + 1  # of each layer, and the pooler
+    assert all(names[matrix].startswith(("bert.encoder", "bert.pooler")) for matrix in matrices)
+    assert {names[p] for p in rest if p.ndim == 2 and "embeddings" not in names[p]} == {"classifier.weight"}
+
+
+def test_muon_alone_trains_a_model_with_nothing_else_to_train():
+    module = tiny_llama()
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(is_inside(name))
+    working, optimizer = build(module, "muon")
+    before = working.parameters.detach().clone()
+    set_gradients(trainable(module), 0)
+    optimizer.step(0.01)
+    assert not torch.equal(working.parameters, before)
+
+
+def test_a_model_without_matrices_is_refused_by_muon_alone():
+    module = tiny_llama()
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(not is_inside(name))
+    working = WorkingModel(module, CPU)
+    check_inner_optimizer(make_config(inner_optimizer="adamw"), working)
+    with pytest.raises(ConfigError, match="inner_optimizer: muon needs a trainable matrix") as error:
+        check_inner_optimizer(make_config(inner_optimizer="muon"), working)
+    assert len(error.value.problems) == 1
+    check_inner_optimizer(make_config(inner_optimizer="muon"), WorkingModel(tiny_llama(), CPU))
+
+
+def test_the_methods_own_optimiser_where_none_is_given_and_its_learning_rate():
+    values = {"lr_sgd": 0.5, "learning_rate_for_inner_opt": 0.1}
+    for algorithm, given, name, rate in (
+        ("DiLoCo", None, "adamw", 0.1),
+        ("LocalSGD", None, "sgd", 0.5),
+        ("DiLoCo", "sgd", "sgd", 0.5),
+        ("LocalSGD", "muon", "muon", 0.1),
+    ):
+        config = make_config(distributed_algo=algorithm, inner_optimizer=given, **values)
+        assert inner_optimizer_name(config) == name
+        assert base_learning_rate(config) == rate
+
+
+def test_muon_learns_with_gradients_of_a_real_loss():
+    working, optimizer = build(tiny_llama(dtype=torch.float32), "muon")
+    ids = torch.from_numpy(random_sequences(8)).long()
+    losses = []
+    for _ in range(20):
+        loss = working.module(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step(0.02)
+        working.gradient.zero_()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_method_whose_settings_give_its_state_the_name_of_a_moment_is_refused(monkeypatch):
+    name, working = "exp_avg_sq", WorkingModel(tiny_llama(), CPU)
+    monkeypatch.setattr(METHODS["DiLoCo"], "__init__", lambda self, *_: setattr(self, "worker_state", (name,)))
+    check_state(make_config(inner_optimizer="sgd"), working)
+    with pytest.raises(ConfigError, match="distributed_algo: DiLoCo: worker_state has 'exp_avg_sq', which is kept"):
+        check_state(make_config(), working)

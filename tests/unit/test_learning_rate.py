@@ -1,0 +1,82 @@
+"""Schedules and scaling of the inner learning rate."""
+
+import math
+
+import pytest
+
+from algorithms.schedule.learning_rate import LearningRateSchedule, batch_scaling_factor, eta_during, round_steps
+from algorithms.schedule.limits import RoundSchedule
+
+
+@pytest.mark.parametrize(
+    ("progress", "minimum", "expected"),
+    [(0.0, 0.1, 1.0), (0.5, 0.0, 0.5), (0.5, 0.2, 0.6), (1.0, 0.1, 0.1), (2.0, 0.1, 0.1)],
+)
+@pytest.mark.parametrize("name", ["cosine", "linear"])
+def test_cosine_and_linear_fall_to_the_minimum(name, progress, minimum, expected):
+    schedule = LearningRateSchedule(name, minimum_ratio=minimum)
+    assert schedule.without_warmup(progress) == pytest.approx(expected)
+
+
+def test_cosine_and_linear_differ_at_a_quarter():
+    assert LearningRateSchedule("linear").without_warmup(0.25) == pytest.approx(0.75)
+    assert LearningRateSchedule("cosine").without_warmup(0.25) == pytest.approx((1 + math.sqrt(0.5)) / 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "progress", "expected"),
+    [
+        *[(shape, progress, 1.0) for shape in ("linear", "1-sqrt") for progress in (0.0, 0.5, 0.75)],
+        *[("linear", 0.8125, 0.775), ("1-sqrt", 0.8125, 0.55), ("linear", 1.0, 0.1), ("1-sqrt", 1.0, 0.1)],
+    ],
+)
+def test_warmup_stable_decay_falls_in_the_last_share(shape, progress, expected):
+    schedule = LearningRateSchedule("warmup_stable_decay", minimum_ratio=0.1, decay_share=0.25, decay_shape=shape)
+    assert schedule.without_warmup(progress) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("decay_share", [0.05, 1.0])
+def test_a_decay_completes_with_the_run(decay_share):
+    """The last step of the last round is one step's share of the decay above the end, whatever the batch did."""
+    schedule = LearningRateSchedule("warmup_stable_decay", decay_share=decay_share)
+    factors = schedule.factors(RoundSchedule(10, 0.95, 1.0), 500, 0, 0)
+    assert factors == pytest.approx([(0.05 - 0.005 * step) / decay_share for step in range(10)])
+
+
+def factors(steps: int = 5, tokens: int = 0, before: tuple[int, int] = (0, 0), **values) -> list[float]:
+    return LearningRateSchedule(**values).factors(RoundSchedule(steps, 0.0, 0.5), *before, tokens)
+
+
+def test_warm_up_is_linear_in_steps():
+    assert factors(warmup_steps=4) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert factors(warmup_steps=4, before=(2, 0)) == pytest.approx([0.75, 1.0, 1.0, 1.0, 1.0])
+
+
+def test_warm_up_is_linear_in_tokens_and_the_slower_counts():
+    assert factors(tokens=100, warmup_tokens=80) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert factors(tokens=100, warmup_tokens=200, before=(9, 140)) == pytest.approx([0.8, 0.9, 1.0, 1.0, 1.0])
+    both = factors(tokens=100, warmup_tokens=80, warmup_steps=10)
+    assert both == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+
+
+def test_progress_is_shared_out_over_the_steps():
+    assert factors(name="linear") == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6])
+
+
+@pytest.mark.parametrize(
+    ("learning_rate", "steps"),
+    [(0.4, 4), (0.2, 16), (0.1, 64), (0.15, 28), (0.9, 4), (1e-300, 2**31), (0.0, 2**31)],
+)
+def test_rounds_lengthen_with_the_inverse_square_of_the_learning_rate(learning_rate, steps):
+    assert round_steps("quadratic", 4, 0.8, learning_rate) == steps
+    assert round_steps("fixed", 4, 0.8, learning_rate) == 4
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
+def test_scaling_with_a_batch_four_times_the_first(rule, expected):
+    assert batch_scaling_factor(rule, 32, 8) == pytest.approx(expected)
+
+
+def test_eta_goes_along_a_line_to_its_end():
+    assert [eta_during(2.0, 0.5, progress) for progress in (0.0, 0.5, 1.0)] == [2.0, 1.25, 0.5]
+    assert eta_during(2.0, None, 0.7) == 2.0

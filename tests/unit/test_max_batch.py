@@ -1,0 +1,284 @@
+"""The max batch: the linear memory model on synthetic devices, and what it leaves behind on a real one."""
+
+import contextlib
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from algorithms.synchronisation import METHODS
+from cluster import Cluster
+from fabrics.data.examples import PackedSequences
+from fabrics.pool import node_pool
+from fabrics.training.flat_model import WorkingModel
+from fabrics.training.forward_backward import backward
+from fabrics.training.outer_round import Gathering
+from tests.support.helpers import (
+    CPU,
+    TINY_ARCHITECTURE,
+    make_config,
+    padded,
+    random_sequences,
+    tiny_bert,
+    tiny_cluster,
+    tiny_data,
+    tiny_llama,
+    train,
+)
+from tests.support.synchronising import trainer_of
+from utils.config.schema import ConfigError
+from utils.distributed.processes import LocalProcesses
+from utils.max_batch_calculator import calculate_max_batch, find_max_batch, fit_line
+
+
+def test_a_line_through_points():
+    assert fit_line([(1, 130), (2, 160), (4, 220)]) == pytest.approx((100.0, 30.0))
+    assert fit_line([(2, 50)]) == (0.0, 25.0)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "per_example", "budget", "expected"),
+    [
+        (100, 30, 1000, 30),
+        (0, 10, 1000, 100),
+        (100, 30, 130, 1),
+        (100, 30, 199, 3),
+        (100, 30, 190, 3),
+        (50, 7, 10**6, 142850),
+    ],
+)
+def test_the_largest_batch_of_a_linear_device(fixed, per_example, budget, expected):
+    measured = []
+
+    def measure(batch):
+        measured.append(batch)
+        return fixed + per_example * batch
+
+    assert find_max_batch(measure, budget) == expected
+    assert len(measured) <= 6
+
+
+def test_a_prediction_that_does_not_hold_is_shrunk_until_it_does():
+    def measure(batch):  # steeper beyond 40 examples than the probes can tell
+        size = 10 * batch if batch <= 40 else 10 * 40 + 30 * (batch - 40)
+        return None if size > 900 else size
+
+    batch = find_max_batch(measure, 700)
+    assert measure(batch) <= 700
+    assert batch >= 40
+
+
+def test_running_out_of_memory_in_a_probe_is_no_failure():
+    assert find_max_batch(lambda batch: None if batch > 3 else 100 * batch, 10_000) == 3
+
+
+def test_not_even_one_example():
+    with pytest.raises(MemoryError, match="one example does not fit into 99 bytes"):
+        find_max_batch(lambda batch: 100 * batch, 99)
+
+
+def test_a_measurement_on_the_cpu_leaves_nothing_behind():
+    working = WorkingModel(tiny_bert(dtype=torch.float32, dropout=0.1).train(), CPU)
+    ids = random_sequences(20)
+
+    class Examples(PackedSequences):
+        def batch(self, indices, device):
+            batch = super().batch(indices, device)
+            return {"input_ids": batch["input_ids"], "labels": batch["input_ids"][:, 0] % 2}
+
+    examples = Examples(ids)
+    parameters, state = working.parameters.detach().clone(), torch.get_rng_state()
+    sizes = []
+
+    def step(count):
+        sizes.append(count)
+        backward(working, examples, np.arange(count) % len(examples))
+
+    batch = calculate_max_batch(step, working.gradient, CPU, 0.9, sharing=4, reserved_bytes=0)
+    assert batch > 100
+    assert sizes == [2, 1, 2]  # what is compiled is compiled first
+    assert torch.equal(working.parameters, parameters)
+    assert working.gradient.abs().sum() == 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert working.module.training
+
+
+def test_more_processes_on_a_device_and_longer_sequences_mean_smaller_batches():
+    def max_batch(length, sharing, share=0.9):
+        working = WorkingModel(tiny_llama(dtype=torch.float32), CPU)
+        examples = PackedSequences(random_sequences(8, length))
+        return calculate_max_batch(
+            lambda count: backward(working, examples, np.arange(count) % 8), working.gradient, CPU, share, sharing, 0
+        )
+
+    assert max_batch(16, 1) == pytest.approx(4 * max_batch(16, 4), rel=0.1)
+    assert max_batch(64, 1) < 0.5 * max_batch(16, 1)
+
+
+def test_a_model_that_does_not_fit_names_the_keys():
+    working = WorkingModel(tiny_llama(dtype=torch.float32), CPU)
+    with pytest.raises(MemoryError, match=r"no example fits on cpu.*padding_percentage 0\.9.*nodes_per_gpu"):
+        calculate_max_batch(lambda count: None, working.gradient, CPU, 0.9, 4, reserved_bytes=10**15)
+
+
+def test_a_max_batch_of_one_cannot_hold_a_sample():
+    with pytest.raises(ConfigError, match="max_batch_size: statistics_estimator per_example needs at least 2"):
+        tiny_cluster(max_batch_size=1)
+    assert tiny_cluster(max_batch_size=1, sampling_method="none").nodes[0].max_batch == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_test_confidence": 2.0}, "batch_test_confidence: must be 0 for inner_product_test without"),
+        ({"statistics_batch_size": 4}, "statistics_batch_size: must be at least 5 for inner_product_test"),
+        ({"statistics_estimator": "across_workers", "debias": True}, "debias: must be false for inner_product_test"),
+        ({"statistics_estimator": "across_workers"}, "across_workers needs three nodes per trainer, got 2"),
+    ],
+)
+def test_inner_products_that_could_never_be_known_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        tiny_cluster(sampling_method="inner_product_test", nodes_per_gpu=8, **settings)
+
+
+def test_across_workers_needs_two_nodes_per_trainer():
+    with pytest.raises(ConfigError, match="statistics_estimator: across_workers needs two nodes per trainer, got 4"):
+        tiny_cluster(statistics_estimator="across_workers")
+
+
+def test_a_sample_must_fit_into_a_trainers_data():
+    with pytest.raises(ConfigError, match=r"statistics_batch_size: must be at most the 24 examples .* got 25"):
+        tiny_cluster(statistics_batch_size=25)
+
+
+@pytest.mark.parametrize(("method", "expected"), [("norm_test", "probed"), ("none", "plain")])
+def test_the_memory_of_a_probed_step_is_measured_where_steps_are_probed(monkeypatch, method, expected):
+    steps = set()
+    for name, step in (("plain", node_pool.backward), ("probed", node_pool.probed_backward)):
+
+        def recorded(*arguments, name=name, step=step):
+            steps.add(name)
+            return step(*arguments)
+
+        monkeypatch.setattr(node_pool, step.__name__, recorded)
+    tiny_cluster(max_batch_size=None, sampling_method=method)
+    assert steps == {expected}
+
+
+def test_memory_is_measured_with_the_longest_example():
+    examples, widths = padded([[1, 2, 3]] * 50 + [[1] * 40] + [[1, 2]] * 49), set()
+
+    class Recorded:
+        largest = examples.largest
+
+        def __len__(self):
+            return len(examples)
+
+        def batch(self, indices, device):
+            batch = examples.batch(indices, device)
+            widths.add(batch["input_ids"].shape[1])
+            return batch
+
+    data = dataclasses.replace(tiny_data(), train=Recorded())
+    Cluster(make_config(max_batch_size=None, number_of_initial_trainers=1), data)
+    assert widths == {40}
+
+
+class _Sharing(LocalProcesses):
+    """One process that says that the four nodes of its device belong to several."""
+
+    def __init__(self, owners):
+        super().__init__([CPU], 4)
+        self.owners = owners
+
+    def sharing(self, node):
+        return len(set(self.owners))
+
+
+@pytest.mark.parametrize(
+    ("values", "owners", "sums"),
+    [
+        ({}, (0, 0, 0, 0), 1),  # the sum of the pseudo-gradients
+        ({"communication_dtype": "int8"}, (0, 0, 0, 0), 4),  # with what encoding needs on the way
+        ({"statistics_estimator": "across_workers", "number_of_initial_trainers": 1}, (0, 0, 0, 0), 5),
+        ({}, (0, 0, 1, 1), 1),
+    ],
+)
+def test_the_max_batch_is_measured_beside_all_that_will_be_there(monkeypatch, values, owners, sums):
+    """x, velocity and moments of all trainers are there, as bytes of a CPU reserved, which has not touched them yet."""
+    asked = []
+
+    def calculate(step, gradient, device, share, sharing, reserved, island, momentary):
+        asked.append((sharing, reserved))
+        return 64
+
+    monkeypatch.setattr(node_pool, "calculate_max_batch", calculate)
+    config = make_config(model_config=TINY_ARCHITECTURE, max_batch_size=None, **values)
+    cluster = Cluster(config, tiny_data(), _Sharing(owners))
+    size = cluster.working[CPU].parameters.nbytes
+    state = sum(tensor.nbytes for group in cluster.tensors().values() for tensor in group.values())
+    per_worker = 3 if values.get("communication_dtype") == "int8" else 2
+    assert state >= size * (2 * len(cluster.trainers) + per_worker * 4)
+    sharing = len(set(owners))
+    assert asked == [(sharing, sharing * (sums * size + state))]
+    assert {node.max_batch for trainer in cluster.trainers.values() for node in trainer.nodes} == {64}
+
+
+def test_a_process_beside_others_holds_its_workers_pseudo_gradients():
+    config = make_config()
+    assert node_pool.round_tensors(config, workers=4, several_processes=False) == 1
+    assert node_pool.round_tensors(config, workers=4, several_processes=True) == 5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.delivers])
+def test_a_process_holds_the_messages_of_its_workers(monkeypatch, name, dtype):
+    """Decoded or not, as many tensors of model size as the method says of each worker; and they are counted."""
+    held, deliver_tensors = [], Gathering.deliver_tensors
+
+    def noting(*arguments, **keywords):
+        arrived = deliver_tensors(*arguments, **keywords)
+        storages = [tensor.untyped_storage() for message in arrived.values() for tensor in message]
+        held.append(sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
+        return arrived
+
+    monkeypatch.setattr(Gathering, "deliver_tensors", noting)
+    trainer = trainer_of(4, distributed_algo=name, communication_dtype=dtype)
+    train(trainer, 1)
+    tensors = METHODS[name].delivers * 4
+    assert held == [tensors * trainer.parameters.nbytes]
+    assert node_pool.round_tensors(trainer._config, workers=4, several_processes=False) > tensors
+
+
+def test_messages_to_and_from_other_processes_are_counted():
+    """Of pairs each worker hears one other; through a server all are heard."""
+    pairs, server = make_config(distributed_algo="NoLoCo"), make_config(distributed_algo="DelayedNesterov")
+    assert node_pool.round_tensors(pairs, 2, False) == 1 + 2 * (2 + 1)
+    assert node_pool.round_tensors(pairs, 2, True, elsewhere=6) == 1 + 2 * (2 + 1 + 2 + 2)
+    assert node_pool.round_tensors(pairs, 2, True, elsewhere=1) == 1 + 2 * (2 + 1 + 2 + 1)
+    assert node_pool.round_tensors(server, 2, True, elsewhere=6) == 1 + 1 * (2 + 1 + 2 + 6)
+
+
+def test_what_libraries_of_a_gpu_take_with_the_first_steps_is_not_taken_for_that_of_an_example(monkeypatch):
+    """A made-up GPU: 64 MB that stay come with the first step, and examples take 4 MB each."""
+    memory = {"allocated": 0, "peak": 0, "steps": 0}
+
+    def step(count):
+        memory["steps"] += 1
+        memory["allocated"] = 64 * 10**6
+        memory["peak"] = memory["allocated"] + count * 4 * 10**6
+
+    made = {
+        "mem_get_info": lambda device: (10**10 - memory["allocated"], 10**10),
+        "memory_reserved": lambda device: memory["allocated"],
+        "memory_allocated": lambda device: memory["allocated"],
+        "max_memory_allocated": lambda device: memory["peak"],
+        "reset_peak_memory_stats": lambda device: memory.update(peak=memory["allocated"]),
+        "empty_cache": lambda: None,
+    }
+    for name, function in made.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
+    found = calculate_max_batch(step, torch.zeros(1), torch.device("cuda"), 0.9, 1, 0)
+    assert (found, memory["steps"]) == ((9 * 10**9 - 64 * 10**6) // (4 * 10**6), 6)

@@ -1,0 +1,201 @@
+"""Model families: architectures, initialisation, pretrained folders, and the working model."""
+
+import pytest
+import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+
+from fabrics.data.tokenization import load_tokenizer
+from fabrics.models.model_family import is_pretrained
+from fabrics.models.registry import (
+    MODELS,
+    build_model,
+    reinitialise_output_layer,
+    save_model,
+)
+from fabrics.training.flat_model import WorkingModel
+from tests.support.helpers import CPU, TINY_ARCHITECTURE, tiny_bert, tiny_data, tiny_llama
+from utils.config.schema import ConfigError
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_data().tokenizer
+
+
+def test_microllama_has_the_published_architecture(tokenizer):
+    with torch.device("meta"):
+        model = build_model("microllama", {"name": "keeeeenw/MicroLlama"}, tokenizer, 2048, 0)
+    config = model.config
+    assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (1024, 5632, 12)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.vocab_size) == (16, 4, 32000)
+    assert (config.max_position_embeddings, config.rms_norm_eps, config.tie_word_embeddings) == (2048, 1e-5, False)
+    # Counted by hand: 2 * 32000 * 1024 + 12 * (2.5 * 1024^2 + 3 * 1024 * 5632 + 2 * 1024) + 1024.
+    assert sum(p.numel() for p in model.parameters()) == 304_636_928
+
+
+def test_demo_models_are_small_and_take_the_tokenizers_vocabulary(tokenizer):
+    for model_type in MODELS:
+        model = build_model(model_type, {"preset": "demo"}, tokenizer, 128, 0)
+        assert model.config.vocab_size == len(tokenizer)
+        assert sum(p.numel() for p in model.parameters()) < 1_000_000
+        assert model.training
+
+
+def test_a_vocabulary_with_gaps_has_an_embedding_for_its_largest_token():
+    words = Tokenizer(models.WordLevel({"<eos>": 0, "far": 500}, unk_token="<eos>"))
+    gaps = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
+    assert build_model("microllama", {"preset": "demo"}, gaps, 9, 0).config.vocab_size == 501
+    with pytest.raises(ConfigError, match=r"model_config\.vocab_size: the model has 2 tokens, the tokenizer 501"):
+        build_model("microllama", {"preset": "demo", "vocab_size": 2}, gaps, 9, 0)
+
+
+def test_initialisation_depends_on_the_seed_alone(tokenizer):
+    def weights(seed):
+        return torch.cat(
+            [p.flatten() for p in build_model("microllama", TINY_ARCHITECTURE, tokenizer, 9, seed).parameters()]
+        )
+
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = weights(5)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(3)
+    assert torch.equal(weights(5), first)
+    assert not torch.equal(weights(6), first)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"preset": "gigantic"}, "model_config.preset: must be one of demo, keeeeenw/MicroLlama, got 'gigantic'"),
+        (
+            {"hiden_size": 8},
+            "model_config.hiden_size: not an architecture value of LlamaConfig; did you mean hidden_size",
+        ),
+        ({"pretrained": "yes"}, "model_config.pretrained: must be true or false, got 'yes'"),
+        ({"pretrained": True}, "model_config.name: pretrained: true needs the name"),
+        ({"name": "/no/such/folder", "pretrained": True}, "cannot load '/no/such/folder'"),
+        ({"name": "/no/such/folder"}, "cannot load '/no/such/folder'"),
+        ({"vocab_size": 10}, "model_config.vocab_size: the model has 10 tokens, the tokenizer 300"),
+        ({"max_position_embeddings": 4}, "sequence_length: the model takes at most 4 tokens, got 9"),
+        (
+            {"hidden_size": 10, "num_attention_heads": 3},
+            "model_config: cannot build this architecture: .*not a multiple",
+        ),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "model_config: cannot build this architecture"),
+        ({"hidden_act": "nope"}, "model_config: cannot build this architecture: 'nope'"),
+        ({"num_hidden_layers": 0}, "model_config.num_hidden_layers: must be a positive integer, got 0"),
+        ({"hidden_size": "wide"}, "model_config.hidden_size: must be a positive integer, got 'wide'"),
+    ],
+)
+def test_a_bad_model_config_is_named(tokenizer, settings, message):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        build_model("microllama", settings, tokenizer, 9, 0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "auto_class"),
+    [("microllama", AutoModelForCausalLM), ("bert", AutoModelForSequenceClassification)],
+)
+def test_a_saved_folder_is_a_pretrained_model(tokenizer, tmp_path, model_type, auto_class):
+    model = build_model(model_type, {"preset": "demo", "num_hidden_layers": 1}, tokenizer, 9, 3)
+    working = WorkingModel(model, CPU)
+    save_model(model, tokenizer, tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+    settings = {"name": str(tmp_path), "pretrained": True}
+    assert is_pretrained(settings)
+    again = build_model(model_type, settings, load_tokenizer(str(tmp_path), "name"), 9, 99)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(again.get_parameter(name), parameter), name
+    assert auto_class.from_pretrained(tmp_path).config.num_hidden_layers == 1
+    assert AutoTokenizer.from_pretrained(tmp_path)("a cluster")["input_ids"] == tokenizer("a cluster")["input_ids"]
+    assert working.parameter_count == sum(p.numel() for p in again.parameters())
+    # The folder is also an architecture to start from anew.
+    fresh = build_model(model_type, {"name": str(tmp_path)}, tokenizer, 9, 4)
+    assert fresh.config.num_hidden_layers == 1
+    assert not torch.equal(next(fresh.parameters()), next(model.parameters()))
+
+
+def test_another_family_under_that_name_is_refused(tokenizer, tmp_path):
+    save_model(build_model("bert", {"preset": "demo"}, tokenizer, 9, 3), tokenizer, tmp_path)
+    with pytest.raises(ConfigError, match="is a bert model, not llama"):
+        build_model("microllama", {"name": str(tmp_path)}, tokenizer, 9, 0)
+
+
+def test_the_output_layer_is_drawn_anew_by_seed(tokenizer):
+    model = build_model("bert", {"preset": "demo"}, tokenizer, 9, 3)
+    model.classifier.bias.data.fill_(1.0)
+    body = model.bert.embeddings.word_embeddings.weight.clone()
+    reinitialise_output_layer("bert", model, 1)
+    first = model.classifier.weight.clone()
+    bound = (6 / (first.shape[0] + first.shape[1])) ** 0.5
+    assert first.abs().max() <= bound
+    assert first.std().item() == pytest.approx(bound / 3**0.5, rel=0.2)
+    assert model.classifier.bias.abs().sum() == 0
+    assert torch.equal(model.bert.embeddings.word_embeddings.weight, body)
+    reinitialise_output_layer("bert", model, 2)
+    assert not torch.equal(model.classifier.weight, first)
+
+
+def test_every_tensor_is_saved_once_and_those_without_elements_are_not_mixed_up(tmp_path):
+    model = tiny_llama(tied=True)
+    WorkingModel(model, CPU)
+    for name, columns in (("none", 3), ("nothing", 5)):
+        model.register_buffer(name, torch.empty(0, columns))
+    save_model(model, None, tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        shapes = {name: tuple(file.get_tensor(name).shape) for name in file.keys()}  # noqa: SIM118
+        embedding = file.get_tensor("model.embed_tokens.weight")
+    assert (shapes["none"], shapes["nothing"]) == ((0, 3), (0, 5))
+    assert torch.equal(embedding, model.lm_head.weight)
+    assert "lm_head.weight" not in shapes
+    assert shapes.keys() == set(model.state_dict()) - {"lm_head.weight"}
+
+
+def test_a_tied_output_layer_cannot_be_drawn_anew(tokenizer):
+    model = build_model("microllama", {"preset": "demo"}, tokenizer, 9, 3)
+    with pytest.raises(ConfigError, match="tied to its embedding"):
+        reinitialise_output_layer("microllama", model, 1)
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_bert, lambda: tiny_llama(tied=True)])
+def test_a_working_model_is_views_of_two_buffers(make):
+    model, reference = make(), make()
+    working = WorkingModel(model, CPU)
+    for parameter, original in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(parameter, original)
+        for view, buffer in ((parameter, working.parameters), (parameter.grad, working.gradient)):
+            assert view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+    ids = torch.arange(2, 12).view(2, 5)
+    model.eval()(input_ids=ids).logits.square().mean().backward()
+    reference.eval()(input_ids=ids).logits.square().mean().backward()
+    for parameter, original in zip(model.parameters(), reference.parameters(), strict=True):
+        expected = torch.zeros_like(original) if original.grad is None else original.grad
+        torch.testing.assert_close(parameter.grad, expected)
+    # The gaps between tensors stay zero, so norms over the buffer are norms over the gradient.
+    assert working.gradient.norm().item() == pytest.approx(
+        torch.cat([p.grad.flatten() for p in reference.parameters() if p.grad is not None]).norm().item()
+    )
+
+
+def test_frozen_parameters_stay_out_of_the_buffer():
+    model = tiny_llama()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert WorkingModel(model, CPU).parameter_count == trainable
+
+
+def test_evaluating_restores_the_mode():
+    working = WorkingModel(tiny_llama().train(), CPU)
+    with working.evaluating(torch.zeros_like(working.parameters)) as module:
+        assert not module.training
+        assert not torch.is_grad_enabled()
+        assert module.lm_head.weight.abs().sum() == 0
+    assert working.module.training

@@ -1,0 +1,114 @@
+"""Trainers' state and idle workers' moments in host memory: the same run."""
+
+import pytest
+import torch
+
+from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.training.offload import Home, Seat
+from fabrics.training.optimizers import InnerOptimizer
+from tests.support.helpers import CPU, Recorder, light_cluster, tiny_cluster
+from utils.config.reading import parse_config
+from utils.config.schema import ConfigError
+
+GPU = torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("where", "device", "home"),
+    [
+        ("device", CPU, Home(CPU, pinned=False)),
+        ("device", GPU, Home(GPU, pinned=False)),
+        ("cpu", CPU, Home(CPU, pinned=False)),
+        ("cpu", GPU, Home(CPU, pinned=True)),
+    ],
+)
+def test_where_tensors_live(where, device, home):
+    assert Home.chosen(where, device) == home
+
+
+def test_a_home_takes_in_what_is_elsewhere_and_keeps_what_is_there():
+    tensor = torch.arange(3.0)
+    assert Home(CPU).taken_in(tensor) is tensor
+    elsewhere = Home(torch.device("meta")).taken_in(tensor)
+    assert (elsewhere.device.type, elsewhere.shape, elsewhere.dtype) == ("meta", tensor.shape, tensor.dtype)
+    assert torch.equal(Home(CPU).zeros(tensor.double()), torch.zeros(3, dtype=torch.float64))
+
+
+def test_a_seat_holds_the_state_of_one_worker_at_a_time():
+    state = {"moment": torch.zeros(2)}
+    seat = Seat(InnerOptimizer([], state))
+    first, second = {"moment": torch.tensor([1.0, 2.0])}, {"moment": torch.tensor([5.0, 6.0])}
+    seat.take(first)
+    state["moment"] += 10
+    seat.take(first)  # goes on where it was
+    assert state["moment"].tolist() == [11.0, 12.0]
+    seat.leave(second)  # is not there
+    seat.take(second)
+    assert (state["moment"].tolist(), first["moment"].tolist()) == ([5.0, 6.0], [11.0, 12.0])
+    seat.leave(second)
+    second["moment"].fill_(7.0)  # a state that is loaded
+    seat.take(second)
+    assert state["moment"].tolist() == [7.0, 7.0]
+
+
+def state_of(cluster) -> dict[tuple[str, str], torch.Tensor]:
+    return {(group, name): t.clone() for group, part in cluster.tensors().items() for name, t in part.items()}
+
+
+def assert_same_state(ours, theirs) -> None:
+    assert ours.keys() == theirs.keys()
+    assert [key for key, tensor in theirs.items() if not torch.equal(ours[key], tensor)] == []
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"inner_optimizer": "muon"},
+        {"distributed_algo": "StreamingDiLoCo", "synchronisation": {"fragments": 1}},
+        {"distributed_algo": "EagerDiLoCo", "communication_dtype": "int8"},
+    ],
+    ids=["DiLoCo", "Muon", "several turns in a round", "copies and errors"],
+)
+def test_a_run_whose_state_waits_in_host_memory_has_the_same_bits(values):
+    """Two trainers of two workers each, a merge, and a node that changes hands."""
+    states = []
+    make = tiny_cluster if "inner_optimizer" in values else light_cluster
+    values = {"number_of_inner_steps_between_outers": 2, "eval_every": 99} | values
+    for where in ("device", "cpu"):
+        cluster = make(number_of_initial_trainers=2, idle_moments=where, outer_state=where, **values)
+        cluster.train(Recorder())
+        states.append(state_of(cluster))
+        optimizers = {
+            id(worker.optimizer) for trainer in cluster.trainers.values() for worker in trainer.workers.values()
+        }
+        assert len(optimizers) == (4 if where == "device" else 1)
+    assert_same_state(*states)
+    assert any(name == "exp_avg" for _, name in states[0])
+
+
+def test_a_state_that_is_loaded_is_gone_on_with_wherever_moments_wait():
+    """Moments on the device are of another time then."""
+    cluster = light_cluster(idle_moments="cpu", number_of_initial_trainers=2, merge_frequency=9)
+    recorder = Recorder()
+    cluster.run_round(recorder)
+    plain, tensors = cluster.state_dict(), state_of(cluster)
+    cluster.run_round(recorder)
+    expected = state_of(cluster)
+    cluster.load_state_dict(plain, lambda group, name: tensors[group, name])
+    cluster.run_round(recorder)
+    assert_same_state(state_of(cluster), expected)
+
+
+def test_what_cannot_be_moved_is_refused_or_said_to_have_no_effect():
+    def parsed(**values):
+        return parse_config({"number_of_outer_steps": 1} | values, allowed=CHOICES, checks=CHECKS)[1]
+
+    with pytest.raises(ConfigError) as caught:
+        parsed(outer_state="cpu", distributed_algo="Synchronous")
+    (problem,) = caught.value.problems
+    assert problem == "outer_state: must be device with Synchronous, which changes the parameters in every inner step"
+    warning = "idle_moments: has no effect, workers keep no moments of their own"
+    assert parsed(idle_moments="cpu", distributed_algo="LocalSGD") == [warning]
+    assert parsed(idle_moments="cpu", distributed_algo="Synchronous") == [warning]
+    assert parsed(idle_moments="cpu", outer_state="cpu") == []

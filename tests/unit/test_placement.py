@@ -1,0 +1,131 @@
+"""Which process owns which node, on which of the devices that it sees."""
+
+import pytest
+
+from utils.distributed.placement import (
+    Rank,
+    Site,
+    Slot,
+    gpus_of_their_own,
+    island_sites,
+    own_device,
+    share_of,
+    share_out,
+)
+
+
+def sites(*seen: str, machine: int = 0, first: int = 0) -> list[Site]:
+    """A process per word, which calls the GPUs of its letters cuda:0, cuda:1 and so on."""
+    return [
+        Site(first + index, machine, {f"GPU-{gpu}": f"cuda:{place}" for place, gpu in enumerate(gpus)})
+        for index, gpus in enumerate(seen)
+    ]
+
+
+def slots_of(found: list[Site], nodes_per_device: int = 1) -> list[tuple[int, str, str]]:
+    """Owner, name there and identity of every node."""
+    slots = share_out(found, nodes_per_device)
+    return [(slot.owner, slot.device, slot.identity.removeprefix("GPU-")) for slot in slots]
+
+
+def test_shares_of_nodes():
+    assert [list(share_of(range(7), index, 3)) for index in range(3)] == [[0, 1, 2], [3, 4], [5, 6]]
+    assert [list(share_of(range(4), index, 4)) for index in range(4)] == [[0], [1], [2], [3]]
+
+
+def test_processes_that_see_the_same_devices_share_their_nodes():
+    assert slots_of(sites("ab", "ab")) == [(0, "cuda:0", "a"), (1, "cuda:1", "b")]
+    assert slots_of(sites("ab", "ab", "ab"), 2) == [
+        *((0, "cuda:0", "a"), (0, "cuda:0", "a"), (1, "cuda:1", "b"), (2, "cuda:1", "b"))
+    ]
+    # The same ones in another order have other names.
+    assert slots_of(sites("ab", "ba")) == [(0, "cuda:0", "a"), (1, "cuda:0", "b")]
+
+
+def test_processes_with_a_device_each_keep_to_it():
+    """As wrappers of SLURM start them: every process calls its GPU cuda:0."""
+    eight = sites(*"abcdefgh")
+    assert slots_of(eight) == [(rank, "cuda:0", gpu) for rank, gpu in enumerate("abcdefgh")]
+    assert gpus_of_their_own(share_out(eight, 1))
+    assert [owner for owner, _, _ in slots_of(sites("ab", "cd"), 2)] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_pairs_of_processes_with_a_device_for_each_pair():
+    assert [slot[0] for slot in slots_of(sites("a", "b", "a", "b"), 2)] == [0, 2, 1, 3]
+    assert [slot.group for slot in share_out(sites("a", "b", "a", "b"), 2)] == [0, 0, 1, 1]
+
+
+def test_nodes_of_one_device_are_a_group_on_any_number_of_processes():
+    for processes in (1, 2, 4):
+        cpu = [Site(rank, 0, {"cpu": "cpu"}) for rank in range(processes)]
+        assert [slot.group for slot in share_out(cpu, 4)] == [0] * 4
+        gpus = sites(*["ab"] * processes)
+        assert [slot.group for slot in share_out(gpus, 2)] == [0, 0, 1, 1]
+
+
+def test_machines_follow_each_other_with_devices_of_their_own():
+    two = sites("ab", "ab", machine=1, first=2) + sites("ab", "ab", machine=0)
+    assert share_out(two, 1) == (
+        Slot(0, "cuda:0", "GPU-a", 0),
+        Slot(1, "cuda:1", "GPU-b", 1),
+        Slot(2, "cuda:0", "GPU-a", 2),
+        Slot(3, "cuda:1", "GPU-b", 3),
+    )
+
+
+def test_nccl_needs_a_gpu_that_no_other_process_uses():
+    assert gpus_of_their_own(share_out(sites("ab", "ab"), 1))
+    assert not gpus_of_their_own(share_out(sites("a", "a"), 2))
+    assert not gpus_of_their_own(share_out([Site(0, 0, {"cpu": "cpu"}), Site(1, 1, {"cpu": "cpu"})], 1))
+    assert not gpus_of_their_own(share_out([*sites("a"), Site(1, 1, {"cpu": "cpu"})], 1))
+    # Two agents of torchrun on one host call it two machines; the GPU is one.
+    assert not gpus_of_their_own(share_out(sites("a") + sites("a", machine=1, first=1), 1))
+
+
+def test_what_cannot_be_shared_out_is_said():
+    with pytest.raises(ValueError, match="3 processes on a machine with 2 nodes \\(cuda:0, cuda:1, nodes_per_gpu 1\\)"):
+        share_out(sites("ab", "ab", "ab"), 1)
+    with pytest.raises(ValueError, match="rank 0 sees GPU-a, GPU-b and rank 1 of the same machine GPU-b"):
+        share_out(sites("ab", "b"), 1)
+
+
+def test_the_rank_comes_from_the_environment(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert Rank.from_environment() is None
+    values = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    assert Rank.from_environment() == Rank(number=5, count=8, local=1, local_count=4, machine=1)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert Rank.from_environment() is None
+
+
+def test_islands_are_consecutive_processes_that_own_nodes_together():
+    """A process meets those at its own place in other islands; what they own is the same at every place."""
+    gpus = sites(*"abcd") + sites(*"abcd", machine=1, first=4)
+    for lane in (0, 1):
+        found = share_out(island_sites(gpus, 2, lane), 2)
+        assert [slot.owner for slot in found] == [lane + first for first in (0, 0, 2, 2, 4, 4, 6, 6)]
+        assert [slot.group for slot in found] == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert gpus_of_their_own(found[:4])
+    cpu = [Site(rank, 0, {"cpu": "cpu"}) for rank in range(4)]
+    assert [slot.owner for slot in share_out(island_sites(cpu, 2, 1), 4)] == [1, 1, 3, 3]
+    assert [slot.group for slot in share_out(island_sites(cpu, 2, 1), 4)] == [0] * 4  # as without islands
+
+
+def test_processes_that_make_no_islands_are_refused():
+    with pytest.raises(ValueError, match="3 processes do not make islands of devices_per_node 2; start a multiple"):
+        island_sites(sites(*"abc"), 2, 0)
+    with pytest.raises(ValueError, match="the island of ranks 2 to 3 would lie across machines 0, 1; start a multiple"):
+        island_sites(sites(*"abc") + sites("a", machine=1, first=3), 2, 0)
+    with pytest.raises(ValueError, match="ranks 0 and 1 have one device, GPU-a; with devices_per_node 2 every process"):
+        island_sites(sites("a", "a"), 2, 0)
+
+
+def test_a_process_of_an_island_has_one_device():
+    third = Rank(number=6, count=8, local=2, local_count=4, machine=1)
+    assert own_device("a", third) == "a"
+    assert own_device("abcd", third) == "c"
+    with pytest.raises(ValueError, match="4 processes on a machine with 8 devices"):
+        own_device("abcdefgh", third)

@@ -1,0 +1,68 @@
+"""Merge policies: tables of numbers."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from algorithms.nodes.policies import MergePlan, best_with_worst, worst_with_worst
+
+
+@pytest.mark.parametrize(
+    ("requests", "count", "representative", "weights"),
+    [
+        ({0: 10, 1: 30, 2: 20, 3: 40}, 2, 2, {0: 1 / 3, 2: 2 / 3}),
+        ({0: 10, 1: 30, 2: 20, 3: 40}, 3, 1, {0: 1 / 6, 1: 3 / 6, 2: 2 / 6}),
+        ({0: 8, 1: 8, 2: 8}, 2, 0, {0: 0.5, 1: 0.5}),  # ties: the smaller id
+        ({5: 1, 7: 1}, 2, 5, {5: 0.5, 7: 0.5}),
+        ({3: 6, 9: 2}, 4, 3, {3: 0.75, 9: 0.25}),  # fewer than count live
+    ],
+)
+def test_worst_with_worst(requests, count, representative, weights):
+    plan = worst_with_worst(requests, count)
+    assert plan.representative == representative
+    assert plan.weights == pytest.approx(weights)
+
+
+@pytest.mark.parametrize(
+    ("requests", "count", "representative", "weights"),
+    [
+        ({0: 10, 1: 30, 2: 20, 3: 40}, 2, 3, {0: 0.2, 3: 0.8}),
+        ({0: 10, 1: 30, 2: 20, 3: 40}, 3, 3, {0: 1 / 7, 2: 2 / 7, 3: 4 / 7}),
+        ({0: 8, 1: 8, 2: 8}, 2, 0, {0: 0.5, 1: 0.5}),
+    ],
+)
+def test_best_with_worst(requests, count, representative, weights):
+    plan = best_with_worst(requests, count)
+    assert plan.representative == representative
+    assert plan.weights == pytest.approx(weights)
+
+
+@given(st.dictionaries(st.integers(0, 50), st.integers(1, 10_000), min_size=2, max_size=12), st.integers(2, 5))
+def test_a_merge_plan_is_a_weighted_average_led_by_its_largest(requests, count):
+    for policy in (worst_with_worst, best_with_worst):
+        plan = policy(requests, count)
+        assert len(plan.weights) == min(count, len(requests))
+        assert sum(plan.weights.values()) == pytest.approx(1.0)
+        assert requests[plan.representative] == max(requests[trainer] for trainer in plan.weights)
+
+
+@pytest.mark.parametrize("policy", [worst_with_worst, best_with_worst])
+@pytest.mark.parametrize(("requests", "count"), [({0: 1}, 2), ({0: 1, 1: 2}, 1), ({0: 0, 1: 2}, 2)])
+def test_an_impossible_merge_is_refused(policy, requests, count):
+    with pytest.raises(ValueError, match=r"at least 2|positive"):
+        policy(requests, count)
+
+
+@pytest.mark.parametrize(
+    ("representative", "weights", "problem"),
+    [
+        (0, {0: 0.5, 1: 0.5}, None),
+        (0, {0: 0.5, 7: 0.5}, "merges trainers [7], and there are [0, 1, 2]"),
+        (2, {0: 0.5, 1: 0.5}, "merges [0, 1] into 2, which are not two or more and one of them"),
+        (0, {0: 1.0}, "merges [0] into 0, which are not two or more and one of them"),
+        (0, {0: 0.5, 1: 0.6}, "has weights {0: 0.5, 1: 0.6}, which must not be negative and sum to 1"),
+        (0, {0: 1.5, 1: -0.5}, "has weights {0: 1.5, 1: -0.5}, which must not be negative and sum to 1"),
+    ],
+)
+def test_what_is_no_merge_says_so(representative, weights, problem):
+    assert MergePlan(representative, weights).problem([0, 1, 2]) == problem

@@ -1,0 +1,301 @@
+"""The laws fitted to run folders whose numbers are known, and to a run that was made."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from algorithms.theory import Prediction, best_fit
+from training_logs.prediction import main
+from training_logs.showing import plots
+from training_logs.showing.number_log import Rows
+from training_logs.showing.plots import draw
+from training_logs.showing.prediction import NoLawError, fit, measured, sentences
+from training_logs.showing.report import run_body
+from training_logs.showing.run_data import MergeRecord, RunData
+
+
+def made_run(
+    batches, merge_after: int = 0, nodes: int = 4, cap: int | None = None, steps: int = 20, **values
+) -> RunData:
+    """Rounds of one trainer, and of a second one, with one node, until a merge."""
+    rows, examples, communications = [], 0, 0
+    for number, batch in enumerate(batches, start=1):
+        living = [(0, batch, nodes)] + ([(1, 8, 1)] if number <= merge_after else [])
+        examples += steps * sum(own for _, own, _ in living)
+        communications += int(nodes > 1) + (number == merge_after)
+        rows += [
+            {"outer_step": number, "trainer_id": trainer, "tokens": 10.0 * examples, "effective_batch": own,
+             "nodes": workers, "inner_steps": steps, "examples": examples, "communications": communications}
+            for trainer, own, workers in living
+        ]  # fmt: skip
+    merges = [MergeRecord(merge_after, 0, {0: 0.5, 1: 0.5})] if merge_after else []
+    config = {
+        "number_of_inner_steps_between_outers": steps, "max_requested_batch": cap, "sampling_method": "norm_test",
+        "ETA": 2.0, "ETA_at_end": None, "max_tokens": None, "number_of_outer_steps": len(batches),
+        "model_training_report_dir": ".",
+    }  # fmt: skip
+    return RunData(Path("made"), config | values, {}, Rows.of(rows), merges)
+
+
+def with_values(run: RunData, places, **values) -> RunData:
+    """The run with other values in some of its rows."""
+    rows = list(run.rounds)
+    for place in places:
+        rows[place] |= {name: value(place) if callable(value) else value for name, value in values.items()}
+    return dataclasses.replace(run, rounds=Rows.of(rows))
+
+
+def test_only_rounds_after_the_last_merge_are_fitted_and_what_came_before_counts():
+    batches = [8, 8, 8, *(round(16 * 1.2**index) for index in range(12))]
+    run = made_run(batches, merge_after=3)
+    found = fit(run)
+    assert (found.first_round, found.batches) == (4, batches[3:])
+    assert [counts[3] for counts in found.done] == [3, 20 * (8 + 8) * 3, 4]
+    assert (found.communications_per_round, found.living) == (1, 1)
+    assert best_fit(found.fits).law.regime == "geometric"
+    _, examples, communications = measured(run)
+    assert found.communications(examples[-1]).value == pytest.approx(communications[-1], abs=0.1)
+    assert found.rounds(examples[-1]).value == pytest.approx(15, abs=0.1)
+    assert "geometric regime" in sentences(found, [1e6])[0]
+
+
+def test_the_end_is_predicted_from_the_beginning():
+    run = made_run([round(16 + 2.5 * index) for index in range(60)])
+    found = fit(run, share=1 / 3)
+    assert len(found.batches) == 20
+    _, examples, communications = measured(run)
+    prediction = found.communications(examples[-1])
+    assert prediction.value == pytest.approx(communications[-1], rel=0.03)
+    assert prediction.low <= communications[-1] <= prediction.high
+
+
+def test_an_eta_that_changes_is_taken_out_of_the_law_and_put_back():
+    """b_t = (16 + t) (2 / eta_t)^2 with eta from 2 to 1 along the tokens: fitted on a third, right to the end."""
+    batches, used, total = [], 0.0, 40_000.0
+    while used < total:
+        eta = 2.0 - used / total
+        batches.append((16 + len(batches)) * (2.0 / eta) ** 2)
+        used += 20 * batches[-1]
+    run = made_run(batches, ETA_at_end=1.0, max_tokens=10.0 * total, number_of_outer_steps=None)
+    found = fit(run, share=1 / 3)
+    law = best_fit(found.fits).law
+    assert (law.regime, law.first, law.growth) == ("linear", pytest.approx(16.0), pytest.approx(1.0, rel=1e-3))
+    assert found.communications(used).value == pytest.approx(len(batches), rel=0.02)
+    wrong = fit(made_run(batches), share=1 / 3).communications(used).value
+    assert abs(wrong / len(batches) - 1) > 0.1
+
+
+def test_a_longer_run_whose_eta_falls_more_slowly_is_not_the_same_run_continued():
+    """b_t = (16 + t) (2 / eta_t)^2 as above, for twice the examples."""
+
+    def batches(total: float) -> list[float]:
+        made, used = [], 0.0
+        while used < total:
+            made.append((16 + len(made)) * (2.0 / (2.0 - used / total)) ** 2)
+            used += 20 * made[-1]
+        return made
+
+    short, long = batches(40_000.0), batches(80_000.0)
+    used = 20.0 * sum(short)
+    run = made_run(short, ETA_at_end=1.0, max_tokens=10.0 * used, number_of_outer_steps=None)
+    assert fit(run).communications(2.0 * used).value == pytest.approx(len(long), rel=0.02)
+
+
+def test_rounds_before_the_batch_grows_say_nothing():
+    run = made_run([16.0] * 10 + [16 * 1.05**index for index in range(1, 15)])
+    found = fit(run)
+    assert found.first_round == 10
+    assert best_fit(found.fits).law.growth == pytest.approx(math.log(1.05), rel=1e-3)
+    assert fit(made_run([16.0] * 10)).first_round == 1
+
+
+def run_of_requests(asked) -> RunData:
+    """Batches as a debiased norm test with eta 2 makes them that asks for so much after each round."""
+    batches = [4 * math.ceil(max(asked[: index + 1]) / 4) for index in range(len(asked))]
+    run = made_run([16, *batches[:-1]], debias=True, statistics_smoothing=0.0)
+    # V = 4 T G2 with G2 = 2 and a sample of 8: the gradient's squared norm is G2 + V / 8.
+    return with_values(
+        run,
+        range(len(asked)),
+        gradient_variance=lambda place: 8.0 * asked[place],
+        gradient_squared_norm=lambda place: 2.0 + asked[place],
+        gradient_sample_size=8.0,
+    )
+
+
+def test_what_the_test_asked_for_is_fitted_where_the_batch_does_not_show_it():
+    """While the test asks for less than there is the batch is a plateau, but the statistics know how it goes on."""
+    asked = [30.0, 14.0, 9.0, *(8.0 + 2.0 * index for index in range(60))]
+    run = run_of_requests(asked)
+    found = fit(run, share=1 / 3)
+    law = best_fit(found.fits).law
+    assert found.asked
+    # The least was asked for after the fourth round, and so for the fifth.
+    assert (found.first_round, law.regime) == (5, "linear")
+    assert (law.first, law.growth) == (pytest.approx(8.0), pytest.approx(2.0))
+    assert found.batches[0] == 32
+    _, examples, communications = measured(run)
+    assert found.communications(examples[-1]).value == pytest.approx(communications[-1], rel=0.005)
+    without = fit(made_run([row["effective_batch"] for row in run.rounds]), share=1 / 3)
+    assert abs(without.communications(examples[-1]).value / communications[-1] - 1) > 0.05
+
+
+def test_rounds_without_statistics_and_other_tests_are_no_requests():
+    run = run_of_requests([8.0 + index for index in range(20)])
+    run = with_values(run, range(5), gradient_variance=math.nan)
+    assert fit(run).first_round == 7
+    run = with_values(run, [5], gradient_squared_norm=0.0)  # G2 below zero says nothing, either
+    assert fit(run).first_round == 8
+    plain = run_of_requests([8.0 + index for index in range(20)])
+    plain.config["debias"] = False
+    assert not fit(plain).asked
+
+
+def test_what_was_asked_for_is_what_the_statistics_were_sure_of():
+    """V = 8 +- 1, ||G||^2 = 0.5 +- 0.1, two standard errors: r with 8 - 0.5 r = 2 sqrt(1 + 0.01 r^2), over eta^2."""
+    sure = with_values(
+        run_of_requests([8.0 + index for index in range(20)]), range(20), gradient_variance=8.0,
+        gradient_variance_error=1.0, gradient_squared_norm=0.5, gradient_squared_norm_error=0.1,
+    )  # fmt: skip
+    sure.config["batch_test_confidence"] = 2.0
+    ratio = best_fit(fit(sure).fits).law.first * 2.0**2
+    assert 8.0 - 0.5 * ratio == pytest.approx(2.0 * math.hypot(1.0, 0.1 * ratio))
+    sure.config["batch_test_confidence"] = 0.0
+    assert best_fit(fit(sure).fits).law.first == pytest.approx(8.0 / 0.5 / 2.0**2)
+    unsure = with_values(sure, range(17), gradient_squared_norm_error=math.nan)
+    with pytest.raises(NoLawError, match="at least 4 rounds"):
+        fit(unsure)
+
+
+def test_no_interval_is_outside_of_what_batches_can_do():
+    """They do not shrink, and do not outgrow the largest; one that does not move is known."""
+    batches = [16, 18, 17, 22, 21, 26, 24, 30]
+    run = made_run(batches, cap=40)
+    more = 20 * 40 * 30
+    prediction = fit(run).communications(20 * sum(batches) + more)
+    assert 8 + 30 <= prediction.low < prediction.value < prediction.high <= 8 + math.ceil(more / 20 / 30)
+    still = fit(made_run([16] * 8, sampling_method="none")).communications(20 * 16 * 100)
+    assert still.value == pytest.approx(100.0)
+    assert still.high - still.low < 2.5  # a batch is known to a third of an example
+
+
+def test_what_a_run_has_done_is_not_predicted():
+    run = made_run([10, 20, 30, 40, 50, 60])
+    assert fit(run).communications(20 * 45.0) == Prediction(2.5, 2.5, 2.5)
+    assert fit(run).rounds(20 * 60.0) == Prediction(3.0, 3.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"communication_budget": 50}, "a budget sets batches or rounds: 50 communications"),
+        ({"byte_budget": 5000}, "a budget sets batches or rounds: 5,000 bytes"),
+        ({"inner_steps_rule": "quadratic"}, "rounds lengthen as the learning rate falls"),
+        ({"smallest_worker_batch": 16}, "workers join as the batch grows"),
+        ({"node_schedule": [[0, 2], [0.5, 4]]}, "nodes come and go"),
+        ({"balance": "steps"}, "workers make fewer inner steps"),
+        ({"learning_rate_schedule": "warmup_stable_decay"}, "grows until the learning rate falls"),
+    ],
+)
+def test_runs_of_other_rounds_have_no_law(values, why):
+    with pytest.raises(NoLawError, match=why):
+        fit(made_run([16 + index for index in range(20)], **values))
+
+
+def test_a_run_whose_workers_made_unlike_steps_has_no_law():
+    run = made_run([16 + index for index in range(20)])
+    expected = fit(run).communications(1e5)
+
+    def with_steps(*steps) -> RunData:
+        found = dataclasses.replace(run)
+        rows = [{"outer_step": 1, "trainer_id": 0, "inner_steps": made} for made in steps]
+        found.__dict__["node_rows"] = Rows.of(rows)
+        return found
+
+    assert fit(with_steps(20, 20, 20)).communications(1e5) == expected
+    for steps in ((20, 20, 10), (10, 10, 10)):
+        with pytest.raises(NoLawError, match="workers make fewer inner steps than their rounds have"):
+            fit(with_steps(*steps))
+
+
+def test_the_check_counts_what_held(run, tmp_path, capsys):
+    from benchmarks.performance.prediction import Check, summary
+    from benchmarks.performance.prediction import main as check
+
+    held, missed = Check("a", 0.5, 55.0, 45.0, 65.0, 50.0, 20.0), Check("b", 0.5, 30.0, 25.0, 35.0, 40.0, 20.0)
+    found = summary([held, missed])
+    assert found.startswith("1 of 2 intervals held; error 18% on average, 18% in the median, 25% at worst; width 32%")
+    assert check([str(run.folder)]) == 0
+    assert "all: " in capsys.readouterr().out
+    assert check([str(tmp_path)]) == 2
+
+
+def test_one_worker_communicates_nothing_and_a_cap_makes_it_linear():
+    assert fit(made_run([16.0] * 8, nodes=1)).communications(1e6).value == 0.0
+    found = fit(made_run([16, 20, 24, 28, 32, 36, 40, 40, 40, 40], cap=40))
+    per_round = 20 * 40
+    first, second = (found.communications(count).value for count in (2e4, 4e4))
+    assert second - first == pytest.approx(2e4 / per_round)
+
+
+def test_too_few_rounds_say_so():
+    with pytest.raises(NoLawError, match="at least 4 rounds below the largest batch, got 3"):
+        fit(made_run([8, 9, 10]))
+    with pytest.raises(NoLawError, match="got 0"):
+        fit(made_run([]))
+    with pytest.raises(NoLawError, match="got 0"):
+        fit(made_run([8] * 6, merge_after=6, ETA_at_end=1.0))
+
+
+def test_a_round_cut_short_by_the_budget_is_left_out():
+    run = with_values(made_run([16] * 8), [7], inner_steps=3)
+    assert len(fit(run).batches) == 7
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    from tests.integration.test_reporting import record_run
+    from training_logs.showing.run_data import read_run
+
+    folder = tmp_path_factory.mktemp("logs")
+    settings = {"number_of_outer_steps": 12, "number_of_initial_trainers": 2, "max_batch_growth": 1.2}
+    settings |= {"number_of_inner_steps_between_outers": 1, "nodes_per_gpu": 2}
+    return read_run(record_run(folder, max_batch_size=64, max_requested_batch=None, **settings))
+
+
+def test_the_plot_shows_the_measured_and_the_predicted(run):
+    axes = draw(run, [(plots.draw_prediction, "communications"), (plots.draw_batch_law, "outer_step")]).axes
+    drawn = {line.get_label(): line for line in axes[0].lines}
+    _, examples, communications = measured(run)
+    assert list(drawn["measured"].get_xdata()) == [0, *examples]
+    assert list(drawn["measured"].get_ydata()) == [0, *communications]
+    found = fit(run)
+    predicted = drawn["predicted"]
+    assert predicted.get_ydata()[-1] == pytest.approx(found.communications(3 * examples[-1]).value)
+    law = next(line for line in axes[1].lines if line.get_linewidth() == 2.5)
+    best = best_fit(found.fits).law
+    assert law.get_label().startswith(best.regime)
+    assert law.get_ydata()[0] == pytest.approx(best.batch(1))
+    assert "Communications for more examples" in run_body(run)
+
+
+def test_a_run_without_enough_rounds_is_drawn_without_a_law():
+    axes = draw(made_run([8, 9, 10]), [(plots.draw_prediction, "communications")]).axes[0]
+    assert [line.get_label() for line in axes.lines] == ["measured"]
+    assert any("too few rounds" in " ".join(text.get_text().split()) for text in axes.texts)
+
+
+def test_the_command_states_the_error(run, capsys, tmp_path):
+    assert main([str(run.folder), "--share", "0.7"]) == 0
+    printed = capsys.readouterr().out
+    _, examples, communications = measured(run)
+    value = fit(run, 0.7).communications(examples[-1]).value
+    assert f"error {value / communications[-1] - 1.0:+.1%}" in printed
+    assert main([str(run.folder), "--examples", "1e6"]) == 0
+    assert "1,000,000 examples" in capsys.readouterr().out
+    assert main([str(tmp_path)]) == 2
+    assert math.isfinite(value)
+    assert np.isfinite(examples).all()

@@ -1,0 +1,189 @@
+"""What comparisons say: curves, paired differences and frontiers on paper; the pages are those of the files."""
+
+import math
+
+import pytest
+
+from benchmarks.compare.compare import with_new_words
+from benchmarks.compare.plan import ROOT
+from benchmarks.compare.report import pages
+from benchmarks.compare.results import Results, mean_curve, metric_where, paired_difference, used_until
+from benchmarks.compare.tables import equal_tables, frontier_table, headline, verdicts
+
+
+def made_outcome(metric, tokens, method="a", final=None, seed=1):
+    curves = {"metric": metric, "tokens": tokens, "communications": [t / 10 for t in tokens]}
+    curves["bytes_communicated"] = [50 * t for t in tokens]
+    return {
+        "method": method, "value": None, "seed": seed, "id": f"{method}{seed}", "completed": True,
+        "final_metric": final or metric[-1], "curves": curves,
+    }  # fmt: skip
+
+
+def test_where_a_curve_is_and_when_it_arrives():
+    run = made_outcome([100.0, 25.0, 25.0, 20.0], [0, 10, 20, 30])
+    assert metric_where(run, "tokens", 5) == pytest.approx(50.0)  # halfway between logarithms
+    assert metric_where(run, "tokens", 99) == pytest.approx(20.0)
+    assert used_until(run, "tokens", 50.0) == pytest.approx(5.0)
+    assert used_until(run, "tokens", 25.0) == pytest.approx(10.0)
+    assert used_until(run, "tokens", 19.0) is None
+    accuracy = made_outcome([0.25, 0.5, 0.8], [0, 10, 20])
+    assert used_until(accuracy, "tokens", 0.5, sign=-1) == pytest.approx(10.0)
+    assert used_until(accuracy, "tokens", 0.9, sign=-1) is None
+
+
+def test_the_mean_curve_ends_where_runs_end_on_average():
+    runs = [made_outcome([100.0, 50.0, 20.0], [0, 100, 200]), made_outcome([100.0, 30.0], [0, 300])]
+    xs, values = mean_curve(runs, "communications", points=3)
+    assert xs.tolist() == [0.0, 12.5, 25.0]
+    assert values[:, -1].tolist() == pytest.approx([20.0, 30.0])
+    assert values[:, 1].tolist() == pytest.approx([50.0, math.sqrt(3000.0)])
+
+
+def test_methods_are_held_against_the_longest_run_of_the_reference():
+    outcomes = [made_outcome([9.0, 3.0], [0, end], "a", seed=seed) for seed, end in enumerate((120, 100, 110))]
+    raw = {
+        "comparison": {"methods": [{"name": "a"}], "reference": "a"},
+        "chosen": [outcome["id"] for outcome in outcomes],
+        "outcomes": outcomes,
+    }
+    assert Results(raw).limit("tokens") == 120
+
+
+# Differences
+
+
+def test_a_paired_difference_by_hand():
+    """Of logarithms: 0.1, 0.2, 0.3; their mean 0.2, their standard error 0.1 / sqrt(3), t 4.3027 with two degrees."""
+    theirs = {1: 20.0, 2: 30.0, 3: 25.0}
+    ours = {seed: value * math.exp(0.1 * seed) for seed, value in theirs.items()}
+    found = paired_difference(ours | {4: 1.0}, theirs, lower_is_better=True)
+    half = 4.302653 * 0.1 / math.sqrt(3)
+    assert found.mean == pytest.approx(100 * (math.exp(0.2) - 1))
+    assert found.interval == pytest.approx([100 * (math.exp(0.2 + x) - 1) for x in (-half, half)], rel=1e-5)
+    assert (found.verdict, str(found)) == ("not told apart", "+22.1% (-4.7 to +56.6)")
+
+
+@pytest.mark.parametrize(
+    ("differences", "lower_is_better", "verdict"),
+    [
+        ((0.10, 0.11, 0.12), True, "worse"),
+        ((-0.10, -0.11, -0.12), True, "better"),
+        ((0.10, 0.11, 0.12), False, "better"),
+        ((-0.10, -0.11, -0.12), False, "worse"),
+        ((0.0, 0.0, 0.0), True, "not told apart"),
+        ((0.3,), True, "one seed"),
+    ],
+)
+def test_words_are_used_only_where_the_interval_excludes_zero(differences, lower_is_better, verdict):
+    theirs = dict.fromkeys(range(len(differences)), 0.5)
+    add = (lambda x, d: x * math.exp(d)) if lower_is_better else (lambda x, d: x + d)
+    ours = {seed: add(theirs[seed], difference) for seed, difference in enumerate(differences)}
+    assert paired_difference(ours, theirs, lower_is_better).verdict == verdict
+
+
+def test_an_accuracy_is_compared_in_points():
+    found = paired_difference({1: 0.81, 2: 0.83}, {1: 0.80, 2: 0.80}, lower_is_better=False)
+    assert found.mean == pytest.approx(2.0)
+    assert found.interval == pytest.approx((2.0 - 12.7062, 2.0 + 12.7062), rel=1e-4)  # t with one degree of freedom
+    assert str(found) == "+2.0 points (-10.7 to +14.7)"
+
+
+def made_results(families=("", "", ""), seeds=3):
+    """c ends 10% above a, with half of the tokens; b, of the same seeds, is a with noise."""
+    methods = [
+        {"name": name, "baseline": name == "c", "family": family} for name, family in zip("abc", families, strict=True)
+    ]
+    outcomes = []
+    for seed in range(1, seeds + 1):
+        end = 20.0 + seed
+        outcomes += [
+            made_outcome([100.0, 40.0, end], [0, 100, 200], "a", seed=seed),
+            made_outcome([100.0, 40.0, end * (1.1, 0.9, 1.0)[seed - 1]], [0, 100, 200], "b", seed=seed),
+            made_outcome([100.0, end * 1.1], [0, 100], "c", seed=seed),
+        ]
+    return Results({
+        "name": "made",
+        "comparison": {"methods": methods, "reference": "a", "seeds": list(range(1, seeds + 1))},
+        "chosen": [outcome["id"] for outcome in outcomes],
+        "metric": {"name": "perplexity", "higher_is_better": False, "decimals": 2},
+        "outcomes": outcomes,
+    })  # fmt: skip
+
+
+def test_methods_are_told_apart_from_the_reference():
+    results = made_results()
+    said = verdicts(results)
+    assert said[:3] == [
+        f"**At equal {what}.** Better than a: none. Not told apart: b. Worse: 1 of 2."
+        for what in ("tokens", "communications", "bytes")
+    ]
+    assert said[3] == (
+        "c is the baseline with the best final perplexity, 24.20; a has 22.00 and makes 2.00 times its communications."
+    )
+    (table,) = equal_tables(results)
+    assert "| method | 200 training tokens | 20 communications | 10.0 kB sent |" in table
+    assert "| c |" + 3 * " 24.20 ± 1.10 (at its end); +10.0% (+10.0 to +10.0): worse |" in table
+    apart = "c: +10.0% (+10.0 to +10.0), worse"
+    assert headline(results) == (
+        "a: perplexity 22.00 ± 1.00, 20 communications, 10.0 kB. "
+        f"Best baseline at equal tokens {apart}; at equal communications {apart}; at equal bytes {apart}."
+    )
+
+
+def test_one_seed_has_no_interval():
+    results = made_results(seeds=1)
+    assert verdicts(results) == ["One seed: there are no intervals, so that nothing is told apart here."]
+    results.raw["comparison"]["seeds"].append(2)  # with which no run came to its end
+    assert verdicts(results)[0].endswith("Worse: 0 of 2. One seed in common, so no interval: b; c.")
+    assert "| c | 23.10 (at its end); +10.0%: one seed |" in equal_tables(results)[0]
+
+
+def test_overlapped_time_is_there_only_where_all_runs_have_it():
+    results = made_results(seeds=1)
+    names = ["simulated: x, 1 Gb/s", "simulated: x, 1 Gb/s, overlapped"]
+    for run in results.raw["outcomes"]:
+        run["curves"] |= dict.fromkeys(names, run["curves"]["tokens"])
+    assert (results.simulated, results.overlapped) == (names[:1], names[1:])
+    assert len(equal_tables(results)) == 3
+    del results.raw["outcomes"][-1]["curves"][names[1]]
+    older = Results(results.raw)
+    assert (older.simulated, older.overlapped) == (names[:1], [])
+
+
+def test_the_frontier_of_a_family_is_its_best_at_no_more_communications():
+    results = made_results(("F", "", "F"))
+    assert results.families == {"F": ["a", "c"], "b": ["b"]}
+    # c is at its end after 10 communications, where a has 40; a ends 10% lower after 20.
+    at_15, at_25 = results.frontier(15), results.frontier(25)
+    assert at_15["F"][0] == "c"
+    assert at_15["F"][1] == pytest.approx({1: 23.1, 2: 24.2, 3: 25.3})
+    assert at_25["F"][0] == "a"
+    assert at_25["F"][1] == pytest.approx({1: 21.0, 2: 22.0, 3: 23.0})
+    assert "| F | 24.20 ± 1.10 (c, 10) | 22.00 ± 1.00 (a, 20) |" in frontier_table(results)
+
+
+# Pages
+
+
+def published():
+    """The results in docs/, with the words that the comparisons have now, and their pages."""
+    found = []
+    for path in sorted((ROOT / "docs" / "results").glob("*.json")):
+        words = ROOT / "benchmarks" / "comparisons" / f"{path.stem}.yaml"
+        found.append(Results(with_new_words(words, path)))
+    return pages(found)
+
+
+def test_the_pages_are_those_that_report_only_would_write():
+    written = published()
+    there = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs" / "results").glob("*.md")}
+    assert there | {"results.md"} == set(written)
+    for name, text in written.items():
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == text, (
+            "run: benchmarks/compare/compare.py --report-only"
+        )
+
+
+def test_the_overview_is_short():
+    assert len((ROOT / "docs" / "results.md").read_text(encoding="utf-8").splitlines()) <= 150

@@ -1,0 +1,229 @@
+"""Which examples of shares come when, whoever reads them: through changing workers, merges and resumes."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from algorithms.nodes.balance import places
+from fabrics.data.examples import PackedSequences
+from fabrics.data.partition_sampler import OrderedShares, ShareCursor, first_shares, next_of_several, shares_of_workers
+from fabrics.data.sampler import share_sizes, tokens_ahead
+from fabrics.pool.node_assignment import Distributing
+from fabrics.pool.node_pool import NodePool
+from fabrics.pool.round_scheduler import Spending
+from fabrics.pool.run_counters import Totals
+from fabrics.training.flat_model import WorkingModel
+from fabrics.training.worker import Node
+from tests.support.helpers import (
+    CPU,
+    make_config,
+    padded,
+    random_sequences,
+    recorded_pseudo_gradients,
+    tiny_llama,
+    train,
+)
+from trainers import Trainer
+from utils.distributed.processes import LocalProcesses
+
+
+def read(cursor: ShareCursor, batches: list[int], steps: int) -> list[list[int]]:
+    """What every worker of a round reads, one after the other, as inner steps do; the round is counted then."""
+    found = {}
+    for reading in cursor.readings(len(batches)):
+        own = [batches[worker] for worker in reading.workers]
+        for worker, firsts in zip(reading.workers, places(own, [range(steps)] * len(own)), strict=True):
+            found[worker] = [example for first in firsts for example in reading.places(first, batches[worker]).tolist()]
+    cursor.advance([steps * batch for batch in batches])
+    return [found[worker] for worker in range(len(batches))]
+
+
+def reloaded(cursor: ShareCursor) -> ShareCursor:
+    """What is continued from a checkpoint."""
+    fresh = ShareCursor(cursor._shares, [0], cursor._by_worker)
+    fresh.load_state_dict(json.loads(json.dumps(cursor.state_dict())))
+    return fresh
+
+
+# Decisions
+
+
+@pytest.mark.parametrize(
+    ("shares", "workers", "expected"),
+    [
+        ([0, 1, 2, 3], 4, [(0,), (1,), (2,), (3,)]),
+        ([0, 1, 2, 3], 1, [(0, 1, 2, 3)]),
+        ([4, 5, 6, 7, 9], 2, [(4, 6, 9), (5, 7)]),
+        ([2, 5], 4, [(2,), (5,), (2,), (5,)]),
+        ([2, 5], 3, [(2,), (5,), (2,)]),
+    ],
+)
+def test_workers_divide_the_shares_of_their_trainer(shares, workers, expected):
+    assert shares_of_workers(shares, workers) == expected
+
+
+def test_trainers_begin_with_consecutive_shares():
+    assert [list(first_shares(5, trainer, 2)) for trainer in range(2)] == [[0, 1], [2, 3, 4]]
+    assert [list(first_shares(4, trainer, 4)) for trainer in range(4)] == [[0], [1], [2], [3]]
+
+
+def test_of_several_shares_the_one_comes_next_that_is_least_far():
+    which, places = next_of_several([0, 0], [2, 4], 8)
+    # Halves of the first at 1/2, 1, 3/2; quarters of the second at 1/4, 1/2, 3/4, 1, 5/4.
+    assert which.tolist() == [1, 0, 1, 1, 0, 1, 1, 0]
+    assert places.tolist() == [0, 0, 1, 2, 1, 3, 4, 2]
+    # One that is an epoch behind catches up first.
+    assert next_of_several([0, 4], [2, 4], 4)[0].tolist() == [0, 0, 1, 0]
+
+
+# Walks
+
+
+def test_a_share_is_walked_in_numpys_order_for_seed_share_and_epoch():
+    cursor = ShareCursor(OrderedShares(5, (3, 6)), [1], True)
+    for epoch in (0, 1):
+        expected = np.random.default_rng([5, 3, 1, epoch]).permutation(np.arange(3, 9))
+        assert cursor.readings(1)[0].places(6 * epoch, 6).tolist() == expected.tolist()
+
+
+def test_workers_that_read_the_same_shares_take_consecutive_slices():
+    cursor = ShareCursor(OrderedShares(5, (8, 12)), [0, 1], False)
+    ((upcoming, workers, size),) = cursor.readings(3)
+    assert (workers, size) == ((0, 1, 2), 20)
+    steps = upcoming(0, 18).reshape(3, 6)
+    one, two, three = read(cursor, [2, 3, 1], 3)
+    assert [one, two, three] == [steps[:, part].ravel().tolist() for part in (slice(2), slice(2, 5), slice(5, 6))]
+    assert len({*one, *two, *three}) == 18
+    rest = {example for worker in read(cursor, [1, 1], 1) for example in worker}
+    assert {*one, *two, *three} | rest == set(range(20))
+
+
+def test_a_worker_reads_its_own_share_alone():
+    cursor = ShareCursor(OrderedShares(5, (8, 12, 4)), [0, 1, 2], True)
+    assert share_sizes(cursor.readings(3), [1, 1, 1]) == [8, 12, 4]
+    assert share_sizes(cursor.readings(6), [1, 1, 0, 1, 1, 1]) == [4, 6, 0, 4, 6, 2]
+    parts = read(cursor, [2, 3, 1], 4)
+    for share, part in enumerate(parts):
+        assert set(part) <= set(cursor._shares.examples(share))
+        assert len(set(part)) == len(part)
+
+
+@pytest.mark.parametrize("by_worker", [True, False])
+def test_tokens_ahead_are_those_that_are_read(by_worker):
+    texts = padded([[1] * length for length in range(1, 25)])
+    cursor, batches = ShareCursor(OrderedShares(1, (6, 10, 8)), [0, 1, 2], by_worker), [2, 1, 3]
+    expected = tokens_ahead(cursor.readings(3), [2 * batch for batch in batches], texts)
+    assert expected == sum(texts.tokens(part) for part in read(cursor, batches, 2))
+
+
+rounds = st.lists(
+    st.tuples(st.integers(0, 3), st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(1, 3), st.booleans()),
+    min_size=1,
+    max_size=10,
+)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=4, max_size=7), st.booleans(), rounds)
+def test_nothing_is_seen_twice_in_an_epoch_of_a_share(sizes, by_worker, events):
+    """Whoever reads, whenever trainers merge, and from a checkpoint at every moment."""
+    shares = OrderedShares(3, tuple(sizes))
+    living = [ShareCursor(shares, first_shares(len(sizes), trainer, 4), by_worker) for trainer in range(4)]
+    seen = Counter()
+    for chosen, batches, steps, merges in events:
+        cursor = living[chosen % len(living)]
+        again = reloaded(cursor)
+        parts = read(cursor, batches, steps)
+        assert read(again, batches, steps) == parts
+        assert again.state_dict() == cursor.state_dict()
+        seen.update(example for part in parts for example in part)
+        if merges and len(living) > 1:
+            other = living.pop()
+            living[0].unite([other])
+        for share, size in enumerate(sizes):
+            counts = [seen[example] for example in shares.examples(share)]
+            assert max(counts) - min(counts) <= 1
+            assert sum(counts) == sum(cursor.positions.get(share, 0) for cursor in living)
+            assert size == len(counts)
+    assert sorted(np.concatenate([cursor.subset for cursor in living])) == list(range(sum(sizes)))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(1, 3))
+def test_an_epoch_of_all_shares_of_a_trainer_sees_every_example_once(sizes, epochs):
+    cursor = ShareCursor(OrderedShares(3, tuple(sizes)), range(len(sizes)), False)
+    for _ in range(epochs):
+        (part,) = read(cursor, [1], sum(sizes))
+        assert sorted(part) == list(range(sum(sizes)))
+
+
+# Trainers
+
+
+def trainer_of(cursor: ShareCursor, examples, nodes: int, number: int = 0, **values) -> Trainer:
+    working = WorkingModel(tiny_llama(), CPU)
+    start, processes = working.parameters.detach().clone(), LocalProcesses([CPU], nodes)
+    trainer = Trainer(number, make_config(**values), start, cursor, examples, {CPU: working}, processes)
+    trainer.assign_nodes(tuple(Node(node, CPU, 64) for node in range(nodes)))
+    return trainer
+
+
+def test_workers_of_a_trainer_train_on_their_shares():
+    examples = PackedSequences(random_sequences(40))
+    values = {"INITIAL_BATCH_SIZE": 6, "max_requested_batch": 6}
+    trainer = trainer_of(ShareCursor(OrderedShares(1, (10, 14, 16)), [0, 1, 2], True), examples, 3, **values)
+    trained = []
+    batch_of = examples.batch
+
+    def recorded(indices, device):
+        trained.append(np.asarray(indices).tolist())
+        return batch_of(indices, device)
+
+    examples.batch = recorded
+    train(trainer, 2)
+    shares = [{np.searchsorted([10, 24], index, side="right") for index in batch} for batch in trained]
+    assert all(len(own) == 1 for own in shares)
+    # Two rounds of three inner steps, and of a batch that is larger for statistics, which is of the share as well.
+    assert Counter(next(iter(own)) for own in shares) == {0: 8, 1: 8, 2: 8}
+    assert trainer.cursor.positions == {0: 12, 1: 12, 2: 12}
+
+
+@pytest.mark.parametrize("weigh", [True, False])
+def test_means_are_weighted_by_the_sizes_of_shares_on_request(weigh, monkeypatch):
+    examples = PackedSequences(random_sequences(40))
+    values = {"distributed_algo": "LocalSGD", "sampling_method": "none", "weigh_shares": weigh}
+    trainer = trainer_of(ShareCursor(OrderedShares(1, (10, 30)), [0, 1], True), examples, 2, **values)
+    before, gradients = trainer.parameters.clone(), recorded_pseudo_gradients(monkeypatch)
+    train(trainer, 1)
+    first, second = gradients
+    expected = 0.25 * first + 0.75 * second if weigh else 0.5 * (first + second)
+    torch.testing.assert_close(before - trainer.parameters, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("over", ["workers", "trainers"])
+@pytest.mark.parametrize(("weigh", "weights"), [(True, (0.25, 0.75)), (False, (2 / 3, 1 / 3))])
+def test_merges_are_weighted_by_the_sizes_of_shares_on_request(over, weigh, weights):
+    """Trainer 0 requests 8 and has shares of 4 and 6 examples, trainer 1 requests 4 and has one of 30."""
+    examples, shares = PackedSequences(random_sequences(40)), OrderedShares(1, (4, 6, 30))
+    values = {"data_split_over": over, "data_split": "sources", "weigh_shares": weigh}
+    config, by_worker = make_config(**values), over == "workers"
+    trainers = {
+        number: trainer_of(ShareCursor(shares, own, by_worker), examples, 1, number, **values)
+        for number, own in enumerate(([0, 1], [2]))
+    }
+    trainers[0].batch.requested_batch = 8
+    for number, trainer in trainers.items():
+        trainer.shared["parameters"].fill_(float(number))
+        trainer.shared["velocity"].fill_(2 * number)
+    pool = NodePool([CPU], config)
+    plan, _ = Distributing(config, pool, [0], Spending(config, 1)).merge(trainers, Totals())
+    assert (plan.representative, list(trainers)) == (0, [0])
+    assert plan.weights == pytest.approx(dict(enumerate(weights)))
+    torch.testing.assert_close(trainers[0].parameters, torch.full_like(trainers[0].parameters, weights[1]))
+    velocity = trainers[0].shared["velocity"]
+    torch.testing.assert_close(velocity, torch.full_like(velocity, 2 * weights[1]))

@@ -1,0 +1,484 @@
+"""Nodes of different speeds: what they do, that means weigh it, that runs stay the same, and their virtual clock."""
+
+import copy
+import csv
+import json
+import math
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from algorithms.nodes.balance import throughput
+from algorithms.nodes.communication_rounds import Link
+from algorithms.nodes.virtual_clock import Clocks, Sending, Uniform, together
+from algorithms.synchronisation import METHODS
+from algorithms.synchronisation.delayed_nesterov import DelayedNesterov
+from algorithms.synchronisation.method import Outer
+from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.data.examples import PackedSequences
+from fabrics.training import inner_loop
+from fabrics.training.inner_loop import InnerSteps
+from fabrics.training.outer_round import Gathering
+from fabrics.training.worker import Node
+from tests.integration.test_reporting import record_run
+from tests.support.helpers import (
+    CPU,
+    Recorder,
+    light_cluster,
+    make_config,
+    make_trainer,
+    parameters_of,
+    random_sequences,
+    recorded_pseudo_gradients,
+    tiny_llama,
+    train,
+)
+from tests.support.programs import wait_until
+from training_logs.recording.node_log import NodeLog
+from training_logs.showing import node_plots
+from training_logs.showing.node_plots import broken
+from training_logs.showing.number_log import Rows
+from training_logs.showing.plots import PLOTS, draw, plots_of
+from training_logs.showing.report import headline
+from training_logs.showing.run_data import RunData, read_run
+from utils.config.reading import parse_config
+from utils.config.schema import ConfigError
+
+SPEEDS = [1.0, 1.0, 0.5, 0.25]
+GROWING = {"number_of_outer_steps": 4, "number_of_initial_trainers": 1, "INITIAL_BATCH_SIZE": 8, "ETA": 0.3}
+
+
+def trained(**values):
+    """A cluster of four nodes after its run, and its rounds."""
+    cluster, recorder = light_cluster(**(GROWING | values)), Recorder()
+    cluster.train(recorder)
+    return cluster, recorder.rounds
+
+
+def same_bits(one, other) -> bool:
+    return torch.equal(one.trainers[0].parameters, other.trainers[0].parameters)
+
+
+def of_speeds(trainer, speeds):
+    """The trainer with nodes of these speeds."""
+    trainer.assign_nodes(tuple(Node(number, CPU, 64, speed) for number, speed in enumerate(speeds)))
+    return trainer
+
+
+# Shares
+
+
+def test_equal_speeds_make_the_same_run_to_the_bit():
+    plain, rounds = trained()
+    assert len({result.reports[0].requested_batch for result in rounds}) > 1
+    for values in ({"balance": "batch"}, {"balance": "steps"}, {}):
+        assert same_bits(plain, trained(node_speeds=[2.0] * 4, **values)[0])
+    assert same_bits(plain, trained(node_speeds=SPEEDS)[0])  # a clock alone changes nothing
+
+
+def test_shares_follow_the_batch_and_nothing_else_changes():
+    plain, rounds = trained(max_requested_batch=44)
+    found, balanced = trained(max_requested_batch=44, node_speeds=SPEEDS, balance="batch")
+    assert not same_bits(plain, found)
+    shares = [[worker.plan.effective_batch for worker in result.reports[0].workers.values()] for result in balanced]
+    assert shares[0] == [3, 3, 1, 1]
+    assert shares[-1] == [16, 16, 8, 4]
+    assert rounds[0].reports[0].examples == balanced[0].reports[0].examples == 3 * 8
+
+
+@pytest.mark.parametrize("balance", ["equal", "batch", "steps"])
+def test_the_mean_is_weighted_by_the_examples_of_a_round(balance, monkeypatch):
+    config = make_config(
+        INITIAL_BATCH_SIZE=16, sampling_method="none", distributed_algo="LocalSGD", balance=balance, node_speeds=SPEEDS
+    )
+    trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(200)), nodes=4)
+    of_speeds(trainer, SPEEDS)
+    before = trainer.parameters.numpy().copy()
+    moved = recorded_pseudo_gradients(monkeypatch)
+    (report,) = train(trainer, 1, inner_steps=4)
+    examples = {"equal": [16] * 4, "batch": [24, 24, 12, 4], "steps": [16, 16, 8, 4]}[balance]
+    assert [worker.examples for worker in report.workers.values()] == examples
+    assert report.examples == trainer.cursor.position == sum(examples)
+    moved = np.stack([each.numpy() for each in moved])
+    weighted = before - np.average(moved, axis=0, weights=examples)
+    np.testing.assert_allclose(trainer.parameters.numpy(), weighted, rtol=1e-12, atol=1e-14)
+    if balance != "equal":
+        assert np.abs(before - moved.mean(0) - weighted).max() > 1e-6
+
+
+def test_fewer_inner_steps_equal_an_independent_implementation():
+    """DiLoCo with workers that make 4 and 2 inner steps of a round; slices follow each other as steps do."""
+    config = make_config(
+        INITIAL_BATCH_SIZE=6, sampling_method="none", balance="steps", node_speeds=[1, 0.5], warmup_steps=6
+    )
+    model, sequences = tiny_llama(), random_sequences(70)
+    trainer = make_trainer(copy.deepcopy(model), config, PackedSequences(sequences), nodes=2)
+    of_speeds(trainer, [1, 0.5])
+    stream = torch.from_numpy(sequences[trainer.cursor.peek(0, 54)]).long()
+    train(trainer, 3, inner_steps=4)
+
+    replicas = [copy.deepcopy(model) for _ in range(2)]
+    inner = [torch.optim.AdamW(r.parameters(), lr=0, betas=(0.9, 0.99), weight_decay=0.1) for r in replicas]
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    position = 0
+    for step in range(12):
+        if step % 4 == 0:
+            for replica in replicas:
+                replica.load_state_dict(model.state_dict())
+        for worker in (0, 1) if step % 2 else (0,):
+            ids, position = stream[position : position + 3], position + 3
+            for group in inner[worker].param_groups:
+                group["lr"] = 0.01 * min((step + 1) / 6, 1)
+            inner[worker].zero_grad()
+            logits = replicas[worker](input_ids=ids).logits
+            F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+            torch.nn.utils.clip_grad_norm_(replicas[worker].parameters(), 1.0)
+            inner[worker].step()
+        if step % 4 == 3:
+            for mean, fast, slow in zip(model.parameters(), *(r.parameters() for r in replicas), strict=True):
+                mean.grad = mean.detach() - (2 * fast.detach() + slow.detach()) / 3
+            outer.step()
+    assert position == 54
+    for name, tensor in parameters_of(trainer).items():
+        expected = dict(model.named_parameters())[name]
+        torch.testing.assert_close(tensor, expected.detach(), rtol=1e-9, atol=1e-11, msg=name)
+
+
+def test_epochs_end_where_they_should_with_fewer_steps():
+    """Of 96 examples one epoch and a half: rounds of (8 + 8 + 4 + 2) x 2 examples, and what is left in the last one."""
+    cluster, rounds = trained(
+        number_of_outer_steps=None, number_of_training_epochs=1.5, number_of_inner_steps_between_outers=8,
+        sampling_method="none", node_speeds=SPEEDS, balance="steps",
+    )  # fmt: skip
+    assert [result.reports[0].examples for result in rounds] == [44, 44, 44, 2 * (2 + 2 + 1 + 1)]
+    assert cluster.totals.examples == cluster.trainers[0].cursor.position == 144
+    assert cluster.totals.tokens == 144 * 9
+
+
+def test_rounds_cut_at_stops_find_slower_workers_as_far_as_they_are(monkeypatch):
+    seen, exchange = [], METHODS["StreamingDiLoCo"].exchange
+
+    def looking(self, group: Gathering):
+        seen.append((group.step, [steps.done for steps in group.steps.values()]))
+        exchange(self, group)
+
+    monkeypatch.setattr(METHODS["StreamingDiLoCo"], "exchange", looking)
+    config = make_config(
+        distributed_algo="StreamingDiLoCo", balance="steps", node_speeds=SPEEDS, number_of_inner_steps_between_outers=8
+    )
+    trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(200)), nodes=4)
+    train(of_speeds(trainer, SPEEDS), 1, inner_steps=8)
+    assert seen == [(4, [4, 4, 2, 1]), (5, [5, 5, 2, 1]), (8, [8, 8, 4, 2])]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_weighs_or_allows_fewer_steps_or_refuses_by_name(name):
+    plain = {"gradient_clipping": None} if name == "LoCoDL" else {}
+    weighs = name not in ("NoLoCo", "LoCoDL", "DelayedNesterov")
+    steps = weighs and name not in ("Synchronous", "DeMo")
+    lines = {
+        "batch": f"balance: must be equal with {name}, in which workers cannot be weighted by their examples",
+        "steps": f"balance: must be equal or batch with {name}, whose workers all make every inner step"
+        if weighs
+        else f"balance: must be equal with {name}, whose workers all make every inner step",
+    }
+    for balance, allowed in (("batch", weighs), ("steps", steps)):
+        values = plain | {"distributed_algo": name, "balance": balance, "node_speeds": SPEEDS, "max_tokens": 9}
+        if allowed:
+            parse_config(values, (), CHOICES, CHECKS)
+        else:
+            with pytest.raises(ConfigError) as error:
+                parse_config(values, (), CHOICES, CHECKS)
+            assert error.value.problems == [lines[balance]]
+
+
+@pytest.mark.parametrize("balance", ["batch", "steps"])
+def test_a_run_with_shares_goes_on_as_if_it_had_not_been_stopped(balance):
+    values = {"node_speeds": SPEEDS, "balance": balance}
+    whole, _ = trained(**values)
+    first, _ = trained(**values, number_of_outer_steps=2)
+    state, tensors = json.loads(json.dumps(first.state_dict())), first.tensors()
+    resumed = light_cluster(**(GROWING | values))
+    resumed.load_state_dict(state, lambda group, name: tensors[group][name].clone())
+    resumed.train(Recorder())
+    assert same_bits(whole, resumed)
+
+
+# Measured speeds
+
+
+@pytest.fixture
+def slow_node(monkeypatch):
+    """Inner steps have a clock of their own: an example takes 10 ms, and 40 ms on node 3."""
+    now, step = [0.0], InnerSteps._step
+
+    def timed(self, probe):
+        now[0] += self._plan.effective_batch * (0.04 if self.worker.node.id == 3 else 0.01)
+        return step(self, probe)
+
+    monkeypatch.setattr(InnerSteps, "_step", timed)
+    monkeypatch.setattr(inner_loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+
+@pytest.mark.usefixtures("slow_node")
+def test_measured_speeds_bring_a_slow_node_to_its_share():
+    """And so to 0.9 of the ideal."""
+    cluster, rounds = trained(INITIAL_BATCH_SIZE=32, sampling_method="none", balance="batch")
+    shares = [[worker.plan.effective_batch for worker in result.reports[0].workers.values()] for result in rounds]
+    assert shares == [[8] * 4, [10, 10, 10, 2], [10, 10, 10, 2], [10, 10, 10, 2]]
+    assert 32 / max(10 * 0.01, 2 * 0.04) >= 0.9 * (3 / 0.01 + 1 / 0.04)
+    (note,) = rounds[0].notes
+    assert note.startswith("trainer 0: nodes 0, 1, 2, 3 make 100, 100, 100, 25 examples per second; ")
+    assert not any(result.notes for result in rounds[1:])
+    again = light_cluster(**(GROWING | {"balance": "batch"}))
+    again.pool.load_speeds(json.loads(json.dumps(cluster.pool.speeds_state())))
+    assert [node.speed for node in again.nodes] == pytest.approx([100, 100, 100, 25])
+
+
+def test_a_node_that_is_really_slowed_gets_its_share(monkeypatch):
+    """By the machine's own clock: four nodes that sleep make 0.8 of what they could, 200 + 200 + 200 + 50 a second."""
+    step, slept = InnerSteps._step, [0.005, 0.005, 0.005, 0.02]  # for an example
+
+    def sleeping(self, probe):
+        time.sleep(self._plan.effective_batch * slept[self.worker.node.id])
+        return step(self, probe)
+
+    monkeypatch.setattr(InnerSteps, "_step", sleeping)
+    values = {"INITIAL_BATCH_SIZE": 32, "sampling_method": "none", "number_of_inner_steps_between_outers": 2}
+    cluster, speeds = light_cluster(**GROWING | values, balance="batch", eval_every=999), [1 / each for each in slept]
+
+    def made() -> float:
+        """Of the ideal, in the next round, by what nodes sleep."""
+        report = cluster.run_round(Recorder()).reports[0]
+        return throughput([worker.plan.effective_batch for worker in report.workers.values()], speeds) / sum(speeds)
+
+    assert made() == pytest.approx(32 / (8 * 0.02) / 650)
+    wait_until(lambda: made() >= 0.8, "shares that follow the sleep")  # in the next round, where the machine is idle
+
+
+@pytest.mark.usefixtures("slow_node")
+def test_the_run_folder_says_why_shares_changed_and_how_long_nodes_waited(tmp_path):
+    values = {"INITIAL_BATCH_SIZE": 32, "max_batch_size": 64, "sampling_method": "none", "balance": "batch"}
+    values |= {"max_requested_batch": 32, "number_of_initial_trainers": 1, "number_of_outer_steps": 2}
+    run = read_run(record_run(tmp_path, **values))
+    assert "after round 1: trainer 0: nodes 0, 1, 2, 3 make 100," in (run.folder / "training_log.log").read_text()
+    # Rounds of 3 steps, 8 examples each: 0.24 and 0.96 s; then 10 and 2: 0.3 and 0.24 s.
+    expected = (3 * 0.72 + 0.06) / (4 * (0.96 + 0.3))
+    assert run.summary["waiting_share"] == pytest.approx(expected)
+    assert headline(run)["of their time nodes wait"] == "44.0%"
+    lanes, _, shares, speeds = draw(run, PLOTS["nodes.png"]).axes
+    bars = [[path.get_extents().extents[[0, 2]] for path in lane.get_paths()] for lane in lanes.collections]
+    # By node: busy, waiting and exchanging in the first round and in the second.
+    assert np.array(bars[0]) == pytest.approx(
+        np.array([(0, 0.24), (0.24, 0.96), (0.96, 0.96), (0.96, 1.26), (1.26, 1.26), (1.26, 1.26)])
+    )
+    assert np.array(bars[3])[3:5] == pytest.approx(np.array([(0.96, 1.2), (1.2, 1.26)]))
+    assert [line.get_ydata().tolist() for line in shares.lines] == [[8, 10]] * 3 + [[8, 2]]
+    assert np.array([line.get_ydata() for line in speeds.lines]) == pytest.approx(
+        np.array([[100] * 2] * 3 + [[25] * 2])
+    )
+
+
+def lanes_of(rows: dict[int, list[tuple[float, float, float]]], monkeypatch, bars: int = 2000, speeds=None):
+    """Panels of a run of which each node has rows of when it begins, computes and waits: their bars, and their axes."""
+    monkeypatch.setattr(node_plots, "_BARS", bars)
+    written = Rows.of([
+        {"node": node, "trainer_id": 0, "outer_step": begins, "begins": begins, "ends": begins + busy + waiting,
+         "busy": busy, "waiting": waiting, "exchanging": 0.0, "examples": 4, "speed": 1.0}
+        for node, own in rows.items() for begins, busy, waiting in own
+    ])  # fmt: skip
+    run = RunData(Path(), {"node_speeds": speeds}, {}, Rows({}), [])
+    run.__dict__.update(node_rows=written, measured_node_rows=written)
+    axes = draw(run, plots_of(run)["nodes.png"]).axes
+    found = [[path.get_extents().extents[[0, 2]].tolist() for path in lane.get_paths()] for lane in axes[0].collections]
+    return found, axes
+
+
+@pytest.mark.parametrize("bars", [2000, 20])
+def test_rounds_in_which_a_node_was_away_are_blank(monkeypatch, bars):
+    """Of 400 rounds of 3 and 1 seconds node 1 is there in the first 100 and the last 50 ones."""
+    there = [(4.0 * number, 3.0, 1.0) for number in range(400)]
+    (whole, parts), _ = lanes_of({0: there, 1: there[:100] + there[350:]}, monkeypatch, bars)
+    assert (len(whole) > 1000) == (bars == 2000)
+    assert sum(end - begin for begin, end in whole) == pytest.approx(1600)
+    assert [bar for bar in parts if bar[1] > 400.0001 and bar[0] < 1399.9999] == []
+    assert sum(end - begin for begin, end in parts) == pytest.approx(600)
+    assert min(begin for begin, _ in parts if begin > 500) == 1400
+
+
+def test_simulated_and_measured_time_have_a_panel_each(monkeypatch):
+    rows = {0: [(0.0, 3.0, 1.0)]}
+    labels = [axes.get_xlabel() for axes in lanes_of(rows, monkeypatch, speeds=[1.0])[1]]
+    assert labels[:4] == ["simulated seconds", "measured seconds, as if nodes worked side by side"] * 2
+    labels = [axes.get_xlabel() for axes in lanes_of(rows, monkeypatch)[1]]
+    assert labels == ["measured seconds, as if nodes worked side by side"] * 2 + ["round"] * 2
+
+
+def test_lines_of_nodes_end_where_these_are_away():
+    rounds, values = broken(np.array([1, 2, 3, 30, 31]), np.array([16, 16, 16, 17, 18]), 112)
+    np.testing.assert_array_equal(rounds, [1, 2, 3, 4, 30, 31])
+    np.testing.assert_array_equal(values, [16, 16, 16, np.nan, 17, 18])
+    whole = broken(np.array([1, 3, 7]), np.array([1.0, 2.0, 3.0]), 7)
+    assert [each.tolist() for each in whole] == [[1, 3, 7], [1, 2, 3]]
+
+
+# Delayed Nesterov
+
+
+def test_workers_arrive_as_their_nodes_are_done():
+    """With K = 1, x = x - lr g; v = mu v + g; x = x - lr mu v, worker by worker: 2 first, then 0 and 1 as numbered."""
+    moved = {0: 1.0, 1: 10.0, 2: 100.0}
+    names = ("parameters", "velocity", "buffer")
+    starts = [torch.zeros(1, dtype=torch.float64) for _ in moved]
+    group = SimpleNamespace(
+        shared={name: torch.zeros(1, dtype=torch.float64) for name in names},
+        values={},
+        workers=3,
+        seconds=[4.0, 4.0, 3.0],
+        deliver_tensors=lambda give, count, through: {
+            worker: [torch.tensor([value], dtype=torch.float64)] for worker, value in moved.items()
+        },
+        members=lambda: [SimpleNamespace(index=index, start=start) for index, start in enumerate(starts)],
+    )
+    method = DelayedNesterov(DelayedNesterov.Settings(buffer=1, dynamic_steps=True), Outer(0.5, 0.9), ())
+    method.exchange(group)
+    expected, parameters, velocity = {}, 0.0, 0.0
+    for worker in (2, 0, 1):
+        velocity = 0.9 * velocity + moved[worker]
+        parameters -= 0.5 * moved[worker] + 0.5 * 0.9 * velocity
+        expected[worker] = parameters
+    assert [start.item() for start in starts] == pytest.approx([expected[worker] for worker in range(3)], rel=1e-14)
+
+
+def test_dynamic_steps_let_slow_workers_make_fewer():
+    config = make_config(
+        distributed_algo="DelayedNesterov", synchronisation={"dynamic_steps": True}, node_speeds=SPEEDS,
+        sampling_method="none", INITIAL_BATCH_SIZE=8,
+    )  # fmt: skip
+    trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(200)), nodes=4)
+    (report,) = train(of_speeds(trainer, SPEEDS), 1, inner_steps=5)
+    assert [len(worker.losses) for worker in report.workers.values()] == [5, 5, 2, 1]
+
+
+# The virtual clock
+
+
+def test_clocks_tell_waiting_from_exchanging():
+    # Two nodes: 2 and 1 seconds a step, 4 steps; 1 second for what is sent after each second step, 0 behind.
+    clocks = Clocks(Uniform(Link(8.0, 0.5)), 3)
+    sent = [Sending(step, 0.5, 0.25) for step in (2, 4)]
+    clocks.round(0, [0, 2], 4, [2.0, 1.0], [0.0, 0.0], sent)
+    assert [(spent.busy, spent.waiting, spent.exchanging) for spent in clocks.spent] == [
+        (8, 0, 2),
+        (0, 0, 0),
+        (4, 4, 2),
+    ]
+    assert clocks.waiting_share == 4 / 20
+    clocks.rest([1])
+    assert (clocks.ready(1), clocks.waiting_share) == (10, 4 / 20)
+    # Behind one step: what travels from 14 to 15 is there when node 0 has made its third step, at 16.
+    clocks.round(0, [0, 2], 4, [2.0, 1.0], [0.0, 0.0], [Sending(2, 0.5, 0.5, behind=1)])
+    assert [(spent.busy, spent.waiting, spent.exchanging) for spent in clocks.spent][::2] == [(16, 0, 2), (8, 5, 3)]
+    again = Clocks(Uniform(Link(8.0, 0.5)), 3)
+    again.load_state_dict(json.loads(json.dumps(clocks.state_dict())))
+    for each in (clocks, again):
+        each.together(2.0)
+    assert again.spent == clocks.spent
+    assert again.elapsed == clocks.elapsed == 20
+
+
+def test_what_goes_out_at_one_time_goes_out_together():
+    sent = [Sending(4, 1.0, 2.0), Sending(2, 1.0, 1.0), Sending(4, 8.0, 9.0, kind="statistics")]
+    assert together(sent) == [Sending(2, 1.0, 1.0), Sending(4, 9.0, 11.0)]
+
+
+def logged(folder, state=None, **values):
+    """A run's rows of node_log.csv, and the log."""
+    cluster, rounds = trained(sampling_method="none", **values)
+    log = NodeLog(folder, cluster.config, state)
+    for result in rounds:
+        assert log.log(4, result) is None
+    return node_rows(folder / "node_log.csv"), log, rounds
+
+
+def node_rows(path):
+    with path.open() as file:
+        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize(
+    ("balance", "busy", "share"),
+    [
+        # 44 examples of 3 steps each: 11 x 3 at 0.25 a second take 132 s, in proportion 16 x 3 = 48 s.
+        ("equal", [33, 33, 66, 132], (2 * 99 + 66) / (4 * 132)),
+        ("batch", [48, 48, 48, 48], 0.0),
+        ("steps", [33, 33, 22, 44], (11 + 11 + 22) / (4 * 44)),
+    ],
+)
+def test_the_log_of_nodes_on_paper(tmp_path, balance, busy, share):
+    rows, log, _ = logged(tmp_path, INITIAL_BATCH_SIZE=44, node_speeds=SPEEDS, balance=balance)
+    assert [row["busy"] for row in rows] == pytest.approx(4 * busy)
+    assert [row["waiting"] for row in rows] == pytest.approx(4 * [max(busy) - each for each in busy])
+    assert [row["begins"] for row in rows[8:12]] == pytest.approx([2 * max(busy)] * 4)
+    assert log.summary()["waiting_share"] == pytest.approx(share)
+    assert log.summary()["simulated_seconds"] == pytest.approx(4 * max(busy))
+    examples = sum(row["examples"] * row["inner_steps"] for row in rows)
+    ideal = sum(SPEEDS) * log.summary()["simulated_seconds"]
+    assert (examples >= 0.9 * ideal) == (balance == "batch")
+
+
+def test_the_log_of_nodes_goes_on_where_it_stopped_and_counts_exchanges(tmp_path):
+    values = {"INITIAL_BATCH_SIZE": 44, "node_speeds": SPEEDS, "link_bits_per_second": 8e4, "link_latency_seconds": 1}
+    values |= {"number_of_initial_trainers": 2, "merge_frequency": 1}
+    rows, log, rounds = logged(tmp_path, **values)
+    assert sum(row["exchanging"] for row in rows) > 16
+    # No second is lost: rows of a node follow each other to the end of the run.
+    for node in range(4):
+        own = [row for row in rows if row["node"] == node]
+        assert own[0]["begins"] == 0.0
+        assert [row["begins"] for row in own[1:]] == [row["ends"] for row in own[:-1]]
+        for row in own:
+            spent = math.fsum(row[name] for name in ("busy", "waiting", "exchanging"))
+            assert row["ends"] - row["begins"] == pytest.approx(spent)
+    folder = tmp_path / "again"
+    folder.mkdir()
+    config = make_config(**{name: value for name, value in values.items() if "rate" not in name})
+    half = NodeLog(folder, config)
+    for result in rounds[:2]:
+        half.log(4, result)
+    half = NodeLog(folder, config, json.loads(json.dumps(half.state_dict())))
+    for result in rounds[2:]:
+        half.log(4, result)
+    for name in ("node_log.csv", "node_log_measured.csv"):
+        assert (folder / name).read_text() == (tmp_path / name).read_text()
+    measured = node_rows(folder / "node_log_measured.csv")
+    assert [row["busy"] for row in measured] == pytest.approx([row["seconds"] for row in rows])
+    assert sum(row["exchanging"] for row in measured) == 0
+    assert half.summary()["waiting_share"] == log.summary()["waiting_share"]
+
+
+def test_a_round_without_a_barrier_takes_all_nodes_as_long(tmp_path):
+    """Four rounds of eight inner steps of 2 s: but for a step of its own, and an answer that is under way."""
+    values = {"number_of_initial_trainers": 1, "INITIAL_BATCH_SIZE": 8, "number_of_inner_steps_between_outers": 8}
+    method = {"distributed_algo": "DelayedNesterov", "synchronisation": {"steps": 3}, "link_latency_seconds": 3.0}
+    rows, log, _ = logged(tmp_path, node_speeds=SPEEDS, number_of_outer_steps=4, **values | method)
+    for node, row in enumerate(rows[-4:]):
+        assert abs(row["ends"] - 4 * 8 * 2) < 2 / SPEEDS[node] + 3
+    assert sum(row["exchanging"] for row in rows if row["node"] == 0) == 7 * 3
+    assert log.summary()["waiting_share"] == 0
+
+
+def test_without_given_speeds_the_clock_has_what_was_measured(tmp_path):
+    rows, log, rounds = logged(tmp_path)
+    workers = [worker for result in rounds for worker in result.reports[0].workers.values()]
+    assert [row["busy"] for row in rows] == pytest.approx([worker.seconds for worker in workers])
+    assert [row["speed"] for row in rows] == pytest.approx(
+        [worker.steady_examples / worker.steady_seconds for worker in workers]
+    )
+    assert log.summary()["simulated_seconds"] is None
+    assert 0.0 <= log.summary()["waiting_share"] < 1.0

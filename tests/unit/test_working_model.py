@@ -1,0 +1,125 @@
+"""Other ways to compute: bfloat16 over float32 parameters, and a compiled model."""
+
+import functools
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+
+from fabrics.data.examples import PackedSequences
+from fabrics.models.compilation import can_compile
+from fabrics.training.flat_model import WorkingModel
+from fabrics.training.forward_backward import backward, probed_backward
+from tests.support.helpers import CPU, Recorder, random_sequences, tiny_cluster, tiny_llama
+from utils.distributed.processes import LocalProcesses
+
+
+def test_autocast_computes_in_bfloat16_and_keeps_everything_else_in_float32():
+    working = WorkingModel(tiny_llama(dtype=torch.float32), CPU, torch.bfloat16)
+    exact = WorkingModel(tiny_llama(dtype=torch.float32), CPU)
+    examples = PackedSequences(random_sequences(8))
+    batch = {"input_ids": examples.batch([0, 1], CPU)["input_ids"]}
+    assert working.logits(batch).dtype == torch.bfloat16
+    with working.evaluating(working.parameters.detach().clone()) as module:
+        assert module(**batch).logits.dtype == torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
+    for model in (working, exact):
+        backward(model, examples, range(8))
+    assert working.parameters.dtype == working.gradient.dtype == torch.float32
+    difference = (working.gradient - exact.gradient).norm() / exact.gradient.norm()
+    assert 1e-5 < difference < 0.03
+
+
+def test_statistics_under_autocast_are_those_of_one_example_at_a_time():
+    """The examples' gradients as autocast rounds them: so the loop runs under autocast, too."""
+    working = WorkingModel(tiny_llama(dtype=torch.float32), CPU, torch.bfloat16)
+    examples = PackedSequences(random_sequences(6))
+    gradients = []
+    for index in range(6):
+        backward(working, examples, [index])
+        gradients.append(working.gradient.double().clone())
+        working.gradient.zero_()
+    rows = torch.stack(gradients)
+    _, probe = probed_backward(working, examples, range(6))
+    assert probe.statistics().variance == pytest.approx(rows.var(0).sum().item(), rel=0.02)
+    assert probe.statistics().squared_norm == pytest.approx(rows.mean(0).square().sum().item(), rel=0.02)
+
+
+def test_a_compiled_model_gives_the_same_gradients_and_statistics(monkeypatch):
+    """Through the compiler's front end; code generation would only cost time here. Attention has no mask there."""
+    graphs, ran = [], []
+
+    def front_end(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = functools.partial(torch.compile, backend=front_end)
+
+    def compile_and_count(module):
+        inner = compiled(module)
+
+        def run(**batch):
+            ran.append(len(batch["input_ids"]))
+            return inner(**batch)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile_and_count)
+    examples, found = PackedSequences(random_sequences(8)), []
+    for wanted in (False, True):
+        working = WorkingModel(tiny_llama(num_hidden_layers=1), CPU, compiled=wanted)
+        backward(working, examples, range(5))
+        first = working.gradient.clone()
+        working.gradient.zero_()
+        _, probe = probed_backward(working, examples, range(5))
+        backward(working, examples, range(3))
+        backward(working, examples, range(8))
+        found.append((first, probe.statistics().variance))
+    assert ran == [2, 5, 3, 8]  # first of all for two examples, and not the pass with hooks
+    assert len(graphs) == 1
+    attention = torch.nn.functional.scaled_dot_product_attention
+    (called,) = (node for node in graphs[0].graph.nodes if node.target is attention)
+    assert (called.kwargs["attn_mask"], called.kwargs["is_causal"]) == (None, True)
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-10, atol=1e-12)
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-12)
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("programs")
+@pytest.mark.skipif(not can_compile(LocalProcesses([CPU], 1)), reason="needs a C++ compiler")
+def test_code_that_the_compiler_generates_is_made_once_and_kept_for_the_next_run():
+    """With nothing in its place: one code for all micro-batches, which a second model takes from the folder."""
+    examples = PackedSequences(random_sequences(8))
+
+    def gradients(compiled):
+        torch.compiler.reset()
+        counters.clear()
+        working, found = WorkingModel(tiny_llama(num_hidden_layers=1), CPU, compiled=compiled), []
+        for count in (5, 3, 8):
+            working.gradient.zero_()
+            backward(working, examples, range(count))
+            found.append(working.gradient.clone())
+        return torch.stack(found), counters["stats"]["unique_graphs"], dict(counters["inductor"])
+
+    with fresh_cache():
+        plain, first, second = gradients(False), gradients(True), gradients(True)
+    torch.compiler.reset()
+    assert (plain[1], first[1], second[1]) == (0, 1, 1)
+    assert "fxgraph_cache_hit" not in first[2]
+    assert "fxgraph_cache_miss" not in second[2]
+    assert second[2]["fxgraph_cache_hit"] == first[2]["fxgraph_cache_miss"] > 0
+    # Norms and the loss are in float32; other code rounds otherwise.
+    assert 0 < (first[0] - plain[0]).norm() < 1e-6 * plain[0].norm()
+    assert torch.equal(second[0], first[0])
+
+
+def test_a_run_in_bfloat16_learns_nearly_the_same():
+    losses = []
+    for autocast in (None, "bfloat16"):
+        cluster, recorder = tiny_cluster(autocast=autocast, number_of_initial_trainers=1, nodes_per_gpu=2), Recorder()
+        final = cluster.train(recorder)
+        losses.append(final[0].loss)
+        assert cluster.trainers[0].parameters.dtype == torch.float32
+    assert losses[1] != losses[0]
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)

@@ -1,0 +1,1 @@
+"""The configuration: schema, parsing and plugins."""

@@ -1,0 +1,76 @@
+"""What a run that is resumed may have changed: its configuration, held against the one it was begun with."""
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from utils.config.reading import NO_CHECKS, Checks, check_plugins_of_run, load_config
+from utils.config.schema import FIELDS, Config, ConfigError
+
+# The places in the run folder, where its logs go on.
+_FIXED = ("log_file", "memory_report_dir", "model_training_report_dir", "model_weights_dir")
+# What only the start of a run looks at: with another value its records would speak of a run that was never made.
+_START = (
+    *("training_seed", "number_of_initial_trainers", "INITIAL_BATCH_SIZE", "trainer_data_fraction"),
+    *("identical_initialisation", "need_to_reinit_output_layers", "single_seed"),
+)
+_LENGTHS = ("number_of_outer_steps", "number_of_training_epochs", "max_tokens")
+
+
+def _follows_progress(config: Config) -> bool:
+    """Whether something depends on how much of the run is done, so that its length is in every round of it."""
+    return (
+        config.learning_rate_schedule != "constant"
+        or config.batch_schedule is not None
+        or config.budget is not None
+        or config.node_schedule is not None
+        or (config.sampling_method == "norm_test" and config.ETA_at_end is not None)
+    )
+
+
+def training_changes(before: Config, after: Config) -> list[str]:
+    """What a run that was begun with one configuration would train differently with another, one line per key."""
+    return [
+        f"{name}: was {getattr(before, name)!r}, now {getattr(after, name)!r}"
+        for name, entry in FIELDS.items()
+        if name not in (*_FIXED, *_START)
+        and getattr(before, name) != getattr(after, name)
+        and (entry.metadata["changes_training"] or (name in _LENGTHS and _follows_progress(after)))
+    ]
+
+
+def resumed_config(
+    folder: Path,
+    overrides: Sequence[str],
+    force: bool,
+    allowed: Mapping[str, Collection[str]],
+    checks: Checks = NO_CHECKS,
+) -> tuple[Config, list[str]]:
+    """The configuration of the run in a folder with overrides, and warnings for the log.
+
+    Raises:
+        ConfigError: the folder is that of no run, the overrides are wrong, or they change how it trains and `force` is
+            false, or it names plugins that came with it.
+    """
+    path = folder / "config.yaml"
+    # Plugins that have moved are not where the run had them.
+    plugins = [given for given in overrides if given.startswith("plugins=")]
+    if not plugins:
+        check_plugins_of_run(folder)
+    before, _ = load_config(path, plugins, allowed, checks)
+    after, warnings = load_config(path, overrides, allowed, checks)
+    problems = [
+        f"{name}: cannot change within a run folder" for name in _FIXED if getattr(before, name) != getattr(after, name)
+    ]
+    problems += [
+        f"{name}: cannot change in a run that has begun, was {was!r}, got {now!r}"
+        for name in _START
+        if (was := getattr(before, name)) != (now := getattr(after, name))
+    ]
+    if before.log_dir != after.log_dir:
+        warnings.append(f"log_dir: has no effect with --resume, the run goes on in {folder}")
+    changes = training_changes(before, after)
+    if not force:
+        problems += [f"{change}; that changes how the run trains: --force allows it" for change in changes]
+    if problems:
+        raise ConfigError(problems)
+    return after, [*warnings, *(f"resumed with another {change}" for change in changes)]

@@ -1,0 +1,1 @@
+"""Processes: launching, joining, reductions and liveness."""

@@ -1,0 +1,166 @@
+"""Where the nodes of a run are: which process owns each of them, on which of the devices that it sees.
+
+Processes of a machine either all see the same devices (torchrun as it is), or each has some for itself (wrappers that
+set CUDA_VISIBLE_DEVICES per rank, as is common with SLURM): then every process calls its GPU cuda:0, and only the
+devices' identities tell them apart.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Which of the processes this is, from the environment that torchrun sets (and `utils.distributed.launch`
+    likewise)."""
+
+    number: int
+    count: int
+    local: int  # among those of this machine
+    local_count: int
+    machine: int
+
+    @classmethod
+    def from_environment(cls) -> "Rank | None":
+        """None: nobody started several processes."""
+        if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", 1)) == 1:
+            return None
+        value = {name: int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+        machine = int(os.environ.get("GROUP_RANK", value["RANK"] // value["LOCAL_WORLD_SIZE"]))
+        return cls(*value.values(), machine)
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a process says about itself. devices: by identity, which is unique on a machine, their names there."""
+
+    rank: int
+    machine: int
+    devices: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a node.
+
+    owner: the rank. device: its name there. identity: what tells it from others of the machine, and a GPU from all
+    others. group: a number for each device of the run.
+    """
+
+    owner: int
+    device: str
+    identity: str
+    group: int
+
+
+def share_of(items: Sequence[T], index: int, parts: int) -> Sequence[T]:
+    """Part `index` of items cut into near-equal consecutive parts, the larger ones first."""
+    size, larger = divmod(len(items), parts)
+    start = index * size + min(index, larger)
+    return items[start : start + size + (index < larger)]
+
+
+def share_out(sites: Sequence[Site], nodes_per_device: int) -> tuple[Slot, ...]:
+    """The place of every node, by machine and device; processes that see the same devices share their nodes.
+
+    They get consecutive, near-equal parts of them.
+
+    Raises:
+        ValueError: processes see some devices in common, but not all; or there are more of them than nodes.
+    """
+    slots: list[Slot] = []
+    groups = 0
+    for machine in sorted({site.machine for site in sites}):
+        here = sorted((site for site in sites if site.machine == machine), key=lambda site: site.rank)
+        while here:
+            first = here[0]
+            together = [site for site in here if site.devices.keys() == first.devices.keys()]
+            here = [site for site in here if site not in together]
+            for other in here:
+                if other.devices.keys() & first.devices.keys():
+                    raise ValueError(
+                        f"rank {first.rank} sees {', '.join(sorted(first.devices))} and rank {other.rank} of the same "
+                        f"machine {', '.join(sorted(other.devices))}; let CUDA_VISIBLE_DEVICES give all processes of a "
+                        f"machine the same devices, or each its own"
+                    )
+            nodes = [(identity, groups + index) for index, identity in enumerate(first.devices)]
+            groups += len(nodes)
+            nodes = [node for node in nodes for _ in range(nodes_per_device)]
+            if len(together) > len(nodes):
+                raise ValueError(
+                    f"{len(together)} processes on a machine with {len(nodes)} nodes "
+                    f"({', '.join(first.devices.values())}, nodes_per_gpu {nodes_per_device}); every process needs one"
+                )
+            for index, site in enumerate(together):
+                own = share_of(nodes, index, len(together))
+                slots += [Slot(site.rank, site.devices[identity], identity, group) for identity, group in own]
+    return tuple(slots)
+
+
+def island_sites(sites: Sequence[Site], size: int, lane: int) -> list[Site]:
+    """Islands of so many processes with consecutive ranks, each as one site: that of its process number `lane`.
+
+    Its device is that process's own, by an identity that is of all devices of the island together.
+
+    Args:
+        sites: of all processes by rank, with one device each.
+        lane: from 0; every process of an island has another one.
+
+    Raises:
+        ValueError: the processes do not make whole islands, each on one machine and with devices that differ.
+    """
+    if len(sites) % size:
+        raise ValueError(
+            f"{len(sites)} processes do not make islands of devices_per_node {size}; start a multiple of it"
+        )
+    found, used = [], {}
+    for first in range(0, len(sites), size):
+        island = sites[first : first + size]
+        ranks = f"ranks {first} to {first + size - 1}"
+        machines = sorted({site.machine for site in island})
+        if len(machines) > 1:
+            raise ValueError(
+                f"the island of {ranks} would lie across machines {', '.join(map(str, machines))}; start a multiple of "
+                f"devices_per_node {size} on every machine"
+            )
+        identities = [identity for site in island for identity in site.devices]
+        for site, identity in zip(island, identities, strict=True):
+            other = used.setdefault((site.machine, identity), site.rank)
+            if other != site.rank and identity != "cpu":
+                raise ValueError(
+                    f"ranks {other} and {site.rank} have one device, {identity}; with devices_per_node {size} every "
+                    f"process needs one of its own"
+                )
+        own = island[lane]
+        found.append(
+            Site(own.rank, own.machine, {"+".join(dict.fromkeys(identities)): next(iter(own.devices.values()))})
+        )
+    return found
+
+
+def own_device(devices: Sequence[T], rank: Rank) -> T:
+    """The device of a process that has one: the only one that it sees, or that of its number on the machine.
+
+    Raises:
+        ValueError: there are not as many processes on the machine as it has devices.
+    """
+    if len(devices) == 1:
+        return devices[0]
+    if len(devices) != rank.local_count:
+        raise ValueError(
+            f"{rank.local_count} processes on a machine with {len(devices)} devices; with devices_per_node every "
+            f"device has one process"
+        )
+    return devices[rank.local]
+
+
+def gpus_of_their_own(slots: Sequence[Slot]) -> bool:
+    """Whether every process has GPUs that no other one uses, and nothing else: nccl wants that."""
+    users: dict[str, set[int]] = {}
+    for slot in slots:
+        users.setdefault(slot.identity, set()).add(slot.owner)
+    return all(slot.device.startswith("cuda") for slot in slots) and all(len(ranks) == 1 for ranks in users.values())

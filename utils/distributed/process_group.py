@@ -1,0 +1,60 @@
+"""Sharing out the nodes of a run on the devices that the configuration names."""
+
+import os
+
+import torch
+
+from utils.config.schema import Config, ConfigError
+from utils.distributed.collective_checks import agree, done_by_all
+from utils.distributed.devices import resolve_devices
+from utils.distributed.launch import hide_gpus
+from utils.distributed.processes import Processes, meet
+
+
+def _own_devices(config: Config) -> tuple[list[torch.device], list[str]]:
+    try:
+        return resolve_devices(config.devices)
+    except ValueError as error:
+        raise ConfigError(f"devices: {error}") from None
+
+
+def place_nodes(processes: Processes, config: Config) -> list[str]:
+    """Give the processes of a run their nodes, as the configuration says; warnings about the devices.
+
+    Raises:
+        ConfigError: devices or processes are not to be had.
+    """
+    hide_gpus(config)
+    devices, warnings = done_by_all(processes, lambda: _own_devices(config))
+    on_cpu = all(device.type == "cpu" for device in devices)
+    in_order = on_cpu if config.deterministic is None else config.deterministic
+    agree(processes, "devices, and deterministic is null", {"deterministic": in_order})
+    if in_order and not on_cpu:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
+        torch.use_deterministic_algorithms(True)
+    if config.real_device_ids and len(config.real_device_ids) != len(devices):
+        warnings.append(
+            f"real_device_ids: {len(config.real_device_ids)} labels for {len(devices)} devices, none is used"
+        )
+    try:
+        processes.place(devices, config.nodes_per_gpu, in_order, config.devices_per_node)
+    except ValueError as error:
+        raise ConfigError(f"processes: {error}") from None
+    islands, trainers = processes.count // config.devices_per_node, config.number_of_initial_trainers
+    if config.devices_per_node > 1 and islands < trainers:
+        warnings.append(
+            f"number_of_initial_trainers: {trainers} trainers take turns on {islands} islands of "
+            f"{config.devices_per_node} devices, which hold the state of all of them"
+        )
+    return warnings
+
+
+def join_processes(config: Config) -> Processes:
+    """The processes of the run, as the environment says, with their nodes.
+
+    Raises:
+        ConfigError: devices or processes are not to be had.
+    """
+    processes = meet()
+    place_nodes(processes, config)
+    return processes

@@ -1,0 +1,137 @@
+"""An island: the processes, one for each of its devices, that own nodes together and share every model among them.
+
+All of them take the same decisions and work for the same workers at the same time; what one sends to other islands goes
+to the process with its place there, which has the same part of the model.
+"""
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from utils.distributed.collectives import Collectives
+from utils.distributed.devices import is_out_of_memory
+from utils.distributed.heartbeat import Heartbeat
+from utils.distributed.reductions import ALL_GATHER
+
+_M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 2**18  # of glibc's malloc.h
+
+
+def _give_back_what_is_freed() -> None:
+    """Let large tensors in host memory be the system's again as soon as they are freed.
+
+    glibc keeps what was smaller than the largest freed so far, up to 32 MB, for later; layers that are gathered and
+    freed in turn leave holes then: nearly twice as much was resident with 30M parameters. Elsewhere this does nothing.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+
+
+class Island:
+    """The island of a process that has its models for itself.
+
+    Attributes:
+        size: devices, and processes. index: of this process in it.
+    """
+
+    size, index = 1, 0
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the devices, in place; the same everywhere."""
+        return tensor
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Everybody's flat tensor of one size, [size, numbers]."""
+        return tensor.unsqueeze(0)
+
+    def trade(self, tensor: torch.Tensor, given: list[int], taken: list[int]) -> torch.Tensor:
+        """Of a flat tensor so many numbers for each device, one after the other; so many that each has for this one."""
+        return tensor
+
+    def least(self, number: int) -> int:
+        """The smallest that a device has; the devices themselves are not waited for."""
+        return number
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Turn the failure of a collective into an error that says who is gone."""
+        yield
+
+
+class ProcessIsland(Island):
+    """Several processes.
+
+    Args:
+        handle: of them. on_hosts: the same over gloo, for what is in no device. size: how many they are. index: of this
+            one.
+        device: this one's.
+        heartbeat: watches the others.
+
+    Attributes:
+        mesh: they, as FSDP2 wants them, in one dimension.
+        collectives: those of `sum`, `gather`, `exchange` and `trade`, and of whoever else counts there.
+    """
+
+    def __init__(
+        self,
+        handle: dist.ProcessGroup,
+        on_hosts: dist.ProcessGroup,
+        size: int,
+        index: int,
+        device: torch.device,
+        heartbeat: Heartbeat,
+    ):
+        self.size, self.index, self.collectives = size, index, Collectives()
+        self._handle, self._on_hosts, self._heartbeat, self._device = handle, on_hosts, heartbeat, device
+        if device.type == "cpu":
+            _give_back_what_is_freed()
+        self.mesh = DeviceMesh.from_group(handle, device.type, mesh_dim_names=("shard",))
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        staged = tensor.to(self._device)  # nccl takes nothing of the host's
+        with self.explaining():
+            self.collectives.make(lambda: dist.all_reduce(staged, group=self._handle))
+        return tensor if staged is tensor else tensor.copy_(staged)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        staged = tensor.to(self._device).contiguous()
+        gathered = staged.new_empty(self.size * staged.numel())
+        with self.explaining():
+            self.collectives.make(lambda: getattr(dist, ALL_GATHER)(gathered, staged, group=self._handle))
+        return gathered.view(self.size, -1).to(tensor.device)
+
+    def exchange(self, parts: torch.Tensor) -> torch.Tensor:
+        """What every device has for this one, [size, numbers], of a flat tensor with a part for each of them."""
+        arrived = torch.empty_like(parts)
+        with self.explaining():
+            self.collectives.make(lambda: dist.all_to_all_single(arrived, parts, group=self._handle))
+        return arrived.view(self.size, -1)
+
+    def trade(self, tensor: torch.Tensor, given: list[int], taken: list[int]) -> torch.Tensor:
+        staged = tensor.to(self._device)
+        arrived = staged.new_empty(sum(taken))
+        with self.explaining():
+            self.collectives.make(lambda: dist.all_to_all_single(arrived, staged, taken, given, group=self._handle))
+        return arrived.to(tensor.device)
+
+    def least(self, number: int) -> int:
+        found = torch.tensor(number)
+        with self.explaining():
+            dist.all_reduce(found, dist.ReduceOp.MIN, group=self._on_hosts)
+        return int(found)
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        no_memory = None
+        with self._heartbeat.explaining():
+            try:
+                yield
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                no_memory = error
+        if no_memory is not None:
+            raise no_memory
