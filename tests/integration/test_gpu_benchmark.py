@@ -146,7 +146,7 @@ def test_a_part_that_fails_or_has_no_time_leaves_the_reason(monkeypatch, tmp_pat
 
 def test_an_exchange_between_gpus_needs_as_many_and_says_what_it_takes(programs):
     assert gpu.exchange(gpus=1000) == {"problem": "needs 1000 GPUs"}
-    program = "from benchmarks import gpu; import json; print(json.dumps(gpu.exchange(40_000, 2, 0)))"
+    program = "from benchmarks.performance import gpu; import json; print(json.dumps(gpu.exchange(40_000, 2, 0)))"
     found = json.loads(programs.run("-c", program).stdout)
     assert {name: one["bytes"] for name, one in found.items()} == {
         "float32, in worker order": 320_000,

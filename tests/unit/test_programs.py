@@ -123,14 +123,6 @@ def test_libraries_are_imported_anew_where_the_environment_tells_them_something_
     assert programs.run("-c", source).stdout == "False\n"
 
 
-def test_a_program_in_another_folder_has_that_folder_s_code(programs, tmp_path):
-    (tmp_path / "utils").mkdir()
-    (tmp_path / "utils" / "config.py").write_text("WHERE = 'there'")
-    source = "import sys; print('cluster' in sys.modules); import utils.config.schema; print(utils.config.schema.WHERE)"
-    assert programs.run("-c", source, cwd=tmp_path).stdout == "False\nthere\n"
-    assert programs.run("-c", "import sys; print('cluster' in sys.modules)").stdout == "True\n"
-
-
 def test_a_pool_of_processes_works_and_does_not_import_everything_once_more(programs):
     """Also where `multiprocessing` hands on options of the interpreter, as it does -B."""
     source = (
