@@ -63,12 +63,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help=f"validation documents (default: one in twenty of data_sample_size, at most {MOST_BY_DEFAULT})",
     )
     parser.add_argument("--input", help="local shards (file, folder or glob) instead of the hub")
-    parser.add_argument(
-        "--num_proc",
-        type=_positive,
-        default=1,
-        help="processes that tokenise; 1: this one, with the tokenizer's own threads (default: 1)",
-    )
     options = parser.parse_args(arguments)
     if options.max_length < 2:
         parser.error("argument --max_length: must be at least 2")
@@ -131,7 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
         recipe = make_recipe(options)
         there = is_written(options.output_dir, recipe)
         print(f"{options.output_dir}: {'is complete already, nothing to do' if there else 'reading ' + recipe.source}")
-        report(write_tokenised(options.output_dir, recipe, options.num_proc))
+        report(write_tokenised(options.output_dir, recipe))
     except (ConfigError, DatasetError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

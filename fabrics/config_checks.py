@@ -10,7 +10,7 @@ from algorithms.schedule.learning_rate import DECAY_SHAPES, INNER_STEPS_RULES, L
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
 from fabrics.data.dataset_loader import DATASETS, FALLBACKS, TEXT_DOCUMENTS
-from fabrics.data.partition import SPLITS, split_problems, split_without_effect
+from fabrics.data.partition import SPLITS, split_problems
 from fabrics.idle_keys import idle_keys
 from fabrics.models.registry import MODELS
 from fabrics.sharding.checks import sharding_problems
@@ -65,5 +65,5 @@ def _without_effect(config: Config) -> list[str]:
 # What only the parts know of a config, for load_config.
 CHECKS = Checks(
     (_model_problems, _task_problems, method_problems, split_problems, attendance_problems, sharding_problems),
-    (_without_effect, split_without_effect),
+    (_without_effect,),
 )

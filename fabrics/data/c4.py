@@ -1,17 +1,14 @@
-"""C4: tokenised beforehand, or from shards on this machine, or from the hub, whichever comes first.
+"""C4: a tokenised set, or shards on this machine, or the hub, whichever comes first.
 
-The hub's own shards (`c4-train.00000-of-01024.json.gz`) are JSON lines with text, timestamp and url.
+The hub's shards (`c4-train.00000-of-01024.json.gz`) are JSON lines with text, timestamp and url.
 """
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
-from fabrics.data import hub
 from fabrics.data.documents import (
     EMPTY,
     DatasetError,
@@ -34,25 +31,25 @@ from utils.utils import first_line
 
 logger = logging.getLogger("adloco.dataset")
 
-T = TypeVar("T")
-
 REPOSITORY = "allenai/c4"
 _SUFFIXES = (".json.gz", ".json", ".jsonl.gz", ".jsonl")
 _NO_HOST = "no host"
 
+Records = Iterator[Mapping[str, Any]]
+
 
 def host(record: Mapping[str, Any]) -> str:
-    """The host of a record's URL."""
+    """Return the host of a record's URL."""
     try:
         return urlsplit(str(record.get("url"))).hostname or _NO_HOST
-    except ValueError:  # of brackets that are no address
+    except ValueError:  # brackets that enclose no address
         return _NO_HOST
 
 
 def local_source(pattern: str, language: str) -> Source:
-    """Shards in a file, a folder (or its subfolder of the language's name, as on the hub), or a glob.
+    """Shards in a file, a folder (or its subfolder named after the language, as on the hub), or a glob.
 
-    Files with `validation` in their name are the validation part; without any, it is held out by hash.
+    Files with `validation` in their name are the validation part; without any, validation is held out by hash.
 
     Raises:
         DatasetError: there is no training shard, or a folder cannot be read.
@@ -61,7 +58,7 @@ def local_source(pattern: str, language: str) -> Source:
         pattern = str(Path(pattern, language))
     files = matching_files([pattern], _SUFFIXES)
     validation = [file for file in files if "validation" in file.name]
-    train = [file for file in files if file not in set(validation)]
+    train = [file for file in files if "validation" not in file.name]
     if not train:
         raise DatasetError(f"{pattern}: only validation shards, none to train on")
 
@@ -78,106 +75,70 @@ def local_source(pattern: str, language: str) -> Source:
 
 
 def hub_source(language: str, streaming: bool, repository: str | None = None) -> Source:
-    """C4 on the hub, with its own validation split; nothing is asked of the hub before the documents are.
+    """C4 on the hub, with its own validation split; the hub is contacted when documents are read.
+
+    `datasets` retries broken connections. HF_HUB_OFFLINE=1 skips the retries on a machine without a network.
 
     Args:
-        streaming: read the shards over the network as far as they are needed; otherwise download them, one by
-            one as far as they are needed, into the hub's cache.
-        repository: None: allenai/c4; a folder that is laid out as it is works as well.
+        streaming: read the shards over the network; otherwise download them one by one into the hub's cache. Either
+            way only as many shards as needed.
+        repository: None: allenai/c4; a folder with the same layout works as well.
     """
-    on_hub = _Repository(repository or REPOSITORY, language)
-    read = on_hub.streamed if streaming else on_hub.downloaded
+    name = repository or REPOSITORY
+    read = _streamed if streaming else _downloaded
 
     def texts(part: str) -> Documents:
-        return lambda skipped: (record["text"] for record in read(part, skipped))
+        return lambda skipped: (record["text"] for record in _checked(name, language, part, read, skipped))
 
     def origins(part: str) -> Origins:
-        return lambda: ((record["text"], host(record)) for record in read(part, Skipped()))
+        return lambda: ((rec["text"], host(rec)) for rec in _checked(name, language, part, read, Skipped()))
 
     return Source(
-        name=f"{on_hub.name} ({language}) on the hub, {'streamed' if streaming else 'downloaded'}",
-        identity={"repository": on_hub.name, "language": language},
+        name=f"{name} ({language}) on the hub, {'streamed' if streaming else 'downloaded'}",
+        identity={"repository": name, "language": language},
         train=texts("train"),
         validation=texts("validation"),
         origins=(origins("train"), origins("validation")),
     )
 
 
-class _Repository:
-    """C4 on the hub: read with patience, once it has given a document.
+def _streamed(name: str, language: str, part: str, skipped: Skipped) -> Records:
+    import datasets  # takes a second
 
-    Raises, while it is read:
+    records = datasets.load_dataset(name, language, split=part, streaming=True)
+    for number, record in enumerate(records, 1):
+        if record["text"].strip():
+            yield record
+        else:
+            skipped.add(EMPTY, f"{part} record {number}")
+
+
+def _downloaded(name: str, language: str, part: str, skipped: Skipped) -> Records:
+    import datasets  # takes a second
+
+    for shard in datasets.load_dataset_builder(name, language).config.data_files[part]:
+        path = Path(datasets.DownloadManager().download(shard))
+        for _, record in json_records(path, skipped):
+            yield record
+
+
+def _checked(name: str, language: str, part: str, read: Callable[..., Records], skipped: Skipped) -> Records:
+    """Records of a part of the repository.
+
+    Raises:
         DatasetError: nothing can be read.
-        SourceLostError: something has been read, and what comes next cannot be.
+        SourceLostError: the first records were read, and later ones cannot be.
     """
-
-    def __init__(self, name: str, language: str):
-        self.name, self._language = name, language
-        self._begun = False
-
-    def streamed(self, part: str, skipped: Skipped) -> Iterator[Mapping[str, Any]]:
-        """The records of a part, over the network."""
-        datasets, patience = self._prepared()
-        number, state = 0, None
-        while True:
-            before = number
-            try:
-                dataset = datasets.load_dataset(self.name, self._language, split=part, streaming=True)
-                if state is not None:
-                    dataset.load_state_dict(state)
-                for record in dataset:
-                    number, self._begun = number + 1, True
-                    patience.progressed()
-                    if record["text"].strip():
-                        yield record
-                    else:
-                        skipped.add(EMPTY, f"{part} record {number}")
-                return
-            except Exception as error:  # network, repository and format errors of half a dozen libraries
-                self._failed(error, patience, f"{part} record {number + 1:,}")
-            if number > before:
-                state = dataset.state_dict()
-
-    def downloaded(self, part: str, skipped: Skipped) -> Iterator[Mapping[str, Any]]:
-        """The records of a part, from shards that are downloaded one after the other."""
-        datasets, patience = self._prepared()
-
-        def shards() -> list[str]:
-            return datasets.load_dataset_builder(self.name, self._language).config.data_files[part]
-
-        for number, shard in enumerate(self._persistently(shards, patience, f"{part} shard 1"), 1):
-            download = functools.partial(datasets.DownloadManager().download, shard)
-            path = Path(self._persistently(download, patience, f"{part} shard {number:,}"))
-            for _, record in json_records(path, skipped):
-                self._begun = True
-                yield record
-
-    def _prepared(self) -> tuple[ModuleType, hub.Patience]:
-        """The library, which takes a second to import that other datasets need not wait, and patience of our own."""
-        hub.prepare(self.name)
-        import datasets
-
-        hub.leave_patience_to_us(datasets)
-        return datasets, hub.Patience(f"{self.name} ({self._language})")
-
-    def _persistently(self, work: Callable[[], T], patience: hub.Patience, place: str) -> T:
-        while True:
-            try:
-                result = work()
-            except Exception as error:  # as above
-                self._failed(error, patience, place)
-            else:
-                patience.progressed()
-                return result
-
-    def _failed(self, error: Exception, patience: hub.Patience, place: str) -> None:
-        """Wait, to go on, or give up."""
-        if self._begun and not patience.ends(error, place):
-            return
-        name, kind = f"{self.name} ({self._language})", type(error).__name__
-        if self._begun:
-            raise SourceLostError(f"{name}: lost at {place}: {kind}: {first_line(error)}") from error
-        raise DatasetError(f"{name}: {kind}: {hub.problem_with(self.name, error)}") from error
+    count = 0
+    try:
+        for record in read(name, language, part, skipped):
+            count += 1
+            yield record
+    except Exception as error:  # network, repository and format errors of half a dozen libraries
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        if count:
+            raise SourceLostError(f"{name} ({language}): lost after {count:,} {part} records: {reason}") from error
+        raise DatasetError(f"{name} ({language}): {reason}") from error
 
 
 def _check_tokenizer(config: Config, documents: TokenisedSet) -> None:
@@ -191,18 +152,18 @@ def _check_tokenizer(config: Config, documents: TokenisedSet) -> None:
         )
 
 
-def _tokenised(config: Config) -> tuple[str, TokenisedSet]:
+def _open_tokenised(config: Config) -> tuple[str, TokenisedSet]:
     documents = open_tokenised(Path(config.c4_tokenized_path))
     _check_tokenizer(config, documents)
     return f"{config.c4_tokenized_path} (tokenised from {documents.metadata['source']})", documents
 
 
-def _local(config: Config) -> tuple[str, TokenisedSet]:
+def _open_local(config: Config) -> tuple[str, TokenisedSet]:
     source = local_source(config.c4_local_path, config.c4_language)
     return source.name, tokenised_documents(config, source)
 
 
-def _hub(config: Config) -> tuple[str, TokenisedSet]:
+def _open_hub(config: Config) -> tuple[str, TokenisedSet]:
     if config.data_sample_size is None:
         raise ConfigError("data_sample_size: C4 on the hub is too large to be read as a whole; give a number")
     source = hub_source(config.c4_language, config.c4_streaming)
@@ -210,15 +171,15 @@ def _hub(config: Config) -> tuple[str, TokenisedSet]:
 
 
 def open_c4(config: Config) -> tuple[str, TokenisedSet]:
-    """The first of the config's sources that can be read: its name, and its documents.
+    """Open the first configured source that can be read; return its name and documents.
 
     Raises:
-        ConfigError: what the config says does not fit the source: sizes, or the tokenizer.
-        DatasetError: no source can be read; the message says why of each.
-        SourceLostError: the source that had been chosen failed on the way.
+        ConfigError: the configured sizes or tokenizer do not fit the source.
+        DatasetError: no source can be read; the message gives the reason for each.
+        SourceLostError: the chosen source failed after its first documents.
     """
-    attempts = {"c4_tokenized_path": _tokenised, "c4_local_path": _local, "hub": _hub}
-    failures = []
+    attempts = {"c4_tokenized_path": _open_tokenised, "c4_local_path": _open_local, "hub": _open_hub}
+    failures: list[str] = []
     for place, attempt in attempts.items():
         if place != "hub" and getattr(config, place) is None:
             continue
@@ -237,6 +198,6 @@ def open_c4(config: Config) -> tuple[str, TokenisedSet]:
 
 
 def load_c4(config: Config) -> TaskData:
-    """`c4`: the paper's data."""
+    """`dataset: c4`: the paper's data."""
     name, documents = open_c4(config)
     return task_data(config, "c4", name, documents)

@@ -1,7 +1,7 @@
-"""The datasets that a config can name, and what happens where one cannot be loaded.
+"""The registry of datasets, and the fallback if one cannot be loaded.
 
-A dataset is a function from the config to `TaskData`, registered in DATASETS. What it returns is task-neutral:
-trainers ask `Examples` for batches of keyword arguments of the model and never look inside.
+A dataset is a function from the config to `TaskData`, registered in DATASETS. Trainers read batches of model keyword
+arguments from its `Examples` and never look inside.
 """
 
 import dataclasses
@@ -25,8 +25,7 @@ from fabrics.data.documents import (
 from fabrics.data.examples import TaskData
 from fabrics.data.imdb import load_imdb
 from fabrics.data.language_modelling import task_data, tokenised_documents
-from fabrics.data.partition import share_count
-from fabrics.data.partition_statistics import described
+from fabrics.data.partition import describe_shares, share_count
 from utils.config.schema import Config, ConfigError
 from utils.distributed.collective_checks import agree, done_by_all
 from utils.distributed.processes import LocalProcesses, Processes
@@ -74,27 +73,27 @@ DATASETS = Registry(
         "imdb": Dataset("classification", load_imdb),
     }
 )
-# What may stand in for C4: it is on every machine.
+# Values of dataset_fallback.
 FALLBACKS = ("none", "python_docs")
 
 
 def _load(config: Config) -> tuple[TaskData | None, str | None]:
-    """The data, or why they are not to be had."""
+    """Return the data, or the reason why they cannot be loaded."""
     try:
         return DATASETS[config.dataset].load(config), None
     except SourceLostError as error:
-        raise ConfigError(f"dataset: {error}; what was read is kept, and the same command goes on from there") from None
+        raise ConfigError(f"dataset: {error}; what was read is kept; the same command continues") from None
     except DatasetError as error:
         return None, str(error)
 
 
 def _load_everywhere(config: Config, processes: Processes) -> tuple[TaskData | None, str | None]:
-    """The data in every process; or, in all of them, why the main process cannot have them.
+    """Load the data in every process; or return the main process's reason for failure in all of them.
 
-    The first process of every machine goes before the others there, who find a cache then.
+    The first process of each machine loads before the others, which then find the cache.
 
     Raises:
-        ConfigError: a process cannot have them and the main process can; or the config is wrong.
+        ConfigError: another process fails and the main process does not; or the config is wrong.
     """
     loaded: tuple[TaskData | None, str | None] = (None, None)
     for turn in (True, False):
@@ -114,13 +113,14 @@ def _load_everywhere(config: Config, processes: Processes) -> tuple[TaskData | N
 
 
 def load_data(config: Config, processes: Processes | None = None) -> TaskData:
-    """The data of a run; where C4 cannot be loaded, that of `dataset_fallback`, and `fallback_reason` says why.
+    """Load the data of a run; if C4 cannot be loaded, that of `dataset_fallback`, with the reason in `fallback_reason`.
 
-    processes: those of the run, all of which call this and have the same data then: whether there is a fallback is what
-    the main process finds. None: only this one.
+    Args:
+        processes: the processes of the run, which all call this; the main process decides about the fallback. None:
+            only this process.
 
     Raises:
-        ConfigError: it cannot be loaded, does not fit the config, or is not the same in all processes.
+        ConfigError: the data cannot be loaded, do not fit the config, or differ between processes.
     """
     processes = processes or LocalProcesses()
     if config.splits_data:
@@ -129,9 +129,9 @@ def load_data(config: Config, processes: Processes | None = None) -> TaskData:
     if data is None:
         data = _fallback(config, processes, reason)
     if config.splits_data and data.shares is None:
-        raise ConfigError(f"data_split: dataset {config.dataset} has no documents to share out; iid over trainers does")
+        raise ConfigError(f"data_split: dataset {config.dataset} has no documents to divide; iid over trainers works")
     if data.shares is not None:
-        logger.info("%s", described(data.shares.record))
+        logger.info("%s", describe_shares(data.shares.record))
     agree(
         processes,
         "data",

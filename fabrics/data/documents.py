@@ -1,7 +1,6 @@
-"""Documents: where text comes from, one document at a time.
+"""Sources of documents.
 
-A source hands out its documents as often as it is asked to, always in the same order, and never holds more than
-one of them (or one file's) in memory.
+A source can be read any number of times, always in the same order, with at most one document (or file) in memory.
 """
 
 import ast
@@ -33,22 +32,21 @@ EMPTY, NOT_JSON = "empty", "not a JSON object with a text"
 
 
 class DatasetError(RuntimeError):
-    """A source cannot be read; the message names it and says why. Another source may do."""
+    """A source cannot be read; the message names it and the reason. Another source may work."""
 
 
 class SourceLostError(DatasetError):
-    """A source cannot be read to its end though it had begun: another would be other data."""
+    """A source failed after its first documents; falling back would silently train on other data."""
 
 
 @dataclass
 class Skipped:
-    """Records that were left out: how many for each reason, and where the first of them was."""
+    """Number of skipped records and the place of the first, by reason."""
 
     counts: dict[str, int] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)
 
     def add(self, reason: str, place: str) -> None:
-        """Count one."""
         self.counts[reason] = self.counts.get(reason, 0) + 1
         self.first.setdefault(reason, place)
 
@@ -57,7 +55,7 @@ class Skipped:
 
 
 Documents = Callable[[Skipped], Iterator[str]]
-# The text and the origin of documents: the file, host or module that each comes from.
+# Pairs of text and origin (file, host, class or module).
 Origins = Callable[[], Iterator[tuple[str, str]]]
 
 
@@ -66,12 +64,11 @@ class Source:
     """Documents to train on, and perhaps others to validate on.
 
     Attributes:
-        name: for the log, in words.
-        identity: plain data that differs whenever the documents may.
-        train: begins to read from the start; what it leaves out goes to the Skipped.
+        name: description for the log.
+        identity: plain data that changes whenever the documents may.
+        train: reads the documents from the start and counts skipped records.
         validation: the same for the source's own validation part; None: it has none.
-        origins: the same, with where each document comes from: of train, and of validation where there is such a part;
-            empty: nobody knows.
+        origins: readers of (text, origin) for train, and for validation if it exists; empty: origins are unknown.
     """
 
     name: str
@@ -82,7 +79,7 @@ class Source:
 
 
 def document_hash(text: str) -> int:
-    """64 bits that depend on the text alone."""
+    """Return a 64-bit hash of a text."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little")
 
 
@@ -90,7 +87,7 @@ def document_hash(text: str) -> int:
 
 
 def _open(path: Path) -> IO[bytes]:
-    """A file, unpacked if it begins as gzip does, whatever it is called."""
+    """Open a plain or gzip file, told apart by its first bytes."""
     file = path.open("rb")
     if file.peek(2)[:2] == b"\x1f\x8b":
         file.close()
@@ -99,7 +96,7 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines of a plain or gzip file; a file that cannot be read to its end is a DatasetError."""
+    """Numbered lines of a plain or gzip file; DatasetError if it is damaged."""
     number = 0
     try:
         with _open(path) as file:
@@ -112,7 +109,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def json_records(path: Path, skipped: Skipped) -> Iterator[tuple[str, dict]]:
-    """The place and the object of every line that is a JSON object with a text; others are skipped."""
+    """Yield place and object of each line that is a JSON object with a text; skip others."""
     for number, line in _lines(path):
         place = f"{path}:{number}"
         try:
@@ -124,7 +121,7 @@ def json_records(path: Path, skipped: Skipped) -> Iterator[tuple[str, dict]]:
         elif not record["text"].strip():
             skipped.add(EMPTY, place)
         else:
-            # Half a surrogate pair, which JSON can write and UTF-8 cannot, becomes a question mark.
+            # JSON can express half a surrogate pair, UTF-8 cannot: it becomes a question mark.
             yield place, record | {"text": record["text"].encode("utf-8", "replace").decode("utf-8")}
 
 
@@ -177,13 +174,13 @@ def _decode(content: bytes, path: Path) -> str:
 
 
 def matching_files(patterns: Sequence[str], suffixes: tuple[str, ...] = ("",)) -> list[Path]:
-    """The files that paths, folders or globs mean, each once, sorted within a pattern.
+    """Expand paths, folders or globs to files, each once, sorted within a pattern.
 
     Args:
-        suffixes: which files of a folder are meant; hidden ones never are.
+        suffixes: the files of a folder to use; hidden files are excluded.
 
     Raises:
-        DatasetError: a pattern means no file, or a folder cannot be read.
+        DatasetError: a pattern matches no file, or a folder cannot be read.
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
@@ -206,7 +203,7 @@ def matching_files(patterns: Sequence[str], suffixes: tuple[str, ...] = ("",)) -
 
 
 def file_identities(paths: Sequence[Path]) -> list[list]:
-    """Absolute path, size and time of change of each file."""
+    """Return absolute path, size and modification time of each file."""
     try:
         stats = [(path.resolve(), path.stat()) for path in paths]
     except OSError as error:
@@ -216,14 +213,14 @@ def file_identities(paths: Sequence[Path]) -> list[list]:
 
 # Python's own documentation
 
-# Parts of the standard library folder that are not documentation for its users, or not the library at all.
+# Folders of the standard library without user documentation.
 _SKIPPED_FOLDERS = {
     "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "pydoc_data", "__pycache__",
 }  # fmt: skip
 
 
 def documentable(tree: ast.Module) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Whatever may have a docstring, outer before inner; expressions, most of a tree, are not looked into."""
+    """Yield the nodes that may have a docstring, outer before inner; expressions are not visited."""
     waiting = collections.deque([tree])
     while waiting:
         node = waiting.popleft()
@@ -234,9 +231,9 @@ def documentable(tree: ast.Module) -> Iterator[ast.Module | ast.ClassDef | ast.F
 
 
 def docstrings(source: bytes) -> list[str]:
-    """Those of a module, outer before inner; templates and deliberately broken files have none."""
+    """Return the docstrings of a module, outer before inner; files that do not parse have none."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what the parser thinks of other people's code
+        warnings.simplefilter("ignore")  # about the parsed code
         try:
             tree = ast.parse(source)
         except (SyntaxError, ValueError):
@@ -246,14 +243,14 @@ def docstrings(source: bytes) -> list[str]:
 
 @functools.lru_cache(maxsize=1)
 def python_documents() -> tuple[str, ...]:
-    """pydoc's topics and every docstring of the installed standard library, each once, in order of hash."""
+    """Return pydoc's topics and all docstrings of the standard library, each once, in order of hash."""
     documents = dict.fromkeys(text for text, _ in python_origins())
-    # A fixed random order: neighbours in a module would be neighbours in any sample.
+    # A fixed random order: otherwise a sample would consist of neighbours in a module.
     return tuple(sorted((text for text in documents if text), key=document_hash))
 
 
 def python_origins() -> Iterator[tuple[str, str]]:
-    """pydoc's topics and every docstring of the standard library, with the module or package of each."""
+    """Yield pydoc's topics and the docstrings of the standard library, each with its module or package."""
     for _, text in sorted(pydoc_data.topics.topics.items()):
         yield text.strip(), "pydoc's topics"
     for module, text in standard_library_docstrings():
@@ -262,9 +259,9 @@ def python_origins() -> Iterator[tuple[str, str]]:
 
 @functools.lru_cache(maxsize=1)
 def standard_library_docstrings() -> list[tuple[str, str]]:
-    """Those of the modules in order of path, outer before inner, each after its module or the package that it is in.
+    """Return pairs of module (or package) and docstring, in order of path.
 
-    Modules are parsed, never imported: importing some of them has effects.
+    Modules are parsed, never imported: importing some of them has side effects.
     """
     found = []
     root = Path(sysconfig.get_path("stdlib"))

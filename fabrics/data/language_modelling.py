@@ -9,11 +9,10 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from fabrics.data.document_labels import Corpus, kinds_by_origin
 from fabrics.data.documents import DatasetError, Source
 from fabrics.data.examples import DataShares, Examples, PackedSequences, PaddedSequences, TaskData
 from fabrics.data.held_out import sizes, split
-from fabrics.data.partition import cut_packed, cut_single, shared_out
+from fabrics.data.partition import Corpus, cut_packed, cut_single, labels_by_origin, partitioned
 from fabrics.data.token_store import Recipe, TokenisedPart, TokenisedSet, is_written, write_tokenised
 from fabrics.data.tokenization import describe, fingerprint, named_tokenizer, padding, train_tokenizer, vocabulary_size
 from utils.config.schema import Config, ConfigError
@@ -77,7 +76,7 @@ def task_data(config: Config, dataset: str, source: str, documents: TokenisedSet
         "validation": _first(documents.validation, config.val_size, "val_size", "validation", source),
     }
     if config.splits_data:
-        train, shares = _shared_out(config, parts, documents)
+        train, shares = _partitioned(config, parts, documents)
     else:
         train, shares = _examples(config, "train", parts["train"], documents), None
     data = TaskData(
@@ -105,21 +104,21 @@ def task_data(config: Config, dataset: str, source: str, documents: TokenisedSet
     return data
 
 
-def _shared_out(
+def _partitioned(
     config: Config, parts: Mapping[str, TokenisedPart], documents: TokenisedSet
 ) -> tuple[Examples, DataShares]:
     known = documents.origins
     corpus = Corpus(
         **parts,
         vocabulary=vocabulary_size(documents.tokenizer),
-        origins=(lambda: kinds_by_origin(known, parts["train"], parts["validation"])) if known else None,
+        origins=(lambda: labels_by_origin(known, parts["train"], parts["validation"])) if known else None,
         folder=documents.folder,
     )
     if config.packing:
         cut = cut_packed(config.sequence_length, config.data_shares)
     else:
         cut = cut_single(config.data_shares, lambda part: _examples(config, "", part, documents))
-    return shared_out(config, corpus, cut, config.val_sequences)
+    return partitioned(config, corpus, cut, config.val_sequences)
 
 
 def _first(part: TokenisedPart, count: int | None, key: str, kind: str, source: str) -> TokenisedPart:

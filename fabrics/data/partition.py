@@ -1,49 +1,226 @@
-"""Data that differ: the documents of a run in shares, by what they are; see docs/heterogeneous.md.
+"""Non-IID data: whole documents are divided into shares by what they are (docs/heterogeneous.md).
 
-A split says which kinds of documents there are and which part of each kind every share gets; `dealt` gives whole
-documents accordingly, before they are packed, so that no example is of two shares.
+Each document has a label: its origin (file, host, class, module) or its cluster. `data_split` says which part of each
+label's documents every share gets. Documents are divided before they are packed, so no example belongs to two shares.
 """
 
 import hashlib
 import heapq
-from collections.abc import Callable
+import importlib.util
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from algorithms.registry import Registry
-from fabrics.data.document_labels import Corpus, Kinds, kinds_by_cluster, missing_scikit_learn, remembered
-from fabrics.data.document_samples import document_lengths
+from fabrics.data.documents import DatasetError, Origins, document_hash
 from fabrics.data.examples import Chosen, DataShares, Examples, PackedDocuments
-from fabrics.data.partition_statistics import share_record
-from fabrics.data.sampler import DEALING
+from fabrics.data.held_out import Hashes
+from fabrics.data.partition_sampler import first_shares
+from fabrics.data.sampler import CLUSTERS, DEALING
 from fabrics.data.token_store import TokenisedPart
 from utils.config.schema import Config, ConfigError
+from utils.utils import write_atomically
 
-# Dirichlet's proportions are drawn again, so often at most, until every share has this part of an equal one.
-SMALLEST_SHARE, MOST_DRAWS = 0.1, 1000
-# So many kinds are named where there are too few.
-_NAMED_KINDS = 5
+logger = logging.getLogger("adloco.dataset")
+
+# Dirichlet proportions are redrawn, at most MOST_DRAWS times, until each share has this fraction of an equal share.
+SMALLEST_SHARE = 0.1
+MOST_DRAWS = 1000
+# The version in requirements-dev.txt. Only `data_split: clusters` needs it.
+SCIKIT_LEARN = "1.7.2"
+# k-means is fitted on a random sample of at most this many documents; the others join the nearest centroid.
+SAMPLED_DOCUMENTS = 20_000
+_BLOCK_DOCUMENTS = 5_000
+_RESTARTS = 4
+_NAMED_LABELS = 5
 
 
-# Who gets what
+@dataclass(frozen=True)
+class DocumentLabels:
+    """The label of each document.
+
+    Attributes:
+        names: names of the labels.
+        train: label index of each training document, [documents].
+        validation: label index of each validation document, [documents].
+    """
+
+    names: tuple[str, ...]
+    train: np.ndarray
+    validation: np.ndarray
 
 
-def whole_kinds(sizes: np.ndarray, shares: int) -> np.ndarray:
-    """Proportions [kinds, shares], 0 or 1: each kind, the largest first, goes to the share that has least so far."""
-    proportions, loads = np.zeros((len(sizes), shares)), [(0.0, share) for share in range(shares)]
-    for kind in np.argsort(-sizes, kind="stable").tolist():
+@dataclass(frozen=True)
+class Corpus:
+    """The tokenised documents of a run.
+
+    Attributes:
+        vocabulary: number of tokens in the vocabulary.
+        origins: finds the origin of each document; None: unknown.
+        folder: cache for labels, which take seconds to minutes to find; None: no cache.
+    """
+
+    train: TokenisedPart
+    validation: TokenisedPart
+    vocabulary: int
+    origins: Callable[[], DocumentLabels] | None
+    folder: Path | None = None
+
+
+def _lengths(part: TokenisedPart) -> np.ndarray:
+    """Tokens of each document."""
+    return np.diff(np.asarray(part.offsets))
+
+
+# Labels
+
+
+def labels_by_origin(origins: Sequence[Origins], train: TokenisedPart, validation: TokenisedPart) -> DocumentLabels:
+    """Find the origin of each document; a text that occurs several times has the origin of its first occurrence.
+
+    Args:
+        origins: see `documents.Source`; each is read only as far as needed.
+
+    Raises:
+        DatasetError: the source cannot be read, or no longer contains all documents.
+    """
+    unique, place = np.unique(np.concatenate([train.hashes, validation.hashes]), return_inverse=True)
+    known = Hashes(unique)
+    found = np.full(len(unique), -1, dtype=np.int32)
+    names: dict[str, int] = {}
+    parts = [train.hashes, validation.hashes] if len(origins) > 1 else [unique]
+    for read, hashes in zip(origins, parts, strict=True):
+        wanted = np.isin(unique, hashes) & (found < 0)
+        missing = int(wanted.sum())
+        for text, origin in read() if missing else ():
+            index = known.index(document_hash(text))
+            if index is not None and found[index] < 0:
+                found[index] = names.setdefault(origin, len(names))
+                missing -= int(wanted[index])
+                if not missing:
+                    break
+        if missing:
+            raise DatasetError(f"{missing} of {len(unique)} tokenised documents are no longer in their source")
+    labels = found[place]
+    return DocumentLabels(tuple(names), labels[: len(train)], labels[len(train) :])
+
+
+def missing_scikit_learn() -> list[str]:
+    """Return an error line if scikit-learn is not installed."""
+    if importlib.util.find_spec("sklearn") is not None:
+        return []
+    return [f"data_split: clusters needs scikit-learn: pip install scikit-learn=={SCIKIT_LEARN}"]
+
+
+def _token_counts(part: TokenisedPart, documents: np.ndarray, vocabulary: int):
+    """How often each token occurs in each document: sparse [documents, vocabulary]."""
+    from scipy import sparse
+
+    lengths = _lengths(part)[documents]
+    tokens = np.concatenate([part.tokens[part.offsets[i] : part.offsets[i + 1]] for i in documents]).astype(np.int32)
+    bounds = np.cumsum([0, *lengths])
+    counts = sparse.csr_matrix((np.ones(len(tokens), np.float32), tokens, bounds), shape=(len(documents), vocabulary))
+    counts.sum_duplicates()
+    return counts
+
+
+def labels_by_cluster(corpus: Corpus, clusters: int, seed: int) -> DocumentLabels:
+    """Cluster the documents by k-means over TF-IDF of their tokens; cluster 0 has the most training tokens.
+
+    Documents weigh as their number of tokens. One thread does the work, so every process finds the same clusters.
+
+    Raises:
+        ConfigError: scikit-learn is not installed, or there are fewer documents than clusters.
+    """
+    if problems := missing_scikit_learn():
+        raise ConfigError(problems)
+    if clusters > len(corpus.train):
+        raise ConfigError(f"data_shares: must be at most the {len(corpus.train)} training documents, got {clusters}")
+    from sklearn.cluster import KMeans
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.feature_extraction.text import TfidfTransformer
+    from threadpoolctl import threadpool_limits
+
+    lengths = _lengths(corpus.train)
+    generator = np.random.default_rng([seed, CLUSTERS])
+    sample = np.sort(generator.permutation(len(lengths))[: max(SAMPLED_DOCUMENTS, clusters)])
+    counts = _token_counts(corpus.train, sample, corpus.vocabulary)
+    tfidf = TfidfTransformer(sublinear_tf=True).fit(counts)
+    kmeans = KMeans(clusters, n_init=_RESTARTS, random_state=int(generator.integers(2**31)))
+
+    def nearest(part: TokenisedPart) -> np.ndarray:
+        found = [np.zeros(0, np.int32)]
+        for start in range(0, len(part), _BLOCK_DOCUMENTS):
+            block = np.arange(start, min(start + _BLOCK_DOCUMENTS, len(part)))
+            found.append(kmeans.predict(tfidf.transform(_token_counts(part, block, corpus.vocabulary))))
+        return np.concatenate(found).astype(np.int32)
+
+    with threadpool_limits(1), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct documents than clusters
+        kmeans.fit(tfidf.transform(counts), sample_weight=lengths[sample])
+        train = nearest(corpus.train)
+        validation = nearest(corpus.validation)
+    sizes = np.bincount(train, weights=lengths, minlength=clusters)
+    rank = np.empty(clusters, dtype=np.int32)
+    rank[np.argsort(-sizes, kind="stable")] = np.arange(clusters)
+    return DocumentLabels(tuple(f"cluster {number}" for number in range(clusters)), rank[train], rank[validation])
+
+
+def _cached(path: Path | None, find: Callable[[], DocumentLabels]) -> DocumentLabels:
+    if path is not None and path.exists():
+        with np.load(path, allow_pickle=False) as file:
+            return DocumentLabels(tuple(file["names"].tolist()), file["train"], file["validation"])
+    labels = find()
+    if path is not None:
+        try:
+            write_atomically(
+                path,
+                lambda file: np.savez(file, names=labels.names, train=labels.train, validation=labels.validation),
+            )
+        except OSError as error:  # a read-only set of somebody else
+            logger.info("%s cannot be cached: %s", path, error.strerror)
+    return labels
+
+
+def _origins(config: Config, corpus: Corpus) -> DocumentLabels:
+    if corpus.origins is None:
+        raise ConfigError(
+            f"data_split: {config.data_split} needs the origin of each document, which dataset {config.dataset} does "
+            f"not know; data_split clusters works without"
+        )
+    return _cached(corpus.folder and corpus.folder / "origins.npz", corpus.origins)
+
+
+# Proportions
+
+
+def whole_labels(sizes: np.ndarray, shares: int) -> np.ndarray:
+    """Proportions [labels, shares], 0 or 1: each label, largest first, goes to the smallest share so far."""
+    proportions = np.zeros((len(sizes), shares))
+    loads = [(0.0, share) for share in range(shares)]
+    for label in np.argsort(-sizes, kind="stable").tolist():
         load, share = loads[0]
-        heapq.heapreplace(loads, (load + sizes[kind], share))
-        proportions[kind, share] = 1.0
+        heapq.heapreplace(loads, (load + sizes[label], share))
+        proportions[label, share] = 1.0
     return proportions
 
 
 def dirichlet_proportions(
     sizes: np.ndarray, shares: int, alpha: float, generator: np.random.Generator
 ) -> np.ndarray | None:
-    """Proportions [kinds, shares], each row drawn from Dirichlet(alpha) (arXiv 2102.02079); None: a share stays empty.
+    """Proportions [labels, shares], each row drawn from Dirichlet(alpha) (arXiv 2102.02079).
 
-    alpha: the smaller it is the fewer shares have most of a kind; infinity would give every share the same.
+    Args:
+        sizes: tokens of each label.
+        alpha: a small value concentrates each label in few shares; infinity would give all shares the same mixture.
+
+    Returns:
+        None if a share stays too small in every draw.
     """
     for _ in range(MOST_DRAWS):
         proportions = generator.dirichlet(np.full(shares, alpha), size=len(sizes))
@@ -52,92 +229,93 @@ def dirichlet_proportions(
     return None
 
 
-def dealt(
-    kinds: np.ndarray, lengths: np.ndarray, proportions: np.ndarray, generator: np.random.Generator
+def assign_documents(
+    labels: np.ndarray, lengths: np.ndarray, proportions: np.ndarray, generator: np.random.Generator
 ) -> np.ndarray:
-    """The share of each document: those of a kind, in random order, are cut where the proportions of its tokens say.
+    """Assign each document to a share: a label's documents, shuffled, are cut where its token proportions say.
 
     Args:
-        kinds, lengths: of each document.
-        proportions: [kinds, shares], rows sum to 1.
+        labels: label of each document.
+        lengths: tokens of each document.
+        proportions: [labels, shares]; rows sum to 1.
     """
-    order = generator.permutation(len(kinds))
-    order = order[np.argsort(kinds[order], kind="stable")]
-    kinds_in_order, sizes = kinds[order], np.bincount(kinds, weights=lengths, minlength=len(proportions))
+    order = generator.permutation(len(labels))
+    order = order[np.argsort(labels[order], kind="stable")]
+    sorted_labels = labels[order]
+    sizes = np.bincount(labels, weights=lengths, minlength=len(proportions))
     starts = np.cumsum(sizes) - sizes
     middles = np.cumsum(lengths[order], dtype=np.float64) - lengths[order] / 2
-    within = (middles - starts[kinds_in_order]) / sizes[kinds_in_order]
+    within = (middles - starts[sorted_labels]) / sizes[sorted_labels]
     bounds = np.cumsum(proportions, axis=1)[:, :-1]
-    shares = np.empty(len(kinds), dtype=np.int64)
-    shares[order] = (bounds[kinds_in_order] <= within[:, None]).sum(1)
+    shares = np.empty(len(labels), dtype=np.int64)
+    shares[order] = (bounds[sorted_labels] <= within[:, None]).sum(1)
     return shares
 
 
-# Splits by name
+def total_variation(counts: np.ndarray) -> float:
+    """Fraction of a share, on average by size, that must be exchanged for all shares to have the same mixture.
 
-Split = Callable[[Config, Corpus], tuple[Kinds, np.ndarray]]
+    Args:
+        counts: [shares, labels].
+    """
+    joint = counts / counts.sum()
+    return float(np.abs(joint - joint.sum(1, keepdims=True) * joint.sum(0, keepdims=True)).sum() / 2)
 
 
-def _sizes(kinds: Kinds, corpus: Corpus) -> np.ndarray:
-    """Training tokens of each kind."""
-    return np.bincount(kinds.train, weights=document_lengths(corpus.train), minlength=len(kinds.names))
+# Values of `data_split`
+
+Split = Callable[[Config, Corpus], tuple[DocumentLabels, np.ndarray]]
 
 
-def _origins(config: Config, corpus: Corpus) -> Kinds:
-    if corpus.origins is None:
+def _label_sizes(labels: DocumentLabels, corpus: Corpus) -> np.ndarray:
+    return np.bincount(labels.train, weights=_lengths(corpus.train), minlength=len(labels.names))
+
+
+def _whole(labels: DocumentLabels, corpus: Corpus, shares: int) -> tuple[DocumentLabels, np.ndarray]:
+    sizes = _label_sizes(labels, corpus)
+    present = int((sizes > 0).sum())
+    if present < shares:
+        names = ", ".join(labels.names[:_NAMED_LABELS]) + (", ..." if len(labels.names) > _NAMED_LABELS else "")
         raise ConfigError(
-            f"data_split: nobody knows where the documents of this dataset ({config.dataset}) come from; data_split "
-            f"clusters, or dirichlet with data_clusters, does without"
+            f"data_split: the training documents have {present} labels ({names}), too few for {shares} shares; use "
+            f"fewer (data_shares) or another split"
         )
-    return remembered(corpus.folder and corpus.folder / "origins.npz", corpus.origins)
+    return labels, whole_labels(sizes, shares)
 
 
-def _clusters(config: Config, corpus: Corpus, clusters: int) -> Kinds:
-    sizes, seed = f"{len(corpus.train)}_{len(corpus.validation)}", config.training_seed
-    path = corpus.folder and corpus.folder / f"{clusters}_clusters_of_{sizes}_seed_{seed}.npz"
-    return remembered(path, lambda: kinds_by_cluster(corpus, clusters, seed))
+def split_iid(config: Config, corpus: Corpus) -> tuple[DocumentLabels, np.ndarray]:
+    """Every share gets equally many tokens of random documents."""
+    train = np.zeros(len(corpus.train), dtype=np.int32)
+    validation = np.zeros(len(corpus.validation), dtype=np.int32)
+    return DocumentLabels(("all",), train, validation), np.full((1, config.data_shares), 1 / config.data_shares)
 
 
-def _wholly(kinds: Kinds, corpus: Corpus, shares: int) -> tuple[Kinds, np.ndarray]:
-    sizes = _sizes(kinds, corpus)
-    if (present := int((sizes > 0).sum())) < shares:
-        names = ", ".join(kinds.names[:_NAMED_KINDS]) + (", ..." if len(kinds.names) > _NAMED_KINDS else "")
-        raise ConfigError(
-            f"data_split: the training documents are of {present} kinds ({names}), too few for {shares} shares; ask "
-            f"for fewer (data_shares), or for another split"
-        )
-    return kinds, whole_kinds(sizes, shares)
+def split_by_clusters(config: Config, corpus: Corpus) -> tuple[DocumentLabels, np.ndarray]:
+    """Every share gets one cluster (as in arXiv 2311.08105)."""
+    shares, seed = config.data_shares, config.training_seed
+    sizes = f"{len(corpus.train)}_{len(corpus.validation)}"
+    path = corpus.folder and corpus.folder / f"{shares}_clusters_of_{sizes}_seed_{seed}.npz"
+    return _whole(_cached(path, lambda: labels_by_cluster(corpus, shares, seed)), corpus, shares)
 
 
-def split_iid(config: Config, corpus: Corpus) -> tuple[Kinds, np.ndarray]:
-    """Every share gets as many tokens of documents drawn at random."""
-    none = (np.zeros(len(part), dtype=np.int32) for part in (corpus.train, corpus.validation))
-    return Kinds(("all",), *none), np.full((1, config.data_shares), 1 / config.data_shares)
-
-
-def split_by_clusters(config: Config, corpus: Corpus) -> tuple[Kinds, np.ndarray]:
-    """Every share gets whole clusters, by default one (as in arXiv 2311.08105)."""
-    return _wholly(_clusters(config, corpus, config.data_clusters or config.data_shares), corpus, config.data_shares)
-
-
-def split_by_sources(config: Config, corpus: Corpus) -> tuple[Kinds, np.ndarray]:
+def split_by_sources(config: Config, corpus: Corpus) -> tuple[DocumentLabels, np.ndarray]:
     """Every share gets all documents of some origins."""
-    return _wholly(_origins(config, corpus), corpus, config.data_shares)
+    return _whole(_origins(config, corpus), corpus, config.data_shares)
 
 
-def split_by_dirichlet(config: Config, corpus: Corpus) -> tuple[Kinds, np.ndarray]:
-    """Of every origin, or cluster, shares get random parts."""
-    by_cluster, shares, alpha = config.data_clusters, config.data_shares, config.dirichlet_alpha
-    kinds = _clusters(config, corpus, by_cluster) if by_cluster else _origins(config, corpus)
-    sizes, generator = _sizes(kinds, corpus), np.random.default_rng([config.training_seed, DEALING, 0])
-    proportions = dirichlet_proportions(sizes, shares, alpha, generator)
+def split_by_dirichlet(config: Config, corpus: Corpus) -> tuple[DocumentLabels, np.ndarray]:
+    """Every share gets a random part of each origin."""
+    labels = _origins(config, corpus)
+    sizes = _label_sizes(labels, corpus)
+    generator = np.random.default_rng([config.training_seed, DEALING, 0])
+    proportions = dirichlet_proportions(sizes, config.data_shares, config.dirichlet_alpha, generator)
     if proportions is None:
         raise ConfigError(
-            f"dirichlet_alpha: {alpha:g} leaves one of {shares} shares without a tenth of an equal part of the "
-            f"{len(sizes)} kinds of documents in each of {MOST_DRAWS} draws; a larger one, fewer data_shares or more "
-            f"data_clusters would do"
+            f"dirichlet_alpha: {config.dirichlet_alpha:g} leaves one of {config.data_shares} shares with less than a "
+            f"tenth of an equal share of {len(sizes)} origins in {MOST_DRAWS} draws; use a larger value or fewer "
+            f"data_shares"
         )
-    return kinds, proportions
+    return labels, proportions
 
 
 SPLITS: Registry[Split] = Registry(
@@ -146,14 +324,16 @@ SPLITS: Registry[Split] = Registry(
 
 
 def split_problems(config: Config) -> list[str]:
-    """What is wrong with how a config shares its data out, as far as the config alone tells."""
-    found, shares, trainers = [], config.data_shares, config.number_of_initial_trainers
+    """Return one line per setting of the data split that cannot work."""
+    shares = config.data_shares
+    trainers = config.number_of_initial_trainers
     if not config.splits_data:
         return [
             f"{key}: needs data that are in shares: another data_split than iid, or data_split_over workers"
             for key in ("validation_per_share", "weigh_shares")
             if getattr(config, key)
         ]
+    found = []
     if config.trainer_data_fraction is not None:
         found.append(
             f"trainer_data_fraction: must be null with data_split {config.data_split} over "
@@ -161,34 +341,20 @@ def split_problems(config: Config) -> list[str]:
         )
     if shares is not None and shares < trainers:
         found.append(f"data_shares: must be at least the {trainers} trainers, got {shares}")
-    if config.data_split == "clusters" and (config.data_clusters or shares or trainers) < (shares or trainers):
-        found.append(f"data_clusters: must be at least the {shares or trainers} shares, got {config.data_clusters}")
     if config.weigh_shares and config.data_split_over == "trainers" and trainers == 1:
         found.append(
             "weigh_shares: needs data_split_over workers, or several trainers, which merge: one reads all shares"
         )
-    if config.data_split == "clusters" or (config.data_split == "dirichlet" and config.data_clusters):
+    if config.data_split == "clusters":
         found += missing_scikit_learn()
     return found
 
 
-def split_without_effect(config: Config) -> list[str]:
-    """Which keys of a split that a config gives have no effect."""
-    found = []
-    if config.data_shares is not None and not config.splits_data:
-        found.append("data_shares: has no effect with data_split iid over trainers")
-    if config.data_clusters is not None and config.data_split not in ("clusters", "dirichlet"):
-        found.append("data_clusters: has no effect without data_split clusters or dirichlet")
-    if config.dirichlet_alpha != Config().dirichlet_alpha and config.data_split != "dirichlet":
-        found.append("dirichlet_alpha: has no effect without data_split dirichlet")
-    return found
-
-
 def share_count(config: Config, nodes: int) -> int:
-    """Shares of a run with so many nodes: as many as asked for, else one for each trainer, or each node.
+    """Number of shares: `data_shares`, else one per trainer or, over workers, one per node.
 
     Raises:
-        ConfigError: nobody knows the nodes yet.
+        ConfigError: the number of nodes is needed and unknown.
     """
     trainers = config.number_of_initial_trainers
     if config.data_shares is not None or config.data_split_over == "trainers":
@@ -200,15 +366,16 @@ def share_count(config: Config, nodes: int) -> int:
 
 # From documents to examples
 
-# From the documents of a part and the share of each to examples in order of share, and how many each share has.
+# From a part's documents and the share of each: examples sorted by share, and the examples of each share.
 Cut = Callable[[TokenisedPart, np.ndarray], tuple[Examples, np.ndarray]]
 
 
 def cut_packed(sequence_length: int, shares: int) -> Cut:
-    """Documents of a share, joined and cut into full sequences; only its last partial one is lost."""
+    """Join the documents of a share and cut them into full sequences; the last partial one of a share is lost."""
 
     def cut(part: TokenisedPart, share_of: np.ndarray) -> tuple[Examples, np.ndarray]:
-        order, counts = np.argsort(share_of, kind="stable"), np.bincount(share_of, minlength=shares)
+        order = np.argsort(share_of, kind="stable")
+        counts = np.bincount(share_of, minlength=shares)
         packed = PackedDocuments(part.tokens, part.offsets, np.split(order, np.cumsum(counts)[:-1]), sequence_length)
         return packed, np.array(packed.sizes)
 
@@ -216,47 +383,91 @@ def cut_packed(sequence_length: int, shares: int) -> Cut:
 
 
 def cut_single(shares: int, examples: Callable[[TokenisedPart], Examples]) -> Cut:
-    """A document is an example. examples: of a part, in the order of its documents."""
+    """One example per document; `examples` maps a part to its examples, in the order of its documents."""
 
     def cut(part: TokenisedPart, share_of: np.ndarray) -> tuple[Examples, np.ndarray]:
-        order = np.argsort(share_of, kind="stable")
-        return Chosen(examples(part), order), np.bincount(share_of, minlength=shares)
+        return Chosen(examples(part), np.argsort(share_of, kind="stable")), np.bincount(share_of, minlength=shares)
 
     return cut
 
 
-def shared_out(
+def partitioned(
     config: Config, corpus: Corpus, cut: Cut, most_validation: int | None = None
 ) -> tuple[Examples, DataShares]:
-    """The training examples in order of share, and what is known of the shares.
+    """Return the training examples sorted by share, and the description of the shares.
 
     Args:
-        config: it says how many shares there are.
-        most_validation: validation examples of all shares together.
+        config: its data_shares is the number of shares.
+        most_validation: most validation examples over all shares.
 
     Raises:
-        ConfigError: the data cannot be shared out as asked for.
+        ConfigError: the data cannot be divided as configured.
     """
-    kinds, proportions = SPLITS[config.data_split](config, corpus)
-    of_documents = []
-    for number, (part, of_kind) in enumerate(((corpus.train, kinds.train), (corpus.validation, kinds.validation)), 1):
-        generator = np.random.default_rng([config.training_seed, DEALING, number])
-        of_documents.append(dealt(of_kind, document_lengths(part), proportions, generator))
-    train, sizes = cut(corpus.train, of_documents[0])
-    if empty := np.flatnonzero(sizes == 0).tolist():
+    labels, proportions = SPLITS[config.data_split](config, corpus)
+    generator = np.random.default_rng([config.training_seed, DEALING, 1])
+    share_of = assign_documents(labels.train, _lengths(corpus.train), proportions, generator)
+    generator = np.random.default_rng([config.training_seed, DEALING, 2])
+    validation_share_of = assign_documents(labels.validation, _lengths(corpus.validation), proportions, generator)
+    train, sizes = cut(corpus.train, share_of)
+    empty = np.flatnonzero(sizes == 0).tolist()
+    if empty:
         raise ConfigError(
-            f"data_split: the documents of share {empty[0]} of {len(sizes)} do not fill one example; fewer data_shares "
-            f"or a shorter sequence_length would do"
+            f"data_split: the documents of share {empty[0]} of {len(sizes)} do not fill one example; use fewer "
+            f"data_shares or a shorter sequence_length"
         )
     validation: tuple[Examples, ...] = ()
     if config.validation_per_share:
-        everything, counts = cut(corpus.validation, of_documents[1])
+        everything, counts = cut(corpus.validation, validation_share_of)
         most = None if most_validation is None else -(-most_validation // len(sizes))
         starts = np.cumsum(counts) - counts
         validation = tuple(
             Chosen(everything, np.arange(start, start + count)[:most])
             for start, count in zip(starts, counts, strict=True)
         )
-    record = share_record(config, corpus, kinds, of_documents[0], sizes)
-    digest = hashlib.sha256(b"".join(part.astype("<i8").tobytes() for part in of_documents)).hexdigest()
-    return train, DataShares(tuple(sizes.tolist()), validation, record, digest)
+    record = _share_record(config, corpus, labels, share_of, sizes)
+    digest = hashlib.sha256(share_of.astype("<i8").tobytes() + validation_share_of.astype("<i8").tobytes())
+    return train, DataShares(tuple(sizes.tolist()), validation, record, digest.hexdigest())
+
+
+def _share_record(
+    config: Config, corpus: Corpus, labels: DocumentLabels, share_of: np.ndarray, sizes: np.ndarray
+) -> dict[str, Any]:
+    """`data_shares` of the summary: sizes, first owner and largest labels of each share."""
+    shares = len(sizes)
+    count = len(labels.names)
+    cells = np.bincount(share_of * count + labels.train, weights=_lengths(corpus.train), minlength=shares * count)
+    label_tokens = cells.reshape(shares, count)
+    tokens = label_tokens.sum(1)
+    documents = np.bincount(share_of, minlength=shares)
+    trainers = config.number_of_initial_trainers
+    owners = {share: trainer for trainer in range(trainers) for share in first_shares(shares, trainer, trainers)}
+    entries = []
+    for share in range(shares):
+        largest = np.argsort(-label_tokens[share], kind="stable")[:_NAMED_LABELS].tolist()
+        fractions = {labels.names[i]: round(float(label_tokens[share, i] / tokens[share]), 4) for i in largest}
+        entries.append(
+            {
+                "share": share,
+                "first_trainer": owners[share],
+                "documents": int(documents[share]),
+                "examples": int(sizes[share]),
+                "tokens": int(tokens[share]),
+                "largest_labels": {name: fraction for name, fraction in fractions.items() if fraction},
+            }
+        )
+    return {
+        "split": config.data_split,
+        "over": config.data_split_over,
+        "labels": count,
+        "total_variation": total_variation(label_tokens),
+        "shares": entries,
+    }
+
+
+def describe_shares(record: dict[str, Any]) -> str:
+    """Return one line for the log."""
+    examples = [share["examples"] for share in record["shares"]]
+    return (
+        f"data_split {record['split']} over {record['over']}: {len(examples)} shares of {min(examples):,} to "
+        f"{max(examples):,} examples; total variation over {record['labels']} labels {record['total_variation']:.3f}"
+    )

@@ -1,30 +1,26 @@
-"""Tokenised documents on disk: written once, block by block, and mapped into memory ever after.
+"""Tokenised documents on disk: written once, block by block, then memory-mapped.
 
 A set is a folder:
 
-    metadata.json           what it was made from and with, and how much of it there is
+    metadata.json           its source, arguments, tokenizer and sizes
     tokenizer/              the tokenizer, as a Hugging Face folder
-    train/, validation/     tokens.bin: every document followed by end-of-text, one after the other (uint16 or uint32)
-                            offsets.bin: where each document begins, and the end of the last (int64)
+    train/, validation/     tokens.bin: all documents, each followed by end-of-text (uint16 or uint32)
+                            offsets.bin: the start of each document, and the end of the last (int64)
                             hashes.bin: document_hash of each text (uint64)
 
-Whole documents are kept, so that one set serves every sequence length, packed or not. It is written under another
-name and renamed when it is complete. What an interrupted run leaves there is continued by the next: the state of the
-last complete block is in state.json, and what was written after it is cut off.
-
-Memory: one block of documents and its tokens for each process, whatever the number of documents.
+Documents are kept whole, so one set serves every sequence length, packed or not. A set is written to <name>.partial
+and renamed when complete. An interrupted run is continued: state.json describes the last complete block, and bytes
+after it are cut off. Memory: one block of documents.
 """
 
 import itertools
 import json
 import logging
-import multiprocessing
 import os
 import shutil
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,12 +48,12 @@ _OFFSET, _HASH = np.dtype("<i8"), np.dtype("<u8")
 
 @dataclass(frozen=True)
 class TokenisedPart:
-    """Tokens of documents, mapped from files.
+    """Memory-mapped tokens of documents.
 
     Attributes:
-        tokens: [tokens], every document followed by end-of-text.
-        offsets: [documents + 1]: document i is tokens[offsets[i]:offsets[i + 1]].
-        hashes: [documents], document_hash of each text.
+        tokens: [tokens]; each document is followed by end-of-text.
+        offsets: [documents + 1]; document i is tokens[offsets[i]:offsets[i + 1]].
+        hashes: [documents]; document_hash of each text.
     """
 
     tokens: np.ndarray
@@ -68,7 +64,7 @@ class TokenisedPart:
         return len(self.hashes)
 
     def first(self, documents: int | None) -> "TokenisedPart":
-        """Only so many documents; None: all."""
+        """Return the part with only the first documents; None: all."""
         if documents is None:
             return self
         return TokenisedPart(
@@ -76,17 +72,17 @@ class TokenisedPart:
         )
 
     def packed(self, sequence_length: int) -> np.ndarray:
-        """All documents, cut into full sequences [n, sequence_length]; only the last partial one is lost. No copy."""
+        """Return a view [sequences, sequence_length] of all tokens; the last partial sequence is lost."""
         return self.tokens[: len(self.tokens) // sequence_length * sequence_length].reshape(-1, sequence_length)
 
 
 @dataclass(frozen=True)
 class TokenisedSet:
-    """A complete folder; see the module.
+    """A complete set.
 
     Attributes:
-        validation: None where the set has no such part.
-        origins: of the source that it is made from; empty: nobody knows where its documents come from.
+        validation: None: the set has no such part.
+        origins: see `documents.Source`; empty: unknown.
     """
 
     folder: Path
@@ -105,7 +101,7 @@ def _mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
 
 
 def read_metadata(folder: Path) -> dict:
-    """What is written about a set.
+    """Read metadata.json.
 
     Raises:
         DatasetError: the folder holds no complete set of this format.
@@ -125,7 +121,7 @@ def read_metadata(folder: Path) -> dict:
 
 
 def open_tokenised(folder: Path) -> TokenisedSet:
-    """Map a complete set into memory; nothing but metadata and tokenizer is read.
+    """Map a complete set into memory; only metadata and tokenizer are read.
 
     Raises:
         DatasetError: the folder holds no complete, undamaged set.
@@ -160,47 +156,36 @@ def open_tokenised(folder: Path) -> TokenisedSet:
 
 
 def _token_type(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
-    """The smallest type that holds every token: vocabularies may have gaps, so their length does not tell."""
+    """The smallest type that holds every token; vocabularies may have gaps, so the largest token decides."""
     return np.dtype("<u2" if vocabulary_size(tokenizer) <= 2**16 else "<u4")
 
 
 class _PartWriter:
-    """Appends blocks of tokenised documents to the files of one part, from a known state on."""
+    """Appends blocks of tokenised documents to the files of one part, after the first `documents` documents."""
 
     def __init__(self, folder: Path, dtype: np.dtype, documents: int, tokens: int):
         folder.mkdir(exist_ok=True)
-        self._dtype, self.documents, self.tokens = dtype, documents, tokens
+        self.documents = documents
+        self.tokens = tokens
+        self._types = {"tokens": dtype, "offsets": _OFFSET, "hashes": _HASH}
+        sizes = {"tokens": tokens, "offsets": documents + 1, "hashes": documents}
         self._files = {}
-        for name, size in (
-            ("tokens", tokens * dtype.itemsize),
-            ("offsets", (documents + 1) * _OFFSET.itemsize),
-            ("hashes", documents * _HASH.itemsize),
-        ):
+        for name, size in sizes.items():
             path = folder / f"{name}.bin"
             path.touch()
-            self._files[name] = path.open("r+b")
-            self._files[name].truncate(size)
-            self._files[name].seek(size)
+            file = path.open("r+b")
+            file.truncate(size * self._types[name].itemsize)
+            file.seek(0, os.SEEK_END)
+            self._files[name] = file
 
     def append(self, hashes: list[int], documents: list[np.ndarray]) -> None:
-        """Add documents, end-of-text included; they are on the disk when this returns.
-
-        Raises:
-            ConfigError: a token is larger than the type of the file; nothing is written then.
-        """
-        block = np.concatenate(documents)
-        largest = int(block.max())
-        if largest > np.iinfo(self._dtype).max:
-            raise ConfigError(
-                f"tokenizer: gives the token {largest}, which is not in its vocabulary and does not fit into "
-                f"{self._dtype.name}"
-            )
+        """Write documents, end-of-text included, and sync them to disk."""
         ends = self.tokens + np.cumsum([len(document) for document in documents])
-        self.documents, self.tokens = self.documents + len(documents), int(ends[-1])
-        self._files["tokens"].write(block.astype(self._dtype).tobytes())
-        self._files["offsets"].write(ends.astype(_OFFSET).tobytes())
-        self._files["hashes"].write(np.array(hashes, _HASH).tobytes())
-        for file in self._files.values():
+        self.documents += len(documents)
+        self.tokens = int(ends[-1])
+        blocks = {"tokens": np.concatenate(documents), "offsets": ends, "hashes": np.array(hashes, _HASH)}
+        for name, file in self._files.items():
+            file.write(blocks[name].astype(self._types[name]).tobytes())
             file.flush()
             os.fsync(file.fileno())
 
@@ -210,65 +195,21 @@ class _PartWriter:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
-    """The tokens of each text, uint32, followed by end-of-text."""
+    """Return the tokens of each text, followed by end-of-text (uint32)."""
     ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     return [np.array([*tokens, tokenizer.eos_token_id], dtype=np.uint32) for tokens in ids]
 
 
-_process_tokenizer: PreTrainedTokenizerBase | None = None
-
-
-def _start_process(tokenizer: PreTrainedTokenizerBase) -> None:
-    global _process_tokenizer
-    _process_tokenizer = tokenizer
-    # The processes are the parallelism; threads on top would only get in each other's way.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
-def _encode_in_process(texts: list[str]) -> list[np.ndarray]:
-    return encode(_process_tokenizer, texts)
-
-
-Block = list[tuple[int, str]]
-
-
-@contextmanager
-def _encoder(
-    tokenizer: PreTrainedTokenizerBase, processes: int
-) -> Iterator[Callable[[Iterable[Block]], Iterator[tuple[list[int], list[np.ndarray]]]]]:
-    """A function from blocks of (hash, text) to blocks of hashes and tokens, in order, reading little ahead."""
-    if processes == 1:
-        # The tokenizer's own threads use all cores.
-        yield lambda blocks: (
-            ([number for number, _ in block], encode(tokenizer, [text for _, text in block])) for block in blocks
-        )
-        return
-
-    def in_processes(blocks: Iterable[Block]) -> Iterator[tuple[list[int], list[np.ndarray]]]:
-        waiting = deque()
-        for block in blocks:
-            hashes, texts = [number for number, _ in block], [text for _, text in block]
-            waiting.append((hashes, pool.apply_async(_encode_in_process, (texts,))))
-            if len(waiting) == 2 * processes:
-                hashes, result = waiting.popleft()
-                yield hashes, result.get()
-        for hashes, result in waiting:
-            yield hashes, result.get()
-
-    with multiprocessing.get_context("spawn").Pool(processes, _start_process, (tokenizer,)) as pool:
-        yield in_processes
-
-
 @dataclass(frozen=True)
 class Recipe:
-    """What a tokenised set is made from and with.
+    """How to make a tokenised set.
 
     Attributes:
         arguments: plain data that decides the content of the set.
-        source: the source's name, for people.
-        parts: divides the source into documents; it is called only when there is work to do.
-        tokenizer: from the parts to the tokenizer, which may have to be trained on them.
-        details: what else belongs into the metadata.
+        source: name of the source.
+        parts: splits the source; called only when there is work to do.
+        tokenizer: loads the tokenizer, or trains it on the parts.
+        details: further entries of the metadata.
     """
 
     arguments: Mapping[str, Any]
@@ -279,29 +220,29 @@ class Recipe:
 
 
 def is_written(folder: Path, recipe: Recipe) -> bool:
-    """Whether the folder holds the complete set of this recipe.
+    """Return True if the folder holds the complete set of this recipe.
 
     Raises:
-        ConfigError: it holds another.
-        DatasetError: there is something else at that place.
+        ConfigError: it holds another set.
+        DatasetError: it holds something else.
     """
     if not folder.exists() or (folder.is_dir() and not os.listdir(folder)):
         return False
     made_with, wanted = read_metadata(folder).get("arguments", {}), json.loads(json.dumps(recipe.arguments))
     if made_with != wanted:
         different = [key for key in wanted | made_with if wanted.get(key) != made_with.get(key)]
-        changes = "; ".join(f"{key}: {made_with.get(key)} there, {wanted.get(key)} asked for" for key in different)
+        changes = "; ".join(f"{key}: {made_with.get(key)} there, {wanted.get(key)} requested" for key in different)
         raise ConfigError(f"{folder}: holds a set made with other arguments ({changes}); name another or remove it")
     return True
 
 
-def write_tokenised(folder: Path, recipe: Recipe, processes: int = 1) -> TokenisedSet:
-    """Make the set of a recipe at `folder`, or continue to, or find it there.
+def write_tokenised(folder: Path, recipe: Recipe) -> TokenisedSet:
+    """Make the set of a recipe at `folder`, continue an interrupted one, or open the complete one.
 
-    Several programs may ask for the same set at once: one works, the others wait.
+    If several programs request the same set at once, one works and the others wait.
 
     Raises:
-        ConfigError: there are too few documents, another set is there, or it cannot be written.
+        ConfigError: there are too few documents, the folder holds another set, or it cannot be written.
         DatasetError: the source cannot be read.
     """
     partial, lock = folder.with_name(folder.name + ".partial"), folder.with_name(f".{folder.name}.lock")
@@ -310,9 +251,9 @@ def write_tokenised(folder: Path, recipe: Recipe, processes: int = 1) -> Tokenis
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(lock):
                 if not is_written(folder, recipe):
-                    _write(partial, recipe, processes)
+                    _write(partial, recipe)
                     os.replace(partial, folder)
-                # Whoever waits for the lock, or makes a new one, finds the set complete.
+                # Programs that wait for the lock, or create it again, find the set complete.
                 lock.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot write {error.filename or 'it'}: {error.strerror or error}") from None
@@ -320,7 +261,6 @@ def write_tokenised(folder: Path, recipe: Recipe, processes: int = 1) -> Tokenis
 
 
 def _read_state(partial: Path, arguments: dict) -> dict | None:
-    """The state that an interrupted run of the same recipe left, if it is usable."""
     try:
         state = json.loads((partial / "state.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -328,8 +268,7 @@ def _read_state(partial: Path, arguments: dict) -> dict | None:
     return state if state.get("arguments") == arguments else None
 
 
-def _write(partial: Path, recipe: Recipe, processes: int) -> None:
-    """Fill the folder, or continue to."""
+def _write(partial: Path, recipe: Recipe) -> None:
     arguments = json.loads(json.dumps(recipe.arguments))
     state = _read_state(partial, arguments)
     try:
@@ -345,16 +284,15 @@ def _write(partial: Path, recipe: Recipe, processes: int) -> None:
         else:
             done = sum(part["documents"] for part in state["parts"].values())
             logger.info("continuing an interrupted tokenisation after %s documents", f"{done:,}")
-        # Read back even where it has just been made: what is stored is what is used.
+        # The stored tokenizer is the one to use.
         tokenizer = load_tokenizer(str(partial / "tokenizer"), "tokenizer")
         end_of_text(tokenizer)
         dtype = _token_type(tokenizer)
-        with _encoder(tokenizer, processes) as encoder:
-            for name, documents in (("validation", parts.validation), ("train", parts.train)):
-                if documents is not None and "complete" not in state["parts"].get(name, {}):
-                    _write_part(partial, name, documents, dtype, encoder, state)
+        for name, documents in (("validation", parts.validation), ("train", parts.train)):
+            if documents is not None and "complete" not in state["parts"].get(name, {}):
+                _write_part(partial, name, documents, dtype, tokenizer, state)
     except ConfigError:
-        shutil.rmtree(partial, ignore_errors=True)  # other values make another set: nobody would continue this one
+        shutil.rmtree(partial, ignore_errors=True)  # a corrected recipe would not continue it
         raise
     sizes = {name: {k: v for k, v in part.items() if k != "complete"} for name, part in state["parts"].items()}
     metadata = {
@@ -381,13 +319,13 @@ def _write_part(
     name: str,
     documents: Callable[[Skipped], Iterator[tuple[int, str]]],
     dtype: np.dtype,
-    encoder: Callable[[Iterable[Block]], Iterator[tuple[list[int], list[np.ndarray]]]],
+    tokenizer: PreTrainedTokenizerBase,
     state: dict,
 ) -> None:
-    """Tokenise the documents of one part that are not there yet; the state is written after every block."""
+    """Tokenise the missing documents of one part; the state is saved after every block."""
     sizes = state["parts"].setdefault(name, {"documents": 0, "tokens": 0, "longest_document": 0})
     skipped = Skipped()
-    # What is done already is read again, which is cheap, and counts what it skips again.
+    # Reading the finished documents again is cheap and counts the skipped records.
     ahead = itertools.islice(documents(skipped), sizes["documents"], None)
     with (
         closing(_PartWriter(partial / name, dtype, sizes["documents"], sizes["tokens"])) as writer,
@@ -396,16 +334,17 @@ def _write_part(
             unit=" documents",
             total=state["arguments"].get(f"{name}_documents"),
             initial=sizes["documents"],
-            # It may take hours: a log file gets a line now and then.
+            # In a log file: one line per 30 seconds.
             mininterval=0.1 if sys.stderr.isatty() else 30.0,
         ) as progress,
     ):
-        for hashes, tokens in encoder(batched(ahead, BLOCK_DOCUMENTS)):
-            writer.append(hashes, tokens)
+        for block in batched(ahead, BLOCK_DOCUMENTS):
+            tokens = encode(tokenizer, [text for _, text in block])
+            writer.append([number for number, _ in block], tokens)
             longest = max(sizes["longest_document"], *(len(document) for document in tokens))
             sizes.update(documents=writer.documents, tokens=writer.tokens, longest_document=longest)
             write_json_atomically(partial / "state.json", state)
-            progress.update(len(hashes))
+            progress.update(len(block))
     sizes["complete"] = True
     for reason, count in skipped.counts.items():
         total = state["skipped"].setdefault(reason, {"documents": 0, "first": skipped.first[reason]})

@@ -1,4 +1,4 @@
-"""Tokenizers: the model's own, one by name, or one trained on the run's documents; and how two are told apart."""
+"""Tokenizers: the model's own, one by name, or one trained on the run's documents."""
 
 import hashlib
 import json
@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from fabrics.data import hub
 from utils.config.schema import Config, ConfigError
+from utils.utils import first_line
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -31,15 +31,15 @@ def _byte_level_bpe(documents: Sequence[str], vocab_size: int) -> tuple[Tokenize
 
 
 def _word_piece(documents: Sequence[str], vocab_size: int) -> tuple[Tokenizer, dict[str, str]]:
-    """As BERT's: lower case, words and punctuation apart, [CLS] text [SEP]."""
+    """A tokenizer like BERT's: lower case, words and punctuation apart, [CLS] text [SEP]."""
     special = {
         "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]",
     }  # fmt: skip
     normalizer, pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
     learner = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     learner.normalizer, learner.pre_tokenizer = normalizer, pre_tokenizer
-    # The trainer numbers the continuing characters in the order of a hash table, which is another in every process,
-    # and breaks ties by number. Listed among the special tokens they have their numbers beforehand.
+    # The trainer numbers continuing characters in hash-table order, which differs between processes, and breaks ties
+    # by number. As special tokens they get fixed numbers.
     alphabet = sorted(set().union(*(normalizer.normalize_str(document) for document in documents)))
     beforehand = [*special.values(), *(f"##{character}" for character in alphabet if not character.isspace())]
     trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=beforehand, show_progress=False)
@@ -53,12 +53,12 @@ def _word_piece(documents: Sequence[str], vocab_size: int) -> tuple[Tokenizer, d
     return tokenizer, special
 
 
-# What is trained for a task's models from scratch.
-KINDS = {"causal_lm": _byte_level_bpe, "classification": _word_piece}
+# The tokenizer to train, by task.
+TRAINERS = {"causal_lm": _byte_level_bpe, "classification": _word_piece}
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int, task: str = "causal_lm") -> PreTrainedTokenizerFast:
-    """A tokenizer trained on the first TRAINING_CHARACTERS of `documents`: byte-level BPE, or WordPiece for BERT.
+    """Train a tokenizer on the first TRAINING_CHARACTERS of `documents`: byte-level BPE, or WordPiece for BERT.
 
     The same documents give the same tokenizer.
     """
@@ -68,41 +68,39 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, task: str = "caus
         characters += len(document)
         if characters >= TRAINING_CHARACTERS:
             break
-    tokenizer, special = KINDS[task](beginning, vocab_size)
+    tokenizer, special = TRAINERS[task](beginning, vocab_size)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def load_tokenizer(name: str, key: str) -> PreTrainedTokenizerBase:
-    """A tokenizer by hub name or folder.
+    """Load a tokenizer by hub name or folder.
 
     Raises:
         ConfigError: it cannot be loaded; `key` is the config key that names it.
     """
-    hub.prepare(name)
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # a damaged file leads to bare Exceptions, KeyErrors and more in the libraries
         raise ConfigError(
             f"{key}: cannot load the tokenizer {name!r}, neither from a local folder nor from the hub: "
-            f"{hub.problem_with(name, error)}"
+            f"{first_line(error)}"
         ) from None
 
 
 def named_tokenizer(config: Config) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that the config names, else the pretrained model's own; None: one has to be trained."""
+    """Load the configured tokenizer, else the pretrained model's own; None: one must be trained."""
     if config.tokenizer is not None:
         return load_tokenizer(config.tokenizer, "tokenizer")
     if config.model_config.get("pretrained") is True:  # Family.problems has checked the rest
-        # Its text must be cut as it was in its training.
         return load_tokenizer(config.model_config["name"], "model_config.name")
     return None
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of everything that decides which tokens a text becomes; equal for equal tokenizers."""
+    """Return a hash of everything that affects tokenisation; equal for equal tokenizers."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        # A call may leave its truncation and padding behind; they are not the tokenizer's.
+        # Calls leave their truncation and padding behind.
         content = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("truncation", "padding")}
     else:
         content = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
@@ -111,12 +109,12 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Rows that an embedding needs: one more than the largest token, where a vocabulary with gaps has fewer words."""
+    """Rows of the embedding: one more than the largest token (vocabularies may have gaps)."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
 def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that ends a document.
+    """Return the token that ends a document.
 
     Raises:
         ConfigError: the tokenizer has none.
@@ -129,11 +127,11 @@ def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def padding(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token to pad with; it is masked, so that any will do where a tokenizer has none of its own."""
+    """Return the token to pad with; padding is masked, so any token works."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(token for token in candidates if token is not None)
 
 
 def describe(tokenizer: PreTrainedTokenizerBase, name: str | None = None) -> str:
-    """For messages: name (its own, unless it was stored under another), size and fingerprint."""
+    """Return name, size and fingerprint for messages."""
     return f"{name or tokenizer.name_or_path} ({len(tokenizer):,} tokens, fingerprint {fingerprint(tokenizer)})"

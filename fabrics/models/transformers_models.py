@@ -23,11 +23,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from fabrics.data import hub
 from fabrics.data.tokenization import padding, vocabulary_size
 from fabrics.models.model_family import OWN_KEYS, Demands, is_pretrained, settings_problems
 from utils.config.schema import ConfigError
 from utils.distributed.devices import is_out_of_memory
+from utils.utils import first_line
 
 _LLAMA_PRESETS = {
     # 0.22M parameters with a vocabulary of 2048: trains on a laptop's CPU in minutes.
@@ -134,7 +134,6 @@ class TransformersFamily:
         return model
 
     def _pretrained(self, settings: Mapping[str, Any]) -> nn.Module:
-        hub.prepare(settings["name"])
         try:
             options = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False}
             model = self.auto_class.from_pretrained(settings["name"], **options, **_values(settings))
@@ -171,7 +170,6 @@ class TransformersFamily:
         if name in self.presets:
             base = dict(self.presets[name])
         else:
-            hub.prepare(name)
             try:
                 base = AutoConfig.from_pretrained(name, trust_remote_code=False).to_dict()
             except (OSError, ValueError) as error:
@@ -202,9 +200,8 @@ def _values(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _load_failed(name: str, error: Exception) -> ConfigError:
-    problem = hub.problem_with(name, error)
     return ConfigError(
-        f"model_config.name: cannot load {name!r}, neither as a local folder nor from the hub: {problem}"
+        f"model_config.name: cannot load {name!r}, neither as a local folder nor from the hub: {first_line(error)}"
     )
 
 

@@ -96,7 +96,7 @@ SCENARIOS = {
     "clusters in a pool that changes": (
         _RUN
         | {"deterministic": True, "number_of_initial_trainers": 2, "data_split": "clusters", "weigh_shares": True}
-        | {"data_clusters": 6, "data_split_over": "workers", "data_shares": 4, "sequence_length": 9}
+        | {"data_split_over": "workers", "data_shares": 4, "sequence_length": 9}
         | {"node_schedule": [[0, 3], [0.4, 4]], "message_loss": 0.5},
         False,
     ),

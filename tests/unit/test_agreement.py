@@ -151,8 +151,8 @@ def test_as_many_but_other_examples_on_one_process_stop_all(loading):
 
 def test_as_large_but_other_shares_on_one_process_stop_all(loading):
     """Of which no example that is looked at need be another one."""
-    share, alike = {"examples": 48, "documents": 2}, {"jensen_shannon_bits": 0.0, "jensen_shannon_bits_at_random": 0.0}
-    record = {"split": "clusters", "over": "workers", "shares": [share] * 2, "sampled_documents": 4} | alike
+    share = {"examples": 48, "documents": 2}
+    record = {"split": "clusters", "over": "workers", "labels": 2, "total_variation": 0.0, "shares": [share] * 2}
     shares = {rank: DataShares((48, 48), (), record, digest) for rank, digest in enumerate("aab")}
     loading(c4=lambda rank: dataclasses.replace(DATA, shares=shares[rank]))
     assert set(refusals(3, load)) == {

@@ -1,4 +1,4 @@
-"""Data that differ: which documents are in which share, how far shares are apart, and what cannot be shared out."""
+"""Non-IID data: which documents are in which share, and what cannot be divided."""
 
 import functools
 import itertools
@@ -14,18 +14,19 @@ from configs.make_samples import write_code, write_imdb
 from fabrics.config_checks import CHECKS, CHOICES
 from fabrics.data.c4 import host, hub_source
 from fabrics.data.dataset_loader import DATASETS, Dataset, load_data
-from fabrics.data.document_labels import SCIKIT_LEARN, Corpus, kinds_by_cluster, kinds_by_origin
-from fabrics.data.document_labels import token_counts as counts
-from fabrics.data.document_samples import document_blocks, document_sample, joined_tokens
 from fabrics.data.documents import DatasetError, Skipped, document_hash, python_documents
 from fabrics.data.examples import Chosen, PackedDocuments, TaskData
 from fabrics.data.partition import (
-    dealt,
+    SCIKIT_LEARN,
+    Corpus,
+    assign_documents,
     dirichlet_proportions,
+    labels_by_cluster,
+    labels_by_origin,
     share_count,
-    whole_kinds,
+    total_variation,
+    whole_labels,
 )
-from fabrics.data.partition_statistics import divergences, jensen_shannon, token_distances, total_variation
 from fabrics.data.token_store import TokenisedPart, encode
 from fabrics.data.tokenization import END_OF_TEXT, load_tokenizer
 from fabrics.pool.eval_tool import evaluate
@@ -79,9 +80,9 @@ def texts_by_share(data: TaskData) -> list[list[str]]:
 # Who gets what
 
 
-def test_whole_kinds_go_to_the_share_that_has_least():
+def test_whole_labels_go_to_the_share_that_has_least():
     # 7 | 5 | 4, then 3 to the third (7), 2 to the second (7), 1 to the first: the smallest number of equals.
-    owners = whole_kinds(np.array([1, 7, 2, 4, 5, 3]), 3).argmax(1)
+    owners = whole_labels(np.array([1, 7, 2, 4, 5, 3]), 3).argmax(1)
     assert owners.tolist() == [0, 0, 1, 2, 1, 2]
 
 
@@ -89,12 +90,12 @@ def test_documents_are_dealt_as_proportions_of_tokens_say():
     generator = np.random.default_rng(0)
     kinds, lengths = generator.integers(0, 3, 3000), generator.integers(1, 50, 3000)
     proportions = np.array([[0.1, 0.2, 0.7], [0.0, 1.0, 0.0], [0.5, 0.0, 0.5]])
-    shares = dealt(kinds, lengths, proportions, generator)
+    shares = assign_documents(kinds, lengths, proportions, generator)
     for kind, wanted in enumerate(proportions):
         tokens = np.bincount(shares[kinds == kind], weights=lengths[kinds == kind], minlength=3)
         assert tokens / tokens.sum() == pytest.approx(wanted, abs=2 * 50 / tokens.sum())
         assert not tokens[wanted == 0].any()
-    assert (dealt(kinds, lengths, proportions, np.random.default_rng(1)) != shares).mean() > 0.2
+    assert (assign_documents(kinds, lengths, proportions, np.random.default_rng(1)) != shares).mean() > 0.2
 
 
 @pytest.mark.parametrize(("alpha", "least", "most"), [(0.05, 0.55, 0.75), (1.0, 0.2, 0.45), (1000.0, 0.0, 0.03)])
@@ -111,19 +112,10 @@ def test_dirichlet_gives_up_where_a_share_stays_empty():
     assert dirichlet_proportions(np.ones(2), 4, 1e-3, np.random.default_rng(0)) is None
 
 
-# How far apart
-
-
-def test_distances_are_those_on_paper():
-    apart, same = np.array([[3, 0], [0, 3]]), np.array([[1, 2], [10, 20]])
-    assert (jensen_shannon(apart), total_variation(apart)) == (1.0, 0.5)
-    uneven = np.array([[6, 0], [1, 1], [0, 0]])  # 7/8 and 1/8 of all, and half of each
-    assert divergences(uneven) == pytest.approx([np.log2(8 / 7), 0.5 * np.log2(4 / 7) + 0.5 * np.log2(4), 0.0])
-    assert jensen_shannon(uneven) == pytest.approx(np.average(divergences(uneven), weights=[6, 2, 0]))
-    assert (jensen_shannon(same), total_variation(same)) == pytest.approx((0.0, 0.0), abs=1e-12)
-    half = np.array([[4, 0], [2, 2]])  # H(3/4) - (0 + 1) / 2 bits; a quarter of each to exchange
-    assert jensen_shannon(half) == pytest.approx(0.8112781244591328 - 0.5)
-    assert total_variation(half) == 0.25
+def test_total_variation_is_that_on_paper():
+    assert total_variation(np.array([[3, 0], [0, 3]])) == 0.5
+    assert total_variation(np.array([[1, 2], [10, 20]])) == pytest.approx(0.0, abs=1e-12)
+    assert total_variation(np.array([[4, 0], [2, 2]])) == 0.25  # a quarter of each to exchange
 
 
 # Examples
@@ -172,9 +164,8 @@ def test_sources_are_files_and_no_example_is_of_two_shares(make_text, packing):
     record = data.shares.record
     assert sum(share["documents"] for share in record["shares"]) == data.documents["train"] == 168
     assert [share["examples"] for share in record["shares"]] == list(data.shares.sizes)
-    assert [len(share["largest_kinds"]) for share in record["shares"]] == [2, 2, 2]
-    assert (record["kinds"], record["total_variation_of_kinds"]) == (6, pytest.approx(2 / 3, abs=0.01))
-    assert record["jensen_shannon_bits"] > 1.0 > 0.05 > record["jensen_shannon_bits_at_random"]
+    assert [len(share["largest_labels"]) for share in record["shares"]] == [2, 2, 2]
+    assert (record["labels"], record["total_variation"]) == (6, pytest.approx(2 / 3, abs=0.01))
     again = load_data(config)
     assert texts_by_share(again) == texts_by_share(data)
 
@@ -184,34 +175,12 @@ def test_iid_shares_are_of_equal_size_and_alike(make_text):
     data = load_data(make_text(files, data_split_over="workers", data_shares=5))
     sizes = data.shares.sizes
     assert max(sizes) - min(sizes) <= 6
-    record = data.shares.record
-    assert record["jensen_shannon_bits"] < 3 * record["jensen_shannon_bits_at_random"] < 0.1
 
 
 def tokenised(texts: list[str], tokenizer) -> TokenisedPart:
     documents = encode(tokenizer, texts)
     hashes = np.array([document_hash(text) for text in texts], dtype=np.uint64)
     return TokenisedPart(np.concatenate(documents), np.cumsum([0, *map(len, documents)]), hashes)
-
-
-def test_a_sample_and_blocks_on_paper(monkeypatch):
-    lengths = np.array([3, 1, 4, 1, 5, 9, 2, 6])
-    drawn = np.random.default_rng(7).permutation(8)
-
-    def sample(most, tokens, least=1):
-        return document_sample(lengths, most, tokens, np.random.default_rng(7), least).tolist()
-
-    assert sample(8, 31) == list(range(8))
-    assert sample(3, 31) == sorted(drawn[:3].tolist())
-    assert sample(8, int(lengths[drawn[:4]].sum())) == sorted(drawn[:4].tolist())
-    assert sample(8, int(lengths[drawn[:4]].sum()) - 1) == sorted(drawn[:3].tolist())
-    assert sample(8, 0) == drawn[:1].tolist()
-    assert sample(8, 0, least=2) == sorted(drawn[:2].tolist())
-    monkeypatch.setattr("fabrics.data.document_samples.BLOCK_TOKENS", 8)
-    monkeypatch.setattr("fabrics.data.document_samples.BLOCK_DOCUMENTS", 3)
-    assert [block.tolist() for block in document_blocks(lengths)] == [[0, 1, 2], [3, 4], [5], [6, 7]]
-    part = TokenisedPart(np.arange(31), np.cumsum([0, *lengths]), np.arange(8))
-    assert joined_tokens(part, np.array([0, 1, 3, 6])).tolist() == [0, 1, 2, 3, 8, 23, 24]
 
 
 def test_clusters_tell_code_from_prose(tmp_path, tokenizer_folder):
@@ -221,7 +190,7 @@ def test_clusters_tell_code_from_prose(tmp_path, tokenizer_folder):
     prose = [text for text in python_documents() if len(text) > 400]
     tokenizer = load_tokenizer(str(tokenizer_folder), "tokenizer")
     parts = [tokenised(code[first:last] + prose[first:last], tokenizer) for first, last in ((0, 150), (150, 180))]
-    kinds = kinds_by_cluster(Corpus(*parts, len(tokenizer), None), 2, 42)
+    kinds = labels_by_cluster(Corpus(*parts, len(tokenizer), None), 2, 42)
     for found, documents in ((kinds.train, 150), (kinds.validation, 30)):
         of_code, of_prose = found[:documents], found[documents:]
         assert max((of_code == own).mean() + (of_prose == 1 - own).mean() for own in (0, 1)) > 1.6  # 1 by chance
@@ -229,75 +198,31 @@ def test_clusters_tell_code_from_prose(tmp_path, tokenizer_folder):
     assert tokens[0] >= tokens[1]
 
 
-def random_part(lengths: list[int], vocabulary: int) -> TokenisedPart:
-    """Documents of random tokens."""
-    tokens = np.random.default_rng(1).integers(0, vocabulary, sum(lengths), dtype=np.uint16)
-    return TokenisedPart(tokens, np.cumsum([0, *lengths]), np.arange(len(lengths), dtype=np.uint64))
-
-
 def test_clusters_of_many_documents_are_those_of_a_sample_found_in_blocks(monkeypatch):
-    """Documents of tokens 0 to 9, or 10 to 19: told apart in blocks of a few, by 150 tokens of 60 documents."""
+    """Documents of tokens 0 to 9, or 10 to 19: told apart in blocks of 4, by a sample of 20 of 60 documents."""
     generator, lengths = np.random.default_rng(0), [9 + number % 5 for number in range(60)]
     tokens = [generator.integers(0, 10, length) + 10 * (number % 2) for number, length in enumerate(lengths)]
     part = TokenisedPart(np.concatenate(tokens), np.cumsum([0, *lengths]), np.arange(60, dtype=np.uint64))
     corpus = Corpus(part, part.first(7), 20, None)
-    whole, read = kinds_by_cluster(corpus, 2, 42), []
-    for name, most in {"SAMPLED_DOCUMENTS": 20, "SAMPLED_TOKENS": 150}.items():
-        monkeypatch.setattr(f"fabrics.data.document_labels.{name}", most)
-    monkeypatch.setattr("fabrics.data.document_samples.BLOCK_DOCUMENTS", 4)
-    monkeypatch.setattr("fabrics.data.document_samples.BLOCK_TOKENS", 40)
-
-    def counted(part, documents, vocabulary):
-        read.append(counts(part, documents, vocabulary))
-        return read[-1]
-
-    monkeypatch.setattr("fabrics.data.document_labels.token_counts", counted)
-    sampled = kinds_by_cluster(corpus, 2, 42)
-    assert max(block.sum() for block in read) <= 40
-    documents = sum(block.shape[0] for block in read)
-    assert 60 + 7 + 150 / 13 - 1 < documents <= 60 + 7 + 150 / 9
+    whole = labels_by_cluster(corpus, 2, 42)
+    monkeypatch.setattr("fabrics.data.partition.SAMPLED_DOCUMENTS", 20)
+    monkeypatch.setattr("fabrics.data.partition._BLOCK_DOCUMENTS", 4)
+    sampled = labels_by_cluster(corpus, 2, 42)
     for kinds in (whole, sampled):
         assert kinds.train[0] != kinds.train[1]
         assert kinds.train.tolist() == kinds.train[:2].tolist() * 30
         assert kinds.validation.tolist() == kinds.train[:7].tolist()
 
 
-def test_distances_are_those_of_a_sample_and_kept(tmp_path, monkeypatch):
-    part, shares = random_part([5 + number % 7 for number in range(200)], 11), np.arange(200) % 3
-    corpus, whole = Corpus(part, part.first(1), 11, None, tmp_path), Corpus(part, part.first(1), 11, None)
-    found = token_distances(whole, shares, 3, 42)
-    assert (found["sampled_documents"], found["sampled_tokens"]) == (200, len(part.tokens))
-    unigrams = np.zeros((3, 11))
-    np.add.at(unigrams, (np.repeat(shares, np.diff(part.offsets)), part.tokens.astype(int)), 1)
-    assert found["jensen_shannon_bits"] == pytest.approx(jensen_shannon(unigrams), rel=1e-12)
-
-    monkeypatch.setattr("fabrics.data.partition_statistics.SAMPLED_TOKENS", 400)
-    monkeypatch.setattr("fabrics.data.document_samples.BLOCK_TOKENS", 60)
-    sampled = token_distances(corpus, shares, 3, 42)
-    assert 400 - 11 < sampled["sampled_tokens"] <= 400
-    assert sampled["sampled_documents"] < 60
-    assert sampled["jensen_shannon_bits"] > found["jensen_shannon_bits"]  # of fewer tokens
-    assert len(list(tmp_path.iterdir())) == 1
-    monkeypatch.setattr("fabrics.data.partition_statistics._unigrams", None)
-    assert token_distances(corpus, shares, 3, 42) == sampled  # from the file
-    with pytest.raises(TypeError):  # other shares have distances of their own
-        token_distances(corpus, 2 - shares, 3, 42)
-    (path,) = tmp_path.iterdir()
-    path.write_text("{")
-    with pytest.raises(TypeError):  # it is made again
-        token_distances(corpus, shares, 3, 42)
-
-
 def test_clusters_are_found_once(make_text, monkeypatch):
     files = {f"{letter}.txt": letters(letter, 40) for letter in "ab"}
     config = make_text(files, data_split="clusters", number_of_initial_trainers=2)
     first = texts_by_share(load_data(config))
-    monkeypatch.setattr("fabrics.data.partition.kinds_by_cluster", None)
+    monkeypatch.setattr("fabrics.data.partition.labels_by_cluster", None)
     assert texts_by_share(load_data(config)) == first
-    (path,) = Path(config.cache_dir).glob(f"tokenised/*/2_clusters_of_68_12_seed_{config.training_seed}.npz")
-    path.write_bytes(b"damaged")
-    with pytest.raises(TypeError):  # it is made again
-        load_data(config)
+    assert (
+        len(list(Path(config.cache_dir).glob(f"tokenised/*/2_clusters_of_68_12_seed_{config.training_seed}.npz"))) == 1
+    )
 
 
 def test_hosts_are_the_sources_of_c4(make_c4, tmp_path):
@@ -309,7 +234,7 @@ def test_hosts_are_the_sources_of_c4(make_c4, tmp_path):
     shard.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     values = {"c4_local_path": tmp_path, "data_sample_size": 250, "val_size": 20, "number_of_initial_trainers": 3}
     data = load_data(make_c4(data_split="sources", **values))
-    kinds = [share["largest_kinds"] for share in data.shares.record["shares"]]
+    kinds = [share["largest_labels"] for share in data.shares.record["shares"]]
     assert sorted(map(tuple, kinds)) == [("host0.org",), ("host1.org",), ("host2.org",)]
     assert {sum(own.values()) for own in kinds} == {1.0}
 
@@ -327,11 +252,11 @@ def test_hosts_are_known_of_the_hubs_documents_and_no_more_is_read_than_has_to_b
             yield document
 
     origins = [functools.partial(counted, read) for read in source.origins]
-    kinds = kinds_by_origin(origins, *parts)
+    kinds = labels_by_origin(origins, *parts)
     assert (kinds.names, kinds.train.tolist(), kinds.validation.tolist()) == (("example.org",), [0] * 5, [0] * 5)
     assert [text for text, _ in taken] == texts[0] + texts[1]
-    with pytest.raises(DatasetError, match="5 of 10 documents that were tokenised are not in their source any more"):
-        kinds_by_origin(source.origins[::-1], TokenisedPart(None, None, parts[0].hashes), parts[1])
+    with pytest.raises(DatasetError, match="5 of 10 tokenised documents"):
+        labels_by_origin(source.origins[::-1], TokenisedPart(None, None, parts[0].hashes), parts[1])
 
 
 def test_labels_are_the_sources_of_imdb(tmp_path):
@@ -346,7 +271,7 @@ def test_labels_are_the_sources_of_imdb(tmp_path):
     data = load_data(make(data_split="sources", number_of_initial_trainers=2, validation_per_share=True, **values))
     start = 0
     for share, size in enumerate(data.shares.sizes):
-        (name,) = data.shares.record["shares"][share]["largest_kinds"]
+        (name,) = data.shares.record["shares"][share]["largest_labels"]
         labels = set(data.train.batch(range(start, start + size), CPU)["labels"].tolist())
         own = data.shares.validation[share]
         assert labels == set(own.batch(range(len(own)), CPU)["labels"].tolist()) == {data.class_names.index(name)}
@@ -412,10 +337,6 @@ def test_validation_is_on_the_same_examples_however_data_are_shared_out(make_tex
         ),
         ({"data_split": "sources", "data_shares": 3}, "data_shares: must be at least the 4 trainers, got 3"),
         (
-            {"data_split": "clusters", "data_clusters": 3},
-            "data_clusters: must be at least the 4 shares, got 3",
-        ),
-        (
             {"data_split": "sources", "trainer_data_fraction": 0.5},
             "trainer_data_fraction: must be null with data_split sources over trainers, whose shares are disjoint,",
         ),
@@ -445,20 +366,20 @@ def test_what_a_config_asks_for_in_vain_is_a_line(values, problem):
     [
         (
             {"data_split": "sources", "number_of_initial_trainers": 3},
-            r"data_split: the training documents are of 2 kinds \(.*a\.txt, .*b\.txt\), too few for 3 shares; ask for",
+            r"data_split: .* 2 labels \(.*a\.txt, .*b\.txt\), too few for 3 shares",
         ),
         (
             {"data_split": "dirichlet", "dirichlet_alpha": 0.001},
-            "dirichlet_alpha: 0.001 leaves one of 4 shares without a tenth of an equal part of the 2 kinds",
+            "dirichlet_alpha: 0.001 leaves one of 4 shares",
         ),
         (
-            {"data_split": "dirichlet", "data_clusters": 5000},
-            "data_clusters: must be at most the 68 training documents, got 5000",
+            {"data_split": "clusters", "data_shares": 5000},
+            "data_shares: must be at most the 68 training documents, got 5000",
         ),
         ({"data_split_over": "workers"}, "data_shares: must be given where data are loaded before there are nodes"),
         (
             {"data_split_over": "workers", "data_shares": 60},
-            "data_split: the documents of share .* of 60 do not fill one example; fewer data_shares or a shorter",
+            "data_split: the documents of share .* of 60 do not fill one example",
         ),
     ],
 )
@@ -470,7 +391,7 @@ def test_data_that_cannot_be_shared_out_are_a_line(make_text, values, problem):
 
 def test_a_tokenised_set_does_not_know_where_its_documents_come_from(make_c4, tokenised_c4):
     config = make_c4(c4_tokenized_path=tokenised_c4, data_split="sources")
-    with pytest.raises(ConfigError, match=r"data_split: nobody knows where the documents of this dataset \(c4\) come"):
+    with pytest.raises(ConfigError, match=r"data_split: sources needs the origin .* dataset c4"):
         load_data(config)
     clusters = make_c4(c4_tokenized_path=tokenised_c4, data_split="clusters", number_of_initial_trainers=2)
     assert len(load_data(clusters).shares.sizes) == 2
@@ -478,18 +399,15 @@ def test_a_tokenised_set_does_not_know_where_its_documents_come_from(make_c4, to
 
 def test_a_dataset_of_ones_own_without_documents_is_a_line():
     DATASETS["own"] = Dataset("causal_lm", lambda config: tiny_data())
-    with pytest.raises(ConfigError, match="data_split: dataset own has no documents to share out"):
-        load_data(make(dataset="own", data_split="dirichlet", data_clusters=2))
+    with pytest.raises(ConfigError, match="data_split: dataset own has no documents"):
+        load_data(make(dataset="own", data_split="dirichlet"))
 
 
 def test_clusters_without_scikit_learn_say_what_to_install(monkeypatch):
     assert f"scikit-learn=={SCIKIT_LEARN}\n" in (ROOT / "requirements-dev.txt").read_text()
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    line = f"data_split: clusters are found with scikit-learn: pip install scikit-learn=={SCIKIT_LEARN}"
-    for values in ({"data_split": "clusters"}, {"data_split": "dirichlet", "data_clusters": 8}):
-        with pytest.raises(ConfigError) as caught:
-            make(**values)
-        assert caught.value.problems == [line]
+    with pytest.raises(ConfigError, match=f"data_split: .*scikit-learn=={SCIKIT_LEARN}"):
+        make(data_split="clusters")
     make(data_split="dirichlet")
 
 

@@ -24,7 +24,7 @@ from training_logs.showing.number_log import Rows
 from training_logs.showing.prediction import NoLawError, RunFit, fit, measured
 from training_logs.showing.run_data import RunData
 from training_logs.showing.series import MARKS, marked, mode_switches, spread, step_losses, thinned
-from training_logs.showing.share_plots import draw_share_distances, draw_share_losses, draw_share_sizes, has_shares
+from training_logs.showing.share_plots import draw_share_losses, draw_share_sizes, has_shares
 from training_logs.showing.styles import axis, colour, legend, line_style, plain_logarithmic
 from utils.utils import write_atomically
 
@@ -356,7 +356,6 @@ BOTH_TIMES: dict[str, list[tuple[Draw, str]]] = {
 SHARE_PLOTS: dict[str, list[tuple[Draw, str]]] = {
     "shares.png": [
         (draw_share_sizes, "outer_step"),
-        (draw_share_distances, "outer_step"),
         (draw_share_losses, "outer_step"),
         (draw_share_losses, "tokens"),
     ]

@@ -202,26 +202,19 @@ def _shares(run: RunData) -> str:
     if not record:
         return ""
     losses = share_losses(run, "outer_step")
-    names = ("share", "first trainer", "documents", "examples", "tokens", "bits", "loss, first",
-             "loss, last", f"final {run.metric.name}", "largest kinds")  # fmt: skip
+    names = ("share", "first trainer", "documents", "examples", "tokens", "loss, first",
+             "loss, last", f"final {run.metric.name}", "largest labels")  # fmt: skip
     rows = []
     for entry in record["shares"]:
         points = losses.get(entry["share"])
         first, last = (None, None) if points is None else (points[1][0], points[1][-1])
-        kinds = ", ".join(f"{kind} ({part:.0%})" for kind, part in entry["largest_kinds"].items())
+        kinds = ", ".join(f"{kind} ({part:.0%})" for kind, part in entry["largest_labels"].items())
         counts = (entry[name] for name in ("first_trainer", "documents", "examples", "tokens"))
         metric = entry.get("final_metric")
-        rows.append((f"share {entry['share']}", *counts, entry.get("divergence_bits"), first, last, metric, kinds))
-    sampled = ""
-    if record.get("sampled_documents", 0) < sum(entry["documents"] for entry in record["shares"]):
-        sampled = (
-            f" (a sample of {number(record['sampled_documents'])} documents)" if "sampled_documents" in record else ""
-        )
+        rows.append((f"share {entry['share']}", *counts, first, last, metric, kinds))
     note = (
-        f"data_split {record['split']} over {record['over']}: the tokens of a share{sampled} diverge from those of all "
-        f"by {number(record['jensen_shannon_bits'])} bits on average, where documents are dealt at random by "
-        f"{number(record['jensen_shannon_bits_at_random'])}; {record['total_variation_of_kinds']:.1%} of a share would "
-        f"have to be exchanged for its mixture of kinds to be that of all. Losses: of the trainer that has the share."
+        f"data_split {record['split']} over {record['over']}: {record['total_variation']:.1%} of a share must be "
+        f"exchanged for its mixture of labels to be that of all. Losses: of the trainer that has the share."
     )
     return f"<h2>Shares of the data</h2><p class=dim>{html.escape(note)}</p>{table(names, rows)}"
 

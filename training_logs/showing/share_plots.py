@@ -1,4 +1,4 @@
-"""Panels of data that differ: how large shares are, how far apart, and how good trainers are on each over the run."""
+"""Panels of non-IID data: the size of each share, and the loss of the trainers on each share over the run."""
 
 from collections.abc import Sequence
 
@@ -63,16 +63,6 @@ def draw_share_sizes(axes: Axes, run: RunData, x: str) -> None:
     for entry in entries if len(entries) <= _NAMED else ():
         text = f"{entry['documents']:,}\ndocuments"
         axes.text(entry["share"], entry["tokens"], text, ha="center", va="bottom", fontsize=8)
-
-
-def draw_share_distances(axes: Axes, run: RunData, x: str) -> None:
-    """Divergence of every share's tokens from those of all; their mean by size, and what it is at random (lines)."""
-    record = run.summary["data_shares"]
-    values = [entry.get("divergence_bits") for entry in record["shares"]]
-    _bars(axes, run, values, "Distance of the shares from all data", "Kullback-Leibler divergence (bits per token)")
-    axes.axhline(record["jensen_shannon_bits"], color="black", lw=1.2, label="mean: Jensen-Shannon divergence")
-    axes.axhline(record["jensen_shannon_bits_at_random"], color="black", ls=":", lw=1.2, label="the same at random")
-    legend(axes)
 
 
 def draw_share_losses(axes: Axes, run: RunData, x: str) -> None:

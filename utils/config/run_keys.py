@@ -198,8 +198,8 @@ class RunKeys:
     )
     data_split: str = key(
         "iid",
-        "how documents are shared out: at random, by k-means over TF-IDF, by where they come from (file, host, label), "
-        "or random parts of each origin (of each cluster, with data_clusters)",
+        "how documents are divided into shares: at random, by k-means over TF-IDF, by origin (file, host, class), or a "
+        "random part of each origin",
         choices=True,
     )
     data_split_over: Literal["trainers", "workers"] = key(
@@ -207,9 +207,6 @@ class RunKeys:
     )
     data_shares: PositiveInt | None = key(
         None, "shares of data_split; null: number_of_initial_trainers, or over workers as many as nodes"
-    )
-    data_clusters: PositiveInt | None = key(
-        None, "clusters of data_split; null: one for each share, and dirichlet has origins instead"
     )
     dirichlet_alpha: PositiveFloat = key(
         0.5, "data_split dirichlet: the smaller, the more shares differ; a large one is as good as iid"
@@ -242,9 +239,7 @@ class RunKeys:
         datasets=("c4",),
     )
     imdb_local_path: Name | None = key(
-        None,
-        "aclImdb folder, folder with train and test CSV or JSON lines, or one such file (text, label); null: the hub",
-        datasets=("imdb",),
+        None, "the folder that aclImdb_v1.tar.gz unpacks to; null: the hub", datasets=("imdb",)
     )
 
     # Model
