@@ -21,7 +21,7 @@ from algorithms.nodes.communication_rounds import synchronised
 from algorithms.schedule.limits import Limits
 from fabrics.data.examples import TaskData
 from fabrics.models.export import save_models
-from fabrics.pool.checkpoint_policy import Keeper, Wishes
+from fabrics.pool.checkpoint_policy import CheckpointPolicy, Vote
 from fabrics.pool.device_errors import explained
 from fabrics.pool.eval_tool import Evaluation, EvaluationPart
 from fabrics.pool.node_assignment import Distributing, NoNodeLeftError, requests_of
@@ -50,7 +50,7 @@ class _Share:
     seconds: dict[int, float]  # by trainer
     evaluations: dict[int, EvaluationPart]  # by trainer
     memory: list[Use]
-    wishes: Wishes
+    vote: Vote
 
 
 class Cluster:
@@ -170,13 +170,13 @@ class Cluster:
         """The trainer with the best metric; ties go to the smaller id."""
         return self.validation.best(evaluations)
 
-    def run_round(self, observer: Observer, keeper: Keeper | None = None) -> ClusterRound:
+    def run_round(self, observer: Observer, keeper: CheckpointPolicy | None = None) -> ClusterRound:
         """Redistribute the nodes, train every living trainer for one round, evaluate, merge.
 
         Raises:
-            TrainingError: training cannot go on. KeyboardInterrupt: the keeper gives the round up.
+            TrainingError: training cannot go on.
         """
-        keeper, began = keeper or Keeper(self.config, self.processes, observer), time.perf_counter()
+        keeper = keeper or CheckpointPolicy(self.config, self.processes, observer)
         self.distribute()
         trainers, ahead = self.trainers, self._ahead(observer)
         schedule = next_round(self.config, self._limits, self.totals, trainers.values(), ahead)
@@ -194,7 +194,7 @@ class Cluster:
         seconds: dict[int, float] = {}
         for trainer in trainers.values():
             started = time.perf_counter()
-            if (trained := trainer.train_round(schedule, keeper.on_step)) is not None:
+            if (trained := trainer.train_round(schedule, observer.on_step)) is not None:
                 local[trainer.id], seconds[trainer.id] = trained, time.perf_counter() - started
         totals = dataclasses.replace(
             self.totals,
@@ -205,9 +205,8 @@ class Cluster:
         progress = self._limits.progress(totals.done)
         due = progress >= 1.0 or totals.outer_steps % self.config.eval_every == 0
         parts = self._evaluation_parts() if due else {}
-        wishes = keeper.wishes(time.perf_counter() - began)
-        shares = self.processes.gather(_Share(local, seconds, parts, memory_use(self.devices), wishes))
-        keeper.grant([share.wishes for share in shares])
+        shares = self.processes.gather(_Share(local, seconds, parts, memory_use(self.devices), keeper.vote()))
+        keeper.decide([share.vote for share in shares])
         reports = {}
         for trainer in trainers.values():
             trained = Trained.joined([share.trained[trainer.id] for share in shares if trainer.id in share.trained])
@@ -239,21 +238,20 @@ class Cluster:
         Args:
             folder: the run folder, for checkpoints and models on the way; None: nothing is written.
             stop: where it asks to stop, the run ends after the round with a checkpoint; `stopped` is true then, and
-                nothing is evaluated. A round that it gives up leaves a checkpoint of the state before.
+                nothing is evaluated.
 
         Raises:
             TrainingError: training cannot go on. Where no node is left, a checkpoint is written before.
-            KeyboardInterrupt: a round was given up.
         """
-        with explained(), Keeper(self.config, self.processes, observer, folder, stop) as keeper:
+        keeper = CheckpointPolicy(self.config, self.processes, observer, folder, stop)
+        with explained():
             result = self._rounds(observer, keeper)
             evaluations = {}
             if not self.stopped:
                 evaluations = self.evaluate() if result is None or result.merge is not None else result.evaluations
-            keeper.finish()
         return evaluations
 
-    def _rounds(self, observer: Observer, keeper: Keeper) -> ClusterRound | None:
+    def _rounds(self, observer: Observer, keeper: CheckpointPolicy) -> ClusterRound | None:
         """All rounds that are left; the last one."""
         for warning in self.warnings:
             observer.warn(warning)

@@ -246,10 +246,8 @@ def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
 
     processes, final, models, texts, status, code = cluster.processes, {}, {}, [], "failed", 1
     keeps_model = processes.count == 1
-    patience = cluster.config.stop_patience_seconds
-    stop = StopRequest(logger.info, processes.notices, processes.is_main, patience)
     try:
-        with stop:
+        with StopRequest(processes.is_main) as stop:
             final = cluster.train(recorder, folder, stop)
         models = cluster.save_models(folder / cluster.config.model_weights_dir, recorder)
         status, code = ("interrupted", STATUS_INTERRUPTED) if cluster.stopped else ("completed", 0 if models else 1)
@@ -257,9 +255,7 @@ def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
             texts = continued(cluster, final, recorder)
         processes.close()
     except (TrainingError, PeerLostError) as error:
-        if stop.given_up:
-            status, code = "interrupted", STATUS_INTERRUPTED
-        elif processes.is_main:
+        if processes.is_main:
             logger.error("error: %s", error)
         keeps_model = keeps_model and not isinstance(error, DeviceLostError)
         processes.failed(str(error))

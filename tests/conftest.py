@@ -88,16 +88,10 @@ def _one_thread():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _nobody_waits():
-    """For the disk: what is written is there for every reader at once; that it outlives a loss of power, no test asks.
-    Nor for others, which are threads and look for each other twenty times a second otherwise."""
-    from utils.checkpoint import writer
-    from utils.distributed import kv_store
-
+def _nobody_waits_for_the_disk():
+    """What is written is there for every reader at once; that it outlives a loss of power, no test asks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
-        for module in (writer, kv_store):
-            patch.setattr(module, "_POLL_SECONDS", 0.002)
         yield
 
 

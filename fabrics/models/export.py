@@ -6,7 +6,6 @@ kept in files without a name, from which the folder is written as any other.
 
 import functools
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
@@ -21,7 +20,6 @@ from fabrics.training.flat_model import NotKeptError, WorkingModel
 from utils.distributed.processes import Processes
 from utils.utils import write_folder_atomically
 
-_ROUND = re.compile(r"round_(\d{5,})")
 # Tensors of fewer bytes are kept in memory.
 _LARGE_BYTES = 2**20
 
@@ -29,15 +27,6 @@ _LARGE_BYTES = 2**20
 def round_folder(folder: Path, outer_step: int) -> Path:
     """Where the models after a round are, in the folder of a run's models."""
     return folder / f"round_{outer_step:05d}"
-
-
-def prune(folder: Path, keep: int | None) -> None:
-    """Delete the models of all rounds but the newest `keep`; None: keep all. What cannot be deleted stays."""
-    if keep is None or not folder.is_dir():
-        return
-    rounds = [(int(match[1]), path) for path in folder.iterdir() if (match := _ROUND.fullmatch(path.name))]
-    for _, path in sorted(rounds)[:-keep]:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def on_disk(tensor: torch.Tensor, folder: Path) -> torch.Tensor:

@@ -51,7 +51,7 @@ def test_a_run_goes_on_with_an_agent_that_comes_and_without_it_when_it_is_killed
 ):
     config = write_config(
         tmp_path, cache_dir, number_of_outer_steps=100_000, number_of_initial_trainers=1, nodes_per_gpu=2,
-        INITIAL_BATCH_SIZE=8, sampling_method="none", save_weights_every=1, keep_models=1, eval_every=1000,
+        INITIAL_BATCH_SIZE=8, sampling_method="none", checkpoint_every_minutes=1e-9, eval_every=1000,
         compile_model=False,
     )  # fmt: skip
     with socket.create_server(("127.0.0.1", 0)) as server:

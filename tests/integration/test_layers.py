@@ -40,9 +40,17 @@ tree = functools.cache(ast.parse)
 
 @functools.cache
 def imports(source: str) -> set[str]:
-    """Every module that a source imports, anywhere in it, dotted; `from a import b` counts as a and a.b."""
+    """Every module that a source imports when it runs, dotted; `from a import b` counts as a and a.b."""
     found = set()
+    types = [
+        node
+        for node in ast.walk(tree(source))
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    only_types = {child for node in types for child in ast.walk(node)}
     for node in ast.walk(tree(source)):
+        if node in only_types:
+            continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -418,8 +418,7 @@ def memory(folder: Path) -> None:
     assert cluster.parameter_count == 29_893_120
     trained = processes.gather(resident_peak() - before)
     checkpoints = Checkpoints(folder, 1, None, processes, print)
-    checkpoints.hold(1, cluster.tensors(), {}, {})  # what is written later
-    checkpoints.settle()
+    checkpoints.save(1, cluster.tensors(), {}, {})
     peaks = processes.gather(resident_peak() - before)
     if processes.is_main:
         (folder / f"peaks_{size}.json").write_text(json.dumps([trained, peaks]))

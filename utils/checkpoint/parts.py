@@ -1,10 +1,13 @@
-"""Files of a checkpoint that the processes of an island write together, each the numbers that it has.
+"""A safetensors file that several processes write together, each the elements that it holds.
 
-They are the same files as those of one process: where everything is follows from the shapes, so that nobody waits for
-another to write, and nobody has more than its own in memory. A checksum goes over all of a file, which is read for it
-when everybody has written.
+The devices of one node share every model, so none of them has a whole tensor. Where everything lies in the file follows
+from the shapes alone: every process writes its elements at their place, nobody gathers a tensor, and nobody waits. The
+result is the file that one process with the whole tensors would have written. The library's own writer wants whole
+tensors in one process.
 """
 
+import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,15 +15,29 @@ from pathlib import Path
 
 import torch
 
-from utils.checkpoint.files import blocks_of_bytes, safetensors_places
+# The names of the format, with the widest types first: in this order every tensor is aligned.
+_TYPES = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 @dataclass(frozen=True)
 class FilePart:
-    """What this process writes of a tensor.
+    """The elements of one tensor that this process writes. Elements that no process writes are zero.
 
-    values: numbers that it has. shape: of the whole tensor. pieces: from where on in the whole tensor, which is flat
-    there, slices of the flat values are. What nobody writes is zero.
+    Attributes:
+        values: flat elements of this process.
+        shape: that of the whole tensor.
+        pieces: pairs of a position in the whole flat tensor and the slice of `values` that begins there.
     """
 
     values: torch.Tensor
@@ -28,32 +45,57 @@ class FilePart:
     pieces: tuple[tuple[int, slice], ...]
 
 
-def _put(handle: int, data: memoryview | bytes, at: int) -> None:
-    """Write all of it at a place of a file."""
+def whole(tensor: torch.Tensor) -> FilePart:
+    """A tensor that this process writes alone."""
+    return FilePart(tensor, tuple(tensor.shape), ((0, slice(None)),))
+
+
+def _layout(parts: Mapping[str, FilePart]) -> tuple[bytes, dict[str, int], int]:
+    """The header of the file, the position of each tensor, and the size of the file."""
+    order = list(_TYPES)
+    header = {}
+    end = 0
+    for name in sorted(parts, key=lambda name: (order.index(parts[name].values.dtype), name)):
+        dtype = parts[name].values.dtype
+        start = end
+        end = start + math.prod(parts[name].shape) * dtype.itemsize
+        header[name] = {"dtype": _TYPES[dtype], "shape": list(parts[name].shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    beginning = len(text).to_bytes(8, "little") + text
+    starts = {name: len(beginning) + entry["data_offsets"][0] for name, entry in header.items()}
+    return beginning, starts, len(beginning) + end
+
+
+def _write_at(handle: int, data: memoryview | bytes, position: int) -> None:
     while len(data):
-        written = os.pwrite(handle, data, at)
-        data, at = data[written:], at + written
+        written = os.pwrite(handle, data, position)
+        data = data[written:]
+        position += written
 
 
-def write_parts(path: Path, parts: Mapping[str, FilePart], is_first: bool) -> None:
-    """Write to the disk what this process has of a safetensors file; is_first: and the file's beginning.
+def write_parts(path: Path, parts: Mapping[str, FilePart], with_header: bool = True) -> None:
+    """Write to the disk what this process has of a safetensors file, one tensor after the other.
 
-    Everybody gives the file its size, which changes nothing where it has it.
+    Args:
+        path: the file; all processes that have parts of it write to it at any time.
+        parts: by the name of the tensor; the same names and shapes in all these processes.
+        with_header: whether this process writes the header; one of them does.
+
+    Raises:
+        OSError: the file cannot be written.
     """
-    of = {name: (part.values.dtype, part.shape) for name, part in parts.items()}
-    beginning, starts, size = safetensors_places(of)
+    header, starts, size = _layout(parts)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
-        os.ftruncate(handle, size)
-        if is_first:
-            _put(handle, beginning, 0)
+        os.ftruncate(handle, size)  # no change where it has this size already
+        if with_header:
+            _write_at(handle, header, 0)
         for name, start in starts.items():
-            values = parts[name].values.flatten()
+            values = parts[name].values.detach().flatten()
             for place, own in parts[name].pieces:
-                at = start + place * values.element_size()
-                for block in blocks_of_bytes(values[own]):
-                    _put(handle, block, at)
-                    at += len(block)
+                piece = values[own].cpu().contiguous().view(torch.uint8)
+                _write_at(handle, memoryview(piece.numpy()), start + place * values.element_size())
         os.fsync(handle)
     finally:
         os.close(handle)

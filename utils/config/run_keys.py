@@ -134,15 +134,7 @@ class RunKeys:
         "write a checkpoint after the first round that ends so many minutes after the last one; null: off",
         changes_training=False,
     )
-    stop_patience_seconds: PositiveFloat = key(
-        10.0,
-        "after SIGINT or SIGTERM a round that does not end within so many seconds is given up",
-        changes_training=False,
-    )
     keep_checkpoints: PositiveInt = key(2, "checkpoints to keep, the newest", changes_training=False)
-    keep_models: PositiveInt | None = key(
-        2, "rounds whose models to keep, the newest, besides those at the end; null: all", changes_training=False
-    )
     clearml: Annotated[str, BeforeValidator(off_is_a_word)] = key(
         "auto",
         "ClearML dashboard; auto: online where there are credentials, else offline, a session in the run folder",
