@@ -35,7 +35,6 @@ class FDA(Method):
     temporaries = staticmethod(lambda settings, workers: 1.0)
     own_copy, trainer_copies, shards = "replica", ("synchronised",), True
     shares_copy = plannable = False
-    unforeseen = "once there is a threshold, the spread of the workers says when they synchronise"
 
     @dataclass(frozen=True)
     class Settings(AdaptiveValues):

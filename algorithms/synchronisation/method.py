@@ -285,7 +285,6 @@ class Method:
             the exchange is over.
         temporaries: from the settings and a trainer's number of workers to how many flat tensors an exchange makes for
             a moment besides the mean, about.
-        unforeseen: what of its exchanges follows from the training itself, in words; empty: nothing does.
         shards: whether it is right on parts of flat tensors (`devices_per_node`): numbers at different places have
             nothing to do with each other, or the group is asked for what is of all of them.
         whole_tensors: whether it has the group's `wholes` give it what it looks at. Its blocks are those of the whole
@@ -311,7 +310,6 @@ class Method:
     encodings: ClassVar[tuple[str, ...] | None] = None
     delivers: ClassVar[int] = 0
     temporaries: ClassVar[Callable[..., float]] = staticmethod(lambda settings, workers: 0.0)
-    unforeseen: ClassVar[str] = ""
     shards: ClassVar[bool] = False
     whole_tensors: ClassVar[bool] = False
 

@@ -50,7 +50,7 @@ from benchmarks.performance.throughput import (
 )
 from cluster import Cluster
 from fabrics.config_checks import CHOICES
-from fabrics.planning.plan import Asked, make_plan
+from fabrics.planning.estimate import estimate
 from utils.config.reading import parse_config
 from utils.config.schema import Config
 from utils.distributed.launch import Launch
@@ -170,7 +170,7 @@ def large(config: Config) -> dict:
         "tokens_per_second": speeds,
         "mfu": {name: speed * flops / peak for name, speed in speeds.items()},
         "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        "planned_bytes": make_plan(config, Asked()).memory.device,
+        "planned_bytes": estimate(config).memory.device,
     }
 
 
@@ -253,7 +253,7 @@ def bars(parts: Mapping[str, Mapping]) -> list[Bar]:
     for name in ("large", "large_with_less"):
         if (part := parts.get(name, {})).get("peak_bytes"):
             beside = abs(part["peak_bytes"] / part["planned_bytes"] - 1.0)
-            found.append((f"memory of {_LARGE[name]} beside its plan", beside, 0.05, beside <= 0.05))
+            found.append((f"memory of {_LARGE[name]} beside its estimate", beside, 0.25, beside <= 0.25))
     return found
 
 

@@ -41,7 +41,7 @@ from fabrics.config_checks import CHOICES
 from fabrics.data.examples import PackedSequences, TaskData
 from fabrics.data.tokenization import train_tokenizer
 from fabrics.models.attention import unmasked
-from fabrics.models.flops import flops_per_token
+from fabrics.models.meta_model import flops_per_token
 from fabrics.models.registry import build_model
 from fabrics.training.forward_backward import backward
 from fabrics.training.inner_loop import InnerSteps

@@ -60,6 +60,6 @@ def set_up() -> Iterator[None]:
         if is_out_of_memory(error):
             raise ConfigError(
                 f"no memory for models, moments and what else lives between rounds: {first_line(error)}; "
-                f"python run.py --plan says what the run needs, and with --device-memory what would make it fit"
+                f"python run.py --plan estimates what the run needs"
             ) from error
         raise

@@ -1,11 +1,8 @@
 """The layers of a model: which there are, and which parts of it devices that share it gather by themselves."""
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from algorithms.synchronisation.method import Block, by_layer
 
@@ -42,57 +39,6 @@ def linear_parts(module: nn.Module) -> list[nn.Module]:
 def sharded_parts(module: nn.Module) -> list[nn.Module]:
     """The parts of layers that devices gather by themselves, and in another type, where autocast casts them."""
     return [part for layer in sharded_layers(module) for part in linear_parts(layer)]
-
-
-def passed_bytes(module: nn.Module, devices: int, cast: int | None, once: Collection[str] = ()) -> int:
-    """What the devices of an island, together, send each other in a training pass over a micro-batch.
-
-    Every parameter, in rows of equal number, is gathered for the forward and for the backward pass, and its gradient
-    summed, if it has one.
-
-    Args:
-        cast: bytes of the numbers as which the linear parts of layers are gathered; None: as they are.
-        once: names of parameters that no backward pass comes to, see `GroupOrder`.
-    """
-    smaller = {parameter for part in sharded_parts(module) for parameter in part.parameters()} if cast else set()
-    total = 0
-    for name, parameter in module.named_parameters():
-        numbers = -(-parameter.shape[0] // devices) * devices * parameter[0].numel()
-        total += (2 - (name in once)) * numbers * (cast if parameter in smaller else parameter.element_size())
-        total += numbers * parameter.element_size() * parameter.requires_grad
-    return (devices - 1) * total
-
-
-class GroupOrder:
-    """The order in which a forward pass leaves the groups that devices of an island gather, and what of it goes back.
-
-    A backward pass gathers a group again if something before it, or in it, has a gradient. FSDP2 asks for the group
-    that was left before, too, while one computes: so the last of those that have none is gathered as well.
-
-    Args:
-        module: whose next forward pass is looked at, before it.
-        groups: of its modules; what is in none is gathered for both passes.
-    """
-
-    def __init__(self, module: nn.Module, groups: Sequence[nn.Module]):
-        self._module, self._left = module, []
-        self._hooks = [group.register_forward_hook(self._leave) for group in groups]
-
-    def _leave(self, group: nn.Module, arguments: tuple, output: Any) -> None:
-        tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
-        self._left.append((group, any(tensor.requires_grad for tensor in tensors)))
-
-    def once(self) -> frozenset[str]:
-        """The names of the parameters that are gathered for the forward pass alone; the end of looking."""
-        for hook in self._hooks:
-            hook.remove()
-        if not self._left:
-            return frozenset()
-        followed = [goes_back for _, goes_back in self._left[1:]] + [True]  # the root comes last
-        again = {group for (group, back), after in zip(self._left, followed, strict=True) if back or after}
-        never = {group for group, _ in self._left} - again
-        parameters = {parameter for group in never for parameter in group.parameters()}
-        return frozenset(name for name, parameter in self._module.named_parameters() if parameter in parameters)
 
 
 def gathered_numbers(blocks: Sequence[Block], module: nn.Module) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from benchmarks.compare import runs
 from benchmarks.compare.plan import Run
 from benchmarks.performance import budget, data, logs, scaling, throughput
 from fabrics.data.documents import python_documents
-from fabrics.models.flops import flops_per_token
+from fabrics.models.meta_model import flops_per_token
 from tests.support.helpers import random_sequences, tiny_llama
 from training_logs.recording import step_loss_logger
 from training_logs.showing import plots

@@ -26,7 +26,6 @@ from cluster import Cluster
 from fabrics.data.examples import TaskData
 from fabrics.models import initialisation
 from fabrics.models.attention import needs_no_mask
-from fabrics.sharding import sharded_model
 from fabrics.sharding.sharded_model import ShardedModel
 from fabrics.training.forward_backward import accumulate, backward
 from tests.support import matrix
@@ -300,56 +299,13 @@ def whole_numbers(working: ShardedModel) -> tuple[dict[str, torch.Tensor], int]:
     return found, sum(sent)
 
 
-@contextlib.contextmanager
-def counting(sent: list[int], kind: str, processes: Processes) -> Iterator[None]:
-    """Count the bytes that this process sends in FSDP2's collectives of a kind: its part to all, or parts of all."""
-    call, others = getattr(sharded_model, kind).__call__, processes.island.size - 1
-
-    def counted(self, *arguments, **keywords):
-        tensors = (value for value in (*arguments, *keywords.values()) if isinstance(value, torch.Tensor))
-        sent.append(min(tensor.nbytes for tensor in tensors) * others)
-        return call(self, *arguments, **keywords)
-
-    with patch.object(getattr(sharded_model, kind), "__call__", counted):
-        yield
-
-
-# Of a model of four layers, the beginnings of the names of what stays.
-STAYING = {
-    "nothing": (),
-    "a layer": ("model.layers.1.",),
-    "what comes first": ("model.embed_tokens", "model.layers.0.", "model.layers.1.", "model.layers.2."),
-    "all but a norm": ("model.embed_tokens", "model.layers.0.self", "model.layers.0.mlp", "model.layers.1.", "lm_head"),
-    "all layers": ("model.",),
-}
-
-
-def model_of_passes(staying: str = "nothing") -> torch.nn.Module:
-    module = tiny_llama(dtype=torch.float32, num_hidden_layers=4)
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(not name.startswith(STAYING[staying]))
-    return module
-
-
-def passed(staying: str, autocast: torch.dtype | None, processes: Processes) -> tuple[int, int, ShardedModel]:
-    """What all devices send each other in a pass of a model of which some stays, and what one of them reserves."""
-    llama, sent = ShardedModel(model_of_passes(staying), CPU, processes.island, autocast), []
-    with counting(sent, "DefaultAllGather", processes), counting(sent, "DefaultReduceScatter", processes):
-        backward(llama, tiny_data().train, np.arange(4))
-    return sum(processes.gather(sum(sent))), llama.momentary_bytes, llama
-
-
 def numbers_of_parts(processes: Processes) -> dict:
     """What methods ask about flat tensors that are in parts; `here` of every process."""
     working = ShardedModel(model_with_gaps(), CPU, processes.island)
     flat = working.parameters.detach()
-    *_, llama = passed("nothing", torch.bfloat16, processes)
+    llama = ShardedModel(tiny_llama(dtype=torch.float32), CPU, processes.island, torch.bfloat16)
+    backward(llama, tiny_data().train, np.arange(4))
     return {
-        "passed": {
-            (name, cast): passed(name, cast and torch.bfloat16, processes)[:2]
-            for name in STAYING
-            for cast in (None, "bfloat16")
-        },
         "gathered as": {name: str(parameter.dtype) for name, parameter in llama.gathered()},
         "size": working.whole_size,
         "sketch": working.sketch(flat, 3, 250, 5),

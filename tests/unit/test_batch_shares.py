@@ -9,14 +9,9 @@ import numpy as np
 import pytest
 
 from algorithms.batch.switch_mode import ExecutionPlan
-from algorithms.nodes.communication_rounds import Exchange
 from algorithms.synchronisation import METHODS
-from benchmarks.compare.accounting import Hardware
 from cluster import Cluster
 from fabrics.data.sampler import Reading
-from fabrics.planning.durations import NO_LINK, durations
-from fabrics.planning.rehearsal import Round, TrainerRound
-from fabrics.pool.run_counters import Totals
 from fabrics.training.participation import participants
 from fabrics.training.statistics_plan import Measures
 from fabrics.training.work_split import Shares, assignments
@@ -189,21 +184,6 @@ def test_who_rests_has_no_row_and_loses_no_time(tmp_path):
         waited += sum(max(busy) - each for each in busy)
     assert log.summary()["simulated_seconds"] == pytest.approx(now)
     assert log.summary()["waiting_share"] == pytest.approx(waited / spent)
-
-
-def test_a_plan_takes_as_long_as_the_nodes_that_take_part():
-    """An example takes the fastest node a second; nobody begins a round before all are done with the last."""
-    plan = ExecutionPlan
-    first = TrainerRound(0, (0, 1), (0, 1), (1.0, 0.5), (plan((8,)), plan((4,))), (4, 4), (), False)
-    alone = TrainerRound(0, (0, 1), (1,), (0.5,), (plan((4,)),), (4,), (), False)
-    fewer = TrainerRound(0, (0, 1), (0, 1), (1.0, 0.5), (plan((4,)), plan((4,))), (4, 2), (), False)
-    rounds = [
-        Round(number, 4, (part,), Exchange(), Exchange(), None, Totals())
-        for number, part in enumerate((first, alone, fewer, first), 1)
-    ]
-    config = make_config(node_speeds=[1.0, 0.5])
-    found = durations(rounds, config, Hardware("a second an example", 0.0, 1.0), NO_LINK, ((0,), (1,)))
-    assert found.ends == pytest.approx((32.0, 64.0, 80.0, 112.0))
 
 
 def test_rows_of_a_long_run_stand_for_several_rounds_and_lose_no_time(tmp_path, monkeypatch):
