@@ -1,4 +1,4 @@
-"""The pictures of a comparison: its curves, and the frontier of final metric and communications."""
+"""Figures of a comparison: curves, and the frontier of final metric and communications."""
 
 import math
 import statistics
@@ -18,7 +18,7 @@ def _style(index: int) -> dict[str, Any]:
 
 
 def _limit_metric(axes: Axes, results: Results, room: float) -> None:
-    """From the best final metric to that of most methods, and some room; what is far off is left out."""
+    """Limit the y axis to the best three quarters of the final metrics, with a margin."""
     finals = sorted(results.mean_final(name) for name in results.methods if results.runs[name])
     low, high = finals[0], finals[len(finals) * 3 // 4]
     margin = room * (high - low) + 0.02 * high
@@ -26,7 +26,7 @@ def _limit_metric(axes: Axes, results: Results, room: float) -> None:
 
 
 def _logarithmic(axes: Axes, low: float, high: float) -> None:
-    """A logarithmic x axis with numbers that can be read, few or many as there is room."""
+    """Make the x axis logarithmic, with readable ticks."""
     axes.set_xscale("log")
     axes.set_xlim(low, high)
     subs = (1.0, 2.0, 5.0) if high > 12.0 * low else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
@@ -57,7 +57,7 @@ def _draw_curves(axes: Axes, results: Results, axis: str) -> None:
 
 
 def draw_curves(results: Results):
-    """The metric over everything that is used up, at equal shares of the runs: mean over seeds, and their range."""
+    """Draw the metric over each kind of usage: mean and range over seeds."""
     axes_names = ["tokens", "communications", "bytes_communicated", *results.simulated[-3:]]
     figure, places = make_figure(len(axes_names), 3, (17, 5.2 * math.ceil(len(axes_names) / 3)))
     for place, axis in zip(places, axes_names, strict=True):
@@ -68,7 +68,7 @@ def draw_curves(results: Results):
 
 
 def draw_frontier(results: Results):
-    """The final metric of every method beside its communications, and closer; a line is the frontier of a family."""
+    """Draw final metric over communications, whole and enlarged; a line is the frontier of a family."""
     figure, places = make_figure(2, 2, (14, 6.5))
     name_of_metric = results.raw["metric"]["name"]
     made = {

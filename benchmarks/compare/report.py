@@ -1,4 +1,4 @@
-"""From the JSON files of compare.py to results.md, an overview, and a page for every comparison in results/."""
+"""The pages of comparisons: results.md, an overview, and a page for each in results/."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -6,7 +6,6 @@ from pathlib import Path
 
 from benchmarks.compare.figures import draw_curves, draw_frontier
 from benchmarks.compare.results import Results
-from benchmarks.compare.search_page import values_found, what_was_searched
 from benchmarks.compare.tables import (
     equal_tables,
     final_table,
@@ -14,8 +13,8 @@ from benchmarks.compare.tables import (
     grid_table,
     headline,
     plain_table,
+    search_tables,
     target_table,
-    verdicts,
 )
 from utils.utils import write_atomically, write_text_atomically
 
@@ -51,7 +50,7 @@ def _settings(results: Results) -> str:
     for method in comparison["methods"]:
         tuned = results.raw["grids"][method["name"]][0]
         values = dict(method["overrides"]) | ({tuned: results.raw["best"][method["name"]]} if tuned else {})
-        values |= values_found(results.raw, method["name"])
+        values |= results.tuned(method["name"])
         shown = " ".join(f"{key}={value}" for key, value in values.items())
         lines.append(f"{method['name']}: {shown or '(nothing else)'}")
     return "\n".join(lines)
@@ -72,12 +71,12 @@ def _origin(results: Results) -> str:
         f"Seeds {', '.join(map(str, comparison['seeds']))}."
     )
     if changed := results.raw.get("changed"):
-        text += f"\n\nIts file asks for other runs by now ({'; '.join(changed)}); these are of that commit."
+        text += f"\n\nThe comparison file has changed since ({'; '.join(changed)}); these runs are of that commit."
     return text
 
 
 def page(results: Results) -> str:
-    """One comparison as Markdown."""
+    """Return the page of a comparison as Markdown."""
     comparison, name = results.raw["comparison"], results.raw["name"]
     table, target = target_table(results)
     parts = [
@@ -86,8 +85,8 @@ def page(results: Results) -> str:
         comparison["question"].strip(),
         _origin(results),
         "[All comparisons](../results.md); [what the words mean](../comparing.md#what-the-numbers-mean)",
-        "## What the numbers say",
-        "\n".join(f"- {sentence}" for sentence in verdicts(results)),
+        "## In short",
+        headline(results),
     ]
     if comparison["answer"].strip():
         parts += ["## What we conclude", comparison["answer"].strip()]
@@ -98,14 +97,16 @@ def page(results: Results) -> str:
         final_table(results),
     ]
     if results.runs[results.reference]:
-        parts += [f"## At what {results.reference} has used up at most", *equal_tables(results)]
-    parts += ["## At no more than so many communications", frontier_table(results)]
+        parts += [f"## At the most that {results.reference} used", *equal_tables(results)]
+    parts += ["## At a limited number of communications", frontier_table(results)]
     if target is not None:
         best_baseline = results.best_baseline()
         parts += [f"## Until the {results.raw['metric']['name']} is {target:.2f}, that of {best_baseline}", table]
     if tuned := grid_table(results):
         parts += ["## The grid", tuned]
-    parts += what_was_searched(results.raw)
+    searched = search_tables(results)
+    if searched:
+        parts += ["## What was searched", *searched]
     parts += [
         "## Simulated hardware and networks",
         _hardware(results),
@@ -118,12 +119,11 @@ def page(results: Results) -> str:
 
 _INTRODUCTION = """# Results
 
-To know whether AdLoCo wins, where and by how much, read headings and first lines; to know why, the pages behind
-them. Numbers are means over seeds with the sample's standard deviation; percentages are differences between two
-methods on the same seeds with their 95% t interval in brackets, of that pair alone; a method is called better or
-worse only where that excludes 0 ([what the numbers mean](comparing.md#what-the-numbers-mean)).
-`python benchmarks/compare/compare.py` makes what is missing of the runs of a comparison, whose file it is given, or
-of all, and writes these pages; with `--report-only` it makes none."""
+Headings and first lines say whether AdLoCo wins, where and by how much; the linked pages say why. Numbers are means
+over seeds with the sample's standard deviation. Percentages are differences between two methods on the same seeds, with
+the 95% t interval of that pair in brackets. A method is better or worse only if the interval excludes 0
+([what the numbers mean](comparing.md#what-the-numbers-mean)). `python benchmarks/compare/compare.py` makes the missing
+runs of all comparisons, or of those given, and writes these pages; `--report-only` makes no run."""
 
 
 def _claims(comparisons: Sequence[Results]) -> list[str]:
@@ -137,7 +137,6 @@ def _claims(comparisons: Sequence[Results]) -> list[str]:
 
 
 def _summary(results: Results) -> list[str]:
-    """What a comparison says in short."""
     comparison, name = results.raw["comparison"], results.raw["name"]
     return [
         f"## {comparison['title']}",
@@ -154,7 +153,7 @@ def _said(results: Results) -> list[str]:
 
 
 def _with_care(comparisons: Sequence[Results]) -> list[str]:
-    """Those that come with a caveat, what several have in common said once; their numbers are on their own pages."""
+    """Comparisons with a caveat; a common caveat is printed once."""
     by_caveat: dict[str, list[Results]] = {}
     for results in comparisons:
         for caveat in _caveat(results):
@@ -166,8 +165,8 @@ def _with_care(comparisons: Sequence[Results]) -> list[str]:
 
 
 def _with_one_seed(comparisons: Sequence[Results]) -> list[str]:
-    """Those that find, for others to judge; their numbers are on their own pages."""
-    parts = ["## With one seed, to find what others judge"]
+    """Comparisons that search values for others."""
+    parts = ["## Searches with one seed, judged by other comparisons"]
     return [*parts, *map(_short, comparisons)] if comparisons else []
 
 
@@ -177,7 +176,7 @@ def _short(results: Results) -> str:
 
 
 def overview(comparisons: Sequence[Results]) -> str:
-    """All comparisons in short, as Markdown."""
+    """Return the overview as Markdown."""
     parts, alone = [_INTRODUCTION, *_claims(comparisons)], []
     for results in comparisons:
         if len(results.raw["comparison"]["seeds"]) == 1:
@@ -188,13 +187,13 @@ def overview(comparisons: Sequence[Results]) -> str:
 
 
 def pages(comparisons: Sequence[Results]) -> dict[str, str]:
-    """The text of every page, by its path below the folder of results.md, from comparisons in any order."""
+    """Return the text of every page by its path below the folder of results.md."""
     ordered = sorted(comparisons, key=lambda found: (found.raw["comparison"].get("order", 0), found.raw["name"]))
     return {"results.md": overview(ordered)} | {f"results/{found.raw['name']}.md": page(found) for found in ordered}
 
 
 def write_results(output: Path) -> Path:
-    """Draw all comparisons in output/results/*.json and write their pages and output/results.md; where that is."""
+    """Draw all comparisons in output/results/*.json, write their pages and output/results.md; return its path."""
     comparisons = [
         Results(json.loads(path.read_text(encoding="utf-8"))) for path in sorted((output / "results").glob("*.json"))
     ]

@@ -1,7 +1,6 @@
-"""What a comparison found, from the JSON values of compare.py alone: curves, differences between methods, frontiers.
+"""The results of a comparison: curves, differences between methods, frontiers.
 
-Between two evaluations of a run the logarithm of its metric is taken to be linear. Two methods are compared seed by
-seed, in one way everywhere: `Results.difference`.
+The logarithm of the metric is interpolated linearly between evaluations. Two methods are compared seed by seed.
 """
 
 import math
@@ -26,15 +25,19 @@ LABELS = {
 
 
 def simulated_axis(hardware: str, network: str, overlap: bool) -> str:
-    """The name of the curve of simulated seconds."""
+    """Return the name of a curve of simulated seconds."""
     return f"{_SIMULATED}{hardware}, {network}{_OVERLAPPED if overlap else ''}"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one method from another, paired by seed: the mean over seeds and its 95% t interval, None for one seed.
+    """The difference of two methods, paired by seed.
 
-    Where a smaller metric is better it is the difference of logarithms as a percentage, else the plain one in points.
+    If a smaller metric is better it is the difference of logarithms, in percent; otherwise the plain one, in points.
+
+    Attributes:
+        mean: mean over seeds.
+        interval: 95% t interval of the mean; None for one seed.
     """
 
     mean: float
@@ -43,7 +46,7 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """better or worse only where the interval excludes 0."""
+        """Return better or worse only if the interval excludes 0."""
         if self.interval is None:
             return "one seed"
         low, high = self.interval
@@ -60,10 +63,11 @@ class Difference:
 
 
 def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float], lower_is_better: bool) -> Difference:
-    """Of ours from theirs, metrics by seed, over the seeds that both have: at least one."""
+    """Return the difference between metrics by seed, over the common seeds (at least one)."""
     scale = math.log if lower_is_better else lambda value: 100.0 * value
     found = [scale(ours[seed]) - scale(theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
-    mean, shown = statistics.fmean(found), (lambda x: 100.0 * math.expm1(x)) if lower_is_better else float
+    mean = statistics.fmean(found)
+    shown = (lambda x: 100.0 * math.expm1(x)) if lower_is_better else float
     if len(found) == 1:
         return Difference(shown(mean), None, lower_is_better)
     t = stats.t.ppf((1.0 + CONFIDENCE) / 2.0, len(found) - 1)
@@ -73,23 +77,30 @@ def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float], lo
 
 @dataclass(frozen=True)
 class Results:
-    """One comparison, as compare.py wrote it."""
+    """One comparison, from the JSON values that compare.py writes."""
 
     raw: Mapping[str, Any]
 
     @cached_property
     def methods(self) -> list[str]:
-        """Names, in the order of the file."""
+        """Names of the methods, in the order of the file."""
         return [method["name"] for method in self.raw["comparison"]["methods"]]
 
     @cached_property
     def runs(self) -> dict[str, list[Mapping[str, Any]]]:
-        """The runs of every method with its best value, a seed each; only those that came to their end."""
-        chosen = set(self.raw["chosen"])
-        return {
-            name: [run for run in self._finished if run["method"] == name and run["id"] in chosen]
-            for name in self.methods
-        }
+        """The completed runs of every method with its best value, one per seed."""
+        seeds = self.raw["comparison"]["seeds"]
+        found: dict[str, list[Mapping[str, Any]]] = {name: [] for name in self.methods}
+        for run in self._finished:
+            if run["seed"] in seeds and run["value"] == self.raw["best"].get(run["method"]):
+                found[run["method"]].append(run)
+        return found
+
+    def tuned(self, method: str) -> Mapping[str, Any]:
+        """Return the values that were found for a method, by a search or by another comparison."""
+        if "search" in self.raw:
+            return self.raw["search"][method]["best"]
+        return self.raw.get("found", {}).get(method, {})
 
     @property
     def _finished(self) -> list[Mapping[str, Any]]:
@@ -97,12 +108,12 @@ class Results:
 
     @property
     def sign(self) -> int:
-        """1 where a smaller metric is better, else -1."""
+        """1 if a smaller metric is better, else -1."""
         return -1 if self.raw["metric"]["higher_is_better"] else 1
 
     @cached_property
     def families(self) -> dict[str, list[str]]:
-        """The methods of every family, which are points of one frontier; a method without one is its own."""
+        """The methods of every family; a method without a family is its own."""
         found: dict[str, list[str]] = {}
         for method in self.raw["comparison"]["methods"]:
             if self.runs[method["name"]]:
@@ -111,64 +122,60 @@ class Results:
 
     @property
     def reference(self) -> str:
-        """The method that the others are held against."""
+        """The method to which the others are compared."""
         return self.raw["comparison"]["reference"]
 
     @cached_property
     def _simulated(self) -> list[str]:
-        """Curves of simulated seconds that all runs have."""
         names = self._finished[0]["curves"]
         return [n for n in names if n.startswith(_SIMULATED) and all(n in run["curves"] for run in self._finished)]
 
     @property
     def simulated(self) -> list[str]:
-        """The names of the curves of simulated seconds, nothing overlapping."""
+        """Names of the curves of simulated seconds without overlap."""
         return [name for name in self._simulated if not name.endswith(_OVERLAPPED)]
 
     @property
     def overlapped(self) -> list[str]:
-        """The same where synchronisations hide behind the next round; of runs from before that was counted none."""
+        """Names of the curves of simulated seconds with synchronisations that overlap the next round."""
         return [name for name in self._simulated if name.endswith(_OVERLAPPED)]
 
     def best_baseline(self) -> str | None:
-        """The baseline with the best mean final metric."""
+        """Return the baseline with the best mean final metric."""
         names = [m["name"] for m in self.raw["comparison"]["methods"] if m["baseline"] and self.runs[m["name"]]]
         return min(names, key=lambda name: self.sign * self.mean_final(name)) if names else None
 
     def mean_final(self, method: str) -> float:
-        """Mean final metric of a method."""
+        """Return the mean final metric of a method."""
         return statistics.fmean(run["final_metric"] for run in self.runs[method])
 
     def ends(self, method: str, axis: str) -> list[float]:
-        """What every run of a method had used up at its end."""
+        """Return what each run of a method used in total."""
         return [run["curves"][axis][-1] for run in self.runs[method]]
 
     def limit(self, axis: str) -> float:
-        """What all methods are compared at: as much as any run of the reference had used up at its end."""
+        """Return the amount at which methods are compared: the most that a run of the reference used."""
         return max(self.ends(self.reference, axis))
 
     def at(self, method: str, axis: str, limit: float) -> dict[int, float]:
-        """The metric of every seed of a method once it has used up so much."""
+        """Return the metric of every seed of a method after it has used this much."""
         return {run["seed"]: metric_where(run, axis, limit) for run in self.runs[method]}
 
     def difference(self, method: str, axis: str) -> Difference | None:
-        """Of a method from the reference where both have used up the limit; None where no seed has runs of both."""
+        """Return the difference from the reference at the limit; None without a common seed."""
         limit = self.limit(axis)
         ours, theirs = self.at(method, axis, limit), self.at(self.reference, axis, limit)
         return paired_difference(ours, theirs, self.sign > 0) if ours.keys() & theirs.keys() else None
 
     def closest(self, axis: str) -> str | None:
-        """The best at the limit of the baselines, or, where there is none, of all methods but the reference."""
+        """Return the best baseline at the limit; without baselines, the best method but the reference."""
         others = [m for m in self.raw["comparison"]["methods"] if m["name"] != self.reference and self.runs[m["name"]]]
         names = [m["name"] for m in others if m["baseline"]] or [m["name"] for m in others]
         limit = self.limit(axis)
         return min(names, key=lambda n: self.sign * statistics.fmean(self.at(n, axis, limit).values()), default=None)
 
     def frontier(self, budget: float) -> dict[str, tuple[str, dict[int, float]]]:
-        """For every family the method with the best mean metric at no more communications, and its metric by seed.
-
-        Only the runs of all seeds count, not those that a method was tuned with.
-        """
+        """Return the best method of every family at this many communications at most, and its metric by seed."""
         found = {}
         for family, methods in self.families.items():
             metrics = {name: self.at(name, "communications", budget) for name in methods}
@@ -178,12 +185,12 @@ class Results:
 
 
 def metric_where(run: Mapping[str, Any], axis: str, x: float) -> float:
-    """The metric of a run once it has used up x; its last one where it ended before."""
+    """Return the metric of a run after it has used x; its last one if it ended before."""
     return float(np.exp(np.interp(x, run["curves"][axis], np.log(run["curves"]["metric"]))))
 
 
 def used_until(run: Mapping[str, Any], axis: str, target: float, sign: int = 1) -> float | None:
-    """What a run has used up when its metric first reaches the target; None where it never does."""
+    """Return what a run has used when its metric first reaches the target; None if it never does."""
     xs, logs = run["curves"][axis], np.log(run["curves"]["metric"])
     goal = math.log(target)
     for index, value in enumerate(logs):
@@ -196,10 +203,10 @@ def used_until(run: Mapping[str, Any], axis: str, target: float, sign: int = 1) 
 
 
 def mean_curve(runs: Sequence[Mapping[str, Any]], axis: str, points: int = 200) -> tuple[np.ndarray, np.ndarray]:
-    """What runs have used up on average, and the metric of each, at equal shares of their tokens.
+    """Return the mean usage of runs and the metric of each, at equal fractions of their tokens.
 
     Returns:
-        [points] of the axis, and [runs, points] of the metric; the last ones are those of the ends of the runs.
+        [points] of the axis, and [runs, points] of the metric.
     """
     shares = np.linspace(0.0, 1.0, points)
     used, metrics = [], []
@@ -211,5 +218,5 @@ def mean_curve(runs: Sequence[Mapping[str, Any]], axis: str, points: int = 200) 
 
 
 def short(axis: str) -> str:
-    """An axis of simulated time, without the word that they all begin with."""
+    """Return the name of an axis of simulated time without its prefix."""
     return axis.removeprefix(_SIMULATED)

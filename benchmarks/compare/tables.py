@@ -1,14 +1,14 @@
-"""Comparisons in tables and sentences. Numbers are means over seeds with the sample's standard deviation."""
+"""Tables of a comparison. Numbers are means over seeds with the sample's standard deviation."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
 
 from benchmarks.compare.results import LABELS, Results, short, used_until
 from utils.utils import byte_size
 
-PLACES = {"tokens": "tokens", "communications": "communications", "bytes_communicated": "bytes"}
-EQUAL_AXES = tuple(PLACES)
-VERDICTS = ("better", "not told apart", "worse", "one seed")
+EQUAL_AXES = {"tokens": "tokens", "communications": "communications", "bytes_communicated": "bytes"}
 # Communications at which the frontiers of families are read.
 BUDGETS = (15, 25, 50, 100, 200)
 
@@ -20,7 +20,7 @@ def _spread(values: Sequence[float], decimals: int = 2) -> str:
 
 
 def _count(values: Sequence[float]) -> str:
-    """A mean of whole numbers, with a digit after the point where it says something."""
+    """Mean of integers, with a decimal if it is small and not an integer."""
     mean = statistics.fmean(values)
     return f"{mean:,.0f}" if mean >= 100 or mean == round(mean) else f"{mean:,.1f}"
 
@@ -30,19 +30,22 @@ def _seconds(value: float) -> str:
 
 
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown."""
+    """Return a Markdown table."""
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 def grid_table(results: Results) -> str:
-    """The final metric of every method with every value it was tuned over; empty where nothing was tuned."""
+    """Return the final metric of every value of every grid; empty if nothing was tuned by a grid."""
     grids = {name: (key, values) for name, (key, values) in results.raw["grids"].items() if key}
     if not grids:
         return ""
-    seed, rows, edges = results.raw["comparison"]["seeds"][0], [], []
+    seed = results.raw["comparison"]["seeds"][0]
+    rows = []
+    edges = []
     for name, (key, values) in grids.items():
-        best, cells = results.raw["best"][name], []
+        best = results.raw["best"][name]
+        cells = []
         for value in values:
             run = next(
                 run
@@ -61,7 +64,7 @@ def grid_table(results: Results) -> str:
 
 
 def final_table(results: Results) -> str:
-    """Every method at the end of its token budget."""
+    """Return all methods at the end of their runs."""
     rows = []
     for name in results.methods:
         runs = results.runs[name]
@@ -87,7 +90,6 @@ def final_table(results: Results) -> str:
 
 
 def _used(axis: str, amount: float) -> str:
-    """So much of an axis, in words."""
     if axis == "bytes_communicated":
         return f"{byte_size(round(amount))} sent"
     if axis in LABELS:
@@ -96,12 +98,10 @@ def _used(axis: str, amount: float) -> str:
 
 
 def equal_tables(results: Results) -> list[str]:
-    """Every method where it has used up as much of something as the reference at most, held against the reference.
-
-    One table for tokens, communications and bytes, one for simulated time and one for simulated time with overlap.
-    """
+    """Return all methods at the most that the reference used: tokens, communications and bytes; simulated time; the
+    same with overlap."""
     tables = []
-    for axes in (EQUAL_AXES, results.simulated, results.overlapped):
+    for axes in (tuple(EQUAL_AXES), results.simulated, results.overlapped):
         if not axes:
             continue
         rows = []
@@ -122,7 +122,7 @@ def equal_tables(results: Results) -> list[str]:
 
 
 def frontier_table(results: Results) -> str:
-    """The best metric of every family at no more than so many communications."""
+    """Return the best metric of every family for several limits of communications."""
     columns = {budget: results.frontier(budget) for budget in BUDGETS}
     rows = []
     for family in results.families:
@@ -137,7 +137,7 @@ def frontier_table(results: Results) -> str:
 
 
 def target_table(results: Results) -> tuple[str, float | None]:
-    """What every method has used up when it reaches the final metric of the best baseline; and that metric."""
+    """Return what every method has used when it reaches the final metric of the best baseline; and that metric."""
     baseline = results.best_baseline()
     if baseline is None:
         return "", None
@@ -159,60 +159,63 @@ def target_table(results: Results) -> tuple[str, float | None]:
     return plain_table(columns, rows), target
 
 
-def _place(axis: str) -> str:
-    return PLACES.get(axis) or f"simulated time ({short(axis)})"
-
-
 def headline(results: Results) -> str:
-    """The reference, and how the best of the others stands to it at equal tokens, communications and bytes."""
+    """Return one sentence: the reference, and the best of the others at equal tokens, communications and bytes."""
     reference, name_of_metric = results.reference, results.raw["metric"]["name"]
     if not results.runs[reference]:
-        return f"{reference} came to its end in no run."
+        return f"{reference} completed no run."
     own = (
         f"{reference}: {name_of_metric} {_spread([run['final_metric'] for run in results.runs[reference]])}, "
         f"{_count(results.ends(reference, 'communications'))} communications, "
         f"{byte_size(round(statistics.fmean(results.ends(reference, 'bytes_communicated'))))}. "
     )
     said = []
-    for axis in EQUAL_AXES:
+    for axis, name in EQUAL_AXES.items():
         other = results.closest(axis)
         if other is None or (difference := results.difference(other, axis)) is None:
             continue
-        said.append(f"at equal {_place(axis)} {other}: {difference}, {difference.verdict}")
+        said.append(f"at equal {name} {other}: {difference}, {difference.verdict}")
     others = (
         "Best baseline" if any(method["baseline"] for method in results.raw["comparison"]["methods"]) else "Best other"
     )
     return f"{own}{others} {'; '.join(said)}." if said else own
 
 
-def verdicts(results: Results) -> list[str]:
-    """What follows from the numbers alone, in sentences: how the others stand to the reference."""
-    reference, name_of_metric = results.reference, results.raw["metric"]["name"]
-    if not results.runs[reference]:
-        return [f"{reference} came to its end in no run."]
-    if len(results.raw["comparison"]["seeds"]) == 1:
-        return ["One seed: there are no intervals, so that nothing is told apart here."]
-    said = []
-    for axis in (*EQUAL_AXES, *results.simulated, *results.overlapped):
-        groups: dict[str, list[str]] = {verdict: [] for verdict in VERDICTS}
-        for name in results.methods:
-            difference = results.difference(name, axis) if name != reference and results.runs[name] else None
-            if difference is not None:
-                groups[difference.verdict].append(name)
-        told = [
-            f"Better than {reference}: {'; '.join(groups['better']) or 'none'}.",
-            f"Not told apart: {'; '.join(groups['not told apart']) or 'none'}.",
-            f"Worse: {len(groups['worse'])} of {len(results.methods) - 1}.",
+def _values(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in values.items())
+
+
+def search_tables(results: Results) -> list[str]:
+    """Return the parts of the section about a search, or about values found elsewhere; none if there was neither."""
+    raw = results.raw
+    comparison = raw["comparison"]
+    if "found" in raw:
+        rows = [(name, _values(results.tuned(name)) or "not tuned there") for name in results.methods]
+        return [
+            f"All values were found by the comparison {comparison['tuned_on']} and are used unchanged.",
+            plain_table(("method", "values"), rows),
         ]
-        if groups["one seed"]:
-            told.append(f"One seed in common, so no interval: {'; '.join(groups['one seed'])}.")
-        said.append(f"**At equal {_place(axis)}.** {' '.join(told)}")
-    baseline = results.best_baseline()
-    if baseline is not None and baseline != reference:
-        made = [statistics.fmean(results.ends(name, "communications")) for name in (reference, baseline)]
-        said.append(
-            f"{baseline} is the baseline with the best final {name_of_metric}, {results.mean_final(baseline):.2f}; "
-            f"{reference} has {results.mean_final(reference):.2f}"
-            + (f" and makes {made[0] / made[1]:.2f} times its communications." if made[1] else ".")
-        )
-    return said
+    if "search" not in raw:
+        return []
+
+    def metric(value: float | None) -> str:
+        return "stopped" if value is None else f"{value:.{raw['metric']['decimals']}f}"
+
+    search = comparison["search"]
+    fractions = [Fraction(1, search["reduction"] ** (search["rungs"] - 1 - rung)) for rung in range(search["rungs"])]
+    rows = []
+    details = []
+    for name, found in raw["search"].items():
+        edges = [f"`{key}` ({where['edge']})" for key, where in found["edges"].items() if where["edge"]]
+        count = str(len(found["runs"]))
+        rows.append((name, count, _values(found["best"]), metric(found["metric"]), ", ".join(edges)))
+        runs = [(str(fractions[run["rung"]]), _values(run["values"]), metric(run["metric"])) for run in found["runs"]]
+        table = plain_table(("tokens", "values", raw["metric"]["name"]), runs)
+        details.append(f"<details><summary>Tuning runs of {name}</summary>\n\n{table}\n\n</details>")
+    of_tokens = ", ".join(map(str, fractions))
+    return [
+        f"Every method had {search['budget']} tuning runs with seed {comparison['seeds'][0]} on this corpus: random "
+        f"settings with {of_tokens} of the tokens, of which the best 1/{search['reduction']} went on.",
+        plain_table(("method", "runs", "best", raw["metric"]["name"], "at an edge"), rows),
+        *details,
+    ]

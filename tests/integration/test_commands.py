@@ -7,11 +7,12 @@ import re
 import pytest
 import yaml
 
-from benchmarks.compare.plan import Comparison
+from benchmarks.compare.spec import ComparisonSpec
 from fabrics.config_checks import CHOICES
 from tests.support.blocks import ALL, COMMANDS, PAGES, check, commands_in_sentences
 from utils.config.reading import parse_config
 
+HARDWARE = {"name": "GPU", "t_min": 0.01, "t_example": 0.002}
 NETWORK = {"name": "1 Gb/s", "bits_per_second": 1e9, "latency": 1e-3}
 
 
@@ -62,8 +63,8 @@ def test_every_block_is_of_a_kind_that_tests_know():
 def test_configurations_are_known(block):
     values = yaml.safe_load(block.text)
     if "methods" in values:  # a part of a comparison
-        whole = {"title": "", "question": "", "seeds": [1], "hardware": [{"name": "GPU"}], "networks": [NETWORK]}
-        Comparison.model_validate(whole | {"reference": values["methods"][0]["name"]} | values)
+        whole = {"title": "", "question": "", "seeds": [1], "hardware": [HARDWARE], "networks": [NETWORK]}
+        ComparisonSpec.model_validate(whole | {"reference": values["methods"][0]["name"]} | values)
     else:
         parse_config({"max_tokens": 1} | values, allowed=CHOICES)
 

@@ -18,7 +18,6 @@ from algorithms.nodes.policies import MERGE_POLICIES
 from algorithms.registry import Registry
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.method import Outer, check_names
-from benchmarks.compare.run_id import run_id
 from fabrics.config_checks import CHECKS, CHOICES
 from fabrics.data.dataset_loader import load_data
 from fabrics.models.model_family import ModelFamily
@@ -226,14 +225,6 @@ def test_all_processes_must_have_the_same_plugins(write, monkeypatch):
     assert sorted(refusals(2, agreed))[0].startswith(
         "the processes have different configurations: plugins[0], mine.py: '"
     )
-
-
-def test_a_run_is_known_by_what_its_plugins_say(write):
-    def identity(text: str, name: str) -> str:
-        return run_id(parsed(write(text, name)))
-
-    assert identity("x = 1\n", "a.py") == identity("x = 1\n", "b.py") != identity("x = 2\n", "c.py")
-    assert identity("x = 1\n", "a.py") != run_id(parsed())
 
 
 SMALL = [

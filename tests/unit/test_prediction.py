@@ -221,18 +221,6 @@ def test_a_run_whose_workers_made_unlike_steps_has_no_law():
             fit(with_steps(*steps))
 
 
-def test_the_check_counts_what_held(run, tmp_path, capsys):
-    from benchmarks.performance.prediction import Check, summary
-    from benchmarks.performance.prediction import main as check
-
-    held, missed = Check("a", 0.5, 55.0, 45.0, 65.0, 50.0, 20.0), Check("b", 0.5, 30.0, 25.0, 35.0, 40.0, 20.0)
-    found = summary([held, missed])
-    assert found.startswith("1 of 2 intervals held; error 18% on average, 18% in the median, 25% at worst; width 32%")
-    assert check([str(run.folder)]) == 0
-    assert "all: " in capsys.readouterr().out
-    assert check([str(tmp_path)]) == 2
-
-
 def test_one_worker_communicates_nothing_and_a_cap_makes_it_linear():
     assert fit(made_run([16.0] * 8, nodes=1)).communications(1e6).value == 0.0
     found = fit(made_run([16, 20, 24, 28, 32, 36, 40, 40, 40, 40], cap=40))

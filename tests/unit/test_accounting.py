@@ -1,0 +1,295 @@
+"""Simulated time of comparisons on paper, and usage against the logs of a run."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from algorithms.nodes.virtual_clock import Clocks, Sending, pairs
+from benchmarks.compare.accounting import PROBED_PASS, Hardware, Network, simulated_seconds, usage
+from tests.integration.test_reporting import record_run
+from tests.support.helpers import Recorder, light_cluster
+from training_logs.recording.exchange_log import COLUMNS
+from training_logs.showing.number_log import Rows
+from training_logs.showing.run_data import ExchangeRecord, MergeRecord, RunData, read_run
+
+# Paper-sized: a pass takes 10 ms, or 2 ms per example from 5 on; 1,000 parameters are 4,000 bytes.
+DEVICE = Hardware("paper", t_min=0.01, t_example=0.002)
+NETWORK = Network("slow", bits_per_second=8_000.0, latency=0.5)
+NOTHING = float("nan")
+
+
+def row(step, trainer, nodes, batch, parts=1, sample=NOTHING, **totals):
+    return {
+        "outer_step": step, "trainer_id": trainer, "nodes": nodes, "effective_batch": batch, "inner_steps": 20,
+        "accumulation_steps": parts, "micro_batch": math.ceil(batch / nodes / parts), "gradient_sample_size": sample,
+        "seconds": 1.5, "tokens": 0, "communications": 0, "bytes_communicated": 0,
+    } | totals  # fmt: skip
+
+
+def made_run(rows, merges=(), nodes_per_gpu=4, folder=Path("made"), **config):
+    values = {"nodes_per_gpu": nodes_per_gpu, "communication_dtype": "float32", "statistics_estimator": "per_example"}
+    values |= {"statistics_batch_size": 8, "model_training_report_dir": "."}
+    run = RunData(folder, values | config, {"parameters": 1000, "devices": ["cpu"]}, Rows.of(rows), list(merges))
+    if not (folder / "exchange_log.csv").exists():  # an all-reduce of the parameters at the end of every round
+        run.__dict__["exchanges"] = {
+            (entry["outer_step"], entry["trainer_id"]): [
+                ExchangeRecord(
+                    "synchronisation", "all", 1, *[2 * (entry["nodes"] - 1) / entry["nodes"] * 4_000] * 2, 0, 20, 20
+                )
+            ]
+            for entry in rows
+            if entry["nodes"] > 1
+        }
+    return run
+
+
+def test_simulated_time_of_one_trainer_on_paper():
+    # 16 examples on 4 workers: 4 each, the smallest pass, 20 of them; 2 * 3 / 4 * 4,000 bytes through each link.
+    sent = 0.5 + 8 * 6_000 / 8_000
+    small = 20 * 0.01 + sent
+    # 64: 16 each in two micro-batches of 8: 2 * 16 ms.
+    large = 20 * 2 * 0.016 + sent
+    run = made_run([row(1, 0, 4, 16), row(2, 0, 4, 64, parts=2)])
+    assert simulated_seconds(run, DEVICE, NETWORK) == pytest.approx([small, small + large])
+
+
+def test_simulated_time_of_statistics():
+    # The first step, in all its micro-batches, and where it has fewer than 8 examples a pass of its own over 8.
+    in_step = made_run([row(1, 0, 1, 10, sample=8)])
+    assert simulated_seconds(in_step, DEVICE, NETWORK) == pytest.approx([20 * 0.02 + (PROBED_PASS - 1) * 0.02])
+    alone = made_run([row(1, 0, 1, 4, sample=8)])
+    assert simulated_seconds(alone, DEVICE, NETWORK) == pytest.approx([20.4 * 0.01 + PROBED_PASS * 0.016])
+    parts = made_run([row(1, 0, 1, 30, parts=3, sample=30)])
+    assert simulated_seconds(parts, DEVICE, NETWORK) == pytest.approx([60 * 0.02 + 3 * (PROBED_PASS - 1) * 0.02])
+
+
+def test_simulated_time_of_trainers_side_by_side_in_turn_and_merging():
+    first = [row(1, trainer, 1, batch, bytes_merged=4_000) for trainer, batch in ((0, 10), (1, 5))]
+    merge = 0.5 + 8 * 4_000 / 8_000
+    side_by_side = made_run(first, [MergeRecord(1, 0, {0: 0.5, 1: 0.5})], nodes_per_gpu=2)
+    assert simulated_seconds(side_by_side, DEVICE, NETWORK) == pytest.approx([20 * 0.02 + merge])
+    in_turn = made_run(first, nodes_per_gpu=1)
+    assert simulated_seconds(in_turn, DEVICE, NETWORK) == pytest.approx([20 * 0.02 + 20 * 0.01])
+
+
+def test_simulated_time_of_merging_and_of_nodes_that_come_to_a_trainer():
+    def rounds(step, *trainers, merged, redistributed):
+        kinds = {"bytes_merged": merged, "bytes_redistributed": redistributed}
+        return [row(step, trainer, nodes, 10 * nodes) | kinds for trainer, nodes in trainers]
+
+    # 8,000 bytes of parameters and velocity of two others come to one of two nodes, which sends them on to the other.
+    merge = [MergeRecord(1, 0, {0: 0.5, 1: 0.25, 2: 0.25})]
+    # After that, the trainer's two new nodes get 16,004 bytes each, side by side.
+    run = made_run(
+        rounds(1, (0, 2), (1, 1), (2, 1), merged=3 * 8_000, redistributed=0)
+        + rounds(2, (0, 4), merged=3 * 8_000, redistributed=2 * 16_004),
+        merge,
+    )
+    first = 20 * 0.02 + (0.5 + 8 * 4_000 / 8_000) + (0.5 + 8 * 3 * 8_000 / 8_000)
+    second = (0.5 + 8 * 16_004 / 8_000) + 20 * 0.02 + (0.5 + 8 * 6_000 / 8_000)
+    assert simulated_seconds(run, DEVICE, NETWORK) == pytest.approx([first, first + second])
+    twice = Hardware("twice the parameters", 0.01, 0.002, parameters=2000)
+    sent = 8 * (4_000 + 3 * 8_000 + 16_004 + 6_000) / 8_000
+    assert simulated_seconds(run, twice, NETWORK)[-1] == pytest.approx(first + second + sent)
+
+
+def test_simulated_time_of_synchronous_training_and_of_another_model():
+    run = made_run([row(1, 0, 1, 40)])
+    # 4 workers with 10 examples, and a synchronisation in every step.
+    each = 0.02 + 0.5 + 8 * 6_000 / 8_000
+    assert simulated_seconds(run, DEVICE, NETWORK, 4) == pytest.approx([20 * each])
+    larger = Hardware("larger", 0.01, 0.002, parameters=2000)
+    each = 0.02 + 0.5 + 8 * 12_000 / 8_000
+    assert simulated_seconds(run, larger, NETWORK, 4) == pytest.approx([20 * each])
+
+
+def test_simulated_time_with_overlap_is_that_of_a_loop_by_hand():
+    """One trainer, rounds of 0.2, 0.64 and 0.2 s of computation, and synchronisations longer and shorter."""
+    slow = [row(1, 0, 4, 16), row(2, 0, 4, 64, parts=2), row(3, 0, 4, 16)]
+    quick = Network("quick", bits_per_second=8_000_000.0, latency=0.5)
+    for network, sent in ((NETWORK, 6.5), (quick, 0.506)):
+        clock, arrives, expected = 0.0, 0.0, []
+        for compute in (0.2, 0.64, 0.2):
+            clock = max(clock + compute, arrives)  # a round ends once the update before it is there
+            arrives = clock + sent
+            expected.append(arrives)
+        assert simulated_seconds(made_run(slow), DEVICE, network, overlap=True) == pytest.approx(expected)
+    assert expected == pytest.approx([0.706, 0.2 + 0.64 + 0.506, 0.2 + 0.64 + 0.506 + 0.506])
+
+
+def test_a_merge_and_new_nodes_wait_for_what_travels():
+    def counted(step, merged, redistributed, *trainers):
+        kinds = {"bytes_merged": merged, "bytes_redistributed": redistributed}
+        return [row(step, trainer, nodes, 10 * nodes) | kinds for trainer, nodes in trainers]
+
+    run = made_run(
+        counted(1, 0, 0, (0, 2), (1, 2))
+        + counted(2, 2 * 8_000, 0, (0, 2), (1, 2))
+        + counted(3, 2 * 8_000, 0, (0, 2))
+        + counted(4, 2 * 8_000, 2 * 16_004, (0, 4))
+        + counted(5, 2 * 8_000, 2 * 16_004, (0, 4)),
+        [MergeRecord(2, 0, {0: 0.5, 1: 0.5})],
+    )
+    two, four = 0.5 + 8 * 4_000 / 8_000, 0.5 + 8 * 6_000 / 8_000
+    merge, moving = 0.5 + 8 * 16_000 / 8_000, 0.5 + 8 * 16_004 / 8_000
+    first, second = 0.4 + two, 0.4 + two + two + merge  # the second round hides behind the first's transfer
+    third = second + 0.4 + two
+    fourth = third + moving + 0.4 + four
+    expected = [first, second, third, fourth, fourth + four]
+    assert simulated_seconds(run, DEVICE, NETWORK, overlap=True) == pytest.approx(expected)
+
+
+def logged_run(folder, rows, exchanges, **values):
+    """A run with a log of exchanges: (round, kind, through, count, sent, received, behind, first step, last step)."""
+    lines = [",".join(map(str, (step, 0, *exchange))) for step, *exchange in exchanges]
+    (folder / "exchange_log.csv").write_text("\n".join([",".join(COLUMNS), *lines, ""]))
+    return made_run(rows, folder=folder, **values)
+
+
+def test_statistics_travel_with_the_exchange_at_the_end_of_a_round(tmp_path):
+    """Statistics go out with it; an exchange through a server goes up, and then down."""
+    rows = [row(1, 0, 4, 16), row(2, 0, 4, 64, parts=2)]
+    whole = (1, 6_000.0, 6_000.0, 0, 20, 20)
+    run = logged_run(tmp_path, rows, [(step, "synchronisation", "all", *whole) for step in (1, 2)])
+    for overlap in (False, True):
+        expected = simulated_seconds(made_run(rows), DEVICE, NETWORK, overlap=overlap)
+        assert simulated_seconds(run, DEVICE, NETWORK, overlap=overlap) == pytest.approx(expected)
+    statistics = (1, "statistics", "all", 1, 2_000.0, 2_000.0, 0, 20, 20)
+    run = logged_run(tmp_path, rows[:1], [(1, "synchronisation", "all", *whole), statistics])
+    assert simulated_seconds(run, DEVICE, NETWORK) == pytest.approx([0.2 + 0.5 + 8 * 8_000 / 8_000])
+    twice = Hardware("twice the parameters", 0.01, 0.002, parameters=2000)
+    assert simulated_seconds(run, twice, NETWORK) == pytest.approx([0.2 + 0.5 + 8 * (2 * 6_000 + 2_000) / 8_000])
+
+
+def test_nodes_of_given_speeds_take_as_many_times_as_long_and_the_slowest_counts(tmp_path):
+    """16 examples as 6, 6, 3 and 1: 12, 12, 10 and 10 ms on the device itself; four times that on the slowest node."""
+    columns = ("outer_step", "trainer_id", "worker", "node", "speed", "examples", "inner_steps")
+    speeds = [2.0, 2.0, 1.0, 0.5]
+
+    def seconds(shares, steps):
+        rows = [",".join(map(str, (1, 0, n, n, speeds[n], shares[n], steps[n]))) for n in range(4)]
+        (tmp_path / "node_log.csv").write_text("\n".join([",".join(columns), *rows, ""]))
+        one = [row(1, 0, 4, 16, sample=8) | {"micro_batch": max(shares)}]
+        return simulated_seconds(made_run(one, folder=tmp_path, node_speeds=speeds), DEVICE, Network("free", 1e99, 0.0))
+
+    # And 1.4 passes over the 8 examples of a probe in the first step, and 0.4 over the step's own where it has two.
+    statistics = PROBED_PASS * 0.016
+    assert seconds([6, 6, 3, 1], [20] * 4) == pytest.approx([4 * (20 * 0.01 + statistics)])
+    assert seconds([4, 4, 4, 4], [20] * 4) == pytest.approx([4 * (20.4 * 0.01 + statistics)])
+    assert seconds([4, 4, 4, 4], [20, 20, 10, 5]) == pytest.approx([4 * (5.4 * 0.01 + statistics)])
+
+
+def test_an_exchange_with_time_to_hide_delays_only_the_step_that_waits_for_it(tmp_path):
+    """Rounds of 20 steps of 10 ms: after the 5th and the 15th something goes out that the 10th step after waits for."""
+    rows = [row(step, 0, 4, 16) for step in (1, 2)]
+    events = [(step, "synchronisation", "all", 2, 1_000.0, 1_000.0, 10, 5, 15) for step in (1, 2)]
+    run = logged_run(tmp_path, rows, events)
+    quick, slow = Network("quick", 8e5, 0.05), Network("slow", 8e4, 0.05)  # 0.06 and 0.15 s; 0.1 s are hidden
+    assert simulated_seconds(run, DEVICE, quick) == pytest.approx([0.2, 0.4])
+    # What leaves at 0.05 is there at 0.2, 0.05 late; what leaves then, at 0.35, 0.05 after step 5 of the next round.
+    assert simulated_seconds(run, DEVICE, slow) == pytest.approx([0.25, 0.55])
+    over_the_end = [(step, "synchronisation", "all", 1, 1_000.0, 1_000.0, 10, 15, 15) for step in (1, 2)]
+    assert simulated_seconds(logged_run(tmp_path, rows, over_the_end), DEVICE, slow) == pytest.approx([0.2, 0.45])
+    # At 0.05 and 0.06: the second has the link from 0.2 on, and is there at 0.35.
+    together = [(1, "synchronisation", "all", 2, 1_000.0, 1_000.0, 14, 5, 6)]
+    assert simulated_seconds(logged_run(tmp_path, rows[:1], together), DEVICE, slow) == pytest.approx([0.35])
+    late = Network("very slow", 8e3, 0.0)  # 1 s each: one after the other on the link
+    run = logged_run(tmp_path, rows, events)
+    assert simulated_seconds(run, DEVICE, late) == pytest.approx([1.05 + 0.05, 3.05 + 0.05])
+
+
+def test_steps_that_average_gradients_wait_or_hide_behind_themselves(tmp_path):
+    rows = [row(1, 0, 4, 16)]
+    run = logged_run(tmp_path, rows, [(1, "gradient", "all", 20, 1_000.0, 1_000.0, 0, 1, 20)])
+    for bits, each, hidden in ((8e6, 0.011, 0.01), (8e5, 0.02, 0.01), (8e4, 0.11, 0.1)):
+        network = Network("made", bits, 0.0)
+        assert simulated_seconds(run, DEVICE, network) == pytest.approx([20 * each])
+        assert simulated_seconds(run, DEVICE, network, overlap=True) == pytest.approx([20 * hidden])
+
+
+def test_a_servers_link_carries_the_bytes_of_all_workers(tmp_path):
+    run = logged_run(tmp_path, [row(1, 0, 4, 16)], [(1, "synchronisation", "server", 1, 1_000.0, 1_000.0, 0, 20, 20)])
+    assert simulated_seconds(run, DEVICE, Network("free", 8e3, 0.5)) == pytest.approx([0.2 + 0.5 + 2.0])
+    wide, narrow = (Network("made", 8e3, 0.5, server_bits_per_second=bits) for bits in (4 * 8e3, 8e3))
+    assert simulated_seconds(run, DEVICE, wide) == pytest.approx([0.2 + 0.5 + 2.0])
+    assert simulated_seconds(run, DEVICE, narrow) == pytest.approx([0.2 + 0.5 + 4 * 2.0])
+
+
+def test_all_wait_for_the_slowest_link_and_pairs_for_each_other_only(tmp_path):
+    links = Network("one is slow", [8e3, 8e3, 8e3, 2e3], 0.0)
+    rows = [row(step, 0, 4, 16) for step in (1, 2)]
+
+    def exchanged(through):
+        events = [(step, "synchronisation", through, 1, 1_000.0, 1_000.0, 0, 20, 20) for step in (1, 2)]
+        return logged_run(tmp_path, rows, events)
+
+    assert simulated_seconds(exchanged("all"), DEVICE, links) == pytest.approx([4.2, 8.4])
+    # First 0 with 3 and 1 with 2, who are there at 4.2 and 1.2 s; then 0 with 1, and 2 with 3, who are late again.
+    clocks = Clocks(links, 4)
+    for number, expected in ((0, [4.2, 1.2, 1.2, 4.2]), (1, [5.4, 5.4, 8.4, 8.4])):
+        assert pairs(range(4), number) == [[(0, 3), (1, 2)], [(0, 1), (2, 3)]][number]
+        clocks.round(0, range(4), 20, [0.01] * 4, [0.0] * 4, [Sending(20, 1_000.0, 1_000.0, through="groups")])
+        assert clocks._ready == pytest.approx(expected)
+    assert simulated_seconds(exchanged("groups"), DEVICE, links) == pytest.approx([4.2, 8.4])
+    met = [frozenset(pair) for turn in range(5) for pair in pairs(range(5), turn)]
+    assert len(met) == len(set(met)) == 10
+
+
+def test_synchronous_training_hides_what_it_sends_behind_its_own_passes():
+    run, sent = made_run([row(1, 0, 1, 40)]), 8 * 6_000 / 8e6
+    fast, slow = Network("fast", 8e6, 0.0), Network("slow", 8e6, 0.1)
+    assert simulated_seconds(run, DEVICE, fast, 4, overlap=True) == pytest.approx([20 * 0.02])
+    assert simulated_seconds(run, DEVICE, slow, 4, overlap=True) == pytest.approx([20 * (0.1 + sent)])
+
+
+def test_synchronous_training_is_counted_per_step():
+    used = usage(made_run([row(1, 0, 1, 40, tokens=7), row(2, 0, 1, 40, tokens=9)]), 4)
+    assert [entry.communications for entry in used] == [20, 40]
+    assert used[1].bytes_communicated == 40 * 2 * 3 * 4000
+    assert (used[1].tokens, used[1].inner_steps, used[1].wall_seconds) == (9, 40, 3.0)
+
+
+def test_one_worker_under_a_plain_outer_step_is_training_without_rounds():
+    """So that synchronous AdamW over M workers can be run as one worker with the whole batch."""
+    settings = {
+        "number_of_initial_trainers": 1, "nodes_per_gpu": 1, "sampling_method": "none",
+        "learning_rate_for_outer_opt": 1.0, "outer_momentum": 0.0,
+    }  # fmt: skip
+    found = []
+    for rounds, steps in ((4, 3), (1, 12)):
+        cluster = light_cluster(number_of_outer_steps=rounds, number_of_inner_steps_between_outers=steps, **settings)
+        cluster.train(Recorder())
+        found.append(cluster.trainers[0].parameters)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-7)
+
+
+def test_counting_matches_the_logs_of_a_run(tmp_path):
+    run = read_run(record_run(tmp_path, nodes_per_gpu=4, max_batch_size=16))
+    last = usage(run)[-1]
+    assert len(run.merges) == 2
+    for name in ("tokens", "communications", "bytes_communicated"):
+        assert getattr(last, name) == run.summary[name]
+    assert last.inner_steps == 3 * run.summary["outer_steps"]
+    # With nothing but bytes to wait for, simulated time is that of the links, whose sum is what the log counts.
+    free = Hardware("free", 0.0, 0.0)
+    seconds = simulated_seconds(run, free, Network("bytes", 8.0, 0.0))
+    slowest = 0.0
+    for number in {row["outer_step"] for row in run.rounds}:
+        own = [row["nodes"] for row in run.rounds if row["outer_step"] == number]
+        # Four workers and more send sketches of their gradients as well.
+        sizes = [2 * (n - 1) / n * 4 * (run.summary["parameters"] + (1024 if n > 3 else 0)) for n in own]
+        slowest += max(sizes)
+    model, nodes = (
+        4 * run.summary["parameters"],
+        {(row["outer_step"], row["trainer_id"]): row["nodes"] for row in run.rounds},
+    )
+    for merge in run.merges:  # x and velocity of one trainer in, and on to the other's second node where it has one
+        slowest += 2 * model * (1 + (nodes[merge.outer_step, merge.representative] > 1))
+    gained = {step for (step, trainer), count in nodes.items() if count > nodes.get((step - 1, trainer), count)}
+    assert gained
+    slowest += len(gained) * (4 * model + 4)  # a new node's x, velocity, moments and step count
+    assert seconds[-1] == pytest.approx(slowest, rel=1e-6)
+    kinds = ("bytes_synchronised", "bytes_merged", "bytes_redistributed")
+    assert run.summary["bytes_communicated"] == sum(run.summary[kind] for kind in kinds)
