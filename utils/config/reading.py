@@ -5,7 +5,6 @@ code are understood. The choices of the registries are handed in by the caller.
 """
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from utils.config.plugins import import_plugins
-from utils.config.schema import BUDGETS, FIELDS, Config, ConfigError
+from utils.config.schema import FIELDS, Config, ConfigError
 from utils.config.yaml_reading import read_mapping, yaml_value
 from utils.utils import meant
 
@@ -34,11 +33,6 @@ ALIASES = {
 _ADAPTERS = {
     name: TypeAdapter(entry.type, config=ConfigDict(coerce_numbers_to_str=True)) for name, entry in FIELDS.items()
 }
-
-
-def value_schema(name: str) -> dict:
-    """The JSON schema of a key's values."""
-    return _ADAPTERS[name].json_schema()
 
 
 def _repaired_model_config(value, warnings: list[str]):
@@ -116,133 +110,6 @@ def _check_choices(config: Config, allowed: Mapping[str, Collection[str]], probl
         if value not in choices and (value is not None or FIELDS[name].default is not None):
             hint = meant(str(value), choices)
             problems.append(f"{name}: must be one of {', '.join(choices)}, got {value!r}{hint}")
-
-
-def _check_schedule(config: Config, problems: list[str]) -> None:
-    if config.batch_schedule is None:
-        return
-    if config.sampling_method != "none":
-        problems.append(
-            f"batch_schedule: needs sampling_method none, got {config.sampling_method}, which sets the batch itself"
-        )
-    shares, batches = zip(*config.batch_schedule, strict=True) if config.batch_schedule else ((), ())
-    grows = all(before < after for before, after in itertools.pairwise(shares))
-    whole = all(batch >= 1 and float(batch).is_integer() for batch in batches)
-    if not (grows and max(shares, default=0.0) <= 1.0 and whole):
-        problems.append(
-            f"batch_schedule: shares must grow from 0 to at most 1 and batches be positive integers, got "
-            f"{config.batch_schedule}"
-        )
-
-
-def _check_budget(config: Config, problems: list[str]) -> None:
-    given = [name for name in BUDGETS if getattr(config, name) is not None]
-    if len(given) > 1:
-        problems.append(f"{', '.join(given)}: a run has one budget; give one of them")
-    for name in given:
-        if config.max_tokens is config.number_of_training_epochs is None:
-            problems.append(f"{name}: needs max_tokens or number_of_training_epochs, which it is spent on")
-        if config.number_of_outer_steps is not None:
-            problems.append(f"number_of_outer_steps: must be null with a {name}, which says how many rounds there are")
-        if config.budget_sets == "batch":
-            problems += [
-                f"{key}: must be null where {name} sets the batch, got {value}"
-                for key in ("batch_schedule", "smallest_worker_batch")
-                if (value := getattr(config, key)) is not None
-            ]
-        if config.inner_steps_rule != "fixed":
-            problems.append(f"inner_steps_rule: must be fixed where {name} says how long rounds are")
-    if config.time_budget is not None:
-        if config.link_bits_per_second is None:
-            problems.append("time_budget: needs link_bits_per_second, by which communications take time")
-        if config.deterministic:
-            problems.append("deterministic: a run with a time_budget follows the clock and never has the same bits")
-
-
-def _check_speeds(config: Config, problems: list[str]) -> None:
-    if config.node_speeds is not None:
-        problems += [
-            f"{key}: must be null with node_speeds, as it goes by what is measured here, got {value}"
-            for key in ("drop_slow_nodes", "time_budget")
-            if (value := getattr(config, key)) is not None
-        ]
-    elif config.balance != "equal":
-        if config.deterministic:
-            problems.append(
-                f"deterministic: a run with balance {config.balance} and without node_speeds follows the clock and "
-                f"never has the same bits"
-            )
-        if config.number_of_inner_steps_between_outers < 2:
-            problems.append(
-                "number_of_inner_steps_between_outers: must be 2 at least to measure speeds, as the first inner step "
-                "does not count; or give node_speeds"
-            )
-    if config.balance == "batch" and config.smallest_worker_batch is not None:
-        problems.append(
-            f"smallest_worker_batch: must be null with balance batch, in which slower workers have fewer examples, "
-            f"got {config.smallest_worker_batch}"
-        )
-    if config.redistribute_horizon is not None:
-        problems += _redistribution_problems(config)
-    if config.balance == "steps" and config.plans_batches:
-        problems.append(
-            f"balance: must be equal or batch where {config.budget} sets the batch, so that rounds have the examples "
-            f"that are planned, got steps"
-        )
-
-
-def _redistribution_problems(config: Config) -> list[str]:
-    """What a redistribution by speeds needs."""
-    found, horizon = [], config.redistribute_horizon
-    if config.balance == "equal":
-        found.append(
-            f"redistribute_horizon: must be null with balance equal, in which every node of a trainer does as "
-            f"much as the others, got {horizon}"
-        )
-    if config.smallest_worker_batch is not None:
-        found.append(
-            f"redistribute_horizon: must be null with smallest_worker_batch, which counts workers, got {horizon}"
-        )
-    if config.node_speeds is None and config.link_bits_per_second is None:
-        found.append("redistribute_horizon: needs link_bits_per_second, by which moves take time, or node_speeds")
-    return found
-
-
-def _check_together(config: Config, problems: list[str]) -> None:
-    if config.number_of_outer_steps is config.number_of_training_epochs is config.max_tokens is None:
-        problems.append(
-            "number_of_outer_steps: give it, number_of_training_epochs or max_tokens, so that the run has an end"
-        )
-    if config.max_requested_batch is not None and config.max_requested_batch < config.INITIAL_BATCH_SIZE:
-        problems.append(
-            f"max_requested_batch: must be at least INITIAL_BATCH_SIZE ({config.INITIAL_BATCH_SIZE}), "
-            f"got {config.max_requested_batch}"
-        )
-    if config.inner_steps_rule != "fixed" and config.number_of_outer_steps is not None:
-        problems.append(
-            f"number_of_outer_steps: must be null with inner_steps_rule {config.inner_steps_rule}, which says itself "
-            f"how many rounds the tokens or epochs make"
-        )
-    smallest = config.smallest_worker_batch
-    if smallest and config.compares_workers and config.INITIAL_BATCH_SIZE < 2 * smallest:
-        problems.append(
-            f"smallest_worker_batch: across_workers needs two workers from the first round on, and so an "
-            f"INITIAL_BATCH_SIZE of {2 * smallest} at least, got {config.INITIAL_BATCH_SIZE}"
-        )
-    if config.autocast is not None and config.parameter_dtype != "float32":
-        problems.append(
-            f"autocast: must be null with parameter_dtype {config.parameter_dtype}, which it leaves as it is, "
-            f"got {config.autocast}"
-        )
-    _check_schedule(config, problems)
-    _check_budget(config, problems)
-    _check_speeds(config, problems)
-    if config.dataset == "text" and not config.text_files:
-        problems.append("text_files: dataset text needs the names of its files")
-    if config.devices and config.real_device_ids and len(config.devices) != len(config.real_device_ids):
-        problems.append(
-            f"real_device_ids: must name each of the {len(config.devices)} devices, got {config.real_device_ids}"
-        )
 
 
 def _warnings(config: Config, given: Mapping) -> list[str]:
@@ -338,7 +205,7 @@ def parse_config(
             raise ConfigError(problems + error.problems) from None
     _check_choices(config, {k: v for k, v in (allowed or {}).items() if k in typed or k not in values}, problems)
     if len(typed) == len(values):
-        _check_together(config, problems)
+        problems += config.check()
     for check in checks.problems:
         problems.extend(check(config))
     if problems:
@@ -395,4 +262,6 @@ _FloatDumper.add_representer(float, _represent_float)
 
 def dump_config(config: Config) -> str:
     """The configuration as YAML with every default filled in; loading it gives an equal Config."""
-    return yaml.dump(dataclasses.asdict(config), Dumper=_FloatDumper, sort_keys=False, allow_unicode=True)
+    values = dataclasses.asdict(config)
+    ordered = {name: values[name] for name in FIELDS}
+    return yaml.dump(ordered, Dumper=_FloatDumper, sort_keys=False, allow_unicode=True)

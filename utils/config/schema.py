@@ -1,30 +1,20 @@
-"""The keys of the configuration: names, types, ranges, defaults and meanings; `config_reading` reads and checks them.
+"""All configuration keys, by section: name, type, default, meaning, and the checks of each section.
 
-Those of what is trained, where and on what are in `run_keys`, those of how here.
+`Config` inherits from every section, so that all keys are attributes of one flat object: `config.ETA`. A section's
+`check` is called on the whole `Config` and may use the keys of other sections. What only registries know (the names of
+datasets, what a method supports) is checked in fabrics/config_checks.py. utils/config/reading.py reads files.
 
-Types and ranges are pydantic's. A key whose words are those of a registry (datasets, batch tests, ...) is marked with
-`choices`; the words come from `fabrics.config_checks`, so that this module depends on nothing that trains.
+pydantic converts and checks the type of each value; docs/configuration.md is generated from this file.
 """
 
 import dataclasses
+import itertools
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
-
-from utils.config.run_keys import RunKeys
-from utils.config.types import (
-    AtLeastOne,
-    BelowOne,
-    Fraction,
-    NonNegativeFloat,
-    NonNegativeInt,
-    Number,
-    PositiveFloat,
-    PositiveInt,
-    key,
-)
+from pydantic import AfterValidator, BeforeValidator, Field
 
 
 class ConfigError(ValueError):
@@ -35,270 +25,664 @@ class ConfigError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
-# The keys of which a run has one at most, and in what each counts.
+# Types
+
+
+def _not_a_bool(value):
+    if isinstance(value, bool):
+        raise ValueError("Input should be a number, not true or false")
+    return value
+
+
+def _auto_or_a_count(value):
+    if isinstance(value, bool) or not (value == "auto" or (str(value).isdecimal() and int(value) > 0)):
+        raise ValueError("Input should be auto or a positive integer")
+    return value
+
+
+def _auto_or_a_bool(value):
+    if not (value == "auto" or isinstance(value, bool)):
+        raise ValueError("Input should be auto, true or false")
+    return value
+
+
+def _parameter_dtype(value):
+    if value not in ("float32", "float64"):
+        raise ValueError("Input should be float32 or float64 (autocast: bfloat16 computes in bfloat16 over float32)")
+    return value
+
+
+def _off_is_a_word(value):
+    return "off" if value is False else value  # YAML reads off as false
+
+
+Number = BeforeValidator(_not_a_bool)
+PositiveInt = Annotated[int, Field(gt=0), Number]
+NonNegativeInt = Annotated[int, Field(ge=0), Number]
+AtLeastTwo = Annotated[int, Field(ge=2), Number]
+Seed = Annotated[int, Field(ge=0, lt=2**64), Number]  # the range of PyTorch's generators
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), Number]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), Number]
+Fraction = Annotated[float, Field(gt=0, le=1), Number]
+FractionOrZero = Annotated[float, Field(ge=0, le=1), Number]
+BelowOne = Annotated[float, Field(ge=0, lt=1), Number]
+AtLeastOne = Annotated[float, Field(ge=1), Number]
+Pair = Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)]
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
+Name = Annotated[str, Field(min_length=1)]
+# Made absolute, so that the configuration in a run folder means the same in every working directory.
+File = Annotated[str, Field(min_length=1), AfterValidator(os.path.abspath)]
+
+
+def key(default, meaning: str, *, datasets: tuple[str, ...] = (), changes_training: bool = True):
+    """Declare a configuration key.
+
+    Args:
+        default: the value without a configuration; `null` in the meaning is Python's None.
+        meaning: one sentence for docs/configuration.md.
+        datasets: the only datasets that read the key; empty: all.
+        changes_training: whether a run resumed with another value trains differently.
+    """
+    metadata = {"meaning": meaning, "datasets": datasets, "changes_training": changes_training}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+class Section:
+    """Some keys of the configuration, and what must hold for them."""
+
+    def check(self) -> list[str]:
+        """Return one line per problem. `self` is the whole Config; all types are right."""
+        return []
+
+
+# The budget keys, of which a run has at most one, and their units.
 BUDGETS = {"communication_budget": "communications", "byte_budget": "bytes", "time_budget": "seconds"}
-# What `clearml` may be.
 CLEARML_MODES = ("auto", "online", "offline", "off")
 
 
 @dataclass(frozen=True)
-class Config(RunKeys):
-    """Every key of a configuration; the names are those of the published code's README."""
+class Length(Section):
+    """Seed and length of the run"""
 
-    # Cluster
-    nodes_per_gpu: PositiveInt = key(4, "nodes (worker slots) per device, on the CPU too")
-    devices_per_node: PositiveInt = key(
-        1,
-        "devices that a node is made of, an island on one machine: as many processes share every model, its state and "
-        "its micro-batches among them (FSDP2), and nodes_per_gpu counts the nodes of an island",
+    training_seed: Seed = key(42, "Seed of the initialisation, the data order and dropout.")
+    number_of_outer_steps: PositiveInt | None = key(
+        None, "Rounds to train; null: no limit. The first limit that is reached ends the run.", changes_training=False
+    )
+    number_of_training_epochs: PositiveFloat | None = key(
+        None, "Passes over the training sample, all trainers together; null: no limit.", changes_training=False
+    )
+    max_tokens: PositiveInt | None = key(
+        None, "Training tokens, all trainers together; null: no limit.", changes_training=False
+    )
+
+    def check(self) -> list[str]:
+        if self.number_of_outer_steps or self.number_of_training_epochs or self.max_tokens:
+            return []
+        return ["number_of_outer_steps: give it, number_of_training_epochs or max_tokens, so that the run has an end"]
+
+
+@dataclass(frozen=True)
+class Devices(Section):
+    """Devices and processes"""
+
+    CUDA_VISIBLE_DEVICES: str | None = key(
+        None, "GPUs this run may use, like the environment variable; null: all.", changes_training=False
+    )
+    devices: Annotated[list[Device], Field(min_length=1)] | None = key(
+        None, "Devices to train on, numbered among the visible ones; null: every visible GPU, else the CPU."
+    )
+    real_device_ids: list[str] | None = key(
+        None, "Labels of the devices in logs, one per device; null: their names.", changes_training=False
+    )
+    processes: Annotated[Literal["auto"] | PositiveInt, BeforeValidator(_auto_or_a_count)] = key(
+        "auto",
+        "Processes that `python run.py` starts; auto: processes_per_gpu for each GPU, or one per CPU core, at most one "
+        "per node.",
         changes_training=False,
     )
-    smallest_worker_batch: PositiveInt | None = key(
-        None,
-        "examples that every worker of a trainer has at least in an inner step: with a smaller request a trainer works "
-        "with fewer of its nodes, and with one it communicates nothing; null: always with all",
+    processes_per_gpu: PositiveInt = key(
+        1, "Processes that share each GPU with `processes: auto`.", changes_training=False
     )
-    number_of_initial_trainers: PositiveInt = key(4, "trainers (model instances) at the start")
-    number_of_inner_steps_between_outers: PositiveInt = key(20, "inner steps H of every worker in a round")
-    inner_steps_rule: str = key(
-        "fixed",
-        "inner steps of a round: H (fixed), or max(H, (inner_steps_alpha / learning rate)^2) (quadratic), so that "
-        "rounds lengthen as the learning rate decays",
-        choices=True,
+    cpu_threads: PositiveInt | None = key(
+        None, "PyTorch CPU threads in each process; null: the cores divided among the processes."
     )
-    inner_steps_alpha: PositiveFloat | None = key(
-        None,
-        "alpha of the quadratic rule; null: the base learning rate times sqrt(H), with which rounds lengthen whenever "
-        "the learning rate falls",
+    deterministic: bool | None = key(
+        None, "Sum in worker order, so that bits do not depend on the number of processes; null: true on CPUs only."
     )
-    node_schedule: (
-        Annotated[
-            list[Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)]],
-            Field(min_length=1),
-        ]
-        | None
-    ) = key(
+
+    def check(self) -> list[str]:
+        if self.devices and self.real_device_ids and len(self.devices) != len(self.real_device_ids):
+            return [f"real_device_ids: must name each of the {len(self.devices)} devices, got {self.real_device_ids}"]
+        return []
+
+
+@dataclass(frozen=True)
+class Computation(Section):
+    """Precision and memory"""
+
+    autocast: Literal["bfloat16"] | None = key(
+        None, "Type in which models compute (torch.autocast); parameters, moments and sums stay float32; null: float32."
+    )
+    parameter_dtype: Annotated[Literal["float32", "float64"], BeforeValidator(_parameter_dtype)] = key(
+        "float32", "Type of parameters, gradients, moments and sums."
+    )
+    compile_model: Annotated[Literal["auto"] | bool, BeforeValidator(_auto_or_a_bool)] = key(
+        "auto", "Compile the model (torch.compile); auto: on CPUs, if the run is long enough to save time."
+    )
+    activation_checkpointing: bool = key(
+        False,
+        "Recompute layers in the backward pass: less memory, a third more time; only for models of transformers.",
+        changes_training=False,
+    )
+    outer_state: Literal["device", "cpu"] = key(
+        "device", "Where a trainer's parameters and outer momentum are kept between rounds.", changes_training=False
+    )
+    idle_moments: Literal["device", "cpu"] = key(
+        "device", "Where the inner optimizer state of workers that do not run is kept.", changes_training=False
+    )
+    switch_mode: str = key("threshold_switch_mode", "When a step accumulates gradients over micro-batches.")
+    switch_multiplier: PositiveInt = key(
+        2, "threshold_switch_mode accumulates if the requested batch exceeds this multiple of the max batch."
+    )
+    max_batch_size: PositiveInt | None = key(
+        None, "Largest micro-batch, in examples; null: measured from the device's memory."
+    )
+    padding_percentage: Fraction = key(0.9, "Share of a device's memory that a run may use.")
+
+    def check(self) -> list[str]:
+        if self.autocast is not None and self.parameter_dtype != "float32":
+            return [f"autocast: must be null with parameter_dtype {self.parameter_dtype}, got {self.autocast}"]
+        return []
+
+
+@dataclass(frozen=True)
+class Data(Section):
+    """Data"""
+
+    dataset: Name = key("python_docs", "What to train on.")
+    data_sample_size: PositiveInt | None = key(None, "Documents to train on; null: all.")
+    val_size: PositiveInt | None = key(
         None,
-        "nodes that come and go: pairs of a share of the run (the first 0) and how many nodes work from there on, the "
-        "first ones of the run; null: always all",
+        "Documents held out for validation; null: one in twenty, at most 500 (all that c4_tokenized_path holds out).",
+        datasets=("python_docs", "c4", "text"),
+    )
+    val_sequences: PositiveInt | None = key(
+        10_000,
+        "Most sequences an evaluation reads; null: no limit.",
+        datasets=("python_docs", "c4", "text"),
+    )
+    samples_per_class: PositiveInt | None = key(
+        None,
+        "Evaluation reviews per class; null: the size of the smaller class of the test part, or one in twenty without "
+        "a test part.",
+        datasets=("imdb",),
+    )
+    sequence_length: AtLeastTwo = key(
+        128, "Tokens per packed sequence; without packing, longer documents are cut to this length."
+    )
+    packing: bool = key(
+        True,
+        "Join documents, separated by end-of-text, into full sequences; false: one padded document per sequence.",
+        datasets=("python_docs", "c4", "text"),
+    )
+    tokenizer: Name | None = key(
+        None,
+        "Hub name or folder of a tokenizer; null: that of the pretrained model or of c4_tokenized_path, else one "
+        "trained on the training documents.",
+    )
+    vocab_size: Annotated[int, Field(ge=258), Number] = key(
+        2048, "Vocabulary of a tokenizer trained here: byte-level BPE, or WordPiece for bert."
+    )
+    cache_dir: Name = key(".cache", "Folder for tokenised documents, shared by runs.", changes_training=False)
+    text_files: Annotated[list[Name], Field(min_length=1)] | None = key(
+        None, "Files, folders or globs of UTF-8 text, plain or gzip.", datasets=("text",)
+    )
+    text_documents: str = key(
+        "files", "What one document is: a whole file, or a block between blank lines.", datasets=("text",)
+    )
+    c4_tokenized_path: Name | None = key(None, "Folder written by c4/tokenize_c4.py; tried first.", datasets=("c4",))
+    c4_local_path: Name | None = key(
+        None, "File, folder or glob of C4 shards (JSON lines, plain or gzip); tried second.", datasets=("c4",)
+    )
+    c4_language: Name = key("en", "Configuration of allenai/c4 on the hub; tried last.", datasets=("c4",))
+    c4_streaming: bool = key(
+        True, "Read C4 over the network; false: download the shards that are needed.", datasets=("c4",)
+    )
+    dataset_fallback: Name = key(
+        "python_docs", "Dataset used, with a warning, if no source of C4 can be read; none: stop.", datasets=("c4",)
+    )
+    imdb_local_path: Name | None = key(
+        None, "The folder that aclImdb_v1.tar.gz unpacks to; null: the hub.", datasets=("imdb",)
+    )
+
+    def check(self) -> list[str]:
+        if self.dataset == "text" and not self.text_files:
+            return ["text_files: dataset text needs the names of its files"]
+        return []
+
+
+@dataclass(frozen=True)
+class DataSplit(Section):
+    """Division of the data"""
+
+    trainer_data_fraction: Fraction | None = key(
+        None,
+        "Share of the training examples in each trainer's random subset; null: 1 / number_of_initial_trainers, "
+        "in disjoint subsets.",
+    )
+    data_split: str = key(
+        "iid", "How documents are divided: at random, by k-means over TF-IDF, by origin, or by Dirichlet proportions."
+    )
+    data_split_over: Literal["trainers", "workers"] = key(
+        "trainers", "Who gets different data: each trainer or each worker."
+    )
+    data_shares: PositiveInt | None = key(
+        None, "Shares of data_split; null: one per trainer, or one per node with data_split_over workers."
+    )
+    dirichlet_alpha: PositiveFloat = key(
+        0.5, "Concentration of data_split dirichlet; the smaller, the more the shares differ."
+    )
+    weigh_shares: bool = key(
+        False, "Weight means by the amount of data instead of by requests and batches, in merges and synchronisations."
+    )
+    validation_per_share: bool = key(
+        False, "Evaluate also on each share's validation documents; doubles evaluation time.", changes_training=False
+    )
+
+    @property
+    def splits_data(self) -> bool:
+        """Whether documents are divided into shares, instead of drawn at random by each trainer."""
+        return self.data_split != "iid" or self.data_split_over == "workers"
+
+
+@dataclass(frozen=True)
+class Model(Section):
+    """Model"""
+
+    model_type: Name = key("microllama", "Family of the model.")
+    model_config: dict[str, Any] = key(
+        {"preset": "demo"},
+        "preset or name (a preset, a hub model or a folder), pretrained, and architecture values to change.",
+    )
+    identical_initialisation: bool = key(True, "Start all trainers from the same weights.")
+    need_to_reinit_output_layers: bool = key(False, "Draw the output layer anew (Xavier uniform) before training.")
+    single_seed: bool = key(False, "With need_to_reinit_output_layers: the same output layer for all trainers.")
+
+
+@dataclass(frozen=True)
+class Trainers(Section):
+    """Trainers and merging"""
+
+    number_of_initial_trainers: PositiveInt = key(4, "Trainers (model instances) at the start.")
+    merging_policy: str = key("worst_with_worst", "Which trainers merge, by their requested batches.")
+    merge_frequency: PositiveInt = key(2, "Rounds between merges, while more than one trainer is left.")
+    merge_count: AtLeastTwo = key(2, "Trainers that become one in a merge.")
+    outer_momentum_at_merge: Literal["average", "reset"] = key(
+        "average", "Outer momentum of a merged trainer: the weighted average, or zero."
+    )
+    inner_state_at_merge: Literal["keep", "reset"] = key(
+        "keep", "Inner optimizer state of a merged trainer's workers: the representative's, or that of a new run."
+    )
+
+
+@dataclass(frozen=True)
+class Nodes(Section):
+    """Nodes"""
+
+    nodes_per_gpu: PositiveInt = key(4, "Nodes (worker slots) per device, also on the CPU.")
+    devices_per_node: PositiveInt = key(
+        1,
+        "Devices of a node; with several, they share one model (FSDP2), and nodes_per_gpu counts nodes per such group.",
+        changes_training=False,
+    )
+    node_schedule: Annotated[list[Pair], Field(min_length=1)] | None = key(
+        None, "Pairs of a share of the run (first 0) and the number of nodes working from there on; null: always all."
     )
     participants: Fraction = key(
-        1.0,
-        "share of a trainer's workers, at least one, that take part in a round, drawn anew for each; the others rest",
+        1.0, "Share of a trainer's workers, at least one, drawn anew each round, that take part; the others rest."
     )
     message_loss: BelowOne = key(
-        0.0,
-        "probability with which what a worker sends at the end of a round is lost: it goes on from its own parameters "
-        "until its next exchange, and keeps a copy of them",
+        0.0, "Probability that a worker's message is lost; the worker then continues from its own parameters."
     )
     drop_slow_nodes: AtLeastOne | None = key(
-        None,
-        "a node that takes more than so many times the median time per example of the others, in three rounds running "
-        "and without the first step of each, works no more; null: the others wait for it",
+        None, "Drop a node that is this many times slower than the median in three rounds running; null: wait for it."
     )
     node_speeds: Annotated[list[PositiveFloat], Field(min_length=1)] | None = key(
         None,
-        "examples per second of every node, one number each, to simulate nodes that differ: they set shares and a "
-        "virtual clock, and slow nothing down; null: as measured",
+        "Examples per second of every node, to simulate unequal nodes on a virtual clock; null: measured speeds.",
     )
     balance: Literal["equal", "batch", "steps"] = key(
         "equal",
-        "what a trainer's workers do where their nodes differ in speed: equal shares of its batch; shares in "
-        "proportion to speed, so that all are done together; or equal shares, and fewer inner steps of a round for "
-        "slower ones",
+        "Work of nodes of unequal speed: equal shares of the batch, shares in proportion to speed, or fewer inner "
+        "steps on slower nodes.",
     )
     balance_hysteresis: NonNegativeFloat = key(
-        0.1,
-        "with measured speeds, shares change only where a trainer would make more examples per second by more than "
-        "this share",
+        0.1, "Relative gain in examples per second below which measured speeds do not change shares."
     )
     redistribution_hysteresis: NonNegativeFloat = key(
-        0.25,
-        "a node moves to another trainer only where that one's request per node would, with it, still be larger than "
-        "the giver's is now by more than this share; 0: whenever proportions say so",
+        0.25, "Relative difference in requests per node below which nodes do not change trainers."
     )
     redistribute_horizon: PositiveInt | None = key(
-        None,
-        "with balance batch or steps, trainers get compute by the speeds of nodes, not numbers of nodes, in proportion "
-        "to their requests, and nodes move where that gains more time in so many rounds than it takes to send what is "
-        "needed; null: nodes are alike",
+        None, "Move nodes by speed where that gains more time in this many rounds than it costs; null: nodes are alike."
     )
     joining_moments: Literal["copy", "zero"] = key(
-        "copy",
-        "AdamW moments of a worker that joins, or whose own were lost: those of the trainer's first worker, or none, "
-        "which sends less",
+        "copy", "Inner optimizer state of a worker that joins: a copy of the trainer's first worker's, or zero."
     )
-    distributed_algo: str = key(
-        "DiLoCo", "how the workers of a trainer come together: what they send each other, and when", choices=True
-    )
-    synchronisation: dict[str, Any] = key({}, "parameters of distributed_algo; docs/methods.md has those of each")
-
-    # Optimisers
-    learning_rate_for_inner_opt: PositiveFloat = key(1e-3, "base learning rate of the inner optimiser")
-    inner_optimizer: str | None = key(
+    smallest_worker_batch: PositiveInt | None = key(
         None,
-        "optimiser of the inner steps; muon: Muon for the matrices inside the model, AdamW for the rest; null: that of "
-        "distributed_algo",
-        choices=True,
-    )
-    muon_momentum: BelowOne = key(0.95, "Nesterov momentum of Muon")
-    lr_sgd: PositiveFloat | None = key(None, "inner learning rate of SGD; null: learning_rate_for_inner_opt")
-    learning_rate_for_outer_opt: PositiveFloat = key(0.7, "learning rate of the outer step, where there is one")
-    outer_momentum: BelowOne = key(0.9, "momentum of the outer step, where there is one")
-    weight_decay: NonNegativeFloat = key(
-        0.1,
-        "decoupled weight decay of the inner steps, but for sgd, on every parameter: norms, biases, embeddings as well",
-    )
-    adam_betas: Annotated[list[BelowOne], Field(min_length=2, max_length=2)] = key(
-        [0.9, 0.99], "betas of the inner AdamW"
-    )
-    adam_epsilon: PositiveFloat = key(1e-8, "epsilon of the inner AdamW")
-    gradient_clipping: PositiveFloat | None = key(1.0, "largest norm of an inner step's gradient; null: no clipping")
-    warmup_steps: NonNegativeInt = key(0, "inner steps over which the inner learning rate grows linearly")
-    warmup_tokens: NonNegativeInt = key(
-        0,
-        "tokens of a trainer over which the inner learning rate grows linearly; the slower of the two warm-ups counts",
-    )
-    learning_rate_schedule: str = key("constant", "inner learning rate over the run", choices=True)
-    decay_share: Annotated[float, Field(gt=0, le=1), Number] = key(
-        0.2, "warmup_stable_decay: the last share of the run, in which the learning rate falls"
-    )
-    decay_shape: str = key("linear", "warmup_stable_decay: how it falls", choices=True)
-    minimum_learning_rate_ratio: Annotated[float, Field(ge=0, le=1), Number] = key(
-        0.1, "what a schedule leaves of the base learning rate at the end"
-    )
-    learning_rate_scaling: str = key(
-        "none", "growth of the inner learning rate with a worker's effective batch, against its first", choices=True
-    )
-
-    # Batch
-    INITIAL_BATCH_SIZE: PositiveInt = key(
-        8, "requested batch of every trainer in the first round, in examples over all its workers"
-    )
-    sampling_method: str = key("norm_test", "batch test that sets the requested batch", choices=True)
-    ETA: PositiveFloat = key(2.0, "eta of the norm test")
-    ETA_at_end: PositiveFloat | None = key(
-        0.9, "eta of the norm test at the end of the run, approached linearly from ETA; null: ETA throughout"
-    )
-    vartheta: PositiveFloat = key(0.9, "theta of the inner product test")
-    nu: PositiveFloat = key(5.84, "nu of the augmented inner product test")
-    debias: bool = key(
-        True, "batch tests against the estimate of the true gradient instead of the noisy one of the whole batch"
-    )
-    statistics_estimator: str = key("per_example", "where the gradient statistics come from", choices=True)
-    statistics_within_island: bool = key(
-        False,
-        "statistics_estimator across_workers: the gradients of the devices of an island are compared, each of its part "
-        "of a micro-batch, and not those of whole workers",
-    )
-    statistics_batch_size: Annotated[int, Field(ge=2), Number] = key(
-        8, "smallest sample of per_example; workers with smaller steps use a probe batch of this size as well"
-    )
-    batch_test_start: PositiveInt = key(
-        3, "first round with a batch test: before it gradients are not yet those of training, and the batch stays"
-    )
-    batch_test_confidence: NonNegativeFloat = key(
-        2.0,
-        "standard errors by which a batch test's answer is lowered, so that the request grows only as far as the "
-        "statistics are sure; 0: the estimate itself, as in the papers",
-    )
-    statistics_smoothing: BelowOne = key(
-        0.9,
-        "weight of the past in the moving average of the statistics over rounds, for equal numbers of examples; a "
-        "round with more of them counts more",
-    )
-    max_batch_growth: AtLeastOne = key(2.0, "largest factor by which a request grows in a round")
-    max_requested_batch: PositiveInt | None = key(None, "largest request; null: the examples in the trainer's subset")
-    batch_schedule: list[Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)]] | None = key(
-        None,
-        "a schedule by hand, with sampling_method none: pairs of a share of the run (0 to 1) and the requested batch "
-        "from there on; null: the batch stays",
-    )
-
-    communication_budget: PositiveInt | None = key(
-        None,
-        "communications that the run should spend its tokens, or epochs, with; budget_sets says what is planned for "
-        "that after every round; null: no such budget",
-    )
-    byte_budget: PositiveInt | None = key(
-        None, "the same in bytes communicated: synchronisations, merges and redistribution; null: no such budget"
-    )
-    time_budget: PositiveFloat | None = key(
-        None,
-        "the same in seconds: of training as measured here, plus those of a link of link_bits_per_second; null: no "
-        "such budget",
+        "Fewest examples of a worker in an inner step; a trainer with a smaller request uses fewer nodes; null: always "
+        "all nodes.",
     )
     link_bits_per_second: PositiveFloat | None = key(
-        None,
-        "time_budget, node_speeds and redistribute_horizon: how fast the link is that connects a node with the others; "
-        "null: with node_speeds sending takes no time",
+        None, "Simulated bandwidth between nodes, for time_budget and node_speeds; null: sending takes no time."
     )
-    link_latency_seconds: NonNegativeFloat = key(
-        0.0, "seconds until all nodes have begun and ended an exchange over that link"
+    link_latency_seconds: NonNegativeFloat = key(0.0, "Simulated latency of an exchange between nodes.")
+
+    def check(self) -> list[str]:
+        found = []
+        smallest = self.smallest_worker_batch
+        if smallest and self.compares_workers and self.INITIAL_BATCH_SIZE < 2 * smallest:
+            found.append(
+                f"smallest_worker_batch: across_workers needs two workers from the first round on, and so an "
+                f"INITIAL_BATCH_SIZE of {2 * smallest} at least, got {self.INITIAL_BATCH_SIZE}"
+            )
+        if self.balance == "batch" and smallest is not None:
+            found.append(f"smallest_worker_batch: must be null with balance batch, got {smallest}")
+        if self.node_speeds is not None:
+            for name in ("drop_slow_nodes", "time_budget"):
+                if getattr(self, name) is not None:
+                    found.append(
+                        f"{name}: must be null with node_speeds, as it follows measured times, got "
+                        f"{getattr(self, name)}"
+                    )
+        elif self.balance != "equal":
+            if self.deterministic:
+                found.append(
+                    f"deterministic: a run with balance {self.balance} and without node_speeds follows the clock and "
+                    f"never has the same bits"
+                )
+            if self.number_of_inner_steps_between_outers < 2:
+                found.append(
+                    "number_of_inner_steps_between_outers: must be at least 2 to measure speeds, as the first inner "
+                    "step does not count; or give node_speeds"
+                )
+        if self.balance == "steps" and self.plans_batches:
+            found.append(f"balance: must be equal or batch where {self.budget} sets the batch, got steps")
+        if self.redistribute_horizon is not None:
+            found += self._check_redistribution()
+        return found
+
+    def _check_redistribution(self) -> list[str]:
+        found = []
+        horizon = self.redistribute_horizon
+        if self.balance == "equal":
+            found.append(f"redistribute_horizon: must be null with balance equal, got {horizon}")
+        if self.smallest_worker_batch is not None:
+            found.append(f"redistribute_horizon: must be null with smallest_worker_batch, got {horizon}")
+        if self.node_speeds is None and self.link_bits_per_second is None:
+            found.append("redistribute_horizon: needs link_bits_per_second, by which moves take time, or node_speeds")
+        return found
+
+
+@dataclass(frozen=True)
+class Inner(Section):
+    """Inner steps"""
+
+    number_of_inner_steps_between_outers: PositiveInt = key(20, "Inner steps H of every worker in a round.")
+    inner_steps_rule: str = key(
+        "fixed", "Inner steps of a round: H (fixed), or max(H, (inner_steps_alpha / learning rate)^2) (quadratic)."
+    )
+    inner_steps_alpha: PositiveFloat | None = key(
+        None, "alpha of the quadratic rule; null: the base learning rate times sqrt(H)."
+    )
+    inner_optimizer: str | None = key(
+        None, "Optimizer of the inner steps; muon: Muon for matrices, AdamW for the rest; null: the method's own."
+    )
+    learning_rate_for_inner_opt: PositiveFloat = key(1e-3, "Base learning rate of the inner optimizer.")
+    lr_sgd: PositiveFloat | None = key(None, "Base learning rate of inner SGD; null: learning_rate_for_inner_opt.")
+    muon_momentum: BelowOne = key(0.95, "Nesterov momentum of Muon.")
+    weight_decay: NonNegativeFloat = key(
+        0.1, "Weight decay of AdamW and Muon, independent of the gradient, on every parameter."
+    )
+    adam_betas: Annotated[list[BelowOne], Field(min_length=2, max_length=2)] = key(
+        [0.9, 0.99], "Betas of the inner AdamW."
+    )
+    adam_epsilon: PositiveFloat = key(1e-8, "Epsilon of the inner AdamW.")
+    gradient_clipping: PositiveFloat | None = key(1.0, "Largest norm of an inner step's gradient; null: no clipping.")
+    warmup_steps: NonNegativeInt = key(0, "Inner steps over which the learning rate grows linearly.")
+    warmup_tokens: NonNegativeInt = key(
+        0, "Tokens of a trainer over which the learning rate grows linearly; the slower of the two warm-ups counts."
+    )
+    learning_rate_schedule: str = key("constant", "Inner learning rate over the run.")
+    decay_share: Fraction = key(0.2, "Last share of the run, in which warmup_stable_decay lowers the learning rate.")
+    decay_shape: str = key("linear", "How warmup_stable_decay lowers the learning rate.")
+    minimum_learning_rate_ratio: FractionOrZero = key(
+        0.1, "Share of the base learning rate that a schedule leaves at the end."
+    )
+    learning_rate_scaling: str = key(
+        "none", "Growth of the inner learning rate with a worker's effective batch, relative to its first."
+    )
+
+    def check(self) -> list[str]:
+        if self.inner_steps_rule != "fixed" and self.number_of_outer_steps is not None:
+            return [
+                f"number_of_outer_steps: must be null with inner_steps_rule {self.inner_steps_rule}, which decides how "
+                f"many rounds there are"
+            ]
+        return []
+
+
+@dataclass(frozen=True)
+class Outer(Section):
+    """Synchronisation"""
+
+    distributed_algo: str = key("DiLoCo", "How the workers of a trainer synchronise.")
+    synchronisation: dict[str, Any] = key({}, "Parameters of distributed_algo; docs/methods.md lists them.")
+    learning_rate_for_outer_opt: PositiveFloat = key(0.7, "Learning rate of the outer step.")
+    outer_momentum: BelowOne = key(0.9, "Momentum of the outer step.")
+    communication_dtype: str = key(
+        "float32",
+        "Encoding of pseudo-gradients: as they are, rounded, or integers of 8 or 4 bits with a scale per block; "
+        "adaptive: more bits as the loss falls.",
+    )
+
+
+@dataclass(frozen=True)
+class Batch(Section):
+    """Adaptive batch size"""
+
+    INITIAL_BATCH_SIZE: PositiveInt = key(
+        8, "Requested batch of every trainer in the first round, in examples over all its workers."
+    )
+    sampling_method: str = key("norm_test", "Batch test that sets the requested batch.")
+    ETA: PositiveFloat = key(2.0, "eta of the norm test.")
+    ETA_at_end: PositiveFloat | None = key(
+        0.9, "eta of the norm test at the end of the run, approached linearly from ETA; null: ETA throughout."
+    )
+    vartheta: PositiveFloat = key(0.9, "theta of the inner product test.")
+    nu: PositiveFloat = key(5.84, "nu of the augmented inner product test.")
+    debias: bool = key(
+        True,
+        "Divide by an unbiased estimate of the squared gradient norm instead of the batch gradient's squared norm.",
+    )
+    statistics_estimator: str = key("per_example", "Where the gradient statistics come from.")
+    statistics_within_island: bool = key(
+        False, "across_workers compares the gradients of the devices of a node instead of those of workers."
+    )
+    statistics_batch_size: AtLeastTwo = key(
+        8, "Smallest sample of per_example; workers with smaller micro-batches use a probe batch of this size."
+    )
+    batch_test_start: PositiveInt = key(3, "First round with a batch test.")
+    batch_test_confidence: NonNegativeFloat = key(
+        2.0, "Standard errors by which a batch test's answer is lowered; 0: the estimate itself, as in the papers."
+    )
+    statistics_smoothing: BelowOne = key(0.9, "Weight of the past in the moving average of the statistics.")
+    max_batch_growth: AtLeastOne = key(2.0, "Largest factor by which a request grows in a round.")
+    max_requested_batch: PositiveInt | None = key(None, "Largest request; null: the size of the trainer's data subset.")
+    batch_schedule: list[Pair] | None = key(
+        None,
+        "With sampling_method none: pairs of a share of the run and the request from there on; null: constant.",
+    )
+
+    @property
+    def compares_workers(self) -> bool:
+        """Whether the statistics compare gradients of whole workers, which the workers send each other."""
+        return self.statistics_estimator == "across_workers" and not self.statistics_within_island
+
+    def check(self) -> list[str]:
+        found = []
+        if self.max_requested_batch is not None and self.max_requested_batch < self.INITIAL_BATCH_SIZE:
+            found.append(
+                f"max_requested_batch: must be at least INITIAL_BATCH_SIZE ({self.INITIAL_BATCH_SIZE}), got "
+                f"{self.max_requested_batch}"
+            )
+        if self.batch_schedule is None:
+            return found
+        if self.sampling_method != "none":
+            found.append(f"batch_schedule: needs sampling_method none, got {self.sampling_method}")
+        shares = [share for share, _ in self.batch_schedule]
+        batches = [batch for _, batch in self.batch_schedule]
+        grows = all(before < after for before, after in itertools.pairwise(shares))
+        whole = all(batch >= 1 and batch.is_integer() for batch in batches)
+        if not (grows and max(shares, default=0.0) <= 1.0 and whole):
+            found.append(
+                f"batch_schedule: shares must grow from 0 to at most 1 and batches be positive integers, got "
+                f"{self.batch_schedule}"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Budget(Section):
+    """Budgets"""
+
+    communication_budget: PositiveInt | None = key(
+        None, "Communications in which to spend max_tokens or the epochs; null: no such budget."
+    )
+    byte_budget: PositiveInt | None = key(
+        None, "Bytes of communication, merges and redistribution included; null: no such budget."
+    )
+    time_budget: PositiveFloat | None = key(
+        None, "Seconds of measured training and simulated communication; null: no such budget."
     )
     budget_sets: Literal["inner_steps", "batch"] = key(
-        "inner_steps",
-        "what a budget sets: the inner steps of rounds that communicate, with batches as sampling_method says, or the "
-        "batch, with rounds of number_of_inner_steps_between_outers",
+        "inner_steps", "What a budget sets: the inner steps of a round, or the batch."
     )
     budget_growth: NonNegativeFloat = key(
-        1.0, "how much batches of a budget grow as there is less learning rate to come; 0: not"
+        1.0, "How much batches of a budget grow as the remaining learning rate falls; 0: not at all."
     )
     budget_noise: NonNegativeFloat = key(
-        0.5, "exponent with which batches of a budget follow the measured noise scale; 0: not at all"
-    )
-
-    # Switch mode and memory
-    switch_mode: str = key("threshold_switch_mode", "when to accumulate gradients", choices=True)
-    switch_multiplier: PositiveInt = key(2, "threshold_switch_mode accumulates above this multiple of the max batch")
-    max_batch_size: PositiveInt | None = key(None, "largest micro-batch; null: measured from the device's memory")
-    padding_percentage: Fraction = key(0.9, "share of a device's memory that may be used")
-
-    # Merging
-    merging_policy: str = key(
-        "worst_with_worst",
-        "which trainers merge: those with the smallest requests, or the largest with the smallest",
-        choices=True,
-    )
-    merge_frequency: PositiveInt = key(2, "rounds between merges, while more than one trainer lives")
-    merge_count: Annotated[int, Field(ge=2), Number] = key(2, "trainers that become one in a merge")
-    outer_momentum_at_merge: Literal["average", "reset"] = key(
-        "average", "outer momentum of a merged trainer: the weighted average of those that merge, or zero"
-    )
-    inner_state_at_merge: Literal["keep", "reset"] = key(
-        "keep", "AdamW moments of a merged trainer's workers: the representative's, or as at the start of the run"
-    )
-
-    # Evaluation
-    eval_every: PositiveInt = key(
-        1, "evaluate the living trainers every so many rounds, and at the end", changes_training=False
-    )
-    eval_batch_size: PositiveInt = key(16, "examples per batch in evaluation", changes_training=False)
-    validation_per_share: bool = key(
-        False,
-        "evaluate on the validation documents of each share of data_split as well, which takes as long again",
-        changes_training=False,
+        0.5, "Exponent with which batches of a budget follow the measured noise scale; 0: not at all."
     )
 
     @property
     def budget(self) -> str | None:
-        """The key of the budget that the run has, if it has one."""
+        """The budget key that is set; None without a budget."""
         return next((name for name in BUDGETS if getattr(self, name) is not None), None)
-
-    @property
-    def compares_workers(self) -> bool:
-        """Whether the statistics are of the gradients of whole workers, which they send each other."""
-        return self.statistics_estimator == "across_workers" and not self.statistics_within_island
-
-    @property
-    def splits_data(self) -> bool:
-        """Whether examples are in shares of their own, and not drawn at random by trainers."""
-        return self.data_split != "iid" or self.data_split_over == "workers"
 
     @property
     def plans_batches(self) -> bool:
         """Whether a budget sets the batch."""
         return self.budget is not None and self.budget_sets == "batch"
 
+    def check(self) -> list[str]:
+        found = []
+        given = [name for name in BUDGETS if getattr(self, name) is not None]
+        if len(given) > 1:
+            found.append(f"{', '.join(given)}: a run has one budget; give one of them")
+        for name in given:
+            if self.max_tokens is None and self.number_of_training_epochs is None:
+                found.append(f"{name}: needs max_tokens or number_of_training_epochs, which it is spent on")
+            if self.number_of_outer_steps is not None:
+                found.append(f"number_of_outer_steps: must be null with a {name}, which sets the number of rounds")
+            if self.budget_sets == "batch":
+                for other in ("batch_schedule", "smallest_worker_batch"):
+                    if getattr(self, other) is not None:
+                        found.append(f"{other}: must be null where {name} sets the batch, got {getattr(self, other)}")
+            if self.inner_steps_rule != "fixed":
+                found.append(f"inner_steps_rule: must be fixed where {name} says how long rounds are")
+        if self.time_budget is not None:
+            if self.link_bits_per_second is None:
+                found.append("time_budget: needs link_bits_per_second, by which communications take time")
+            if self.deterministic:
+                found.append("deterministic: a run with a time_budget follows the clock and never has the same bits")
+        return found
 
-FIELDS = {entry.name: entry for entry in dataclasses.fields(Config)}
+
+@dataclass(frozen=True)
+class Checkpoint(Section):
+    """Checkpoints"""
+
+    save_weights_every: PositiveInt | None = key(
+        None,
+        "Write a checkpoint and the models every n rounds; null: models only at the end.",
+        changes_training=False,
+    )
+    checkpoint_every_minutes: PositiveFloat | None = key(
+        10.0, "Write a checkpoint when the last one is older than this; null: off.", changes_training=False
+    )
+    keep_checkpoints: PositiveInt = key(2, "Newest checkpoints to keep.", changes_training=False)
+
+
+@dataclass(frozen=True)
+class Log(Section):
+    """Logs and evaluation"""
+
+    log_dir: Name = key("logs", "Folder in which the run folder is made.", changes_training=False)
+    log_file: Name = key("training_log.log", "Log file in the run folder.")
+    memory_report_dir: Name = key("memory_report", "Folder for memory use, in the run folder.")
+    model_training_report_dir: Name = key(
+        "model_training_report", "Folder for CSVs, summary and plots, in the run folder."
+    )
+    model_weights_dir: Name = key("model_weights", "Folder for models, in the run folder.")
+    plot_every: PositiveInt | None = key(
+        None, "Draw plots and report every n rounds, within 2% of the run's time; null: never.", changes_training=False
+    )
+    plot_at_end: bool = key(
+        True,
+        "Draw plots and report at the end; `python -m training_logs.training_monitoring RUN_DIR` draws them later.",
+        changes_training=False,
+    )
+    memory_sample_seconds: PositiveFloat | None = key(
+        1.0, "Seconds between measurements of memory use; null: only after rounds.", changes_training=False
+    )
+    clearml: Annotated[str, BeforeValidator(_off_is_a_word)] = key(
+        "auto",
+        "ClearML dashboard; auto: online with credentials, else an offline session in the run folder.",
+        changes_training=False,
+    )
+    project_name: str | None = key(None, "Project in the ClearML dashboard; null: AdLoCo.", changes_training=False)
+    task_name: str | None = key(
+        None, "Task in the ClearML dashboard; null: the name of the run folder.", changes_training=False
+    )
+    eval_every: PositiveInt = key(1, "Evaluate the trainers every n rounds, and at the end.", changes_training=False)
+    eval_batch_size: PositiveInt = key(16, "Examples per batch in evaluation.", changes_training=False)
+
+
+@dataclass(frozen=True)
+class Plugins(Section):
+    """Plugins"""
+
+    plugins: list[File] = key(
+        [],
+        "Python files that extend the registries, imported before any other check; relative to the working directory.",
+        changes_training=False,
+    )
+
+
+@dataclass(frozen=True)
+class Config(
+    Length, Data, DataSplit, Model, Trainers, Inner, Outer, Batch, Budget, Nodes, Devices, Computation, Checkpoint, Log,
+    Plugins,
+):  # fmt: skip
+    """Every key of a configuration. Most names are those of the published code's README."""
+
+    def check(self) -> list[str]:
+        """Return the problems of all sections, one line each."""
+        return [problem for section in SECTIONS for problem in section.check(self)]
+
+
+SECTIONS = Config.__bases__
+FIELDS = {entry.name: entry for section in SECTIONS for entry in dataclasses.fields(section)}
