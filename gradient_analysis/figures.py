@@ -9,8 +9,7 @@ from scipy import stats
 
 from gradient_analysis.gradients import BatchGradient
 from gradient_analysis.laws import Distribution, PowerLaw
-from training_logs.showing.plots import make_figure
-from training_logs.showing.styles import colour
+from training_logs.showing.styles import colour, make_figure
 
 _FAMILIES = {"norm": "normal", "t": "Student's t"}
 

@@ -10,7 +10,6 @@ request at this point. Numbers go to CSV and JSON, pictures to PNG.
 import argparse
 import csv
 import dataclasses
-import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -40,16 +39,15 @@ from gradient_analysis.laws import (
     requests,
     root_mean_square,
 )
+from training_logs.log_processor import ANALYSIS_SUMMARY
 from training_logs.showing.run_data import RunFolderError, read_run
-from training_logs.trackers.clearml_modes import ANALYSIS_SUMMARY, resolved_mode
+from training_logs.trackers.clearml import resolved_mode, send_folder
 from utils.config.reading import check_plugins_of_run, load_config
 from utils.config.schema import Config, ConfigError
 from utils.config.yaml_reading import read_mapping, yaml_value
 from utils.distributed.devices import resolve_devices
 from utils.utils import write_atomically, write_json_atomically
 
-_ROOT = Path(__file__).resolve().parent.parent
-_CLEARML_SECONDS = 60
 PositiveInt = Annotated[int, Field(gt=0)]
 Grid = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
 
@@ -270,18 +268,6 @@ def analyse(config: AnalysisConfig) -> Path:
     return output
 
 
-def _send(output: Path, mode: str) -> None:
-    """Figures and numbers to ClearML, by a process of its own: a server may fail or hang."""
-    command = [sys.executable, "-m", "training_logs.log_processor", str(output.resolve()), "--mode", mode]
-    try:
-        result = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=_CLEARML_SECONDS)
-    except subprocess.TimeoutExpired:
-        print(f"warning: ClearML did not answer within {_CLEARML_SECONDS} s", file=sys.stderr)
-        return
-    lines = (result.stdout if result.returncode == 0 else result.stderr).strip().splitlines() or [""]
-    print(f"ClearML: {lines[-1]}" if result.returncode == 0 else f"warning: ClearML failed: {lines[-1]}")
-
-
 def main(arguments: list[str] | None = None) -> int:
     """0: done; 2: bad configuration, nothing done."""
     default = Path(__file__).resolve().parent / "config_analyze_gradient.yaml"
@@ -300,7 +286,11 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"error: {line}", file=sys.stderr)
         return 2
     if mode != "off":
-        _send(output, mode)
+        warning = send_folder(output, mode)
+        if warning is None:
+            print(f"ClearML: {mode}")
+        else:
+            _warn([warning])
     return 0
 
 

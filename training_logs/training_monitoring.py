@@ -1,4 +1,4 @@
-"""Draw plots and report of run folders again, and several runs on common axes.
+"""Draw plots and report of run folders again, and several runs on common axes:
 
 python -m training_logs.training_monitoring RUN_DIR [RUN_DIR ...] [--output FOLDER]
 """
@@ -15,10 +15,10 @@ from training_logs.showing.run_data import RunFolderError, read_run
 
 
 def draw(folder: Path) -> Path:
-    """Draw plots and report of a run folder; where the report is.
+    """Draw plots and report of a run folder; return the path of the report.
 
     Raises:
-        RunFolderError: it is none of a run, or is damaged.
+        RunFolderError: it is not a run folder, or is damaged.
     """
     run = read_run(folder)
     plot_run(run)
@@ -26,7 +26,7 @@ def draw(folder: Path) -> Path:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Draw run folders again, and several side by side; 0, or 2 where a folder is none of a run."""
+    """Return 0, or 2 if a folder is not a run folder."""
     parser = argparse.ArgumentParser(
         prog="python -m training_logs.training_monitoring",
         description="Draw plots and report of a run folder again; with several, also a comparison.",
@@ -46,5 +46,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which removes half-written files
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # an exit removes half-written files
     sys.exit(main())

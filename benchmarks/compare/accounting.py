@@ -27,8 +27,7 @@ from algorithms.nodes.communication_rounds import Link, merged
 from algorithms.nodes.virtual_clock import Clocks, Sending, together
 from algorithms.synchronisation.encodings.encoding import PLAIN
 from training_logs.showing.comparison import best_per_round
-from training_logs.showing.number_log import Row, Rows
-from training_logs.showing.run_data import RunData
+from training_logs.showing.run_data import Row, Rows, RunData
 
 # A pass with per-example statistics relative to one without (measured by benchmarks/performance/throughput.py).
 PROBED_PASS = 1.4

@@ -9,8 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from benchmarks.compare.results import LABELS, Results, mean_curve, short
-from training_logs.showing.plots import make_figure
-from training_logs.showing.styles import colour
+from training_logs.showing.styles import colour, make_figure
 
 
 def _style(index: int) -> dict[str, Any]:

@@ -54,7 +54,6 @@ RUN = {
     "sampling_method": "none",
     "merge_frequency": 10**6,
     "clearml": "off",
-    "memory_sample_seconds": "null",
 }
 ONE_TRAINER = {"number_of_initial_trainers": 1, "smallest_worker_batch": "null"}
 # With a vocabulary of 2048.

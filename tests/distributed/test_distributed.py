@@ -284,7 +284,6 @@ def test_the_demo_shortened_gives_the_same_run_on_one_two_and_four_processes(pro
             "config.yaml",
             "clearml=off",
             f"cache_dir={cache_dir}",
-            "memory_sample_seconds=null",
             "cpu_threads=1",
             "plot_at_end=false",
         ),

@@ -11,11 +11,9 @@ import run as program
 from tests.integration.test_resume import assert_same_run, summary
 from tests.integration.test_run import ROOT
 from tests.support.helpers import TINY_ARCHITECTURE
-from training_logs.showing.number_log import Rows
-from training_logs.showing.plots import PLOTS, SHARE_PLOTS, draw, plots_of
+from training_logs.showing.plots import PLOTS, draw, plots_of, share_losses
 from training_logs.showing.report import number, run_body
-from training_logs.showing.run_data import read_run
-from training_logs.showing.share_plots import owners, share_losses
+from training_logs.showing.run_data import Rows, read_run
 
 # configs/clusters.yaml in little, with what it leaves out.
 LESS = {
@@ -88,32 +86,24 @@ def test_the_summary_says_what_is_in_which_share(whole):
     assert [float(row["validation_metric"]) for row in last] == [s["final_metric"] for s in shares["shares"]]
 
 
-def test_report_and_plots_say_how_good_the_owner_of_each_share_is(whole):
+def test_report_and_plots_show_the_best_loss_on_each_share(whole):
     """Trainers have shares 0, 1, and 2 and 3; two merge after round 2, and all that are left after round 4."""
     run = read_run(whole)
     assert [merge.outer_step for merge in run.merges] == [2, 4]
-    first, between, last = owners(run)
-    assert first == {0: 0, 1: 1, 2: 2, 3: 2}
-    gone = set(run.merges[0].weights) - {run.merges[0].representative}
-    assert between == {s: run.merges[0].representative if t in gone else t for s, t in first.items()}
-    assert set(last.values()) == {run.merges[1].representative}
-    found = share_losses(run, "outer_step")
+    found = share_losses(run)
     assert list(found) == [0, 1, 2, 3]
     rows = share_log(whole)
-    for share, points in found.items():
-        assert points[0].tolist() == [1, 2, 3, 4, 5]
-        for step, its, best, worst in points.T:
-            own = {int(r["trainer_id"]): float(r["validation_loss"]) for r in rows
-                   if (int(r["outer_step"]), int(r["share"])) == (step, share)}  # fmt: skip
-            owner = (first, first, between, between, last)[int(step) - 1][share]
-            assert (its, best, worst) == (own[owner], min(own.values()), max(own.values()))
-    sizes, losses, _ = draw(run, SHARE_PLOTS["shares.png"]).axes
-    shares = run.summary["data_shares"]["shares"]
-    assert [bar.get_height() for bar in sizes.patches] == [share["tokens"] for share in shares]
-    assert [line.get_ydata().tolist() for line in losses.lines] == [points[1].tolist() for points in found.values()]
+    for share, (rounds, losses) in found.items():
+        assert rounds.tolist() == [1, 2, 3, 4, 5]
+        for step, loss in zip(rounds, losses, strict=True):
+            own = [row for row in rows if (int(row["outer_step"]), int(row["share"])) == (step, share)]
+            assert loss == min(float(row["validation_loss"]) for row in own)
+    axes, _ = draw(run, plots_of(run)["shares.png"]).axes
+    lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert {f"share {share}": losses.tolist() for share, (_, losses) in found.items()}.items() <= lines.items()
     page = run_body(run)
     assert "<h2>Shares of the data</h2>" in page
-    for share in shares:
+    for share in run.summary["data_shares"]["shares"]:
         for value in (share["documents"], share["tokens"], found[share["share"]][1][-1]):
             assert f"<td>{number(float(value))}</td>" in page
 
@@ -121,10 +111,7 @@ def test_report_and_plots_say_how_good_the_owner_of_each_share_is(whole):
 def test_shares_that_are_not_evaluated_are_shown_without_losses(whole):
     run = read_run(whole)
     run.__dict__["share_rows"] = Rows({})  # as of a run without validation_per_share
-    _, losses, _ = draw(run, SHARE_PLOTS["shares.png"]).axes
-    assert not losses.lines
-    assert "validation_per_share" in losses.texts[0].get_text()
+    assert list(plots_of(run)) == list(PLOTS)
     assert "<h2>Shares of the data</h2>" in run_body(run)
     plain = dataclasses.replace(run, summary=run.summary | {"data_shares": None})
     assert "Shares of the data" not in run_body(plain)
-    assert list(plots_of(plain)) == list(PLOTS)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from fabrics.sharding.shard_layout import Layout
 from tests.support.helpers import without_privileges
 from tests.support.threads import together
-from training_logs.recording.append_log import AppendLog
+from training_logs.recording.csv_log import CsvLog
 from utils.checkpoint import checkpoint, parts
 from utils.checkpoint.checkpoint import Checkpoint, CheckpointError, Checkpoints, newest_checkpoint
 from utils.checkpoint.parts import FilePart, whole, write_parts
@@ -348,14 +348,14 @@ def test_what_one_device_cannot_write_is_one_warning_and_the_next_checkpoint_is_
 
 def test_a_log_goes_on_where_its_state_says(tmp_path):
     path = tmp_path / "log.csv"
-    log = AppendLog(path, ("a", "b"))
-    assert log.append([(1, 2), (3, 4)]) is None
+    log = CsvLog(path, ("a", "b"))
+    log.append([(1, 2), (3, 4)])
     state = json.loads(json.dumps(log.state_dict()))
     before = path.read_bytes()
     log.append([(5, 6)])
     with path.open("a") as file:
         file.write("7,")  # killed in the middle of a row
-    again = AppendLog(path, ("a", "b"), state)
+    again = CsvLog(path, ("a", "b"), state)
     assert path.read_bytes() == before
     again.append([(5, 6)])
     assert path.read_text().split() == ["a,b", "1,2", "3,4", "5,6"]
@@ -363,26 +363,28 @@ def test_a_log_goes_on_where_its_state_says(tmp_path):
 
 def test_rows_that_cannot_be_written_wait(tmp_path):
     path = tmp_path / "log.csv"
-    log = AppendLog(path, ("a",))
+    log = CsvLog(path, ("a",))
     log.append([(1,)])
     hidden = path.rename(tmp_path / "elsewhere")
-    assert isinstance(log.append([(2,)]), FileNotFoundError)
+    with pytest.raises(FileNotFoundError):
+        log.append([(2,)])
     path.symlink_to("/dev/full")
-    assert log.append([(3,)]).errno == errno.ENOSPC
+    with pytest.raises(OSError, match="No space left"):
+        log.append([(3,)])
     state = log.state_dict()
     assert state["pending"].split() == ["2", "3"]
     path.unlink()
     hidden.rename(path)
-    resumed = AppendLog(path, ("a",), state)
+    resumed = CsvLog(path, ("a",), state)
     for each in (log, resumed):
-        assert each.append([(4,)]) is None
+        each.append([(4,)])
         assert path.read_text().split() == ["a", "1", "2", "3", "4"]
 
 
 def test_a_log_shorter_than_its_state_is_an_error(tmp_path):
-    log = AppendLog(tmp_path / "log.csv", ("a",))
+    log = CsvLog(tmp_path / "log.csv", ("a",))
     log.append([(1,)])
     state = log.state_dict()
     (tmp_path / "log.csv").write_text("a\n")
     with pytest.raises(OSError, match="is shorter than it was"):
-        AppendLog(tmp_path / "log.csv", ("a",), state)
+        CsvLog(tmp_path / "log.csv", ("a",), state)

@@ -29,6 +29,7 @@ from gradient_analysis.laws import (
 )
 from tests.integration.test_reporting import record_run
 from tests.support.helpers import CPU, padded, separable_texts, tiny_bert, tiny_llama, use_torch_norms
+from training_logs.trackers.clearml import send_folder
 from utils.config.schema import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -348,7 +349,7 @@ def test_bert_and_replacement_work_as_well(tmp_path, cache_dir, monkeypatch):
 def test_the_figures_go_to_clearml(analysed, monkeypatch, tmp_path_factory):
     _, output, _ = analysed
     monkeypatch.setenv("CLEARML_CONFIG_FILE", str(tmp_path_factory.getbasetemp() / "none.conf"))
-    gradient_analysis._send(output, "offline")
+    assert send_folder(output, "offline") is None
     (session,) = (output / "clearml" / "offline").glob("*.zip")
     names = zipfile.ZipFile(session).namelist()
     for name in ("deviations", "batch_size_law", "layers", "requests"):

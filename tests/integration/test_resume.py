@@ -331,7 +331,6 @@ def test_a_run_killed_twenty_times_gives_the_same_weights(programs, tmp_path, ca
         "save_weights_every": 1,
         "max_requested_batch": 16,
         "merge_frequency": 10,
-        "memory_sample_seconds": None,
     }
     config, logs = write_config(tmp_path, cache_dir, **values), tmp_path / "logs"
     generator, rounds = random.Random(1), []

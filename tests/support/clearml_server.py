@@ -20,7 +20,6 @@ class ClearMLServer(ThreadingHTTPServer):
     Attributes:
         calls: (endpoint, body) of every API call, in order.
         scalars: (title, series) -> iteration -> value.
-        repeated: points that came again for the same iteration of a series.
         arrived: set whenever something came.
         task: the task that was made last; it is the only one that there is.
         uploads: how many files were posted.
@@ -32,7 +31,6 @@ class ClearMLServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.calls: list[tuple[str, dict]] = []
         self.scalars: dict[tuple[str, str], dict[int, float]] = {}
-        self.repeated: list[tuple] = []
         self.uploads = 0
         self.arrived = threading.Condition()
         self.task: dict = {}
@@ -63,8 +61,6 @@ class ClearMLServer(ThreadingHTTPServer):
             for event in map(json.loads, content.splitlines()):
                 if event["type"] == "training_stats_scalar":
                     series = self.scalars.setdefault((event["metric"], event["variant"]), {})
-                    if event["iter"] in series:
-                        self.repeated.append((event["metric"], event["variant"], event["iter"]))
                     series[event["iter"]] = event["value"]
             return {"added": 1, "errors": 0}
         body = json.loads(content) if content else {}

@@ -10,9 +10,8 @@ from algorithms.nodes.virtual_clock import Clocks, Sending, pairs
 from benchmarks.compare.accounting import PROBED_PASS, Hardware, Network, simulated_seconds, usage
 from tests.integration.test_reporting import record_run
 from tests.support.helpers import Recorder, light_cluster
-from training_logs.recording.exchange_log import COLUMNS
-from training_logs.showing.number_log import Rows
-from training_logs.showing.run_data import ExchangeRecord, MergeRecord, RunData, read_run
+from training_logs.recording.round_log import EXCHANGE_COLUMNS
+from training_logs.showing.run_data import ExchangeRecord, MergeRecord, Rows, RunData, read_run
 
 # Paper-sized: a pass takes 10 ms, or 2 ms per example from 5 on; 1,000 parameters are 4,000 bytes.
 DEVICE = Hardware("paper", t_min=0.01, t_example=0.002)
@@ -144,7 +143,7 @@ def test_a_merge_and_new_nodes_wait_for_what_travels():
 def logged_run(folder, rows, exchanges, **values):
     """A run with a log of exchanges: (round, kind, through, count, sent, received, behind, first step, last step)."""
     lines = [",".join(map(str, (step, 0, *exchange))) for step, *exchange in exchanges]
-    (folder / "exchange_log.csv").write_text("\n".join([",".join(COLUMNS), *lines, ""]))
+    (folder / "exchange_log.csv").write_text("\n".join([",".join(EXCHANGE_COLUMNS), *lines, ""]))
     return made_run(rows, folder=folder, **values)
 
 

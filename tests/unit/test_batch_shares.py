@@ -17,7 +17,6 @@ from fabrics.training.statistics_plan import Measures
 from fabrics.training.work_split import Shares, assignments
 from fabrics.training.worker import Node, Place
 from tests.support.helpers import CPU, Recorder, light_cluster, make_config
-from training_logs.recording import node_log
 from training_logs.recording.node_log import NodeLog
 
 SPEEDS = [1.0, 1.0, 0.5, 0.25]
@@ -159,7 +158,7 @@ def test_who_rests_has_no_row_and_loses_no_time(tmp_path):
     cluster.train(recorder)
     log = NodeLog(tmp_path, cluster.config)
     for result in recorder.rounds:
-        assert log.log(4, result) is None
+        log.log(4, result)
     with (tmp_path / "node_log.csv").open() as file:
         rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
     by_round: dict[int, list] = {}
@@ -184,38 +183,3 @@ def test_who_rests_has_no_row_and_loses_no_time(tmp_path):
         waited += sum(max(busy) - each for each in busy)
     assert log.summary()["simulated_seconds"] == pytest.approx(now)
     assert log.summary()["waiting_share"] == pytest.approx(waited / spent)
-
-
-def test_rows_of_a_long_run_stand_for_several_rounds_and_lose_no_time(tmp_path, monkeypatch):
-    """While the same nodes take part; a run that is resumed between two rows writes the same file."""
-    values = CHANGING | {"number_of_outer_steps": 40, "participants": 1.0, "link_latency_seconds": 2.0}
-    values |= {"number_of_inner_steps_between_outers": 1, "eval_every": 99}
-    cluster, recorder = light_cluster(**values), Recorder()
-    cluster.train(recorder)
-
-    def logged(name: str, rows: int, stops: int | None = None) -> list[dict[str, float]]:
-        monkeypatch.setattr(node_log, "ROWS", rows)
-        (tmp_path / name).mkdir()
-        log = NodeLog(tmp_path / name, cluster.config)
-        for number, result in enumerate(recorder.rounds):
-            if number == stops:
-                log = NodeLog(tmp_path / name, cluster.config, json.loads(json.dumps(log.state_dict())))
-            assert log.log(4, result) is None
-        assert log.flush() is None
-        with (tmp_path / name / "node_log.csv").open() as file:
-            return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
-
-    every, few = logged("every", 10**6), logged("few", 12)
-    assert len(few) < 0.5 * len(every)
-    for stops in (10, 31, 34):
-        assert logged(f"resumed {stops}", 12, stops) == few
-    own = {(row["outer_step"], row["node"]): row for row in every}
-    for row in few:
-        assert row["ends"] == own[row["outer_step"], row["node"]]["ends"]
-    for node in range(4):
-        rows, whole = ([row for row in each if row["node"] == node] for each in (few, every))
-        assert rows[-1]["outer_step"] == whole[-1]["outer_step"]
-        for what in ("busy", "waiting", "exchanging"):
-            assert sum(row[what] for row in rows) == pytest.approx(sum(row[what] for row in whole))
-        for row in rows:
-            assert row["ends"] == pytest.approx(sum(row[what] for what in ("begins", "busy", "waiting", "exchanging")))

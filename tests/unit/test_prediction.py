@@ -10,11 +10,10 @@ import pytest
 from algorithms.theory import Prediction, best_fit
 from training_logs.prediction import main
 from training_logs.showing import plots
-from training_logs.showing.number_log import Rows
 from training_logs.showing.plots import draw
 from training_logs.showing.prediction import NoLawError, fit, measured, sentences
 from training_logs.showing.report import run_body
-from training_logs.showing.run_data import MergeRecord, RunData
+from training_logs.showing.run_data import MergeRecord, Rows, RunData
 
 
 def made_run(
@@ -121,8 +120,9 @@ def run_of_requests(asked) -> RunData:
         run,
         range(len(asked)),
         gradient_variance=lambda place: 8.0 * asked[place],
-        gradient_squared_norm=lambda place: 2.0 + asked[place],
-        gradient_sample_size=8.0,
+        gradient_squared_norm=2.0,
+        gradient_variance_error=0.0,
+        gradient_squared_norm_error=0.0,
     )
 
 

@@ -5,7 +5,6 @@ import csv
 import json
 import math
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -40,12 +39,9 @@ from tests.support.helpers import (
 )
 from tests.support.programs import wait_until
 from training_logs.recording.node_log import NodeLog
-from training_logs.showing import node_plots
-from training_logs.showing.node_plots import broken
-from training_logs.showing.number_log import Rows
-from training_logs.showing.plots import PLOTS, draw, plots_of
+from training_logs.showing.plots import draw, draw_node_speeds, draw_node_times
 from training_logs.showing.report import headline
-from training_logs.showing.run_data import RunData, read_run
+from training_logs.showing.run_data import read_run
 from utils.config.reading import parse_config
 from utils.config.schema import ConfigError
 
@@ -270,61 +266,15 @@ def test_the_run_folder_says_why_shares_changed_and_how_long_nodes_waited(tmp_pa
     # Rounds of 3 steps, 8 examples each: 0.24 and 0.96 s; then 10 and 2: 0.3 and 0.24 s.
     expected = (3 * 0.72 + 0.06) / (4 * (0.96 + 0.3))
     assert run.summary["waiting_share"] == pytest.approx(expected)
-    assert headline(run)["of their time nodes wait"] == "44.0%"
-    lanes, _, shares, speeds = draw(run, PLOTS["nodes.png"]).axes
-    bars = [[path.get_extents().extents[[0, 2]] for path in lane.get_paths()] for lane in lanes.collections]
-    # By node: busy, waiting and exchanging in the first round and in the second.
-    assert np.array(bars[0]) == pytest.approx(
-        np.array([(0, 0.24), (0.24, 0.96), (0.96, 0.96), (0.96, 1.26), (1.26, 1.26), (1.26, 1.26)])
-    )
-    assert np.array(bars[3])[3:5] == pytest.approx(np.array([(0.96, 1.2), (1.2, 1.26)]))
-    assert [line.get_ydata().tolist() for line in shares.lines] == [[8, 10]] * 3 + [[8, 2]]
+    assert headline(run)["nodes wait"] == "44.0% of their time"
+    times, speeds = draw(run, [(draw_node_times, "outer_step"), (draw_node_speeds, "outer_step")]).axes
+    busy, waiting, exchanging = ([bar.get_height() for bar in bars] for bars in times.containers)
+    assert busy == pytest.approx([0.54] * 3 + [1.2])
+    assert waiting == pytest.approx([0.72] * 3 + [0.06])
+    assert exchanging == [0.0] * 4
     assert np.array([line.get_ydata() for line in speeds.lines]) == pytest.approx(
         np.array([[100] * 2] * 3 + [[25] * 2])
     )
-
-
-def lanes_of(rows: dict[int, list[tuple[float, float, float]]], monkeypatch, bars: int = 2000, speeds=None):
-    """Panels of a run of which each node has rows of when it begins, computes and waits: their bars, and their axes."""
-    monkeypatch.setattr(node_plots, "_BARS", bars)
-    written = Rows.of([
-        {"node": node, "trainer_id": 0, "outer_step": begins, "begins": begins, "ends": begins + busy + waiting,
-         "busy": busy, "waiting": waiting, "exchanging": 0.0, "examples": 4, "speed": 1.0}
-        for node, own in rows.items() for begins, busy, waiting in own
-    ])  # fmt: skip
-    run = RunData(Path(), {"node_speeds": speeds}, {}, Rows({}), [])
-    run.__dict__.update(node_rows=written, measured_node_rows=written)
-    axes = draw(run, plots_of(run)["nodes.png"]).axes
-    found = [[path.get_extents().extents[[0, 2]].tolist() for path in lane.get_paths()] for lane in axes[0].collections]
-    return found, axes
-
-
-@pytest.mark.parametrize("bars", [2000, 20])
-def test_rounds_in_which_a_node_was_away_are_blank(monkeypatch, bars):
-    """Of 400 rounds of 3 and 1 seconds node 1 is there in the first 100 and the last 50 ones."""
-    there = [(4.0 * number, 3.0, 1.0) for number in range(400)]
-    (whole, parts), _ = lanes_of({0: there, 1: there[:100] + there[350:]}, monkeypatch, bars)
-    assert (len(whole) > 1000) == (bars == 2000)
-    assert sum(end - begin for begin, end in whole) == pytest.approx(1600)
-    assert [bar for bar in parts if bar[1] > 400.0001 and bar[0] < 1399.9999] == []
-    assert sum(end - begin for begin, end in parts) == pytest.approx(600)
-    assert min(begin for begin, _ in parts if begin > 500) == 1400
-
-
-def test_simulated_and_measured_time_have_a_panel_each(monkeypatch):
-    rows = {0: [(0.0, 3.0, 1.0)]}
-    labels = [axes.get_xlabel() for axes in lanes_of(rows, monkeypatch, speeds=[1.0])[1]]
-    assert labels[:4] == ["simulated seconds", "measured seconds, as if nodes worked side by side"] * 2
-    labels = [axes.get_xlabel() for axes in lanes_of(rows, monkeypatch)[1]]
-    assert labels == ["measured seconds, as if nodes worked side by side"] * 2 + ["round"] * 2
-
-
-def test_lines_of_nodes_end_where_these_are_away():
-    rounds, values = broken(np.array([1, 2, 3, 30, 31]), np.array([16, 16, 16, 17, 18]), 112)
-    np.testing.assert_array_equal(rounds, [1, 2, 3, 4, 30, 31])
-    np.testing.assert_array_equal(values, [16, 16, 16, np.nan, 17, 18])
-    whole = broken(np.array([1, 3, 7]), np.array([1.0, 2.0, 3.0]), 7)
-    assert [each.tolist() for each in whole] == [[1, 3, 7], [1, 2, 3]]
 
 
 # Delayed Nesterov
@@ -402,7 +352,7 @@ def logged(folder, state=None, **values):
     cluster, rounds = trained(sampling_method="none", **values)
     log = NodeLog(folder, cluster.config, state)
     for result in rounds:
-        assert log.log(4, result) is None
+        log.log(4, result)
     return node_rows(folder / "node_log.csv"), log, rounds
 
 
@@ -454,11 +404,7 @@ def test_the_log_of_nodes_goes_on_where_it_stopped_and_counts_exchanges(tmp_path
     half = NodeLog(folder, config, json.loads(json.dumps(half.state_dict())))
     for result in rounds[2:]:
         half.log(4, result)
-    for name in ("node_log.csv", "node_log_measured.csv"):
-        assert (folder / name).read_text() == (tmp_path / name).read_text()
-    measured = node_rows(folder / "node_log_measured.csv")
-    assert [row["busy"] for row in measured] == pytest.approx([row["seconds"] for row in rows])
-    assert sum(row["exchanging"] for row in measured) == 0
+    assert (folder / "node_log.csv").read_text() == (tmp_path / "node_log.csv").read_text()
     assert half.summary()["waiting_share"] == log.summary()["waiting_share"]
 
 

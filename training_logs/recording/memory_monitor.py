@@ -1,158 +1,130 @@
-"""Memory use in `memory_log.csv`: the process, the host, and each device; at named stages and by a sampler."""
+"""Memory use of the process, the host and each device: rows of memory_log.csv at named stages, and peaks."""
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import torch
 
-from training_logs.recording.append_log import AppendLog
+from training_logs.recording.csv_log import CsvLog
 from utils.utils import write_json_atomically
 
 COLUMNS = ("seconds", "stage", "outer_step", "device", "allocated_bytes", "reserved_bytes", "peak_bytes", "total_bytes")
+# Seconds between two samples, which see peaks between stages.
+SAMPLE_SECONDS = 1.0
 
-# So many rows before only half as many measurements are written.
-ROWS = 20_000
-
-# Of a process or device: its name, and bytes allocated, reserved, at most, and in all.
+# Name of a process or device; bytes allocated, reserved, allocated at most, and in all.
 Use = tuple[str, int, int, int, int]
 
 
 def memory_use(devices: Sequence[torch.device]) -> list[Use]:
-    """What this process uses of the host's memory and of its GPUs'."""
-    resident, total = psutil.Process().memory_info().rss, psutil.virtual_memory().total
-    uses = [("process", resident, resident, resident, total)]
+    """Measure the memory that this process uses on the host and on its GPUs."""
+    resident = psutil.Process().memory_info().rss
+    uses = [("process", resident, resident, resident, psutil.virtual_memory().total)]
     for device in devices:
         if device.type == "cuda":
-            uses.append(
-                (
-                    str(device),
-                    torch.cuda.memory_allocated(device),
-                    torch.cuda.memory_reserved(device),
-                    torch.cuda.max_memory_allocated(device),
-                    torch.cuda.get_device_properties(device).total_memory,
-                )
-            )
+            allocated = torch.cuda.memory_allocated(device)
+            reserved = torch.cuda.memory_reserved(device)
+            peak = torch.cuda.max_memory_allocated(device)
+            total = torch.cuda.get_device_properties(device).total_memory
+            uses.append((str(device), allocated, reserved, peak, total))
     return uses
 
 
 class MemoryMonitor:
-    """Collects measurements, one row per device, and appends them when it is flushed.
+    """Writes memory_log.csv, one row per device and stage, and at the end memory_summary.json.
 
-    Of the process, allocated is its resident memory and peak the largest so far; of the host, what is in use. Of a GPU
-    they are what PyTorch has allocated, reserved, and allocated at most. A device's label is its real id where the
-    config gives one. Other processes of the run are measured after rounds, and their rows end with their number.
-
-    The log grows with the logarithm of the run: after ROWS rows only every second sample and every second round are
-    written, after as many more every fourth, and so on. Peaks are of all measurements.
+    For a process "allocated" is resident memory; for the host, memory in use; for a GPU, PyTorch's allocations. A
+    thread samples between stages: samples count for peaks and have no rows. Other processes of the run are measured
+    after rounds; their names end with their number.
 
     Args:
-        folder: receives memory_log.csv and, at the end, memory_summary.json.
-        devices: those trained on.
-        labels: one per device, or None for their names.
-        every: seconds between samples in a thread of its own; None: stages only.
-        state: from state_dict, to go on there.
+        folder: receives the files.
+        devices: devices of this process.
+        labels: one name per device; None: PyTorch's names.
+        state: from state_dict, to continue.
 
     Raises:
-        OSError: the log cannot be made, or not be continued.
+        OSError: the log cannot be created or continued.
     """
 
     def __init__(
         self,
         folder: Path,
         devices: Sequence[torch.device],
-        labels: Sequence[str] | None,
-        every: float | None = None,
+        labels: Sequence[str] | None = None,
         state: dict | None = None,
     ):
         folder.mkdir(parents=True, exist_ok=True)
-        self._log = AppendLog(folder / "memory_log.csv", COLUMNS, state and state["log"])
+        self._log = CsvLog(folder / "memory_log.csv", COLUMNS, state and state["log"])
         self._summary_path = folder / "memory_summary.json"
-        names = [str(device) for device in devices]
         self._devices = devices
+        names = [str(device) for device in devices]
         self._labels = dict(zip(names, labels if labels and len(labels) == len(names) else names, strict=True))
         self._started = time.perf_counter() - (state["seconds"] if state else 0.0)
-        self._peaks: dict[str, dict] = state["peaks"] if state else {}
-        self._rows: list[tuple] = []
-        # Of so many measurements of a stage one is written; rows since that was so; measurements by stage.
-        self._every, self._written = (state["every"], state["written"]) if state else (1, 0)
-        self._measured: Counter[str] = Counter(state["measured"] if state else {})
+        # By device: peak_bytes, total_bytes, and stage, outer_step and seconds of the peak.
+        self.peaks: dict[str, dict] = state["peaks"] if state else {}
         self._outer_step = 0
-        self._lock, self._stop = threading.Lock(), threading.Event()
-        self._thread = None
-        if every is not None:
-            self._thread = threading.Thread(target=self._sample, args=(every,), name="memory sampler", daemon=True)
-            self._thread.start()
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="memory sampler", daemon=True)
+        self._thread.start()
 
-    def _sample(self, every: float) -> None:
-        while not self._stop.wait(every):
-            self._measure("sample")
+    def _sample(self) -> None:
+        while not self._stop.wait(SAMPLE_SECONDS):
+            self._measure("sample", ())
 
-    def _measure(self, stage: str, others: Sequence[Sequence[Use]] = ()) -> None:
+    def _measure(self, stage: str, others: Sequence[Sequence[Use]]) -> list[tuple]:
         host = psutil.virtual_memory()
         in_use = host.total - host.available
         uses = [(self._labels.get(name, name), *use) for name, *use in memory_use(self._devices)]
         uses.append(("host", in_use, in_use, 0, host.total))
         for number, theirs in enumerate(others, 1):
-            uses += [
-                (f"{name} {number}" if name == "process" else f"{name} of process {number}", *use)
-                for name, *use in theirs
-            ]
+            for name, *use in theirs:
+                label = f"{name} {number}" if name == "process" else f"{name} of process {number}"
+                uses.append((label, *use))
+        rows = []
         with self._lock:
             seconds = time.perf_counter() - self._started
-            shown = self._measured[stage] % self._every == 0
-            self._measured[stage] += 1
             for device, allocated, reserved, peak, total in uses:
-                known = self._peaks.get(device)
-                reached = max(peak, allocated)
-                if known is None or reached > known["peak_bytes"]:
-                    self._peaks[device] = {
-                        "peak_bytes": reached,
+                largest = max(peak, allocated)
+                if device not in self.peaks or largest > self.peaks[device]["peak_bytes"]:
+                    self.peaks[device] = {
+                        "peak_bytes": largest,
                         "stage": stage,
                         "outer_step": self._outer_step,
                         "seconds": seconds,
                         "total_bytes": total,
                     }
-                row = (stage, self._outer_step, device, allocated, reserved, self._peaks[device]["peak_bytes"], total)
-                if shown:
-                    self._rows.append((round(seconds, 3), *row))
+                peak_so_far = self.peaks[device]["peak_bytes"]
+                rows.append(
+                    (round(seconds, 3), stage, self._outer_step, device, allocated, reserved, peak_so_far, total)
+                )
+        return rows
 
-    def measure(self, stage: str, outer_step: int, others: Sequence[Sequence[Use]] = ()) -> OSError | None:
-        """Take the memory use as it is now, under the name of a stage, and write what was collected.
+    def measure(self, stage: str, outer_step: int, others: Sequence[Sequence[Use]] = ()) -> None:
+        """Measure and write rows.
 
-        others: what the other processes of the run use, from memory_use. The error, if rows could not be written.
+        Args:
+            stage: name of the moment.
+            outer_step: the last finished round.
+            others: results of memory_use in the other processes.
+
+        Raises:
+            OSError: the rows could not be written, and wait for the next call.
         """
         self._outer_step = outer_step
-        self._measure(stage, others)
-        with self._lock:
-            rows, self._rows = self._rows, []
-            self._written += len(rows)
-            if self._written >= ROWS:
-                self._every, self._written = 2 * self._every, 0
-        return self._log.append(rows)
+        self._log.append(self._measure(stage, others))
 
     def state_dict(self) -> dict:
-        """Where the log stands, as JSON values."""
-        return {
-            "log": self._log.state_dict(),
-            "seconds": time.perf_counter() - self._started,
-            "peaks": self.peaks,
-            "every": self._every,
-            "written": self._written,
-            "measured": dict(self._measured),
-        }
-
-    @property
-    def peaks(self) -> dict[str, dict]:
-        """Per device: peak_bytes so far, with stage, outer_step and seconds of when it was first seen, total_bytes."""
-        return dict(self._peaks)
+        with self._lock:
+            peaks = {device: dict(peak) for device, peak in self.peaks.items()}
+        return {"log": self._log.state_dict(), "seconds": time.perf_counter() - self._started, "peaks": peaks}
 
     def close(self) -> None:
         """Stop the sampler and write the summary."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-        write_json_atomically(self._summary_path, self._peaks)
+        self._thread.join()
+        write_json_atomically(self._summary_path, self.peaks)

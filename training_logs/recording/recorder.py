@@ -1,8 +1,8 @@
-"""The record of a run: run folder, log file, progress bars, round log, summary and plots.
+"""The record of a run: run folder, log file, progress bars, CSVs, summary, plots and tracker.
 
-`RunRecorder` observes a run. CSVs and summary are complete up to the last finished round at any moment; plots are drawn
-at the end, also when the run is interrupted or fails. What cannot be written (a full disk) is a warning and is written
-later, if it can be; training goes on.
+`RunRecorder` observes a run. CSVs and summary are complete up to the last finished round at any moment. Plots are drawn
+at the end, also if the run is interrupted or fails. A file that cannot be written (a full disk) is a warning; rows are
+written later, if they can be. Training continues.
 """
 
 import dataclasses
@@ -16,45 +16,49 @@ from tqdm import tqdm
 
 from fabrics.models.continuations import SAMPLING, Continuation
 from fabrics.pool.eval_tool import Evaluation
-from training_logs.recording.append_log import AppendLog
-from training_logs.recording.drawing import Drawing
-from training_logs.recording.exchange_log import COLUMNS as EXCHANGE_COLUMNS
-from training_logs.recording.exchange_log import exchange_rows
+from training_logs.recording.csv_log import CsvLog
 from training_logs.recording.memory_monitor import MemoryMonitor
 from training_logs.recording.node_log import NodeLog
 from training_logs.recording.provenance import Invocations, Origin
 from training_logs.recording.records import ClusterRound, Observer, RunView
 from training_logs.recording.round_log import (
     COLUMNS,
+    EXCHANGE_COLUMNS,
+    SHARE_COLUMNS,
     accumulation_steps,
     continuation_block,
+    exchange_rows,
+    placement_line,
     round_line,
     round_row,
+    share_rows,
     start_line,
 )
 from training_logs.recording.run_folder import FileHandler, continue_log, logger
-from training_logs.recording.share_log import COLUMNS as SHARE_COLUMNS
-from training_logs.recording.share_log import share_rows
 from training_logs.recording.step_loss_logger import StepLossLogger
 from training_logs.recording.summary import run_summary
-from training_logs.recording.warnings import Warnings
-from training_logs.trackers.clearml_process import ClearMLProcess, start_clearml
+from training_logs.trackers.clearml import SESSION, follow_run, resolved_mode, send_folder
+from training_logs.trackers.tracker import BackgroundTracker, merge_line, report_end, round_scalars
 from utils.config.reading import dump_config
 from utils.config.schema import Config
 from utils.utils import budget_used, byte_size, write_json_atomically, write_text_atomically
 
+MERGE_COLUMNS = ("outer_step", "representative", "trainer_id", "weight")
+# How many different warnings the summary holds.
+MOST_WARNINGS = 200
+
 
 class RunRecorder(Observer):
-    """Writes down everything about one run.
+    """Records one run.
 
     Args:
         config: the resolved configuration; a copy goes into the folder.
-        folder: the run folder, empty, or that of the run that is resumed.
-        kept: the log records so far, from start_logging.
+        folder: the run folder, empty, or that of the resumed run.
+        kept: log records so far, from start_logging.
         started: time.perf_counter() at the start of the program, for wall_seconds.
-        state: from state_dict, where a run is resumed; what was logged after it is dropped, or for the log file moved
-            to `<log>_lost.log`.
-        origin: what this start or resume comes from; None: that is not recorded.
+        state: from state_dict, if a run is resumed. Later rows are dropped, later lines of the log file moved to
+            `<log>_lost.log`.
+        origin: command, code and machines of this start or resume; None: they are not recorded.
 
     Raises:
         OSError: the folder cannot be written, or its logs do not fit the state.
@@ -73,21 +77,20 @@ class RunRecorder(Observer):
         self.folder = folder
         self.report_dir = folder / config.model_training_report_dir
         self.report_dir.mkdir(parents=True, exist_ok=state is not None)
-        self._invocations = Invocations(
-            folder, self.report_dir / "summary.json", origin, state.get("invocations") if state else None
-        )
+        entries = state["invocations"] if state else None
+        self._invocations = Invocations(folder, self.report_dir / "summary.json", origin, entries)
         self._started = started - (state["seconds"] if state else 0.0)
-        self._log_path = folder / config.log_file
         logs = state["logs"] if state else {}
-        self._rounds = AppendLog(self.report_dir / "training_log.csv", COLUMNS, logs.get("rounds"))
-        merge_columns = ("outer_step", "representative", "trainer_id", "weight")
-        self._merges = AppendLog(self.report_dir / "merge_log.csv", merge_columns, logs.get("merges"))
-        self._exchanges = AppendLog(self.report_dir / "exchange_log.csv", EXCHANGE_COLUMNS, logs.get("exchanges"))
-        # Empty but for its header where nothing is evaluated by share.
-        self._shares = AppendLog(self.report_dir / "share_log.csv", SHARE_COLUMNS, logs.get("shares"))
+        self._rounds = CsvLog(self.report_dir / "training_log.csv", COLUMNS, logs.get("rounds"))
+        self._merges = CsvLog(self.report_dir / "merge_log.csv", MERGE_COLUMNS, logs.get("merges"))
+        self._exchanges = CsvLog(self.report_dir / "exchange_log.csv", EXCHANGE_COLUMNS, logs.get("exchanges"))
+        # Only a header, unless shares of non-IID data are evaluated.
+        self._shares = CsvLog(self.report_dir / "share_log.csv", SHARE_COLUMNS, logs.get("shares"))
         self._nodes = NodeLog(self.report_dir, config, logs.get("nodes"))
         self._steps = StepLossLogger(self.report_dir, logs.get("steps"))
+        self._memory: MemoryMonitor | None = None
         self._memory_state = logs.get("memory")
+        self._log_path = folder / config.log_file
         if state:
             continue_log(self._log_path, logs["text"])
         self._file = FileHandler(self._log_path, encoding="utf-8")
@@ -97,14 +100,15 @@ class RunRecorder(Observer):
         logging.getLogger("adloco").removeHandler(kept)
         logging.getLogger("adloco").addHandler(self._file)
         write_text_atomically(folder / "config.yaml", dump_config(config))
-        self._clearml: ClearMLProcess | None = None
-        self._memory: MemoryMonitor | None = None
         self._initial_metric: float | None = state["initial_metric"] if state else None
-        self._largest_request = state["largest_request"] if state else config.INITIAL_BATCH_SIZE
+        self._largest_request: int = state["largest_request"] if state else config.INITIAL_BATCH_SIZE
         self._last_accumulation_steps: int | None = state["last_accumulation_steps"] if state else None
-        self._warnings, self._resumed = Warnings(state["warnings"] if state else None), state is not None
+        # Message: how often it came.
+        self._warnings: dict[str, int] = dict(state["warnings"]) if state else {}
+        self._warned_before = frozenset(self._warnings)
+        self._logged_warnings: set[str] = set()
         self._placement: dict[int, list[int]] = {}
-        self._drawing = Drawing(folder, state["drawing"] if state else None)
+        self._tracker: BackgroundTracker | None = None
         self._rounds_bar: tqdm | None = None
         self._steps_bar: tqdm | None = None
 
@@ -124,51 +128,54 @@ class RunRecorder(Observer):
             "initial_metric": self._initial_metric,
             "largest_request": self._largest_request,
             "last_accumulation_steps": self._last_accumulation_steps,
-            "warnings": self._warnings.state_dict(),
-            "drawing": self._drawing.state_dict(),
+            "warnings": dict(self._warnings),
             "invocations": list(self._invocations.entries),
         }
 
-    def _check(self, what: str, error: OSError | None) -> None:
-        if error is not None:
-            self.warn(f"{what} could not be written ({error.strerror}); training goes on")
-
-    def _attempt(self, what: str, write: Callable[[], object]) -> None:
+    def _attempt(self, what: str, write: Callable[..., object], *arguments) -> None:
+        """Write something; a failure is a warning."""
         try:
-            write()
+            write(*arguments)
         except OSError as error:
-            self._check(what, error)
+            self.warn(f"{what} could not be written ({error.strerror}); training goes on")
 
     # Observer
 
     def warn(self, message: str) -> None:
-        """Count a warning for the summary, and log it unless there were many of its kind.
+        """Log a warning, once, and count it for the summary.
 
-        What a resumed run has to say before its first round it said when it was begun.
+        A resumed run repeats the warnings of its start; they count once.
         """
-        if self._warnings.add(message, once=self._resumed and self._rounds_bar is None):
+        repeated_start = self._rounds_bar is None and message in self._warned_before
+        if not repeated_start and (message in self._warnings or len(self._warnings) < MOST_WARNINGS):
+            self._warnings[message] = self._warnings.get(message, 0) + 1
+        if message not in self._logged_warnings:
             logger.warning("warning: %s", message)
+        if len(self._logged_warnings) < MOST_WARNINGS:
+            self._logged_warnings.add(message)
 
     def on_start(self, run: RunView, initial: dict[int, Evaluation]) -> None:
         for warning in self._invocations.changed_plugins():
             self.warn(warning)
-        self._attempt("changes.patch", lambda: self._invocations.begin(run.totals.outer_steps + 1))
-        self._memory = MemoryMonitor(
-            self.folder / self.config.memory_report_dir,
-            run.devices,
-            self.config.real_device_ids,
-            self.config.memory_sample_seconds,
-            self._memory_state,
-        )
-        self._check("memory_log.csv", self._memory.measure("before training", run.totals.outer_steps))
+        self._attempt("changes.patch", self._invocations.begin, run.totals.outer_steps + 1)
+        memory_dir = self.folder / self.config.memory_report_dir
+        self._memory = MemoryMonitor(memory_dir, run.devices, self.config.real_device_ids, self._memory_state)
+        self._attempt("memory_log.csv", self._memory.measure, "before training", run.totals.outer_steps)
         if initial:
             self._initial_metric = sum(evaluation.metric for evaluation in initial.values()) / len(initial)
         self._save_summary(self._summary(run, {}, "running"))
-        self._clearml = start_clearml(self.config, self.folder)
+        if resolved_mode(self.config.clearml) == "online":
+            self._follow()
         logger.info(start_line(run, self._initial_metric))
         if not initial:
             logger.info("resumed after round %d", run.totals.outer_steps)
         logger.info("run folder: %s", self.folder)
+
+    def _follow(self) -> None:
+        try:
+            self._tracker = follow_run(self.folder, dataclasses.asdict(self.config))
+        except Exception as error:  # no memory or no rights for another process: the run trains without a tracker
+            self.warn(f"ClearML could not be started: {error}")
 
     def on_round_start(self, outer_step: int, progress: float, steps: int) -> None:
         if self._rounds_bar is None:
@@ -186,64 +193,52 @@ class RunRecorder(Observer):
         reports = result.reports.values()
         self._largest_request = max(self._largest_request, *(report.requested_batch for report in reports))
         self._last_accumulation_steps = max(accumulation_steps(report) for report in reports)
+        rows = self._write_logs(run, result)
+        self._log_round(run, result)
+        self._attempt("memory_log.csv", self._memory.measure, "after a round", result.outer_step, result.memory[1:])
+        self._save_summary(self._summary(run, {}, "running"))
+        if self._tracker is not None:
+            scalars = round_scalars(rows, run.metric.name, run.metric.higher_is_better)
+            self._tracker.scalars(result.outer_step, scalars)
+        self._rounds_bar.update(result.progress - self._rounds_bar.n)
+
+    def _write_logs(self, run: RunView, result: ClusterRound) -> list[dict]:
+        """Append to all CSVs; return the rows of training_log.csv."""
+        reports = result.reports.values()
         wall_seconds = time.perf_counter() - self._started
         rows = []
         for report in reports:
             max_batch = min(worker.max_batch for worker in report.workers.values())
-            row = round_row(result, report, max_batch, wall_seconds)
-            rows.append([row[column] for column in self._rounds.columns])
-        self._steps.log(result.outer_step, reports)
-        # Before the round: who reads along finds the steps and exchanges of every round that is there.
-        self._check("step_loss_log.csv", self._steps.flush())
-        exchanges = exchange_rows(result.outer_step, reports, result.moves)
-        # A log that was begun before has no column for who sent.
-        width = len(self._exchanges.columns)
-        self._check("exchange_log.csv", self._exchanges.append(row[:width] for row in exchanges))
-        self._check("share_log.csv", self._shares.append(share_rows(result)))
-        self._check("node_log.csv", self._nodes.log(len(run.nodes), result))
-        self._check("training_log.csv", self._rounds.append(rows))
-        self._log_placement(result)
-        for note in result.notes:
-            logger.info("after round %d: %s", result.outer_step, note)
-        for report in reports:
-            logger.info(round_line(result, report, run.metric))
+            rows.append(round_row(result, report, max_batch, wall_seconds))
+        # The round log comes last: whoever reads along finds the steps and exchanges of each round in it.
+        self._attempt("step_loss_log.csv", self._steps.log, result.outer_step, reports)
+        self._attempt("exchange_log.csv", self._exchanges.append, exchange_rows(result))
+        self._attempt("share_log.csv", self._shares.append, share_rows(result))
+        self._attempt("node_log.csv", self._nodes.log, len(run.nodes), result)
         if result.merge is not None:
             plan = result.merge.plan
-            rows = [(result.outer_step, plan.representative, *weight) for weight in plan.weights.items()]
-            self._check("merge_log.csv", self._merges.append(rows))
-            parts = ", ".join(f"trainer {trainer} ({share:.2f})" for trainer, share in plan.weights.items())
-            logger.info("merge after round %d: %s become trainer %d", result.outer_step, parts, plan.representative)
-        self._check("memory_log.csv", self._memory.measure("after a round", result.outer_step, result.memory[1:]))
-        self._save_summary(self._summary(run, {}, "running"))
-        if self.config.plot_every and result.outer_step % self.config.plot_every == 0:
-            self._draw(lambda: self._drawing.draw_if_cheap(time.perf_counter() - self._started))
-        self._rounds_bar.update(result.progress - self._rounds_bar.n)
+            merged = [(result.outer_step, plan.representative, *weight) for weight in plan.weights.items()]
+            self._attempt("merge_log.csv", self._merges.append, merged)
+        self._attempt("training_log.csv", self._rounds.append, [[row[column] for column in COLUMNS] for row in rows])
+        return rows
 
-    def _log_placement(self, result: ClusterRound) -> None:
-        """Say which nodes worked for whom, where that has changed."""
+    def _log_round(self, run: RunView, result: ClusterRound) -> None:
         placement = {
             report.trainer: [worker.node for worker in report.workers.values()] for report in result.reports.values()
         }
         if placement != self._placement:
             self._placement = placement
-            parts = "; ".join(
-                f"trainer {trainer} on {'node' if len(nodes) == 1 else 'nodes'} {', '.join(map(str, nodes))}"
-                for trainer, nodes in placement.items()
-            )
-            logger.info("round %d: %s", result.outer_step, parts)
-
-    def _draw(self, draw: Callable[[], str | None]) -> None:
-        def drawn() -> None:
-            try:
-                problem = draw()
-            except OSError:
-                raise
-            except Exception as error:  # memory, or whatever a plotting library raises: the run itself is done
-                problem = f"{type(error).__name__}: {error}"
-            if problem is not None:
-                self.warn(f"plots and report could not be drawn: {problem}")
-
-        self._attempt("plots and report", drawn)
+            logger.info("round %d: %s", result.outer_step, placement_line(placement))
+        for note in result.notes:
+            logger.info("after round %d: %s", result.outer_step, note)
+        for report in result.reports.values():
+            logger.info(round_line(result, report, run.metric))
+        if result.merge is not None:
+            plan = result.merge.plan
+            line = merge_line(result.outer_step, plan.representative, plan.weights)
+            logger.info(line)
+            if self._tracker is not None:
+                self._tracker.text(line)
 
     # The end
 
@@ -255,74 +250,96 @@ class RunRecorder(Observer):
         models: Mapping[int, Path],
         texts: Sequence[Continuation] = (),
     ) -> None:
-        """Write the summary, and plots and report where they are asked for.
+        """Write the summary, draw plots and report, and close the tracker.
 
         Args:
-            final: evaluations of the living trainers; empty where the run did not get that far.
+            final: evaluations of the living trainers; empty if the run did not finish.
             status: completed, interrupted or failed.
-            models: where the living trainers' models were written; empty where they were not.
-            texts: how the best model continues validation texts.
+            models: folders of the living trainers' models; empty if they were not written.
+            texts: continuations of validation texts by the best model.
         """
         for bar in (self._steps_bar, self._rounds_bar):
             if bar is not None:
                 bar.close()
-        self._check("node_log.csv", self._nodes.flush())
         if self._memory is not None:
-            self._check("memory_log.csv", self._memory.measure("end", run.totals.outer_steps))
+            self._attempt("memory_log.csv", self._memory.measure, "end", run.totals.outer_steps)
             self._attempt("memory_summary.json", self._memory.close)
         summary = self._summary(run, final, status)
         if final:
-            best = run.best(final)
-            summary["best_trainer"] = best
+            summary["best_trainer"] = run.best(final)
             if models:
-                summary["best_model"] = str(models[best].relative_to(self.folder))
-            logger.info(
-                "%s: %s %.*f before training, %.*f after %s tokens in %d rounds with %d communications (%s); %.0f s",
-                status,
-                run.metric.name,
-                run.metric.decimals,
-                summary["initial_metric"],
-                run.metric.decimals,
-                summary["final_metric"],
-                f"{summary['tokens']:,}",
-                summary["outer_steps"],
-                summary["communications"],
-                byte_size(summary["bytes_communicated"]),
-                summary["wall_seconds"],
-            )
-            if summary["budget"]:
-                logger.info("budget: %s", budget_used(summary["budget"]))
-            if models:
-                logger.info("model: %s", models[best])
-        else:
-            where = f"; models: {next(iter(models.values())).parent}" if models else ""
-            logger.info("%s after %d rounds%s", status, run.totals.outer_steps, where)
+                summary["best_model"] = str(models[summary["best_trainer"]].relative_to(self.folder))
         summary["continuations"] = [dataclasses.asdict(text) for text in texts]
         if texts:
             summary["continuation_sampling"] = SAMPLING | {"seed": self.config.training_seed}
+        self._log_end(run, summary, models)
         for number, text in enumerate(texts, 1):
             logger.info(continuation_block(number, len(texts), text))
         self._save_summary(summary)
         if self.config.plot_at_end:
-            self._draw(self._drawing.draw)
-            logger.info("report: %s", self.report_dir / "report.html")
-        if self._clearml is not None:
-            message, is_warning = self._clearml.close()
-            logger.log(logging.WARNING if is_warning else logging.INFO, message)
-            if is_warning:
-                self._warnings.add(message)
-        if self._warnings.summary() != summary["warnings"]:
-            self._save_summary(summary | {"warnings": self._warnings.summary()})
+            self._draw()
+        self._close_tracker(summary)
+        if self._warning_entries() != summary["warnings"]:
+            self._save_summary(summary | {"warnings": self._warning_entries()})
+
+    def _log_end(self, run: RunView, summary: dict, models: Mapping[int, Path]) -> None:
+        status = summary["status"]
+        if "best_trainer" not in summary:
+            where = f"; models: {next(iter(models.values())).parent}" if models else ""
+            logger.info("%s after %d rounds%s", status, run.totals.outer_steps, where)
+            return
+        decimals = run.metric.decimals
+        logger.info(
+            f"{status}: {run.metric.name} {summary['initial_metric']:.{decimals}f} before training, "
+            f"{summary['final_metric']:.{decimals}f} after {summary['tokens']:,} tokens in "
+            f"{summary['outer_steps']} rounds with {summary['communications']} communications "
+            f"({byte_size(summary['bytes_communicated'])}); {summary['wall_seconds']:.0f} s"
+        )
+        if summary["budget"]:
+            logger.info("budget: %s", budget_used(summary["budget"]))
+        if models:
+            logger.info("model: %s", models[summary["best_trainer"]])
+
+    def _draw(self) -> None:
+        # Imported here: a run should not wait for a plotting library before it trains.
+        from training_logs.training_monitoring import draw
+
+        try:
+            report = draw(self.folder)
+        except Exception as error:  # a full disk, memory, or any error of a plotting library: the run is done
+            self.warn(f"plots and report could not be drawn: {type(error).__name__}: {error}")
+        else:
+            logger.info("report: %s", report)
+
+    def _close_tracker(self, summary: dict) -> None:
+        mode = resolved_mode(self.config.clearml)
+        if self._tracker is not None:
+            report_end(self._tracker, self.folder, self.report_dir, summary)
+            problem = self._tracker.close(summary["status"])
+            done = "ClearML: everything is in the dashboard"
+        elif mode == "offline":
+            problem = send_folder(self.folder, mode)
+            done = f"ClearML: offline session in {self.folder / SESSION}"
+        else:
+            return
+        if problem is None:
+            logger.info(done)
+        else:
+            self.warn(problem)
 
     def _save_summary(self, summary: dict) -> None:
-        self._attempt("summary.json", lambda: write_json_atomically(self.report_dir / "summary.json", summary))
+        self._attempt("summary.json", write_json_atomically, self.report_dir / "summary.json", summary)
 
     def close(self) -> None:
-        """Let go of the log file."""
+        """Close the log file."""
         logging.getLogger("adloco").removeHandler(self._file)
         self._file.close()
 
+    def _warning_entries(self) -> list[dict]:
+        return [{"message": message, "count": count} for message, count in self._warnings.items()]
+
     def _summary(self, run: RunView, final: dict[int, Evaluation], status: str) -> dict:
+        losses = self._steps.statistics()
         recorded = {
             "initial_metric": self._initial_metric,
             "largest_requested_batch": self._largest_request,
@@ -330,10 +347,8 @@ class RunRecorder(Observer):
             "wall_seconds": time.perf_counter() - self._started,
             **self._nodes.summary(),
             "memory_peaks": self._memory.peaks if self._memory else {},
-            "step_loss": {
-                trainer: dataclasses.asdict(statistics) for trainer, statistics in self._steps.statistics().items()
-            },
-            "warnings": self._warnings.summary(),
+            "step_loss": {trainer: dataclasses.asdict(statistics) for trainer, statistics in losses.items()},
+            "warnings": self._warning_entries(),
             "invocations": self._invocations.entries,
         }
         return run_summary(run, final, status, recorded)

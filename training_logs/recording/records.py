@@ -1,4 +1,4 @@
-"""The records that trainers and the cluster hand to whoever writes them down, and that interface."""
+"""Records of rounds that trainers and the cluster hand to an observer, and the observer's interface."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,13 @@ from utils.distributed.processes import Processes
 
 @dataclass(frozen=True)
 class RoundReport:
-    """One trainer's round. events: what its workers sent each other; seconds exclude evaluation."""
+    """One trainer's round.
+
+    Attributes:
+        workers: by index.
+        events: exchanges between the workers.
+        seconds: without evaluation.
+    """
 
     trainer: int
     requested_batch: int
@@ -39,32 +45,32 @@ class RoundReport:
 
     @property
     def communications(self) -> int:
-        """How many of the events count as such."""
+        """The number of events that count as communications."""
         return sum(event.communicates for event in self.events)
 
     @property
     def bytes_synchronised(self) -> int:
-        """By all its workers together, and by the server that they reach, if they do."""
+        """Bytes sent by all workers together, and by the server if there is one."""
         return round(sum(event.bytes_per_worker for event in self.events) * len(self.workers))
 
     @property
     def largest_exchange(self) -> float:
-        """Bytes that a worker sends or receives at one time, at most."""
+        """The largest number of bytes that a worker sends or receives at one time."""
         return max((max(event.sent, event.received) for event in self.events), default=0.0)
 
     @property
     def left_out(self) -> int:
-        """Workers whose pseudo-gradients are not in the mean."""
+        """The number of workers whose pseudo-gradients are not in the mean."""
         return sum(worker.left_out is not None for worker in self.workers.values())
 
     @property
     def lost_messages(self) -> int:
-        """Workers whose message did not arrive, so that they are not in the mean either."""
+        """The number of workers whose message was lost, so that they are not in the mean."""
         return sum(worker.unheard for worker in self.workers.values())
 
     @property
     def train_loss(self) -> float:
-        """Mean loss over inner steps, weighted by examples, of workers that are not left out; NaN without any."""
+        """Mean loss over inner steps, weighted by examples, without workers that are left out; NaN if there is none."""
         present = [worker for worker in self.workers.values() if not worker.left_out]
         weights = [w.plan.effective_batch for w in present for _ in w.losses]
         losses = [loss for w in present for loss in w.losses]
@@ -85,18 +91,22 @@ class Merge:
 
     @classmethod
     def from_values(cls, values: Mapping) -> "Merge":
-        """From dataclasses.asdict of one, through JSON."""
+        """Restore a merge from dataclasses.asdict, also after a round trip through JSON."""
         weights = {int(trainer): weight for trainer, weight in values["plan"]["weights"].items()}
         return cls(values["outer_step"], MergePlan(values["plan"]["representative"], weights))
 
 
 @dataclass(frozen=True)
 class ClusterRound:
-    """Everything about one round, for whoever writes it down.
+    """One round of the cluster.
 
-    progress: how much of the run is done after it, 0 to 1. evaluations holds the trainers as they were before the
-    merge, and only where the round was evaluated. memory is what each process uses after the round. notes: what else to
-    say of it. moves: what was sent as nodes changed trainers before the round, and for the merge.
+    Attributes:
+        progress: finished part of the run after the round, 0 to 1.
+        evaluations: by trainer, before the merge; empty if the round was not evaluated.
+        totals: of the run so far.
+        memory: memory use of each process after the round.
+        notes: further lines for the log.
+        moves: transfers because nodes changed trainers before the round, and for the merge.
     """
 
     outer_step: int
@@ -111,7 +121,7 @@ class ClusterRound:
 
 
 class RunView(Protocol):
-    """What an observer may see and ask of a cluster."""
+    """The part of `cluster.Cluster` that an observer reads; a protocol, because imports point from cluster to here."""
 
     config: Config
     data: TaskData
@@ -127,27 +137,27 @@ class RunView(Protocol):
     processes: Processes
 
     def best(self, evaluations: dict[int, Evaluation]) -> int:
-        """The trainer with the best metric."""
+        """Return the trainer with the best metric."""
 
 
 class Observer:
-    """Whoever follows a run; this one does nothing with it."""
+    """Follows a run; this base class ignores everything."""
 
     def on_start(self, run: RunView, initial: dict[int, Evaluation]) -> None:
-        """Before the first round; the trainers as they are initialised, or nothing where a run is resumed."""
+        """Called before the first round; `initial` holds the untrained trainers, or nothing if the run is resumed."""
 
     def on_round_start(self, outer_step: int, progress: float, steps: int) -> None:
-        """A round begins with so many inner steps over all workers; progress: how much of the run is done, 0 to 1."""
+        """Called before a round of `steps` inner steps over all workers; `progress` is the finished part, 0 to 1."""
 
     def on_step(self) -> None:
-        """A worker has made an inner step."""
+        """Called after an inner step of a worker."""
 
     def on_round(self, run: RunView, result: ClusterRound) -> None:
-        """A round has ended, its merge and redistribution included."""
+        """Called after a round and its merge."""
 
     def warn(self, message: str) -> None:
-        """Something that the user should know and that does not stop the run; may come again and again."""
+        """Called with a problem that does not stop the run; the same message may come repeatedly."""
 
     def state_dict(self) -> dict:
-        """What to hand to the next observer when the run is resumed, as JSON values."""
+        """Return JSON values for the observer of the resumed run."""
         return {}

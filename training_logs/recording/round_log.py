@@ -1,15 +1,21 @@
-"""What is said about a run as it begins, and about a round of a trainer: a row of training_log.csv, and a line."""
+"""Rows of training_log.csv, exchange_log.csv and share_log.csv, and the lines about a run, a round and a text."""
 
 import math
+from collections.abc import Iterator
+
+import numpy as np
 
 from algorithms.batch.gradient_statistics import GradientStatistics
+from algorithms.nodes.transfers import Move
+from algorithms.synchronisation.method import Event
+from fabrics.data.examples import DataShares
 from fabrics.models.continuations import Continuation
-from fabrics.pool.eval_tool import Metric
+from fabrics.pool.eval_tool import Evaluation, Metric
 from training_logs.recording.records import ClusterRound, RoundReport, RunView
 from utils.utils import byte_size
 
-# examples, tokens, communications and bytes are totals of the whole run at the end of the round;
-# the columns with round_ are the trainer's own in this round.
+# examples, tokens, communications and bytes are totals of the run after the round;
+# columns that begin with round_ are the trainer's own in this round.
 COLUMNS = (
     "outer_step",
     "trainer_id",
@@ -52,20 +58,23 @@ COLUMNS = (
 
 
 def start_line(run: RunView, initial_metric: float) -> str:
-    """What a run trains on what."""
-    data, metric, processes = run.data, run.metric, run.processes.count
+    """Describe model, data and nodes of a run in one line."""
+    data = run.data
+    metric = run.metric
     places = ", ".join(dict.fromkeys(map(str, run.processes.devices)))
+    if run.processes.count > 1:
+        places += f", {run.processes.count} processes"
     sizes = "/".join(str(size) for size in sorted({node.max_batch for node in run.nodes}))
     return (
         f"{run.config.model_type} with {run.parameter_count:,} parameters on {data.dataset} ({len(data.train):,} "
         f"training and {len(data.validation):,} validation examples); {len(run.trainers)} trainers on "
-        f"{len(run.nodes)} nodes ({places}{f', {processes} processes' if processes > 1 else ''}), max batch {sizes}; "
+        f"{len(run.nodes)} nodes ({places}), max batch {sizes}; "
         f"{metric.name} before training {initial_metric:.{metric.decimals}f}"
     )
 
 
 def accumulation_steps(report: RoundReport) -> int:
-    """The most micro-batches of an inner step of a worker."""
+    """The largest number of micro-batches in a worker's inner step."""
     return max(worker.plan.accumulation_steps for worker in report.workers.values())
 
 
@@ -73,24 +82,30 @@ def _micro_batch(report: RoundReport) -> int:
     return max(max(worker.plan.micro_batches) for worker in report.workers.values())
 
 
+# Column of the round log: attribute of GradientStatistics.
+_STATISTICS = {
+    "gradient_sample_size": "examples",
+    "gradient_squared_norm": "squared_norm",
+    "gradient_squared_norm_error": "squared_norm_error",
+    "gradient_variance": "variance",
+    "gradient_variance_error": "variance_error",
+    "inner_product_variance": "inner_product_variance",
+    "inner_product_variance_error": "inner_product_variance_error",
+    "orthogonal_variance": "orthogonal_variance",
+}
+
+
 def _statistics_columns(statistics: GradientStatistics | None) -> dict[str, float | None]:
-    """What the batch test saw; empty where there was none, and where a number is not known."""
-    values = {
-        "gradient_sample_size": "examples",
-        "gradient_squared_norm": "squared_norm",
-        "gradient_squared_norm_error": "squared_norm_error",
-        "gradient_variance": "variance",
-        "gradient_variance_error": "variance_error",
-        "inner_product_variance": "inner_product_variance",
-        "inner_product_variance_error": "inner_product_variance_error",
-        "orthogonal_variance": "orthogonal_variance",
-    }
-    found = {column: math.nan if statistics is None else getattr(statistics, name) for column, name in values.items()}
-    return {column: value if math.isfinite(value) else None for column, value in found.items()}
+    columns = dict.fromkeys(_STATISTICS)
+    if statistics is not None:
+        for column, name in _STATISTICS.items():
+            value = getattr(statistics, name)
+            columns[column] = value if math.isfinite(value) else None
+    return columns
 
 
 def round_row(result: ClusterRound, report: RoundReport, max_batch: int, wall_seconds: float) -> dict:
-    """One row of the round log; what was not measured is left empty.
+    """Return a trainer's row of training_log.csv, by column; None is written as an empty cell.
 
     Args:
         max_batch: the largest micro-batch that every node of the trainer can run.
@@ -132,7 +147,7 @@ def round_row(result: ClusterRound, report: RoundReport, max_batch: int, wall_se
 
 
 def continuation_block(number: int, count: int, text: Continuation) -> str:
-    """What the model says, for people: quoted, with line ends and everything else that is not printable as escapes."""
+    """Show a generated text; line ends and unprintable characters are escaped."""
     return (
         f"continuation {number} of {count}, of a validation text\n"
         f"  prompt:    {text.prompt!r}\n  model:     {text.continuation!r}\n  reference: {text.reference!r}"
@@ -140,7 +155,7 @@ def continuation_block(number: int, count: int, text: Continuation) -> str:
 
 
 def round_line(result: ClusterRound, report: RoundReport, metric: Metric) -> str:
-    """One readable line about one trainer's round."""
+    """Describe a trainer's round in one line."""
     evaluation = result.evaluations.get(report.trainer)
     nodes = "node" if len(report.workers) == 1 else "nodes"
     measured = f"{evaluation.metric:8.{metric.decimals}f}" if evaluation else f"{'-':>8}"
@@ -151,3 +166,81 @@ def round_line(result: ClusterRound, report: RoundReport, metric: Metric) -> str
         f"{report.tokens / report.seconds:>7,.0f} tokens/s | "
         f"communications {result.totals.communications:>2} ({byte_size(result.totals.bytes_communicated)})"
     )
+
+
+# Exchanges between nodes. Bytes are those of each node in one exchange, the mean over the exchanges in the row.
+# sources, targets: ids of the sending and receiving nodes; empty if all workers of the trainer did both.
+EXCHANGE_COLUMNS = (
+    "outer_step",
+    "trainer_id",
+    "kind",
+    "through",
+    "count",
+    "sent_bytes",
+    "received_bytes",
+    "behind",
+    "first_step",
+    "last_step",
+    "sources",
+    "targets",
+)
+
+
+def exchange_rows(result: ClusterRound) -> list[tuple]:
+    """Return one row per trainer and kind of exchange, and one per transfer between trainers or nodes."""
+    rows = []
+    inner_steps = 0
+    for report in result.reports.values():
+        inner_steps = report.inner_steps
+        alike: dict[tuple, list[Event]] = {}
+        for event in report.events:
+            alike.setdefault((event.kind, event.through, event.behind), []).append(event)
+        for (kind, through, behind), events in alike.items():
+            sent = float(np.mean([event.sent for event in events]))
+            received = float(np.mean([event.received for event in events]))
+            steps = [event.step for event in events]
+            place = (result.outer_step, report.trainer, kind, through)
+            rows.append((*place, len(events), sent, received, behind, min(steps), max(steps), "", ""))
+    return rows + [_move_row(result.outer_step, move, inner_steps) for move in result.moves]
+
+
+def _move_row(outer_step: int, move: Move, inner_steps: int) -> tuple:
+    transfer = move.transfer
+    # Nodes move before the first inner step of a round, trainers merge after the last.
+    step = inner_steps if move.kind == "merge" else 0
+    through = "all" if transfer.sources == transfer.targets else "direct"
+    sent = transfer.total / max(1, len(transfer.sources))
+    sources = " ".join(map(str, transfer.sources))
+    targets = " ".join(map(str, transfer.targets))
+    place = (outer_step, move.trainer, move.kind, through)
+    return (*place, 1, sent, transfer.arriving, 0, step, step, sources, targets)
+
+
+SHARE_COLUMNS = ("outer_step", "trainer_id", "share", "validation_loss", "validation_metric")
+
+
+def share_rows(result: ClusterRound) -> Iterator[tuple]:
+    """Yield the evaluation of each trainer on each share of non-IID data."""
+    for trainer, evaluation in result.evaluations.items():
+        for share, own in enumerate(evaluation.shares):
+            if own is not None:
+                yield result.outer_step, trainer, share, own.loss, own.metric
+
+
+def share_summary(shares: DataShares | None, best: Evaluation | None) -> dict | None:
+    """Return the shares as JSON values, with the final metric of the best trainer where it was evaluated."""
+    if shares is None:
+        return None
+    entries = [dict(entry) for entry in shares.record["shares"]]
+    for entry, own in zip(entries, best.shares if best else (), strict=False):
+        entry["final_metric"] = own and own.metric
+    return {**shares.record, "shares": entries}
+
+
+def placement_line(placement: dict[int, list[int]]) -> str:
+    """Say which nodes work for which trainer."""
+    parts = []
+    for trainer, nodes in placement.items():
+        word = "node" if len(nodes) == 1 else "nodes"
+        parts.append(f"trainer {trainer} on {word} {', '.join(map(str, nodes))}")
+    return "; ".join(parts)

@@ -1,4 +1,4 @@
-"""The run folder and the log: where everything is written, and that nothing written before is lost."""
+"""The run folder and the log: where everything is written; nothing that was written before is lost."""
 
 import datetime
 import logging
@@ -10,7 +10,7 @@ from pathlib import Path
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from training_logs.trackers.clearml_modes import resolved_mode
+from training_logs.trackers.clearml import resolved_mode
 from utils.config.schema import Config, ConfigError
 from utils.utils import nearest_existing_folder
 
@@ -36,11 +36,12 @@ class FileHandler(logging.FileHandler):
 
 
 def start_logging(is_main: bool = True) -> logging.handlers.MemoryHandler:
-    """Log to the console, and keep the records until there is a run folder to put them in.
+    """Log to the console, and keep the records until there is a run folder for them.
 
-    is_main: whether this process is the one that speaks; others log nothing but errors.
+    Args:
+        is_main: whether this is the main process; others log only errors.
     """
-    disable_progress_bar()  # that of transformers: saving a model in one file has nothing to show
+    disable_progress_bar()  # of transformers, which shows one for every model that is saved
     root = logging.getLogger("adloco")
     root.setLevel(logging.INFO)
     root.propagate = False
@@ -56,7 +57,7 @@ def start_logging(is_main: bool = True) -> logging.handlers.MemoryHandler:
 
 
 def check_logs(config: Config) -> None:
-    """Raise ConfigError if run folder or dashboard could not be had later; nothing is written."""
+    """Raise ConfigError if the run folder or the dashboard cannot be used; nothing is written."""
     resolved_mode(config.clearml)
     folder = nearest_existing_folder(Path(config.log_dir))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
@@ -64,9 +65,10 @@ def check_logs(config: Config) -> None:
 
 
 def make_run_folder(config: Config, dataset: str) -> Path:
-    """`log_dir/<Model>_<Dataset>_<Date>`, new; a second run within the same second gets a number.
+    """Create `log_dir/<Model>_<Dataset>_<Date>`; a second run within the same second gets a number.
 
-    dataset: what is really trained on.
+    Args:
+        dataset: the dataset that is trained on, also if it is not the one that was asked for.
     """
     date = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     base = Path(config.log_dir) / f"{config.model_type}_{dataset}_{date}"
@@ -83,7 +85,7 @@ def make_run_folder(config: Config, dataset: str) -> Path:
 
 
 def continue_log(path: Path, length: int) -> None:
-    """Cut the log file where a checkpoint was written; what comes after it goes to a file beside it."""
+    """Cut the log file at the checkpoint; later lines go to `<log>_lost.log`."""
     if path.exists() and path.stat().st_size > length:
         with path.open("rb") as file, path.with_name(f"{path.stem}_lost{path.suffix}").open("ab") as lost:
             file.seek(length)

@@ -1,4 +1,4 @@
-"""summary.json: what a run used and reached, in one place."""
+"""summary.json: the resources, results and origin of a run."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from fabrics.pool.budgets import budget_of
 from fabrics.pool.eval_tool import Evaluation
 from fabrics.pool.run_counters import Totals
 from training_logs.recording.records import RunView
-from training_logs.recording.share_log import share_summary
+from training_logs.recording.round_log import share_summary
 from utils.config.schema import Config
 
 _LIBRARIES = ("transformers", "tokenizers", "safetensors", "numpy")
@@ -24,7 +24,7 @@ def _versions() -> dict[str, str]:
 
 
 def budget_record(config: Config, totals: Totals) -> dict | None:
-    """The budget of a run, what it has used, and by how much of it that differs; None: it has no budget."""
+    """Return the budget, what was used, and the difference in percent; None: the run has no budget."""
     budget = budget_of(config)
     if budget is None:
         return None
@@ -34,16 +34,17 @@ def budget_record(config: Config, totals: Totals) -> dict | None:
 
 
 def run_summary(run: RunView, final: dict[int, Evaluation], status: str, recorded: dict) -> dict:
-    """The summary as JSON values, in the order in which it is read.
+    """Return the summary as JSON values.
 
     Args:
-        final: evaluations of the living trainers; empty where the run did not get that far.
+        final: evaluations of the living trainers; empty if the run did not finish.
         status: running, completed, interrupted or failed.
-        recorded: what is known to who records the run alone.
+        recorded: the recorder's own entries.
     """
-    totals, config = run.totals, run.config
+    totals = run.totals
+    config = run.config
     best = final[run.best(final)] if final else None
-    # Processes may all call a GPU of their own cuda:0.
+    # Several processes may each call their GPU cuda:0.
     of_groups = dict(zip(run.processes.groups, run.processes.devices, strict=True))
     classes = zip(run.data.class_names, best.classes, strict=True) if best else ()
     return {

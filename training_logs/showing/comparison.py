@@ -1,4 +1,4 @@
-"""Several runs on common axes, and what differs between their configurations."""
+"""Several runs on common axes, and the differences of their configurations."""
 
 import html
 from collections.abc import Sequence
@@ -6,19 +6,26 @@ from pathlib import Path
 
 import numpy as np
 
-from training_logs.showing.plots import make_figure
 from training_logs.showing.report import headline, page, picture, table
 from training_logs.showing.run_data import RunData, RunFolderError
-from training_logs.showing.series import thinned
-from training_logs.showing.styles import OVER, axis, colour, legend, line_style, plain_logarithmic
+from training_logs.showing.styles import (
+    OVER,
+    axis,
+    colour,
+    legend,
+    line_style,
+    make_figure,
+    plain_logarithmic,
+    thinned,
+)
 from utils.utils import write_atomically, write_text_atomically
 
-# Where a run is written has nothing to do with what it found.
+# Keys without influence on results.
 _PLACES = ("log_dir", "log_file", "cache_dir")
 
 
 def best_per_round(run: RunData, x: str) -> tuple[list[float], list[float]]:
-    """The best validation metric of the living trainers after every round, over a column of the round log."""
+    """Return a column of the round log, and the best validation metric of the living trainers after every round."""
     best = max if run.metric.higher_is_better else min
     xs, values = [], []
     for rows in run.by_round.values():
@@ -31,7 +38,7 @@ def best_per_round(run: RunData, x: str) -> tuple[list[float], list[float]]:
 
 
 def differences(runs: Sequence[RunData]) -> dict[str, list]:
-    """The keys of the configurations that are not the same in all runs, and their values."""
+    """Return the keys whose values differ between the runs, with the values."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in _PLACES)
     values = {key: [run.config.get(key) for run in runs] for key in keys}
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
@@ -43,7 +50,7 @@ def _names(runs: Sequence[RunData]) -> list[str]:
 
 
 def draw_comparison(runs: Sequence[RunData]):
-    """The figure: the best metric over everything that a plot can be drawn over."""
+    """Draw the best metric over each column that a plot can be drawn over."""
     figure, axes = make_figure(len(OVER))
     for place, x in zip(axes, OVER, strict=True):
         for index, (run, name) in enumerate(zip(runs, _names(runs), strict=True)):
@@ -59,10 +66,10 @@ def draw_comparison(runs: Sequence[RunData]):
 
 
 def compare(runs: Sequence[RunData], output: Path) -> Path:
-    """Write comparison.png and comparison.html into a folder; where the page is.
+    """Write comparison.png and comparison.html into a folder; return the path of the page.
 
     Raises:
-        RunFolderError: the runs are judged by different metrics, or one has no round.
+        RunFolderError: the runs have different metrics, or one has no round.
     """
     for run in runs:
         if run.metric.name != runs[0].metric.name:

@@ -23,8 +23,7 @@ from algorithms.theory import (
     predict_rounds,
     rounds_one_by_one,
 )
-from training_logs.showing.number_log import Row, Rows
-from training_logs.showing.run_data import RunData, read_run
+from training_logs.showing.run_data import Row, Rows, RunData, read_run
 from utils.config.schema import BUDGETS
 
 _TOTALS = ("outer_step", "examples", "communications")
@@ -130,21 +129,14 @@ def _plateau(batches: Sequence[float]) -> int:
 
 
 def _asked(rows: Rows, config: Mapping) -> float:
-    """What a debiased norm test with the first eta makes of the statistics of a round, all trainers together.
+    """Return the request of a debiased norm test with the first eta, for all trainers together, not rounded.
 
-    0 or NaN where they say nothing; not rounded.
+    0 or NaN if the statistics of the round give none.
     """
-    if not all(rows.has(name) for name in ("gradient_variance", "gradient_squared_norm", "gradient_sample_size")):
-        return math.nan
-    of_old = not rows.has("gradient_squared_norm_error")  # logged the squared norm of a worker's sample, and no errors
-    names = ("variance", "variance_error", "squared_norm", "squared_norm_error", "sample_size")
-    columns = [
-        rows[f"gradient_{name}"].tolist() if rows.has(f"gradient_{name}") else [0.0] * len(rows) for name in names
-    ]
+    names = ("gradient_variance", "gradient_variance_error", "gradient_squared_norm", "gradient_squared_norm_error")
     asked = 0.0
-    for variance, variance_error, squared_norm, error, sample_size in zip(*columns, strict=True):
-        true_norm = squared_norm - variance / sample_size if of_old else squared_norm
-        asked += lower_ratio(variance, variance_error, true_norm, error, config.get("batch_test_confidence", 0.0))
+    for row in rows:
+        asked += lower_ratio(*(row[name] for name in names), config.get("batch_test_confidence", 0.0))
     return asked / config["ETA"] ** 2
 
 

@@ -1,4 +1,4 @@
-"""report.html: a run, or several side by side, in one file that needs nothing else."""
+"""report.html: a run in one file, with its plots inside."""
 
 import base64
 import html
@@ -9,11 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from training_logs.showing.number_log import Rows
-from training_logs.showing.plots import plots_of
+from training_logs.showing.plots import plots_of, share_losses
 from training_logs.showing.prediction import NoLawError, fit, sentences
-from training_logs.showing.run_data import RunData
-from training_logs.showing.share_plots import share_losses
+from training_logs.showing.run_data import Rows, RunData
 from utils.config.schema import FIELDS, Config
 from utils.utils import budget_used, byte_size, write_text_atomically
 
@@ -55,7 +53,7 @@ details summary { cursor: pointer; color: var(--accent); margin: 8px 0; }
 
 
 def number(value: Any) -> str:
-    """A value for people: thousands separated, five digits of a fraction."""
+    """Format a value: thousands separated, five digits of a fraction."""
     if value is None or value != value:
         return "-"
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -66,7 +64,7 @@ def number(value: Any) -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], changed: Sequence[bool] | None = None) -> str:
-    """An HTML table in a box that scrolls; of a long one the first and the last rows, and how many are between them."""
+    """Return an HTML table in a box that scrolls; a long table shows its first and last rows."""
     marks = list(changed) if changed is not None else [False] * len(rows)
     left_out = max(len(rows) - 2 * _ROWS, 0)
     if left_out:
@@ -85,7 +83,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], changed: Sequen
 
 
 def picture(path: Path) -> str:
-    """An image that is inside the page."""
+    """Return an image inside the page."""
     if not path.exists():
         return ""
     data = base64.b64encode(path.read_bytes()).decode()
@@ -93,7 +91,7 @@ def picture(path: Path) -> str:
 
 
 def page(title: str, body: str) -> str:
-    """A whole HTML document."""
+    """Return an HTML document."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -108,32 +106,18 @@ def _cards(values: Mapping[str, str]) -> str:
     return f"<div class=cards>{cells}</div>"
 
 
-_KINDS_OF_BYTES = {
-    "bytes_synchronised": "of it synchronisations",
-    "bytes_merged": "of it merges",
-    "bytes_redistributed": "of it state for nodes that change trainers",
-}
-
-
-def _node_times(summary: Mapping[str, Any]) -> dict[str, str]:
-    """What the clock of the nodes says; older runs have none."""
-    share, seconds = summary.get("waiting_share"), summary.get("simulated_seconds")
-    return {
-        **({"simulated seconds": number(seconds)} if seconds is not None else {}),
-        **({"of their time nodes wait": f"{share:.1%}"} if share is not None else {}),
-    }
-
-
 def headline(run: RunData) -> dict[str, str]:
-    """The few numbers that a run is about; those of the end are missing while it goes on."""
-    summary, decimals, name = run.summary, run.metric.decimals, run.metric.name
+    """Return the main numbers of a run; "-" stands for numbers that only its end gives."""
+    summary = run.summary
+    name = run.metric.name
+    decimals = run.metric.decimals
     metrics = run.rounds["validation_metric"] if run.rounds else np.empty(0)
     best = metrics[np.isfinite(metrics)]
 
     def shown(value: float | None) -> str:
         return "-" if value is None else f"{value:,.{decimals}f}"
 
-    return {
+    values = {
         f"{name}, at the end": shown(summary["final_metric"]),
         f"{name}, before training": shown(summary["initial_metric"]),
         f"{name}, best in a round": shown((max if run.metric.higher_is_better else min)(best) if len(best) else None),
@@ -141,28 +125,30 @@ def headline(run: RunData) -> dict[str, str]:
         "training tokens": number(summary["tokens"]),
         "communications": number(summary["communications"]),
         "communicated": byte_size(summary["bytes_communicated"]),
-        # Older runs do not say.
-        **{what: byte_size(summary[kind]) for kind, what in _KINDS_OF_BYTES.items() if kind in summary},
-        **({"budget": budget_used(summary["budget"])} if summary.get("budget") else {}),
+        "synchronisations": byte_size(summary["bytes_synchronised"]),
+        "merges": byte_size(summary["bytes_merged"]),
+        "state of nodes that change trainers": byte_size(summary["bytes_redistributed"]),
         "trainers, first and last": f"{summary['initial_trainers']} → {summary['final_trainers']}",
         "largest request": number(summary["largest_requested_batch"]),
         "seconds": f"{summary['wall_seconds']:,.0f}",
-        **_node_times(summary),
     }
+    if summary.get("budget"):
+        values["budget"] = budget_used(summary["budget"])
+    if summary.get("simulated_seconds") is not None:
+        values["simulated seconds"] = number(summary["simulated_seconds"])
+    if summary.get("waiting_share") is not None:
+        values["nodes wait"] = f"{summary['waiting_share']:.1%} of their time"
+    return values
 
 
 def _warnings(run: RunData) -> str:
-    warnings = run.summary.get("warnings", ())
-    if not warnings:
-        return ""
     items = ""
-    for warning in warnings:
-        text, count = warning["message"], warning["count"]
-        if count > 1:
-            last = f", the last: {warning['last']}" if "last" in warning else ""
-            text += f" ({number(count)} times{last})"
+    for warning in run.summary.get("warnings", ()):
+        text = warning["message"]
+        if warning["count"] > 1:
+            text += f" ({number(warning['count'])} times)"
         items += f"<li{' class=loud' if text.startswith('DATASET FALLBACK') else ''}>{html.escape(text)}</li>"
-    return f"<div class=warnings><b>Warnings</b><ul>{items}</ul></div>"
+    return f"<div class=warnings><b>Warnings</b><ul>{items}</ul></div>" if items else ""
 
 
 _ROUND_COLUMNS = {
@@ -187,7 +173,6 @@ def _config_table(config: Mapping[str, Any]) -> str:
 
 
 def _prediction(run: RunData) -> str:
-    """The law of the batch, and the communications that more examples would need, in words."""
     try:
         found = fit(run)
     except NoLawError:
@@ -197,24 +182,21 @@ def _prediction(run: RunData) -> str:
 
 
 def _shares(run: RunData) -> str:
-    """What is in the shares of data that differ, how far they are apart, and how good the best trainer is on each."""
+    """Sizes of the shares of non-IID data, and the losses of the best trainer on each."""
     record = run.summary.get("data_shares")
     if not record:
         return ""
-    losses = share_losses(run, "outer_step")
-    names = ("share", "first trainer", "documents", "examples", "tokens", "loss, first",
-             "loss, last", f"final {run.metric.name}", "largest labels")  # fmt: skip
+    losses = share_losses(run)
+    names = ("share", "first trainer", "documents", "examples", "tokens", "loss, first", "loss, last",
+             f"final {run.metric.name}")  # fmt: skip
     rows = []
     for entry in record["shares"]:
-        points = losses.get(entry["share"])
-        first, last = (None, None) if points is None else (points[1][0], points[1][-1])
-        kinds = ", ".join(f"{kind} ({part:.0%})" for kind, part in entry["largest_labels"].items())
-        counts = (entry[name] for name in ("first_trainer", "documents", "examples", "tokens"))
-        metric = entry.get("final_metric")
-        rows.append((f"share {entry['share']}", *counts, first, last, metric, kinds))
+        _, values = losses.get(entry["share"], (None, [None]))
+        sizes = (entry[name] for name in ("first_trainer", "documents", "examples", "tokens"))
+        rows.append((f"share {entry['share']}", *sizes, values[0], values[-1], entry.get("final_metric")))
     note = (
         f"data_split {record['split']} over {record['over']}: {record['total_variation']:.1%} of a share must be "
-        f"exchanged for its mixture of labels to be that of all. Losses: of the trainer that has the share."
+        f"exchanged for its mixture of labels to be that of all. Losses: of the best trainer on the share."
     )
     return f"<h2>Shares of the data</h2><p class=dim>{html.escape(note)}</p>{table(names, rows)}"
 
@@ -235,22 +217,20 @@ def _machine(machine: Mapping[str, Any]) -> str:
 
 
 def _origin(run: RunData) -> str:
-    """What the run can be traced to, by start and resume."""
     rows = []
     for invocation in run.summary.get("invocations", ()):
         difference = {None: "not known", False: "none", True: "yes"}[invocation["changed"]]
         if invocation["patch"]:
             difference = f"in {invocation['patch']}"
         machines = "; ".join(map(_machine, invocation["hardware"]))
-        plugins = ", ".join(f"{entry['path']} ({entry['sha256'][:16]})" for entry in invocation.get("plugins", ()))
+        plugins = ", ".join(f"{entry['path']} ({entry['sha256'][:16]})" for entry in invocation["plugins"])
         parts = (invocation[name] for name in ("started", "first_round", "command", "commit"))
         rows.append((*parts, difference, plugins or "none", machines))
     columns = ("started", "from round", "command", "commit", "files that differ", "plugins", "hardware")
-    return "<h2>Where it comes from</h2>" + table(columns, rows) if rows else ""
+    return "<h2>Origin</h2>" + table(columns, rows) if rows else ""
 
 
 def _continuations(run: RunData) -> str:
-    """What the model says after beginnings of validation texts, and how they really go on."""
     texts = run.summary.get("continuations")
     if not texts:
         return ""
@@ -260,12 +240,12 @@ def _continuations(run: RunData) -> str:
         f"<p class=dim>{html.escape(text['reference'])}</p></figure>"
         for text in texts
     )
-    note = f"Beginnings of validation texts, <b>continued by the model</b> (sampled: {html.escape(sampling)})"
-    return f"<h2>What the model says</h2><p class=dim>{note}, and how they really go on.</p>{blocks}"
+    note = f"Prompts from validation texts, <b>continued by the model</b> ({html.escape(sampling)}), and references."
+    return f"<h2>Continuations</h2><p class=dim>{note}</p>{blocks}"
 
 
 def run_body(run: RunData) -> str:
-    """The report of one run, as the body of a page."""
+    """Return the body of the report of a run."""
     summary = run.summary
     status = summary["status"]
     used = summary["dataset"]
@@ -322,7 +302,7 @@ def run_body(run: RunData) -> str:
 
 
 def write_report(run: RunData) -> Path:
-    """Write report.html beside the plots; where it is."""
+    """Write report.html beside the plots; return its path."""
     path = run.report_dir / "report.html"
     write_text_atomically(path, page(run.folder.name, run_body(run)))
     return path

@@ -1,13 +1,9 @@
-"""A run folder read back: what plots, report and ClearML show comes from here, and so from its files alone.
-
-Nothing in `showing` imports PyTorch: what reports or draws while training goes on should not take its cores for
-seconds.
-"""
+"""A run folder read back. Plots, report and trackers show what is in its files, and import no PyTorch."""
 
 import csv
+import itertools
 import json
-from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,25 +12,83 @@ from typing import Any
 import numpy as np
 import yaml
 
-from training_logs.showing.number_log import NumberLog, Rows
 from utils.config.yaml_reading import yaml_value
 
-# Numbers of steps in their trainer's run, their losses, and how many steps an entry is the mean of: of one length.
-Curve = tuple[np.ndarray, np.ndarray, np.ndarray]
-
-
-# Kinds of exchanges that are no synchronisation of a trainer's workers.
+Row = dict[str, float]
+# Exchanges that are not between the workers of a trainer.
 MOVES = ("merge", "redistribution")
-_NODES = ("sources", "targets")
 
 
 class RunFolderError(ValueError):
-    """A folder is not that of a run, or what is in it cannot be read."""
+    """A folder is not a run folder, or its files cannot be read."""
+
+
+class Rows(Sequence):
+    """A table of numbers, held by column: rows[3] is a row, rows["tokens"] a column.
+
+    Args:
+        columns: float64 arrays of one length.
+    """
+
+    def __init__(self, columns: Mapping[str, np.ndarray]):
+        self._columns = dict(columns)
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> "Rows":
+        """Make a table of rows with equal keys."""
+        return cls({name: np.array([row[name] for row in rows], dtype=float) for name in (rows[0] if rows else ())})
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values()), ()))
+
+    def __getitem__(self, which):
+        if isinstance(which, str):
+            return self._columns[which]
+        if isinstance(which, slice):
+            return self.where(which)
+        return {name: float(column[which]) for name, column in self._columns.items()}
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[index] for index in range(len(self)))
+
+    def where(self, chosen: np.ndarray | slice) -> "Rows":
+        """Return the rows at which a mask is true, or at given places."""
+        return Rows({name: column[chosen] for name, column in self._columns.items()})
+
+    def by(self, column: str) -> dict[int, "Rows"]:
+        """Split consecutive rows with the same value in a column that is sorted."""
+        if not self:
+            return {}
+        values = self[column]
+        starts = [0, *np.flatnonzero(np.diff(values)) + 1, len(values)]
+        return {int(values[a]): self.where(slice(a, b)) for a, b in itertools.pairwise(starts)}
+
+
+def read_rows(path: Path) -> Rows:
+    """Read a CSV of numbers; an empty cell is NaN, half a last line is ignored, a missing file has no rows.
+
+    Raises:
+        ValueError: a cell is not a number.
+    """
+    rows = list(_whole_rows(path))
+    if not rows:
+        return Rows({})
+    columns = list(zip(*rows[1:], strict=True)) or [()] * len(rows[0])
+    numbers = {
+        name: np.array([float(cell or "nan") for cell in column]) for name, column in zip(rows[0], columns, strict=True)
+    }
+    return Rows(numbers)
+
+
+def _whole_rows(path: Path) -> Iterator[list[str]]:
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            yield from csv.reader(line for line in file if line.endswith("\n"))
 
 
 @dataclass(frozen=True)
 class MetricName:
-    """What is to be known of a metric to show it. decimals: digits after the point."""
+    """The validation metric. decimals: digits after the point."""
 
     name: str
     higher_is_better: bool
@@ -52,10 +106,14 @@ class MergeRecord:
 
 @dataclass(frozen=True)
 class ExchangeRecord:
-    """Exchanges of a trainer's workers in a round that are alike; bytes are those of each worker in one of them.
+    """Equal exchanges of a trainer's workers in a round.
 
-    first_step, last_step: the inner steps after which the first and the last of them were. behind: how many more steps
-    were made before anybody waited. sources, targets: nodes that sent and got them; none: the trainer's workers did.
+    Attributes:
+        count: number of exchanges.
+        sent_bytes, received_bytes: of each worker, in one exchange.
+        behind: inner steps that workers make before they wait for it.
+        first_step, last_step: the inner steps after the first and the last exchange.
+        sources, targets: sending and receiving nodes; empty: the trainer's workers.
     """
 
     kind: str
@@ -71,19 +129,19 @@ class ExchangeRecord:
 
     @property
     def steps(self) -> list[int]:
-        """After which inner step each was, as if at even distances."""
+        """The inner step before each exchange, as if at even distances."""
         return np.linspace(self.first_step, self.last_step, self.count).round().astype(int).tolist()
 
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run folder says.
+    """The content of a run folder.
 
     Attributes:
-        folder: where it is.
+        folder: the run folder.
         config: the resolved configuration, as plain values.
-        summary: summary.json; its status is running for a run that goes on, or that died.
-        rounds: the rows of training_log.csv; an empty cell is NaN.
+        summary: summary.json. Its status is running if the run continues, or died.
+        rounds: training_log.csv.
         merges: in order.
     """
 
@@ -95,192 +153,158 @@ class RunData:
 
     @property
     def report_dir(self) -> Path:
-        """Where CSVs, summary, plots and report are."""
+        """The folder of CSVs, summary, plots and report."""
         return self.folder / self.config["model_training_report_dir"]
 
     @property
     def memory_dir(self) -> Path:
-        """Where the memory report is."""
+        """The folder of the memory report."""
         return self.folder / self.config["memory_report_dir"]
 
     @property
-    def metric(self) -> "MetricName":
-        """How the run's models are judged."""
+    def metric(self) -> MetricName:
+        """The validation metric."""
         return MetricName(*(self.summary[key] for key in ("metric", "metric_higher_is_better", "metric_decimals")))
 
     @cached_property
     def trainers(self) -> list[int]:
-        """The ids of all trainers there were."""
-        return sorted({int(trainer) for trainer in np.unique(self.rounds["trainer_id"])}) if self.rounds else []
+        """The ids of all trainers."""
+        return sorted({int(trainer) for trainer in self.rounds["trainer_id"]}) if self.rounds else []
 
     @cached_property
     def by_round(self) -> dict[int, Rows]:
-        """The rows of every round, in the order of the rounds."""
-        return self.rounds.by("outer_step") if self.rounds else {}
+        """Rows by round, in order."""
+        return self.rounds.by("outer_step")
 
     @cached_property
     def by_trainer(self) -> dict[int, Rows]:
-        """The rows of every trainer."""
+        """Rows by trainer."""
         return {trainer: self.rounds.where(self.rounds["trainer_id"] == trainer) for trainer in self.trainers}
 
     def of(self, trainer: int) -> Rows:
-        """One trainer's rows."""
+        """Return one trainer's rows."""
         return self.by_trainer[trainer]
 
     @cached_property
     def exchanges(self) -> dict[tuple[int, int], list[ExchangeRecord]] | None:
-        """What workers sent each other, by round and trainer; None in a run of before that was logged."""
-        found = self._logged_exchanges
-        if found is None:
+        """Exchanges between workers, by round and trainer; None without exchange_log.csv."""
+        if not (self.report_dir / "exchange_log.csv").exists():
             return None
-        exchanges = {place: [each for each in records if each.kind not in MOVES] for place, records in found.items()}
-        return {place: records for place, records in exchanges.items() if records}
+        return self._exchanges_of(lambda record: record.kind not in MOVES)
 
     @cached_property
     def moves(self) -> dict[tuple[int, int], list[ExchangeRecord]]:
-        """What was sent for a merge, or as nodes changed trainers, by round and by the trainer that got it.
+        """Transfers for merges and because nodes changed trainers, by round and receiving trainer."""
+        return self._exchanges_of(lambda record: record.kind in MOVES)
 
-        A run that was begun before that was logged has none of then: its bytes are in the round log alone.
-        """
-        found = self._logged_exchanges or {}
-        moves = {place: [each for each in records if each.kind in MOVES] for place, records in found.items()}
-        return {place: records for place, records in moves.items() if records}
-
-    @cached_property
-    def _logged_exchanges(self) -> dict[tuple[int, int], list[ExchangeRecord]] | None:
-        return _exchanges(self.report_dir / "exchange_log.csv")
+    def _exchanges_of(self, chosen) -> dict[tuple[int, int], list[ExchangeRecord]]:
+        found: dict[tuple[int, int], list[ExchangeRecord]] = {}
+        for place, record in self._logged_exchanges:
+            if chosen(record):
+                found.setdefault(place, []).append(record)
+        return found
 
     @cached_property
-    def nodes(self) -> dict[tuple[int, int], Rows]:
-        """The rows of node_log.csv, one per worker, by round and trainer; empty in a run of before that was logged."""
-        rows = self.node_rows
-        by_round = rows.by("outer_step") if rows else {}
-        return {
-            (step, trainer): own for step, each in by_round.items() for trainer, own in each.by("trainer_id").items()
-        }
+    def _logged_exchanges(self) -> list[tuple[tuple[int, int], ExchangeRecord]]:
+        header, *rows = list(_whole_rows(self.report_dir / "exchange_log.csv")) or [[]]
+        found = []
+        for values in rows:
+            row = dict(zip(header, values, strict=False))
+            record = ExchangeRecord(
+                kind=row["kind"],
+                through=row["through"],
+                count=int(row["count"]),
+                sent_bytes=float(row["sent_bytes"]),
+                received_bytes=float(row["received_bytes"]),
+                behind=int(row["behind"]),
+                first_step=int(row["first_step"]),
+                last_step=int(row["last_step"]),
+                sources=tuple(map(int, row.get("sources", "").split())),
+                targets=tuple(map(int, row.get("targets", "").split())),
+            )
+            found.append(((int(row["outer_step"]), int(row["trainer_id"])), record))
+        return found
 
     @cached_property
     def node_rows(self) -> Rows:
-        """All of them, in the order of the rounds."""
-        return NumberLog(self.report_dir / "node_log.csv").all()
+        """node_log.csv."""
+        return read_rows(self.report_dir / "node_log.csv")
 
     @cached_property
-    def measured_node_rows(self) -> Rows:
-        """The same by what was measured here, of a run whose node_log.csv is by given speeds; else empty."""
-        given = self.config.get("node_speeds") is not None
-        return NumberLog(self.report_dir / "node_log_measured.csv").all() if given else Rows({})
+    def nodes(self) -> dict[tuple[int, int], Rows]:
+        """Rows of node_log.csv, one per worker, by round and trainer."""
+        return {
+            (step, trainer): own
+            for step, rows in self.node_rows.by("outer_step").items()
+            for trainer, own in rows.by("trainer_id").items()
+        }
 
     @cached_property
     def share_rows(self) -> Rows:
-        """The rows of share_log.csv; empty where nothing is evaluated by share."""
-        return NumberLog(self.report_dir / "share_log.csv").all()
+        """share_log.csv; empty if shares of non-IID data are not evaluated."""
+        return read_rows(self.report_dir / "share_log.csv")
 
     @cached_property
-    def step_losses(self) -> dict[int, Curve]:
-        """Per trainer its losses over its inner steps, counted over all rounds: means over its workers."""
-        return _step_losses(self)
+    def step_losses(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """By trainer the numbers of its inner steps, counted over all rounds, and their mean losses over workers."""
+        log = read_rows(self.report_dir / "step_loss_log.csv")
+        if not self.rounds or not log:
+            return {}
+        before = np.zeros(max(self.by_round) + 2)
+        for step, rows in self.by_round.items():
+            before[step + 1] = rows["inner_steps"][0]
+        before = np.cumsum(before)
+        # A worker that diverged has no loss to show. A round that is not in the round log yet has no place.
+        log = log.where(np.isfinite(log["loss"]) & (log["outer_step"] < len(before) - 1))
+        numbers = before[log["outer_step"].astype(int)] + log["inner_step"]
+        curves = {}
+        for trainer in np.unique(log["trainer_id"]):
+            own = log["trainer_id"] == trainer
+            steps, place = np.unique(numbers[own], return_inverse=True)
+            weights = log["effective_batch"][own]
+            curves[int(trainer)] = (steps, np.bincount(place, weights * log["loss"][own]) / np.bincount(place, weights))
+        return curves
 
     @cached_property
     def memory(self) -> dict[str, dict[str, np.ndarray]]:
-        """Per device the columns seconds, allocated_bytes and peak_bytes of memory_log.csv; empty if not measured."""
-        return _memory(self.memory_dir / "memory_log.csv")
-
-
-def _step_losses(run: RunData) -> dict[int, Curve]:
-    log = NumberLog(run.report_dir / "step_loss_log.csv")
-    if not run.rounds:
-        return {}
-    rounds, first = np.unique(run.rounds["outer_step"].astype(int), return_index=True)
-    before = np.zeros(rounds[-1] + 2)
-    before[rounds + 1] = run.rounds["inner_steps"][first]
-    before = np.cumsum(before)
-    found: dict[int, list[np.ndarray]] = {}
-    for piece in log.new():
-        table = dict(zip(log.columns, piece.T, strict=True))
-        # A worker that diverged has no loss to show, and a round that is not in the round log yet has no place.
-        shown = np.isfinite(table["loss"]) & (table["outer_step"] < len(before) - 1)
-        table = {name: column[shown] for name, column in table.items()}
-        numbers = before[table["outer_step"].astype(int)] + table["inner_step"]
-        steps = table.get("steps", np.ones(len(numbers)))
-        entries = np.stack([numbers, table["loss"] * table["effective_batch"], table["effective_batch"], steps])
-        for trainer in np.unique(table["trainer_id"]):
-            found.setdefault(int(trainer), []).append(_added_up(entries[:, table["trainer_id"] == trainer]))
-    curves = {}
-    for trainer, parts in found.items():
-        numbers, losses, weights, steps = _added_up(np.concatenate(parts, axis=1))
-        curves[trainer] = (numbers, losses / weights, steps)
-    return curves
-
-
-def _added_up(entries: np.ndarray) -> np.ndarray:
-    """One entry per number (first row), with the sums of the second and third row, and the largest of the fourth."""
-    order = np.argsort(entries[0], kind="stable")
-    entries = entries[:, order]
-    starts = np.flatnonzero(np.diff(entries[0], prepend=np.nan) != 0)
-    if not len(starts):
-        return entries
-    sums = np.add.reduceat(entries[1:3], starts, axis=1)
-    return np.concatenate([entries[:1, starts], sums, np.maximum.reduceat(entries[3:], starts, axis=1)])
-
-
-def _whole_rows(path: Path) -> Iterator[dict[str, str]]:
-    """The rows of a CSV of words and numbers; half a line at its end is left out."""
-    with path.open(newline="", encoding="utf-8") as file:
-        yield from csv.DictReader(line for line in file if line.endswith("\n"))
-
-
-def _memory(path: Path) -> dict[str, dict[str, np.ndarray]]:
-    columns = ("seconds", "allocated_bytes", "peak_bytes")
-    found: dict[str, dict[str, array]] = {}
-    if not path.exists():
-        return {}
-    for row in _whole_rows(path):
-        device = found.setdefault(row["device"], {column: array("d") for column in columns})
-        for column in columns:
-            device[column].append(float(row[column]))
-    return {name: {column: np.array(values) for column, values in device.items()} for name, device in found.items()}
-
-
-def _exchanges(path: Path) -> dict[tuple[int, int], list[ExchangeRecord]] | None:
-    if not path.exists():
-        return None
-    found: dict[tuple[int, int], list[ExchangeRecord]] = {}
-    for row in _whole_rows(path):
-        place = int(row.pop("outer_step")), int(row.pop("trainer_id"))
-        values = {name: kind(row[name]) for name, kind in ExchangeRecord.__annotations__.items() if name not in _NODES}
-        nodes = {name: tuple(map(int, (row.get(name) or "").split())) for name in _NODES}
-        found.setdefault(place, []).append(ExchangeRecord(**values, **nodes))
-    return found
+        """By device the columns seconds, allocated_bytes and peak_bytes of memory_log.csv."""
+        header, *rows = list(_whole_rows(self.memory_dir / "memory_log.csv")) or [[]]
+        found: dict[str, dict[str, list[float]]] = {}
+        for values in rows:
+            row = dict(zip(header, values, strict=True))
+            device = found.setdefault(row["device"], {"seconds": [], "allocated_bytes": [], "peak_bytes": []})
+            for column, numbers in device.items():
+                numbers.append(float(row[column]))
+        return {
+            device: {column: np.array(numbers) for column, numbers in columns.items()}
+            for device, columns in found.items()
+        }
 
 
 def _merges(path: Path) -> list[MergeRecord]:
     merges: dict[int, MergeRecord] = {}
-    for row in NumberLog(path).all():
+    for row in read_rows(path):
         step = int(row["outer_step"])
         merge = merges.setdefault(step, MergeRecord(step, int(row["representative"]), {}))
         merge.weights[int(row["trainer_id"])] = row["weight"]
     return list(merges.values())
 
 
-def read_run(folder: Path, rows: bool = True) -> RunData:
-    """Read a run folder; it may be that of a run that goes on, or that died.
-
-    Args:
-        rows: read the rounds and merges; otherwise there are none.
+def read_run(folder: Path) -> RunData:
+    """Read a run folder, also of a run that continues, or that died.
 
     Raises:
-        RunFolderError: it is none, or is damaged.
+        RunFolderError: it is not a run folder, or is damaged.
     """
-    path = folder / "config.yaml"
     try:
-        config = yaml_value(path.read_text(encoding="utf-8"))
+        config = yaml_value((folder / "config.yaml").read_text(encoding="utf-8"))
         report_dir = folder / config["model_training_report_dir"]
         return RunData(
             folder=folder,
             config=config,
             summary=json.loads((report_dir / "summary.json").read_text(encoding="utf-8")),
-            rounds=NumberLog(report_dir / "training_log.csv").all() if rows else Rows({}),
-            merges=_merges(report_dir / "merge_log.csv") if rows else [],
+            rounds=read_rows(report_dir / "training_log.csv"),
+            merges=_merges(report_dir / "merge_log.csv"),
         )
     except OSError as error:
         raise RunFolderError(f"{folder}: not a run folder: {error.filename}: {error.strerror}") from None

@@ -637,16 +637,10 @@ class Log(Section):
         "model_training_report", "Folder for CSVs, summary and plots, in the run folder."
     )
     model_weights_dir: Name = key("model_weights", "Folder for models, in the run folder.")
-    plot_every: PositiveInt | None = key(
-        None, "Draw plots and report every n rounds, within 2% of the run's time; null: never.", changes_training=False
-    )
     plot_at_end: bool = key(
         True,
         "Draw plots and report at the end; `python -m training_logs.training_monitoring RUN_DIR` draws them later.",
         changes_training=False,
-    )
-    memory_sample_seconds: PositiveFloat | None = key(
-        1.0, "Seconds between measurements of memory use; null: only after rounds.", changes_training=False
     )
     clearml: Annotated[str, BeforeValidator(_off_is_a_word)] = key(
         "auto",
