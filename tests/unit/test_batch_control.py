@@ -11,8 +11,7 @@ from algorithms.batch.budget import Ahead
 from algorithms.batch.calc_batch import BATCH_TESTS
 from algorithms.batch.gradient_statistics import SampleEstimate
 from algorithms.schedule.learning_rate import LearningRateSchedule
-from benchmarks.performance import noise
-from benchmarks.performance.noise import make_gradients, simulate
+from tests.support.noise import last_request
 from utils.config.schema import Config
 
 SETTINGS = BatchControlSettings(
@@ -148,17 +147,11 @@ def test_a_control_continues_from_its_state():
 @pytest.mark.parametrize(("spectrum", "noise_scale"), [("isotropic", 50), ("isotropic", 500), ("decaying", 50)])
 def test_the_largest_of_300_requests_does_not_drift_above_the_right_one(spectrum, noise_scale):
     """One worker that starts with 8; without a lower bound the same runs end 1.1 to 2.6 times too high."""
-    gradients = make_gradients(spectrum, noise_scale, along=0.0)
-    ends = {
-        confidence: np.array(
-            [
-                simulate(gradients, "norm_test", 1, 32, 300, seed, Config(batch_test_confidence=confidence)).request
-                for seed in range(3)
-            ]
-        )
-        / noise_scale
-        for confidence in (0.0, 2.0)
-    }
+    ends = {}
+    for confidence in (0.0, 2.0):
+        config = Config(batch_test_confidence=confidence)
+        requests = [last_request(spectrum, noise_scale, 1, 32, 300, seed, config) for seed in range(3)]
+        ends[confidence] = np.array(requests) / noise_scale
     assert 0.8 < np.median(ends[2.0]) < 1.25
     assert ends[2.0].max() < 1.5
     assert (ends[0.0] > ends[2.0]).all()
@@ -166,34 +159,8 @@ def test_the_largest_of_300_requests_does_not_drift_above_the_right_one(spectrum
 
 def test_sixteen_workers_see_as_much_as_one_with_their_examples():
     """Products within a worker alone would leave the request at a third of the right one."""
-    gradients = make_gradients("decaying", 500, along=0.0)
-    end = simulate(gradients, "norm_test", 16, 8, 150, 0, Config()).request / 500
+    end = last_request("decaying", 500, 16, 8, 150, 0, Config()) / 500
     assert 2 / 3 < end < 1.5
-
-
-def test_the_simulation_prints_a_line_per_setting_and_writes_it(tmp_path, capsys):
-    options = ["--noise-scales", "50", "--workers", "1", "--micro-batches", "8", "--rounds", "40", "--seeds", "2"]
-    assert noise.main([*options, "--spectra", "isotropic", "--json", str(tmp_path / "noise.json")]) in (0, 1)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1 + len(noise.TESTS) + 1
-    found = json.loads((tmp_path / "noise.json").read_text())
-    assert [row["test"] for row in found["rows"]] == list(noise.TESTS)
-    assert [round(row["right"], 1) for row in found["rows"]] == [50.0, 30.9, 100.0]
-    assert found["settings"]["config"]["batch_test_confidence"] == 2.0
-
-
-def test_what_is_drawn_at_once_has_the_moments_of_what_is_drawn_one_by_one(monkeypatch):
-    """Of 20 workers with 70 examples in parts of 10, of which 50 are between those that are held against a mean."""
-    gradients, plan = make_gradients("decaying", 50, along=0.0), noise.ExecutionPlan((10,) * 7)
-    found = []
-    for drawn in (32, 1000):
-        monkeypatch.setattr(noise, "DRAWN", drawn)
-        generator = np.random.default_rng(0)
-        samples = [one for _ in range(20) for one in noise.draw_samples(gradients, plan, 20, generator)[0]]
-        found.append(np.array([[one.squared_norm, one.variance, one.squared_norm_error**2] for one in samples]))
-    spread = np.hypot(*(each.std(0) for each in found)) / 20  # of the difference of means of 400
-    assert (np.abs(found[0].mean(0) - found[1].mean(0)) < 4 * spread).all()
-    np.testing.assert_allclose(found[0].std(0), found[1].std(0), rtol=0.2)
 
 
 @pytest.mark.parametrize(("rounds_left", "expected"), [(1, 60), (20, 60), (100, 20)])
