@@ -7,6 +7,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # For the programs that tests start: with more threads than cores PyTorch waits for itself.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import functools
 import gc
 import json
 import signal
@@ -18,26 +19,36 @@ import pytest
 
 from algorithms.registry import Registry
 from fabrics.data import documents
-from tests.support import docstrings, forkserver
-from tests.support.programs import Programs
 
 # What takes seconds to import is imported where it is used: the process that hands out the tests needs none of it.
 
 # Whoever starts the tests in the background of a shell has SIGINT ignored, which programs would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-PROGRAMS = Programs()
 # Rewriting the assertions of all tests takes each process some seconds: what pytest has rewritten is kept, also where
 # PYTHONDONTWRITEBYTECODE says otherwise.
 sys.dont_write_bytecode = False
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
+# Reading the documentation of Python takes seconds: once in a test process and its forks.
+documents.standard_library_docstrings = functools.cache(documents.standard_library_docstrings)
 
 
 @pytest.fixture(scope="session")
-def programs() -> Programs:
-    """What starts programs."""
-    return PROGRAMS
+def programs():
+    """What starts programs; its tests are marked `programs`."""
+    import cluster  # noqa: F401 (for its forks)
+    from tests.support.programs import Programs
+
+    documents.standard_library_docstrings()
+    return Programs()
+
+
+@pytest.fixture(autouse=True)
+def _no_program_outlives_its_test(request):
+    yield
+    if starts_programs(request.node):
+        request.getfixturevalue("programs").end()
 
 
 def starts_programs(item: pytest.Item) -> bool:
@@ -57,27 +68,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (item.path not in begun_by, -sizes[item.path], item.path))
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """The libraries are imported once for all processes that run tests."""
-    PROGRAMS.share_imports(few=config.option.markexpr == "not programs")
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is imported stays: the garbage collector need not look through it again and again, nor so often.
-
-    In huge pages it is found faster; to join them takes as long as some seconds of tests gain.
-    """
+    """What is imported stays: the garbage collector need not look through it again and again, nor so often."""
     gc.freeze()
     gc.set_threshold(200_000)
-    if len(session.items) > 1000:
-        forkserver.use_huge_pages()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item):
-    with PROGRAMS.in_test(starts_programs(item)):
-        return (yield)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -119,11 +113,6 @@ def cache_dir(tmp_path_factory):
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "cache"
     folder.mkdir(exist_ok=True)
     return folder
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _docstrings_are_read_once(request):
-    os.environ[docstrings.FOLDER] = str(request.config.cache.mkdir("docstrings"))
 
 
 @pytest.fixture(scope="session")

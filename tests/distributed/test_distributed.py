@@ -26,12 +26,22 @@ _OTHERWISE = {"participants", "message_loss"}
 NOBODY_RESTS = [name for name, (values, _) in spmd.SCENARIOS.items() if not _OTHERWISE & values.keys()]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def results(request, programs, tmp_path_factory):
-    """What several processes make of every scenario, and who owns the nodes."""
-    folder = tmp_path_factory.mktemp("spmd")
-    programs.torchrun(request.param, "tests/support/spmd.py", folder)
-    return torch.load(folder / "results.pt", weights_only=True), json.loads((folder / "owners.json").read_text())
+@pytest.fixture(scope="module")
+def of_two_and_four(programs, tmp_path_factory):
+    """Results of every scenario in two and in four processes, which are forked before anything is replaced here."""
+    found = {}
+    for count in (2, 4):
+        folder = tmp_path_factory.mktemp("spmd")
+        programs.torchrun(count, "tests/support/spmd.py", folder)
+        owners = json.loads((folder / "owners.json").read_text())
+        found[count] = torch.load(folder / "results.pt", weights_only=True), owners
+    return found
+
+
+@pytest.fixture(params=[2, 4])
+def results(request, of_two_and_four):
+    """Results of every scenario in several processes, and the owners of the nodes."""
+    return of_two_and_four[request.param]
 
 
 @pytest.fixture(scope="module")
@@ -146,8 +156,8 @@ def test_a_failed_node_works_no_more_and_its_trainer_goes_on(alone):
 # Every method
 
 
-@pytest.fixture(scope="module")
-def _methods_are_ready():
+@pytest.fixture
+def _methods_are_ready(of_two_and_four):
     with matrix.ready():
         yield
 

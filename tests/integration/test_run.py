@@ -10,6 +10,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -80,7 +81,7 @@ def kill_the_second_process(programs: Programs, folder: Path, cache_dir: Path, *
     child, run_folder = start_training(programs, folder, cache_dir, **own | values)
     # Both write it while training goes on.
     wait_until(lambda: has_checkpoint(run_folder), "a checkpoint", child)
-    (other,) = programs.children_of(child)
+    (other,) = (process.pid for process in psutil.Process(child.pid).children())
     os.kill(other, signal.SIGKILL)
     output, _ = child.communicate()
     assert child.returncode == 1

@@ -152,12 +152,13 @@ def _build_model(_type, _settings, _tokenizer, _length, seed, *_names) -> nn.Mod
 def ready() -> Iterator[None]:
     """The methods of this file are known meanwhile, and models are as small as they can be."""
     build_model, initialisation.build_model = initialisation.build_model, _build_model
-    METHODS.update(OWN)
+    added = {name: method for name, method in OWN.items() if name not in METHODS}  # a fork has them already
+    METHODS.update(added)
     try:
         yield
     finally:
         initialisation.build_model = build_model
-        for name in OWN:
+        for name in added:
             del METHODS[name]
 
 

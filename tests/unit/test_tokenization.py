@@ -1,6 +1,5 @@
 """Tokenizers: what is trained, what is loaded, and how two are told apart."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from fabrics.data.tokenization import (
     padding,
     train_tokenizer,
 )
-from tests.support import docstrings
 from tests.support.helpers import make_config
 from utils.config.schema import ConfigError
 
@@ -53,8 +51,7 @@ def test_the_same_documents_give_the_same_tokenizer_in_another_process(programs)
         "from fabrics.data.documents import python_documents as d; from fabrics.data.tokenization import *; "
         "print(*(fingerprint(train_tokenizer(d()[:300], 500, task)) for task in ('causal_lm', 'classification')))"
     )
-    environment = {name: value for name, value in os.environ.items() if name != docstrings.FOLDER}
-    assert programs.run("-c", program, env=environment).stdout.split() == [
+    assert programs.run("-c", program).stdout.split() == [
         fingerprint(train_tokenizer(python_documents()[:300], 500, task)) for task in ("causal_lm", "classification")
     ]
 
