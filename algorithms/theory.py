@@ -377,50 +377,7 @@ def best_fit(fits: dict[str, LawFit]) -> LawFit:
     return max(fits.values(), key=lambda fit: fit.weight)
 
 
-@dataclass(frozen=True)
-class Requests:
-    """How a run turns what the test asks for, by a law, into batches.
-
-    Attributes:
-        share: from the part of the run that is done, 0 to 1, to (eta_t / eta)^2; the law is that of b_t times this.
-        first: batch of the first round; a request never shrinks.
-        multiple: workers, each of which has as many examples as the others; 0: a batch may be any number.
-        largest: batch.
-    """
-
-    share: Callable[[float], float] = lambda done: 1.0
-    first: float = 0.0
-    multiple: int = 0
-    largest: float = math.inf
-
-
-def rounds_one_by_one(law: BatchLaw, examples: float, inner_steps: int, requests: Requests, before: float) -> float:
-    """C(N), counted: how many rounds use so many examples.
-
-    Of many several are taken at once, with the batch of the middle one, so that no run takes long to predict: a
-    fiftieth of those that are left, and a tenth of those that were, at most.
-
-    Args:
-        before: examples that the run had used before the first of these rounds.
-    """
-    used, rounds, batch, count = 0.0, 0, requests.first, 1
-    while True:
-        middle = used + inner_steps * batch * (count - 1) / 2.0
-        done = min((before + middle) / (before + examples), 1.0)
-        asked = law.batch(rounds + (count + 1) / 2.0) / requests.share(done)
-        if requests.multiple:
-            asked = requests.multiple * math.ceil(asked / requests.multiple - 1e-9)
-        batch = min(max(batch, asked), requests.largest)
-        left = (examples - used) / (inner_steps * batch)
-        if left <= 1.0:
-            return rounds + left
-        count = count if left > count else max(1, int(left / 2.0))
-        used, rounds = used + count * inner_steps * batch, rounds + count
-        count = max(1, min(int((left - count) / 50.0), rounds // 10))
-
-
-# Standard deviation of the logarithm of the rounds to come about what the laws say, where batches move: they wander.
-# docs/theory.md, section 4, says on which runs it was found, and on which others it was checked.
+# Standard deviation of the logarithm of the number of rounds to come about a law, if batches move (docs/theory.md, 4).
 DRIFT = 0.25
 
 _DRIFTS = 15

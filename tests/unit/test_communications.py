@@ -1,7 +1,6 @@
 """The laws of the batch against sums over rounds, and fits against laws that are known."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,13 +12,11 @@ from algorithms.theory import (
     GROWING,
     BatchLaw,
     Problem,
-    Requests,
     best_fit,
     fit_laws,
     fixed_batch_need,
     norm_test_need,
     predict_rounds,
-    rounds_one_by_one,
 )
 
 LAWS = [
@@ -52,7 +49,6 @@ def test_the_laws_on_paper():
 def test_a_batch_stays_at_its_largest_however_many_rounds_follow():
     law = BatchLaw("geometric", 8.0, math.log(2.0), largest=20.0)
     assert [law.batch(number) for number in (2, 3, 4, 10**6)] == pytest.approx([16.0, 20.0, 20.0, 20.0])
-    assert rounds_one_by_one(law, 20.0 * 10**5 - 16.0, 1, Requests(), 0.0) == pytest.approx(10**5, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -99,39 +95,6 @@ def test_the_regime_is_picked_and_the_interval_holds_the_truth(true):
     assert right >= 15
     assert held >= 15
     assert prediction.high < 400
-
-
-def test_rounds_are_counted_one_by_one_where_eta_changes():
-    law = BatchLaw("linear", 8.0, 2.0)
-    constant = rounds_one_by_one(law, 5000.0, 20, Requests(), 100.0)
-    assert constant == pytest.approx(law.rounds(5000.0, 20), rel=0.01)  # which is no line within a round
-    # 10 steps of 8 / 1, then eta^2 halves once half of 200 examples are done: (8 + 2) / 0.5 = 20.
-    halved = Requests(lambda done: 1.0 if done < 0.5 else 0.5)
-    assert rounds_one_by_one(law, 160.0, 10, halved, 40.0) == pytest.approx(1 + 80 / 200)
-    assert rounds_one_by_one(law, 160.0, 10, replace(halved, largest=16.0), 40.0) == pytest.approx(1 + 80 / 160)
-
-
-def test_batches_never_shrink_and_are_shared_out_evenly():
-    law = BatchLaw("linear", 5.0, 2.0)
-    # The law's 5, 7, 9, 11, 13, ...: at least the 8 that there are, in fours: 8, 8, 12, 12, 16.
-    requests = Requests(first=8.0, multiple=4)
-    assert rounds_one_by_one(law, 10.0 * (8 + 8 + 12 + 12 + 16 / 2), 10, requests, 0.0) == pytest.approx(4.5)
-    # 8, 8, 9, and then not 11 / 4 but 9 again.
-    falling = Requests(lambda done: 1.0 if done < 0.5 else 4.0, first=8.0)
-    assert rounds_one_by_one(law, 10.0 * (8 + 8 + 9 + 9), 10, falling, 0.0) == pytest.approx(4.0)
-
-
-@pytest.mark.parametrize(
-    ("regime", "growth"),
-    [("constant", 0.0), ("linear", 0.5), ("linear", 8.0), ("geometric", 0.001), ("geometric", 0.05)],
-)
-@pytest.mark.parametrize("examples", [1e6, 1e8, 1e10])
-def test_long_predictions_take_several_rounds_at_once_and_lose_nothing_by_it(regime, growth, examples):
-    asked, law = [], BatchLaw(regime, 16.0, growth)
-    requests = Requests(lambda done: (asked.append(done), 1.0)[1])
-    exact = law.rounds(examples, 20)
-    assert rounds_one_by_one(law, examples, 20, requests, 0.0) == pytest.approx(exact, rel=1e-3, abs=0.5)
-    assert len(asked) < 1200
 
 
 def test_drawn_parameters_have_the_covariance_of_least_squares():

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from algorithms.theory import Prediction, best_fit
-from training_logs.prediction import main
+from training_logs.prediction import NoLawError, fit, main, measured, sentences
 from training_logs.showing import plots
 from training_logs.showing.plots import draw
-from training_logs.showing.prediction import NoLawError, fit, measured, sentences
 from training_logs.showing.report import run_body
 from training_logs.showing.run_data import MergeRecord, Rows, RunData
 
@@ -57,7 +56,6 @@ def test_only_rounds_after_the_last_merge_are_fitted_and_what_came_before_counts
     assert best_fit(found.fits).law.regime == "geometric"
     _, examples, communications = measured(run)
     assert found.communications(examples[-1]).value == pytest.approx(communications[-1], abs=0.1)
-    assert found.rounds(examples[-1]).value == pytest.approx(15, abs=0.1)
     assert "geometric regime" in sentences(found, [1e6])[0]
 
 
@@ -71,103 +69,12 @@ def test_the_end_is_predicted_from_the_beginning():
     assert prediction.low <= communications[-1] <= prediction.high
 
 
-def test_an_eta_that_changes_is_taken_out_of_the_law_and_put_back():
-    """b_t = (16 + t) (2 / eta_t)^2 with eta from 2 to 1 along the tokens: fitted on a third, right to the end."""
-    batches, used, total = [], 0.0, 40_000.0
-    while used < total:
-        eta = 2.0 - used / total
-        batches.append((16 + len(batches)) * (2.0 / eta) ** 2)
-        used += 20 * batches[-1]
-    run = made_run(batches, ETA_at_end=1.0, max_tokens=10.0 * total, number_of_outer_steps=None)
-    found = fit(run, share=1 / 3)
-    law = best_fit(found.fits).law
-    assert (law.regime, law.first, law.growth) == ("linear", pytest.approx(16.0), pytest.approx(1.0, rel=1e-3))
-    assert found.communications(used).value == pytest.approx(len(batches), rel=0.02)
-    wrong = fit(made_run(batches), share=1 / 3).communications(used).value
-    assert abs(wrong / len(batches) - 1) > 0.1
-
-
-def test_a_longer_run_whose_eta_falls_more_slowly_is_not_the_same_run_continued():
-    """b_t = (16 + t) (2 / eta_t)^2 as above, for twice the examples."""
-
-    def batches(total: float) -> list[float]:
-        made, used = [], 0.0
-        while used < total:
-            made.append((16 + len(made)) * (2.0 / (2.0 - used / total)) ** 2)
-            used += 20 * made[-1]
-        return made
-
-    short, long = batches(40_000.0), batches(80_000.0)
-    used = 20.0 * sum(short)
-    run = made_run(short, ETA_at_end=1.0, max_tokens=10.0 * used, number_of_outer_steps=None)
-    assert fit(run).communications(2.0 * used).value == pytest.approx(len(long), rel=0.02)
-
-
 def test_rounds_before_the_batch_grows_say_nothing():
     run = made_run([16.0] * 10 + [16 * 1.05**index for index in range(1, 15)])
     found = fit(run)
     assert found.first_round == 10
     assert best_fit(found.fits).law.growth == pytest.approx(math.log(1.05), rel=1e-3)
     assert fit(made_run([16.0] * 10)).first_round == 1
-
-
-def run_of_requests(asked) -> RunData:
-    """Batches as a debiased norm test with eta 2 makes them that asks for so much after each round."""
-    batches = [4 * math.ceil(max(asked[: index + 1]) / 4) for index in range(len(asked))]
-    run = made_run([16, *batches[:-1]], debias=True, statistics_smoothing=0.0)
-    # V = 4 T G2 with G2 = 2 and a sample of 8: the gradient's squared norm is G2 + V / 8.
-    return with_values(
-        run,
-        range(len(asked)),
-        gradient_variance=lambda place: 8.0 * asked[place],
-        gradient_squared_norm=2.0,
-        gradient_variance_error=0.0,
-        gradient_squared_norm_error=0.0,
-    )
-
-
-def test_what_the_test_asked_for_is_fitted_where_the_batch_does_not_show_it():
-    """While the test asks for less than there is the batch is a plateau, but the statistics know how it goes on."""
-    asked = [30.0, 14.0, 9.0, *(8.0 + 2.0 * index for index in range(60))]
-    run = run_of_requests(asked)
-    found = fit(run, share=1 / 3)
-    law = best_fit(found.fits).law
-    assert found.asked
-    # The least was asked for after the fourth round, and so for the fifth.
-    assert (found.first_round, law.regime) == (5, "linear")
-    assert (law.first, law.growth) == (pytest.approx(8.0), pytest.approx(2.0))
-    assert found.batches[0] == 32
-    _, examples, communications = measured(run)
-    assert found.communications(examples[-1]).value == pytest.approx(communications[-1], rel=0.005)
-    without = fit(made_run([row["effective_batch"] for row in run.rounds]), share=1 / 3)
-    assert abs(without.communications(examples[-1]).value / communications[-1] - 1) > 0.05
-
-
-def test_rounds_without_statistics_and_other_tests_are_no_requests():
-    run = run_of_requests([8.0 + index for index in range(20)])
-    run = with_values(run, range(5), gradient_variance=math.nan)
-    assert fit(run).first_round == 7
-    run = with_values(run, [5], gradient_squared_norm=0.0)  # G2 below zero says nothing, either
-    assert fit(run).first_round == 8
-    plain = run_of_requests([8.0 + index for index in range(20)])
-    plain.config["debias"] = False
-    assert not fit(plain).asked
-
-
-def test_what_was_asked_for_is_what_the_statistics_were_sure_of():
-    """V = 8 +- 1, ||G||^2 = 0.5 +- 0.1, two standard errors: r with 8 - 0.5 r = 2 sqrt(1 + 0.01 r^2), over eta^2."""
-    sure = with_values(
-        run_of_requests([8.0 + index for index in range(20)]), range(20), gradient_variance=8.0,
-        gradient_variance_error=1.0, gradient_squared_norm=0.5, gradient_squared_norm_error=0.1,
-    )  # fmt: skip
-    sure.config["batch_test_confidence"] = 2.0
-    ratio = best_fit(fit(sure).fits).law.first * 2.0**2
-    assert 8.0 - 0.5 * ratio == pytest.approx(2.0 * math.hypot(1.0, 0.1 * ratio))
-    sure.config["batch_test_confidence"] = 0.0
-    assert best_fit(fit(sure).fits).law.first == pytest.approx(8.0 / 0.5 / 2.0**2)
-    unsure = with_values(sure, range(17), gradient_squared_norm_error=math.nan)
-    with pytest.raises(NoLawError, match="at least 4 rounds"):
-        fit(unsure)
 
 
 def test_no_interval_is_outside_of_what_batches_can_do():
@@ -185,7 +92,6 @@ def test_no_interval_is_outside_of_what_batches_can_do():
 def test_what_a_run_has_done_is_not_predicted():
     run = made_run([10, 20, 30, 40, 50, 60])
     assert fit(run).communications(20 * 45.0) == Prediction(2.5, 2.5, 2.5)
-    assert fit(run).rounds(20 * 60.0) == Prediction(3.0, 3.0, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -195,8 +101,8 @@ def test_what_a_run_has_done_is_not_predicted():
         ({"byte_budget": 5000}, "a budget sets batches or rounds: 5,000 bytes"),
         ({"inner_steps_rule": "quadratic"}, "rounds lengthen as the learning rate falls"),
         ({"smallest_worker_batch": 16}, "workers join as the batch grows"),
+        ({"ETA_at_end": 1.0}, "eta changes along the run"),
         ({"node_schedule": [[0, 2], [0.5, 4]]}, "nodes come and go"),
-        ({"balance": "steps"}, "workers make fewer inner steps"),
         ({"learning_rate_schedule": "warmup_stable_decay"}, "grows until the learning rate falls"),
     ],
 )
@@ -235,7 +141,7 @@ def test_too_few_rounds_say_so():
     with pytest.raises(NoLawError, match="got 0"):
         fit(made_run([]))
     with pytest.raises(NoLawError, match="got 0"):
-        fit(made_run([8] * 6, merge_after=6, ETA_at_end=1.0))
+        fit(made_run([8] * 6, merge_after=6))
 
 
 def test_a_round_cut_short_by_the_budget_is_left_out():

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from algorithms.theory import best_fit
-from training_logs.showing.prediction import NoLawError, RunFit, fit, measured
+from training_logs.prediction import NoLawError, RunFit, fit, measured
 from training_logs.showing.run_data import Rows, RunData
 from training_logs.showing.styles import (
     MARKS,
@@ -262,9 +262,9 @@ def draw_batch_law(axes: Axes, run: RunData, x: str) -> None:
     axes.plot(rounds[shown], totals[shown], "o", ms=4, color="black", label="measured, all trainers")
     found = _fitted(axes, run)
     if found is not None:
-        places = spread(len(found.shares), POINTS)
+        places = spread(len(found.batches), POINTS)
         for index, (regime, law) in enumerate(found.fits.items()):
-            batches = [law.law.batch(place + 1) / found.shares[place] for place in places]
+            batches = [law.law.batch(place + 1) for place in places]
             width = 2.5 if law is best_fit(found.fits) else 1
             label = f"{regime}, weight {law.weight:.2f}"
             axes.plot(found.first_round + places, batches, lw=width, color=colour(index), label=label)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from training_logs.prediction import NoLawError, fit, sentences
 from training_logs.showing.plots import plots_of, share_losses
-from training_logs.showing.prediction import NoLawError, fit, sentences
 from training_logs.showing.run_data import Rows, RunData
 from utils.config.schema import FIELDS, Config
 from utils.utils import budget_used, byte_size, write_text_atomically
