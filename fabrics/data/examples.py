@@ -1,4 +1,4 @@
-"""Examples: what trainers read, by index and in batches, without knowing what task it is."""
+"""Training and validation examples, read by index in batches; task-neutral for the trainers."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -14,28 +14,28 @@ from algorithms.batch.losses import IGNORE_INDEX
 
 
 class Examples(Protocol):
-    """A list of examples that is read in batches."""
+    """A sequence of examples that is read in batches."""
 
     def __len__(self) -> int:
-        """How many examples there are."""
+        """Number of examples."""
 
     def batch(self, indices: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
-        """The model's keyword arguments with `labels`, batch first: see algorithms.batch.losses."""
+        """Return the model's keyword arguments with `labels`, batch first (see algorithms.batch.losses)."""
 
     def tokens(self, indices: Sequence[int]) -> int:
-        """Tokens in these examples, padding excluded."""
+        """Return the tokens in these examples, without padding."""
 
     @property
     def tokens_per_example(self) -> int | None:
-        """Tokens of every example, where all have the same number: they are counted without looking then; else None."""
+        """Tokens of every example if all have the same length, else None."""
 
     @property
     def largest(self) -> int:
-        """The index of an example that no other needs more memory than: a batch of it is the worst case."""
+        """Index of the longest example: a batch of it needs the most memory."""
 
 
 def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array there; a GPU copies it while the program goes on, which takes memory that stays in place."""
+    """Copy an array to a device; to a GPU asynchronously, from pinned memory."""
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
         tensor = tensor.pin_memory()
@@ -43,16 +43,16 @@ def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 class PackedSequences:
-    """Token sequences of one length, for a causal language model; no padding.
+    """Token sequences of equal length for a causal language model.
 
     Args:
-        tokens: [examples, sequence_length], any integer type, in memory or mapped into it.
+        tokens: [examples, sequence_length], any integer type, in memory or memory-mapped.
     """
 
     largest = 0
 
     def __init__(self, tokens: np.ndarray):
-        # A plain view: indexing the subclass for mapped files costs several times as much.
+        # A plain view: indexing a memmap is several times slower.
         self._tokens = np.asarray(tokens)
         self.tokens_per_example: int | None = self._tokens.shape[1]
 
@@ -71,15 +71,14 @@ class PackedSequences:
 class PaddedSequences:
     """Token sequences of different lengths, padded on the right to the longest of their batch.
 
-    Padding is masked out of attention and out of the labels, so that it counts nowhere.
+    Padding is masked in attention and labels.
 
     Args:
-        tokens: all sequences one after the other, [total], any integer type, in memory or mapped into it.
-        offsets: where each begins, and the end of the last, [examples + 1].
-        limit: longest sequence; what is beyond it is cut off.
-        padding: the token to pad with.
-        classes: the class of each sequence, [examples]; None for a causal language model, which predicts the
-            sequence itself.
+        tokens: [total]; all sequences joined, any integer type, in memory or memory-mapped.
+        offsets: [examples + 1]; start of each sequence, and the end of the last.
+        limit: longer sequences are cut.
+        padding: the padding token.
+        classes: [examples]; class of each sequence; None for a causal language model.
     """
 
     tokens_per_example: int | None = None
@@ -87,8 +86,11 @@ class PaddedSequences:
     def __init__(
         self, tokens: np.ndarray, offsets: np.ndarray, limit: int, padding: int, classes: np.ndarray | None = None
     ):
-        self._tokens, self._offsets = np.asarray(tokens), np.asarray(offsets)
-        self._limit, self._padding, self._classes = limit, padding, classes
+        self._tokens = np.asarray(tokens)
+        self._offsets = np.asarray(offsets)
+        self._limit = limit
+        self._padding = padding
+        self._classes = classes
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -116,26 +118,27 @@ class PaddedSequences:
 
 
 class PackedDocuments:
-    """Documents, joined in an order of one's own and cut into sequences of one length; nothing is copied.
+    """Documents that are joined in a given order and cut into sequences of equal length, without a copy.
 
     Args:
-        tokens: all documents one after the other, [total], any integer type, in memory or mapped into it.
-        offsets: where each begins, and the end of the last, [documents + 1].
-        groups: numbers of documents; no sequence holds documents of two groups, and those of a group are joined in
-            the order given. Of each group only the last partial sequence is lost.
-        sequence_length: of the sequences.
+        tokens: [total]; all documents joined, any integer type, in memory or memory-mapped.
+        offsets: [documents + 1]; start of each document, and the end of the last.
+        groups: document indices of each group, in order; no sequence spans two groups, and only the last partial
+            sequence of each group is lost.
+        sequence_length: tokens per sequence.
 
     Attributes:
-        sizes: sequences of each group, which come one group after the other.
+        sizes: sequences of each group; sequences are sorted by group.
     """
 
     largest = 0
 
     def __init__(self, tokens: np.ndarray, offsets: np.ndarray, groups: Sequence[np.ndarray], sequence_length: int):
-        self._tokens, offsets = np.asarray(tokens), np.asarray(offsets)
+        self._tokens = np.asarray(tokens)
+        offsets = np.asarray(offsets)
         self.tokens_per_example: int | None = sequence_length
         order = np.concatenate(groups)
-        # All documents, in order, as one text: where each ends there, and how far from there its tokens lie.
+        # In the joined text: the end of each document, and the shift from there to its tokens.
         lengths = offsets[order + 1] - offsets[order]
         self._ends = np.cumsum(lengths)
         self._shifts = offsets[order] - (self._ends - lengths)
@@ -160,15 +163,16 @@ class PackedDocuments:
 
 
 class Chosen:
-    """Some of other examples, in an order of one's own.
+    """A selection of other examples.
 
     Args:
-        examples: the others.
-        order: which of them, by number.
+        examples: the other examples.
+        order: indices of the selected ones, in order.
     """
 
     def __init__(self, examples: Examples, order: np.ndarray):
-        self._examples, self._order = examples, order
+        self._examples = examples
+        self._order = order
         self.tokens_per_example: int | None = examples.tokens_per_example
 
     def __len__(self) -> int:
@@ -188,14 +192,13 @@ class Chosen:
 
 @dataclass(frozen=True)
 class DataShares:
-    """How the training examples are shared out, where they are by what they are.
+    """The shares of non-IID training data.
 
     Attributes:
-        sizes: examples of each share; they come one share after the other.
-        validation: examples of each share, which are among those that all are validated on; empty: they are not
-            evaluated by share.
-        record: of the shares, as plain values.
-        digest: of which document is in which share, so that processes that have found that out by themselves agree.
+        sizes: examples of each share; training examples are sorted by share.
+        validation: validation examples of each share; empty: shares are not evaluated.
+        record: description of the shares for the summary.
+        digest: digest of the share of each document, to compare processes.
     """
 
     sizes: tuple[int, ...]
@@ -206,18 +209,18 @@ class DataShares:
 
 @dataclass(frozen=True)
 class TaskData:
-    """Everything a run needs to know about its data.
+    """The data of a run.
 
     Attributes:
         task: causal_lm or classification.
-        dataset: what it really is: the fallback's name after a fallback.
-        source: where it came from, in words.
-        tokenizer: saved beside the final model; None: the data are no text.
-        documents: how many were used, by part.
-        skipped: records of the source that were left out, by reason.
-        class_names: of a classification, by class.
-        fallback_reason: why this is not the dataset that the config asks for.
-        shares: how the training examples are shared out; None: at random.
+        dataset: name of the dataset; after a fallback, that of the fallback.
+        source: description of the source.
+        tokenizer: saved with the final model; None: the data are not text.
+        documents: documents used, by part.
+        skipped: skipped records of the source, by reason.
+        class_names: names of the classes of a classification.
+        fallback_reason: why the configured dataset could not be loaded.
+        shares: the shares of non-IID data; None: trainers read random subsets.
     """
 
     task: str
@@ -233,7 +236,7 @@ class TaskData:
     shares: DataShares | None = None
 
     def fingerprint(self) -> str:
-        """Equal for equal data, as far as their sizes and a few dozen examples tell: for a run that is resumed."""
+        """Return a digest of the sizes and of 32 examples of each part, to compare processes and resumed runs."""
         digest = hashlib.sha256()
         if self.shares is not None:
             digest.update(str(self.shares.sizes).encode())

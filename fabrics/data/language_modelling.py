@@ -1,4 +1,4 @@
-"""From a source of documents to the examples of a causal language model: tokenised once, cached, cut into sequences."""
+"""Examples of a causal language model: documents are tokenised once, cached, and cut into sequences."""
 
 import dataclasses
 import hashlib
@@ -22,7 +22,7 @@ logger = logging.getLogger("adloco.dataset")
 
 
 def tokenised_documents(config: Config, source: Source) -> TokenisedSet:
-    """The documents of a source that the config asks for, from the cache if they were asked for before.
+    """Return the tokenised documents of a source, from the cache if possible.
 
     Raises:
         ConfigError: the tokenizer cannot be loaded, there are too few documents, or the cache cannot be written.
@@ -64,7 +64,7 @@ def _cached(config: Config, source: Source, recipe: Recipe, folder: Path) -> Tok
 
 
 def task_data(config: Config, dataset: str, source: str, documents: TokenisedSet) -> TaskData:
-    """Training and validation examples from tokenised documents.
+    """Build training and validation examples from tokenised documents.
 
     Raises:
         ConfigError: there are too few documents, or they do not fill one sequence.
@@ -130,7 +130,7 @@ def _first(part: TokenisedPart, count: int | None, key: str, kind: str, source: 
 def _examples(
     config: Config, name: str, part: TokenisedPart, documents: TokenisedSet, most: int | None = None
 ) -> Examples:
-    """The sequences of a part, the first `most` of them."""
+    """The first `most` sequences of a part."""
     if not config.packing:
         offsets = part.offsets if most is None else part.offsets[: most + 1]
         return PaddedSequences(part.tokens, offsets, config.sequence_length, padding(documents.tokenizer))

@@ -1,8 +1,8 @@
-"""Which examples of shares come when, where what a trainer or a worker reads is not drawn at random from everything.
+"""Data order of non-IID shares.
 
-Examples lie in order of share, and each share is walked epoch after epoch on its own: its order is a pure function of
-(seed, share, epoch), and how far it has been read is an integer, whoever reads. So shares go from trainer to trainer
-and from worker to worker, and nothing is seen twice in an epoch of a share, nor left out.
+Examples are sorted by share. Each share is walked on its own, epoch after epoch: its order is a pure function of
+(seed, share, epoch), and its position is an integer that moves with the share from trainer to trainer and from worker
+to worker. So no example repeats within an epoch of a share, and none is left out.
 """
 
 import functools
@@ -16,18 +16,22 @@ from fabrics.data.sampler import SHARES, Reading, index_type
 
 @dataclass(frozen=True)
 class OrderedShares:
-    """sizes: examples of each share; those of share 0 come first, then those of share 1, and so on."""
+    """The order within each share.
+
+    Attributes:
+        sizes: examples of each share; examples are sorted by share.
+    """
 
     seed: int
     sizes: tuple[int, ...]
 
     def examples(self, share: int) -> range:
-        """Those of a share."""
+        """Return the examples of a share."""
         start = sum(self.sizes[:share])
         return range(start, start + self.sizes[share])
 
     def order(self, share: int, epoch: int) -> np.ndarray:
-        """The examples of a share in the order in which they come in an epoch."""
+        """Return the examples of a share in the order of an epoch."""
         own = self.examples(share)
         order = np.arange(own.start, own.stop, dtype=index_type(sum(self.sizes)))
         np.random.default_rng([self.seed, SHARES, share, epoch]).shuffle(order)
@@ -35,25 +39,25 @@ class OrderedShares:
 
 
 def first_shares(shares: int, trainer: int, trainers: int) -> range:
-    """The shares that a trainer begins with: consecutive ones, as many as the others have, or one more."""
+    """Return the shares that a trainer starts with: consecutive ones, equally many up to one."""
     return range(trainer * shares // trainers, (trainer + 1) * shares // trainers)
 
 
 def shares_of_workers(shares: Sequence[int], workers: int) -> list[tuple[int, ...]]:
-    """The shares that each of the workers of a trainer reads.
+    """Return the shares of each worker of a trainer.
 
-    Worker w of M reads the shares at the places w, w + M, w + 2M and so on; where there are fewer shares than workers,
-    workers w, w + K and so on read the same of the K shares, together.
+    Worker w of M reads the shares at places w, w + M, w + 2M, ...; with K < M shares, workers w, w + K, ... read the
+    same share together.
     """
     readers = min(len(shares), workers)
     return [tuple(shares[worker % readers :: readers]) for worker in range(workers)]
 
 
 def next_of_several(positions: Sequence[int], sizes: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The next examples of some shares that are read together: of each which share it is, and its place in that walk.
+    """Interleave shares that are read together: the share of each next example, and its place in that walk.
 
-    The share comes next whose walk would have got least far in epochs: so shares that are equally far are seen
-    once each in an epoch of all, and one that is behind catches up first.
+    The share that has progressed least, in epochs, comes next: shares with equal progress are read once each in an
+    epoch of all, and one that is behind catches up first.
     """
     each = np.arange(count)
     epochs = np.concatenate([(at + each + 1) / size for at, size in zip(positions, sizes, strict=True)])
@@ -63,16 +67,17 @@ def next_of_several(positions: Sequence[int], sizes: Sequence[int], count: int) 
 
 
 class ShareCursor:
-    """A place in the walks of the shares that a trainer has; see `data_order.DataCursor`.
+    """The positions of the shares of a trainer; same interface as `sampler.DataCursor`.
 
     Args:
         shares: all shares of the run.
-        own: those of the trainer.
-        by_worker: whether each worker reads shares of its own (`shares_of_workers`), or all workers read all of them.
+        own: shares of the trainer.
+        by_worker: each worker reads its own shares (`shares_of_workers`); otherwise all workers read all shares.
     """
 
     def __init__(self, shares: OrderedShares, own: Iterable[int], by_worker: bool):
-        self._shares, self._by_worker = shares, by_worker
+        self._shares = shares
+        self._by_worker = by_worker
         self._set_positions(dict.fromkeys(own, 0))
 
     def _set_positions(self, positions: Mapping[int, int]) -> None:
@@ -81,17 +86,17 @@ class ShareCursor:
         self._order = functools.lru_cache(maxsize=2 * len(self.positions))(self._shares.order)
 
     def __len__(self) -> int:
-        """How many examples the trainer has."""
+        """Number of examples of the trainer."""
         return sum(self._shares.sizes[share] for share in self.positions)
 
     @property
     def smallest(self) -> int:
-        """Examples of the reader that has the fewest, when every share has a worker of its own."""
+        """Examples of the reader with the fewest, if every share has its own worker."""
         return min(self._shares.sizes[share] for share in self.positions) if self._by_worker else len(self)
 
     @property
     def subset(self) -> np.ndarray:
-        """The examples that the trainer has, sorted."""
+        """Examples of the trainer, sorted."""
         each = [self._shares.examples(share) for share in self.positions]
         return np.concatenate([np.arange(own.start, own.stop) for own in each])
 
@@ -101,7 +106,7 @@ class ShareCursor:
         )
 
     def readings(self, workers: int) -> list[Reading]:
-        """Where so many workers read; those that read the same shares do so together."""
+        """Return where the workers read; workers with the same shares read together."""
         readers = self._readers(workers)
         return [
             Reading(
@@ -117,8 +122,8 @@ class ShareCursor:
         return next_of_several(positions, sizes, count)
 
     def _stream(self, shares: tuple[int, ...]):
-        """From (offset, count) to the indices of the next examples of these shares, int64; nothing moves."""
-        # The sequence is looked up in every inner step and made a few times in a round.
+        """Return a function from (offset, count) to the next example indices of these shares (int64)."""
+        # Looked up in every inner step, computed a few times per round.
         ahead = functools.lru_cache(maxsize=1)(functools.partial(self._next, shares))
 
         def places(offset: int, count: int) -> np.ndarray:
@@ -134,7 +139,7 @@ class ShareCursor:
         return places
 
     def advance(self, examples_each: Sequence[int]) -> None:
-        """Count so many examples of every worker as seen."""
+        """Move past the examples that each worker has read."""
         counts: dict[tuple[int, ...], int] = {}
         for shares, examples in zip(self._readers(len(examples_each)), examples_each, strict=True):
             counts[shares] = counts.get(shares, 0) + examples
@@ -144,14 +149,14 @@ class ShareCursor:
                 self.positions[share] += seen
 
     def unite(self, others: Iterable["ShareCursor"]) -> None:
-        """Take over the shares of merged trainers, each from where it has been read to."""
+        """Take over the shares of merged trainers with their positions."""
         merged = dict(self.positions)
         for other in others:
             merged |= other.positions
         self._set_positions(merged)
 
     def state_dict(self) -> dict:
-        """How far each share of the trainer has been read, as plain values."""
+        """Return the position of each share as plain values."""
         return {"positions": {str(share): position for share, position in self.positions.items()}}
 
     def load_state_dict(self, state: dict) -> None:

@@ -98,7 +98,7 @@ def test_scaling_sends_and_writes_and_says_how_much(programs):
         assert float(of_a_process) == pytest.approx(float(sent) / (2 if number < len(expected) else 4), abs=0.05)
         if Path("/proc/self/io").exists():
             assert counted == f", {of_a_process} written at most"
-    assert len(re.findall(r"^  (?:copy to a file|write|verify|read) +\d", done.stdout, re.MULTILINE)) == 4
+    assert len(re.findall(r"^  (?:copy to a file|write|find|read) +\d", done.stdout, re.MULTILINE)) == 4
 
 
 @pytest.mark.usefixtures("programs")
