@@ -1,4 +1,4 @@
-"""Writes the data of the *_small.yaml configurations and of comparisons.
+"""Write the data of the *_small.yaml configurations and of comparisons.
 
     python configs/make_samples.py [FOLDER] [--only NAME ...]
 
@@ -45,7 +45,7 @@ configs:
 
 
 def write_shard(path: Path, texts: Iterable[str]) -> None:
-    """One shard of C4; the same texts give the same bytes."""
+    """Write a shard of C4; the same texts give the same bytes."""
     with path.open("wb") as file, gzip.GzipFile(fileobj=file, mode="wb", filename="", mtime=0) as packed:
         for number, text in enumerate(texts):
             record = {"text": text, "timestamp": "2019-04-25T12:57:54Z", "url": f"https://example.org/{number}"}
@@ -53,7 +53,7 @@ def write_shard(path: Path, texts: Iterable[str]) -> None:
 
 
 def write_c4(folder: Path, train: int = 2000, validation: int = 200, shards: int = 2) -> None:
-    """A repository of C4 with so many documents; the validation part has one shard."""
+    """Write a repository of C4; the validation part has one shard."""
     (folder / "en").mkdir()
     (folder / "README.md").write_text(_CARD, encoding="utf-8")
     texts = python_documents()
@@ -63,7 +63,7 @@ def write_c4(folder: Path, train: int = 2000, validation: int = 200, shards: int
 
 
 def paragraphs_and_docstrings() -> tuple[list[str], list[str]]:
-    """Paragraphs of the language reference, and docstrings, of 80 to 2,000 characters each, in order of hash."""
+    """Return paragraphs of the language reference, and docstrings, of 80 to 2,000 characters, in order of hash."""
     topics = {text.strip() for text in pydoc_data.topics.topics.values()}
     paragraphs = {part.strip() for topic in topics for part in re.split(r"\n\s*\n", topic)}
     docstrings = set(python_documents()) - topics
@@ -73,7 +73,7 @@ def paragraphs_and_docstrings() -> tuple[list[str], list[str]]:
 
 
 def write_imdb(folder: Path, train_per_class: int = 400, test_per_class: int = 100) -> None:
-    """The layout of aclImdb with so many texts per class; file names are <number>_<stars>.txt as there."""
+    """Write the layout of aclImdb; file names are <number>_<stars>.txt."""
     for name, stars, texts in zip(("pos", "neg"), (9, 2), paragraphs_and_docstrings(), strict=True):
         parts = {"test": texts[:test_per_class], "train": texts[test_per_class : test_per_class + train_per_class]}
         for part, chosen in parts.items():
@@ -84,9 +84,9 @@ def write_imdb(folder: Path, train_per_class: int = 400, test_per_class: int = 1
 
 
 def write_code(folder: Path, modules: int | None = None) -> None:
-    """A file for each of the first so many modules (all: None) that are a single file, as ast.unparse writes it.
+    """Write the standard library's single-file modules (the first `modules`; None: all) as ast.unparse prints them.
 
-    Without docstrings, so that nothing of it is in python_docs; blank lines are between functions and classes.
+    Docstrings are removed, so that the text is disjoint from python_docs.
     """
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:modules]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -96,12 +96,12 @@ def write_code(folder: Path, modules: int | None = None) -> None:
         (folder / path.name).write_text(ast.unparse(tree) + "\n", encoding="utf-8")
 
 
-# Longer ones are tables.
+# Longer modules are tables.
 _LONGEST_MODULE = 200_000
 
 
 def write_libraries(folder: Path, names: Iterable[str] = ("torch", "scipy", "numpy", "matplotlib")) -> None:
-    """The modules of installed packages as they are, comments and docstrings included, each text once."""
+    """Write the modules of installed packages unchanged, each text once."""
     seen = set()
     for name in names:
         (folder / name).mkdir()
@@ -124,7 +124,7 @@ CONFIGURED = ("c4", "aclImdb")
 
 
 def main(folder: Path, names: Iterable[str] = CONFIGURED) -> None:
-    """Write what is not there yet.
+    """Write the missing samples.
 
     Raises:
         ConfigError: a package whose documentation is asked for is not installed.

@@ -1,16 +1,15 @@
-"""Documentation of the packages that requirements.txt pins: real English for comparisons that no value was chosen on.
+"""Documentation of the packages that requirements.txt pins: English text on which no value was chosen.
 
-A document is what a package says of itself: its description on the package index, a text file (.md, .rst, .txt) or a
-docstring of its modules and stubs, which are parsed, never imported. Which are kept:
+A document is the description of a package on the package index, a text file (.md, .rst, .txt) or a docstring of its
+modules and stubs, which are parsed, never imported. Kept are documents
 
-- those of 200 characters and more, at least half of them letters: neither tables of numbers nor lists of names;
-- no licences;
-- what is new: not more than half of its runs of 13 words are in Python's own documentation (`python_docs`) or in a
-  document before it. Packages copy from each other, from the standard library and, most of all, from themselves.
+- of 200 characters and more, at least half of them letters (no tables or lists of names);
+- that are no licences;
+- that are new: at most half of their runs of 13 words occur in Python's own documentation (`python_docs`) or in an
+  earlier document.
 
-Large packages would be all of it, so that each has at most 1 MB: the description, then files in order of the hash of
-their names, until a document does not fit. So no package is more than a quarter as long as four of them come near that
-bound (six do), and what is kept of torch or transformers is from everywhere in them.
+Each package contributes at most 1 MB: its description, then files in order of the hash of their names, until a document
+does not fit. So no package dominates, and large ones are sampled evenly.
 """
 
 import hashlib
@@ -39,15 +38,15 @@ _LICENCE = re.compile(
 
 
 def pinned(requirements: Path = _REQUIREMENTS) -> list[str]:
-    """The names of the distributions that a file pins to a version, in its order."""
+    """Return the distributions that a requirements file pins to a version."""
     return re.findall(r"^([\w.-]+)==", requirements.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def _installed(names: Iterable[str]) -> dict[str, importlib.metadata.Distribution]:
-    """The distributions of these names, each with its list of files.
+    """Find installed distributions with their lists of files.
 
     Raises:
-        ConfigError: one line for each that is not there.
+        ConfigError: one line for each that is missing.
     """
     found, problems = {}, []
     for name in names:
@@ -64,7 +63,7 @@ def _installed(names: Iterable[str]) -> dict[str, importlib.metadata.Distributio
 
 
 def _texts(distribution: importlib.metadata.Distribution) -> Iterator[str]:
-    """Everything that a distribution says of itself, its description first; what cannot be read is left out."""
+    """Yield the texts of a distribution, its description first; unreadable files are skipped."""
     yield (distribution.metadata["Description"] or "").strip()
     for file in sorted(distribution.files, key=lambda file: document_hash(file.as_posix())):
         ours = ".." not in file.parts and not file.parts[0].endswith((".dist-info", ".egg-info"))
@@ -86,13 +85,13 @@ def _is_prose(text: str) -> bool:
 
 
 def word_runs(text: str) -> set[int]:
-    """Hashes of every run of 13 words, without case and punctuation; of all words where they are fewer."""
+    """Return the hashes of all runs of 13 words, without case and punctuation; shorter texts are one run."""
     words = re.findall(r"\w+", text.lower())
     return {document_hash(" ".join(words[i : i + _RUN_WORDS])) for i in range(max(1, len(words) - _RUN_WORDS + 1))}
 
 
 def _new_texts(texts: Iterable[str], known: set[int]) -> Iterator[str]:
-    """Those documents of which at most half is known; what they say is known from then on."""
+    """Yield the documents of which at most half is known, and add their runs to the known ones."""
     for text in filter(_is_prose, texts):
         runs = word_runs(text)
         if 2 * len(runs & known) <= len(runs):
@@ -101,10 +100,10 @@ def _new_texts(texts: Iterable[str], known: set[int]) -> Iterator[str]:
 
 
 def write_packages(folder: Path, names: Iterable[str] | None = None) -> None:
-    """FOLDER/<package>/<number>.txt, a document each, and manifest.json: what it was made of, how much, its SHA-256.
+    """Write FOLDER/<package>/<number>.txt, one document each, and manifest.json with versions, sizes and SHA-256.
 
     Args:
-        names: of distributions; None: those that requirements.txt pins.
+        names: distributions; None: those that requirements.txt pins.
 
     Raises:
         ConfigError: a package is not installed.

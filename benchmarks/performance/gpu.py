@@ -1,8 +1,7 @@
-"""What one GPU does, in ten minutes at most: python benchmarks/performance/gpu.py [--parts ...], or make gpu.
+"""Measure one GPU in at most ten minutes: python benchmarks/performance/gpu.py [--parts ...], or make gpu.
 
-Without a GPU it says so, writes nothing and is done. With one it writes docs/results/gpu.json, and into docs/speed.md
-the table that follows from it. Every part is a process of its own with a time limit: one that fails, is too slow or
-finds too little memory leaves the reason in its place, and the others go on.
+Writes docs/results/gpu.json and a table in docs/speed.md; without a GPU it writes nothing. Each part is a process of
+its own with a time limit. A part that fails leaves the reason in its place, and the others continue.
 
 - tests: tests/integration/test_gpu.py, among it that no inner step waits for the GPU;
 - eager, compiled, graphs: MicroLlama (305M parameters) at sequence 512 in bfloat16 beside a bare loop, with the model
@@ -57,10 +56,12 @@ from utils.distributed.launch import Launch
 from utils.utils import write_json_atomically, write_text_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS, PAGE = ROOT / "docs" / "results" / "gpu.json", ROOT / "docs" / "speed.md"
-# Between these lines of the page is what this program writes.
-BEGIN, END = "<!-- gpu: written by benchmarks/performance/gpu.py -->", "<!-- end of gpu -->"
-TOTAL_SECONDS = 540.0  # and what it takes to end within ten minutes
+RESULTS = ROOT / "docs" / "results" / "gpu.json"
+PAGE = ROOT / "docs" / "speed.md"
+# This program writes the section of the page between these lines.
+BEGIN = "<!-- gpu: written by benchmarks/performance/gpu.py -->"
+END = "<!-- end of gpu -->"
+TOTAL_SECONDS = 540.0  # ten minutes with start and end
 _LARGE = {"large": "1.1B parameters", "large_with_less": "1.1B, with less memory"}
 _TIMES = {"bare loop": "bare_loop", "inner steps": "inner_steps", "whole round": "whole_round"}
 
@@ -114,7 +115,7 @@ def speeds(config: Config, repeats: int = 3) -> dict:
 
 
 def graphs(config: Config) -> dict:
-    """Speeds with what PyTorch's compiler makes of a model when it is to replay graphs of kernels."""
+    """Speeds with CUDA graphs (torch.compile, mode reduce-overhead)."""
     compile_model = torch.compile
     torch.compile = functools.partial(compile_model, mode="reduce-overhead")
     try:
@@ -134,7 +135,7 @@ def trainers_in_turn(config: Config, repeats: int = 2) -> dict:
 
 
 def run_of(**values) -> dict:
-    """The summary of a run of the program with the demo's model."""
+    """Return the summary of a run of run.py with the demo's model."""
     with tempfile.TemporaryDirectory() as folder:
         keys = {"devices": "[cuda:0]", "clearml": "off", "plot_at_end": "false", "log_dir": folder} | values
         command = [sys.executable, "run.py", *(f"{key}={value}" for key, value in keys.items())]
@@ -153,16 +154,19 @@ def processes_that_share() -> dict:
 
 
 def large(config: Config) -> dict:
-    """A round after one that does not count, and its inner steps alone: tokens/s, MFU and the allocator's peak."""
+    """Measure a round and its inner steps alone, after a warm-up round: tokens/s, MFU and the allocator's peak."""
     cluster = Cluster(config, make_data(config, build_vocabulary(config)))
-    device, (trainer,) = cluster.devices[0], cluster.trainers.values()
+    device = cluster.devices[0]
+    (trainer,) = cluster.trainers.values()
     schedule = RoundSchedule(config.number_of_inner_steps_between_outers, 0.0, 0.0)
     whole_round(trainer, schedule)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     tokens = schedule.inner_steps * config.INITIAL_BATCH_SIZE * config.sequence_length
-    parts = {"whole_round": whole_round, "inner_steps": inner_steps}
-    speeds = {name: tokens / seconds(lambda part=part: part(trainer, schedule), device) for name, part in parts.items()}
+    speeds = {
+        "whole_round": tokens / seconds(lambda: whole_round(trainer, schedule), device),
+        "inner_steps": tokens / seconds(lambda: inner_steps(trainer, schedule), device),
+    }
     flops = flops_per_token(cluster.working[device].module, config.sequence_length)
     peak, _ = peak_flops(device, config.autocast)
     return {
@@ -175,7 +179,11 @@ def large(config: Config) -> dict:
 
 
 def exchange(parameters: int = 100_000_000, repeats: int = 3, gpus: int = 2) -> dict:
-    """Seconds, medians, and bytes sent by both. gpus: that take part; 0: two processes on the CPU."""
+    """Measure the mean of a model over two processes: median seconds and bytes sent by both, for each encoding.
+
+    Args:
+        gpus: GPUs that take part; 0: two processes on the CPU.
+    """
     if gpus > torch.cuda.device_count():
         return {"problem": f"needs {gpus} GPUs"}
     arguments = parameters, repeats, 1, gpus
@@ -187,7 +195,7 @@ def exchange(parameters: int = 100_000_000, repeats: int = 3, gpus: int = 2) -> 
 
 
 def begun(where: dict) -> dict:
-    """Results to go on with: those that are there, if they are of the same GPU and PyTorch, else none."""
+    """Return the stored results if they are of the same GPU and PyTorch, else empty ones."""
     there = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     same = all(there.get(key) == value for key, value in where.items())
     return where | {"parts": there["parts"] if same else {}}
@@ -198,7 +206,7 @@ def demo() -> dict:
     return {key: summary[key] for key in ("wall_seconds", "tokens_per_second", "final_metric", "communications")}
 
 
-# What is measured, what is aimed at first, and after how many seconds it is given up.
+# The parts, in order of importance, each with its time limit in seconds.
 PARTS: dict[str, tuple[Callable[[], dict], float]] = {
     "tests": (tests, 240.0),
     "eager": (lambda: speeds(configured(MICROLLAMA)), 120.0),
@@ -218,7 +226,7 @@ PARTS: dict[str, tuple[Callable[[], dict], float]] = {
 
 
 def measured(name: str, limit: float) -> dict:
-    """What a part finds, or why it found nothing."""
+    """Run a part in a process of its own; return its result, or the problem."""
     if limit < 10.0:
         return {"problem": "no time was left"}
     command = [sys.executable, __file__, "--part", name]
@@ -227,38 +235,43 @@ def measured(name: str, limit: float) -> dict:
         try:
             output, errors = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+            os.killpg(process.pid, signal.SIGKILL)  # with all its children
             return {"problem": f"not done after {limit:.0f} s"}
     if process.returncode:
         return {"problem": " ".join(errors.strip().splitlines()[-1:]) or f"exit status {process.returncode}"}
     return json.loads(output.splitlines()[-1])
 
 
+# Name, measured value, target, whether the target is met.
 Bar = tuple[str, float, float, bool]
 
 
 def bars(parts: Mapping[str, Mapping]) -> list[Bar]:
-    """What is aimed at: name, what was found, the bar, whether it is kept; parts without numbers are left out."""
+    """Compare the results with their targets; parts without numbers are left out."""
     found = []
-    if "status" in (part := parts.get("tests", {})):
+    part = parts.get("tests", {})
+    if "status" in part:
         failed = max(part.get("failed", 0) + part.get("error", 0), int(part["status"] != 0))
         found.append(("tests that fail, of inner steps that wait for the GPU among them", failed, 0, failed == 0))
-    models = [part for name in ("eager", "compiled") if "mfu" in (part := parts.get(name, {}))]
+    models = [parts[name] for name in ("eager", "compiled") if "mfu" in parts.get(name, {})]
     if models:
         best = max(part["mfu"]["inner_steps"] for part in models)
         beside = min(part["inner_steps_of_bare_loop"] for part in models)
-        found += [("MFU of MicroLlama", best, 0.45, best >= 0.45), ("of the bare loop", beside, 0.97, beside >= 0.97)]
-    if (share := parts.get("statistics", {}).get("share_of_round")) is not None:
+        found.append(("MFU of MicroLlama", best, 0.45, best >= 0.45))
+        found.append(("of the bare loop", beside, 0.97, beside >= 0.97))
+    share = parts.get("statistics", {}).get("share_of_round")
+    if share is not None:
         found.append(("statistics in a round of 200 steps", share, 0.03, share < 0.03))
     for name in ("large", "large_with_less"):
-        if (part := parts.get(name, {})).get("peak_bytes"):
+        part = parts.get(name, {})
+        if part.get("peak_bytes"):
             beside = abs(part["peak_bytes"] / part["planned_bytes"] - 1.0)
             found.append((f"memory of {_LARGE[name]} beside its estimate", beside, 0.25, beside <= 0.25))
     return found
 
 
 def rows(parts: Mapping[str, Mapping]) -> Iterator[tuple[str, float, float | None]]:
-    """What was measured in words, tokens per second, and MFU where it is known."""
+    """Yield the rows of the table: description, tokens per second, and MFU (None: unknown)."""
     for name in ("eager", "compiled", "graphs"):
         part = parts.get(name, {})
         for key, speed in part.get("tokens_per_second", {}).items():
@@ -274,7 +287,7 @@ def rows(parts: Mapping[str, Mapping]) -> Iterator[tuple[str, float, float | Non
 
 
 def section(results: Mapping) -> str:
-    """The part of the page that says what was found, as Markdown."""
+    """Return the section of the page as Markdown."""
     parts = results["parts"]
     lines = [f"On {results['gpu']}, with PyTorch {results['torch']} (`make gpu`):", ""]
     lines += ["| what | tokens/s | MFU |", "| --- | --- | --- |"]
@@ -292,7 +305,7 @@ def said(bar: Bar) -> str:
 
 
 def with_section(page: str, text: str) -> str:
-    """The page with this text between the two lines that are for it."""
+    """Return the page with this text between its two marker lines."""
     before, _, rest = page.partition(BEGIN)
     return f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}"
 
@@ -308,12 +321,13 @@ def main(arguments: list[str] | None = None) -> int:
     if options.part:
         print(json.dumps(PARTS[options.part][0]()))
         return 0
-    started, results = time.monotonic(), begun({"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__})
+    started = time.monotonic()
+    results = begun({"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__})
     for name in options.parts:
         found = measured(name, min(PARTS[name][1], TOTAL_SECONDS - (time.monotonic() - started)))
         print(f"{name}: {json.dumps(found)}", flush=True)
         results["parts"][name] = found
-        write_json_atomically(RESULTS, results)  # whoever ends this loses one part
+        write_json_atomically(RESULTS, results)  # an interruption loses one part
         write_text_atomically(PAGE, with_section(PAGE.read_text(encoding="utf-8"), section(results)))
     print("\n".join(said(bar) for bar in bars(results["parts"])))
     return 0

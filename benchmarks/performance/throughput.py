@@ -61,7 +61,7 @@ DEFAULTS = {
 
 
 def make_data(config: Config, vocabulary: int, examples: int = 512) -> TaskData:
-    """Random tokens in sequences of the configured length."""
+    """Make random tokens in sequences of the configured length."""
     tokens = np.random.default_rng(0).integers(0, vocabulary, (examples, config.sequence_length), dtype=np.int32)
     tokenizer = train_tokenizer(["random tokens need no text"], 258)
     train, validation = PackedSequences(tokens), PackedSequences(tokens[:8])
@@ -69,7 +69,7 @@ def make_data(config: Config, vocabulary: int, examples: int = 512) -> TaskData:
 
 
 class BareLoop:
-    """The same model, data, optimiser and clipping without the framework; attention makes no mask here, either."""
+    """The same model, data, optimiser, clipping and unmasked attention without the framework."""
 
     def __init__(self, config: Config, data: TaskData, device: torch.device):
         self.model = build_model(config.model_type, config.model_config, data.tokenizer, config.sequence_length, 0)
@@ -85,7 +85,9 @@ class BareLoop:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        self.clip, self.batch, self.device = config.gradient_clipping, config.INITIAL_BATCH_SIZE, device
+        self.clip = config.gradient_clipping
+        self.batch = config.INITIAL_BATCH_SIZE
+        self.device = device
         self.tokens = torch.from_numpy(data.train._tokens).to(torch.long)
 
     def run(self, steps: int) -> None:
@@ -107,13 +109,13 @@ class BareLoop:
         loss_sum.item()
 
 
-# Dense bfloat16 FLOP/s of the makers' data sheets.
+# Dense bfloat16 FLOP/s of the data sheets.
 DATA_SHEETS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 
 
 @functools.cache
 def peak_flops(device: torch.device, autocast: str | None) -> tuple[float, str]:
-    """The device's FLOP/s and where the number is from: a data sheet, or a large matrix product measured here."""
+    """Return the device's FLOP/s and its source: a data sheet, or a large matrix product measured here."""
     dtype = torch.bfloat16 if autocast else torch.float32
     if device.type == "cuda" and autocast:
         name = torch.cuda.get_device_name(device)
@@ -121,14 +123,13 @@ def peak_flops(device: torch.device, autocast: str | None) -> tuple[float, str]:
             if known in name:
                 return peak, f"{known}, data sheet, dense bfloat16"
     size = 8192 if device.type == "cuda" else 1024
-    matrix, found = torch.randn(size, size, device=device, dtype=dtype), []
-    for _ in range(8):
-        found.append(seconds(lambda: torch.mm(matrix, matrix), device))
+    matrix = torch.randn(size, size, device=device, dtype=dtype)
+    found = [seconds(lambda: torch.mm(matrix, matrix), device) for _ in range(8)]
     return 2.0 * size**3 / min(found), f"the fastest {size} x {size} matrix product here, {dtype}"
 
 
 def seconds(function, device: torch.device) -> float:
-    """Wall-clock seconds of one call, the device's work included."""
+    """Return the wall-clock seconds of one call, including the device's work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     started = time.perf_counter()
@@ -139,7 +140,7 @@ def seconds(function, device: torch.device) -> float:
 
 
 def interleaved(functions: dict, device: torch.device, repeats: int) -> dict[str, list[float]]:
-    """Seconds of every function, measured in turn after one call that does not count."""
+    """Measure the seconds of every function in turn, after a warm-up call."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for repeat in range(repeats + 1):
         for name, function in functions.items():
@@ -150,20 +151,20 @@ def interleaved(functions: dict, device: torch.device, repeats: int) -> dict[str
 
 
 def inner_steps(trainer: Trainer, schedule: RoundSchedule) -> None:
-    """A round's inner steps alone: no outer step and no batch test."""
+    """Run the inner steps of a round, without outer step and batch test."""
     steps = InnerSteps(trainer.workers[0], trainer.assignments(schedule)[0], lambda: None)
     steps.go(trainer.parameters, schedule.inner_steps)
 
 
 def whole_round(trainer: Trainer, schedule: RoundSchedule, on_step: Callable[[], None] = lambda: None) -> None:
-    """A round of a trainer by itself."""
+    """Run a round of a trainer."""
     trained = trainer.train_round(schedule, on_step)
     trainer.conclude_round(schedule, trained, trainer.tokens_ahead(schedule.inner_steps), 0.0)
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of so many tokens in the bare loop and in the framework, by what was measured; FLOPs of one token."""
+    """Seconds of the bare loop and of the framework, by name, for `tokens` tokens of `flops` FLOPs each."""
 
     seconds: dict[str, list[float]]
     tokens: int
@@ -171,7 +172,7 @@ class StepTimes:
     device: torch.device
 
     def speed(self, name: str) -> float:
-        """Tokens per second."""
+        """Return the tokens per second."""
         return self.tokens / statistics.median(self.seconds[name])
 
 
@@ -216,7 +217,7 @@ def throughput(config: Config, repeats: int) -> None:
 
 
 def statistics_ratio(config: Config, repeats: int) -> tuple[float, float]:
-    """How many plain steps a pass with statistics takes, and how many that adds to a round."""
+    """Return the cost of a pass with statistics, and the cost it adds to a round, in plain steps."""
     data = make_data(config, build_vocabulary(config))
     device, working = next(iter(Cluster(config, data).working.items()))
     batch = config.INITIAL_BATCH_SIZE
@@ -239,8 +240,9 @@ def statistics_ratio(config: Config, repeats: int) -> tuple[float, float]:
 
 
 def statistics_cost(config: Config, repeats: int) -> None:
-    """What the statistics add to a round: hooks on its first step, or a probe batch where the step is too small."""
-    batch, steps = config.INITIAL_BATCH_SIZE, config.number_of_inner_steps_between_outers
+    """Print what the statistics add to a round: hooks on its first step, or a probe batch if the step is too small."""
+    batch = config.INITIAL_BATCH_SIZE
+    steps = config.number_of_inner_steps_between_outers
     ratio, added = statistics_ratio(config, repeats)
     own = f"a probe batch of {config.statistics_batch_size} examples"
     what = "a step with hooks" if batch >= config.statistics_batch_size else own
@@ -249,7 +251,7 @@ def statistics_cost(config: Config, repeats: int) -> None:
 
 
 def memory(config: Config) -> None:
-    """Bytes of all live tensors of model size, at the peak within a round, per parameter, beside the formula."""
+    """Print the peak bytes per parameter of all tensors of model size within a round, beside the formula."""
     config = with_values(config, number_of_initial_trainers=2, nodes_per_gpu=4, merge_frequency=10**6)
     cluster = Cluster(config, make_data(config, build_vocabulary(config)))
     parameters = cluster.parameter_count
@@ -274,7 +276,7 @@ def memory(config: Config) -> None:
 
 
 def outer_step(config: Config, repeats: int, elements: int = 25_000_000) -> None:
-    """GB/s of the outer step and of a copy, on tensors that no cache holds."""
+    """Print the GB/s of the outer step and of a copy, on tensors larger than any cache."""
     device = Cluster(config, make_data(config, build_vocabulary(config))).devices[0]
     x, delta, velocity, other = (torch.randn(elements, device=device) * 1e-3 for _ in range(4))
     times = interleaved(
@@ -291,8 +293,9 @@ def outer_step(config: Config, repeats: int, elements: int = 25_000_000) -> None
 
 
 def trainers_together(config: Config, repeats: int, counts: tuple[int, ...]) -> dict[int, tuple[float, float]]:
-    """Tokens/s of all trainers of a device together, and against one alone; each has the batch that this one has."""
-    data, rounds = make_data(config, build_vocabulary(config)), {}
+    """Return the tokens/s of all trainers of a device, and relative to one alone, by number of trainers."""
+    data = make_data(config, build_vocabulary(config))
+    rounds = {}
     for count in counts:
         cluster = Cluster(with_values(config, number_of_initial_trainers=count, nodes_per_gpu=count), data)
         schedule = RoundSchedule(config.number_of_inner_steps_between_outers, 0.0, 0.0)
@@ -301,9 +304,11 @@ def trainers_together(config: Config, repeats: int, counts: tuple[int, ...]) -> 
             for trainer in cluster.trainers.values():
                 whole_round(trainer, schedule)
 
-        rounds[count], device = all_trainers, cluster.devices[0]
+        rounds[count] = all_trainers
+        device = cluster.devices[0]
     times = interleaved(rounds, device, repeats)
-    tokens, found = config.number_of_inner_steps_between_outers * config.INITIAL_BATCH_SIZE * config.sequence_length, {}
+    tokens = config.number_of_inner_steps_between_outers * config.INITIAL_BATCH_SIZE * config.sequence_length
+    found = {}
     for count, values in times.items():
         pairs = [count * alone / own for alone, own in zip(times[counts[0]], values, strict=True)]
         found[count] = count * tokens / statistics.median(values), statistics.median(pairs)
