@@ -12,8 +12,8 @@ import torch
 
 from algorithms.batch.across_workers import MINIMUM_WORKERS
 from algorithms.synchronisation.encodings.encoding import BFLOAT16, INT4, INT8, PLAIN
-from tests.integration.test_resume import assert_same_run, summary
 from tests.support import matrix, spmd
+from tests.support.runs import assert_same_run, summary
 from utils.distributed import reductions
 from utils.distributed.processes import LocalProcesses
 from utils.distributed.reductions import DistributedWorkers, Group, LocalWorkers

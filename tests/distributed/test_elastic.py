@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.test_run import write_config
 from tests.support.programs import LIMIT_SECONDS, TORCHRUN, Popen, Programs, wait_until
+from tests.support.runs import write_config
 
 # An agent waits so long for others before its processes begin. How often it gives a sign of life stays as it is: every
 # one of them makes a change void that another agent has begun, and one in a second would on a busy machine keep it out.

@@ -27,7 +27,6 @@ from fabrics.training import forward_backward, inner_loop
 from fabrics.training.flat_model import WorkingModel
 from fabrics.training.inner_loop import InnerSteps
 from fabrics.training.worker import NodeFailedError, TrainingError, WorkerRound
-from tests.integration.test_run import write_config
 from tests.support.helpers import (
     CPU,
     Recorder,
@@ -41,6 +40,7 @@ from tests.support.helpers import (
     train,
     warnings_of,
 )
+from tests.support.runs import write_config
 from utils.checkpoint import checkpoint
 from utils.checkpoint.checkpoint import newest_checkpoint
 from utils.config.schema import ConfigError

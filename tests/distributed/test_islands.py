@@ -21,10 +21,9 @@ from fabrics.planning.estimate import estimate
 from fabrics.sharding.model_layers import layers_of, sharded_layers
 from fabrics.sharding.sharded_probe import ShardedProbe
 from fabrics.training.flat_model import WorkingModel
-from tests.integration.test_resume import summary
-from tests.integration.test_run import write_config
 from tests.support import islands, matrix
 from tests.support.helpers import tiny_bert, tiny_data, tiny_llama
+from tests.support.runs import summary, write_config
 from utils.config.reading import ConfigError, parse_config
 from utils.distributed.processes import LocalProcesses
 

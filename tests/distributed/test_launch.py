@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import run
-from tests.integration.test_resume import assert_same_run, report
-from tests.integration.test_run import kill_the_second_process, write_config
 from tests.support.programs import LIMIT_SECONDS, Popen, Programs, wait_until
+from tests.support.runs import assert_same_run, kill_the_second_process, report, write_config
 from utils.config.reading import parse_config
 from utils.distributed import heartbeat, launch
 from utils.distributed.heartbeat import Heartbeat, PeerLostError, exit_reason

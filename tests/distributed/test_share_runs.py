@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import run as program
-from tests.integration.test_resume import assert_same_run, summary
-from tests.integration.test_run import ROOT
 from tests.support.helpers import TINY_ARCHITECTURE
+from tests.support.programs import ROOT
+from tests.support.runs import assert_same_run, summary
 from training_logs.showing.plots import PLOTS, draw, plots_of, share_losses
 from training_logs.showing.report import number, run_body
 from training_logs.showing.run_data import Rows, read_run

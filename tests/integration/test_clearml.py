@@ -14,8 +14,8 @@ import pytest
 
 import run as program
 from fabrics.config_checks import CHOICES
-from tests.integration.test_reporting import record_run
 from tests.support.clearml_server import ClearMLServer
+from tests.support.runs import record_run
 from training_logs.recording.recorder import RunRecorder
 from training_logs.showing.plots import PLOTS
 from training_logs.showing.run_data import read_run

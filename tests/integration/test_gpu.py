@@ -17,7 +17,6 @@ from fabrics.training.forward_backward import backward
 from fabrics.training.inner_loop import InnerSteps
 from fabrics.training.worker import Node
 from gradient_analysis.gradients import Gradients
-from tests.integration.test_run import write_config
 from tests.support.helpers import (
     make_config,
     make_trainer,
@@ -27,6 +26,7 @@ from tests.support.helpers import (
     train,
     use_torch_norms,
 )
+from tests.support.runs import write_config
 from trainers import Trainer
 from utils.distributed.processes import LocalProcesses
 from utils.max_batch_calculator import calculate_max_batch

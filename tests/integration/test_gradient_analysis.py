@@ -27,8 +27,8 @@ from gradient_analysis.laws import (
     requests,
     root_mean_square,
 )
-from tests.integration.test_reporting import record_run
 from tests.support.helpers import CPU, padded, separable_texts, tiny_bert, tiny_llama, use_torch_norms
+from tests.support.runs import record_run
 from training_logs.trackers.clearml import send_folder
 from utils.config.schema import ConfigError
 

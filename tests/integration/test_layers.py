@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import inspect
 import re
 from collections import Counter
@@ -71,7 +72,7 @@ def sources() -> list[tuple[str, Path]]:
 
 
 def wrong_arrows(layer: str, source: str) -> set[str]:
-    ours = {module.split(".")[0] for module in imports(source)} & set(OURS)
+    ours = {module.split(".")[0] for module in imports(source)} & {*OURS, "benchmarks"}
     return ours - ALLOWED[layer] - {layer}
 
 
@@ -88,6 +89,26 @@ def test_imports_point_one_way():
     files = [(layer, file) for layer, file in files if file.parent.name != "planning"]
     found = {str(file): wrong_arrows(layer, file.read_text(encoding="utf-8")) for layer, file in files}
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
+
+
+def imported_at_first(source: str, modules: set[str]) -> set[str]:
+    """The modules of ours that a source imports before anything in it is called."""
+    found = set()
+    for node in tree(source).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in modules else node.module for name in names}
+    return found & modules
+
+
+def test_modules_do_not_import_each_other_in_a_circle():
+    files = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for _, file in sources()}
+    modules = {name.removesuffix(".__init__"): file for name, file in files.items()}
+    graph = {name: imported_at_first(file.read_text(encoding="utf-8"), {*modules}) for name, file in modules.items()}
+    assert imported_at_first("from utils.config import schema", {"utils.config.schema"}) == {"utils.config.schema"}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def test_algorithms_are_pure():
@@ -136,6 +157,7 @@ def test_what_is_written_and_what_is_shown_meet_in_the_run_folder_alone():
 def test_the_check_sees_a_wrong_arrow_and_an_impurity():
     assert wrong_arrows("algorithms", "def f():\n    from trainers import Trainer") == {"trainers"}
     assert wrong_arrows("trainers", "import cluster") == {"cluster"}
+    assert wrong_arrows("run", "from benchmarks.compare import runs") == {"benchmarks"}
     assert impurities("from torch import distributed") == {"torch.distributed"}
     assert impurities("import logging") == {"logging"}
     assert impurities("import numpy as np") == {"numpy"}

@@ -25,8 +25,7 @@ from fabrics.models.registry import MODELS, build_model, reinitialise_output_lay
 from fabrics.planning.estimate import estimate
 from gradient_analysis.gradient_analysis import AnalysisConfig, resolve_model
 from tests.support.helpers import make_config, tiny_data, warnings_of
-from tests.support.threads import together
-from tests.unit.test_agreement import refusals
+from tests.support.threads import refusals, together
 from training_logs.recording.provenance import Code, Invocations, Origin
 from utils.config import plugins
 from utils.config.plugins import Plugin, import_plugins

@@ -10,9 +10,8 @@ import pytest
 from algorithms.batch.switch_mode import ExecutionPlan
 from algorithms.synchronisation.method import Event
 from fabrics.training.worker import WorkerRound
-from tests.integration.test_reporting import record_run
-from tests.integration.test_resume import summary
 from tests.support.helpers import warnings_of
+from tests.support.runs import record_run, summary
 from training_logs.recording import recorder as recording
 from training_logs.recording.csv_log import CsvLog
 from training_logs.recording.recorder import RunRecorder

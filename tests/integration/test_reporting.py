@@ -11,15 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from fabrics.models.continuations import Continuation
-from tests.support.helpers import tiny_cluster
+from tests.support.runs import record_run
 from training_logs import training_monitoring
 from training_logs.recording import memory_monitor
-from training_logs.recording import recorder as recording
 from training_logs.recording.memory_monitor import MemoryMonitor
-from training_logs.recording.provenance import Code, Origin, machine, machines
 from training_logs.recording.recorder import RunRecorder
-from training_logs.recording.run_folder import make_run_folder, start_logging
 from training_logs.recording.step_loss_logger import RunningLine, StepLossLogger
 from training_logs.showing import plots
 from training_logs.showing.comparison import best_per_round, differences, draw_comparison
@@ -28,34 +24,6 @@ from training_logs.showing.report import headline, run_body, table
 from training_logs.showing.run_data import Rows, RunFolderError, read_run
 from training_logs.showing.styles import OVER, colour, line_style, thinned
 from utils.utils import budget_used, byte_size
-
-
-def record_run(folder: Path, **values) -> Path:
-    """A small run, recorded as run.py records it; its folder."""
-    cluster = tiny_cluster(
-        **{
-            "log_dir": str(folder),
-            "clearml": "off",
-            "number_of_outer_steps": 5,
-            "number_of_initial_trainers": 3,
-            "max_batch_size": 2,
-            "max_requested_batch": 16,
-            "ETA": 0.3,
-        }
-        | values
-    )
-    kept = start_logging()
-    started = recording.time.perf_counter()
-    folder = make_run_folder(cluster.config, cluster.data.dataset)
-    here = machines([machine(cluster.devices)])
-    origin = Origin("python run.py 'task_name=<i>'", "2026-01-02T03:04:05+01:00", Code("c0ffee", True, b"+1\n"), here)
-    recorder = RunRecorder(cluster.config, folder, kept, started, None, origin)
-    final = cluster.train(recorder)
-    models = cluster.save_models(folder / cluster.config.model_weights_dir, recorder)
-    texts = [Continuation("a <i>\n", "b <script>\x1b", "c & d"), Continuation("e", "f", "g")]
-    recorder.finish(cluster, final, "completed", models, texts)
-    recorder.close()
-    return recorder.folder
 
 
 @pytest.fixture(scope="module")

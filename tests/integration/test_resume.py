@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import errno
-import json
 import random
 import re
 import shlex
@@ -14,49 +13,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 import yaml
-from safetensors.torch import load_file
 
 import run as program
 from fabrics.config_checks import CHECKS, CHOICES
-from tests.integration.test_run import start_training, write_config
 from tests.support.helpers import warnings_of
 from tests.support.programs import LIMIT_SECONDS
+from tests.support.runs import assert_same_run, report, start_training, summary, write_config
 from utils.checkpoint.run_lock import held
 from utils.config.reading import parse_config
 from utils.config.resume import resumed_config, training_changes
 from utils.config.schema import ConfigError
-
-TIMES = ("wall_seconds", "training_seconds", "tokens_per_second", "memory_peaks", "waiting_share", "invocations")
-
-
-def report(folder: Path, name: str) -> list[dict]:
-    with (folder / "model_training_report" / name).open(newline="") as file:
-        return [row | {"seconds": "", "wall_seconds": ""} for row in csv.DictReader(file)]
-
-
-def summary(folder: Path) -> dict:
-    return json.loads((folder / "model_training_report" / "summary.json").read_text())
-
-
-def assert_same_run(folder: Path, expected: Path, besides: tuple[str, ...] = ()) -> None:
-    """Bit for bit: weights, CSVs but times, summary but times and what is named."""
-    for name in ("training_log.csv", "step_loss_log.csv", "merge_log.csv", "exchange_log.csv"):
-        assert report(folder, name) == report(expected, name), name
-    models, others = (
-        sorted(path.relative_to(run) for path in run.glob("model_weights/**/model.safetensors"))
-        for run in (expected, folder)
-    )
-    assert models == others
-    assert models
-    for model in models:
-        ours, theirs = load_file(folder / model), load_file(expected / model)
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs), model
-    ours, theirs = summary(folder), summary(expected)
-    assert {k: v for k, v in ours.items() if k not in (*TIMES, *besides)} == {
-        k: v for k, v in theirs.items() if k not in (*TIMES, *besides)
-    }
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,10 @@ import os
 import platform
 import shlex
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-import yaml
 
 import run as program
 from algorithms.batch.across_workers import MINIMUM_WORKERS, SKETCH_SIZE
@@ -21,74 +18,13 @@ from cluster import Cluster
 from fabrics.config_checks import CHOICES
 from fabrics.data import dataset_loader
 from fabrics.models import continuations
-from tests.support.helpers import PLAIN_TEST, warnings_of
-from tests.support.programs import Popen, Programs, command, wait_until
+from tests.support.helpers import warnings_of
+from tests.support.programs import command
+from tests.support.runs import SHORT, start_training, write_config
 from training_logs.recording.step_loss_logger import COLUMNS as STEP_COLUMNS
 from utils.config.reading import load_config
-from utils.utils import has_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-
-SHORT = {
-    "model_config": {"preset": "demo", "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24},
-    "data_sample_size": 400,
-    "val_size": 30,
-    "eval_batch_size": 128,
-    "sequence_length": 32,
-    "vocab_size": 400,
-    "number_of_outer_steps": 5,
-    "number_of_inner_steps_between_outers": 4,
-    "number_of_initial_trainers": 3,
-    "nodes_per_gpu": 4,
-    "INITIAL_BATCH_SIZE": 4,
-    "max_batch_size": 4,
-    "max_requested_batch": 24,
-    "merge_frequency": 2,
-    **PLAIN_TEST,
-    "ETA": 0.4,
-    "learning_rate_for_inner_opt": 5e-3,
-    "save_weights_every": 2,
-    "clearml": "off",
-    "plot_at_end": False,
-    "processes": 1,
-}
-
-
-def write_config(folder: Path, cache_dir: Path, **values) -> Path:
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(SHORT | {"log_dir": str(folder / "logs"), "cache_dir": str(cache_dir)} | values))
-    return path
-
-
-def start_training(
-    programs: Programs, folder: Path, cache_dir: Path, program: Sequence[str] = ("run.py",), **values
-) -> tuple[Popen, Path]:
-    """A run of its own, as soon as it has logged two rounds; its folder."""
-    config = write_config(folder, cache_dir, **{"save_weights_every": None, "number_of_outer_steps": 400} | values)
-    process = programs.start(*program, "--config", config)
-
-    def two_rounds() -> list[Path]:
-        logs = folder.glob("logs/*/model_training_report/training_log.csv")
-        return [log for log in logs if log.read_text().count("\n") > 2 * SHORT["number_of_initial_trainers"]]
-
-    (log,) = wait_until(two_rounds, "two rounds", process)
-    return process, log.parent.parent
-
-
-def kill_the_second_process(programs: Programs, folder: Path, cache_dir: Path, **values) -> tuple[str, Path]:
-    """What a run of two processes says when the second is killed, which it names, and the run's folder."""
-    own = {"processes": 2, "save_weights_every": 1, "max_requested_batch": 16}
-    child, run_folder = start_training(programs, folder, cache_dir, **own | values)
-    # Both write it while training goes on.
-    wait_until(lambda: has_checkpoint(run_folder), "a checkpoint", child)
-    (other,) = (process.pid for process in psutil.Process(child.pid).children())
-    os.kill(other, signal.SIGKILL)
-    output, _ = child.communicate()
-    assert child.returncode == 1
-    assert f"error: rank 1 (process {other} on " in output
-    assert f"to go on: python run.py --resume {run_folder}" in output
-    assert "Traceback" not in output
-    return output, run_folder
 
 
 @pytest.fixture(scope="module")

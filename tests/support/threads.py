@@ -4,9 +4,11 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+import pytest
 import torch.distributed as dist
 
 from tests.support.programs import LIMIT_SECONDS
+from utils.config.schema import ConfigError
 from utils.distributed.kv_store import Notices
 from utils.distributed.shard_groups import Island
 
@@ -69,3 +71,14 @@ def together(
     if told or errors:
         raise (told or errors)[0]
     return results
+
+
+def refusals(count: int, work, **keywords) -> list[str]:
+    """What each of the processes is refused with."""
+
+    def refused(process):
+        with pytest.raises(ConfigError) as error:
+            work(process)
+        return str(error.value)
+
+    return together(count, refused, **keywords)

@@ -8,8 +8,8 @@ import torch
 
 from algorithms.nodes.virtual_clock import Clocks, Sending, pairs
 from benchmarks.compare.accounting import PROBED_PASS, Hardware, Network, simulated_seconds, usage
-from tests.integration.test_reporting import record_run
 from tests.support.helpers import Recorder, light_cluster
+from tests.support.runs import record_run
 from training_logs.recording.round_log import EXCHANGE_COLUMNS
 from training_logs.showing.run_data import ExchangeRecord, MergeRecord, Rows, RunData, read_run
 

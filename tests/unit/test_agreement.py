@@ -9,20 +9,9 @@ from fabrics.data.dataset_loader import Dataset, load_data
 from fabrics.data.documents import DatasetError
 from fabrics.data.examples import DataShares
 from tests.support.helpers import make_config, tiny_data
-from tests.support.threads import together
+from tests.support.threads import refusals, together
 from utils.config.schema import ConfigError
 from utils.distributed.collective_checks import agree_on_config, decided, difference, done_by_all
-
-
-def refusals(count: int, work, **keywords) -> list[str]:
-    """What each of the processes is refused with."""
-
-    def refused(process):
-        with pytest.raises(ConfigError) as error:
-            work(process)
-        return str(error.value)
-
-    return together(count, refused, **keywords)
 
 
 @pytest.mark.parametrize(

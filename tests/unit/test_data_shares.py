@@ -30,8 +30,8 @@ from fabrics.data.partition import (
 from fabrics.data.token_store import TokenisedPart, encode
 from fabrics.data.tokenization import END_OF_TEXT, load_tokenizer
 from fabrics.pool.eval_tool import evaluate
-from tests.integration.test_configs import ROOT
 from tests.support.helpers import CPU, TINY_ARCHITECTURE, Recorder, padded, tiny_data
+from tests.support.programs import ROOT
 from utils.config.reading import parse_config
 from utils.config.schema import ConfigError
 

@@ -151,7 +151,7 @@ def test_a_round_cut_short_by_the_budget_is_left_out():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    from tests.integration.test_reporting import record_run
+    from tests.support.runs import record_run
     from training_logs.showing.run_data import read_run
 
     folder = tmp_path_factory.mktemp("logs")

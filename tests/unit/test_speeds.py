@@ -24,7 +24,6 @@ from fabrics.training import inner_loop
 from fabrics.training.inner_loop import InnerSteps
 from fabrics.training.outer_round import Gathering
 from fabrics.training.worker import Node
-from tests.integration.test_reporting import record_run
 from tests.support.helpers import (
     CPU,
     Recorder,
@@ -38,6 +37,7 @@ from tests.support.helpers import (
     train,
 )
 from tests.support.programs import wait_until
+from tests.support.runs import record_run
 from training_logs.recording.node_log import NodeLog
 from training_logs.showing.plots import draw, draw_node_speeds, draw_node_times
 from training_logs.showing.report import headline

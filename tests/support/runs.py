@@ -1,0 +1,140 @@
+"""Short runs: their configurations, programs and logs, and the equality of two of them."""
+
+import csv
+import json
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from fabrics.models.continuations import Continuation
+from tests.support.helpers import PLAIN_TEST, tiny_cluster
+from tests.support.programs import Popen, Programs, wait_until
+from training_logs.recording import recorder as recording
+from training_logs.recording.provenance import Code, Origin, machine, machines
+from training_logs.recording.recorder import RunRecorder
+from training_logs.recording.run_folder import make_run_folder, start_logging
+from utils.utils import has_checkpoint
+
+TIMES = ("wall_seconds", "training_seconds", "tokens_per_second", "memory_peaks", "waiting_share", "invocations")
+SHORT = {
+    "model_config": {"preset": "demo", "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24},
+    "data_sample_size": 400,
+    "val_size": 30,
+    "eval_batch_size": 128,
+    "sequence_length": 32,
+    "vocab_size": 400,
+    "number_of_outer_steps": 5,
+    "number_of_inner_steps_between_outers": 4,
+    "number_of_initial_trainers": 3,
+    "nodes_per_gpu": 4,
+    "INITIAL_BATCH_SIZE": 4,
+    "max_batch_size": 4,
+    "max_requested_batch": 24,
+    "merge_frequency": 2,
+    **PLAIN_TEST,
+    "ETA": 0.4,
+    "learning_rate_for_inner_opt": 5e-3,
+    "save_weights_every": 2,
+    "clearml": "off",
+    "plot_at_end": False,
+    "processes": 1,
+}
+
+
+def write_config(folder: Path, cache_dir: Path, **values) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(SHORT | {"log_dir": str(folder / "logs"), "cache_dir": str(cache_dir)} | values))
+    return path
+
+
+def start_training(
+    programs: Programs, folder: Path, cache_dir: Path, program: Sequence[str] = ("run.py",), **values
+) -> tuple[Popen, Path]:
+    """A run of its own, as soon as it has logged two rounds; its folder."""
+    config = write_config(folder, cache_dir, **{"save_weights_every": None, "number_of_outer_steps": 400} | values)
+    process = programs.start(*program, "--config", config)
+
+    def two_rounds() -> list[Path]:
+        logs = folder.glob("logs/*/model_training_report/training_log.csv")
+        return [log for log in logs if log.read_text().count("\n") > 2 * SHORT["number_of_initial_trainers"]]
+
+    (log,) = wait_until(two_rounds, "two rounds", process)
+    return process, log.parent.parent
+
+
+def kill_the_second_process(programs: Programs, folder: Path, cache_dir: Path, **values) -> tuple[str, Path]:
+    """What a run of two processes says when the second is killed, which it names, and the run's folder."""
+    own = {"processes": 2, "save_weights_every": 1, "max_requested_batch": 16}
+    child, run_folder = start_training(programs, folder, cache_dir, **own | values)
+    # Both write it while training goes on.
+    wait_until(lambda: has_checkpoint(run_folder), "a checkpoint", child)
+    (other,) = (process.pid for process in psutil.Process(child.pid).children())
+    os.kill(other, signal.SIGKILL)
+    output, _ = child.communicate()
+    assert child.returncode == 1
+    assert f"error: rank 1 (process {other} on " in output
+    assert f"to go on: python run.py --resume {run_folder}" in output
+    assert "Traceback" not in output
+    return output, run_folder
+
+
+def report(folder: Path, name: str) -> list[dict]:
+    with (folder / "model_training_report" / name).open(newline="") as file:
+        return [row | {"seconds": "", "wall_seconds": ""} for row in csv.DictReader(file)]
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "model_training_report" / "summary.json").read_text())
+
+
+def assert_same_run(folder: Path, expected: Path, besides: tuple[str, ...] = ()) -> None:
+    """Bit for bit: weights, CSVs but times, summary but times and what is named."""
+    for name in ("training_log.csv", "step_loss_log.csv", "merge_log.csv", "exchange_log.csv"):
+        assert report(folder, name) == report(expected, name), name
+    models, others = (
+        sorted(path.relative_to(run) for path in run.glob("model_weights/**/model.safetensors"))
+        for run in (expected, folder)
+    )
+    assert models == others
+    assert models
+    for model in models:
+        ours, theirs = load_file(folder / model), load_file(expected / model)
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs), model
+    ours, theirs = summary(folder), summary(expected)
+    assert {k: v for k, v in ours.items() if k not in (*TIMES, *besides)} == {
+        k: v for k, v in theirs.items() if k not in (*TIMES, *besides)
+    }
+
+
+def record_run(folder: Path, **values) -> Path:
+    """A small run, recorded as run.py records it; its folder."""
+    cluster = tiny_cluster(
+        **{
+            "log_dir": str(folder),
+            "clearml": "off",
+            "number_of_outer_steps": 5,
+            "number_of_initial_trainers": 3,
+            "max_batch_size": 2,
+            "max_requested_batch": 16,
+            "ETA": 0.3,
+        }
+        | values
+    )
+    kept = start_logging()
+    started = recording.time.perf_counter()
+    folder = make_run_folder(cluster.config, cluster.data.dataset)
+    here = machines([machine(cluster.devices)])
+    origin = Origin("python run.py 'task_name=<i>'", "2026-01-02T03:04:05+01:00", Code("c0ffee", True, b"+1\n"), here)
+    recorder = RunRecorder(cluster.config, folder, kept, started, None, origin)
+    final = cluster.train(recorder)
+    models = cluster.save_models(folder / cluster.config.model_weights_dir, recorder)
+    texts = [Continuation("a <i>\n", "b <script>\x1b", "c & d"), Continuation("e", "f", "g")]
+    recorder.finish(cluster, final, "completed", models, texts)
+    recorder.close()
+    return recorder.folder
