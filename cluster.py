@@ -29,7 +29,7 @@ from fabrics.pool.node_pool import NodePool, check_modules, check_statistics, me
 from fabrics.pool.round_scheduler import Spending, next_round
 from fabrics.pool.run_counters import Totals
 from fabrics.pool.validation import Validation
-from fabrics.training.device_models import WorkingModels
+from fabrics.training.device_models import FlatModels
 from fabrics.training.worker import Node
 from trainers import Trained, Trainer, first_trainers
 from training_logs.recording.memory_monitor import Use, memory_use
@@ -85,7 +85,7 @@ class Cluster:
             config.number_of_training_epochs and config.number_of_training_epochs * len(data.train),
             config.max_tokens,
         )
-        self.working = WorkingModels(config, data, processes)
+        self.working = FlatModels(config, data, processes)
         self.devices = list(self.working)
         self.validation = Validation(data, self.working, config.eval_batch_size)
         self.metric = self.validation.metric

@@ -24,17 +24,16 @@ from fabrics.data.partition_sampler import ShareCursor
 from fabrics.data.sampler import DataCursor, share_sizes, tokens_ahead
 from fabrics.models.initialisation import initial_cursors, initial_parameters
 from fabrics.training.cross_worker_statistics import with_moments
-from fabrics.training.flat_model import WorkingModel
+from fabrics.training.flat_model import FlatModel
 from fabrics.training.learning_rates import learning_rate_schedule, learning_rates_each
 from fabrics.training.method_config import check_method
-from fabrics.training.outer_round import Gathering
-from fabrics.training.parameter_server import worker_turns
+from fabrics.training.outer_round import OuterRound
 from fabrics.training.participation import participants
 from fabrics.training.round_records import batch_control, batch_samples, halving, worker_warnings
 from fabrics.training.statistics_plan import Measures
 from fabrics.training.work_split import Shares, assignments
 from fabrics.training.worker import COPY, Assignment, Node, Place, Worker, WorkerRound
-from fabrics.training.worker_group import Workforce, merge
+from fabrics.training.worker_group import WorkerGroup, merge
 from training_logs.recording.records import RoundReport
 from utils.config.schema import Config
 from utils.distributed.processes import Processes
@@ -63,7 +62,7 @@ class Trained:
 
 def _copy_weights(trainer: "Trainer") -> list[float]:
     """Of what workers keep of the round at hand: its examples. None of them where all have the shared parameters."""
-    if trainer.workforce.method.shares_copy:
+    if not trainer.workforce.method.capabilities.averages_copies:
         return []
     weights = trainer.shares.examples_each(trainer._config.number_of_inner_steps_between_outers)
     return list(
@@ -97,13 +96,13 @@ class Trainer:
         parameters: torch.Tensor | None,
         cursor: DataCursor | ShareCursor,
         examples: Examples,
-        working: Mapping[torch.device, WorkingModel],
+        working: Mapping[torch.device, FlatModel],
         processes: Processes,
     ):
         self.id = trainer_id
         self.cursor = cursor
         self.batch = batch_control(config)
-        self.workforce = Workforce(config, working, processes)
+        self.workforce = WorkerGroup(config, working, processes)
         self.inner_steps = self.tokens = self.rounds = self.halvings = 0
         self.reference_batch: int | None = None
         self._config = config
@@ -156,7 +155,7 @@ class Trainer:
         return averaged([node.id for node in self.nodes], self.workforce.plain_bytes * stale)
 
     def assign_nodes(self, nodes: tuple[Node, ...]) -> list[Transfer]:
-        """Let these nodes work for the trainer from now on; what arrives at them. See Workforce.assign.
+        """Let these nodes work for the trainer from now on; what arrives at them. See WorkerGroup.assign.
 
         A node whose worker has rested and takes part again gets what a new one does, but for the worker's own state.
         """
@@ -183,7 +182,7 @@ class Trainer:
     @property
     def shares(self) -> Shares:
         """Who does how much in the round at hand."""
-        fewer_steps, turns = self.workforce.fewer_steps, worker_turns(self._config, self.workforce, self._values)
+        fewer_steps, turns = self.workforce.fewer_steps, self.workforce.turns(self._values)
         return Shares(self._config, self.requested_batch, self.nodes, self.participants, fewer_steps, turns=turns)
 
     def work(self, speeds: Sequence[float | None]) -> list[int]:
@@ -223,18 +222,20 @@ class Trainer:
         self._weights = _copy_weights(self)
         if not self.workers:
             return None
-        gathering = Gathering(
+        outer_round = OuterRound(
             self._config, self.workforce, self.shared, dict(self._values), self.assignments(schedule), on_step
         )
-        gathering.run()
-        vectors = {index: steps.vector for index, steps in gathering.steps.items()}
-        records = {index: steps.record() for index, steps in gathering.steps.items()}
-        local = {i: dataclasses.replace(record, unheard=i in gathering.unheard) for i, record in records.items()}
+        outer_round.run()
+        group = outer_round.group
+        vectors = {index: loop.vector for index, loop in outer_round.loops.items()}
+        records = {index: loop.record() for index, loop in outer_round.loops.items()}
+        local = {i: dataclasses.replace(record, unheard=i in outer_round.unheard) for i, record in records.items()}
         self.workforce.lost = frozenset(index for index, worker in local.items() if worker.left_out)
         local = with_moments(self.workforce, self._measures, local, vectors, self.parameters)
-        if each := self.workforce.statistics_bytes(self._measures, gathering.workers) / gathering.workers:
-            gathering.events.append(Event("statistics", schedule.inner_steps, each, each))
-        return Trained(local, tuple(gathering.events), gathering.values)
+        workers = len(self.participants)
+        if each := self.workforce.statistics_bytes(self._measures, workers) / workers:
+            group.events.append(Event("statistics", schedule.inner_steps, each, each))
+        return Trained(local, tuple(group.events), group.values)
 
     def assignments(self, schedule: RoundSchedule) -> dict[int, Assignment]:
         """What each worker that takes part is to do in the round."""
@@ -356,7 +357,7 @@ class Trainer:
         return groups
 
     def load_state_dict(self, state: Mapping, read: Callable[[str, str], torch.Tensor]) -> None:
-        """Continue from a state on the nodes that the trainer has; see Workforce.load_state_dict for its workers.
+        """Continue from a state on the nodes that the trainer has; see WorkerGroup.load_state_dict for its workers.
 
         Args:
             read: from the name of a group and of a tensor to that tensor.
@@ -381,7 +382,7 @@ def first_trainers(
     config: Config,
     data: TaskData,
     assignment: Mapping[int, tuple[int, ...]],
-    working: Mapping[torch.device, WorkingModel],
+    working: Mapping[torch.device, FlatModel],
     processes: Processes,
 ) -> dict[int, Trainer]:
     """The trainers that a run begins with; assignment: the nodes of each, which are not given to them yet."""

@@ -57,7 +57,9 @@ def _task_problems(config: Config) -> list[str]:
 
 def _without_effect(config: Config) -> list[str]:
     kind, found = inner_optimizer_name(config), idle_keys(config)
-    if config.idle_moments == "cpu" and (kind == "sgd" or METHODS[config.distributed_algo].exchanges_gradients):
+    if config.idle_moments == "cpu" and (
+        kind == "sgd" or METHODS[config.distributed_algo].capabilities.exchanges_gradients
+    ):
         found.append("idle_moments: has no effect, workers keep no moments of their own")
     return found
 

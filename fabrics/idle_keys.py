@@ -16,13 +16,13 @@ def idle_keys(config: Config) -> list[str]:
     """
     method, kind = METHODS[config.distributed_algo], inner_optimizer_name(config)
     with_method = f"has no effect with distributed_algo {config.distributed_algo}"
-    reasons = dict.fromkeys(set(OUTER_KEYS) - set(method.outer_keys(method_settings(config))), with_method)
+    reasons = dict.fromkeys(set(OUTER_KEYS) - set(method.configured(method_settings(config)).outer_keys), with_method)
     for key, kinds in _readers().items():
         if kind is None and key != "weight_decay":  # who updates the parameters itself decays them, too
             reasons[key] = with_method
         elif kind is not None and kind not in kinds and INNER_OPTIMIZERS[kind].keys is not None:
             reasons[key] = f"has no effect without inner_optimizer {' or '.join(kinds)}"
-    if method.exchanges_gradients:  # moments are the trainer's
+    if method.capabilities.exchanges_gradients:  # moments are the trainer's
         reasons.setdefault("joining_moments", with_method)
     changed = (key for key in reasons if getattr(config, key) != getattr(_DEFAULTS, key))
     return [f"{key}: {reasons[key]}" for key in sorted(changed)]

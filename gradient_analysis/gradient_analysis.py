@@ -28,7 +28,7 @@ from algorithms.batch.per_example import UnsupportedModuleError
 from fabrics.config_checks import CHECKS, CHOICES
 from fabrics.data.dataset_loader import load_data
 from fabrics.models.registry import build_model
-from fabrics.training.flat_model import WorkingModel
+from fabrics.training.flat_model import FlatModel
 from gradient_analysis.figures import deviations_figure, law_figure, layers_figure, requests_figure
 from gradient_analysis.gradients import Gradients
 from gradient_analysis.laws import (
@@ -183,7 +183,7 @@ def analyse(config: AnalysisConfig) -> Path:
             training.training_seed,
             data.class_names,
         )
-        working = WorkingModel(module, devices[0])
+        working = FlatModel(module, devices[0])
     except ValueError as error:
         raise error if isinstance(error, ConfigError) else ConfigError(f"model: {error}") from None
     generator = np.random.default_rng(config.seed)

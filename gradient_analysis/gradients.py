@@ -16,7 +16,7 @@ from algorithms.batch.losses import example_losses, logits_of
 from algorithms.batch.per_example import PerExampleProbe, SampleStatistics
 from fabrics.data.examples import Examples
 from fabrics.models.attention import unmasked
-from fabrics.training.flat_model import WorkingModel
+from fabrics.training.flat_model import FlatModel
 
 # Vectors of model size are compared in float64, so many numbers at a time.
 _CHUNK = 2**20
@@ -58,7 +58,7 @@ class Gradients:
         micro_batch: examples that are run at once.
     """
 
-    def __init__(self, working: WorkingModel, examples: Examples, indices: np.ndarray, micro_batch: int):
+    def __init__(self, working: FlatModel, examples: Examples, indices: np.ndarray, micro_batch: int):
         working.module.eval()
         self._working, self._examples, self._indices, self._micro_batch = working, examples, indices, micro_batch
         self.full = torch.zeros_like(working.parameters.data, dtype=torch.float64)

@@ -1,15 +1,17 @@
 """Decoupled DiLoCo: fragments go to a server from those workers that are ready (arXiv 2604.21428)."""
 
+import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 
-from algorithms.nodes.async_clock import forget, in_steps
-from algorithms.synchronisation.fragment_server import Answered, Taken, Waiting, fragment_round
+from algorithms.nodes.async_clock import collections, forget, in_steps, made_at
 from algorithms.synchronisation.fragments import fragment_parts, fragment_step
-from algorithms.synchronisation.method import Group, Method, put, take
+from algorithms.synchronisation.group import Group
+from algorithms.synchronisation.method import Capabilities, Method, Part, put, take
 
 
 class Decoupled(Method):
@@ -48,11 +50,9 @@ class Decoupled(Method):
             if not 0 <= self.mixing < 1:
                 raise ValueError(f"mixing: must be at least 0 and less than 1, got {self.mixing}")
 
-    temporaries = staticmethod(lambda settings, workers: 1.0)
-    trainer_state = ("velocity",)
-    own_copy = "replica"
-    plannable = False
-    shards = True
+    capabilities = Capabilities(one_exchange=False, fewer_steps=True, temporaries=1.0, shards=True)
+    state = ("velocity",)
+    keeps = "replica"
 
     def __init__(self, settings, outer, blocks):
         super().__init__(settings, outer, blocks)
@@ -66,55 +66,152 @@ class Decoupled(Method):
         return []
 
     @classmethod
-    def fewer_steps(cls, settings) -> bool:
-        return True
+    def configured(cls, settings: Settings) -> Capabilities:
+        purpose = "count the seconds of grace_window" if settings.grace_window else ""
+        return dataclasses.replace(cls.capabilities, needs_speeds=purpose)
 
-    @classmethod
-    def needs_speeds(cls, settings) -> str:
-        return "count the seconds of grace_window" if settings.grace_window else ""
-
-    def _round(self, group: Group) -> tuple[list[tuple[int, Taken | Answered]], dict[str, float]]:
+    def _round(self, group: Group) -> tuple[list[tuple[int, "Taken | Answered"]], dict[str, float]]:
         """What happens in the whole round, with the fragment that it happens to, and the values after it."""
-        settings, unit, happens, values = self.settings, group.step_seconds, [], {}
-        quorum = settings.quorum or group.workers // 2 + 1
-        period, grace = settings.steps or group.inner_steps, in_steps(settings.grace_window, unit)
+        happens = []
+        values = {}
+        quorum = self.settings.quorum or len(group.weights) // 2 + 1
+        period = self.settings.steps or group.inner_steps
+        grace = in_steps(self.settings.grace_window, group.clock.step_seconds)
         for number, part in enumerate(self._parts):
-            first, travel = -(-(number + 1) * period // len(self._parts)), in_steps(group.server_seconds(part), unit)
-            waiting = Waiting(first, period, quorum, grace, travel)
-            round_of = (waiting, group.own_steps, group.batches, group.inner_steps)
-            found, left = fragment_round(number, group.values, *round_of)
+            first = -(-(number + 1) * period // len(self._parts))
+            waiting = Waiting(first, period, quorum, grace, group.travel(part))
+            clock = group.clock
+            found, left = fragment_round(
+                number, group.values, waiting, clock.own_steps, clock.batches, group.inner_steps
+            )
             happens += [(number, each) for each in found]
             values |= left
         return happens, values
 
-    def begin(self, group: Group) -> Sequence[int]:
+    def stops(self, group: Group) -> Sequence[int]:
         happens, _ = self._round(group)
         return sorted({group.inner_steps, *(each.stop for _, each in happens)})
 
     def exchange(self, group: Group) -> None:
         happens, values = self._round(group)
         for number, each in happens:
-            if each.stop == group.step:
-                act = self._take if isinstance(each, Taken) else self._answer
-                act(group, self._parts[number], each)
+            if each.stop == group.step and isinstance(each, Taken):
+                self._take(group, self._parts[number], each)
+            elif each.stop == group.step:
+                self._answer(group, self._parts[number], each)
         if group.step == group.inner_steps:
             forget(group.values)
             group.values.update(values)
 
-    def _take(self, group: Group, part, taken: Taken) -> None:
-        if (delta := group.mean_difference(part, taken.back - taken.stop, taken.weights)) is not None:
+    def _take(self, group: Group, part: Part | None, taken: "Taken") -> None:
+        delta = group.mean_difference(part, taken.back - taken.stop, taken.weights)
+        if delta is not None:
             fragment_step(group, part, delta, self.outer)
 
-    def _answer(self, group: Group, part, answered: Answered) -> None:
+    def _answer(self, group: Group, part: Part | None, answered: "Answered") -> None:
         shared = take(group.shared["parameters"], part)
-        for member in group.members():
-            if (gone_on := answered.workers.get(member.index)) is not None:
-                new = member.here(shared)
-                own = torch.lerp(new, take(member.parameters, part), self.settings.mixing) if gone_on else new
-                put(member.parameters, part, own)
+        for worker in group.local:
+            gone_on = answered.workers.get(worker.index)
+            if gone_on is not None:
+                new = worker.here(shared)
+                if gone_on:
+                    new = torch.lerp(new, take(worker.parameters, part), self.settings.mixing)
+                put(worker.parameters, part, new)
 
     def merged(self, values: dict[str, float]) -> None:
         forget(values)
 
     def lost(self, values: dict[str, float], workers: Collection[int]) -> None:
         forget(values, workers)
+
+
+# A worker's values of a fragment, before the numbers of both: its own inner steps of the round until it is ready; steps
+# and examples since it gave; and the inner step of the round after which its answer is there, if it has none yet.
+_READY, _STEPS, _EXAMPLES, _BACK = "ready", "steps", "examples", "back"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """stop: when. weights: of those that give, tokens^2 / steps. back: when they have the answer."""
+
+    stop: int
+    weights: dict[int, float]
+    back: int
+
+
+@dataclass(frozen=True)
+class Answered:
+    """stop: when. workers: whether each has gone on since it gave."""
+
+    stop: int
+    workers: dict[int, bool]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """When a server takes a fragment. first: after how many of its own inner steps a new worker is ready; `period`: any
+    later time. The others: see `algorithms.nodes.async_clock.collections`."""
+
+    first: int
+    period: int
+    quorum: int
+    grace: Fraction
+    travel: Fraction
+
+
+def fragment_round(
+    fragment: int,
+    values: Mapping[str, float],
+    waiting: Waiting,
+    own_steps: Sequence[int],
+    batches: Sequence[int],
+    inner_steps: int,
+) -> tuple[list[Taken | Answered], dict[str, float]]:
+    """What happens to a fragment in a round, in order, and its values after it.
+
+    Args:
+        values: of all fragments, after the round before.
+        own_steps: of every worker in the round. batches: examples of each in one.
+    """
+    workers, happens = range(len(own_steps)), []
+
+    def known(name: str, default: int) -> list[int]:
+        return [int(values.get(f"{name}_{fragment}_{worker}", default)) for worker in workers]
+
+    ready, steps, examples, backs = (
+        known(name, default) for name, default in ((_READY, waiting.first), (_STEPS, 0), (_EXAMPLES, 0), (_BACK, 0))
+    )
+    collected = collections(
+        own_steps, inner_steps, waiting.period, ready, waiting.quorum, waiting.grace, waiting.travel, max(backs)
+    )
+
+    def made(worker: int, stop: int) -> int:
+        return made_at(stop, own_steps[worker], inner_steps)
+
+    def answered(stop: int) -> None:
+        """Whoever awaits the fragment has it, if that is in the round."""
+        due = [worker for worker in workers if backs[worker] == stop > 0]
+        if due and stop <= inner_steps:
+            happens.append(Answered(stop, {worker: steps[worker] + made(worker, stop) > 0 for worker in due}))
+            for worker in due:
+                backs[worker] = 0
+
+    answered(max(backs))
+    for each in collected:
+        weights = {}
+        for worker in each.workers:
+            here = made(worker, each.stop)
+            since, seen = steps[worker] + here, examples[worker] + here * batches[worker]
+            weights[worker] = seen**2 / since
+            steps[worker], examples[worker] = -here, -here * batches[worker]
+            ready[worker], backs[worker] = here + waiting.period, each.back
+        happens.append(Taken(each.stop, weights, each.back))
+        answered(each.back)
+    left = {}
+    for worker, own in enumerate(own_steps):
+        left[f"{_READY}_{fragment}_{worker}"] = ready[worker] - own
+        left[f"{_STEPS}_{fragment}_{worker}"] = steps[worker] + own
+        left[f"{_EXAMPLES}_{fragment}_{worker}"] = examples[worker] + own * batches[worker]
+        if backs[worker]:
+            left[f"{_BACK}_{fragment}_{worker}"] = backs[worker] - inner_steps
+    return happens, left

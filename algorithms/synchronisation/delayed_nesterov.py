@@ -1,12 +1,14 @@
 """Delayed Nesterov: workers reach a server one by one, and momentum waits for several (arXiv 2401.09135)."""
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from algorithms.nodes.async_clock import LegRound, forget, in_steps, leg_round
-from algorithms.synchronisation.method import Group, Method
+from algorithms.nodes.async_clock import LegRound, forget, leg_round
+from algorithms.synchronisation.group import Deliveries, Group, LocalWorker
+from algorithms.synchronisation.method import Capabilities, Method
 
 
 class DelayedNesterov(Method):
@@ -41,34 +43,49 @@ class DelayedNesterov(Method):
             if self.steps is not None and self.dynamic_steps:
                 raise ValueError(f"steps: must be null with dynamic_steps, got {self.steps}")
 
-    trainer_state = ("velocity", "buffer")
-    delivers = 1
-    own_copy = "anchor"
-    plannable = False
-    weighs = False
-    allows_fewer_steps = False
-    encodings = ("float32", "bfloat16")
-    shards = True
+    capabilities = Capabilities(
+        encodings=("float32", "bfloat16"),
+        one_exchange=False,
+        weighs=False,
+        message_tensors=1,
+        shards=True,
+    )
+    state = ("velocity", "buffer")
+    keeps = "anchor"
 
     def __init__(self, settings, outer, blocks):
         super().__init__(settings, outer, blocks)
         if settings.steps is not None:
-            self.own_copy, self.worker_state = "replica", ("start",)
+            self.keeps = "replica"
+            self.worker_state = ("start",)
 
     @classmethod
-    def fewer_steps(cls, settings: Settings) -> bool:
-        return settings.dynamic_steps or settings.steps is not None
+    def configured(cls, settings: Settings) -> Capabilities:
+        if settings.dynamic_steps:
+            purpose = "let slower workers make fewer inner steps"
+            return dataclasses.replace(cls.capabilities, fewer_steps=True, needs_speeds=purpose)
+        return dataclasses.replace(cls.capabilities, fewer_steps=settings.steps is not None)
 
-    @classmethod
-    def needs_speeds(cls, settings: Settings) -> str:
-        return "let slower workers make fewer inner steps" if settings.dynamic_steps else ""
+    # An arrival per round
 
-    def begin(self, group: Group) -> Sequence[int]:
+    def incoming(self, group: Group) -> Deliveries:
+        return group.tensors(1, through="server")
+
+    def message(self, worker: LocalWorker, group: Group) -> tuple[torch.Tensor]:
+        return (worker.difference(worker.start),)
+
+    def apply(self, group: Group, arrived: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        order = sorted(arrived, key=lambda worker: (group.clock.seconds[worker], worker))
+        self._arrive(group, arrived, order)
+
+    # Arrivals after so many steps of each worker's own
+
+    def stops(self, group: Group) -> Sequence[int]:
         if self.settings.steps is None:
-            return super().begin(group)
-        for member in group.members():
-            if f"begun_{member.index}" not in group.values:
-                member.state["start"].copy_(group.shared["parameters"])
+            return super().stops(group)
+        for worker in group.local:
+            if f"begun_{worker.index}" not in group.values:
+                worker.state["start"].copy_(group.shared["parameters"])
         return sorted({group.inner_steps, *(arrival.stop for arrival in self._round(group).arrivals)})
 
     def turns(self, own_steps, inner_steps, values, travel) -> Mapping[int, Sequence[int]]:
@@ -78,40 +95,45 @@ class DelayedNesterov(Method):
         return {worker: own.turns for worker, own in each.items()}
 
     def _round(self, group: Group) -> LegRound:
-        travel = in_steps(group.server_seconds(None), group.step_seconds)
-        return leg_round(dict(enumerate(group.own_steps)), group.inner_steps, self.settings.steps, group.values, travel)
+        own_steps = dict(enumerate(group.clock.own_steps))
+        return leg_round(own_steps, group.inner_steps, self.settings.steps, group.values, group.travel())
 
     def exchange(self, group: Group) -> None:
-        if self.settings.steps is None:
-            arrived = group.deliver_tensors(lambda m: (m.parameters.neg_().add_(m.start),), 1, through="server")
-            self._arrive(group, arrived, sorted(arrived, key=lambda worker: (group.seconds[worker], worker)))
-            return
         legs = self._round(group)
-        if order := [arrival.worker for arrival in legs.arrivals if arrival.stop == group.step]:
-            arrived = group.deliver_tensors(lambda m: (m.state["start"] - m.parameters,), 1, None, "server", order)
+        order = [arrival.worker for arrival in legs.arrivals if arrival.stop == group.step]
+        if order:
+            incoming = group.tensors(1, through="server", senders=order)
+            for worker in group.local:
+                if worker.index in order:
+                    incoming.add(worker, (worker.state["start"] - worker.parameters,))
+            arrived = incoming.result()
             self._arrive(group, arrived, [worker for worker in order if worker in arrived])
         if group.step == group.inner_steps:
             forget(group.values)
             group.values.update(legs.values)
 
     def _arrive(self, group: Group, arrived: Mapping[int, Sequence[torch.Tensor]], order: Sequence[int]) -> None:
-        members = {member.index: member for member in group.members()}
-        parameters, velocity, buffer = (group.shared[name] for name in ("parameters", "velocity", "buffer"))
-        rate, momentum, size = self.outer.learning_rate, self.outer.momentum, self.settings.buffer or group.workers
+        """Make the server's steps for these arrivals, in order; those who arrived go on from the result."""
+        local = {worker.index: worker for worker in group.local}
+        parameters = group.shared["parameters"]
+        velocity = group.shared["velocity"]
+        buffer = group.shared["buffer"]
+        rate = self.outer.learning_rate
+        size = self.settings.buffer or len(group.weights)
         waiting = group.values.get("waiting", 0)
-        for worker in order:
-            parameters.add_(arrived[worker][0], alpha=-rate / size)
-            buffer.add_(arrived[worker][0])
+        for index in order:
+            parameters.add_(arrived[index][0], alpha=-rate / size)
+            buffer.add_(arrived[index][0])
             waiting += 1
             if waiting >= size:
-                velocity.mul_(momentum).add_(buffer, alpha=1 / size)
-                parameters.add_(velocity, alpha=-rate * momentum)
+                velocity.mul_(self.outer.momentum).add_(buffer, alpha=1 / size)
+                parameters.add_(velocity, alpha=-rate * self.outer.momentum)
                 buffer.zero_()
                 waiting = 0
-            if worker in members:
-                members[worker].start.copy_(parameters)
+            if index in local:
+                local[index].start.copy_(parameters)
                 if self.worker_state:
-                    members[worker].state["start"].copy_(parameters)
+                    local[index].state["start"].copy_(parameters)
         group.values["waiting"] = waiting
 
     def merged(self, values: dict[str, float]) -> None:

@@ -1,22 +1,21 @@
 """DiLoCo: one Nesterov step on the mean pseudo-gradient at the end of a round (arXiv 2311.08105, Algorithm 1)."""
 
-from algorithms.synchronisation.method import Group, Method
+import torch
+
+from algorithms.synchronisation.group import Group, LocalWorker
+from algorithms.synchronisation.method import Capabilities, Method
 from algorithms.synchronisation.outer_step import nesterov_step
 
 
 class DiLoCo(Method):
     """D = mean_m (x - x_m);  v = mu v + D;  x = x - lr (D + mu v). Workers keep AdamW's moments, and start from x."""
 
-    trainer_state = ("velocity",)
-    shards = True
+    capabilities = Capabilities(shards=True)
+    state = ("velocity",)
 
-    def exchange(self, group: Group) -> None:
-        delta = group.mean_difference()
-        if delta is not None:
-            nesterov_step(
-                group.shared["parameters"],
-                delta,
-                group.shared["velocity"],
-                self.outer.learning_rate,
-                self.outer.momentum,
-            )
+    def message(self, worker: LocalWorker, group: Group) -> torch.Tensor:
+        return worker.difference(group.shared["parameters"])
+
+    def apply(self, group: Group, delta: torch.Tensor) -> None:
+        parameters = group.shared["parameters"]
+        nesterov_step(parameters, delta, group.shared["velocity"], self.outer.learning_rate, self.outer.momentum)

@@ -1,16 +1,20 @@
-"""FedOpt: the server's optimiser takes the mean pseudo-gradient for a gradient (arXiv 2003.00295, Algorithm 2)."""
+"""FedOpt: the server's optimizer takes the mean pseudo-gradient for a gradient (arXiv 2003.00295, Algorithm 2)."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from algorithms.synchronisation.method import Group, Method
+import torch
+
+from algorithms.synchronisation.group import Group, LocalWorker
+from algorithms.synchronisation.method import Capabilities, Method
 from algorithms.synchronisation.outer_step import OUTER_STATE, AdaptiveValues, adaptive_step
 
 
 class FedOpt(Method):
-    """With D = mean_m (x - x_m) and lr the learning rate of the outer step, x = x - lr D (`avg`) or one of
-    `adaptive_step`. The moments begin with zero, at the start and wherever momentum begins anew. Inside are AdamW's
-    steps, where the paper has SGD's.
+    """With D = mean_m (x - x_m) and lr the outer learning rate, x = x - lr D (`avg`) or one of `adaptive_step`.
+
+    The moments start at zero, also wherever momentum is reset. Inner steps are AdamW's; the paper has SGD's.
     """
 
     @dataclass(frozen=True)
@@ -19,25 +23,28 @@ class FedOpt(Method):
 
         server_optimizer: Literal["avg", "adam", "adagrad", "yogi"] = "adam"
 
-    temporaries = staticmethod(lambda settings, workers: float(settings.server_optimizer != "avg"))
-    shards = True
-
-    @classmethod
-    def outer_keys(cls, settings) -> tuple[str, ...]:
-        kept = () if settings.server_optimizer == "avg" else ("outer_momentum_at_merge",)
-        return ("learning_rate_for_outer_opt", *kept)
+    capabilities = Capabilities(
+        outer_keys=("learning_rate_for_outer_opt", "outer_momentum_at_merge"), temporaries=1.0, shards=True
+    )
 
     def __init__(self, settings, outer, blocks):
         super().__init__(settings, outer, blocks)
-        self.trainer_state = OUTER_STATE.get(settings.server_optimizer, ())
+        self.state = OUTER_STATE.get(settings.server_optimizer, ())
 
-    def exchange(self, group: Group) -> None:
-        delta = group.mean_difference()
-        if delta is None:
-            return
-        parameters, lr = group.shared["parameters"], self.outer.learning_rate
+    @classmethod
+    def configured(cls, settings: Settings) -> Capabilities:
+        if settings.server_optimizer != "avg":
+            return cls.capabilities
+        return dataclasses.replace(cls.capabilities, outer_keys=("learning_rate_for_outer_opt",), temporaries=0.0)
+
+    def message(self, worker: LocalWorker, group: Group) -> torch.Tensor:
+        return worker.difference(group.shared["parameters"])
+
+    def apply(self, group: Group, delta: torch.Tensor) -> None:
+        parameters = group.shared["parameters"]
+        learning_rate = self.outer.learning_rate
         if self.settings.server_optimizer == "avg":
-            parameters.sub_(delta, alpha=lr)
+            parameters.sub_(delta, alpha=learning_rate)
             return
-        moments = (group.shared[name] for name in self.trainer_state)
-        adaptive_step(self.settings.server_optimizer, parameters, delta, *moments, lr, self.settings)
+        first, second = (group.shared[name] for name in self.state)
+        adaptive_step(self.settings.server_optimizer, parameters, delta, first, second, learning_rate, self.settings)

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from algorithms.synchronisation.method import Block, Group, Outer, Part, by_layer, put, take
+from algorithms.synchronisation.group import Group
+from algorithms.synchronisation.method import Block, Outer, Part, by_layer, put, take
 from algorithms.synchronisation.outer_step import nesterov_step
 
 

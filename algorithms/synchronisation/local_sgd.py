@@ -1,19 +1,18 @@
 """Local SGD: workers make steps of SGD, and their parameters are averaged at the end of a round (arXiv 1805.09767)."""
 
-from algorithms.synchronisation.method import Group, Method
+import torch
+
+from algorithms.synchronisation.group import Group, LocalWorker
+from algorithms.synchronisation.method import Capabilities, Method
 
 
 class LocalSGD(Method):
     """x = x - mean_m (x - x_m)."""
 
-    inner_optimizer = "sgd"
-    shards = True
+    capabilities = Capabilities(inner_optimizer="sgd", outer_keys=(), shards=True)
 
-    @classmethod
-    def outer_keys(cls, settings) -> tuple[str, ...]:
-        return ()
+    def message(self, worker: LocalWorker, group: Group) -> torch.Tensor:
+        return worker.difference(group.shared["parameters"])
 
-    def exchange(self, group: Group) -> None:
-        delta = group.mean_difference()
-        if delta is not None:
-            group.shared["parameters"].sub_(delta)
+    def apply(self, group: Group, delta: torch.Tensor) -> None:
+        group.shared["parameters"].sub_(delta)

@@ -1,12 +1,14 @@
 """LoCoDL: local steps of SGD, and random parts of differences now and then (arXiv 2403.04348, Algorithm 1)."""
 
+import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from algorithms.synchronisation.method import Group, Member, Method
+from algorithms.synchronisation.group import Group, LocalWorker
+from algorithms.synchronisation.method import Capabilities, Method
 from algorithms.synchronisation.random_part import random_part
 
 
@@ -33,18 +35,19 @@ class LoCoDL(Method):
     when workers come, go or are lost, and after a merge; other weights of workers, and AdamW, are not in the theory.
     """
 
-    inner_optimizer = "sgd"
-    plain_sgd = True
-    temporaries = staticmethod(lambda own, m: max(1 + 3 * own.density * m, (8 + 2 * m) * own.density - 1))
-    own_copy = "replica"
-    trainer_state = ("control",)
+    capabilities = Capabilities(
+        inner_optimizer="sgd",
+        plain_sgd=True,
+        correction="correction",
+        encodings=("float32",),
+        outer_keys=("outer_momentum_at_merge",),
+        one_exchange=False,
+        weighs=False,
+        shards=True,
+    )
+    state = ("control",)
     worker_state = ("correction",)
-    correction = "correction"
-    plannable = False
-    weighs = False
-    allows_fewer_steps = False
-    encodings = ("float32",)
-    shards = True
+    keeps = "replica"
 
     @dataclass(frozen=True)
     class Settings:
@@ -61,56 +64,71 @@ class LoCoDL(Method):
                     raise ValueError(f"{name}: must be larger than 0 and at most 1, got {value}")
 
     @classmethod
-    def outer_keys(cls, settings) -> tuple[str, ...]:
-        return ("outer_momentum_at_merge",)
+    def configured(cls, settings: Settings) -> Capabilities:
+        density = settings.density
+        return dataclasses.replace(
+            cls.capabilities, temporaries=max(1.0, 8 * density - 1), temporaries_per_worker=3 * density
+        )
 
-    def stops(self, inner_steps: int, values: Mapping[str, float]) -> Sequence[int]:
-        return range(1, inner_steps + 1)
+    def stops(self, group: Group) -> Sequence[int]:
+        return range(1, group.inner_steps + 1)
 
     def exchange(self, group: Group) -> None:
-        shared, generator = group.shared, group.generator()
-        if group.values.setdefault("workers", group.workers) != group.workers:
-            # Of other workers, or without one, corrections do not cancel any more: all begin anew.
-            group.values["workers"] = group.workers
-            for tensor in (shared["control"], *(member.state["correction"] for member in group.members())):
-                tensor.zero_()
+        shared = group.shared
+        generator = group.generator()
+        workers = len(group.weights)
+        if group.values.setdefault("workers", workers) != workers:
+            # With other workers, or without one, corrections no longer cancel: all start at zero again.
+            group.values["workers"] = workers
+            shared["control"].zero_()
+            for worker in group.local:
+                worker.state["correction"].zero_()
         shared["parameters"].add_(shared["control"], alpha=group.learning_rate)
         if torch.rand((), generator=generator, dtype=torch.float64).item() < self.settings.probability:
             self._communicate(group, generator)
 
     def _communicate(self, group: Group, generator: torch.Generator) -> None:
-        y, control, settings = group.shared["parameters"], group.shared["control"], self.settings
-        size = group.size
+        settings = self.settings
+        y = group.shared["parameters"]
+        workers = len(group.weights)
+        size = group.model.whole_size
         count = max(1, round(settings.density * size))
-        places = [group.here(random_part(size, count, generator)) for _ in range(group.workers)]
-        longest, itemsize = max(1, *map(len, places)), y.element_size()  # of a device that shares a model
-
-        def compressed(member: Member) -> torch.Tensor:
-            own, message = member.here(places[member.index]), y.new_zeros(longest, device=member.parameters.device)
-            torch.sub(member.parameters[own], member.here(y)[own], out=message[: len(own)]).mul_(size / count)
-            return message.view(torch.uint8)
-
-        arrived = {
-            worker: message.view(y.dtype)[: len(places[worker])]
-            for worker, message in group.deliver(compressed, longest * itemsize, counted=count * itemsize).items()
-        }
-        if len(arrived) < group.workers:
+        places = [group.model.here(random_part(size, count, generator)) for _ in range(workers)]
+        longest = max(1, *map(len, places))  # devices that share a model hold different amounts
+        messages = group.messages(longest * y.element_size(), counted=count * y.element_size())
+        for worker in group.local:
+            messages.add(worker, self._compressed(worker, y, places[worker.index], longest, size / count))
+        arrived = {index: message.view(y.dtype)[: len(places[index])] for index, message in messages.result().items()}
+        if len(arrived) < workers:
             return
-        half, present = torch.zeros_like(y), math.fsum(group.weights[worker] for worker in arrived)
-        for worker, values in arrived.items():
-            half.index_add_(0, places[worker].to(y.device), values, alpha=group.weights[worker] / present / 2)
+        half = torch.zeros_like(y)
+        present = math.fsum(group.weights[index] for index in arrived)
+        for index, values in arrived.items():
+            half.index_add_(0, places[index].to(y.device), values, alpha=group.weights[index] / present / 2)
         omega = size / count - 1
-        default = 1 / (1 + omega / group.workers)
-        rho, chi = settings.rho or default, settings.chi or default
+        default = 1 / (1 + omega / workers)
+        rho = settings.rho or default
+        chi = settings.chi or default
         rate = settings.probability * chi / (group.learning_rate * (1 + 2 * omega))
         ahead = y + half
-        for member in group.members():
-            member.parameters.lerp_(member.here(ahead), rho)
-            correction, own = member.state["correction"], member.here(places[member.index])
-            correction.add_(member.here(half), alpha=-rate)
-            correction.index_add_(0, own, member.here(arrived[member.index]), alpha=rate)
+        for worker in group.local:
+            worker.parameters.lerp_(worker.here(ahead), rho)
+            correction = worker.state["correction"]
+            own = worker.here(places[worker.index])
+            correction.add_(worker.here(half), alpha=-rate)
+            correction.index_add_(0, own, worker.here(arrived[worker.index]), alpha=rate)
         y.add_(half, alpha=rho)
-        control.add_(half, alpha=rate)
+        group.shared["control"].add_(half, alpha=rate)
+
+    @staticmethod
+    def _compressed(
+        worker: LocalWorker, y: torch.Tensor, places: torch.Tensor, longest: int, factor: float
+    ) -> torch.Tensor:
+        """C_m(x_m - y) as bytes."""
+        own = worker.here(places)
+        message = y.new_zeros(longest, device=worker.parameters.device)
+        torch.sub(worker.parameters[own], worker.here(y)[own], out=message[: len(own)]).mul_(factor)
+        return message.view(torch.uint8)
 
     def merged(self, values: dict[str, float]) -> None:
         values["workers"] = 0

@@ -1,11 +1,13 @@
 """NoLoCo: no all-reduce, but small groups of workers that are drawn anew in every round (arXiv 2506.10911)."""
 
-from collections.abc import Collection
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from algorithms.synchronisation.method import OUTER_KEYS, Group, Member, Method
+from algorithms.synchronisation.group import Deliveries, Group, LocalWorker
+from algorithms.synchronisation.method import OUTER_KEYS, Capabilities, Method
 
 
 class NoLoCo(Method):
@@ -34,18 +36,20 @@ class NoLoCo(Method):
             if self.consensus is not None and not 0 <= self.consensus < float("inf"):
                 raise ValueError(f"consensus: must be a number that is not negative, got {self.consensus}")
 
+    capabilities = Capabilities(
+        averages_copies=True,
+        encodings=("float32", "bfloat16"),
+        weighs=False,
+        message_tensors=2,
+        shards=True,
+    )
     worker_state = ("velocity",)
-    own_copy = "anchor"
-    shares_copy = False
-    delivers = 2
-    weighs = False
-    allows_fewer_steps = False
-    encodings = ("float32", "bfloat16")
-    shards = True
+    keeps = "anchor"
 
     @classmethod
-    def outer_keys(cls, settings: Settings) -> Collection[str]:
-        return [key for key in OUTER_KEYS if key != "outer_momentum" or settings.momentum is None]
+    def configured(cls, settings: Settings) -> Capabilities:
+        keys = [key for key in OUTER_KEYS if key != "outer_momentum" or settings.momentum is None]
+        return dataclasses.replace(cls.capabilities, outer_keys=tuple(keys), recipients=settings.group - 1)
 
     @classmethod
     def problems(cls, settings, inner_steps: int, workers: int | None) -> list[str]:
@@ -53,33 +57,34 @@ class NoLoCo(Method):
             return []
         return [f"synchronisation.group: must divide the {workers} workers of a trainer, got {settings.group}"]
 
-    def planned(self, workers: int, mean: float, message: float, dtype: torch.dtype) -> float:
+    def bytes_per_round(self, workers: int, mean: float, message: float, dtype: torch.dtype) -> float:
         whole, rest = divmod(workers, self.settings.group)
         return 2 * message * (whole * self.settings.group * (self.settings.group - 1) + rest * max(0, rest - 1))
 
-    @classmethod
-    def heard(cls, settings: Settings, others: int) -> int:
-        return min(settings.group - 1, others)
+    def _peers(self, group: Group) -> dict[int, list[int]]:
+        """The group of each worker in this round, by number."""
+        groups = draw_groups(len(group.weights), self.settings.group, group.generator())
+        return {worker: drawn for drawn in groups for worker in drawn}
 
-    def exchange(self, group: Group) -> None:
-        groups = draw_groups(group.workers, self.settings.group, group.generator())
-        peers = {worker: drawn for drawn in groups for worker in drawn}
+    def incoming(self, group: Group) -> Deliveries:
+        return group.tensors(2, to=self._peers(group).__getitem__, through="groups")
 
-        def given(member: Member) -> tuple[torch.Tensor, torch.Tensor]:
-            return member.parameters.sub_(member.start), member.start
+    def message(self, worker: LocalWorker, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        return worker.parameters.sub_(worker.start), worker.start
 
-        arrived = group.deliver_tensors(given, 2, peers.__getitem__, "groups")
+    def apply(self, group: Group, arrived: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        peers = self._peers(group)
         momentum = self.outer.momentum if self.settings.momentum is None else self.settings.momentum
         consensus = self.outer.learning_rate if self.settings.consensus is None else self.settings.consensus
-        for member in group.members():
-            present = [worker for worker in peers[member.index] if worker in arrived]
-            velocity = member.state["velocity"].mul_(momentum)
-            for worker in present:
-                moved, began = map(member.here, arrived[worker])
+        for worker in group.local:
+            present = [peer for peer in peers[worker.index] if peer in arrived]
+            velocity = worker.state["velocity"].mul_(momentum)
+            for peer in present:
+                moved, began = map(worker.here, arrived[peer])
                 velocity.add_(moved, alpha=self.outer.learning_rate / len(present))
-                if worker != member.index:
-                    velocity.add_(began - member.start, alpha=consensus / len(present))
-            member.start.add_(velocity)
+                if peer != worker.index:
+                    velocity.add_(began - worker.start, alpha=consensus / len(present))
+            worker.start.add_(velocity)
 
 
 def draw_groups(workers: int, size: int, generator: torch.Generator) -> list[list[int]]:

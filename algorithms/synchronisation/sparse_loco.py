@@ -1,13 +1,15 @@
 """SparseLoCo: the largest numbers of what a worker has not sent yet, as codes of few bits (arXiv 2508.15706)."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from algorithms.synchronisation.encodings.sparse import PLAIN_BITS, TopK, add_at
-from algorithms.synchronisation.method import Block, Group, Member, Method, Part, put, take
+from algorithms.synchronisation.group import Deliveries, Group, LocalWorker
+from algorithms.synchronisation.method import Block, Capabilities, Method, Part, put, take
 
 
 class SparseLoCo(Method):
@@ -40,14 +42,17 @@ class SparseLoCo(Method):
             if self.bits not in (*range(1, 9), PLAIN_BITS):
                 raise ValueError(f"bits: must be from 1 to 8, or {PLAIN_BITS}, got {self.bits}")
 
-    temporaries = staticmethod(lambda settings, workers: 1.7 + 4 * settings.density)
+    capabilities = Capabilities(
+        encodings=("float32",),
+        outer_keys=("learning_rate_for_outer_opt", "outer_momentum_at_merge"),
+        shards=True,
+        whole_tensors=True,
+    )
     worker_state = ("unsent",)
-    shards = whole_tensors = True
-    encodings = ("float32",)
 
     @classmethod
-    def outer_keys(cls, settings: Settings) -> tuple[str, ...]:
-        return ("learning_rate_for_outer_opt", "outer_momentum_at_merge")
+    def configured(cls, settings: Settings) -> Capabilities:
+        return dataclasses.replace(cls.capabilities, temporaries=1.7 + 4 * settings.density)
 
     def _alike(self, blocks: Sequence[Block]) -> list[tuple[Part, TopK]]:
         """Tensors of one size at a time: where they are, and how they travel."""
@@ -69,33 +74,37 @@ class SparseLoCo(Method):
         """Of a worker's message, from all devices that share the model."""
         return sum(sum(top_k.sizes(dtype)) for _, top_k in self._alike(self.blocks))
 
-    def planned(self, workers: int, mean: float, message: float, dtype: torch.dtype) -> float:
+    def bytes_per_round(self, workers: int, mean: float, message: float, dtype: torch.dtype) -> float:
         return workers * (workers - 1) * self._message_bytes(dtype)
 
-    def exchange(self, group: Group) -> None:
-        shared, over_senders = group.shared["parameters"], self.settings.mean_over == "senders"
-        tensors, counted = self._alike(group.wholes.blocks), self._message_bytes(shared.dtype)
-        sizes = [sum(top_k.sizes(shared.dtype)) for _, top_k in tensors]
-        arrived = group.deliver(lambda member: self._message(group, member, tensors), sum(sizes), counted=counted)
-        if not arrived:
-            return
-        weights = [group.weights[worker] for worker in arrived]
-        messages = zip(*(message.split(sizes) for message in arrived.values()), strict=True)
-        whole = group.wholes.gather(shared)
-        for (part, top_k), each in zip(tensors, messages, strict=True):
-            mean = top_k.mean(each, weights, shared.dtype, shared.dtype, over_senders).flatten()
-            put(whole, part, take(whole, part).sub_(mean, alpha=self.outer.learning_rate))
-        group.wholes.spread(whole, shared)
+    def incoming(self, group: Group) -> Deliveries:
+        dtype = group.shared["parameters"].dtype
+        size = sum(sum(top_k.sizes(dtype)) for _, top_k in self._alike(group.model.wholes.blocks))
+        return group.messages(size, counted=self._message_bytes(dtype))
 
-    def _message(self, group: Group, member: Member, tensors: Sequence[tuple[Part, TopK]]) -> torch.Tensor:
-        """What a worker sends of these tensors; what that leaves stays in its state."""
-        difference = member.parameters.neg_().add_(member.here(group.shared["parameters"]))
-        state = member.state["unsent"].mul_(self.settings.error_decay).add_(difference)
-        unsent = group.wholes.gather(state)
+    def message(self, worker: LocalWorker, group: Group) -> torch.Tensor:
+        wholes = group.model.wholes
+        state = worker.state["unsent"].mul_(self.settings.error_decay)
+        state.add_(worker.difference(group.shared["parameters"]))
+        unsent = wholes.gather(state)
         messages = [unsent.new_empty(0, dtype=torch.uint8)]  # there may be no tensor
-        for part, top_k in tensors:
+        for part, top_k in self._alike(wholes.blocks):
             rows = take(unsent, part).view(top_k.rows, -1)
             messages.append(top_k.encode(rows, rows.dtype))
             put(unsent, part, add_at(rows, top_k.decode(messages[-1], rows.dtype), -1.0).flatten())
-        group.wholes.spread(unsent, state)
+        wholes.spread(unsent, state)
         return torch.cat(messages)
+
+    def apply(self, group: Group, arrived: Mapping[int, torch.Tensor]) -> None:
+        shared = group.shared["parameters"]
+        wholes = group.model.wholes
+        tensors = self._alike(wholes.blocks)
+        sizes = [sum(top_k.sizes(shared.dtype)) for _, top_k in tensors]
+        weights = [group.weights[worker] for worker in arrived]
+        messages = zip(*(message.split(sizes) for message in arrived.values()), strict=True)
+        over_senders = self.settings.mean_over == "senders"
+        whole = wholes.gather(shared)
+        for (part, top_k), each in zip(tensors, messages, strict=True):
+            mean = top_k.mean(each, weights, shared.dtype, shared.dtype, over_senders).flatten()
+            put(whole, part, take(whole, part).sub_(mean, alpha=self.outer.learning_rate))
+        wholes.spread(whole, shared)

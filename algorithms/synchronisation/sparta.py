@@ -1,9 +1,11 @@
 """SPARTA: workers average a random part of their parameters every few inner steps (openreview stFPf3gzq1)."""
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from algorithms.synchronisation.method import OUTER_KEYS, Group, Method
+from algorithms.synchronisation.group import Group
+from algorithms.synchronisation.method import OUTER_KEYS, Capabilities, Method
 from algorithms.synchronisation.outer_step import nesterov_step
 from algorithms.synchronisation.random_part import random_part
 
@@ -15,15 +17,12 @@ class SPARTA(Method):
     round ends with DiLoCo's step as well, from which all go on together. AdamW's moments stay where they are.
     """
 
-    temporaries = staticmethod(lambda settings, workers: max(0.0, 10 * settings.share - 1) + settings.with_diloco)
-    own_copy = "replica"
-    plannable = False
-    encodings = ("float32",)
-    shards = True
+    capabilities = Capabilities(encodings=("float32",), one_exchange=False, shards=True)
+    keeps = "replica"
 
     @dataclass(frozen=True)
     class Settings:
-        """share: of the parameters. every: so many inner steps, over rounds."""
+        """share: of the parameters. every: inner steps between averages, counted over rounds."""
 
         share: float = 0.005
         every: int = 1
@@ -36,18 +35,23 @@ class SPARTA(Method):
                 raise ValueError(f"every: must be a positive number of inner steps, got {self.every}")
 
     @classmethod
-    def outer_keys(cls, settings) -> tuple[str, ...]:
-        counts = ("outer_momentum_at_merge",) if settings.every > 1 else ()  # where in `every` begins anew as well
-        return OUTER_KEYS if settings.with_diloco else counts
+    def configured(cls, settings: Settings) -> Capabilities:
+        counts = ("outer_momentum_at_merge",) if settings.every > 1 else ()  # the count of inner steps is reset as well
+        return dataclasses.replace(
+            cls.capabilities,
+            averages_copies=not settings.with_diloco,
+            outer_keys=OUTER_KEYS if settings.with_diloco else counts,
+            temporaries=max(0.0, 10 * settings.share - 1) + settings.with_diloco,
+        )
 
     def __init__(self, settings, outer, blocks):
         super().__init__(settings, outer, blocks)
-        self.shares_copy = settings.with_diloco
-        self.trainer_state = ("velocity",) if settings.with_diloco else ()
+        self.state = ("velocity",) if settings.with_diloco else ()
 
-    def stops(self, inner_steps: int, values: Mapping[str, float]) -> Sequence[int]:
+    def stops(self, group: Group) -> Sequence[int]:
         every = self.settings.every
-        return sorted({*range(every - values.get("since", 0), inner_steps + 1, every), inner_steps})
+        first = every - group.values.get("since", 0)
+        return sorted({*range(first, group.inner_steps + 1, every), group.inner_steps})
 
     def exchange(self, group: Group) -> None:
         since = (group.values.get("since", 0) + group.step) % self.settings.every
@@ -59,21 +63,21 @@ class SPARTA(Method):
                 self._outer_step(group)
 
     def _average_part(self, group: Group) -> None:
-        count = max(1, round(self.settings.share * group.size))
-        places = group.here(random_part(group.size, count, group.generator()))
-        mean = group.mean(
-            lambda member: member.parameters[member.here(places)],
-            group.shared["parameters"].new_empty(len(places)),
-            "parameters",
-            numbers=count,
-        )
+        size = group.model.whole_size
+        count = max(1, round(self.settings.share * size))
+        places = group.model.here(random_part(size, count, group.generator()))
+        incoming = group.mean(group.shared["parameters"].new_empty(len(places)), "parameters", elements=count)
+        for worker in group.local:
+            incoming.add(worker, worker.parameters[worker.here(places)])
+        mean = incoming.result()
         if mean is not None:
-            for member in group.members():
-                member.parameters[member.here(places)] = member.here(mean)
+            for worker in group.local:
+                worker.parameters[worker.here(places)] = worker.here(mean)
 
     def _outer_step(self, group: Group) -> None:
-        parameters, delta = group.shared["parameters"], group.mean_difference()
+        parameters = group.shared["parameters"]
+        delta = group.mean_difference()
         if delta is not None:
             nesterov_step(parameters, delta, group.shared["velocity"], self.outer.learning_rate, self.outer.momentum)
-            for member in group.members():
-                member.parameters.copy_(member.here(parameters))
+            for worker in group.local:
+                worker.parameters.copy_(worker.here(parameters))

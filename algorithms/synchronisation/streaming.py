@@ -1,13 +1,14 @@
 """Streaming DiLoCo: fragments of the model one after the other, each applied when it has arrived (arXiv 2501.18512)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from algorithms.synchronisation.fragments import fragment_parts, fragment_step
-from algorithms.synchronisation.method import Group, Method, Part, put, take
+from algorithms.synchronisation.group import Group
+from algorithms.synchronisation.method import Capabilities, Method, Part, put, take
 
 
 class StreamingDiLoCo(Method):
@@ -41,10 +42,9 @@ class StreamingDiLoCo(Method):
                 known = "at least 0 and less than 1" if mixes else "null where merge is progress"
                 raise ValueError(f"mixing: must be {known}, got {mixing}")
 
-    temporaries = staticmethod(lambda settings, workers: 1.0)
-    trainer_state = ("velocity",)
-    own_copy = "replica"
-    plannable, shards = False, True
+    capabilities = Capabilities(one_exchange=False, temporaries=1.0, shards=True)
+    state = ("velocity",)
+    keeps = "replica"
 
     def __init__(self, settings, outer, blocks):
         super().__init__(settings, outer, blocks)
@@ -63,10 +63,10 @@ class StreamingDiLoCo(Method):
     def _sent_after(self, inner_steps: int) -> list[int]:
         return [-(-number * inner_steps // len(self._parts)) for number in range(1, len(self._parts) + 1)]
 
-    def stops(self, inner_steps: int, values: Mapping[str, float]) -> Sequence[int]:
-        sent = self._sent_after(inner_steps)
-        arriving = [*(step + self.settings.delay for step in sent), *map(int, values.values())]
-        return sorted({*sent, *(step for step in arriving if step <= inner_steps)})
+    def stops(self, group: Group) -> Sequence[int]:
+        sent = self._sent_after(group.inner_steps)
+        arriving = [*(step + self.settings.delay for step in sent), *map(int, group.values.values())]
+        return sorted({*sent, *(step for step in arriving if step <= group.inner_steps)})
 
     def exchange(self, group: Group) -> None:
         arrives = group.values  # after which inner step of the round what is under way does
@@ -85,22 +85,25 @@ class StreamingDiLoCo(Method):
                 arrives[name] -= group.inner_steps
 
     def _send(self, group: Group, part: Part | None) -> None:
-        if (delta := group.mean_difference(part, behind=self.settings.delay)) is None:
+        delta = group.mean_difference(part, behind=self.settings.delay)
+        if delta is None:
             return
         parameters = fragment_step(group, part, delta, self.outer)
         if self.worker_state:
-            for member in group.members():
-                put(member.state["offset"], part, member.here(parameters) - take(member.parameters, part))
+            for worker in group.local:
+                put(worker.state["offset"], part, worker.here(parameters) - take(worker.parameters, part))
 
     def _apply(self, group: Group, part: Part | None) -> None:
-        settings, shared = self.settings, take(group.shared["parameters"], part)
-        for member in group.members():
-            new, own = member.here(shared), take(member.parameters, part)
+        settings = self.settings
+        shared = take(group.shared["parameters"], part)
+        for worker in group.local:
+            new = worker.here(shared)
+            own = take(worker.parameters, part)
             if settings.merge == "mix":
                 new = torch.lerp(new, own, 0.5 if settings.mixing is None else settings.mixing)
             elif settings.delay:
-                new = own + take(member.state["offset"], part)
-            put(member.parameters, part, new)
+                new = own + take(worker.state["offset"], part)
+            put(worker.parameters, part, new)
 
     def merged(self, values: dict[str, float]) -> None:
         values.clear()

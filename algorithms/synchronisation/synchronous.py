@@ -1,21 +1,27 @@
 """Synchronous (data-parallel) training: gradients are averaged at every inner step."""
 
-from algorithms.synchronisation.method import Group, Method
+import torch
+
+from algorithms.synchronisation.group import Group, LocalWorker, MeanOfWorkers
+from algorithms.synchronisation.method import Capabilities, Method
 
 
 class Synchronous(Method):
-    """g = mean_m g_m, clipped; one step of the inner optimiser, whose moments are the trainer's."""
+    """g = mean_m g_m, clipped; one step of the inner optimizer, whose moments are the trainer's."""
 
-    exchanges_gradients = True
-    plannable = False
-    encodings = ("float32", "bfloat16")
-    shards = True
+    capabilities = Capabilities(
+        exchanges_gradients=True,
+        encodings=("float32", "bfloat16"),
+        outer_keys=(),
+        one_exchange=False,
+        shards=True,
+    )
 
-    @classmethod
-    def outer_keys(cls, settings) -> tuple[str, ...]:
-        return ()
+    def incoming(self, group: Group) -> MeanOfWorkers:
+        return group.mean(kind="gradient")
 
-    def exchange(self, group: Group) -> None:
-        gradient = group.mean(lambda member: member.gradient, group.shared["parameters"], "gradient")
-        if gradient is not None:
-            group.update(gradient)
+    def message(self, worker: LocalWorker, group: Group) -> torch.Tensor:
+        return worker.gradient
+
+    def apply(self, group: Group, gradient: torch.Tensor) -> None:
+        group.update(gradient)

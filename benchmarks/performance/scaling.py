@@ -195,7 +195,10 @@ def synchronise(
 
             def once(workers=workers, encoding=encoding) -> None:
                 rows = encoding.encode(tensor)
-                workers.mean(((index, rows) for index in workers.local_workers), like, encoding)
+                mean = workers.mean(like, encoding)
+                for index in workers.local_workers:
+                    mean.add(index, rows)
+                mean.result()
 
             for repeat in range(repeats + 1):
                 processes.gather(None)

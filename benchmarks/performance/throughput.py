@@ -44,7 +44,7 @@ from fabrics.models.attention import unmasked
 from fabrics.models.meta_model import flops_per_token
 from fabrics.models.registry import build_model
 from fabrics.training.forward_backward import backward
-from fabrics.training.inner_loop import InnerSteps
+from fabrics.training.inner_loop import InnerLoop
 from trainers import Trainer
 from utils.config.reading import parse_config
 from utils.config.schema import Config, ConfigError
@@ -152,8 +152,8 @@ def interleaved(functions: dict, device: torch.device, repeats: int) -> dict[str
 
 def inner_steps(trainer: Trainer, schedule: RoundSchedule) -> None:
     """Run the inner steps of a round, without outer step and batch test."""
-    steps = InnerSteps(trainer.workers[0], trainer.assignments(schedule)[0], lambda: None)
-    steps.go(trainer.parameters, schedule.inner_steps)
+    loop = InnerLoop(trainer.workers[0], trainer.assignments(schedule)[0], trainer.parameters, False, lambda: None)
+    loop.run(until=schedule.inner_steps)
 
 
 def whole_round(trainer: Trainer, schedule: RoundSchedule, on_step: Callable[[], None] = lambda: None) -> None:

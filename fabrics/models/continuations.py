@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fabrics.data.examples import Examples, TaskData
-from fabrics.training.flat_model import WorkingModel
+from fabrics.training.flat_model import FlatModel
 
 COUNT = 3
 PROMPT_TOKENS = 32
@@ -65,7 +65,7 @@ def sampled(module: nn.Module, prompts: torch.Tensor, new_tokens: int, seed: int
 
 
 def continuations(
-    working: WorkingModel, parameters: torch.Tensor, data: TaskData, sequence_length: int, seed: int
+    working: FlatModel, parameters: torch.Tensor, data: TaskData, sequence_length: int, seed: int
 ) -> list[Continuation]:
     """How a model goes on after the beginnings of COUNT validation texts; nothing where it is no language model.
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from fabrics.models.registry import save_model
-from fabrics.training.flat_model import NotKeptError, WorkingModel
+from fabrics.training.flat_model import FlatModel, NotKeptError
 from utils.distributed.processes import Processes
 from utils.utils import write_folder_atomically
 
@@ -49,7 +49,7 @@ def on_disk(tensor: torch.Tensor, folder: Path) -> torch.Tensor:
 
 
 def _write(
-    folder: Path, trainer: Path, working: WorkingModel, tokenizer: PreTrainedTokenizerBase | None, is_main: bool
+    folder: Path, trainer: Path, working: FlatModel, tokenizer: PreTrainedTokenizerBase | None, is_main: bool
 ) -> None:
     """Write the model that the working model has; what was kept of it on the way is gone afterwards."""
     given = None if working.island.size == 1 else working.state(functools.partial(on_disk, folder=folder))
@@ -61,7 +61,7 @@ def save_models(
     folder: Path,
     trainers: Iterable[int],
     parameters_of: Callable[[int], torch.Tensor | None],
-    working: WorkingModel,
+    working: FlatModel,
     tokenizer: PreTrainedTokenizerBase | None,
     processes: Processes,
 ) -> tuple[dict[int, Path], str | None]:

@@ -11,7 +11,7 @@ from fabrics.models.model_family import is_pretrained
 from fabrics.models.registry import build_model, reinitialise_output_layer
 from fabrics.models.transformers_models import loading_in_turn
 from fabrics.sharding.deferred_init import Deferred
-from fabrics.training.flat_model import Made, WorkingModel
+from fabrics.training.flat_model import FlatModel, Made
 from utils.config.schema import Config, ConfigError
 
 
@@ -63,7 +63,7 @@ def recompute_activations(model: torch.nn.Module, model_type: str) -> None:
     model.disable_input_require_grads()
 
 
-def initial_parameters(config: Config, data: TaskData, trainer: int, first: WorkingModel) -> torch.Tensor:
+def initial_parameters(config: Config, data: TaskData, trainer: int, first: FlatModel) -> torch.Tensor:
     """The flat parameters that a trainer starts with, a tensor of its own on the device of `first`.
 
     first: holds those of trainer 0.

@@ -13,7 +13,7 @@ Memory of a device with t trainers, w workers and p processes on it:
     + activations and logits of the largest micro-batch, see `activation_bytes`
     + on nodes of several devices the layers that are whole at a time, see `gathered_elements`
 
-Bytes of a round are the method's own statement (`Method.planned`) with the encoding's, and those of merges and
+Bytes of a round are the method's own statement (`Method.bytes_per_round`) with the encoding's, and those of merges and
 redistributions as `algorithms.nodes.communication_rounds` counts them. Seconds are FLOPs over the rate of the devices,
 all equally busy, plus latency + bytes / bandwidth of every exchange; nothing overlaps.
 """
@@ -31,7 +31,7 @@ from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES, 
 from algorithms.synchronisation.method import Method
 from fabrics.models.meta_model import META, flops_per_token, meta_model
 from fabrics.pool.node_pool import check_modules, probes_examples, round_tensors
-from fabrics.training.flat_model import WorkingModel
+from fabrics.training.flat_model import FlatModel
 from fabrics.training.method_config import check_method, method_of
 from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
 from fabrics.training.statistics_plan import measures
@@ -174,14 +174,14 @@ class _Estimator:
         self.on_host = on_host
         self.trainers = config.number_of_initial_trainers
         module, self.unknown = meta_model(config)
-        self.working = WorkingModel(module, META)
+        self.working = FlatModel(module, META)
         check_modules(config, self.working)
         self.method: Method = method_of(config, self.working)
         kind = inner_optimizer_name(config)
         moments = {} if kind is None else INNER_OPTIMIZERS[kind].state_shapes(self.working)
         self.flat_bytes = self.working.parameter_count * self.working.parameters.element_size()
         self.moment_bytes = sum(tensor.nbytes for tensor in moments.values())
-        self.trainer_bytes = (1 + len(self.method.trainer_state)) * self.flat_bytes
+        self.trainer_bytes = (1 + len(self.method.state)) * self.flat_bytes
         self.worker_bytes = len(personal_tensors(config, self.method)) * self.flat_bytes
 
         check_method(config, self.shares(self.trainers)[-1])
@@ -221,7 +221,7 @@ class _Estimator:
         size = config.devices_per_node
         workers = -(-max(self.nodes, self.trainers) // self.groups)
         trainers = min(self.trainers, workers)
-        owners = trainers if self.method.exchanges_gradients else workers
+        owners = trainers if self.method.capabilities.exchanges_gradients else workers
         moments = owners * self.moment_bytes
         outer = trainers * self.trainer_bytes
         several = self.groups * config.processes_per_gpu > 1
@@ -267,8 +267,8 @@ class _Estimator:
         dtype = self.working.parameters.dtype
         encoding = COMMUNICATION_DTYPES[config.communication_dtype]
         mean = encoding.reduction_bytes(workers, parameters, dtype)
-        sent = self.method.planned(workers, mean, encoding.sent_bytes(parameters, dtype), dtype)
-        measured = measures(config, workers, tested, self.method.own_copy == "nothing")
+        sent = self.method.bytes_per_round(workers, mean, encoding.sent_bytes(parameters, dtype), dtype)
+        measured = measures(config, workers, tested, self.method.keeps == "shared")
         return round(sent) + PLAIN.reduction_bytes(workers, measured.numbers(parameters), dtype)
 
     def run(self) -> "_Run":
@@ -277,10 +277,10 @@ class _Estimator:
         method = self.method
         averaged = ("parameters",)
         if config.outer_momentum_at_merge == "average":
-            averaged += tuple(name for name in method.trainer_state if name not in method.trainer_copies)
+            averaged += tuple(name for name in method.state if name not in method.capabilities.copies)
         given_bytes = len(averaged) * self.flat_bytes
         joining_bytes = self.trainer_bytes
-        if method.exchanges_gradients or config.joining_moments == "copy":
+        if method.capabilities.exchanges_gradients or config.joining_moments == "copy":
             joining_bytes += self.moment_bytes
         round_bytes = functools.cache(self.round_bytes)
         shares = self.shares(self.trainers)
@@ -299,7 +299,7 @@ class _Estimator:
                 inner_steps = min(inner_steps, math.ceil((config.max_tokens - done.tokens) / step))
             done.tokens += inner_steps * step
             done.device_tokens += inner_steps * step / min(self.groups, sum(shares))
-            if method.plannable:
+            if method.capabilities.one_exchange:
                 tested = self.tests(done.rounds)
                 done.exchanges.append(synchronised((workers, round_bytes(workers, tested)) for workers in shares))
             if len(shares) > 1 and done.rounds % config.merge_frequency == 0:
@@ -330,7 +330,7 @@ def _left_out(config: Config, method: Method) -> list[str]:
         found.append("how the batch moves: rounds and bytes are those of a batch that stays")
     if config.number_of_outer_steps is None and config.max_tokens is None:
         found.append("rounds: epochs of the data end the run, and data are not read")
-    if not method.plannable:
+    if not method.capabilities.one_exchange:
         found.append(f"bytes: the rounds of {config.distributed_algo} are not of one known size")
     if config.budget is not None:
         found.append(f"how {config.budget} changes the length of rounds")
@@ -396,7 +396,7 @@ def estimate(config: Config, resources: Resources | None = None) -> Estimate:
     if config.number_of_outer_steps is not None or config.max_tokens is not None:
         run = estimator.run()
     round_bytes = None
-    if estimator.method.plannable:
+    if estimator.method.capabilities.one_exchange:
         tested = estimator.tests(config.batch_test_start)
         round_bytes = sum(estimator.round_bytes(workers, tested) for workers in shares)
     per_token = flops_per_token(module, config.sequence_length)
@@ -406,8 +406,8 @@ def estimate(config: Config, resources: Resources | None = None) -> Estimate:
     if run is not None and resources.tflops is not None:
         rate = resources.tflops * 1e12 * config.devices_per_node
         compute_seconds = run.device_tokens * per_token / rate
-    sends = run is not None and estimator.method.plannable
-    owners = estimator.trainers if estimator.method.exchanges_gradients else sum(shares)
+    sends = run is not None and estimator.method.capabilities.one_exchange
+    owners = estimator.trainers if estimator.method.capabilities.exchanges_gradients else sum(shares)
     state_bytes = estimator.trainers * estimator.trainer_bytes + sum(shares) * estimator.worker_bytes
     return Estimate(
         parameters=estimator.working.parameter_count,

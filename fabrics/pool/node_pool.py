@@ -10,14 +10,13 @@ import torch
 from algorithms.batch.calc_batch import BATCH_TESTS, NEED_INNER_PRODUCTS
 from algorithms.batch.per_example import PerExampleProbe, UnsupportedModuleError
 from algorithms.nodes.policies import slow_nodes
-from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
 from fabrics.data.examples import Examples
 from fabrics.pool.budgets import check_budget
 from fabrics.pool.node_speeds import MeasuredSpeeds, Work, first_speeds
-from fabrics.training.flat_model import WorkingModel
+from fabrics.training.flat_model import FlatModel
 from fabrics.training.forward_backward import backward, probed_backward
-from fabrics.training.method_config import check_state, method_settings
+from fabrics.training.method_config import capabilities_of, check_state
 from fabrics.training.optimizers import check_inner_optimizer
 from fabrics.training.participation import participant_count, scheduled_nodes
 from fabrics.training.worker import Node, TrainingError, WorkerRound
@@ -34,7 +33,7 @@ def probes_examples(config: Config) -> bool:
     return BATCH_TESTS[config.sampling_method] is not None and config.statistics_estimator == "per_example"
 
 
-def check_modules(config: Config, working: WorkingModel) -> None:
+def check_modules(config: Config, working: FlatModel) -> None:
     """Raise ConfigError where the model's modules do not give what the configuration needs of them.
 
     That is matrices for Muon, names for the method's state that its moments leave free, and per-example statistics for
@@ -62,20 +61,20 @@ def round_tensors(config: Config, workers: int, several_processes: bool, elsewhe
         several_processes: whether a trainer's workers may be in several. elsewhere: how many are then, at most.
     """
     held = workers if several_processes else 0
-    method = METHODS[config.distributed_algo]
-    if method.delivers:
-        each = method.heard(method_settings(config), elsewhere)
+    able = capabilities_of(config)
+    if able.message_tensors:
+        each = elsewhere if able.recipients is None else min(able.recipients, elsewhere)
         coming = workers + min(elsewhere, workers * each) if several_processes else 0
-        held = max(held, method.delivers * (workers + 1 + coming))
+        held = max(held, able.message_tensors * (workers + 1 + coming))
     encodings = COMMUNICATION_DTYPES[config.communication_dtype]
     encoding = 0 if encodings.lossless else 3 if encodings.keeps_error else 2
     compared = workers if config.compares_workers else 0
-    return 1 + held + encoding + compared + method.temporaries(method_settings(config), workers + elsewhere)
+    return 1 + held + encoding + compared + able.temporaries + able.temporaries_per_worker * (workers + elsewhere)
 
 
 def measured_max_batches(
     config: Config,
-    working: Mapping[torch.device, WorkingModel],
+    working: Mapping[torch.device, FlatModel],
     examples: Examples,
     processes: Processes,
     state_bytes: int,
@@ -114,7 +113,7 @@ def measured_max_batches(
     return {node: largest[node - node % per_device] for node in range(len(processes.devices))}
 
 
-def _measured_max_batch(config: Config, working: WorkingModel, examples: Examples, sharing: int, reserved: int) -> int:
+def _measured_max_batch(config: Config, working: FlatModel, examples: Examples, sharing: int, reserved: int) -> int:
     # The most that a step can need: the last of a round is also probed.
     probed, devices = probes_examples(config) or working.within_island, working.island.size
     step = probed_backward if probed else backward

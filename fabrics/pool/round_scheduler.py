@@ -16,7 +16,7 @@ from fabrics.pool.run_counters import Totals
 from fabrics.training.learning_rates import inner_steps_ahead, learning_rate_schedule
 from fabrics.training.work_split import Shares
 from fabrics.training.worker import Node
-from fabrics.training.worker_group import Workforce
+from fabrics.training.worker_group import WorkerGroup
 from utils.config.schema import Config
 
 
@@ -24,7 +24,7 @@ class Spender(Protocol):
     """What is asked of a trainer here."""
 
     batch: BatchControl
-    workforce: Workforce
+    workforce: WorkerGroup
     cursor: DataCursor
     inner_steps: int
     rounds: int
@@ -48,7 +48,7 @@ class Spender(Protocol):
         """Set the requested batch of the next round where a budget moves it."""
 
 
-def traffic_of(workforce: Workforce, config: Config, tested: Callable[[int], bool]) -> Traffic:
+def traffic_of(workforce: WorkerGroup, config: Config, tested: Callable[[int], bool]) -> Traffic:
     """Bytes of the exchanges of a trainer with such workers; tested: whether a batch test follows the round of that
     number."""
     copied = workforce.sizes.worker if config.joining_moments == "copy" else 0

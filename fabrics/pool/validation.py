@@ -7,8 +7,8 @@ import torch
 
 from fabrics.data.examples import TaskData
 from fabrics.pool.eval_tool import METRICS, Evaluation, EvaluationPart, batch_count, begin_batches, combined
-from fabrics.training.flat_model import WorkingModel
-from fabrics.training.worker_group import Workforce
+from fabrics.training.flat_model import FlatModel
+from fabrics.training.worker_group import WorkerGroup
 
 
 class Validation:
@@ -20,12 +20,12 @@ class Validation:
         batch_size: examples per batch.
     """
 
-    def __init__(self, data: TaskData, working: Mapping[torch.device, WorkingModel], batch_size: int):
+    def __init__(self, data: TaskData, working: Mapping[torch.device, FlatModel], batch_size: int):
         self._data, self._working, self._batch_size = data, working, batch_size
         self._examples = (data.validation, *(data.shares.validation if data.shares else ()))
         self.metric = METRICS[data.task]
 
-    def part(self, workforce: Workforce, parameters: torch.Tensor | None) -> EvaluationPart | None:
+    def part(self, workforce: WorkerGroup, parameters: torch.Tensor | None) -> EvaluationPart | None:
         """What the workers of this process evaluate of a trainer; None where it has none here, or nothing is left.
 
         parameters: flat, of the trainer.

@@ -7,7 +7,7 @@ from torch import nn
 
 from algorithms.batch.calc_batch import NEED_INNER_PRODUCTS
 from algorithms.synchronisation import METHODS
-from fabrics.training.flat_model import Made, WorkingModel
+from fabrics.training.flat_model import FlatModel, Made
 from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
 from utils.config.schema import Config, ConfigError
 from utils.distributed.processes import Processes
@@ -23,8 +23,8 @@ def sharding_problems(config: Config) -> list[str]:
     if config.processes_per_gpu > 1:
         found.append(f"processes_per_gpu: must be 1 with devices_per_node {size}, got {config.processes_per_gpu}")
     method = METHODS.get(config.distributed_algo)
-    if method is not None and not method.shards:
-        able = ", ".join(name for name in METHODS if METHODS[name].shards)
+    if method is not None and not method.capabilities.shards:
+        able = ", ".join(name for name in METHODS if METHODS[name].capabilities.shards)
         found.append(
             f"distributed_algo: {config.distributed_algo} does not say that it is right on parts of flat tensors; with "
             f"devices_per_node {size} there are {able}"
@@ -51,26 +51,26 @@ def _statistics_problems(config: Config) -> list[str]:
     return found
 
 
-def looked_at_whole(config: Config, working: WorkingModel) -> Sequence[int]:
+def looked_at_whole(config: Config, working: FlatModel) -> Sequence[int]:
     """The numbers of the tensors, among a model's blocks, that the method or the inner optimiser needs whole."""
     by_method, by_optimizer = looked_at_by(config, working)
     return by_method or by_optimizer
 
 
-def looked_at_by(config: Config, working: WorkingModel) -> tuple[Sequence[int], Sequence[int]]:
+def looked_at_by(config: Config, working: FlatModel) -> tuple[Sequence[int], Sequence[int]]:
     """Those of them that the method needs, which are all or none, and those that the inner optimiser does."""
-    kind, whole = inner_optimizer_name(config), METHODS[config.distributed_algo].whole_tensors
+    kind, whole = inner_optimizer_name(config), METHODS[config.distributed_algo].capabilities.whole_tensors
     return range(len(working.blocks) if whole else 0), () if kind is None else INNER_OPTIMIZERS[kind].whole(working)
 
 
 def whole_copies(config: Config) -> int:
     """How many times these tensors are there at a time at most, measured: of one `exchange`, or of a step of Muon."""
-    return 6 if METHODS[config.distributed_algo].whole_tensors else 4
+    return 6 if METHODS[config.distributed_algo].capabilities.whole_tensors else 4
 
 
 def working_model(
     module: nn.Module, device: torch.device, processes: Processes, autocast: torch.dtype | None, made: Made
-) -> WorkingModel:
+) -> FlatModel:
     """The working model of a device: of the whole module, or of its part where an island shares it.
 
     made: of parameters on the meta device, on islands.
@@ -79,7 +79,7 @@ def working_model(
         ConfigError: the module cannot be shared out.
     """
     if processes.island.size == 1:
-        return WorkingModel(module, device, autocast)
+        return FlatModel(module, device, autocast)
     # It knows the insides of one release of PyTorch; whole models train with others as well.
     from fabrics.sharding.sharded_model import ShardedModel
 

@@ -38,7 +38,7 @@ from fabrics.sharding.model_layers import (
 from fabrics.sharding.shard_layout import Layout
 from fabrics.sharding.sharded_probe import ShardedProbe
 from fabrics.sharding.whole_tensors import WholeTensors, most_whole
-from fabrics.training.flat_model import Made, NotKeptError, WorkingModel, blocks_of
+from fabrics.training.flat_model import FlatModel, Made, NotKeptError, blocks_of
 from fabrics.training.worker import TrainingError
 from utils.checkpoint.parts import FilePart
 from utils.distributed.collectives import Collectives
@@ -78,7 +78,7 @@ class _Reduction(DefaultReduceScatter):
         self.probe.add(rows, output_tensor)
 
 
-class ShardedModel(WorkingModel):
+class ShardedModel(FlatModel):
     """A working model of one device of an island, which all devices make, and whose passes all make, together.
 
     Everything flat is this device's part. A flat tensor as it would be with the whole model on one device is called
@@ -88,7 +88,7 @@ class ShardedModel(WorkingModel):
         module: the same in every device, on the CPU or on `device`; parameters on the meta device are made meanwhile.
         device: this one's.
         island: the devices.
-        autocast: as in WorkingModel. Linear parts of layers are groups then, and gathered in that type, so that no
+        autocast: as in FlatModel. Linear parts of layers are groups then, and gathered in that type, so that no
             other copy of them is made and kept; what else is in a layer belongs to the root, in its own type.
         made: from a parameter on the meta device to its numbers, whole; asked for one after the other.
 
@@ -188,7 +188,7 @@ class ShardedModel(WorkingModel):
         raise NotImplementedError("a device of several has parts of parameters only")
 
     def trained(self) -> list[nn.Parameter]:
-        """See WorkingModel; flat, what is here of the module's."""
+        """See FlatModel; flat, what is here of the module's."""
         found = []
         for place in self._layout.places:
             found.append(nn.Parameter(self.parameters.data[place]))
@@ -219,10 +219,6 @@ class ShardedModel(WorkingModel):
         if self._layers is not None:
             self._layers.on = compiled
 
-    def differentiate(self, loss: torch.Tensor) -> None:
-        with self.island.explaining():
-            super().differentiate(loss)
-
     @contextmanager
     def evaluating(self, parameters: torch.Tensor) -> Iterator[nn.Module]:
         self._compute(False)
@@ -230,7 +226,7 @@ class ShardedModel(WorkingModel):
             yield module
 
     def attempt(self, work: Callable[[], T]) -> T | None:
-        """See WorkingModel; all devices get the same: None where one of them had not the memory.
+        """See FlatModel; all devices get the same: None where one of them had not the memory.
 
         Raises:
             TrainingError: this one has not the memory for a single example.
@@ -274,13 +270,13 @@ class ShardedModel(WorkingModel):
             self._owners[module].unshard()
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
-        """See WorkingModel: those of layers that are whole for a moment."""
+        """See FlatModel: those of layers that are whole for a moment."""
         parts = (held._unsharded_param for held in self._held.values() if hasattr(held, "_unsharded_param"))
         return any(part.untyped_storage()._cdata == storage._cdata for part in parts)
 
     @property
     def momentary_bytes(self) -> int:
-        """See WorkingModel; what is between passes alone is never there together with it."""
+        """See FlatModel; what is between passes alone is never there together with it."""
         compared = reduced_numbers(self.whole_blocks) if self.within_island else 0
         whole = most_whole([self.whole_blocks[number].size for number in self.looked_at], self.island.size)
         gathered, still = gathered_numbers(self.whole_blocks, self.module)

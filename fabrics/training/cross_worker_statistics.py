@@ -8,12 +8,12 @@ import torch
 from algorithms.batch.across_workers import SKETCH_SIZE, GradientMoments, gradient_moments
 from algorithms.synchronisation.encodings.encoding import PLAIN
 from fabrics.training.statistics_plan import Measures
-from fabrics.training.worker import Worker, WorkerRound
-from fabrics.training.worker_group import Workforce
+from fabrics.training.worker import WorkerRound
+from fabrics.training.worker_group import WorkerGroup
 
 
 def with_moments(
-    workforce: Workforce,
+    workforce: WorkerGroup,
     measured: Measures,
     records: Mapping[int, WorkerRound],
     vectors: Mapping[int, torch.Tensor | None],
@@ -33,7 +33,7 @@ def with_moments(
 
 
 def compared_vectors(
-    workforce: Workforce, vectors: Mapping[int, torch.Tensor | None], like: torch.Tensor
+    workforce: WorkerGroup, vectors: Mapping[int, torch.Tensor | None], like: torch.Tensor
 ) -> dict[int, GradientMoments]:
     """What each vector of a local worker says beside the mean over all workers'; None is left out.
 
@@ -42,10 +42,11 @@ def compared_vectors(
         like: shape, type and device of the mean.
     """
 
-    def vector_of(index: int, _: Worker) -> torch.Tensor | None:
-        return None if (vector := vectors.get(index)) is None else PLAIN.encode(vector)
-
-    mean, _ = workforce.mean(vector_of, like)
+    incoming = workforce.mean(like)
+    for index in sorted(vectors):
+        if vectors[index] is not None:
+            incoming.add(index, PLAIN.encode(vectors[index]))
+    mean, _ = incoming.result()
     working = workforce.first_working
     total = working.island.sum if like.shape == working.parameters.shape else None
     return {

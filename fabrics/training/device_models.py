@@ -7,13 +7,13 @@ from fabrics.models.compilation import can_compile, decided
 from fabrics.models.initialisation import initial_model, recompute_activations, unmade_model
 from fabrics.sharding.checks import looked_at_whole, whole_copies, working_model
 from fabrics.sharding.model_layers import sharded_layers
-from fabrics.training.flat_model import WorkingModel
+from fabrics.training.flat_model import FlatModel
 from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
 from utils.config.schema import Config, ConfigError
 from utils.distributed.processes import Processes
 
 
-def _working_model(config: Config, data: TaskData, device: torch.device, processes: Processes) -> WorkingModel:
+def _working_model(config: Config, data: TaskData, device: torch.device, processes: Processes) -> FlatModel:
     alone = processes.island.size == 1
     model, made = (initial_model(config, data, 0), torch.Tensor.detach) if alone else unmade_model(config, data, 0)
     if config.activation_checkpointing:
@@ -26,7 +26,7 @@ def _working_model(config: Config, data: TaskData, device: torch.device, process
     return working
 
 
-class WorkingModels(dict[torch.device, WorkingModel]):
+class FlatModels(dict[torch.device, FlatModel]):
     """By device, with the weights of the first trainer. compiled: whether they compute so.
 
     Raises:
@@ -40,7 +40,7 @@ class WorkingModels(dict[torch.device, WorkingModel]):
         self._compute(decided(config, self.first.parameter_count, len(data.train), processes))
 
     @property
-    def first(self) -> WorkingModel:
+    def first(self) -> FlatModel:
         """Of the first device."""
         return next(iter(self.values()))
 

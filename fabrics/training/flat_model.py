@@ -50,7 +50,7 @@ class NotKeptError(Exception):
     """A tensor of a model's state could not be kept; says why."""
 
 
-class WorkingModel:
+class FlatModel:
     """A module over two flat buffers.
 
     Args:
@@ -163,10 +163,6 @@ class WorkingModel:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return self._compiled(**batch)
 
-    def differentiate(self, loss: torch.Tensor) -> None:
-        """Add its gradient to the flat one."""
-        loss.backward()
-
     @contextmanager
     def evaluating(self, parameters: torch.Tensor) -> Iterator[nn.Module]:
         """The module with these parameters, in eval mode and without gradients, for the length of the context."""
@@ -245,7 +241,7 @@ class WorkingModel:
 
         made: on islands, of those on the meta device.
         """
-        return WorkingModel(module, self.device).parameters.detach()
+        return FlatModel(module, self.device).parameters.detach()
 
     def kept(self, groups: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor | FilePart]]:
         """Groups of tensors as a checkpoint takes them, by reference: on islands, of which parts these are.

@@ -1,4 +1,4 @@
-"""Forward and backward passes of a working model over examples, with or without per-example statistics."""
+"""Forward and backward passes of a model over examples, with or without per-example statistics."""
 
 import numpy as np
 import torch
@@ -8,49 +8,58 @@ from algorithms.batch.per_example import PerExampleProbe, compared_micro_batches
 from algorithms.batch.switch_mode import ExecutionPlan
 from fabrics.data.examples import Examples
 from fabrics.models.attention import unmasked
-from fabrics.training.flat_model import WorkingModel
+from fabrics.training.flat_model import FlatModel
 
 
 def backward(
-    working: WorkingModel, examples: Examples, indices: np.ndarray, weight: float = 1.0, hooked: bool = False
+    model: FlatModel, examples: Examples, indices: np.ndarray, weight: float = 1.0, hooked: bool = False
 ) -> torch.Tensor:
-    """Add the gradient of `weight` times the mean loss of these examples; that product, detached.
+    """Add the gradient of `weight` times the mean loss of these examples; return that product, detached.
 
-    Of an island each device has its share of the examples, and of the loss. hooked: layers of the module have hooks.
+    Devices that share the model take a share of the examples, and of the loss, each. hooked: the module's layers have
+    hooks.
     """
-    own, share = working.share(len(indices))
-    batch = examples.batch(indices[own], working.device)
+    own, share = model.share(len(indices))
+    batch = examples.batch(indices[own], model.device)
     labels = batch.pop("labels")
-    with unmasked(working.module, batch):
-        loss = example_losses(working.logits(batch, hooked), labels).mean() * (weight * share)
-        working.differentiate(loss)
+    with unmasked(model.module, batch):
+        loss = example_losses(model.logits(batch, hooked), labels).mean() * (weight * share)
+        with model.island.explaining():
+            loss.backward()
     return loss.detach()
 
 
 def probed_backward(
-    working: WorkingModel, examples: Examples, indices: np.ndarray, weight: float = 1.0, products: bool = True
+    model: FlatModel, examples: Examples, indices: np.ndarray, weight: float = 1.0, products: bool = True
 ) -> tuple[torch.Tensor, PerExampleProbe]:
     """As `backward`, with the probe of these examples; products: with the gradient as it is then."""
-    with working.probe(len(indices), products) as probe:
-        loss = backward(working, examples, indices, weight, hooked=True)
+    with model.probe(len(indices), products) as probe:
+        loss = backward(model, examples, indices, weight, hooked=True)
     return loss, probe
 
 
-def accumulate(
-    working: WorkingModel, examples: Examples, plan: ExecutionPlan, indices: np.ndarray, probe: bool
+def accumulate_gradients(
+    model: FlatModel, examples: Examples, plan: ExecutionPlan, indices: np.ndarray, probe: bool
 ) -> tuple[torch.Tensor, list[PerExampleProbe]]:
-    """Gradient of the mean loss over these examples, in the plan's micro-batches; the loss, and their probes if wanted.
+    """Compute the gradient of the mean loss of these examples in the plan's micro-batches.
 
-    A gradient that is probed must hold nothing yet. What the probes are of says the working model.
+    probe: take per-example statistics; the gradient must be zero before.
+
+    Returns:
+        The mean loss, and the probe of every micro-batch if wanted.
     """
-    total, probes, start = 0.0, [], 0
+    total = 0.0
+    probes = []
+    start = 0
     compared = compared_micro_batches(plan.micro_batches)
-    for index, size in enumerate(plan.micro_batches):
-        part, weight = indices[start : start + size], size / plan.effective_batch
+    for number, size in enumerate(plan.micro_batches):
+        micro_batch = indices[start : start + size]
+        weight = size / plan.effective_batch
         if probe:
-            loss, found = probed_backward(working, examples, part, weight, index in compared)
-            probes.append(found)
+            with model.probe(size, products=number in compared) as taken:
+                total = total + backward(model, examples, micro_batch, weight, hooked=True)
+            probes.append(taken)
         else:
-            loss = backward(working, examples, part, weight)
-        total, start = total + loss, start + size
+            total = total + backward(model, examples, micro_batch, weight)
+        start += size
     return total, probes

@@ -1,10 +1,11 @@
-"""The inner steps of a worker's round, in as many goes as the synchronisation cuts the round into.
+"""The inner steps of a worker in a round, in as many parts as the method's stops cut the round into.
 
-A device without memory, parameters that are not finite and a node that fails are a worker's business: what it cannot
-mend is in the record that it hands back.
+A device out of memory, parameters that are not finite and a node that fails concern one worker only: what cannot be
+mended is in the record that the worker returns.
 """
 
 import dataclasses
+import functools
 import time
 from bisect import bisect_left
 from collections.abc import Callable
@@ -14,95 +15,106 @@ import torch
 
 from algorithms.batch.per_example import PerExampleProbe
 from algorithms.batch.switch_mode import ExecutionPlan, in_parts, only_gradient_accumulation
-from fabrics.training.flat_model import WorkingModel
-from fabrics.training.forward_backward import accumulate
+from fabrics.training.flat_model import FlatModel
+from fabrics.training.forward_backward import accumulate_gradients
 from fabrics.training.worker import Assignment, NodeFailedError, TrainingError, Worker, WorkerRound
 
 
-def clip(working: WorkingModel, gradient: torch.Tensor, largest: float | None) -> None:
-    """Scale a flat gradient of the model down to this norm, in place; nothing waits for the device."""
+def clip(model: FlatModel, gradient: torch.Tensor, largest: float | None) -> None:
+    """Scale a flat gradient down to this norm, in place and without waiting for the device; None: leave it."""
     if largest is not None:
-        norm = working.norm(gradient)
+        norm = model.norm(gradient)
         gradient.mul_((largest / (norm + 1e-6)).clamp(max=1.0))
 
 
-class InnerSteps:
-    """A worker's round.
+class InnerLoop:
+    """A worker's inner steps in a round.
 
     Args:
-        worker: who works; its node's max batch may shrink on the way.
+        worker: its node's max batch may shrink on the way.
         assignment: what it is to do.
+        start: the flat parameters it begins with, where it goes on after each stop.
+        keeps_end: write its parameters back to `start` after each `run`: it has a replica, or keeps them for itself.
         on_step: called after every inner step.
 
     Attributes:
         done: inner steps made.
-        left_out: why the worker is in no mean any more, if it is not.
-        vector: what the assignment asks to hand back: the sum of the gradients of a step's examples, flat, or a sketch
-            of it.
+        left_out: why the worker is in no mean any more; None if it is.
+        vector: what the assignment asks it to return of its gradient: the sum over a step's examples, flat, or its
+            sketch.
     """
 
-    def __init__(self, worker: Worker, assignment: Assignment, on_step: Callable[[], None]):
+    def __init__(
+        self,
+        worker: Worker,
+        assignment: Assignment,
+        start: torch.Tensor,
+        keeps_end: bool,
+        on_step: Callable[[], None],
+    ):
         self.worker = worker
         self.done = 0
         self.left_out: str | None = None
         self.vector: torch.Tensor | None = None
-        self._assignment, self._on_step = assignment, on_step
+        self._assignment = assignment
+        self._start = start
+        self._keeps_end = keeps_end
+        self._on_step = on_step
         self._plan = assignment.plan
         self._statistics: list = []
         self._failed = False
-        self._seconds, self._first_step_seconds = 0.0, 0.0
-        working = worker.working
-        # Memory of model size is taken while it can be, not after the steps.
-        self._room = torch.empty_like(working.gradient) if assignment.hands_back == "gradient" else None
-        self._losses = torch.zeros(len(assignment.turns), dtype=working.parameters.dtype, device=working.device)
+        self._began = 0.0
+        self._seconds = 0.0
+        self._first_step_seconds = 0.0
+        model = worker.working
+        # Memory of model size is allocated before the steps, not after them.
+        self._room = torch.empty_like(model.gradient) if assignment.hands_back == "gradient" else None
+        self._losses = torch.zeros(len(assignment.turns), dtype=model.parameters.dtype, device=model.device)
 
     @property
-    def _working(self) -> WorkingModel:
+    def _working(self) -> FlatModel:
         return self.worker.working
 
-    def due(self, until: int) -> int:
-        """How many of its own inner steps it has to have made when so many of the round's are over."""
-        return bisect_left(self._assignment.turns, until)
+    def local_steps_until(self, step: int) -> int:
+        """Return how many of its own inner steps the worker has made after this inner step of the round."""
+        return bisect_left(self._assignment.turns, step)
 
-    def go(self, parameters: torch.Tensor, until: int) -> None:
-        """So many inner steps in all, from these flat parameters; the replica is left in the working model.
+    def run(self, until: int) -> None:
+        """Make this worker's inner steps up to an inner step of the round; leave its parameters in the model.
+
+        A worker without an optimizer of its own computes the gradient of one step, and leaves that in the model.
 
         Raises:
             TrainingError: not even one example fits into the device's memory.
         """
-        self._work(parameters, until, self._update)
-
-    def gradient(self, parameters: torch.Tensor) -> None:
-        """The gradient of the next step's examples at these flat parameters, left in the working model.
-
-        Raises:
-            TrainingError: as in `go`.
-        """
-        self._work(parameters, self.done + 1, None)
-
-    def _work(self, parameters: torch.Tensor, until: int, update: Callable[[float], None] | None) -> None:
-        """update: what becomes of a step's gradient; None: it stays."""
-        if self.left_out is not None:
+        first = self.done
+        last = self.local_steps_until(until)
+        if self.left_out is not None or first >= last:
             return
-        device, island = self.worker.node.device, self._working.island
-        first, started = self.done, time.perf_counter()
+        device = self.worker.node.device
+        island = self._working.island
+        self._began = time.perf_counter()
         try:
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
-                self._steps(parameters, until, update, started)
-            island.sum(self._losses[first:until])
-            made = self._working.gradient if update is None else self._working.parameters
-            finite = torch.isfinite(self._losses[:until]).all() & torch.isfinite(made.sum())
+                self._steps(last)
+            island.sum(self._losses[first:last])
+            updates = self.worker.optimizer is not None
+            made = self._working.parameters if updates else self._working.gradient
+            finite = torch.isfinite(self._losses[:last]).all() & torch.isfinite(made.sum())
             if island.sum((~finite).int()).item():
-                what = "gradient" if update is None else "parameters"
+                what = "parameters" if updates else "gradient"
                 self.left_out = f"its loss or {what} became NaN or infinite"
         except NodeFailedError as error:
-            if island.size > 1:  # the others are in the middle of a pass, and have no more than parts of models
+            if island.size > 1:  # the other devices are in the middle of a pass, with parts of the model only
                 raise TrainingError(
                     f"node {self.worker.node.id} is lost with device {island.index} of its island, {device}: {error}; "
                     f"--resume goes on from the last checkpoint, on what is left with processes and devices_per_node"
                 ) from error
-            self.left_out, self._failed = f"node {self.worker.node.id} failed: {error}", True
-        self._seconds += time.perf_counter() - started
+            self.left_out = f"node {self.worker.node.id} failed: {error}"
+            self._failed = True
+        self._seconds += time.perf_counter() - self._began
+        if self._keeps_end and self.left_out is None:
+            self._start.copy_(self._working.parameters)
 
     def record(self) -> WorkerRound:
         """What the worker reports of the round."""
@@ -125,55 +137,49 @@ class InnerSteps:
             turns=self._assignment.turns if len(losses) < len(self._assignment.learning_rates) else None,
         )
 
-    def _steps(
-        self, parameters: torch.Tensor, until: int, update: Callable[[float], None] | None, started: float
-    ) -> None:
-        working, assignment = self._working, self._assignment
+    def _steps(self, last: int) -> None:
+        model = self._working
+        assignment = self._assignment
         self.worker.begin_turn()
-        working.load(parameters)
-        working.gradient.zero_()
-        too_few = self._plan.effective_batch < self.worker.config.statistics_batch_size and not working.within_island
+        model.load(self._start)
+        model.gradient.zero_()
+        too_few = self._plan.effective_batch < self.worker.config.statistics_batch_size and not model.within_island
         if self.done == 0 and assignment.probes and too_few:
             self._seed(len(assignment.learning_rates))
             self._probe_batch()
         self._seed(self.done)
-        while self.done < until:
-            # Where all workers stand at the same parameters; one example alone has no variance.
+        while self.done < last:
+            # All workers are at the same parameters in the first step; one example alone has no variance.
             probe = self.done == 0 and assignment.probes > 0 and self._plan.effective_batch > 1
             probes = self._step(probe)
             if self.done == 0:
                 if self.vector is None:  # otherwise it is that of the probe batch, which is larger
                     self.vector = self._handed_back(self._plan.effective_batch)
-                self._statistics += [working.estimate(probes, self._plan.effective_batch)] if probe else []
-            if update is not None:
-                update(assignment.learning_rates[assignment.turns[self.done]])
+                if probe:
+                    self._statistics.append(model.estimate(probes, self._plan.effective_batch))
+            if self.worker.optimizer is not None:
+                self._update(assignment.learning_rates[assignment.turns[self.done]])
             if self.done == 0:
-                self._first_step_seconds = time.perf_counter() - started
+                self._first_step_seconds = time.perf_counter() - self._began
             self.done += 1
             self._on_step()
 
     def _step(self, probe: bool) -> list[PerExampleProbe]:
-        """Gradient and loss of the next step, in parts as small as they have to be."""
+        """Compute gradient and loss of the next step, in parts as small as memory needs; return the probes."""
         assignment = self._assignment
         first = assignment.first_examples[self.done]
         while True:
             plan = in_parts(self._plan, assignment.probes) if probe else self._plan
             indices = assignment.places(first, plan.effective_batch)
-            passes = self._passes(plan, indices, probe)
-            if passes is not None:
-                self._losses[self.done], probes = passes
+            attempt = functools.partial(accumulate_gradients, self._working, assignment.examples, plan, indices, probe)
+            found = self._working.attempt(attempt)
+            if found is not None:
+                self._losses[self.done], probes = found
                 return probes
             # Nothing of this step has reached parameters or moments: it is made again, in smaller parts.
             self._plan = self._smaller_plan(plan)
             self._working.gradient.zero_()
             self._seed(self.done)
-
-    def _passes(
-        self, plan: ExecutionPlan, indices: np.ndarray, probe: bool
-    ) -> tuple[torch.Tensor, list[PerExampleProbe]] | None:
-        """See `accumulate`; None where memory was too small."""
-        working, examples = self._working, self._assignment.examples
-        return working.attempt(lambda: accumulate(working, examples, plan, indices, probe))
 
     def _probe_batch(self) -> None:
         """Statistics of the examples that come next in the trainer's stream; they are looked at, not used up."""
@@ -181,12 +187,13 @@ class InnerSteps:
         sample = assignment.places(assignment.sample, size)
         while True:
             plan = in_parts(only_gradient_accumulation(size, self.worker.node.max_batch), assignment.probes)
-            passes = self._passes(plan, sample, probe=True)
-            if passes is not None:
+            attempt = functools.partial(accumulate_gradients, self._working, assignment.examples, plan, sample, True)
+            found = self._working.attempt(attempt)
+            if found is not None:
                 self.vector = self._handed_back(size)
-                self._statistics.append(self._working.estimate(passes[1], size))
+                self._statistics.append(self._working.estimate(found[1], size))
             self._working.gradient.zero_()
-            if passes is not None:
+            if found is not None:
                 return
             self._smaller_plan(plan)
 

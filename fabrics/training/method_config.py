@@ -6,8 +6,8 @@ import functools
 from pydantic import TypeAdapter, ValidationError
 
 from algorithms.synchronisation import METHODS, Method
-from algorithms.synchronisation.method import Outer, taken_names
-from fabrics.training.flat_model import WorkingModel
+from algorithms.synchronisation.method import Capabilities, Outer, taken_names
+from fabrics.training.flat_model import FlatModel
 from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
 from utils.config.schema import Config, ConfigError
 from utils.utils import meant
@@ -45,21 +45,22 @@ def method_settings(config: Config):
     raise ConfigError(problems)
 
 
-def method_of(config: Config, working: WorkingModel) -> Method:
+def method_of(config: Config, working: FlatModel) -> Method:
     """The method, for flat tensors of a working model.
 
     Raises:
         ConfigError: the method does not fit the model.
     """
-    outer, settings = Outer(config.learning_rate_for_outer_opt, config.outer_momentum), method_settings(config)
+    settings = method_settings(config)
+    outer = Outer(config.learning_rate_for_outer_opt, config.outer_momentum, config.weight_decay)
     kind = METHODS[config.distributed_algo]
     try:
-        return kind(settings, outer, working.whole_blocks if kind.whole_tensors else working.blocks)
+        return kind(settings, outer, working.whole_blocks if kind.capabilities.whole_tensors else working.blocks)
     except ValueError as error:
         raise ConfigError([f"synchronisation.{error}"]) from error
 
 
-def check_state(config: Config, working: WorkingModel) -> None:
+def check_state(config: Config, working: FlatModel) -> None:
     """Raise ConfigError where the method's state has a name that something else is kept by, as its settings are."""
     kind = inner_optimizer_name(config)
     moments = () if kind is None else INNER_OPTIMIZERS[kind].state_shapes(working)
@@ -67,52 +68,56 @@ def check_state(config: Config, working: WorkingModel) -> None:
         raise ConfigError([f"distributed_algo: {config.distributed_algo}: {problem}" for problem in taken])
 
 
+def capabilities_of(config: Config) -> Capabilities:
+    """Return the capabilities of the method with its settings.
+
+    Raises:
+        ConfigError: the settings are wrong.
+    """
+    return METHODS[config.distributed_algo].configured(method_settings(config))
+
+
 def method_problems(config: Config) -> list[str]:
-    """What is wrong with the method's parameters, one line each."""
-    if config.distributed_algo not in METHODS:
+    """Return what is wrong with the method's settings, and with other keys in combination with it, one line each."""
+    name = config.distributed_algo
+    if name not in METHODS:
         return []
-    method, name = METHODS[config.distributed_algo], config.distributed_algo
+    method = METHODS[name]
     try:
         settings = method_settings(config)
     except ConfigError as error:
         return error.problems
+    able = method.configured(settings)
     found = method.problems(settings, config.number_of_inner_steps_between_outers, None)
-    if method.encodings is not None and config.communication_dtype not in method.encodings:
-        known = " or ".join(method.encodings)
+    if able.encodings is not None and config.communication_dtype not in able.encodings:
+        known = " or ".join(able.encodings)
         found.append(f"communication_dtype: must be {known} with {name}, got {config.communication_dtype}")
-    if config.budget is not None and not method.plannable:
+    if config.budget is not None and not able.one_exchange:
         reason = "whose rounds are not one communication each, of known size"
         found.append(f"{config.budget}: cannot be kept with {name}, {reason}")
-    if config.weigh_shares and config.data_split_over == "workers" and not method.weighs:
+    if config.weigh_shares and config.data_split_over == "workers" and not able.weighs:
         found.append(f"weigh_shares: must be false with {name}, in which workers cannot be weighted")
-    found += _balance_problems(config, method, settings)
-    if config.compares_workers and method.own_copy != "nothing":
+    if config.balance == "batch" and not able.weighs:
+        found.append(f"balance: must be equal with {name}, in which workers cannot be weighted by their examples")
+    if config.balance == "steps" and (able.exchanges_gradients or not able.weighs):
+        allowed = "equal or batch" if able.weighs else "equal"
+        found.append(f"balance: must be {allowed} with {name}, whose workers all make every inner step")
+    if config.node_speeds is None and able.needs_speeds:
+        found.append(f"synchronisation: {name} needs node_speeds to {able.needs_speeds}")
+    if config.compares_workers and method.keeps != "shared":
         found.append(
             f"statistics_estimator: must be per_example with {name}, whose workers are not at the same parameters"
         )
-    if config.outer_state == "cpu" and method.exchanges_gradients:
+    if config.outer_state == "cpu" and able.exchanges_gradients:
         found.append(f"outer_state: must be device with {name}, which changes the parameters in every inner step")
-    if method.plain_sgd and inner_optimizer_name(config) != "sgd":
+    if able.plain_sgd and inner_optimizer_name(config) != "sgd":
         found.append(f"inner_optimizer: must be null or sgd with {name}, got {config.inner_optimizer}")
-    if method.plain_sgd and config.learning_rate_scaling != "none":
+    if able.plain_sgd and config.learning_rate_scaling != "none":
         found.append(f"learning_rate_scaling: must be none with {name}, got {config.learning_rate_scaling}")
-    if method.plain_sgd and config.gradient_clipping is not None:
+    if able.plain_sgd and config.gradient_clipping is not None:
         found.append(f"gradient_clipping: must be null with {name}, got {config.gradient_clipping}")
-    if method.inner_optimizer is None and config.inner_optimizer is not None:
+    if able.inner_optimizer is None and config.inner_optimizer is not None:
         found.append(f"inner_optimizer: must be null with {name}, which updates the parameters itself")
-    return found
-
-
-def _balance_problems(config: Config, method: type[Method], settings) -> list[str]:
-    """What the method has against workers of different speeds that do different amounts of work."""
-    name, found = config.distributed_algo, []
-    if config.balance == "batch" and not method.weighs:
-        found.append(f"balance: must be equal with {name}, in which workers cannot be weighted by their examples")
-    if config.balance == "steps" and (method.exchanges_gradients or not method.allows_fewer_steps):
-        allowed = "equal or batch" if method.weighs else "equal"
-        found.append(f"balance: must be {allowed} with {name}, whose workers all make every inner step")
-    if config.node_speeds is None and (purpose := method.needs_speeds(settings)):
-        found.append(f"synchronisation: {name} needs node_speeds to {purpose}")
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from fabrics.training.flat_model import WorkingModel
+from fabrics.training.flat_model import FlatModel
 from fabrics.training.optimizers import INNER_OPTIMIZERS, InnerOptimizer, inner_optimizer_name
 from utils.config.schema import Config
 
@@ -68,7 +68,7 @@ class Seat:
             self._taken_by = None
 
 
-def seat_of(working: WorkingModel, config: Config) -> Seat:
+def seat_of(working: FlatModel, config: Config) -> Seat:
     """The only seat of a working model's device."""
     if working.seat is None:
         working.seat = Seat(INNER_OPTIMIZERS[inner_optimizer_name(config)].build(working, config))

@@ -15,7 +15,7 @@ from algorithms.registry import Registry
 from algorithms.synchronisation import METHODS
 from fabrics.sharding.shard_layout import views_of
 from fabrics.sharding.sharded_muon import UPDATE_SIZE, ShardedMuon
-from fabrics.training.flat_model import WorkingModel, laid_out
+from fabrics.training.flat_model import FlatModel, laid_out
 from utils.config.schema import Config, ConfigError
 
 
@@ -48,24 +48,24 @@ class InnerOptimizerKind:
     state: what it keeps, by name, as at the start, on a device. over: the optimiser of a working model's parameters
     with such a state. state_shapes: tensors on no device, of the sizes of its state without the gaps of flat tensors.
     keys: of the configuration, that make a difference with it and not with every other one; None: not known. packed:
-    see WorkingModel. whole: the numbers of the tensors among its blocks that it needs whole.
+    see FlatModel. whole: the numbers of the tensors among its blocks that it needs whole.
     """
 
-    state: Callable[[WorkingModel, torch.device | str], dict[str, torch.Tensor]]
-    over: Callable[[WorkingModel, Config, Mapping[str, torch.Tensor]], InnerOptimizer]
-    state_shapes: Callable[[WorkingModel], dict[str, torch.Tensor]]
+    state: Callable[[FlatModel, torch.device | str], dict[str, torch.Tensor]]
+    over: Callable[[FlatModel, Config, Mapping[str, torch.Tensor]], InnerOptimizer]
+    state_shapes: Callable[[FlatModel], dict[str, torch.Tensor]]
     keys: tuple[str, ...] | None = None
-    packed: Callable[[WorkingModel], dict[str, list[int]]] = lambda working: {}
-    whole: Callable[[WorkingModel], list[int]] = lambda working: []
+    packed: Callable[[FlatModel], dict[str, list[int]]] = lambda working: {}
+    whole: Callable[[FlatModel], list[int]] = lambda working: []
 
     def build(
-        self, working: WorkingModel, config: Config, state: Mapping[str, torch.Tensor] | None = None
+        self, working: FlatModel, config: Config, state: Mapping[str, torch.Tensor] | None = None
     ) -> InnerOptimizer:
         """An optimiser that goes on with a state, by reference; None: from the start."""
         return self.over(working, config, self.state(working, working.device) if state is None else state)
 
 
-def _shape(working: WorkingModel, size: int) -> torch.Tensor:
+def _shape(working: FlatModel, size: int) -> torch.Tensor:
     return torch.empty(size, dtype=working.parameters.dtype, device="meta")
 
 
@@ -90,21 +90,21 @@ def _torch_adamw(parameters: Sequence[nn.Parameter], config: Config) -> torch.op
     )
 
 
-def _adamw_state(working: WorkingModel, device: torch.device | str) -> dict[str, torch.Tensor]:
+def _adamw_state(working: FlatModel, device: torch.device | str) -> dict[str, torch.Tensor]:
     return _moments(working.parameters.data, device)
 
 
-def _adamw(working: WorkingModel, config: Config, state: Mapping[str, torch.Tensor]) -> InnerOptimizer:
+def _adamw(working: FlatModel, config: Config, state: Mapping[str, torch.Tensor]) -> InnerOptimizer:
     optimizer = _torch_adamw([working.parameters], config)
     own = optimizer.state[working.parameters] = {name: state[name] for name in _adamw_state(working, "meta")}
     return InnerOptimizer([optimizer], own)
 
 
-def _adamw_shapes(working: WorkingModel) -> dict[str, torch.Tensor]:
+def _adamw_shapes(working: FlatModel) -> dict[str, torch.Tensor]:
     return _moments(_shape(working, working.parameter_count))
 
 
-def _sgd(working: WorkingModel, config: Config, state: Mapping[str, torch.Tensor]) -> InnerOptimizer:
+def _sgd(working: FlatModel, config: Config, state: Mapping[str, torch.Tensor]) -> InnerOptimizer:
     return InnerOptimizer([torch.optim.SGD([working.parameters], fused=True)], {})
 
 
@@ -137,26 +137,26 @@ def _muon_state(
     return {"momentum": torch.zeros_like(matrices, device=device)} | _moments(rest, device, (tensors,))
 
 
-def _numbers(working: WorkingModel) -> tuple[list[int], list[int]]:
+def _numbers(working: FlatModel) -> tuple[list[int], list[int]]:
     """Of the matrices, and of the rest, among the working model's blocks."""
     matrices = set(matrices_and_rest(working.module)[0])
     inside = [p in matrices for p in working.module.parameters() if p.requires_grad]
     return [n for n, is_inside in enumerate(inside) if is_inside], [n for n, is_in in enumerate(inside) if not is_in]
 
 
-def _muon_packed(working: WorkingModel) -> dict[str, list[int]]:
+def _muon_packed(working: FlatModel) -> dict[str, list[int]]:
     matrices, rest = _numbers(working)
     return {"momentum": matrices, "exp_avg": rest, "exp_avg_sq": rest}
 
 
-def _muon_start(working: WorkingModel, device: torch.device | str) -> dict[str, torch.Tensor]:
+def _muon_start(working: FlatModel, device: torch.device | str) -> dict[str, torch.Tensor]:
     trained = working.trained()
     sizes = ([trained[number].numel() for number in part] for part in _numbers(working))
     flat = [(_shape(working, laid_out(each)[1]), len(each)) for each in sizes]
     return _muon_state(flat[0][0], *flat[1], device)
 
 
-def _muon(working: WorkingModel, config: Config, given: Mapping[str, torch.Tensor]) -> InnerOptimizer:
+def _muon(working: FlatModel, config: Config, given: Mapping[str, torch.Tensor]) -> InnerOptimizer:
     """Muon for the matrices inside the model, with updates of AdamW's size (arXiv 2502.16982); AdamW for the rest."""
     trained, numbers = working.trained(), _numbers(working)
     matrices, rest = ([trained[number] for number in part] for part in numbers)
@@ -177,7 +177,7 @@ def _muon(working: WorkingModel, config: Config, given: Mapping[str, torch.Tenso
     return InnerOptimizer([muon, adamw], state)
 
 
-def _muon_shapes(working: WorkingModel) -> dict[str, torch.Tensor]:
+def _muon_shapes(working: FlatModel) -> dict[str, torch.Tensor]:
     parts = matrices_and_rest(working.module)
     shapes = (_shape(working, sum(p.numel() for p in part)) for part in parts)
     return _muon_state(*shapes, len(parts[1]))
@@ -204,10 +204,10 @@ INNER_OPTIMIZERS = Registry(
 
 def inner_optimizer_name(config: Config) -> str | None:
     """The inner optimiser that the configuration asks for, or else that of its method, which may do without."""
-    return config.inner_optimizer or METHODS[config.distributed_algo].inner_optimizer
+    return config.inner_optimizer or METHODS[config.distributed_algo].capabilities.inner_optimizer
 
 
-def check_inner_optimizer(config: Config, working: WorkingModel) -> None:
+def check_inner_optimizer(config: Config, working: FlatModel) -> None:
     """Raise ConfigError where the model has nothing that Muon is for."""
     if inner_optimizer_name(config) == "muon" and not matrices_and_rest(working.module)[0]:
         raise ConfigError(

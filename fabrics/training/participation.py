@@ -74,18 +74,18 @@ def attendance_problems(config: Config) -> list[str]:
             if (value := getattr(config, key)) != neutral
         ]
     method = METHODS.get(name)
-    if method is not None and config.participants < 1.0 and method.own_copy != "nothing":
+    if method is not None and config.participants < 1.0 and method.keeps != "shared":
         found.append(
             f"participants: must be 1 with {name}, whose workers go on from parameters of their own, which grow stale "
             f"while they rest, got {config.participants}"
         )
     if config.message_loss and method is not None:
-        if method.exchanges_gradients:
+        if method.capabilities.exchanges_gradients:
             found.append(
                 f"message_loss: must be 0 with {name}, whose workers exchange gradients of the same parameters in "
                 f"every inner step, got {config.message_loss}"
             )
-        elif method.own_copy != "nothing":
+        elif method.keeps != "shared":
             found.append(
                 f"message_loss: must be 0 with {name}, which says itself from where its workers go on, "
                 f"got {config.message_loss}"

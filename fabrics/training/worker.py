@@ -3,7 +3,7 @@
 What it keeps from round to round are named tensors: its inner optimiser's state, and what the synchronisation and its
 encoding keep of it. Its inner steps are in `inner_steps`.
 
-A worker's parameters and gradients are reached through its WorkingModel alone, as flat tensors: a worker whose model is
+A worker's parameters and gradients are reached through its FlatModel alone, as flat tensors: a worker whose model is
 spread over several devices would bring another one of these.
 """
 
@@ -21,7 +21,7 @@ from algorithms.synchronisation import Method
 from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
 from algorithms.synchronisation.method import COPY, ERROR
 from fabrics.data.examples import Examples
-from fabrics.training.flat_model import WorkingModel
+from fabrics.training.flat_model import FlatModel
 from fabrics.training.offload import Home, seat_of
 from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
 from utils.config.schema import Config, ConfigError
@@ -142,12 +142,12 @@ class Worker:
         correction: of it, what is added to every gradient; None: nothing is.
     """
 
-    def __init__(self, node: Node, working: WorkingModel, config: Config, method: Method):
+    def __init__(self, node: Node, working: FlatModel, config: Config, method: Method):
         self.node = node
         self.working = working
         self.config = config
         kind, like = inner_optimizer_name(config), working.parameters.data
-        local = kind is not None and not method.exchanges_gradients
+        local = kind is not None and not method.capabilities.exchanges_gradients
         self._seat = seat_of(working, config) if local and config.idle_moments == "cpu" else None
         if self._seat is not None:
             self.optimizer, home = self._seat.optimizer, Home.chosen("cpu", working.device)
@@ -155,7 +155,7 @@ class Worker:
         else:
             self.optimizer = INNER_OPTIMIZERS[kind].build(working, config) if local else None
         self.state = {name: torch.zeros_like(like) for name in personal_tensors(config, method)}
-        self.correction = None if method.correction is None else self.state[method.correction]
+        self.correction = None if method.capabilities.correction is None else self.state[method.capabilities.correction]
 
     @property
     def moments(self) -> dict[str, torch.Tensor]:
@@ -199,5 +199,5 @@ class Worker:
 def personal_tensors(config: Config, method: Method) -> tuple[str, ...]:
     """Flat tensors that a worker keeps besides its moments, and that nobody else could begin with."""
     error = (ERROR,) if COMMUNICATION_DTYPES[config.communication_dtype].keeps_error else ()
-    copy = (COPY,) if method.own_copy != "nothing" or config.message_loss else ()
+    copy = (COPY,) if method.keeps != "shared" or config.message_loss else ()
     return (*error, *method.worker_state, *copy)

@@ -10,20 +10,24 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 
 from algorithms.batch.switch_mode import ExecutionPlan
+from algorithms.nodes.async_clock import in_steps
+from algorithms.nodes.communication_rounds import Link
 from algorithms.nodes.distribution import HandOver, StateBytes, hand_overs
 from algorithms.nodes.transfers import Transfer, merged, redistributed
 from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES, PLAIN, Encoding
-from fabrics.training.flat_model import WorkingModel
+from fabrics.training.flat_model import FlatModel
 from fabrics.training.method_config import method_of
 from fabrics.training.offload import Home
 from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
 from fabrics.training.statistics_plan import Measures, measures
+from fabrics.training.work_split import Turns
 from fabrics.training.worker import COPY, Node, Worker, personal_tensors
 from utils.config.schema import Config
-from utils.distributed.processes import LocalWorkers, Processes, Workers
+from utils.distributed.processes import Processes
+from utils.distributed.reductions import LocalWorkers, Mean, Messages
 
 
-class Workforce:
+class WorkerGroup:
     """The workers of one trainer.
 
     Args:
@@ -41,7 +45,7 @@ class Workforce:
         parameter_bytes: of one model, without the gaps of the flat tensors. sizes: of the state, likewise.
     """
 
-    def __init__(self, config: Config, working: Mapping[torch.device, WorkingModel], processes: Processes):
+    def __init__(self, config: Config, working: Mapping[torch.device, FlatModel], processes: Processes):
         self.nodes: tuple[Node, ...] = ()
         self.local: dict[int, Worker] = {}
         self.lost: frozenset[int] = frozenset()
@@ -50,30 +54,30 @@ class Workforce:
         self._encoding = self._first_encoding = COMMUNICATION_DTYPES[config.communication_dtype]
         first = self.first_working = next(iter(working.values()))
         method = self.method = method_of(config, first)
-        by_itself = config.balance == "equal" and method.fewer_steps(method.settings)
+        by_itself = config.balance == "equal" and method.capabilities.fewer_steps
         self.fewer_steps = config.balance == "steps" or by_itself
         self._home = Home.chosen(config.outer_state, first.device)
         self._like = first.parameters.data
         like = self._like.to("meta")
         self.parameter_count = first.parameter_count
-        kept = ("parameters", *method.trainer_state)
-        averaged = tuple(name for name in kept if name not in method.trainer_copies)
+        kept = ("parameters", *method.state)
+        averaged = tuple(name for name in kept if name not in method.capabilities.copies)
         self.given_tensors = averaged if config.outer_momentum_at_merge == "average" else kept[:1]
         kind, self.trainer_tensors = inner_optimizer_name(config), dict.fromkeys(kept, like)
         shapes = {} if kind is None else INNER_OPTIMIZERS[kind].state_shapes(first)
         self._trainer_moments: tuple[str, ...] = ()
-        if method.exchanges_gradients and kind is not None:
+        if method.capabilities.exchanges_gradients and kind is not None:
             state = INNER_OPTIMIZERS[kind].state(first, "meta")
             self.trainer_tensors |= state
             self._trainer_moments = tuple(state)
         self.parameter_bytes, moments = self.parameter_count * like.itemsize, sum(t.nbytes for t in shapes.values())
-        together = method.exchanges_gradients
+        together = method.capabilities.exchanges_gradients
         self.sizes = StateBytes(
             trainer=len(kept) * self.parameter_bytes + moments * together,
             worker=moments * (not together),
             personal=len(personal_tensors(config, method)) * self.parameter_bytes,
         )
-        self._group: Workers = LocalWorkers(0)
+        self._group = LocalWorkers(0)
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -103,13 +107,13 @@ class Workforce:
         likes = self.trainer_tensors.items()
         tensors = {name: self._home.zeros(like) for name, like in likes if name != "parameters"}
         tensors = {"parameters": self._home.taken_in(parameters), **tensors}
-        self.begin(tensors, self.method.trainer_copies)
+        self.begin(tensors, self.method.capabilities.copies)
         return tensors
 
     def begin(self, tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
         """Let these of a trainer's tensors be as at first, in place: copies of its parameters, or zeros."""
         for name in names:
-            if name in self.method.trainer_copies:
+            if name in self.method.capabilities.copies:
                 tensors[name].copy_(tensors["parameters"])
             else:
                 tensors[name].zero_()
@@ -156,7 +160,7 @@ class Workforce:
                 self.local[index] = here
         for move in moves:
             self._hand_over(move, previous.get(move.worker))
-        if len(after) < len(before) and not self.method.shares_copy:
+        if len(after) < len(before) and self.method.capabilities.averages_copies:
             for worker in self.local.values():  # what those that go have learned stays in the mean
                 worker.load_state_dict({COPY: tensors["parameters"]})
         return tensors, arriving
@@ -221,49 +225,55 @@ class Workforce:
                 worker.state[name].zero_()
             worker.load_state_dict({COPY: tensors["parameters"]})
 
-    def mean(
-        self,
-        tensor_of: Callable[[int, Worker], torch.Tensor | None],
-        like: torch.Tensor,
-        encoding: Encoding = PLAIN,
-        weights: Sequence[float] | None = None,
-    ) -> tuple[torch.Tensor, int]:
-        """Mean over all workers, wherever they are, and how many are in it.
+    def mean(self, like: torch.Tensor, encoding: Encoding = PLAIN, weights: Sequence[float] | None = None) -> Mean:
+        """Start a mean over all workers, wherever they are.
 
         Args:
-            tensor_of: from a worker of this process to its tensor, encoded; None leaves it out. It is asked once per
-                worker, one after the other, and the next may overwrite the tensor.
-            like: shape, type and device of the mean.
-            weights: of all workers, by number; None: equal ones.
+            like: a tensor of the mean's shape, type and device.
+            encoding: how the added tensors are encoded.
+            weights: of all workers, by number; None: equal.
         """
-        tensors: Iterable = ((index, tensor_of(index, self.local[index])) for index in self._group.local_workers)
-        return self._group.mean(tensors, like, encoding, weights)
+        return self._group.mean(like, encoding, weights)
 
-    def deliver(
-        self, tensor_of: Callable[[int, Worker], torch.Tensor | None], size: int, takers: Sequence[Collection[int]]
-    ) -> dict[int, torch.Tensor]:
-        """Bytes [size] of every worker for others: by sender, what came to this process or was there.
+    def messages(self, size: int, takers: Sequence[Collection[int]]) -> Messages:
+        """Start an exchange of messages between workers, of `size` bytes each.
 
-        Args:
-            tensor_of: from a worker of this process to its bytes; None leaves it out. Asked as in `mean`.
-            takers: of every worker's bytes, by number.
+        takers: the receivers of every worker's message, by number of the sender.
         """
-        tensors: Iterable = ((index, tensor_of(index, self.local[index])) for index in self._group.local_workers)
-        return self._group.deliver(tensors, size, takers, self._home.device)
+        return self._group.messages(size, takers, self._home.device)
+
+    def server_seconds(self, elements: int) -> float:
+        """Return the seconds until a server has received so many elements of a worker and answered them."""
+        if len(self) == 1:
+            return 0.0
+        there = self.encoding
+        back = PLAIN if self.method.capabilities.message_tensors else there.way_back
+        sent = there.sent_bytes(elements, self.dtype) + back.sent_bytes(elements, self.dtype)
+        bits_per_second = self._config.link_bits_per_second or math.inf
+        return Link(bits_per_second, self._config.link_latency_seconds).seconds(sent)
+
+    def turns(self, values: Mapping[str, float]) -> Turns:
+        """Return when workers make their inner steps in the next round; values: of the method."""
+
+        def found(own_steps: Mapping[int, int], inner_steps: int, step_seconds: float) -> Mapping[int, Sequence[int]]:
+            travel = in_steps(self.server_seconds(self.parameter_count), step_seconds)
+            return self.method.turns(own_steps, inner_steps, values, travel)
+
+        return found
 
     def average_copies(self, parameters: torch.Tensor, weights: Sequence[float]) -> None:
         """Make these the mean of what the workers keep; as they are where nobody keeps any.
 
         weights: of all workers, by number.
         """
-        replicas = self.method.own_copy == "replica"
+        replicas = self.method.keeps == "replica"
 
         def averaged(lost: Collection[int]) -> tuple[torch.Tensor, int]:
-            return self.mean(
-                lambda index, worker: None if index in lost else PLAIN.encode(worker.state[COPY]),
-                parameters,
-                weights=weights,
-            )
+            mean = self.mean(parameters, weights=weights)
+            for index, worker in self.local.items():
+                if index not in lost:
+                    mean.add(index, PLAIN.encode(worker.state[COPY]))
+            return mean.result()
 
         # What a worker began with is never lost; a replica is as it was when its worker was last well, and counts where
         # there is no other. In the middle of a round each process knows of its own workers alone who is lost.
@@ -280,18 +290,18 @@ class Workforce:
 
     def step_batch(self, plan: ExecutionPlan, together: int) -> int:
         """Examples of a step of the inner optimiser: those of a worker, or of all where gradients are averaged."""
-        return together if self.method.exchanges_gradients else plan.effective_batch
+        return together if self.method.capabilities.exchanges_gradients else plan.effective_batch
 
     def round_bytes(self, workers: int, tested: bool) -> int:
         """What so many workers of the trainer send in a round; tested: what a batch test needs of them as well."""
         mean = self._encoding.reduction_bytes(workers, self.parameter_count, self.dtype)
         message = self._encoding.sent_bytes(self.parameter_count, self.dtype)
-        sent = round(self.method.planned(workers, mean, message, self.dtype))
+        sent = round(self.method.bytes_per_round(workers, mean, message, self.dtype))
         return sent + self.statistics_bytes(self.measures(workers, tested), workers)
 
     def measures(self, workers: int, tested: bool) -> Measures:
         """What a round of so many workers measures; tested: whether a batch test follows."""
-        together = self.method.own_copy == "nothing" and not self._config.message_loss
+        together = self.method.keeps == "shared" and not self._config.message_loss
         return measures(self._config, workers, tested, together)
 
     def statistics_bytes(self, measured: Measures, workers: int) -> int:
@@ -315,7 +325,7 @@ class Workforce:
         for loss in self._losses:
             self.adapt(loss)
         workers, lost = len(state["nodes"]), frozenset(state["lost"])
-        left = {COPY} if len(self.nodes) < workers and not self.method.shares_copy else set()
+        left = {COPY} if len(self.nodes) < workers and self.method.capabilities.averages_copies else set()
         healthy = [index for index in range(workers) if index not in lost]
         self.lost = lost & set(range(len(self.nodes)))
         for index, worker in self.local.items():
@@ -327,7 +337,7 @@ class Workforce:
 
 @torch.no_grad()
 def merge(
-    given: Sequence[tuple[Workforce, dict[str, torch.Tensor] | None]], weights: Sequence[float]
+    given: Sequence[tuple[WorkerGroup, dict[str, torch.Tensor] | None]], weights: Sequence[float]
 ) -> list[Transfer]:
     """Make the first trainer's flat tensors, in place, the weighted average of all trainers', or let them begin anew.
 
@@ -352,6 +362,6 @@ def merge(
                 average[name].add_(theirs[name], alpha=weight)
     workforce.provide(average, first, workforce.nodes, names, overwrite=True)
     if average is not None:
-        workforce.begin(average, set(workforce.method.trainer_state) - set(names))
+        workforce.begin(average, set(workforce.method.state) - set(names))
     nodes = [[node.id for node in trainer.nodes] for trainer, _ in given]
     return merged(nodes[0], nodes[1:], len(names) * workforce.parameter_bytes)

@@ -16,7 +16,7 @@ from tests.support import matrix, spmd
 from tests.support.runs import assert_same_run, summary
 from utils.distributed import reductions
 from utils.distributed.processes import LocalProcesses
-from utils.distributed.reductions import DistributedWorkers, Group, LocalWorkers
+from utils.distributed.reductions import DistributedWorkers, LocalWorkers, ProcessGroup
 
 ROOT = Path(__file__).resolve().parents[2]
 IN_ORDER = [name for name in spmd.SCENARIOS if not name.startswith("all-reduce")]
@@ -225,20 +225,27 @@ def test_a_round_in_which_all_diverge_is_evaluated_as_in_one_process(results):
     assert results[0]["all lost"] == spmd.all_lost() != []
 
 
+def mean_of(given, like, encoding, weights=None):
+    mean = LocalWorkers(3).mean(like, encoding, weights)
+    for worker, rows in given:
+        mean.add(worker, rows)
+    return mean.result()
+
+
 @pytest.mark.parametrize("encoding", [PLAIN, BFLOAT16, INT8, INT4])
 def test_the_mean_leaves_out_who_gives_nothing_and_equal_weights_leave_no_trace(encoding):
     tensors = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)).double()
-    given = [(0, encoding.encode(tensors[0])), (1, None), (2, encoding.encode(tensors[2]))]
-    mean, count = LocalWorkers(3).mean(iter(given), tensors[0], encoding)
+    given = [(0, encoding.encode(tensors[0])), (2, encoding.encode(tensors[2]))]
+    mean, count = mean_of(given, tensors[0], encoding)
     assert count == 2
     rough = {PLAIN: 1e-15, BFLOAT16: 0.02, INT8: 0.04, INT4: 0.3}[encoding]
     torch.testing.assert_close(mean, (tensors[0] + tensors[2]) / 2, rtol=0, atol=rough)
-    equal, _ = LocalWorkers(3).mean(iter(given), tensors[0], encoding, [6.0] * 3)
+    equal, _ = mean_of(given, tensors[0], encoding, [6.0] * 3)
     assert torch.equal(equal, mean)
-    weighted, count = LocalWorkers(3).mean(iter(given), tensors[0], encoding, [1.0, 9.0, 3.0])
+    weighted, count = mean_of(given, tensors[0], encoding, [1.0, 9.0, 3.0])
     assert count == 2
     torch.testing.assert_close(weighted, (tensors[0] + 3 * tensors[2]) / 4, rtol=0, atol=rough)
-    nobody, count = LocalWorkers(2).mean(iter([(0, None), (1, None)]), tensors[0], encoding)
+    nobody, count = mean_of([], tensors[0], encoding)
     assert count == 0
     assert not nobody.any()
 
@@ -262,7 +269,7 @@ def test_a_broadcast_goes_through_the_device_of_the_group_alone(monkeypatch):
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(reductions.dist, "broadcast", broadcast)
-    group = Group((0, 1), None, torch.device("cpu"), SimpleNamespace(explaining=contextlib.nullcontext))
+    group = ProcessGroup((0, 1), None, torch.device("cpu"), SimpleNamespace(explaining=contextlib.nullcontext))
     received = [torch.zeros(3), torch.zeros(5).as_subclass(OnSecondDevice), torch.zeros(1)]
     group.broadcast(received, 0)
     assert handed == [torch.device("cpu")] * 3
@@ -329,6 +336,8 @@ class Alone:
 
 def test_messages_of_workers_that_share_a_process_need_not_travel():
     workers = DistributedWorkers((0, 0), 0, Alone(), in_order=True)
-    messages = [(worker, torch.full((3,), worker, dtype=torch.uint8)) for worker in range(2)]
-    arrived = workers.deliver(iter(messages), 3, [{1}, {0}], torch.device("cpu"))
+    messages = workers.messages(3, [{1}, {0}], torch.device("cpu"))
+    for worker in range(2):
+        messages.add(worker, torch.full((3,), worker, dtype=torch.uint8))
+    arrived = messages.result()
     assert {worker: message.tolist() for worker, message in arrived.items()} == {0: [0, 0, 0], 1: [1, 1, 1]}

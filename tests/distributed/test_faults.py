@@ -19,13 +19,12 @@ from algorithms.nodes.policies import slow_nodes
 from cluster import Cluster
 from fabrics.data.examples import PackedSequences
 from fabrics.models import transformers_models
-from fabrics.pool import node_pool
 from fabrics.pool.device_errors import set_up
 from fabrics.pool.node_assignment import NoNodeLeftError
 from fabrics.pool.node_pool import NodePool
 from fabrics.training import forward_backward, inner_loop
-from fabrics.training.flat_model import WorkingModel
-from fabrics.training.inner_loop import InnerSteps
+from fabrics.training.flat_model import FlatModel
+from fabrics.training.inner_loop import InnerLoop
 from fabrics.training.worker import NodeFailedError, TrainingError, WorkerRound
 from tests.support.helpers import (
     CPU,
@@ -56,7 +55,7 @@ EXAMPLES = PackedSequences(random_sequences(80))
 @pytest.fixture
 def diverging(monkeypatch):
     """A function that makes some workers' losses NaN: from (round, worker) to whether."""
-    steps = InnerSteps._steps
+    steps = InnerLoop._steps
 
     def install(diverges):
         def diverged(self, *arguments):
@@ -66,7 +65,7 @@ def diverging(monkeypatch):
                 worker.working.parameters.data.fill_(float("nan"))
                 worker.moments["exp_avg"].fill_(float("nan"))
 
-        monkeypatch.setattr(InnerSteps, "_steps", diverged)
+        monkeypatch.setattr(InnerLoop, "_steps", diverged)
 
     return install
 
@@ -117,7 +116,7 @@ def test_when_all_diverge_the_parameters_stay_and_the_learning_rate_is_halved_th
 
 def test_a_gradient_that_is_not_finite_stays_with_its_worker(monkeypatch):
     """Where gradients are exchanged, one that went wrong under a finite loss would spoil everybody's parameters."""
-    accumulate, calls = inner_loop.accumulate, []
+    accumulate, calls = inner_loop.accumulate_gradients, []
 
     def spoiled(working, *arguments):
         found = accumulate(working, *arguments)
@@ -126,7 +125,7 @@ def test_a_gradient_that_is_not_finite_stays_with_its_worker(monkeypatch):
             working.gradient.view(-1)[7] = float("inf")
         return found
 
-    monkeypatch.setattr(inner_loop, "accumulate", spoiled)
+    monkeypatch.setattr(inner_loop, "accumulate_gradients", spoiled)
     config = make_config(distributed_algo="Synchronous", INITIAL_BATCH_SIZE=6, sampling_method="none")
     trainer = make_trainer(tiny_llama(), config, EXAMPLES, nodes=2)
     before = trainer.parameters.clone()
@@ -199,14 +198,14 @@ def test_out_of_memory_halves_the_max_batch_and_runs_the_same_examples(monkeypat
 
 def test_a_node_out_of_memory_keeps_its_smaller_max_batch(monkeypatch):
     cluster, recorder = light_cluster(number_of_initial_trainers=1, max_batch_size=8, INITIAL_BATCH_SIZE=16), Recorder()
-    probed = forward_backward.probed_backward
+    original = forward_backward.backward
 
-    def limited(working, examples, indices, weight=1.0, products=True):
-        if len(indices) > 2 and cluster.totals.outer_steps == 1:
+    def limited(working, examples, indices, weight=1.0, hooked=False):
+        if hooked and len(indices) > 2 and cluster.totals.outer_steps == 1:
             raise torch.OutOfMemoryError("injected")
-        return probed(working, examples, indices, weight, products)
+        return original(working, examples, indices, weight, hooked)
 
-    monkeypatch.setattr(forward_backward, "probed_backward", limited)  # in an inner step, and of a sample of its own
+    monkeypatch.setattr(forward_backward, "backward", limited)  # in an inner step, and of a sample of its own
     cluster.train(recorder)
     assert [node.max_batch for node in cluster.nodes] == [2] * 4
     assert {max(worker.plan.micro_batches) for worker in recorder.rounds[2].reports[0].workers.values()} == {2}
@@ -264,8 +263,7 @@ def test_a_layer_without_per_example_gradients_is_a_clear_error(monkeypatch):
 
     values = {"sampling_method": "norm_test", "max_requested_batch": 4}
     cluster = light_cluster(**values)
-    for place in (forward_backward, node_pool):
-        monkeypatch.setattr(place, "probed_backward", used_twice)
+    monkeypatch.setattr(forward_backward, "backward", used_twice)
     message = "statistics_estimator: gradients do not add up; set statistics_estimator: across_workers"
     with pytest.raises(TrainingError, match=message):
         cluster.train(Recorder())
@@ -289,20 +287,19 @@ def test_a_model_for_which_there_is_no_memory_is_not_called_impossible(monkeypat
         tiny_cluster()
 
 
-def test_a_mean_has_its_memory_before_it_asks_a_worker(monkeypatch):
+def test_a_mean_has_its_memory_before_a_worker_is_added(monkeypatch):
     def full(*arguments, **keywords):
         raise torch.OutOfMemoryError("injected")
 
-    asked, like = [], torch.ones(5)
+    like = torch.ones(5)
     monkeypatch.setattr(torch, "zeros_like", full)
     with pytest.raises(torch.OutOfMemoryError):
-        LocalWorkers(2).mean(((worker, asked.append(worker)) for worker in range(2)), like)
-    assert asked == []
+        LocalWorkers(2).mean(like)
 
 
 def test_a_broken_device_ends_the_run_with_a_clear_message(tmp_path, cache_dir, monkeypatch):
     """As on CUDA: once it has broken down, whatever this process does with it fails."""
-    accumulate, load = inner_loop.accumulate, WorkingModel.load
+    accumulate, load = inner_loop.accumulate_gradients, FlatModel.load
     calls, failures = [], []
 
     def broken(*arguments):
@@ -314,10 +311,10 @@ def test_a_broken_device_ends_the_run_with_a_clear_message(tmp_path, cache_dir, 
     def breaks(*arguments, **keywords):
         calls.append(1)
         if len(calls) == 40:
-            monkeypatch.setattr(WorkingModel, "load", broken)
+            monkeypatch.setattr(FlatModel, "load", broken)
         return broken() if len(calls) >= 40 else accumulate(*arguments, **keywords)
 
-    monkeypatch.setattr(inner_loop, "accumulate", breaks)
+    monkeypatch.setattr(inner_loop, "accumulate_gradients", breaks)
     code, folder = run_with(tmp_path, cache_dir, monkeypatch, {}, processes=1)
     assert (code, len(calls), len(failures)) == (1, 40, 1)  # nobody tried anything else
     summary = summary_of(folder)
@@ -326,8 +323,8 @@ def test_a_broken_device_ends_the_run_with_a_clear_message(tmp_path, cache_dir, 
     assert "error: a device broke down and cannot be used by this process any more: CUDA error: an illegal" in log
     assert "Traceback" not in log
     assert f"to go on: python run.py --resume {folder}" in log
-    monkeypatch.setattr(WorkingModel, "load", load)
-    monkeypatch.setattr(inner_loop, "accumulate", accumulate)
+    monkeypatch.setattr(FlatModel, "load", load)
+    monkeypatch.setattr(inner_loop, "accumulate_gradients", accumulate)
     written = newest_checkpoint(folder / "checkpoints", LocalProcesses())
     assert written.state["cluster"]["totals"]["outer_steps"] == summary["outer_steps"] >= 1
 
@@ -342,7 +339,7 @@ def test_a_device_of_an_island_that_fails_ends_the_run_and_is_named(monkeypatch)
         raise NodeFailedError("the driver says so")
 
     monkeypatch.setattr(forward_backward, "backward", broken)
-    monkeypatch.setattr(WorkingModel, "island", Pair())
+    monkeypatch.setattr(FlatModel, "island", Pair())
     trainer = make_trainer(tiny_llama(), make_config(sampling_method="none"), EXAMPLES, nodes=1)
     with pytest.raises(
         TrainingError, match="node 0 is lost with device 1 of its island, cpu: the driver says so; --res"
@@ -356,7 +353,7 @@ def test_a_device_of_an_island_that_fails_ends_the_run_and_is_named(monkeypatch)
 @pytest.fixture
 def failing(monkeypatch):
     """A function that makes nodes fail: from (round, node) to whether."""
-    steps = InnerSteps._steps
+    steps = InnerLoop._steps
 
     def install(fails):
         def failed(self, *arguments):
@@ -364,7 +361,7 @@ def failing(monkeypatch):
                 raise NodeFailedError("injected")
             steps(self, *arguments)
 
-        monkeypatch.setattr(InnerSteps, "_steps", failed)
+        monkeypatch.setattr(InnerLoop, "_steps", failed)
 
     return install
 
@@ -449,14 +446,14 @@ def test_a_node_is_dropped_after_three_slow_rounds_running():
 
 def test_a_slow_first_step_does_not_make_a_node_slow(monkeypatch):
     """Compilation is in the first step of a round; here it takes a hundred times the others."""
-    clock, accumulate = SimpleNamespace(now=0.0), inner_loop.accumulate
+    clock, accumulate = SimpleNamespace(now=0.0), inner_loop.accumulate_gradients
 
     def timed(*arguments):
         clock.now += 100.0 if clock.first else 1.0
         clock.first = False
         return accumulate(*arguments)
 
-    monkeypatch.setattr(inner_loop, "accumulate", timed)
+    monkeypatch.setattr(inner_loop, "accumulate_gradients", timed)
     monkeypatch.setattr(inner_loop, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     trainer = make_trainer(tiny_llama(), make_config(INITIAL_BATCH_SIZE=8, sampling_method="none"), EXAMPLES, nodes=1)
     clock.first = True
@@ -466,14 +463,14 @@ def test_a_slow_first_step_does_not_make_a_node_slow(monkeypatch):
 
 
 def test_a_slow_node_is_dropped_where_the_config_says_so(monkeypatch):
-    record = InnerSteps.record
+    record = InnerLoop.record
 
     def timed(self):
         found = record(self)
         seconds = 9.0 if found.node == 2 else 1.0
         return dataclasses.replace(found, steady_seconds=seconds * found.steady_examples)
 
-    monkeypatch.setattr(InnerSteps, "record", timed)
+    monkeypatch.setattr(InnerLoop, "record", timed)
     values = {"number_of_outer_steps": 5, "number_of_initial_trainers": 1}
     patient, impatient = light_cluster(**values), light_cluster(drop_slow_nodes=4.0, **values)
     for cluster, dropped in ((patient, set()), (impatient, {2})):

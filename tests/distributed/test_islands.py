@@ -20,7 +20,7 @@ from fabrics.config_checks import CHECKS, CHOICES
 from fabrics.planning.estimate import estimate
 from fabrics.sharding.model_layers import layers_of, sharded_layers
 from fabrics.sharding.sharded_probe import ShardedProbe
-from fabrics.training.flat_model import WorkingModel
+from fabrics.training.flat_model import FlatModel
 from tests.support import islands, matrix
 from tests.support.helpers import tiny_bert, tiny_data, tiny_llama
 from tests.support.runs import summary, write_config
@@ -142,7 +142,7 @@ def test_statistics_within_an_island_are_those_of_its_devices_gradients(together
 def test_what_methods_ask_of_flat_tensors_is_that_of_whole_ones(together, part):
     """A sketch of several rows, a distance, and where some places are: each in one device, those in gaps in none."""
     found, size = together[0][part]["parts"], islands.PARTS[part][1]
-    whole = WorkingModel(islands.model_with_gaps(), torch.device("cpu"))
+    whole = FlatModel(islands.model_with_gaps(), torch.device("cpu"))
     flat = whole.parameters.detach()
     for name, dtype in found["gathered as"].items():  # with autocast
         assert dtype == ("torch.bfloat16" if "_proj" in name else "torch.float32"), name
@@ -308,7 +308,7 @@ def test_a_device_without_memory_for_its_statistics_leaves_no_hooks(monkeypatch)
         raise torch.OutOfMemoryError("no memory left")
 
     monkeypatch.setattr(ShardedProbe, "_conclude", fail)
-    working = WorkingModel(tiny_llama(dtype=torch.float32), torch.device("cpu"))
+    working = FlatModel(tiny_llama(dtype=torch.float32), torch.device("cpu"))
     working.share = lambda examples: (slice(0, examples), 1.0)  # as of an island's only device
     before = [len(module._forward_hooks) for module in working.module.modules()]
     with pytest.raises(torch.OutOfMemoryError), ShardedProbe(working, 2, False):

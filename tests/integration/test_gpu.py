@@ -12,9 +12,9 @@ from algorithms.batch.per_example import per_example_statistics
 from algorithms.schedule.limits import RoundSchedule
 from fabrics.data.examples import PackedSequences
 from fabrics.data.sampler import DataCursor, Subsets
-from fabrics.training.flat_model import WorkingModel
+from fabrics.training.flat_model import FlatModel
 from fabrics.training.forward_backward import backward
-from fabrics.training.inner_loop import InnerSteps
+from fabrics.training.inner_loop import InnerLoop
 from fabrics.training.worker import Node
 from gradient_analysis.gradients import Gradients
 from tests.support.helpers import (
@@ -48,7 +48,7 @@ def test_rounds_on_a_gpu_equal_the_cpu():
     config = make_config(INITIAL_BATCH_SIZE=8, ETA=0.5)
     examples, model = PackedSequences(random_sequences(60)), use_torch_norms(tiny_llama())
     expected = make_trainer(copy.deepcopy(model), config, examples)
-    working = WorkingModel(model, CUDA)
+    working = FlatModel(model, CUDA)
     cursor = DataCursor(Subsets(config.training_seed, 60), 0)
     processes = LocalProcesses([CUDA], 2)
     trainer = Trainer(0, config, working.parameters.detach().clone(), cursor, examples, {CUDA: working}, processes)
@@ -59,7 +59,7 @@ def test_rounds_on_a_gpu_equal_the_cpu():
 
 
 def test_the_max_batch_fits_and_leaves_nothing_behind():
-    working = WorkingModel(tiny_llama(dtype=torch.float32, hidden_size=256, intermediate_size=512), CUDA)
+    working = FlatModel(tiny_llama(dtype=torch.float32, hidden_size=256, intermediate_size=512), CUDA)
     examples = PackedSequences(random_sequences(8, 512))
     parameters, state = working.parameters.detach().clone(), torch.cuda.get_rng_state(CUDA)
     backward(working, examples, np.arange(1))  # libraries take memory for themselves when they are used first
@@ -88,7 +88,7 @@ def test_the_gradient_analysis_on_a_gpu_equals_the_cpu():
     results = []
     for device in (torch.device("cpu"), CUDA):
         texts = padded([list(range(1, length)) for length in range(4, 20)])
-        gradients = Gradients(WorkingModel(use_torch_norms(tiny_llama()), device), texts, np.arange(16), 5)
+        gradients = Gradients(FlatModel(use_torch_norms(tiny_llama()), device), texts, np.arange(16), 5)
         gradients.compute_full()
         batch, singles = gradients.of_batch(np.array([1, 5, 9])), gradients.of_examples()
         results.append(
@@ -108,7 +108,7 @@ def test_the_inner_steps_of_a_round_never_wait_for_the_gpu(autocast):
     )
     model = tiny_llama(dtype=torch.float32, hidden_size=256, intermediate_size=256)  # heads of 64
     dtype = None if autocast is None else getattr(torch, autocast)
-    working, examples = WorkingModel(model, CUDA, dtype), PackedSequences(random_sequences(60, 64))
+    working, examples = FlatModel(model, CUDA, dtype), PackedSequences(random_sequences(60, 64))
     cursor = DataCursor(Subsets(config.training_seed, 60), 0)
     processes = LocalProcesses([CUDA], 1)
     trainer = Trainer(0, config, working.parameters.detach().clone(), cursor, examples, {CUDA: working}, processes)
@@ -119,8 +119,8 @@ def test_the_inner_steps_of_a_round_never_wait_for_the_gpu(autocast):
     assert assignment.plan.micro_batches == (4, 4)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        steps = InnerSteps(trainer.workers[0], assignment, lambda: None)
-        steps._steps(trainer.parameters, 5, steps._update, 0.0)
+        steps = InnerLoop(trainer.workers[0], assignment, trainer.parameters, False, lambda: None)
+        steps._steps(5)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert steps.done == 5
@@ -131,7 +131,7 @@ def test_bfloat16_rounds_stay_near_float32_rounds():
     found = []
     for dtype in (None, torch.bfloat16):
         config, examples = make_config(INITIAL_BATCH_SIZE=8), PackedSequences(random_sequences(60))
-        working = WorkingModel(tiny_llama(dtype=torch.float32), CUDA, dtype)
+        working = FlatModel(tiny_llama(dtype=torch.float32), CUDA, dtype)
         cursor = DataCursor(Subsets(config.training_seed, 60), 0)
         start = working.parameters.detach().clone()
         trainer = Trainer(0, config, start, cursor, examples, {CUDA: working}, LocalProcesses([CUDA], 1))
@@ -147,7 +147,7 @@ def test_state_in_host_memory_gives_nearly_the_same_rounds():
     found = []
     for where in ("device", "cpu"):
         config, examples = make_config(outer_state=where, idle_moments=where), PackedSequences(random_sequences(60))
-        working, cursor = WorkingModel(tiny_llama(), CUDA), DataCursor(Subsets(config.training_seed, 60), 0)
+        working, cursor = FlatModel(tiny_llama(), CUDA), DataCursor(Subsets(config.training_seed, 60), 0)
         start, processes = working.parameters.detach().clone(), LocalProcesses([CUDA], 2)
         trainer = Trainer(0, config, start, cursor, examples, {CUDA: working}, processes)
         trainer.assign_nodes((Node(0, CUDA, 64), Node(1, CUDA, 64)))

@@ -15,7 +15,7 @@ from torch import nn
 
 from algorithms.batch.per_example import SampleStatistics
 from configs.make_samples import write_imdb
-from fabrics.training.flat_model import WorkingModel
+from fabrics.training.flat_model import FlatModel
 from gradient_analysis import gradient_analysis
 from gradient_analysis.gradient_analysis import AnalysisConfig, analyse, parse_analysis_config, resolve_model
 from gradient_analysis.gradients import Gradients
@@ -73,7 +73,7 @@ PAPER = Points([(2.0, 0), (2.0, 1), (4.0, 1), (4.0, 1)])
 
 
 def on_paper(micro_batch=2) -> Gradients:
-    gradients = Gradients(WorkingModel(TwoLogits(), CPU), PAPER, np.arange(4), micro_batch)
+    gradients = Gradients(FlatModel(TwoLogits(), CPU), PAPER, np.arange(4), micro_batch)
     gradients.compute_full()
     return gradients
 
@@ -127,7 +127,7 @@ def test_the_gradients_of_a_loop_over_single_examples(kind):
         singles.append([p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in model.parameters()])
     flat = torch.stack([torch.cat([part.flatten() for part in single]) for single in singles])
     full = flat.mean(0)
-    working = WorkingModel(make(), CPU)
+    working = FlatModel(make(), CPU)
     gradients = Gradients(working, texts, np.arange(13), micro_batch=5)
     gradients.compute_full()
     tolerance = {"rtol": 1e-10, "atol": 1e-14}
@@ -169,7 +169,7 @@ class NewVectors(torch.utils._python_dispatch.TorchDispatchMode):
 
 def test_memory_is_a_small_number_of_vectors_whatever_the_batches(monkeypatch):
     monkeypatch.setattr("gradient_analysis.gradients._CHUNK", 64)
-    texts, working = separable_texts(40), WorkingModel(tiny_bert(dtype=torch.float32), CPU)
+    texts, working = separable_texts(40), FlatModel(tiny_bert(dtype=torch.float32), CPU)
     gradients = Gradients(working, texts, np.arange(40), 8)
     size = working.parameters.numel()
     with NewVectors(size) as vectors:

@@ -47,8 +47,8 @@ def assert_begins_anew(trainer: Trainer, worker: int, like: int) -> None:
         assert torch.equal(moment, trainer.workers[like].moments[name])
     for name in fresh.state.keys() - {COPY}:
         assert not fresh.state[name].any()
-    assert set(fresh.state) - {ERROR} == {*method.worker_state, *([COPY] if method.own_copy != "nothing" else [])}
-    assert method.own_copy == "nothing" or torch.equal(fresh.state[COPY], trainer.parameters)
+    assert set(fresh.state) - {ERROR} == {*method.worker_state, *([COPY] if method.keeps != "shared" else [])}
+    assert method.keeps == "shared" or torch.equal(fresh.state[COPY], trainer.parameters)
 
 
 # Runs
@@ -111,7 +111,7 @@ def test_a_trainer_that_absorbs_another_goes_on_from_the_weighted_average_alone(
         train(trainer, 1, matrix.INNER_STEPS)
         trainer.refresh()
     expected = 0.25 * first.parameters + 0.75 * second.parameters
-    state = first.workforce.method.trainer_state
+    state = first.workforce.method.state
     kept = {key: 0.25 * first.shared[key] + 0.75 * second.shared[key] for key in state}
     first.absorb([second], {0: 0.25, 1: 0.75})
     torch.testing.assert_close(first.parameters, expected)
@@ -222,7 +222,10 @@ def test_with_all_workers_lost_the_parameters_stay_finite_and_training_goes_on(n
     assert not torch.equal(trainer.parameters, before)
 
 
-@pytest.mark.parametrize("name", [name for name, method in matrix.METHODS.items() if method.exchanges_gradients])
+GRADIENTS = [name for name, method in matrix.METHODS.items() if method.capabilities.exchanges_gradients]
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
 def test_steps_before_all_diverged_stay_where_every_step_is_an_exchange(name, losing):
     """In the second round all diverge in the second inner step: as if that round had one."""
     losing(lambda number, worker: number == 1, "it diverges")
@@ -266,7 +269,7 @@ def test_workers_that_join_at_a_resume_begin_as_those_that_join_on_the_way(name)
 @pytest.mark.parametrize(("takers", "absent"), matrix.DELIVERIES)
 def test_one_process_has_what_everybody_gave(takers, absent):
     workers = LocalWorkers(4)
-    came = workers.deliver(matrix.messages(workers.local_workers, absent), 3, takers, CPU)
+    came = matrix.delivered(workers, takers, absent)
     assert {worker: message.tolist() for worker, message in came.items()} == {
         worker: [worker, 10 * worker, 100] for worker in range(4) if worker not in absent
     }

@@ -22,8 +22,8 @@ from fabrics.config_checks import CHOICES
 from fabrics.data.examples import PackedSequences, PaddedSequences, TaskData
 from fabrics.data.sampler import DataCursor, Subsets
 from fabrics.data.tokenization import train_tokenizer
-from fabrics.training.flat_model import WorkingModel
-from fabrics.training.outer_round import Gathering
+from fabrics.training.flat_model import FlatModel
+from fabrics.training.outer_round import OuterRound
 from fabrics.training.worker import Node
 from trainers import Trainer
 from training_logs.recording.records import Observer
@@ -135,7 +135,7 @@ def make_trainer(
     processes: Processes | None = None,
 ) -> Trainer:
     """A trainer over all examples on the CPU, with so many workers, or these nodes of given processes."""
-    working = WorkingModel(module, CPU)
+    working = FlatModel(module, CPU)
     cursor = DataCursor(Subsets(config.training_seed, len(examples), trainer_id + 1, 1.0), trainer_id)
     parameters = working.parameters.detach().clone()
     numbers = range(nodes) if isinstance(nodes, int) else nodes
@@ -157,15 +157,13 @@ def train(trainer: Trainer, rounds: int, inner_steps: int = 3) -> list:
 
 def recorded_pseudo_gradients(monkeypatch) -> list[torch.Tensor]:
     """From now on what the workers in a mean have moved by, x - x_m, one after the other."""
-    found, member_of = [], Gathering._member
+    found, message = [], OuterRound._message
 
-    def recording(self, index, worker):
-        member = member_of(self, index, worker)
-        if member is not None:
-            found.append(self.shared["parameters"] - member.parameters)
-        return member
+    def recording(self, index):
+        found.append(self.group.shared["parameters"] - self._local[index].parameters)
+        return message(self, index)
 
-    monkeypatch.setattr(Gathering, "_member", recording)
+    monkeypatch.setattr(OuterRound, "_message", recording)
     return found
 
 

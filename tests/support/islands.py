@@ -27,7 +27,7 @@ from fabrics.data.examples import TaskData
 from fabrics.models import initialisation
 from fabrics.models.attention import needs_no_mask
 from fabrics.sharding.sharded_model import ShardedModel
-from fabrics.training.forward_backward import accumulate, backward
+from fabrics.training.forward_backward import accumulate_gradients, backward
 from tests.support import matrix
 from tests.support.helpers import (
     CPU,
@@ -242,7 +242,7 @@ def run_method(name: str, processes: Processes) -> dict:
 
     What is sent in round 2 arrives. Resumed after it, where the method looks at tensors.
     """
-    resumes = matrix.METHODS[name].whole_tensors
+    resumes = matrix.METHODS[name].capabilities.whole_tensors
     config = matrix.merging(name, number_of_outer_steps=3, number_of_initial_trainers=2, merge_count=2)
     found = matrix.run(config, processes, _Following(resumes), resumes)
     return {
@@ -269,7 +269,7 @@ def devices_statistics(processes: Processes) -> list[dict]:
     for micro_batches in MICRO_BATCHES:
         plan = ExecutionPlan(micro_batches)
         working.gradient.zero_()
-        _, probes = accumulate(working, tiny_data().train, plan, np.arange(plan.effective_batch), True)
+        _, probes = accumulate_gradients(working, tiny_data().train, plan, np.arange(plan.effective_batch), True)
         found.append(dataclasses.asdict(working.estimate(probes, plan.effective_batch)))
     return found
 

@@ -17,12 +17,13 @@ from torch.nn import functional as F
 
 from algorithms.nodes.transfers import total
 from algorithms.synchronisation import METHODS
-from algorithms.synchronisation.method import Group, Method
+from algorithms.synchronisation.group import Group
+from algorithms.synchronisation.method import Capabilities, Method
 from cluster import Cluster
 from fabrics.config_checks import CHOICES
 from fabrics.data.examples import PackedSequences
 from fabrics.models import initialisation
-from fabrics.training.inner_loop import InnerSteps
+from fabrics.training.inner_loop import InnerLoop
 from fabrics.training.participation import attendance_problems
 from fabrics.training.worker import NodeFailedError, Place
 from tests.support.helpers import TINY_ARCHITECTURE, VOCABULARY, Recorder, make_trainer, random_sequences, tiny_data
@@ -35,17 +36,21 @@ from utils.config.schema import Config
 class Ring(Method):
     """Workers keep starts of their own, and take the mean with that of the one before them; odd ones by momentum."""
 
-    own_copy, shares_copy, plannable = "anchor", False, False
+    capabilities = Capabilities(averages_copies=True, one_exchange=False)
+    keeps = "anchor"
     worker_state = ("speed",)
 
-    def exchange(self, group: Group) -> None:
-        size = group.shared["parameters"].nbytes
-        came = group.deliver(
-            lambda member: member.parameters.view(torch.uint8), size, lambda worker: [(worker + 1) % group.workers]
-        )
-        for member in group.members():
+    def incoming(self, group: Group):
+        workers = len(group.weights)
+        return group.messages(group.shared["parameters"].nbytes, lambda worker: [(worker + 1) % workers])
+
+    def message(self, worker, group: Group) -> torch.Tensor:
+        return worker.parameters.view(torch.uint8)
+
+    def apply(self, group: Group, came) -> None:
+        for member in group.local:
             own = came[member.index]
-            before = came.get((member.index - 1) % group.workers, own)
+            before = came.get((member.index - 1) % len(group.weights), own)
             target = sum(member.here(each).view(member.start.dtype) for each in (own, before)) / 2
             member.state["speed"].mul_(0.5).add_(target - member.start)
             member.start.add_(member.state["speed"] if member.index % 2 else target - member.start)
@@ -55,53 +60,61 @@ class Ring(Method):
 class Late(Method):
     """Workers go on; the mean difference of a round's end is applied in the middle of the next one."""
 
-    own_copy, plannable = "replica", False
-    trainer_state = ("under_way",)
+    capabilities = Capabilities(one_exchange=False)
+    keeps = "replica"
+    state = ("under_way",)
 
-    def stops(self, inner_steps, values):
-        return (inner_steps // 2, inner_steps)
+    def stops(self, group: Group):
+        return (group.inner_steps // 2, group.inner_steps)
 
     def exchange(self, group: Group) -> None:
         if group.step == group.inner_steps:
             delta = group.mean_difference(behind=group.inner_steps // 2)
             if delta is not None:
                 group.shared["under_way"].copy_(delta)
-                group.values["under_way"] = group.round
+                group.values["under_way"] = 1
         elif "under_way" in group.values:
             group.values.pop("under_way")
             group.shared["parameters"].sub_(group.shared["under_way"], alpha=0.7)
-            for member in group.members():
+            for member in group.local:
                 member.parameters.lerp_(member.here(group.shared["parameters"]), 0.5)
 
 
 class Signs(Method):
     """Everybody hears the sign of every number's change, and keeps of its own change what that did not say."""
 
-    plannable, worker_state, trainer_state = False, ("unsaid",), ("steps",)
+    capabilities = Capabilities(one_exchange=False)
+    worker_state = ("unsaid",)
+    state = ("steps",)
+    length = 0.02
 
-    def exchange(self, group: Group) -> None:
-        parameters, length = group.shared["parameters"], 0.02
+    def incoming(self, group: Group):
+        return group.messages(group.shared["parameters"].numel())
 
-        def signs(member) -> torch.Tensor:
-            change = member.parameters - member.here(parameters) + member.state["unsaid"]
-            torch.sub(change, change.sign(), alpha=length, out=member.state["unsaid"])
-            return change.sign().to(torch.int8).view(torch.uint8)
+    def message(self, worker, group: Group) -> torch.Tensor:
+        change = worker.parameters - worker.here(group.shared["parameters"]) + worker.state["unsaid"]
+        torch.sub(change, change.sign(), alpha=self.length, out=worker.state["unsaid"])
+        return change.sign().to(torch.int8).view(torch.uint8)
 
-        came = group.deliver(signs, parameters.numel())
-        if came:
-            mean = torch.stack([sign.view(torch.int8).to(parameters.dtype) for sign in came.values()]).mean(0)
-            parameters.add_(mean, alpha=length)
-            group.shared["steps"].add_(mean)
+    def apply(self, group: Group, came) -> None:
+        parameters = group.shared["parameters"]
+        mean = torch.stack([sign.view(torch.int8).to(parameters.dtype) for sign in came.values()]).mean(0)
+        parameters.add_(mean, alpha=self.length)
+        group.shared["steps"].add_(mean)
 
 
 class Drift(Method):
     """Workers go on from a quarter of the way to the mean of their parameters; no copy is the trainer's."""
 
-    own_copy, shares_copy, plannable = "replica", False, False
+    capabilities = Capabilities(averages_copies=True, one_exchange=False)
+    keeps = "replica"
 
     def exchange(self, group: Group) -> None:
-        mean = group.mean(lambda member: member.parameters.clone(), group.shared["parameters"], "parameters")
-        for member in group.members():
+        incoming = group.mean(kind="parameters")
+        for member in group.local:
+            incoming.add(member, member.parameters)
+        mean = incoming.result()
+        for member in group.local:
             member.parameters.lerp_(member.here(mean), 0.25)
 
 
@@ -341,7 +354,7 @@ def run(config: Config, processes=None, recorder: Following | None = None, resum
 @contextlib.contextmanager
 def losing(lost: Callable[[Place], bool] = lambda place: (place.round, place.worker) == LOST, fails: bool = False):
     """Meanwhile workers diverge in the second inner step of a round, or their nodes fail there."""
-    step = InnerSteps._step
+    step = InnerLoop._step
 
     def failing(self, probe):
         found = step(self, probe)
@@ -352,11 +365,11 @@ def losing(lost: Callable[[Place], bool] = lambda place: (place.round, place.wor
             self._working.gradient.fill_(float("nan"))
         return found
 
-    InnerSteps._step = failing
+    InnerLoop._step = failing
     try:
         yield
     finally:
-        InnerSteps._step = step
+        InnerLoop._step = step
 
 
 @functools.cache
@@ -396,10 +409,11 @@ DELIVERIES = [
 ]
 
 
-def messages(workers, absent) -> Iterator[tuple[int, torch.Tensor | None]]:
-    """Three bytes of each worker, in one buffer that the next one overwrites."""
+def delivered(workers, takers, absent) -> dict[int, torch.Tensor]:
+    """Messages of three bytes of each worker, out of one buffer that the next one overwrites."""
+    messages = workers.messages(3, takers, torch.device("cpu"))
     buffer = torch.zeros(3, dtype=torch.uint8)
-    for worker in workers:
+    for worker in workers.local_workers:
         if worker not in absent:
-            buffer.copy_(torch.tensor([worker, 10 * worker, 100], dtype=torch.uint8))
-        yield worker, None if worker in absent else buffer
+            messages.add(worker, buffer.copy_(torch.tensor([worker, 10 * worker, 100], dtype=torch.uint8)))
+    return messages.result()

@@ -26,7 +26,7 @@ from fabrics.data.language_modelling import task_data
 from fabrics.data.token_store import TokenisedPart, TokenisedSet
 from fabrics.models import initialisation
 from fabrics.pool import validation
-from fabrics.training.inner_loop import InnerSteps
+from fabrics.training.inner_loop import InnerLoop
 from fabrics.training.worker import NodeFailedError
 from tests.support import matrix
 from tests.support.helpers import (
@@ -210,7 +210,7 @@ def run_scenario(name: str, processes=None) -> dict:
     """Train; what came out, as numbers and tensors."""
     values, double = SCENARIOS[name]
     config = make_config(model_config=TINY_ARCHITECTURE, **values)
-    build, step = initialisation.build_model, InnerSteps._step
+    build, step = initialisation.build_model, InnerLoop._step
 
     def build_double(*arguments):
         return build_light(*arguments).double()
@@ -223,7 +223,7 @@ def run_scenario(name: str, processes=None) -> dict:
     if name != "in order":  # a Llama once: what comes out elsewhere does not depend on the model
         initialisation.build_model = build_double if double else build_light
     if name == "a node fails":
-        InnerSteps._step = fail_at_node_1
+        InnerLoop._step = fail_at_node_1
     try:
         if processes is None:
             processes = join_processes(config)
@@ -234,7 +234,7 @@ def run_scenario(name: str, processes=None) -> dict:
         with _Counting() as recorder:
             final = cluster.train(recorder)
     finally:
-        initialisation.build_model, InnerSteps._step = build, step
+        initialisation.build_model, InnerLoop._step = build, step
     trainer_bytes = next(iter(cluster.trainers.values())).workforce.parameter_bytes
     reports = [report for result in recorder.rounds for report in result.reports.values()]
     return {
@@ -382,7 +382,7 @@ def delivered(processes) -> list[dict[int, list]]:
     found = []
     for takers, absent in matrix.DELIVERIES:
         workers = processes.workers(range(4))
-        came = workers.deliver(matrix.messages(workers.local_workers, absent), 3, takers, torch.device("cpu"))
+        came = matrix.delivered(workers, takers, absent)
         found.append(processes.gather({worker: message.tolist() for worker, message in came.items()}))
     return found
 

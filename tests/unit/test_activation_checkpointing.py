@@ -8,7 +8,7 @@ import torch
 from algorithms.batch.per_example import step_estimate
 from fabrics.data.examples import PackedSequences
 from fabrics.models.initialisation import recompute_activations
-from fabrics.training.flat_model import WorkingModel
+from fabrics.training.flat_model import FlatModel
 from fabrics.training.forward_backward import backward, probed_backward
 from tests.support.helpers import (
     CPU,
@@ -55,7 +55,7 @@ def test_the_same_bits_with_less_than_half_of_the_tensors(name, probed):
         module, examples = build().train(), data()
         if anew:
             recompute_activations(module, "microllama")
-        working, results = WorkingModel(module, CPU), []
+        working, results = FlatModel(module, CPU), []
         torch.manual_seed(1)  # of dropout
         run = probed_backward if probed else backward
         saved = saved_by(functools.partial(_pass, run, working, examples, results))

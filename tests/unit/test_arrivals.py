@@ -13,7 +13,7 @@ from algorithms.nodes.async_clock import Arrival, Collected, collections, forget
 from algorithms.nodes.balance import turns
 from algorithms.nodes.communication_rounds import Link
 from algorithms.nodes.virtual_clock import Clocks, Sending, Uniform
-from algorithms.synchronisation.fragment_server import Answered, Taken, Waiting, fragment_round
+from algorithms.synchronisation.decoupled import Answered, Taken, Waiting, fragment_round
 from algorithms.synchronisation.method import Event
 from fabrics.training.worker import COPY, Node
 from tests.support import oracles, oracles_clock

@@ -14,8 +14,8 @@ from algorithms.synchronisation.outer_step import nesterov_step
 from cluster import Cluster
 from fabrics.config_checks import CHECKS, CHOICES
 from fabrics.pool.node_pool import NodePool
-from fabrics.training.inner_loop import InnerSteps
-from fabrics.training.outer_round import Gathering
+from fabrics.training.inner_loop import InnerLoop
+from fabrics.training.outer_round import OuterRound
 from fabrics.training.participation import lost_messages, participant_count, participants, scheduled_nodes
 from fabrics.training.worker import COPY, Node, Place
 from tests.support import matrix, matrix_killed
@@ -173,22 +173,21 @@ def lost_by_round(rounds: int, workers: int = 3) -> list[frozenset[int]]:
 def test_whom_nobody_hears_goes_on_from_its_own_parameters_and_counts_whole_the_next_time(monkeypatch):
     trainer, lost = matrix.trainer_of(**LOSS), lost_by_round(6)
     starts, ends = [], []
-    go = InnerSteps.go
+    run = InnerLoop.run
 
-    def noting(self, parameters, until):
-        starts.append(parameters.clone())
-        go(self, parameters, until)
+    def noting(self, until):
+        starts.append(self._start.clone())
+        run(self, until)
         ends.append(self.worker.working.parameters.clone())
 
-    member_of = Gathering._member
+    message = OuterRound._message
 
-    def against_the_shared(self, index, worker):
-        member = member_of(self, index, worker)
-        assert member is None or torch.equal(member.start, self.shared["parameters"])
-        return member
+    def against_the_shared(self, index):
+        assert torch.equal(self._local[index].start, self.group.shared["parameters"])
+        return message(self, index)
 
-    monkeypatch.setattr(InnerSteps, "go", noting)
-    monkeypatch.setattr(Gathering, "_member", against_the_shared)
+    monkeypatch.setattr(InnerLoop, "run", noting)
+    monkeypatch.setattr(OuterRound, "_message", against_the_shared)
     heard = recorded_pseudo_gradients(monkeypatch)
     shared, velocity = trainer.parameters.clone(), torch.zeros_like(trainer.parameters)
     own = [shared] * 3
@@ -310,8 +309,8 @@ def accepted(name: str, **values) -> bool:
 @every_method
 def test_every_method_stands_lost_messages_or_refuses_them_by_name(name):
     method = (METHODS | matrix.OWN)[name]
-    starts_together = method.own_copy == "nothing"
-    assert accepted(name, message_loss=0.4) == (starts_together and not method.exchanges_gradients)
+    starts_together = method.keeps == "shared"
+    assert accepted(name, message_loss=0.4) == (starts_together and not method.capabilities.exchanges_gradients)
     assert accepted(name, participants=0.5) == starts_together
     if not accepted(name, message_loss=0.4):
         return

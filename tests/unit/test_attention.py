@@ -21,9 +21,9 @@ from fabrics.models import attention
 from fabrics.models.attention import ARCHITECTURES, needs_no_mask, unmasked, unmasked_name
 from fabrics.models.registry import save_model
 from fabrics.pool.eval_tool import begin_batches
-from fabrics.training.flat_model import WorkingModel
-from fabrics.training.forward_backward import accumulate, backward
-from fabrics.training.inner_loop import InnerSteps
+from fabrics.training.flat_model import FlatModel
+from fabrics.training.forward_backward import accumulate_gradients, backward
+from fabrics.training.inner_loop import InnerLoop
 from tests.support.helpers import CPU, make_config, make_trainer, padded, random_sequences, tiny_bert, tiny_llama, train
 
 IDS = torch.from_numpy(random_sequences(3)).long()
@@ -91,8 +91,8 @@ def test_training_and_evaluation_have_the_bits_of_a_model_that_looks(dtype, monk
     for looks in (False, True):
         if looks:
             monkeypatch.setattr(attention, "needs_no_mask", lambda module, batch: False)
-        working = WorkingModel(tiny_llama(dtype=dtype), CPU)
-        _, probes = accumulate(working, examples, ExecutionPlan((4, 2)), np.arange(6), True)
+        working = FlatModel(tiny_llama(dtype=dtype), CPU)
+        _, probes = accumulate_gradients(working, examples, ExecutionPlan((4, 2)), np.arange(6), True)
         loss = backward(working, examples, np.arange(3))
         with working.evaluating(working.parameters.detach().clone()) as module:
             sums = begin_batches(module, examples, 4, CPU, [0, 1]).sums
@@ -109,11 +109,13 @@ def test_inner_steps_and_evaluation_read_no_numbers():
     trainer = make_trainer(tiny_llama(dtype=torch.float32), config, examples, nodes=1, max_batch=4)
     train(trainer, 1)
     trainer.assign_nodes(trainer.nodes)
-    steps = InnerSteps(trainer.workers[0], trainer.assignments(RoundSchedule(5, 0.0, 0.5))[0], lambda: None)
+    steps = InnerLoop(
+        trainer.workers[0], trainer.assignments(RoundSchedule(5, 0.0, 0.5))[0], trainer.parameters, False, lambda: None
+    )
     working = trainer.workers[0].working
     with Readings() as readings:
-        steps._steps(trainer.parameters, 5, steps._update, 0.0)
-        accumulate(working, examples, ExecutionPlan((4, 4)), np.arange(8), True)
+        steps._steps(5)
+        accumulate_gradients(working, examples, ExecutionPlan((4, 4)), np.arange(8), True)
         with working.evaluating(trainer.parameters) as module:
             begin_batches(module, examples, 4, CPU, [0, 1])
     assert steps.done == 5
@@ -124,7 +126,7 @@ def test_padded_texts_are_masked_whatever_was_trained_before():
     texts, examples = padded([[5, 6, 7, 8], [9, 10]]), PackedSequences(random_sequences(4))
     batch = texts.batch([0, 1], CPU)
     batch.pop("labels")
-    working = WorkingModel(tiny_llama(), CPU)
+    working = FlatModel(tiny_llama(), CPU)
     backward(working, examples, np.arange(4))
     assert not needs_no_mask(working.module, batch)
     logits, alone = working.logits(batch), working.module(input_ids=batch["input_ids"][1:, :2]).logits

@@ -29,7 +29,7 @@ from tests.support.helpers import (
     tiny_llama,
     train,
 )
-from utils.distributed.reductions import LocalWorkers
+from utils.distributed.reductions import Mean
 
 
 def values(count: int, seed: int = 0) -> torch.Tensor:
@@ -179,18 +179,14 @@ def test_what_integers_lose_is_sent_in_the_next_rounds(name, encoding, monkeypat
     """Over the rounds a worker sends the sum of its pseudo-gradients, up to the error that it still keeps."""
     config = make_config(communication_dtype=name, sampling_method="none")
     trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(60)), nodes=2)
-    found, mean, sent = recorded_pseudo_gradients(monkeypatch), LocalWorkers.mean, torch.zeros_like(trainer.parameters)
+    found, add, sent = recorded_pseudo_gradients(monkeypatch), Mean.add, torch.zeros_like(trainer.parameters)
 
-    def recording(self, tensors, *arguments):
-        def watched():
-            for worker, rows in tensors:
-                if worker == 0:
-                    sent.add_(encoding.decode(rows, sent.dtype)[: sent.numel()])
-                yield worker, rows
+    def recording(self, worker, rows):
+        if worker == 0:
+            sent.add_(encoding.decode(rows, sent.dtype)[: sent.numel()])
+        add(self, worker, rows)
 
-        return mean(self, watched(), *arguments)
-
-    monkeypatch.setattr(LocalWorkers, "mean", recording)
+    monkeypatch.setattr(Mean, "add", recording)
     train(trainer, 4)
     assert len(found) == 2 * 4
     error = trainer.workers[0].state[ERROR]

@@ -10,13 +10,13 @@ import torch
 from fabrics.data.examples import PackedSequences, PaddedSequences
 from fabrics.models import continuations as module_under_test
 from fabrics.models.continuations import COUNT, NEW_TOKENS, PROMPT_TOKENS, continuations, sampled
-from fabrics.training.flat_model import WorkingModel
+from fabrics.training.flat_model import FlatModel
 from tests.support.helpers import CPU, VOCABULARY, padded, separable_texts, tiny_data, tiny_llama
 
 
 @pytest.fixture
 def working():
-    working = WorkingModel(tiny_llama(max_position_embeddings=128), CPU)
+    working = FlatModel(tiny_llama(max_position_embeddings=128), CPU)
     return working, working.parameters.detach().clone()
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from algorithms.synchronisation import METHODS
-from algorithms.synchronisation.method import Group, Method
+from algorithms.synchronisation.method import Capabilities, Method
 from fabrics.config_checks import CHOICES
-from fabrics.training.inner_loop import InnerSteps
+from fabrics.training.inner_loop import InnerLoop
 from fabrics.training.method_config import method_settings
 from fabrics.training.worker import COPY, Node, NodeFailedError
 from tests.support.helpers import CPU, Recorder, make_config, tiny_cluster, train
@@ -17,11 +17,10 @@ from utils.config.schema import ConfigError
 class Apart(Method):
     """Workers never hear of each other."""
 
-    own_copy = "replica"
-    shares_copy = False
-    plannable = False
+    capabilities = Capabilities(averages_copies=True, one_exchange=False)
+    keeps = "replica"
 
-    def exchange(self, group: Group) -> None:
+    def exchange(self, group) -> None:
         pass
 
 
@@ -148,14 +147,14 @@ def test_with_all_workers_lost_what_they_learned_since_anybody_looked_is_not(nam
     trainer.refresh()
     learned = trainer.parameters.clone()
     trainer.parameters.copy_(start)  # as where nobody had looked
-    step = InnerSteps._step
+    step = InnerLoop._step
 
     def diverging(self, probe):
         found = step(self, probe)
         self._losses[self.done] = float("nan")
         return found
 
-    monkeypatch.setattr(InnerSteps, "_step", diverging)
+    monkeypatch.setattr(InnerLoop, "_step", diverging)
     if name == "LoCoDL":  # keeps its parameters up to date itself
         trainer.parameters.copy_(learned)
     train(trainer, 1, 4)
@@ -183,14 +182,14 @@ def test_corrections_cancel_again_after_a_worker_was_lost(monkeypatch):
     settings = {"probability": 0.9, "density": 0.5}
     trainer = trainer_of(3, distributed_algo="LoCoDL", gradient_clipping=None, synchronisation=settings)
     train(trainer, 2, 4)
-    step = InnerSteps._step
+    step = InnerLoop._step
 
     def failing(self, probe):
         if self.worker.node.id == 1 and self.done == 2:
             raise NodeFailedError("pulled out")
         return step(self, probe)
 
-    monkeypatch.setattr(InnerSteps, "_step", failing)
+    monkeypatch.setattr(InnerLoop, "_step", failing)
     train(trainer, 1, 4)
     monkeypatch.undo()
     train(trainer, 2, 4)
@@ -210,7 +209,7 @@ def test_synchronous_steps_scale_their_rate_by_what_all_workers_read():
 
 
 def test_a_method_whose_stops_leave_steps_out_is_told_so(monkeypatch):
-    monkeypatch.setattr(METHODS["DiLoCo"], "stops", lambda self, inner_steps, values: (inner_steps - 2,))
+    monkeypatch.setattr(METHODS["DiLoCo"], "stops", lambda self, group: (group.inner_steps - 2,))
     with pytest.raises(ValueError, match="DiLoCo: the last stop must be the round's last inner step"):
         train(trainer_of(2), 1, 4)
 

@@ -9,7 +9,7 @@ from torch import nn
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.method import MOMENTS, Wholes
 from fabrics.sharding.sharded_muon import ShardedMuon
-from fabrics.training.flat_model import WorkingModel, blocks_of, laid_out
+from fabrics.training.flat_model import FlatModel, blocks_of, laid_out
 from fabrics.training.learning_rates import base_learning_rate
 from fabrics.training.method_config import check_state
 from fabrics.training.optimizers import (
@@ -26,7 +26,7 @@ RATES = (0.01, 0.02, 0.015, 0.01, 0.005)
 
 def build(module: nn.Module, name: str, **values):
     """A working model of this module, and an inner optimiser over it."""
-    working = WorkingModel(module, CPU)
+    working = FlatModel(module, CPU)
     return working, INNER_OPTIMIZERS[name].build(working, make_config(inner_optimizer=name, **values))
 
 
@@ -192,7 +192,7 @@ def test_every_tensor_of_muons_state_matters(key):
 
 
 def test_sizes_of_the_state_are_those_of_the_parameters_without_gaps():
-    working = WorkingModel(tiny_llama(), CPU)
+    working = FlatModel(tiny_llama(), CPU)
     inside = sum(p.numel() for name, p in trainable(working.module).items() if is_inside(name))
     shapes = {name: kind.state_shapes(working) for name, kind in INNER_OPTIMIZERS.items()}
     assert {name: tensor.numel() for name, tensor in shapes["adamw"].items()} == {
@@ -242,12 +242,12 @@ def test_a_model_without_matrices_is_refused_by_muon_alone():
     module = tiny_llama()
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(not is_inside(name))
-    working = WorkingModel(module, CPU)
+    working = FlatModel(module, CPU)
     check_inner_optimizer(make_config(inner_optimizer="adamw"), working)
     with pytest.raises(ConfigError, match="inner_optimizer: muon needs a trainable matrix") as error:
         check_inner_optimizer(make_config(inner_optimizer="muon"), working)
     assert len(error.value.problems) == 1
-    check_inner_optimizer(make_config(inner_optimizer="muon"), WorkingModel(tiny_llama(), CPU))
+    check_inner_optimizer(make_config(inner_optimizer="muon"), FlatModel(tiny_llama(), CPU))
 
 
 def test_the_methods_own_optimiser_where_none_is_given_and_its_learning_rate():
@@ -277,7 +277,7 @@ def test_muon_learns_with_gradients_of_a_real_loss():
 
 
 def test_a_method_whose_settings_give_its_state_the_name_of_a_moment_is_refused(monkeypatch):
-    name, working = "exp_avg_sq", WorkingModel(tiny_llama(), CPU)
+    name, working = "exp_avg_sq", FlatModel(tiny_llama(), CPU)
     monkeypatch.setattr(METHODS["DiLoCo"], "__init__", lambda self, *_: setattr(self, "worker_state", (name,)))
     check_state(make_config(inner_optimizer="sgd"), working)
     with pytest.raises(ConfigError, match="distributed_algo: DiLoCo: worker_state has 'exp_avg_sq', which is kept"):

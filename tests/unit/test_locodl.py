@@ -20,9 +20,11 @@ import numpy as np
 import pytest
 import torch
 
+from algorithms.synchronisation.group import Deliveries, LocalWorker
 from algorithms.synchronisation.locodl import LoCoDL
-from algorithms.synchronisation.method import Member, Outer
+from algorithms.synchronisation.method import Outer
 from algorithms.synchronisation.random_part import random_part
+from utils.distributed.reductions import Messages
 
 MU, L = 0.5, 2.0
 # Workers, numbers, of which a message has how many; probability, learning rate, and rho and chi.
@@ -61,18 +63,18 @@ def stepped(
     x, y, corrections, control = state.clone().split([workers, 1, workers, 1])
     x -= lr * (gradients + corrections)
     y -= lr * shared * y
-    members = [Member(m, x[m], y[0], None, {"correction": corrections[m]}) for m in range(workers)]
+    members = [LocalWorker(m, x[m], y[0], None, {"correction": corrections[m]}) for m in range(workers)]
     group = SimpleNamespace(
         shared={"parameters": y[0], "control": control[0]},
         values={},
-        workers=workers,
         weights=[1 / workers] * workers,
         learning_rate=lr,
-        size=y.shape[1],
-        members=lambda: members,
-        here=lambda places: places,
+        model=SimpleNamespace(whole_size=y.shape[1], here=lambda places: places),
+        local=members,
         generator=lambda: generator,
-        deliver=lambda give, size, counted: {member.index: give(member) for member in members},
+        messages=lambda size, counted: Deliveries(
+            SimpleNamespace(sent=lambda event: None), Messages(torch.device("cpu")), None
+        ),
     )
     method.exchange(group)
     return torch.cat([x, y, corrections, control])

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from algorithms.synchronisation import METHODS
+from algorithms.synchronisation.group import Deliveries
 from cluster import Cluster
 from fabrics.data.examples import PackedSequences
 from fabrics.pool import node_pool
-from fabrics.training.flat_model import WorkingModel
+from fabrics.training.flat_model import FlatModel
 from fabrics.training.forward_backward import backward
-from fabrics.training.outer_round import Gathering
 from tests.support.helpers import (
     CPU,
     TINY_ARCHITECTURE,
@@ -79,7 +79,7 @@ def test_not_even_one_example():
 
 
 def test_a_measurement_on_the_cpu_leaves_nothing_behind():
-    working = WorkingModel(tiny_bert(dtype=torch.float32, dropout=0.1).train(), CPU)
+    working = FlatModel(tiny_bert(dtype=torch.float32, dropout=0.1).train(), CPU)
     ids = random_sequences(20)
 
     class Examples(PackedSequences):
@@ -106,7 +106,7 @@ def test_a_measurement_on_the_cpu_leaves_nothing_behind():
 
 def test_more_processes_on_a_device_and_longer_sequences_mean_smaller_batches():
     def max_batch(length, sharing, share=0.9):
-        working = WorkingModel(tiny_llama(dtype=torch.float32), CPU)
+        working = FlatModel(tiny_llama(dtype=torch.float32), CPU)
         examples = PackedSequences(random_sequences(8, length))
         return calculate_max_batch(
             lambda count: backward(working, examples, np.arange(count) % 8), working.gradient, CPU, share, sharing, 0
@@ -117,7 +117,7 @@ def test_more_processes_on_a_device_and_longer_sequences_mean_smaller_batches():
 
 
 def test_a_model_that_does_not_fit_names_the_keys():
-    working = WorkingModel(tiny_llama(dtype=torch.float32), CPU)
+    working = FlatModel(tiny_llama(dtype=torch.float32), CPU)
     with pytest.raises(MemoryError, match=r"no example fits on cpu.*padding_percentage 0\.9.*nodes_per_gpu"):
         calculate_max_batch(lambda count: None, working.gradient, CPU, 0.9, 4, reserved_bytes=10**15)
 
@@ -232,21 +232,21 @@ def test_a_process_beside_others_holds_its_workers_pseudo_gradients():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.delivers])
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.capabilities.message_tensors])
 def test_a_process_holds_the_messages_of_its_workers(monkeypatch, name, dtype):
     """Decoded or not, as many tensors of model size as the method says of each worker; and they are counted."""
-    held, deliver_tensors = [], Gathering.deliver_tensors
+    held, result = [], Deliveries.result
 
-    def noting(*arguments, **keywords):
-        arrived = deliver_tensors(*arguments, **keywords)
+    def noting(self):
+        arrived = result(self)
         storages = [tensor.untyped_storage() for message in arrived.values() for tensor in message]
         held.append(sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
         return arrived
 
-    monkeypatch.setattr(Gathering, "deliver_tensors", noting)
+    monkeypatch.setattr(Deliveries, "result", noting)
     trainer = trainer_of(4, distributed_algo=name, communication_dtype=dtype)
     train(trainer, 1)
-    tensors = METHODS[name].delivers * 4
+    tensors = METHODS[name].capabilities.message_tensors * 4
     assert held == [tensors * trainer.parameters.nbytes]
     assert node_pool.round_tensors(trainer._config, workers=4, several_processes=False) > tensors
 

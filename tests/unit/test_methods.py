@@ -38,7 +38,7 @@ def test_the_page_of_methods_has_what_each_keeps(name):
     """By tensors of model size beside parameters and moments, with its default values; and a config in three lines."""
     method = method_of(make_config(distributed_algo=name), _WORKING)
     page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
-    kept = len(method.trainer_state), len(method.worker_state) + (method.own_copy != "nothing")
+    kept = len(method.state), len(method.worker_state) + (method.keeps != "shared")
     assert f"| {name} | {kept[0]} | {kept[1]} |" in page.splitlines()
     section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
     assert re.search(r"\bSen(t|ds)\b", section)

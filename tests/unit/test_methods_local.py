@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from algorithms.synchronisation.fda import linear_numbers, sketched_numbers, variance_of_workers
 from algorithms.synchronisation.random_part import random_part
-from algorithms.synchronisation.worker_variance import linear_numbers, sketched_numbers, spread
 from fabrics.config_checks import CHECKS, CHOICES
 from tests.support import oracles, oracles_sparse
 from tests.support.helpers import make_config, make_trainer, tiny_llama, train
@@ -204,11 +204,11 @@ def test_spread_is_never_below_the_variance():
         blind, linear = (
             torch.stack([linear_numbers(u, xi) for u in drifts]).mean(0) for xi in (0 * direction, direction)
         )
-        assert variance < spread(linear) < spread(blind)
-        above += spread(torch.stack([sketched_numbers(u) for u in drifts]).mean(0)) > variance
+        assert variance < variance_of_workers(linear) < variance_of_workers(blind)
+        above += variance_of_workers(torch.stack([sketched_numbers(u) for u in drifts]).mean(0)) > variance
     assert 60 > above > 45
     exact = torch.nn.functional.normalize(drifts.mean(0), dim=0)
-    assert spread(torch.stack([linear_numbers(u, exact) for u in drifts]).mean(0)) == pytest.approx(
+    assert variance_of_workers(torch.stack([linear_numbers(u, exact) for u in drifts]).mean(0)) == pytest.approx(
         variance.item(), rel=1e-3
     )
 

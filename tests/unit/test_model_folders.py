@@ -11,7 +11,7 @@ from torch import nn
 from fabrics.models import export
 from fabrics.models.export import round_folder
 from fabrics.models.registry import save_model
-from fabrics.training.flat_model import WorkingModel
+from fabrics.training.flat_model import FlatModel
 from tests.support.helpers import Recorder, tiny_cluster, tiny_llama
 from utils.distributed.processes import LocalProcesses
 
@@ -67,7 +67,7 @@ def test_a_model_of_kept_tensors_is_written_as_any_other(tmp_path):
         assert path.read_bytes() == (tmp_path / "given" / path.name).read_bytes()
 
 
-class _First(WorkingModel):
+class _First(FlatModel):
     """As the first of two devices has it; mapped: files when each model is asked for."""
 
     island = SimpleNamespace(size=2)

@@ -19,7 +19,7 @@ from fabrics.models.registry import (
     reinitialise_output_layer,
     save_model,
 )
-from fabrics.training.flat_model import WorkingModel
+from fabrics.training.flat_model import FlatModel
 from tests.support.helpers import CPU, TINY_ARCHITECTURE, tiny_bert, tiny_data, tiny_llama
 from utils.config.schema import ConfigError
 
@@ -106,7 +106,7 @@ def test_a_bad_model_config_is_named(tokenizer, settings, message):
 )
 def test_a_saved_folder_is_a_pretrained_model(tokenizer, tmp_path, model_type, auto_class):
     model = build_model(model_type, {"preset": "demo", "num_hidden_layers": 1}, tokenizer, 9, 3)
-    working = WorkingModel(model, CPU)
+    working = FlatModel(model, CPU)
     save_model(model, tokenizer, tmp_path)
     assert (tmp_path / "model.safetensors").exists()
     settings = {"name": str(tmp_path), "pretrained": True}
@@ -146,7 +146,7 @@ def test_the_output_layer_is_drawn_anew_by_seed(tokenizer):
 
 def test_every_tensor_is_saved_once_and_those_without_elements_are_not_mixed_up(tmp_path):
     model = tiny_llama(tied=True)
-    WorkingModel(model, CPU)
+    FlatModel(model, CPU)
     for name, columns in (("none", 3), ("nothing", 5)):
         model.register_buffer(name, torch.empty(0, columns))
     save_model(model, None, tmp_path)
@@ -168,7 +168,7 @@ def test_a_tied_output_layer_cannot_be_drawn_anew(tokenizer):
 @pytest.mark.parametrize("make", [tiny_llama, tiny_bert, lambda: tiny_llama(tied=True)])
 def test_a_working_model_is_views_of_two_buffers(make):
     model, reference = make(), make()
-    working = WorkingModel(model, CPU)
+    working = FlatModel(model, CPU)
     for parameter, original in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(parameter, original)
         for view, buffer in ((parameter, working.parameters), (parameter.grad, working.gradient)):
@@ -189,11 +189,11 @@ def test_frozen_parameters_stay_out_of_the_buffer():
     model = tiny_llama()
     model.model.embed_tokens.weight.requires_grad_(False)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert WorkingModel(model, CPU).parameter_count == trainable
+    assert FlatModel(model, CPU).parameter_count == trainable
 
 
 def test_evaluating_restores_the_mode():
-    working = WorkingModel(tiny_llama().train(), CPU)
+    working = FlatModel(tiny_llama().train(), CPU)
     with working.evaluating(torch.zeros_like(working.parameters)) as module:
         assert not module.training
         assert not torch.is_grad_enabled()

@@ -17,7 +17,7 @@ from fabrics.pool.node_assignment import Distributing
 from fabrics.pool.node_pool import NodePool
 from fabrics.pool.round_scheduler import Spending
 from fabrics.pool.run_counters import Totals
-from fabrics.training.flat_model import WorkingModel
+from fabrics.training.flat_model import FlatModel
 from fabrics.training.worker import Node
 from tests.support.helpers import (
     CPU,
@@ -166,7 +166,7 @@ def test_an_epoch_of_all_shares_of_a_trainer_sees_every_example_once(sizes, epoc
 
 
 def trainer_of(cursor: ShareCursor, examples, nodes: int, number: int = 0, **values) -> Trainer:
-    working = WorkingModel(tiny_llama(), CPU)
+    working = FlatModel(tiny_llama(), CPU)
     start, processes = working.parameters.detach().clone(), LocalProcesses([CPU], nodes)
     trainer = Trainer(number, make_config(**values), start, cursor, examples, {CPU: working}, processes)
     trainer.assign_nodes(tuple(Node(node, CPU, 64) for node in range(nodes)))

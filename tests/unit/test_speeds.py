@@ -21,8 +21,7 @@ from algorithms.synchronisation.method import Outer
 from fabrics.config_checks import CHECKS, CHOICES
 from fabrics.data.examples import PackedSequences
 from fabrics.training import inner_loop
-from fabrics.training.inner_loop import InnerSteps
-from fabrics.training.outer_round import Gathering
+from fabrics.training.inner_loop import InnerLoop
 from fabrics.training.worker import Node
 from tests.support.helpers import (
     CPU,
@@ -159,10 +158,17 @@ def test_epochs_end_where_they_should_with_fewer_steps():
 def test_rounds_cut_at_stops_find_slower_workers_as_far_as_they_are(monkeypatch):
     seen, exchange = [], METHODS["StreamingDiLoCo"].exchange
 
-    def looking(self, group: Gathering):
-        seen.append((group.step, [steps.done for steps in group.steps.values()]))
+    def looking(self, group):
+        seen.append((group.step, [loop.done for loop in loops]))
         exchange(self, group)
 
+    loops, init = [], InnerLoop.__init__
+
+    def made(self, *arguments):
+        init(self, *arguments)
+        loops.append(self)
+
+    monkeypatch.setattr(InnerLoop, "__init__", made)
     monkeypatch.setattr(METHODS["StreamingDiLoCo"], "exchange", looking)
     config = make_config(
         distributed_algo="StreamingDiLoCo", balance="steps", node_speeds=SPEEDS, number_of_inner_steps_between_outers=8
@@ -211,13 +217,13 @@ def test_a_run_with_shares_goes_on_as_if_it_had_not_been_stopped(balance):
 @pytest.fixture
 def slow_node(monkeypatch):
     """Inner steps have a clock of their own: an example takes 10 ms, and 40 ms on node 3."""
-    now, step = [0.0], InnerSteps._step
+    now, step = [0.0], InnerLoop._step
 
     def timed(self, probe):
         now[0] += self._plan.effective_batch * (0.04 if self.worker.node.id == 3 else 0.01)
         return step(self, probe)
 
-    monkeypatch.setattr(InnerSteps, "_step", timed)
+    monkeypatch.setattr(InnerLoop, "_step", timed)
     monkeypatch.setattr(inner_loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
 
@@ -238,13 +244,13 @@ def test_measured_speeds_bring_a_slow_node_to_its_share():
 
 def test_a_node_that_is_really_slowed_gets_its_share(monkeypatch):
     """By the machine's own clock: four nodes that sleep make 0.8 of what they could, 200 + 200 + 200 + 50 a second."""
-    step, slept = InnerSteps._step, [0.005, 0.005, 0.005, 0.02]  # for an example
+    step, slept = InnerLoop._step, [0.005, 0.005, 0.005, 0.02]  # for an example
 
     def sleeping(self, probe):
         time.sleep(self._plan.effective_batch * slept[self.worker.node.id])
         return step(self, probe)
 
-    monkeypatch.setattr(InnerSteps, "_step", sleeping)
+    monkeypatch.setattr(InnerLoop, "_step", sleeping)
     values = {"INITIAL_BATCH_SIZE": 32, "sampling_method": "none", "number_of_inner_steps_between_outers": 2}
     cluster, speeds = light_cluster(**GROWING | values, balance="batch", eval_every=999), [1 / each for each in slept]
 
@@ -288,15 +294,13 @@ def test_workers_arrive_as_their_nodes_are_done():
     group = SimpleNamespace(
         shared={name: torch.zeros(1, dtype=torch.float64) for name in names},
         values={},
-        workers=3,
-        seconds=[4.0, 4.0, 3.0],
-        deliver_tensors=lambda give, count, through: {
-            worker: [torch.tensor([value], dtype=torch.float64)] for worker, value in moved.items()
-        },
-        members=lambda: [SimpleNamespace(index=index, start=start) for index, start in enumerate(starts)],
+        weights=[1 / 3] * 3,
+        clock=SimpleNamespace(seconds=[4.0, 4.0, 3.0]),
+        local=[SimpleNamespace(index=index, start=start) for index, start in enumerate(starts)],
     )
+    arrived = {worker: [torch.tensor([value], dtype=torch.float64)] for worker, value in moved.items()}
     method = DelayedNesterov(DelayedNesterov.Settings(buffer=1, dynamic_steps=True), Outer(0.5, 0.9), ())
-    method.exchange(group)
+    method.apply(group, arrived)
     expected, parameters, velocity = {}, 0.0, 0.0
     for worker in (2, 0, 1):
         velocity = 0.9 * velocity + moved[worker]

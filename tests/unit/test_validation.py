@@ -9,7 +9,7 @@ from fabrics.data.sampler import DataCursor, Subsets
 from fabrics.pool import validation
 from fabrics.pool.eval_tool import evaluate
 from fabrics.pool.validation import Validation
-from fabrics.training.flat_model import WorkingModel
+from fabrics.training.flat_model import FlatModel
 from fabrics.training.worker import Node
 from tests.support.helpers import CPU, make_config, tiny_data, tiny_llama
 from trainers import Trainer
@@ -19,7 +19,7 @@ from utils.distributed.processes import LocalProcesses
 def test_every_device_evaluates_the_share_of_its_workers(monkeypatch):
     """The devices differ in name only here."""
     data, module, elsewhere = tiny_data(validation=40), tiny_llama(vocab_size=300), torch.device("cpu", 0)
-    working = {CPU: WorkingModel(copy.deepcopy(module), CPU), elsewhere: WorkingModel(copy.deepcopy(module), elsewhere)}
+    working = {CPU: FlatModel(copy.deepcopy(module), CPU), elsewhere: FlatModel(copy.deepcopy(module), elsewhere)}
     config, begun = make_config(), []
     begin = validation.begin_batches
 

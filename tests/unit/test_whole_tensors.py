@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from algorithms.synchronisation.demo import DeMo
+from algorithms.synchronisation.group import LocalWorker
 from algorithms.synchronisation.method import Outer
 from algorithms.synchronisation.sparse_loco import SparseLoCo
 from fabrics.sharding.shard_layout import Layout
 from fabrics.sharding.whole_tensors import WholeTensors, most_whole, shared_out
 from tests.support.programs import LIMIT_SECONDS
+from utils.distributed.reductions import Messages
 from utils.distributed.shard_groups import Island
 
 SHAPES = {"embedding": (7, 3), "norm": (4,), "matrix": (2, 5), "bias": (1,), "cube": (3, 2, 2)}
@@ -78,19 +80,14 @@ class _Group:
     exchanged: bytes of a message from here, and of all devices' together.
     """
 
-    learning_rate, weight_decay, message_dtype, weights = 0.1, 0.01, torch.float32, (0.25, 0.75)
+    learning_rate, message_dtype, weights = 0.1, torch.float32, (0.25, 0.75)
 
-    def __init__(self, wholes: WholeTensors, shared: torch.Tensor, members: list):
-        self.wholes, self.shared, self._members = wholes, {"parameters": shared}, members
+    def __init__(self, wholes: WholeTensors, shared: torch.Tensor, local: list):
+        self.model, self.shared, self.local = SimpleNamespace(wholes=wholes), {"parameters": shared}, local
 
-    def clipped(self, gradient):
-        return gradient
-
-    def deliver(self, give, size, counted):
-        found = {number: give(member) for number, member in enumerate(self._members)}
-        assert all(len(message) == size for message in found.values())
+    def messages(self, size, counted):
         self.exchanged = size, counted
-        return found
+        return Messages(torch.device("cpu"))
 
 
 EXCHANGING = {
@@ -118,11 +115,17 @@ def _exchanged(method: type, devices: int) -> tuple[list[dict[str, torch.Tensor]
         wholes = WholeTensors(layout, Thread(index, tables, barrier))
         shared, *own = (layout.part(flat, index).clone() for flat in flats)
         members = [
-            SimpleNamespace(parameters=a, gradient=b, state={name: c}, here=lambda tensor: tensor)
-            for a, b, c in (own[:3], own[3:])
+            LocalWorker(number, parameters=a, start=shared, gradient=b, state={name: c})
+            for number, (a, b, c) in enumerate((own[:3], own[3:]))
         ]
         group = _Group(wholes, shared, members)
-        method(settings, Outer(0.7, 0.0), layout.wholes).exchange(group)
+        own_method = method(settings, Outer(0.7, 0.0, 0.01), layout.wholes)
+        incoming = own_method.incoming(group)
+        for member in members:
+            message = own_method.message(member, group)
+            assert len(message) == group.exchanged[0]
+            incoming.add(member.index, message)
+        own_method.apply(group, incoming.result())
         found = [wholes.gather(flat) for flat in (shared, *(member.state[name] for member in members))]
         by_name = [{b.name: flat[b.start : b.start + b.size].view(b.shape) for b in wholes.blocks} for flat in found]
         return by_name, group.exchanged, len(wholes.blocks)

@@ -9,15 +9,15 @@ from torch._inductor.utils import fresh_cache
 
 from fabrics.data.examples import PackedSequences
 from fabrics.models.compilation import can_compile
-from fabrics.training.flat_model import WorkingModel
+from fabrics.training.flat_model import FlatModel
 from fabrics.training.forward_backward import backward, probed_backward
 from tests.support.helpers import CPU, Recorder, random_sequences, tiny_cluster, tiny_llama
 from utils.distributed.processes import LocalProcesses
 
 
 def test_autocast_computes_in_bfloat16_and_keeps_everything_else_in_float32():
-    working = WorkingModel(tiny_llama(dtype=torch.float32), CPU, torch.bfloat16)
-    exact = WorkingModel(tiny_llama(dtype=torch.float32), CPU)
+    working = FlatModel(tiny_llama(dtype=torch.float32), CPU, torch.bfloat16)
+    exact = FlatModel(tiny_llama(dtype=torch.float32), CPU)
     examples = PackedSequences(random_sequences(8))
     batch = {"input_ids": examples.batch([0, 1], CPU)["input_ids"]}
     assert working.logits(batch).dtype == torch.bfloat16
@@ -33,7 +33,7 @@ def test_autocast_computes_in_bfloat16_and_keeps_everything_else_in_float32():
 
 def test_statistics_under_autocast_are_those_of_one_example_at_a_time():
     """The examples' gradients as autocast rounds them: so the loop runs under autocast, too."""
-    working = WorkingModel(tiny_llama(dtype=torch.float32), CPU, torch.bfloat16)
+    working = FlatModel(tiny_llama(dtype=torch.float32), CPU, torch.bfloat16)
     examples = PackedSequences(random_sequences(6))
     gradients = []
     for index in range(6):
@@ -68,7 +68,7 @@ def test_a_compiled_model_gives_the_same_gradients_and_statistics(monkeypatch):
     monkeypatch.setattr(torch, "compile", compile_and_count)
     examples, found = PackedSequences(random_sequences(8)), []
     for wanted in (False, True):
-        working = WorkingModel(tiny_llama(num_hidden_layers=1), CPU, compiled=wanted)
+        working = FlatModel(tiny_llama(num_hidden_layers=1), CPU, compiled=wanted)
         backward(working, examples, range(5))
         first = working.gradient.clone()
         working.gradient.zero_()
@@ -95,7 +95,7 @@ def test_code_that_the_compiler_generates_is_made_once_and_kept_for_the_next_run
     def gradients(compiled):
         torch.compiler.reset()
         counters.clear()
-        working, found = WorkingModel(tiny_llama(num_hidden_layers=1), CPU, compiled=compiled), []
+        working, found = FlatModel(tiny_llama(num_hidden_layers=1), CPU, compiled=compiled), []
         for count in (5, 3, 8):
             working.gradient.zero_()
             backward(working, examples, range(count))

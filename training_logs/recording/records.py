@@ -14,7 +14,7 @@ from algorithms.synchronisation.method import Event
 from fabrics.data.examples import TaskData
 from fabrics.pool.eval_tool import Evaluation, Metric
 from fabrics.pool.run_counters import Totals
-from fabrics.training.device_models import WorkingModels
+from fabrics.training.device_models import FlatModels
 from fabrics.training.worker import WorkerRound
 from training_logs.recording.memory_monitor import Use
 from utils.config.schema import Config
@@ -133,7 +133,7 @@ class RunView(Protocol):
     merges: list[Merge]
     totals: Totals
     parameter_count: int
-    working: WorkingModels
+    working: FlatModels
     processes: Processes
 
     def best(self, evaluations: dict[int, Evaluation]) -> int:

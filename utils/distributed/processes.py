@@ -19,7 +19,7 @@ from utils.distributed.heartbeat import Heartbeat
 from utils.distributed.kv_store import Notices, common_attempt
 from utils.distributed.launch import Launch, ending_with_its_launch
 from utils.distributed.placement import Rank, Site, gpus_of_their_own, island_sites, own_device, share_out
-from utils.distributed.reductions import DistributedWorkers, Group, LocalWorkers, Workers
+from utils.distributed.reductions import DistributedWorkers, LocalWorkers, ProcessGroup
 from utils.distributed.shard_groups import Island, ProcessIsland
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class Processes(Protocol):
     def sharing(self, node: int) -> int:
         """How many processes work on the node's device."""
 
-    def workers(self, nodes: Sequence[int]) -> Workers:
+    def workers(self, nodes: Sequence[int]) -> LocalWorkers:
         """The workers of a trainer with these nodes; every process asks for all trainers', in the same order."""
 
     def provide(
@@ -127,7 +127,7 @@ class LocalProcesses:
     def sharing(self, node: int) -> int:
         return 1
 
-    def workers(self, nodes: Sequence[int]) -> Workers:
+    def workers(self, nodes: Sequence[int]) -> LocalWorkers:
         return LocalWorkers(len(nodes))
 
     def provide(self, tensors, holders, takers, into):
@@ -175,7 +175,7 @@ class DistributedProcesses:
         if own.type == "cuda":
             torch.cuda.set_device(own)
         self._device = own if self._on_gpus else torch.device("cpu")
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         self.island = Island() if devices_per_node == 1 else self._made_island(own)
 
     def _made_island(self, device: torch.device) -> Island:
@@ -218,7 +218,7 @@ class DistributedProcesses:
     def _ranks(self, nodes: Iterable[int]) -> tuple[int, ...]:
         return tuple(sorted({self._owners[node] for node in nodes}))
 
-    def _group(self, ranks: tuple[int, ...]) -> Group:
+    def _group(self, ranks: tuple[int, ...]) -> ProcessGroup:
         """Of these ranks; all others ask for it as well, in the same order, and do not use it.
 
         The other processes of an island ask for theirs meanwhile: of the same islands, at their own place in them.
@@ -228,10 +228,10 @@ class DistributedProcesses:
                 shifted = [rank - self._lane + lane for rank in ranks]
                 handle = self._new_group(shifted, "nccl" if self._on_gpus else "gloo")
                 if lane == self._lane:
-                    self._groups[ranks] = Group(ranks, handle, self._device, self._heartbeat)
+                    self._groups[ranks] = ProcessGroup(ranks, handle, self._device, self._heartbeat)
         return self._groups[ranks]
 
-    def workers(self, nodes: Sequence[int]) -> Workers:
+    def workers(self, nodes: Sequence[int]) -> LocalWorkers:
         owners, ranks, me = tuple(self._owners[node] for node in nodes), self._ranks(nodes), self._rank.number
         if len(ranks) == 1:
             return LocalWorkers(len(owners) if ranks[0] == me else 0)

@@ -1,16 +1,19 @@
-"""The mean of what a trainer's workers give, wherever they are, and the collectives that it is made of.
+"""Means and messages over the workers of a trainer, wherever they are, and the collectives they are made of.
 
-A mean sums in worker order where it must not depend on who owns what (`in_order`) or where workers send encoded
-tensors: every rank gets a part of all workers' tensors, sums it, and sends the part of the mean to all, which costs the
-bytes of an all-reduce where a rank has one worker. Otherwise a rank sums its own and one all-reduce joins the ranks.
+A reduction is an accumulator: `add` a worker's tensor when it is there, then ask for the `result`. Memory of model size
+is taken when the accumulator is made, and only one worker's tensor needs to be alive at a time.
 
-Workers count by weights: in a step of data-parallel training every example counts the same, so a worker with twice the
-batch has twice the weight. Equal weights, whatever they are, give the bits of a plain mean.
+A mean sums in worker order if its bits must not depend on the number of processes (`in_order`) or if workers send
+encoded tensors. Every rank then receives one part of all workers' tensors, sums it, and sends its part of the mean to
+all; with one worker per rank this costs the bytes of an all-reduce. Otherwise each rank sums its own workers and one
+all-reduce joins the ranks.
+
+Workers have weights: in a step of data-parallel training every example counts the same, so a worker with twice the
+batch has twice the weight. Equal weights of any size give the bits of a plain mean.
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,102 +21,109 @@ import torch.distributed as dist
 from algorithms.synchronisation.encodings.encoding import PLAIN, Encoding
 from utils.distributed.heartbeat import Heartbeat
 
-# Its name before PyTorch 2.13 is the second one.
+# Before PyTorch 2.13 its name was the second one.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-Given = Iterable[tuple[int, torch.Tensor | None]]
 
-# What a collective works on at a time: it needs a few buffers of this size beside the tensors. In memory (gloo) small
-# pieces are as quick as large ones; on GPUs every call costs a launch, and a sum over all ranks is one call anyway.
+# The size of the pieces a collective works on; it needs a few buffers of this size beside the tensors. In memory (gloo)
+# small pieces are as fast as large ones; on GPUs each call costs a launch.
 BUCKET_BYTES = {"cpu": 8 * 1024**2, "cuda": 256 * 1024**2}
 
 
-class Workers(Protocol):
-    """The workers of one trainer, numbered from 0."""
-
-    local_workers: tuple[int, ...]
-
-    def mean(
-        self,
-        tensors: Given,
-        like: torch.Tensor,
-        encoding: Encoding = PLAIN,
-        weights: Sequence[float] | None = None,
-    ) -> tuple[torch.Tensor, int]:
-        """Mean over the workers that give a tensor, of the shape and device of `like`, and how many they are.
-
-        `tensors` yields (worker, encoded tensor) for the local workers in order; None leaves the worker out. Only the
-        latest tensor has to be valid: a worker may be run when its tensor is asked for, and all may share one buffer.
-        Memory of model size is taken before the first is asked for. With nobody left the mean is zero.
-
-        weights: of all workers, by number; None: equal ones.
-        """
-
-    def deliver(
-        self, messages: Given, size: int, takers: Sequence[Collection[int]], device: torch.device
-    ) -> dict[int, torch.Tensor]:
-        """Bytes [size] that each worker has for others: by sender, those that came here, and those of local workers.
-
-        Args:
-            messages: (worker, uint8 tensor) for the local workers in order, as in `mean`; None leaves the worker out.
-            takers: of all workers' messages, by number of the sender; itself left out.
-            device: where what comes shall be.
-        """
-
-
-# The arithmetic of every mean. Plain sums and one product, so that their bits do not depend on how it is cut up.
-
-
-def _shares(weights: Sequence[float] | None, workers: int) -> list[float]:
-    """Weights with the largest 1: equal ones are 1 exactly, and multiply without a trace."""
+def _relative(weights: Sequence[float] | None, workers: int) -> list[float]:
+    """Return the weights divided by the largest: equal weights become exactly 1 and change no bits."""
     if weights is None:
         return [1.0] * workers
     largest = max(weights)
     return [weight / largest for weight in weights]
 
 
-def _add(total: torch.Tensor, rows: torch.Tensor, encoding: Encoding, share: float) -> None:
-    total.add_(encoding.decode(rows.to(total.device), total.dtype)[: total.numel()], alpha=share)
+# The arithmetic of every mean: sums and one product, so that the bits do not depend on how the tensor is cut up.
 
 
-def _divided(total: torch.Tensor, shares: float) -> torch.Tensor:
-    return total.mul_(1.0 / shares) if shares else total
+def _add(total: torch.Tensor, rows: torch.Tensor, encoding: Encoding, weight: float) -> None:
+    total.add_(encoding.decode(rows.to(total.device), total.dtype)[: total.numel()], alpha=weight)
+
+
+def _divide(total: torch.Tensor, weights: float) -> torch.Tensor:
+    return total.mul_(1.0 / weights) if weights else total
+
+
+class Mean:
+    """The weighted mean of one tensor per worker; here all workers are in this process.
+
+    Args:
+        like: a tensor of the mean's shape, type and device.
+        encoding: how the added tensors are encoded.
+        weights: of all workers, by number.
+    """
+
+    def __init__(self, like: torch.Tensor, encoding: Encoding, weights: Sequence[float]):
+        self._encoding = encoding
+        self._weights = weights
+        self._total = torch.zeros_like(like)
+        self._present: list[float] = []
+
+    def add(self, worker: int, rows: torch.Tensor) -> None:
+        """Add a worker's encoded tensor, which may be overwritten afterwards. Workers come in order."""
+        _add(self._total, rows, self._encoding, self._weights[worker])
+        self._present.append(self._weights[worker])
+
+    def result(self) -> tuple[torch.Tensor, int]:
+        """Return the mean over the workers that were added, zero if there is none, and their number."""
+        mean = _divide(self._total, math.fsum(self._present))
+        return self._encoding.way_back.round_trip(mean), len(self._present)
+
+
+class Messages:
+    """One message of `size` bytes per worker for other workers; here all workers are in this process.
+
+    Args:
+        device: where the messages are delivered.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._own: dict[int, torch.Tensor] = {}
+
+    def add(self, worker: int, message: torch.Tensor) -> None:
+        """Add a worker's message, uint8 [size], which may be overwritten afterwards. Workers come in order."""
+        self._own[worker] = message.to(self._device, copy=True)
+
+    def result(self) -> dict[int, torch.Tensor]:
+        """Return by sender the messages of local workers and those that came to this process."""
+        return self._own
 
 
 class LocalWorkers:
-    """All workers of a trainer in this process."""
+    """The workers of a trainer, numbered from 0, all of them in this process."""
 
     def __init__(self, count: int):
         self.local_workers = tuple(range(count))
 
-    def mean(
-        self,
-        tensors: Given,
-        like: torch.Tensor,
-        encoding: Encoding = PLAIN,
-        weights: Sequence[float] | None = None,
-    ) -> tuple[torch.Tensor, int]:
-        shares = _shares(weights, len(self.local_workers))
-        total, present = torch.zeros_like(like), []
-        for worker, rows in tensors:
-            if rows is not None:
-                _add(total, rows, encoding, shares[worker])
-                present.append(shares[worker])
-            del rows  # before the next one is made
-        return encoding.way_back.round_trip(_divided(total, math.fsum(present))), len(present)
+    def mean(self, like: torch.Tensor, encoding: Encoding = PLAIN, weights: Sequence[float] | None = None) -> Mean:
+        """Start a mean over all workers; weights: of all workers, by number (None: equal)."""
+        return Mean(like, encoding, _relative(weights, len(self.local_workers)))
 
-    def deliver(
-        self, messages: Given, size: int, takers: Sequence[Collection[int]], device: torch.device
-    ) -> dict[int, torch.Tensor]:
-        return {worker: message.to(device, copy=True) for worker, message in messages if message is not None}
+    def messages(self, size: int, takers: Sequence[Collection[int]], device: torch.device) -> Messages:
+        """Start an exchange of messages.
+
+        Args:
+            size: bytes of each message.
+            takers: the receivers of each worker's message, by number of the sender, without the sender.
+            device: where the messages are delivered.
+        """
+        return Messages(device)
 
 
-class Group:
-    """Some ranks, and how they communicate: on GPUs (nccl), or in memory (gloo)."""
+class ProcessGroup:
+    """Some ranks and their collectives: on GPUs (nccl), or in memory (gloo)."""
 
     def __init__(self, ranks: tuple[int, ...], handle: dist.ProcessGroup, device: torch.device, heartbeat: Heartbeat):
-        self.ranks, self.device = ranks, device
+        self.ranks = ranks
+        self.device = device
         self.bucket_bytes = BUCKET_BYTES[device.type]
-        self._handle, self._heartbeat = handle, heartbeat
+        self._handle = handle
+        self._heartbeat = heartbeat
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum a flat tensor of any device in place."""
@@ -129,20 +139,20 @@ class Group:
                 part.copy_(staged)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, receive: list[int], send: list[int]) -> None:
-        """To every rank so many elements of a flat tensor, and from every rank."""
+        """Send `send[r]` elements of a flat tensor to rank r and receive `receive[r]` elements from it."""
         with self._heartbeat.explaining():
             dist.all_to_all_single(received, sent, receive, send, group=self._handle)
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        """Everybody's flat tensor, one after the other."""
+        """Concatenate the flat tensors of all ranks."""
         with self._heartbeat.explaining():
             getattr(dist, ALL_GATHER)(received, sent, group=self._handle)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
-        """Contiguous tensors of any device from the rank `source`, in place for the others.
+        """Copy contiguous tensors of any device from the rank `source` into those of the other ranks.
 
-        Those of the group's device go all at once, others one after the other through it: nccl has communicators of
-        each device, and ranks that used different ones would wait for each other for ever.
+        Tensors on the group's device travel together, others one at a time through that device: nccl has one
+        communicator per device, and ranks that used different ones would wait for each other forever.
         """
         parts = [
             part for tensor in tensors for part in tensor.view(-1).split(self.bucket_bytes // tensor.element_size())
@@ -162,132 +172,190 @@ class Group:
                 work.wait()
 
     def close(self) -> None:
-        """Free what the communication holds; all ranks of the group do so together."""
+        """Free the communicator; all ranks of the group call this together."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         with self._heartbeat.explaining():
             dist.destroy_process_group(self._handle)
 
 
-class DistributedWorkers:
+class _SummedMean(Mean):
+    """A mean by one all-reduce; two more elements hold the weights in it and the number of workers."""
+
+    def __init__(self, group: ProcessGroup, like: torch.Tensor, encoding: Encoding, weights: Sequence[float]):
+        self._group = group
+        self._encoding = encoding
+        self._weights = weights
+        self._joined = torch.zeros(like.numel() + 2, dtype=like.dtype, device=like.device)
+        self._total = self._joined[:-2]
+
+    def add(self, worker: int, rows: torch.Tensor) -> None:
+        _add(self._total, rows, self._encoding, self._weights[worker])
+        self._joined[-2] += self._weights[worker]
+        self._joined[-1] += 1.0
+
+    def result(self) -> tuple[torch.Tensor, int]:
+        self._group.all_reduce(self._joined)
+        weights, count = self._joined[-2:].tolist()
+        return _divide(self._total, weights), round(count)
+
+
+class _OrderedMean(Mean):
+    """A mean summed in worker order: every rank sums one part of each bucket over all workers, and sends it to all.
+
+    owners: the rank of each worker. local: the workers of this process.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        owners: Sequence[int],
+        local: Sequence[int],
+        like: torch.Tensor,
+        encoding: Encoding,
+        weights: Sequence[float],
+    ):
+        self._group = group
+        self._owners = owners
+        self._encoding = encoding
+        self._weights = weights
+        back = encoding.way_back
+        ranks = len(group.ranks)
+        self._row_bytes = encoding.row_bytes(like.dtype)
+        rows = encoding.rows(like.numel())
+        self._buckets = max(1, -(-rows * self._row_bytes // group.bucket_bytes))
+        self._chunk = -(-rows // (self._buckets * ranks))  # rows in one rank's part of a bucket
+        self._part_bytes = self._chunk * self._row_bytes
+        elements = self._chunk * encoding.block
+        # Messages arrive by rank, and within a rank by worker.
+        self._order = [worker for rank in group.ranks for worker, owner in enumerate(owners) if owner == rank]
+        self._index = {worker: index for index, worker in enumerate(local)}
+        # Local tensors wait here, encoded, until the last worker is done. A lossless encoding may be a view of a buffer
+        # that the next worker overwrites; others are tensors of their own.
+        waiting = len(local) if encoding.lossless else 0
+        self._waiting = torch.empty(waiting, rows * self._row_bytes, dtype=torch.uint8, device=like.device)
+        self._held: list[tuple[int, torch.Tensor]] = []
+        device = group.device
+        self._present = torch.zeros(len(owners), dtype=torch.int32, device=device)
+        self._message = torch.zeros(ranks, len(local), self._part_bytes, dtype=torch.uint8, device=device)
+        self._received = torch.empty(len(owners), self._part_bytes, dtype=torch.uint8, device=device)
+        self._total = torch.empty(elements, dtype=like.dtype, device=device)
+        gathered_rows = ranks * back.rows(elements)
+        self._gathered = torch.empty(gathered_rows, back.row_bytes(like.dtype), dtype=torch.uint8, device=device)
+        self._mean = torch.empty_like(like)
+
+    def add(self, worker: int, rows: torch.Tensor) -> None:
+        index = self._index[worker]
+        rows = rows.flatten()
+        self._held.append((index, self._waiting[index].copy_(rows) if self._encoding.lossless else rows))
+        self._present[worker] = 1
+
+    def result(self) -> tuple[torch.Tensor, int]:
+        self._group.all_reduce(self._present)
+        present = self._present.tolist()
+        divisor = math.fsum(weight for weight, here in zip(self._weights, present, strict=True) if here)
+        for bucket in range(self._buckets):
+            self._trade(bucket)
+            self._sum(present)
+            self._collect(bucket, divisor)
+        return self._mean, sum(present)
+
+    def _trade(self, bucket: int) -> None:
+        """Send each rank its part of the bucket of all local tensors, and receive this rank's part of all others."""
+        ranks, local, size = self._message.shape
+        for index, tensor in self._held:
+            own = tensor[bucket * ranks * size : (bucket + 1) * ranks * size]
+            whole = len(own) // size  # the last bucket may be smaller; what its parts hold beyond is never read
+            self._message[:whole, index] = own[: whole * size].view(whole, size)
+            self._message[whole : whole + 1, index, : len(own) % size] = own[whole * size :]
+        receive = [self._owners.count(rank) * size for rank in self._group.ranks]
+        self._group.all_to_all(self._received.view(-1), self._message.view(-1), receive, [local * size] * ranks)
+
+    def _sum(self, present: Sequence[int]) -> None:
+        self._total.zero_()
+        for worker, index in sorted((worker, index) for index, worker in enumerate(self._order)):
+            if present[worker]:
+                rows = self._received[index].view(self._chunk, self._row_bytes)
+                _add(self._total, rows, self._encoding, self._weights[worker])
+
+    def _collect(self, bucket: int, divisor: float) -> None:
+        """Gather all ranks' parts of the mean of a bucket."""
+        back = self._encoding.way_back
+        self._group.all_gather(self._gathered, back.encode(_divide(self._total, divisor)).contiguous())
+        first = bucket * len(self._group.ranks) * len(self._total)
+        decoded = back.decode(self._gathered, self._mean.dtype)[: max(0, self._mean.numel() - first)]
+        self._mean[first : first + len(decoded)] = decoded
+
+
+class _RankMessages(Messages):
+    """Messages between ranks: each goes once to every rank that has a taker of it."""
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        owners: Sequence[int],
+        rank: int,
+        size: int,
+        takers: Sequence[Collection[int]],
+        device: torch.device,
+    ):
+        super().__init__(group.device)
+        self._group = group
+        self._owners = owners
+        self._rank = rank
+        self._size = size
+        self._takers = takers
+        self._to = device
+
+    def result(self) -> dict[int, torch.Tensor]:
+        group, owners = self._group, self._owners
+        present = torch.zeros(len(owners), dtype=torch.int32, device=group.device)
+        present[list(self._own)] = 1
+        group.all_reduce(present)
+        here = present.tolist()
+        to = [
+            {owners[taker] for taker in self._takers[worker]} - {owner} if here[worker] else set()
+            for worker, owner in enumerate(owners)
+        ]
+        sent = [[self._own[worker] for worker in self._own if rank in to[worker]] for rank in group.ranks]
+        coming = [
+            [w for w, owner in enumerate(owners) if owner == rank and self._rank in to[w]] for rank in group.ranks
+        ]
+        senders = [worker for part in coming for worker in part]
+        received = torch.empty(len(senders), self._size, dtype=torch.uint8, device=group.device)
+        empty = torch.empty(0, dtype=torch.uint8, device=group.device)
+        group.all_to_all(
+            received.view(-1),
+            torch.cat([empty, *(message for part in sent for message in part)]),
+            [len(part) * self._size for part in coming],
+            [len(part) * self._size for part in sent],
+        )
+        arrived = self._own | dict(zip(senders, received, strict=True))
+        return {worker: arrived[worker].to(self._to) for worker in sorted(arrived)}
+
+
+class DistributedWorkers(LocalWorkers):
     """The workers of a trainer on several ranks.
 
     Args:
         owners: the rank of each worker.
-        rank: this one.
-        group: of all owners.
-        in_order: sum in worker order whatever the encoding.
+        rank: this process.
+        group: all owners.
+        in_order: sum in worker order with every encoding.
     """
 
-    def __init__(self, owners: tuple[int, ...], rank: int, group: Group, in_order: bool):
-        self._owners, self._rank, self._group, self._in_order = owners, rank, group, in_order
+    def __init__(self, owners: tuple[int, ...], rank: int, group: ProcessGroup, in_order: bool):
+        self._owners = owners
+        self._rank = rank
+        self._group = group
+        self._in_order = in_order
         self.local_workers = tuple(worker for worker, owner in enumerate(owners) if owner == rank)
 
-    def mean(
-        self,
-        tensors: Given,
-        like: torch.Tensor,
-        encoding: Encoding = PLAIN,
-        weights: Sequence[float] | None = None,
-    ) -> tuple[torch.Tensor, int]:
-        shares = _shares(weights, len(self._owners))
+    def mean(self, like: torch.Tensor, encoding: Encoding = PLAIN, weights: Sequence[float] | None = None) -> Mean:
+        relative = _relative(weights, len(self._owners))
         if self._in_order or not encoding.lossless:
-            return self._mean_in_order(tensors, like, encoding, shares)
-        return self._mean_of_sums(tensors, like, encoding, shares)
+            return _OrderedMean(self._group, self._owners, self.local_workers, like, encoding, relative)
+        return _SummedMean(self._group, like, encoding, relative)
 
-    def _mean_of_sums(
-        self, tensors: Given, like: torch.Tensor, encoding: Encoding, shares: list[float]
-    ) -> tuple[torch.Tensor, int]:
-        """One all-reduce; two elements more are the shares in it, and the workers."""
-        joined = torch.zeros(like.numel() + 2, dtype=like.dtype, device=like.device)
-        total = joined[:-2]
-        for worker, rows in tensors:
-            if rows is not None:
-                _add(total, rows, encoding, shares[worker])
-                joined[-2] += shares[worker]
-                joined[-1] += 1.0
-            del rows
-        self._group.all_reduce(joined)
-        present, count = joined[-2:].tolist()
-        return _divided(total, present), round(count)
-
-    def _mean_in_order(
-        self, tensors: Given, like: torch.Tensor, encoding: Encoding, shares: list[float]
-    ) -> tuple[torch.Tensor, int]:
-        """Every rank sums a part of each bucket over all workers, and sends that part of the mean to all."""
-        group, device, dtype, back = self._group, self._group.device, like.dtype, encoding.way_back
-        ranks, local, row_bytes = len(group.ranks), len(self.local_workers), encoding.row_bytes(dtype)
-        rows = encoding.rows(like.numel())
-        buckets = max(1, -(-rows * row_bytes // group.bucket_bytes))
-        chunk = -(-rows // (buckets * ranks))  # rows of a rank's part of a bucket
-        elements, part_bytes = chunk * encoding.block, chunk * row_bytes
-        # Messages come by rank, and within that by worker.
-        order = [worker for rank in group.ranks for worker, owner in enumerate(self._owners) if owner == rank]
-        # Until the last worker is done, the others' tensors wait: one of them each, in its encoding.
-        waiting = torch.empty(
-            local if encoding.lossless else 0, rows * row_bytes, dtype=torch.uint8, device=like.device
-        )
-        message = torch.zeros(ranks, local, part_bytes, dtype=torch.uint8, device=device)
-        received = torch.empty(len(order), part_bytes, dtype=torch.uint8, device=device)
-        total = torch.empty(elements, dtype=dtype, device=device)
-        gathered = torch.empty(ranks * back.rows(elements), back.row_bytes(dtype), dtype=torch.uint8, device=device)
-        mean = torch.empty_like(like)
-        present, held = torch.zeros(len(order), dtype=torch.int32, device=device), []
-        for index, (worker, tensor) in enumerate(tensors):
-            if tensor is not None:
-                tensor = tensor.flatten()
-                held.append((index, waiting[index].copy_(tensor) if encoding.lossless else tensor))
-                present[worker] = 1
-        group.all_reduce(present)
-        takes_part = present.tolist()
-        divisor = math.fsum(share for share, takes in zip(shares, takes_part, strict=True) if takes)
-        arrived = [
-            (worker, index)
-            for worker, index in sorted(zip(order, range(len(order)), strict=True))
-            if takes_part[worker]
-        ]
-        sent_bytes = [local * part_bytes] * ranks
-        received_bytes = [self._owners.count(rank) * part_bytes for rank in group.ranks]
-        for bucket in range(buckets):
-            for index, tensor in held:
-                own = tensor[bucket * ranks * part_bytes : (bucket + 1) * ranks * part_bytes]
-                whole = len(own) // part_bytes  # the last bucket may be smaller; what is left in its parts is nobody's
-                message[:whole, index] = own[: whole * part_bytes].view(whole, part_bytes)
-                message[whole : whole + 1, index, : len(own) % part_bytes] = own[whole * part_bytes :]
-            group.all_to_all(received.view(-1), message.view(-1), received_bytes, sent_bytes)
-            total.zero_()
-            for worker, index in arrived:
-                _add(total, received[index].view(chunk, row_bytes), encoding, shares[worker])
-            group.all_gather(gathered, back.encode(_divided(total, divisor)).contiguous())
-            first = bucket * ranks * elements
-            decoded = back.decode(gathered, dtype)[: max(0, like.numel() - first)]
-            mean[first : first + len(decoded)] = decoded
-        return mean, sum(takes_part)
-
-    def deliver(
-        self, messages: Given, size: int, takers: Sequence[Collection[int]], device: torch.device
-    ) -> dict[int, torch.Tensor]:
-        group, me, owners = self._group, self._rank, self._owners
-        own = {worker: message.to(group.device, copy=True) for worker, message in messages if message is not None}
-        present = torch.zeros(len(owners), dtype=torch.int32, device=group.device)
-        present[list(own)] = 1
-        group.all_reduce(present)
-        here = present.tolist()
-        # A message goes once to every rank that has a taker of it.
-        to = [
-            {owners[taker] for taker in takers[worker]} - {owner} if here[worker] else set()
-            for worker, owner in enumerate(owners)
-        ]
-        sent = [[own[worker] for worker in own if rank in to[worker]] for rank in group.ranks]
-        coming = [[w for w, owner in enumerate(owners) if owner == rank and me in to[w]] for rank in group.ranks]
-        empty = torch.empty(0, dtype=torch.uint8, device=group.device)
-        senders = [worker for part in coming for worker in part]
-        received = torch.empty(len(senders), size, dtype=torch.uint8, device=group.device)
-        group.all_to_all(
-            received.view(-1),
-            torch.cat([empty, *(message for part in sent for message in part)]),
-            [len(part) * size for part in coming],
-            [len(part) * size for part in sent],
-        )
-        arrived = own | dict(zip(senders, received, strict=True))
-        return {worker: arrived[worker].to(device) for worker in sorted(arrived)}
+    def messages(self, size: int, takers: Sequence[Collection[int]], device: torch.device) -> Messages:
+        return _RankMessages(self._group, self._owners, self._rank, size, takers, device)
