@@ -1,5 +1,4 @@
-"""What processes, islands, synchronisations and checkpoints cost: python benchmarks/performance/scaling.py [--parts
-...].
+"""Measure processes, islands, synchronisation and checkpoints: python benchmarks/performance/scaling.py [--parts ...].
 
 - processes: tokens/s of the demo's training on this machine with one process and a thread per core, with one process
   and one thread, and with two processes of one thread each; runs of the program itself, interleaved, and with them
@@ -45,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 
 
-# Of every run whose speed is measured: on cores, and batches stay as they are.
+# Settings of every measured run: CPU, constant batches.
 RUN = {
     "devices": "[cpu]",
     "sequence_length": 128,
@@ -65,7 +64,11 @@ _MODELS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """How a run is shared out. nodes: of the machine; None: as many as in config.yaml."""
+    """How a run uses the machine.
+
+    Attributes:
+        nodes: nodes of the machine; None: those of config.yaml.
+    """
 
     name: str
     processes: int = 1
@@ -74,12 +77,12 @@ class Setting:
     nodes: int | None = None
 
     def values(self) -> dict[str, int]:
-        """As a configuration has them."""
+        """Return the setting as configuration values."""
         found = {"processes": self.processes, "cpu_threads": self.threads, "devices_per_node": self.devices_per_node}
         return found if self.nodes is None else found | {"nodes_per_gpu": self.nodes}
 
     def tokens_per_second(self, values: dict, folder: Path) -> float:
-        """Of a short run of the program."""
+        """Measure a short run of run.py."""
         log_dir = folder / str(time.time_ns())
         overrides = as_overrides(values | self.values() | {"log_dir": log_dir})
         subprocess.run([sys.executable, "run.py", *overrides], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
@@ -91,7 +94,7 @@ class Bare(Setting):
     """The same model, batch and optimiser without the framework."""
 
     def tokens_per_second(self, values: dict, folder: Path) -> float:
-        """Of as many steps as all workers of the run make, after those of a round that do not count."""
+        """Measure as many steps as all workers of the run make, after one round of warm-up."""
         # What a tokenizer would say that has learned from text.
         same = values | {"model_config.vocab_size": RUN["vocab_size"]}
         config, _ = load_config(ROOT / "config.yaml", as_overrides(same), CHOICES)
@@ -122,12 +125,12 @@ ISLANDS = (
 
 
 def as_overrides(values: dict) -> list[str]:
-    """What a run whose speed is measured is given on the command line."""
+    """Return the command-line overrides of a measured run."""
     return [f"{key}={value}" for key, value in (RUN | values).items()]
 
 
 def compare(title: str, settings: Sequence[Setting], values: dict, repeats: int) -> None:
-    """Speeds of short runs, in turn."""
+    """Print the speeds of short runs, interleaved."""
     speeds: dict[Setting, list[float]] = {setting: [] for setting in settings}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(repeats):
@@ -141,7 +144,7 @@ def compare(title: str, settings: Sequence[Setting], values: dict, repeats: int)
 
 
 def written_bytes() -> int | None:
-    """What this process has written so far, to sockets above all, where the system counts it."""
+    """Return the bytes that this process has written so far (mostly to sockets); None: not counted by the system."""
     counts = Path("/proc/self/io")
     return int(re.search(r"wchar: (\d+)", counts.read_text())[1]) if counts.exists() else None
 
