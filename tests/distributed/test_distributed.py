@@ -63,7 +63,7 @@ def test_several_processes_give_the_same_bits(results, alone, name):
         assert together[what] == single[what], what
 
 
-def test_clusters_that_processes_find_by_themselves_are_unlike_and_messages_of_their_readers_are_lost(alone):
+def test_clusters_of_a_changing_pool_differ_and_messages_are_lost(alone):
     found = alone("clusters in a pool that changes")
     sizes, digest = found["shares"]
     assert len(set(sizes)) == 4

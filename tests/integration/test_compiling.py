@@ -102,7 +102,7 @@ def test_a_run_that_is_resumed_goes_on_as_it_began():
 # Layers by themselves, as on islands
 
 
-def test_layers_run_through_what_is_compiled_where_it_is_on_and_keep_a_forward_of_their_own(monkeypatch):
+def test_compiled_layers_keep_a_forward_of_their_own(monkeypatch):
     ran = []
 
     def compiled(called):

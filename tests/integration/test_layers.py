@@ -118,7 +118,7 @@ def test_algorithms_are_pure():
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
 
 
-def test_only_three_files_know_how_processes_communicate_and_one_how_models_are_shared_out():
+def test_only_three_files_import_torch_distributed_and_one_imports_fsdp():
     sharing = "torch.distributed.fsdp", "torch.distributed.tensor"
     for _, file in sources():
         if file.name not in ("processes.py", "reductions.py", "shard_groups.py"):

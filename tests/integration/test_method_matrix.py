@@ -55,7 +55,7 @@ def assert_begins_anew(trainer: Trainer, worker: int, like: int) -> None:
 
 
 @every_method
-def test_a_run_that_is_killed_and_resumed_from_its_files_has_the_bits_of_an_uninterrupted_one(name, programs, tmp_path):
+def test_a_killed_and_resumed_run_has_the_bits_of_an_uninterrupted_one(name, programs, tmp_path):
     """Twice, in the middle of a round: with two trainers that merge later, and with one, of which a worker is lost."""
     stopped, final = matrix.alone(name)["states"].values()
     matrix.assert_same_state(matrix_killed.resumed(programs, "merging", name, tmp_path), final)

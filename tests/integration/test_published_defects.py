@@ -54,7 +54,7 @@ def test_the_loss_is_the_one_that_the_library_computes_from_unshifted_labels():
 # 2. Micro-batches are not the plan; an accumulated micro-batch counts as an inner step.
 
 
-def test_the_model_sees_the_planned_micro_batches_and_each_accumulation_is_one_inner_step():
+def test_each_accumulation_of_planned_micro_batches_is_one_inner_step():
     config = make_config(INITIAL_BATCH_SIZE=17, sampling_method="none", switch_mode="only_gradient_accumulation")
     trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(100)), nodes=1, max_batch=8)
     seen = []

@@ -61,25 +61,6 @@ def test_subsets_are_windows_of_one_permutation(trainers, examples, fraction, ch
     assert subsets.size(chosen) == len(expected)
 
 
-def test_indices_take_four_bytes():
-    assert Subsets(5, 100, 2).draw([0]).dtype == np.int32
-
-
-def test_sizes_and_recipes_draw_nothing(monkeypatch):
-    def drawn(*arguments):
-        raise AssertionError("a permutation was drawn")
-
-    monkeypatch.setattr("fabrics.data.sampler._cells", drawn)
-    first, second = cursors(2, 10**9)
-    first.advance([3 * 10**8])
-    first.unite([second])
-    assert len(first) == 10**9
-    assert reloaded(first).state_dict() == first.state_dict()
-    assert len(json.dumps(first.state_dict())) < 400
-    with pytest.raises(AssertionError, match="was drawn"):
-        first.peek(0, 1)
-
-
 def test_a_trainer_without_data_is_an_error():
     with pytest.raises(ValueError, match="trainer 0 has no data"):
         DataCursor(Subsets(5, 3, 4), 0)
@@ -167,17 +148,6 @@ def test_a_merge_costs_the_same_however_many_came_before(monkeypatch):
         walked(first, 10)
         costs.append(len(drawn))
     assert set(costs[1:]) == {costs[1]}
-
-
-def test_bits_are_kept_of_the_epochs_that_are_read_alone():
-    first, second = cursors(2, 40)
-    walked(first, 100)
-    first.unite([second])
-    for count in (1, 30, 20, 20, 60, 40):
-        walked(first, count)
-        epoch, _ = first._walk.place(first.position)
-        assert all(found >= epoch - 1 for found in first._walk._found)
-    assert not first._walk._found
 
 
 class SeenSoFar:

@@ -260,7 +260,7 @@ def test_messages_to_and_from_other_processes_are_counted():
     assert node_pool.round_tensors(server, 2, True, elsewhere=6) == 1 + 1 * (2 + 1 + 2 + 6)
 
 
-def test_what_libraries_of_a_gpu_take_with_the_first_steps_is_not_taken_for_that_of_an_example(monkeypatch):
+def test_memory_of_gpu_libraries_is_not_counted_as_memory_of_examples(monkeypatch):
     """A made-up GPU: 64 MB that stay come with the first step, and examples take 4 MB each."""
     memory = {"allocated": 0, "peak": 0, "steps": 0}
 
