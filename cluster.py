@@ -16,9 +16,7 @@ from pathlib import Path
 
 import torch
 
-from algorithms.batch.budget import Ahead
 from algorithms.nodes.communication_rounds import synchronised
-from algorithms.schedule.limits import Limits
 from fabrics.data.examples import TaskData
 from fabrics.models.export import save_models
 from fabrics.pool.checkpoint_policy import CheckpointPolicy, Vote
@@ -26,7 +24,7 @@ from fabrics.pool.device_errors import explained
 from fabrics.pool.eval_tool import Evaluation, EvaluationPart
 from fabrics.pool.node_assignment import Distributing, NoNodeLeftError, requests_of
 from fabrics.pool.node_pool import NodePool, check_modules, check_statistics, measured_max_batches
-from fabrics.pool.round_scheduler import Spending, next_round
+from fabrics.pool.round_scheduler import RoundScheduler
 from fabrics.pool.run_counters import Totals
 from fabrics.pool.validation import Validation
 from fabrics.training.device_models import FlatModels
@@ -80,18 +78,13 @@ class Cluster:
                 f"DATASET FALLBACK: trained on {data.dataset} because {config.dataset} could not be loaded: "
                 f"{data.fallback_reason}"
             )
-        self._limits = Limits(
-            config.number_of_outer_steps,
-            config.number_of_training_epochs and config.number_of_training_epochs * len(data.train),
-            config.max_tokens,
-        )
         self.working = FlatModels(config, data, processes)
         self.devices = list(self.working)
         self.validation = Validation(data, self.working, config.eval_batch_size)
         self.metric = self.validation.metric
         check_modules(config, self.working.first)
-        self.spending = Spending(config, len(self.nodes))
-        self._distributing = Distributing(config, self.pool, processes.groups, self.spending)
+        self.scheduler = RoundScheduler(config, len(data.train), len(self.nodes))
+        self._distributing = Distributing(config, self.pool, processes.groups, self.scheduler)
         first_requests = dict.fromkeys(range(config.number_of_initial_trainers), config.INITIAL_BATCH_SIZE)
         self.trainers: dict[int, Trainer] = {}
         self.trainers = first_trainers(config, data, self._assignment(first_requests), self.working, processes)
@@ -123,7 +116,7 @@ class Cluster:
     # Decisions carried out
 
     def _assignment(self, requests: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-        return self._distributing.assignment(requests, self.trainers, self._limits.progress(self.totals.done))
+        return self._distributing.assignment(requests, self.trainers, self.scheduler.progress(self.totals))
 
     def distribute(self) -> None:
         """Give every living trainer its nodes, in proportion to the requested batches; bytes are counted.
@@ -146,14 +139,10 @@ class Cluster:
 
     # The outer loop
 
-    def _ahead(self, observer: Observer) -> Ahead | None:
-        trainers, examples = self.trainers.values(), len(self.data.train)
-        return self.spending.ahead(self.totals, trainers, self.pool, examples, observer.warn)
-
     @property
     def finished(self) -> bool:
         """Whether a limit of the run has been reached."""
-        return self._limits.progress(self.totals.done) >= 1.0
+        return self.scheduler.progress(self.totals) >= 1.0
 
     def _evaluation_parts(self) -> dict[int, EvaluationPart]:
         """What the workers of this process evaluate, by trainer."""
@@ -178,15 +167,15 @@ class Cluster:
         """
         keeper = keeper or CheckpointPolicy(self.config, self.processes, observer)
         self.distribute()
-        trainers, ahead = self.trainers, self._ahead(observer)
-        schedule = next_round(self.config, self._limits, self.totals, trainers.values(), ahead)
+        trainers = self.trainers
+        schedule = self.scheduler.next_round(self.totals, trainers.values(), self.pool, observer.warn)
         own_steps = sum(
             steps
             for trainer in trainers.values()
             for worker, steps in trainer.shares.steps(schedule.inner_steps).items()
             if worker in trainer.workers
         )
-        observer.on_round_start(self.totals.outer_steps + 1, self._limits.progress(self.totals.done), own_steps)
+        observer.on_round_start(self.totals.outer_steps + 1, self.scheduler.progress(self.totals), own_steps)
         tokens = {trainer.id: trainer.tokens_ahead(schedule.inner_steps) for trainer in trainers.values()}
         examples = sum(trainer.shares.examples(schedule.inner_steps) for trainer in trainers.values())
 
@@ -202,7 +191,7 @@ class Cluster:
             examples=self.totals.examples + examples,
             tokens=self.totals.tokens + sum(tokens.values()),
         )
-        progress = self._limits.progress(totals.done)
+        progress = self.scheduler.progress(totals)
         due = progress >= 1.0 or totals.outer_steps % self.config.eval_every == 0
         parts = self._evaluation_parts() if due else {}
         shares = self.processes.gather(_Share(local, seconds, parts, memory_use(self.devices), keeper.vote()))
@@ -218,9 +207,10 @@ class Cluster:
                 observer.warn(f"trainer {report.trainer}: {warning}")
         totals.took(max(sum(share.seconds.values()) for share in shares), examples)
         self.totals = totals
-        self.spending.count(self.totals, synchronised((len(r.workers), r.bytes_synchronised) for r in reports.values()))
-        for warning in self.pool.look_after([run for report in reports.values() for run in report.workers.values()]):
-            observer.warn(f"round {totals.outer_steps}: {warning}")
+        self.scheduler.count(
+            self.totals, synchronised((len(r.workers), r.bytes_synchronised) for r in reports.values())
+        )
+        self.pool.look_after([run for report in reports.values() for run in report.workers.values()])
         evaluations = self.validation.combined([share.evaluations for share in shares], list(trainers)) if due else {}
         merge = None
         if len(trainers) > 1 and totals.outer_steps % self.config.merge_frequency == 0:
@@ -256,7 +246,8 @@ class Cluster:
         for warning in self.warnings:
             observer.warn(warning)
         if not self.finished:
-            self._ahead(observer)  # a budget that cannot be kept is told of before work starts
+            # Warn of a budget that cannot be kept before work starts.
+            self.scheduler.remaining(self.totals, self.trainers.values(), self.pool, observer.warn)
         observer.on_start(self, self.evaluate() if self.totals.outer_steps == 0 else {})
         result = None
         while not self.finished and not self.stopped:
@@ -268,7 +259,7 @@ class Cluster:
             observer.on_round(self, result)
             self.stopped = keeper.stopping
             keeper.after_round(self)
-        if self.finished and (warning := self.spending.unspent(self.totals)) is not None:
+        if self.finished and (warning := self.scheduler.unspent(self.totals)) is not None:
             observer.warn(warning)
         return result
 
@@ -340,7 +331,7 @@ class Cluster:
         assignment = {trainer: values["nodes"] for trainer, values in living.items()}
         if len(state["max_batches"]) != len(self.nodes):  # other nodes than those of the checkpoint
             requests = {trainer: values["requested_batch"] for trainer, values in living.items()}
-            assignment = self._distributing.assignment(requests, {}, self._limits.progress(totals.done))
+            assignment = self._distributing.assignment(requests, {}, self.scheduler.progress(totals))
         self._assign(assignment)
         self._distributing.new_moves()  # nodes begin here, and nothing is sent
         self.totals = totals

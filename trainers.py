@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from algorithms.batch.budget import Ahead
-from algorithms.nodes.transfers import Transfer, averaged, total
+from algorithms.nodes.transfers import Transfer, averaged
 from algorithms.schedule.limits import RoundSchedule
 from algorithms.synchronisation.method import Event
 from fabrics.data.examples import Examples, TaskData
@@ -25,7 +24,7 @@ from fabrics.data.sampler import DataCursor, share_sizes, tokens_ahead
 from fabrics.models.initialisation import initial_cursors, initial_parameters
 from fabrics.training.cross_worker_statistics import with_moments
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.learning_rates import learning_rate_schedule, learning_rates_each
+from fabrics.training.learning_rates import base_learning_rate, learning_rate_schedule
 from fabrics.training.method_config import check_method
 from fabrics.training.outer_round import OuterRound
 from fabrics.training.participation import participants
@@ -39,7 +38,7 @@ from utils.config.schema import Config
 from utils.distributed.processes import Processes
 
 # A trainer's plain state besides its parts'.
-_COUNTERS = ("reference_batch", "inner_steps", "tokens", "rounds", "halvings")
+_COUNTERS = ("inner_steps", "tokens", "rounds", "halvings")
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,6 @@ class Trainer:
         self.batch = batch_control(config)
         self.workforce = WorkerGroup(config, working, processes)
         self.inner_steps = self.tokens = self.rounds = self.halvings = 0
-        self.reference_batch: int | None = None
         self._config = config
         self._examples = examples
         self._values: dict[str, float] = {}
@@ -168,11 +166,6 @@ class Trainer:
         woken = [Transfer(tuple(holder), tuple(sorted(back)), self.workforce.sizes.trainer)] if back else []
         return sent + arrived + woken
 
-    def bytes_to_move(self, nodes: Sequence[int]) -> int:
-        """What would arrive at nodes if these worked for the trainer from now on."""
-        settling = bool(self._weights) and self.workforce.changes(nodes)
-        return self.workforce.plain_bytes * settling + total(self.workforce.moves(nodes)[1])
-
     def parameters_for(self, node: Node) -> torch.Tensor | None:
         """The parameters in the process that owns the node, None elsewhere; all processes ask together."""
         self.refresh()
@@ -190,10 +183,6 @@ class Trainer:
         everybody, fewer_steps = range(len(self.nodes)), self.workforce.fewer_steps
         shares = Shares(self._config, self.requested_batch, self.nodes, everybody, fewer_steps, speeds)
         return shares.examples_each(self._config.number_of_inner_steps_between_outers)
-
-    def plan(self, ahead: Ahead) -> None:
-        """Set the requested batch of the next round where a budget moves it, else remember how it grows."""
-        self.batch.plan(ahead, len(self.nodes), self.largest_request)
 
     @property
     def largest_request(self) -> int:
@@ -239,18 +228,14 @@ class Trainer:
 
     def assignments(self, schedule: RoundSchedule) -> dict[int, Assignment]:
         """What each worker that takes part is to do in the round."""
-        shares, place = self.shares, Place(self._config.training_seed, self.id, 0, self.rounds)
-        rates, readings = self._learning_rates(schedule, shares), self.cursor.readings(len(self.nodes))
-        return assignments(self._config, shares, rates, self._examples, readings, place, self._measures)
-
-    def _learning_rates(self, schedule: RoundSchedule, shares: Shares) -> dict[int, list[float]]:
-        """Of the inner steps of the round, by worker."""
-        config, plans, together = self._config, shares.plans, shares.batch
-        step_batches = {worker: self.workforce.step_batch(plan, together) for worker, plan in plans.items()}
-        reference = self.reference_batch or next(iter(step_batches.values()))
+        config = self._config
         tokens = self.tokens_ahead(schedule.inner_steps) if config.warmup_tokens else 0
         factors = learning_rate_schedule(config).factors(schedule, self.inner_steps, self.tokens, tokens)
-        return learning_rates_each(config, step_batches, reference, self.halvings, factors)
+        base = base_learning_rate(config) * 0.5**self.halvings
+        rates = [base * factor for factor in factors]
+        place = Place(config.training_seed, self.id, 0, self.rounds)
+        readings = self.cursor.readings(len(self.nodes))
+        return assignments(config, self.shares, rates, self._examples, readings, place, self._measures)
 
     @property
     def _measures(self) -> Measures:
@@ -272,8 +257,6 @@ class Trainer:
         """
         workers, self._values = trained.workers, trained.values
         step_examples = sum(worker.plan.effective_batch for worker in workers.values())
-        first_plan = next(iter(workers.values())).plan
-        self.reference_batch = self.reference_batch or self.workforce.step_batch(first_plan, step_examples)
         warnings = self._look_after(workers)
         if self.workforce.lost:
             self.workforce.method.lost(self._values, self.workforce.lost)
@@ -321,8 +304,9 @@ class Trainer:
         """Become the merge of this trainer, the representative, with others (AdLoCo, section 3, step 7).
 
         Parameters and outer velocity become the weighted averages, data subsets are united; requested batch,
-        statistics and workers stay the representative's. The config may have velocity and moments begin anew. Returns
-        what arrives at nodes.
+        statistics and workers stay the representative's.
+
+        Returns what arrives at nodes.
         """
         together = (self, *others)
         sent = [transfer for trainer in together for transfer in trainer._settle()]

@@ -6,7 +6,7 @@ from algorithms.batch.batch_control import ESTIMATORS
 from algorithms.batch.calc_batch import BATCH_TESTS
 from algorithms.batch.switch_mode import SWITCH_MODES
 from algorithms.nodes.policies import MERGE_POLICIES
-from algorithms.schedule.learning_rate import DECAY_SHAPES, INNER_STEPS_RULES, LEARNING_RATE_SCALINGS, SCHEDULES
+from algorithms.schedule.learning_rate import SCHEDULES
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
 from fabrics.data.dataset_loader import DATASETS, FALLBACKS, TEXT_DOCUMENTS
@@ -32,9 +32,6 @@ CHOICES: Mapping[str, Collection[str]] = {
     "distributed_algo": METHODS,
     "inner_optimizer": INNER_OPTIMIZERS,
     "learning_rate_schedule": SCHEDULES,
-    "decay_shape": DECAY_SHAPES,
-    "inner_steps_rule": INNER_STEPS_RULES,
-    "learning_rate_scaling": LEARNING_RATE_SCALINGS,
     "sampling_method": BATCH_TESTS,
     "statistics_estimator": ESTIMATORS,
     "switch_mode": SWITCH_MODES,

@@ -94,8 +94,6 @@ def _lawless(run: RunData) -> str | None:
     for name, unit in BUDGETS.items():
         if config.get(name) is not None:
             return f"a budget sets batches or rounds: {config[name]:,} {unit}"
-    if config.get("inner_steps_rule", "fixed") != "fixed":
-        return "rounds lengthen as the learning rate falls"
     if config.get("smallest_worker_batch") is not None:
         return "workers join as the batch grows, and one alone communicates nothing"
     if config.get("node_schedule") is not None:

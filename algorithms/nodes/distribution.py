@@ -6,6 +6,9 @@ Pure functions of the living trainers' requested batches (AdLoCo, section 3) and
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+# By how much requests per node have to differ before a node moves, whose new trainer has to send it its state.
+HYSTERESIS = 0.25
+
 
 def useful_workers(request: int, smallest_batch: int, present: int, hysteresis: float) -> int:
     """How many workers a trainer has use for: as many as its request gives `smallest_batch` examples each.

@@ -1,7 +1,6 @@
 """Merge policies: who merges with whom, as a pure function of the requested batches (AdLoCo, section 3)."""
 
 import math
-import statistics
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -73,14 +72,3 @@ def best_with_worst(requests: Mapping[int, int], count: int = 2) -> MergePlan:
 
 
 MERGE_POLICIES = Registry({"worst_with_worst": worst_with_worst, "best_with_worst": best_with_worst})
-
-
-def slow_nodes(seconds_per_example: Mapping[int, float], factor: float) -> frozenset[int]:
-    """The nodes that take more than `factor` times the median time per example of the others."""
-
-    def others(node: int) -> float:
-        return statistics.median(seconds for other, seconds in seconds_per_example.items() if other != node)
-
-    if len(seconds_per_example) < 2:
-        return frozenset()
-    return frozenset(node for node, seconds in seconds_per_example.items() if seconds > factor * others(node))

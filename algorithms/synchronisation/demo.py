@@ -43,7 +43,7 @@ class DeMo(Method):
         inner_optimizer=None,
         exchanges_gradients=True,
         encodings=("float32", "bfloat16"),
-        outer_keys=("outer_momentum_at_merge",),
+        outer_keys=(),
         one_exchange=False,
         temporaries=1.3,
         shards=True,

@@ -62,8 +62,8 @@ class FDA(Method):
 
     @classmethod
     def configured(cls, settings: Settings) -> Capabilities:
-        keys = {"mean": ("outer_momentum_at_merge",), "nesterov": OUTER_KEYS}
-        adaptive = ("learning_rate_for_outer_opt", "outer_momentum_at_merge")
+        keys = {"mean": (), "nesterov": OUTER_KEYS}
+        adaptive = ("learning_rate_for_outer_opt",)
         return dataclasses.replace(cls.capabilities, outer_keys=keys.get(settings.outer, adaptive))
 
     def __init__(self, settings, outer, blocks):

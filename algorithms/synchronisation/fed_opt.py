@@ -23,9 +23,7 @@ class FedOpt(Method):
 
         server_optimizer: Literal["avg", "adam", "adagrad", "yogi"] = "adam"
 
-    capabilities = Capabilities(
-        outer_keys=("learning_rate_for_outer_opt", "outer_momentum_at_merge"), temporaries=1.0, shards=True
-    )
+    capabilities = Capabilities(outer_keys=("learning_rate_for_outer_opt",), temporaries=1.0, shards=True)
 
     def __init__(self, settings, outer, blocks):
         super().__init__(settings, outer, blocks)

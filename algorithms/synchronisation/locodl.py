@@ -40,7 +40,7 @@ class LoCoDL(Method):
         plain_sgd=True,
         correction="correction",
         encodings=("float32",),
-        outer_keys=("outer_momentum_at_merge",),
+        outer_keys=(),
         one_exchange=False,
         weighs=False,
         shards=True,

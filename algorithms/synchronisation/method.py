@@ -30,7 +30,7 @@ COPY = "copy"
 MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum")
 
 # Configuration keys that a method may read or not.
-OUTER_KEYS = ("learning_rate_for_outer_opt", "outer_momentum", "outer_momentum_at_merge")
+OUTER_KEYS = ("learning_rate_for_outer_opt", "outer_momentum")
 
 
 @dataclass(frozen=True)

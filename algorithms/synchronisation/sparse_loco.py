@@ -44,7 +44,7 @@ class SparseLoCo(Method):
 
     capabilities = Capabilities(
         encodings=("float32",),
-        outer_keys=("learning_rate_for_outer_opt", "outer_momentum_at_merge"),
+        outer_keys=("learning_rate_for_outer_opt",),
         shards=True,
         whole_tensors=True,
     )

@@ -36,11 +36,10 @@ class SPARTA(Method):
 
     @classmethod
     def configured(cls, settings: Settings) -> Capabilities:
-        counts = ("outer_momentum_at_merge",) if settings.every > 1 else ()  # the count of inner steps is reset as well
         return dataclasses.replace(
             cls.capabilities,
             averages_copies=not settings.with_diloco,
-            outer_keys=OUTER_KEYS if settings.with_diloco else counts,
+            outer_keys=OUTER_KEYS if settings.with_diloco else (),
             temporaries=max(0.0, 10 * settings.share - 1) + settings.with_diloco,
         )
 

@@ -209,7 +209,7 @@ class _Estimator:
         """Examples of the largest micro-batch that a node may be asked for; None: the run measures what fits."""
         config = self.config
         largest = [config.max_batch_size]
-        if config.sampling_method == "none" and not config.batch_schedule and not config.plans_batches:
+        if config.sampling_method == "none" and not config.batch_schedule:
             largest.append(-(-config.INITIAL_BATCH_SIZE // self.shares(self.trainers)[-1]))
         elif config.max_requested_batch is not None:
             largest.append(-(-config.max_requested_batch // self.shares(self.trainers)[-1]))
@@ -275,9 +275,7 @@ class _Estimator:
         """All rounds, with merges, until a limit of rounds or tokens ends them."""
         config = self.config
         method = self.method
-        averaged = ("parameters",)
-        if config.outer_momentum_at_merge == "average":
-            averaged += tuple(name for name in method.state if name not in method.capabilities.copies)
+        averaged = ("parameters", *(name for name in method.state if name not in method.capabilities.copies))
         given_bytes = len(averaged) * self.flat_bytes
         joining_bytes = self.trainer_bytes
         if method.capabilities.exchanges_gradients or config.joining_moments == "copy":
@@ -326,7 +324,7 @@ class _Run:
 def _left_out(config: Config, method: Method) -> list[str]:
     """What of the configuration the estimate does not follow, one line each."""
     found = []
-    if config.sampling_method != "none" or config.batch_schedule or config.plans_batches:
+    if config.sampling_method != "none" or config.batch_schedule:
         found.append("how the batch moves: rounds and bytes are those of a batch that stays")
     if config.number_of_outer_steps is None and config.max_tokens is None:
         found.append("rounds: epochs of the data end the run, and data are not read")

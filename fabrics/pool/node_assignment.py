@@ -1,20 +1,17 @@
 """Which nodes work for which trainer, and which trainers become one; what is sent for it."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
-from algorithms.nodes.communication_rounds import Exchange, Link, merged, redistributed
-from algorithms.nodes.distribution import distribute_nodes
+from algorithms.nodes.communication_rounds import Exchange, merged, redistributed
+from algorithms.nodes.distribution import HYSTERESIS, distribute_nodes
 from algorithms.nodes.policies import MERGE_POLICIES, MergePlan
-from algorithms.nodes.redistribution import differ, distributions, slowest_seconds, worthwhile
 from algorithms.nodes.transfers import Move, Transfer, total
 from fabrics.data.partition_sampler import ShareCursor
 from fabrics.data.sampler import DataCursor
 from fabrics.pool.node_pool import NodePool
-from fabrics.pool.round_scheduler import Spending
+from fabrics.pool.round_scheduler import RoundScheduler
 from fabrics.pool.run_counters import Totals
-from fabrics.training.learning_rates import inner_steps_ahead
 from fabrics.training.worker import Node, TrainingError
 from utils.config.schema import Config
 
@@ -36,9 +33,6 @@ class Movable(Protocol):
     def nodes(self) -> Sequence[Node]:
         """Of all its workers."""
 
-    def bytes_to_move(self, nodes: Sequence[int]) -> int:
-        """The bytes that would arrive at nodes if these worked for it."""
-
     def assign_nodes(self, nodes: tuple[Node, ...]) -> list[Transfer]:
         """Let these work for it from now on; what arrives at them."""
 
@@ -53,11 +47,11 @@ class Distributing:
         config: the run's.
         pool: all nodes.
         groups: of every node, in order; nodes of a group are near each other.
-        spending: of the run.
+        scheduler: of the run.
     """
 
-    def __init__(self, config: Config, pool: NodePool, groups: Sequence[int], spending: Spending):
-        self._config, self._pool, self._groups, self._spending = config, pool, groups, spending
+    def __init__(self, config: Config, pool: NodePool, groups: Sequence[int], scheduler: RoundScheduler):
+        self._config, self._pool, self._groups, self._scheduler = config, pool, groups, scheduler
         self._moves: list[Move] = []
 
     def new_moves(self) -> tuple[Move, ...]:
@@ -75,8 +69,6 @@ class Distributing:
     ) -> dict[int, tuple[int, ...]]:
         """The nodes of every trainer that requests a batch, when so much of the run is done.
 
-        They are alike, or count by their speeds with `redistribute_horizon`, where these differ and all are known.
-
         Args:
             trainers: whose nodes stay where they are, as far as they can.
 
@@ -84,29 +76,10 @@ class Distributing:
             NoNodeLeftError: as it says.
         """
         groups = {node.id: self._groups[node.id] for node in self._pool.working(progress)}
-        speeds = {node: self._pool.speed(node) for node in groups}
         if not groups:
-            raise NoNodeLeftError("no node is left to train on: all of them failed, or were dropped as too slow")
+            raise NoNodeLeftError("no node is left to train on: all of them failed")
         present = {number: [node.id for node in trainer.nodes] for number, trainer in trainers.items()}
-        hysteresis, smallest = self._config.redistribution_hysteresis, self._config.smallest_worker_batch
-        if self._config.redistribute_horizon is None or not differ(speeds.values()):
-            return distribute_nodes(requests, groups, present, hysteresis, smallest)
-        found = distributions(requests, speeds, groups, present)
-        seconds = [slowest_seconds(requests, speeds, assignment) for assignment in found]
-        costs = [self._seconds_to_move(assignment, trainers) for assignment in found]
-        inner_steps = self._config.redistribute_horizon * inner_steps_ahead(self._config, progress)
-        return found[worthwhile(seconds, costs, inner_steps, hysteresis if any(present.values()) else 0.0)]
-
-    def _seconds_to_move(self, assignment: Mapping[int, Sequence[int]], trainers: Mapping[int, Movable]) -> float:
-        """What it takes to give trainers these nodes, over the link that there is; without one no time."""
-        came = _coming(assignment, trainers)
-        arriving = sum(
-            trainers[number].bytes_to_move(nodes) for number, nodes in assignment.items() if number in trainers
-        )
-        if not arriving:
-            return 0.0
-        link = Link(self._config.link_bits_per_second or math.inf, self._config.link_latency_seconds)
-        return link.seconds(redistributed(came, arriving).link)
+        return distribute_nodes(requests, groups, present, HYSTERESIS, self._config.smallest_worker_batch)
 
     def assign(
         self, assignment: Mapping[int, Sequence[int]], trainers: Mapping[int, Movable], totals: Totals
@@ -118,7 +91,7 @@ class Distributing:
             arrived += self._noted("redistribution", number, transfers)
         totals.bytes_redistributed += arrived
         exchange = redistributed(came, arrived)
-        self._spending.count(totals, exchange)
+        self._scheduler.count(totals, exchange)
         return exchange
 
     def merge(self, trainers: dict[int, Movable], totals: Totals) -> tuple[MergePlan, Exchange]:
@@ -139,7 +112,7 @@ class Distributing:
         totals.bytes_merged += arrived
         totals.communications += 1
         exchange = merged(len(others), len(representative.nodes), arrived)
-        self._spending.count(totals, exchange)
+        self._scheduler.count(totals, exchange)
         return plan, exchange
 
 

@@ -9,11 +9,10 @@ import torch
 
 from algorithms.batch.calc_batch import BATCH_TESTS, NEED_INNER_PRODUCTS
 from algorithms.batch.per_example import PerExampleProbe, UnsupportedModuleError
-from algorithms.nodes.policies import slow_nodes
 from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
 from fabrics.data.examples import Examples
-from fabrics.pool.budgets import check_budget
-from fabrics.pool.node_speeds import MeasuredSpeeds, Work, first_speeds
+from fabrics.pool.node_speeds import HYSTERESIS, MeasuredSpeeds, Work, first_speeds
+from fabrics.pool.round_scheduler import check_budget
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.forward_backward import backward, probed_backward
 from fabrics.training.method_config import capabilities_of, check_state
@@ -23,9 +22,6 @@ from fabrics.training.worker import Node, TrainingError, WorkerRound
 from utils.config.schema import Config, ConfigError
 from utils.distributed.processes import Processes
 from utils.max_batch_calculator import calculate_max_batch
-
-# So many rounds running must a node be too slow before it is dropped: one may have had to wait for something else.
-SLOW_ROUNDS = 3
 
 
 def probes_examples(config: Config) -> bool:
@@ -234,31 +230,22 @@ class NodePool:
             for node, (device, speed) in enumerate(zip(devices, first_speeds(config, len(devices)), strict=True))
         )
         follows = config.balance != "equal" and config.node_speeds is None
-        self._measured = MeasuredSpeeds(config.balance_hysteresis) if follows else None
+        self._measured = MeasuredSpeeds(HYSTERESIS) if follows else None
         self.failed: set[int] = set()
-        self._factor, self._schedule = config.drop_slow_nodes, config.node_schedule
+        self._schedule = config.node_schedule
         if self._schedule is not None and (most := max(nodes for _, nodes in self._schedule)) > len(devices):
             raise ConfigError(
                 f"node_schedule: must have at most the {len(devices)} nodes that there are (nodes_per_gpu "
                 f"{config.nodes_per_gpu} on every device), got {most:.0f}"
             )
-        self._slow_rounds: dict[int, int] = {}
 
     def working(self, progress: float) -> tuple[Node, ...]:
         """Those that work when so much of the run is done: the first ones that have not failed, by the schedule."""
         able = tuple(node for node in self.nodes if node.id not in self.failed)
         return able if self._schedule is None else able[: scheduled_nodes(self._schedule, progress)]
 
-    def speed(self, node: int) -> float | None:
-        """Of a node, as given, or as measured so far; None: it is not known."""
-        return self.nodes[node].speed if self._measured is None else self._measured.of(node)
-
-    def look_after(self, workers: Sequence[WorkerRound]) -> list[str]:
-        """Take over what a round says of the nodes: smaller max batches, nodes that failed, nodes that are too slow.
-
-        Returns:
-            What to warn of.
-        """
+    def look_after(self, workers: Sequence[WorkerRound]) -> None:
+        """Take over what a round says of the nodes: smaller max batches, measured speeds, nodes that failed."""
         nodes = list(self.nodes)
         for worker in workers:
             if worker.max_batch < nodes[worker.node].max_batch:
@@ -266,28 +253,7 @@ class NodePool:
         self.nodes = tuple(nodes)
         if self._measured is not None:
             self._measured.measure(workers)
-        slow = self._slow(workers)
-        self.failed |= {worker.node for worker in workers if worker.failed} | set(slow)
-        return [
-            f"node {node} took {seconds:.3g} s per example, more than drop_slow_nodes allows, in {SLOW_ROUNDS} rounds "
-            f"running; it works no more"
-            for node, seconds in slow.items()
-        ]
-
-    def _slow(self, workers: Sequence[WorkerRound]) -> dict[int, float]:
-        """The nodes that were too slow in several rounds running, with their seconds per example."""
-        if self._factor is None:
-            return {}
-        seconds: dict[int, float] = {}
-        examples: dict[int, int] = {}
-        for worker in workers:
-            if worker.steady_examples and not worker.failed:
-                seconds[worker.node] = seconds.get(worker.node, 0.0) + worker.steady_seconds
-                examples[worker.node] = examples.get(worker.node, 0) + worker.steady_examples
-        pace = {node: seconds[node] / examples[node] for node in seconds}
-        slow = slow_nodes(pace, self._factor)
-        self._slow_rounds = {node: self._slow_rounds.get(node, 0) + 1 for node in slow}
-        return {node: pace[node] for node, rounds in sorted(self._slow_rounds.items()) if rounds >= SLOW_ROUNDS}
+        self.failed |= {worker.node for worker in workers if worker.failed}
 
     def balance(self, trainers: Mapping[int, tuple[Sequence[Node], Work]]) -> list[str]:
         """Let nodes have the speeds that were measured, where that pays for their trainers; what to say of it.

@@ -7,6 +7,8 @@ from algorithms.nodes.balance import throughput
 from fabrics.training.worker import Node, WorkerRound
 from utils.config.schema import Config, ConfigError
 
+# By what share more examples per second there have to be before shares of a batch change.
+HYSTERESIS = 0.1
 # A measured speed is that of so many rounds, without the first inner step of each.
 ROUNDS = 3
 # In so many inner steps at least a speed can be measured.

@@ -112,8 +112,6 @@ def method_problems(config: Config) -> list[str]:
         found.append(f"outer_state: must be device with {name}, which changes the parameters in every inner step")
     if able.plain_sgd and inner_optimizer_name(config) != "sgd":
         found.append(f"inner_optimizer: must be null or sgd with {name}, got {config.inner_optimizer}")
-    if able.plain_sgd and config.learning_rate_scaling != "none":
-        found.append(f"learning_rate_scaling: must be none with {name}, got {config.learning_rate_scaling}")
     if able.plain_sgd and config.gradient_clipping is not None:
         found.append(f"gradient_clipping: must be null with {name}, got {config.gradient_clipping}")
     if able.inner_optimizer is None and config.inner_optimizer is not None:

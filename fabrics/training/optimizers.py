@@ -184,7 +184,7 @@ def _muon_shapes(working: FlatModel) -> dict[str, torch.Tensor]:
 
 
 # Of an optimiser with a state, those of what becomes of it are among its keys.
-_ADAMW_KEYS = ("adam_betas", "adam_epsilon", "weight_decay", "inner_state_at_merge", "joining_moments")
+_ADAMW_KEYS = ("adam_betas", "adam_epsilon", "weight_decay", "joining_moments")
 
 INNER_OPTIMIZERS = Registry(
     {

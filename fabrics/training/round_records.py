@@ -28,7 +28,6 @@ def batch_control(config: Config) -> BatchControl:
         largest_growth=config.max_batch_growth,
         schedule=config.batch_schedule,
         frozen_from=learning_rate_schedule(config).decay_begins,
-        planned=(config.budget_growth, config.budget_noise) if config.plans_batches else None,
     )
     return BatchControl(settings, config.INITIAL_BATCH_SIZE)
 

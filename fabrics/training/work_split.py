@@ -105,7 +105,7 @@ class Shares:
 def assignments(
     config: Config,
     shares: Shares,
-    learning_rates: Mapping[int, Sequence[float]],
+    learning_rates: Sequence[float],
     examples: Examples,
     readings: Iterable[Reading],
     place: Place,
@@ -114,12 +114,12 @@ def assignments(
     """What everyone that takes part is to do in a round.
 
     Args:
-        learning_rates: of every inner step of the round, by worker.
+        learning_rates: of every inner step of the round.
         readings: where all workers read.
         place: of any worker in the round.
         measured: what the round measures.
     """
-    inner_steps = len(next(iter(learning_rates.values())))
+    inner_steps = len(learning_rates)
     own, paces = shares.turns(inner_steps), shares.paces(inner_steps)
     each, found = shares.examples_each(inner_steps), {}
     for reading in readings:
@@ -129,7 +129,7 @@ def assignments(
         for worker, first in zip(here, firsts, strict=True):
             found[worker] = Assignment(
                 plan=shares.plans[worker],
-                learning_rates=learning_rates[worker],
+                learning_rates=learning_rates,
                 turns=own[worker],
                 pace=paces[worker],
                 examples=examples,

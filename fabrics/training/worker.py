@@ -174,11 +174,6 @@ class Worker:
         """All that it keeps, by reference."""
         return self.moments | self.state
 
-    def reset(self) -> None:
-        """Let the optimiser begin anew: moments and step count are zero."""
-        for tensor in self.moments.values():
-            tensor.zero_()
-
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from a copy of `state`, as far as it goes.

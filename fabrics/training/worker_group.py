@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 
-from algorithms.batch.switch_mode import ExecutionPlan
 from algorithms.nodes.async_clock import in_steps
 from algorithms.nodes.communication_rounds import Link
 from algorithms.nodes.distribution import HandOver, StateBytes, hand_overs
@@ -61,8 +60,7 @@ class WorkerGroup:
         like = self._like.to("meta")
         self.parameter_count = first.parameter_count
         kept = ("parameters", *method.state)
-        averaged = tuple(name for name in kept if name not in method.capabilities.copies)
-        self.given_tensors = averaged if config.outer_momentum_at_merge == "average" else kept[:1]
+        self.given_tensors = tuple(name for name in kept if name not in method.capabilities.copies)
         kind, self.trainer_tensors = inner_optimizer_name(config), dict.fromkeys(kept, like)
         shapes = {} if kind is None else INNER_OPTIMIZERS[kind].state_shapes(first)
         self._trainer_moments: tuple[str, ...] = ()
@@ -204,25 +202,14 @@ class WorkerGroup:
         return None if provided is None else dict(zip(names, provided, strict=True))
 
     def begin_merged(self, tensors: dict[str, torch.Tensor] | None, values: dict[str, float]) -> None:
-        """Let all workers begin with merged parameters; what begins anew besides says the config.
+        """Let all workers begin with merged parameters.
 
         Args:
             tensors: of the trainer, by name; None in a process without a worker.
             values: of the method; they change in place.
         """
-        outer, inner = (
-            how == "reset" for how in (self._config.outer_momentum_at_merge, self._config.inner_state_at_merge)
-        )
         self.method.merged(values)
-        if outer:
-            values.clear()
-        for name in self._trainer_moments if inner and tensors is not None else ():
-            tensors[name].zero_()
         for worker in self.local.values():
-            if inner:
-                worker.reset()
-            for name in self.method.worker_state if outer else ():
-                worker.state[name].zero_()
             worker.load_state_dict({COPY: tensors["parameters"]})
 
     def mean(self, like: torch.Tensor, encoding: Encoding = PLAIN, weights: Sequence[float] | None = None) -> Mean:
@@ -287,10 +274,6 @@ class WorkerGroup:
     def plain_bytes(self) -> int:
         """What all workers send for a mean of parameters."""
         return PLAIN.reduction_bytes(len(self), self.parameter_count, self.dtype)
-
-    def step_batch(self, plan: ExecutionPlan, together: int) -> int:
-        """Examples of a step of the inner optimiser: those of a worker, or of all where gradients are averaged."""
-        return together if self.method.capabilities.exchanges_gradients else plan.effective_batch
 
     def round_bytes(self, workers: int, tested: bool) -> int:
         """What so many workers of the trainer send in a round; tested: what a batch test needs of them as well."""

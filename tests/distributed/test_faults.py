@@ -14,8 +14,6 @@ import torch
 
 import run as program
 from algorithms.batch.per_example import UnsupportedModuleError
-from algorithms.batch.switch_mode import ExecutionPlan
-from algorithms.nodes.policies import slow_nodes
 from cluster import Cluster
 from fabrics.data.examples import PackedSequences
 from fabrics.models import transformers_models
@@ -25,7 +23,7 @@ from fabrics.pool.node_pool import NodePool
 from fabrics.training import forward_backward, inner_loop
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import InnerLoop
-from fabrics.training.worker import NodeFailedError, TrainingError, WorkerRound
+from fabrics.training.worker import NodeFailedError, TrainingError
 from tests.support.helpers import (
     CPU,
     Recorder,
@@ -401,47 +399,6 @@ def test_with_no_node_left_there_is_a_checkpoint_and_a_clear_error(failing, tmp_
         assert torch.equal(again.trainers[trainer].parameters, own.parameters)
     again.train(Recorder())
     assert again.totals.outer_steps == 5
-
-
-def test_slow_nodes_are_those_beyond_the_factor_of_the_others_median():
-    assert slow_nodes({0: 1.0, 1: 1.1, 2: 0.9, 3: 3.5}, 3.4) == {3}
-    assert slow_nodes({0: 1.0, 1: 1.1, 2: 0.9, 3: 3.5}, 3.6) == set()
-    assert slow_nodes({0: 1.0, 1: 100.0}, 2.0) == {1}
-    assert slow_nodes({0: 1.0}, 1.0) == set()
-
-
-def rounds_of(paces: list[list[float | None]], factor: float = 3.0) -> list[set[int]]:
-    """The nodes that are out after each round, from the seconds per example of each node; None: failed to say."""
-    config = make_config(drop_slow_nodes=factor)
-    pool, gone = NodePool([CPU] * len(paces[0]), config), []
-    for round_paces in paces:
-        workers = [
-            WorkerRound(node, ExecutionPlan((4,)), [1.0] * 3, [0.1] * 3, None, 99.0, 64)
-            if pace is None
-            else WorkerRound(
-                node,
-                ExecutionPlan((4,)),
-                [1.0] * 3,
-                [0.1] * 3,
-                None,
-                99.0,
-                64,
-                steady_seconds=8 * pace,
-                steady_examples=8,
-            )
-            for node, pace in enumerate(round_paces)
-            if node not in pool.failed
-        ]
-        pool.look_after(workers)
-        gone.append(set(pool.failed))
-    return gone
-
-
-def test_a_node_is_dropped_after_three_slow_rounds_running():
-    slow, fine = [1.0, 1.0, 9.0], [1.0, 1.0, 1.0]
-    assert rounds_of([slow, slow, fine, slow, slow, slow, fine]) == [set()] * 5 + [{2}] * 2
-    assert rounds_of([[1.0, 100.0]] * 3) == [set(), set(), {1}]
-    assert rounds_of([[1.0, None, 2.0]] * 4) == [set()] * 4
 
 
 def test_a_slow_first_step_does_not_make_a_node_slow(monkeypatch):

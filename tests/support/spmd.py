@@ -81,12 +81,6 @@ SCENARIOS = {
         _RUN | {"deterministic": True, "number_of_initial_trainers": 2, "node_speeds": SPEEDS, "balance": "steps"},
         False,
     ),
-    "compute by speed": (
-        _RUN
-        | {"deterministic": True, "number_of_initial_trainers": 3, "node_speeds": SPEEDS, "balance": "batch"}
-        | {"redistribute_horizon": 5, "redistribution_hysteresis": 0.0},
-        False,
-    ),
     "speeds in a pool that changes": (
         _RUN
         | {"deterministic": True, "number_of_initial_trainers": 2, "node_speeds": SPEEDS, "balance": "steps"}

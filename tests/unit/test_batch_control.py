@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from algorithms.batch.batch_control import BatchControl, BatchControlSettings
-from algorithms.batch.budget import Ahead
 from algorithms.batch.calc_batch import BATCH_TESTS
 from algorithms.batch.gradient_statistics import SampleEstimate
 from algorithms.schedule.learning_rate import LearningRateSchedule
@@ -161,21 +160,3 @@ def test_sixteen_workers_see_as_much_as_one_with_their_examples():
     """Products within a worker alone would leave the request at a third of the right one."""
     end = last_request("decaying", 500, 16, 8, 150, 0, Config()) / 500
     assert 2 / 3 < end < 1.5
-
-
-@pytest.mark.parametrize(("rounds_left", "expected"), [(1, 60), (20, 60), (100, 20)])
-def test_a_planned_request_is_a_multiple_of_the_workers_within_the_bound(rounds_left, expected):
-    """63 is no multiple of 4; with 100 rounds left a batch of 20 uses up the 4,000 examples."""
-    own = control(test="none", planned=(0.0, 0.0))
-    own.plan(Ahead(0, rounds_left, 0, 4000.0, 2, LearningRateSchedule()), 4, 63)
-    assert own.requested_batch == expected
-    own.plan(Ahead(0, rounds_left, 0, 4000.0, 2, LearningRateSchedule()), 4, 3)
-    assert own.requested_batch == 4  # one example each, whatever the bound
-
-
-def test_what_was_rounded_off_is_not_made_good_beyond_the_bound():
-    own, schedule = control(test="none", planned=(0.0, 0.0)), LearningRateSchedule()
-    own.plan(Ahead(0, 100, 0, 3600.0, 2, schedule), 4, 1000)
-    assert own.requested_batch == 16  # of 18
-    own.plan(Ahead(0, 100, 0, 8000.0, 2, schedule), 4, 23)
-    assert own.requested_batch == 20

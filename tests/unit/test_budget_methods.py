@@ -69,8 +69,7 @@ def test_trainers_that_merge_end_within_their_budget_of_bytes(name):
 
 
 @pytest.mark.parametrize("schedule", ["linear", "warmup_stable_decay"])
-@pytest.mark.parametrize("sets", ["inner_steps", "batch"])
-def test_with_examples_of_unlike_lengths_a_run_has_no_round_too_many(sets, schedule):
+def test_with_examples_of_unlike_lengths_a_run_has_no_round_too_many(schedule):
     """The last ones may be short, and more of them needed than was thought; the learning rate falls to its end."""
     generator = np.random.default_rng(0)
     lengths = np.clip(generator.lognormal(2.0, 0.8, 400).astype(int), 3, 64)
@@ -79,7 +78,7 @@ def test_with_examples_of_unlike_lengths_a_run_has_no_round_too_many(sets, sched
     for seed in range(3):
         config = make_config(
             model_config=TINY_ARCHITECTURE, number_of_outer_steps=None, max_tokens=3000, number_of_initial_trainers=1,
-            sampling_method="none", number_of_inner_steps_between_outers=2, communication_budget=8, budget_sets=sets,
+            sampling_method="none", number_of_inner_steps_between_outers=2, communication_budget=8,
             learning_rate_schedule=schedule, minimum_learning_rate_ratio=0.0, eval_every=99, training_seed=seed,
             nodes_per_gpu=2,
         )  # fmt: skip

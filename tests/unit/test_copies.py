@@ -8,8 +8,8 @@ from algorithms.synchronisation.method import Capabilities, Method
 from fabrics.config_checks import CHOICES
 from fabrics.training.inner_loop import InnerLoop
 from fabrics.training.method_config import method_settings
-from fabrics.training.worker import COPY, Node, NodeFailedError
-from tests.support.helpers import CPU, Recorder, make_config, tiny_cluster, train
+from fabrics.training.worker import COPY, NodeFailedError
+from tests.support.helpers import Recorder, make_config, tiny_cluster, train
 from tests.support.synchronising import trainer_of
 from utils.config.schema import ConfigError
 
@@ -196,16 +196,6 @@ def test_corrections_cancel_again_after_a_worker_was_lost(monkeypatch):
     control, corrections = trainer.shared["control"], [w.state["correction"] for w in trainer.workers.values()]
     assert control.abs().max() > 1e-6
     torch.testing.assert_close(sum(corrections) / 3, control, rtol=0, atol=1e-9)  # kept with the other sign
-
-
-def test_synchronous_steps_scale_their_rate_by_what_all_workers_read():
-    values = {"distributed_algo": "Synchronous", "learning_rate_scaling": "linear", "INITIAL_BATCH_SIZE": 12}
-    trainer = trainer_of(2, **values, max_requested_batch=12)
-    (first,) = train(trainer, 1, 2)
-    trainer.assign_nodes((*trainer.nodes, *(Node(index, CPU, 64) for index in (2, 3))))
-    (second,) = train(trainer, 1, 2)
-    assert first.workers[0].plan.effective_batch == 2 * second.workers[0].plan.effective_batch
-    assert first.workers[0].learning_rates == second.workers[0].learning_rates
 
 
 def test_a_method_whose_stops_leave_steps_out_is_told_so(monkeypatch):

@@ -18,13 +18,11 @@ from utils.config.reading import parse_config
 OTHER = {
     "learning_rate_for_outer_opt": 0.02,
     "outer_momentum": 0.4,
-    "outer_momentum_at_merge": "reset",
     "lr_sgd": 0.2,
     "weight_decay": 0.0,
     "adam_betas": [0.5, 0.6],
     "adam_epsilon": 1e-3,
     "muon_momentum": 0.5,
-    "inner_state_at_merge": "reset",
     "joining_moments": "zero",
 }
 # Every method, and what its own parameters or another inner optimiser make of it.

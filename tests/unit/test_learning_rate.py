@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from algorithms.schedule.learning_rate import LearningRateSchedule, batch_scaling_factor, eta_during, round_steps
+from algorithms.schedule.learning_rate import LearningRateSchedule, eta_during
 from algorithms.schedule.limits import RoundSchedule
 
 
@@ -23,15 +23,9 @@ def test_cosine_and_linear_differ_at_a_quarter():
     assert LearningRateSchedule("cosine").without_warmup(0.25) == pytest.approx((1 + math.sqrt(0.5)) / 2)
 
 
-@pytest.mark.parametrize(
-    ("shape", "progress", "expected"),
-    [
-        *[(shape, progress, 1.0) for shape in ("linear", "1-sqrt") for progress in (0.0, 0.5, 0.75)],
-        *[("linear", 0.8125, 0.775), ("1-sqrt", 0.8125, 0.55), ("linear", 1.0, 0.1), ("1-sqrt", 1.0, 0.1)],
-    ],
-)
-def test_warmup_stable_decay_falls_in_the_last_share(shape, progress, expected):
-    schedule = LearningRateSchedule("warmup_stable_decay", minimum_ratio=0.1, decay_share=0.25, decay_shape=shape)
+@pytest.mark.parametrize(("progress", "expected"), [(0.0, 1.0), (0.5, 1.0), (0.75, 1.0), (0.8125, 0.775), (1.0, 0.1)])
+def test_warmup_stable_decay_falls_in_the_last_share(progress, expected):
+    schedule = LearningRateSchedule("warmup_stable_decay", minimum_ratio=0.1, decay_share=0.25)
     assert schedule.without_warmup(progress) == pytest.approx(expected)
 
 
@@ -61,20 +55,6 @@ def test_warm_up_is_linear_in_tokens_and_the_slower_counts():
 
 def test_progress_is_shared_out_over_the_steps():
     assert factors(name="linear") == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6])
-
-
-@pytest.mark.parametrize(
-    ("learning_rate", "steps"),
-    [(0.4, 4), (0.2, 16), (0.1, 64), (0.15, 28), (0.9, 4), (1e-300, 2**31), (0.0, 2**31)],
-)
-def test_rounds_lengthen_with_the_inverse_square_of_the_learning_rate(learning_rate, steps):
-    assert round_steps("quadratic", 4, 0.8, learning_rate) == steps
-    assert round_steps("fixed", 4, 0.8, learning_rate) == 4
-
-
-@pytest.mark.parametrize(("rule", "expected"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
-def test_scaling_with_a_batch_four_times_the_first(rule, expected):
-    assert batch_scaling_factor(rule, 32, 8) == pytest.approx(expected)
 
 
 def test_eta_goes_along_a_line_to_its_end():

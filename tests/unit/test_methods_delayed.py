@@ -251,16 +251,6 @@ def test_a_worker_that_is_new_is_taken_to_have_moved_as_the_mean():
     assert [(event.kind, event.behind) for event in report.events] == [("synchronisation", 2)]
 
 
-def test_momentum_of_workers_begins_anew_in_a_merge_where_the_config_says_so():
-    for choice, kept in (("average", True), ("reset", False)):
-        trainers = merging(distributed_algo="EagerDiLoCo", outer_momentum_at_merge=choice)
-        trainers[0].absorb(trainers[1:], {0: 0.25, 1: 0.75})
-        state = [*trainers[0].workers[1].state.items(), ("mean", trainers[0].shared["mean"])]
-        assert {name: bool(tensor.any()) for name, tensor in state if name != COPY} == dict.fromkeys(
-            ("velocity", "deviation", "mean"), kept
-        )
-
-
 # NoLoCo
 
 

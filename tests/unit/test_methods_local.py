@@ -221,12 +221,10 @@ def test_what_fda_sends_to_look():
         assert not any(event.communicates for event in events)
 
 
-@pytest.mark.parametrize("momentum", ["average", "reset"])
-def test_fda_goes_on_from_what_a_merge_made(momentum):
+def test_fda_goes_on_from_what_a_merge_made():
     config = make_config(
         distributed_algo="FDA",
         synchronisation={"threshold": 1e9, "outer": "nesterov"},
-        outer_momentum_at_merge=momentum,
         sampling_method="none",
     )
     first, second = (make_trainer(tiny_llama(seed), config, EXAMPLES, 2, trainer_id=seed) for seed in (0, 1))

@@ -99,7 +99,6 @@ def test_what_a_run_has_done_is_not_predicted():
     [
         ({"communication_budget": 50}, "a budget sets batches or rounds: 50 communications"),
         ({"byte_budget": 5000}, "a budget sets batches or rounds: 5,000 bytes"),
-        ({"inner_steps_rule": "quadratic"}, "rounds lengthen as the learning rate falls"),
         ({"smallest_worker_batch": 16}, "workers join as the batch grows"),
         ({"ETA_at_end": 1.0}, "eta changes along the run"),
         ({"node_schedule": [[0, 2], [0.5, 4]]}, "nodes come and go"),

@@ -7,8 +7,8 @@ from importlib.metadata import version
 
 import torch
 
-from fabrics.pool.budgets import budget_of
 from fabrics.pool.eval_tool import Evaluation
+from fabrics.pool.round_scheduler import budget_of
 from fabrics.pool.run_counters import Totals
 from training_logs.recording.records import RunView
 from training_logs.recording.round_log import share_summary

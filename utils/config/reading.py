@@ -123,14 +123,8 @@ def _warnings(config: Config, given: Mapping) -> list[str]:
             warnings.append(f"{name}: has no effect with dataset {config.dataset}")
         if name in ("project_name", "task_name") and config.clearml == "off":
             warnings.append(f"{name}: has no effect with clearml: off")
-        if name.startswith("link_") and config.time_budget is config.node_speeds is config.redistribute_horizon is None:
-            warnings.append(f"{name}: has no effect without time_budget, node_speeds or redistribute_horizon")
-        if name == "redistribute_horizon" and config.number_of_initial_trainers == 1:
-            warnings.append("redistribute_horizon: has no effect with one trainer")
-        if name == "redistribute_horizon" and len(set(config.node_speeds or (1, 2))) == 1:
-            warnings.append("redistribute_horizon: has no effect with node_speeds that are all the same")
-        if name == "balance_hysteresis" and (config.balance == "equal" or config.node_speeds is not None):
-            warnings.append("balance_hysteresis: has no effect without balance batch or steps and measured speeds")
+        if name.startswith("link_") and config.time_budget is config.node_speeds is None:
+            warnings.append(f"{name}: has no effect without time_budget or node_speeds")
         if name == "vocab_size" and (config.tokenizer or config.model_config.get("pretrained") is True):
             warnings.append("vocab_size: has no effect, the tokenizer is not trained here")
         if name == "single_seed" and value and not config.need_to_reinit_output_layers:
@@ -140,8 +134,6 @@ def _warnings(config: Config, given: Mapping) -> list[str]:
                 f"batch_schedule: has no effect on the first round, which has INITIAL_BATCH_SIZE, "
                 f"{config.INITIAL_BATCH_SIZE}, and not {value[0][1]:g}"
             )
-        if name == "inner_steps_alpha" and config.inner_steps_rule == "fixed":
-            warnings.append("inner_steps_alpha: has no effect with inner_steps_rule fixed")
     return warnings
 
 

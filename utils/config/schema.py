@@ -319,12 +319,6 @@ class Trainers(Section):
     merging_policy: str = key("worst_with_worst", "Which trainers merge, by their requested batches.")
     merge_frequency: PositiveInt = key(2, "Rounds between merges, while more than one trainer is left.")
     merge_count: AtLeastTwo = key(2, "Trainers that become one in a merge.")
-    outer_momentum_at_merge: Literal["average", "reset"] = key(
-        "average", "Outer momentum of a merged trainer: the weighted average, or zero."
-    )
-    inner_state_at_merge: Literal["keep", "reset"] = key(
-        "keep", "Inner optimizer state of a merged trainer's workers: the representative's, or that of a new run."
-    )
 
 
 @dataclass(frozen=True)
@@ -346,9 +340,6 @@ class Nodes(Section):
     message_loss: BelowOne = key(
         0.0, "Probability that a worker's message is lost; the worker then continues from its own parameters."
     )
-    drop_slow_nodes: AtLeastOne | None = key(
-        None, "Drop a node that is this many times slower than the median in three rounds running; null: wait for it."
-    )
     node_speeds: Annotated[list[PositiveFloat], Field(min_length=1)] | None = key(
         None,
         "Examples per second of every node, to simulate unequal nodes on a virtual clock; null: measured speeds.",
@@ -357,15 +348,6 @@ class Nodes(Section):
         "equal",
         "Work of nodes of unequal speed: equal shares of the batch, shares in proportion to speed, or fewer inner "
         "steps on slower nodes.",
-    )
-    balance_hysteresis: NonNegativeFloat = key(
-        0.1, "Relative gain in examples per second below which measured speeds do not change shares."
-    )
-    redistribution_hysteresis: NonNegativeFloat = key(
-        0.25, "Relative difference in requests per node below which nodes do not change trainers."
-    )
-    redistribute_horizon: PositiveInt | None = key(
-        None, "Move nodes by speed where that gains more time in this many rounds than it costs; null: nodes are alike."
     )
     joining_moments: Literal["copy", "zero"] = key(
         "copy", "Inner optimizer state of a worker that joins: a copy of the trainer's first worker's, or zero."
@@ -391,12 +373,10 @@ class Nodes(Section):
         if self.balance == "batch" and smallest is not None:
             found.append(f"smallest_worker_batch: must be null with balance batch, got {smallest}")
         if self.node_speeds is not None:
-            for name in ("drop_slow_nodes", "time_budget"):
-                if getattr(self, name) is not None:
-                    found.append(
-                        f"{name}: must be null with node_speeds, as it follows measured times, got "
-                        f"{getattr(self, name)}"
-                    )
+            if self.time_budget is not None:
+                found.append(
+                    f"time_budget: must be null with node_speeds, as it follows measured times, got {self.time_budget}"
+                )
         elif self.balance != "equal":
             if self.deterministic:
                 found.append(
@@ -408,21 +388,6 @@ class Nodes(Section):
                     "number_of_inner_steps_between_outers: must be at least 2 to measure speeds, as the first inner "
                     "step does not count; or give node_speeds"
                 )
-        if self.balance == "steps" and self.plans_batches:
-            found.append(f"balance: must be equal or batch where {self.budget} sets the batch, got steps")
-        if self.redistribute_horizon is not None:
-            found += self._check_redistribution()
-        return found
-
-    def _check_redistribution(self) -> list[str]:
-        found = []
-        horizon = self.redistribute_horizon
-        if self.balance == "equal":
-            found.append(f"redistribute_horizon: must be null with balance equal, got {horizon}")
-        if self.smallest_worker_batch is not None:
-            found.append(f"redistribute_horizon: must be null with smallest_worker_batch, got {horizon}")
-        if self.node_speeds is None and self.link_bits_per_second is None:
-            found.append("redistribute_horizon: needs link_bits_per_second, by which moves take time, or node_speeds")
         return found
 
 
@@ -431,12 +396,6 @@ class Inner(Section):
     """Inner steps"""
 
     number_of_inner_steps_between_outers: PositiveInt = key(20, "Inner steps H of every worker in a round.")
-    inner_steps_rule: str = key(
-        "fixed", "Inner steps of a round: H (fixed), or max(H, (inner_steps_alpha / learning rate)^2) (quadratic)."
-    )
-    inner_steps_alpha: PositiveFloat | None = key(
-        None, "alpha of the quadratic rule; null: the base learning rate times sqrt(H)."
-    )
     inner_optimizer: str | None = key(
         None, "Optimizer of the inner steps; muon: Muon for matrices, AdamW for the rest; null: the method's own."
     )
@@ -457,21 +416,9 @@ class Inner(Section):
     )
     learning_rate_schedule: str = key("constant", "Inner learning rate over the run.")
     decay_share: Fraction = key(0.2, "Last share of the run, in which warmup_stable_decay lowers the learning rate.")
-    decay_shape: str = key("linear", "How warmup_stable_decay lowers the learning rate.")
     minimum_learning_rate_ratio: FractionOrZero = key(
         0.1, "Share of the base learning rate that a schedule leaves at the end."
     )
-    learning_rate_scaling: str = key(
-        "none", "Growth of the inner learning rate with a worker's effective batch, relative to its first."
-    )
-
-    def check(self) -> list[str]:
-        if self.inner_steps_rule != "fixed" and self.number_of_outer_steps is not None:
-            return [
-                f"number_of_outer_steps: must be null with inner_steps_rule {self.inner_steps_rule}, which decides how "
-                f"many rounds there are"
-            ]
-        return []
 
 
 @dataclass(frozen=True)
@@ -567,25 +514,11 @@ class Budget(Section):
     time_budget: PositiveFloat | None = key(
         None, "Seconds of measured training and simulated communication; null: no such budget."
     )
-    budget_sets: Literal["inner_steps", "batch"] = key(
-        "inner_steps", "What a budget sets: the inner steps of a round, or the batch."
-    )
-    budget_growth: NonNegativeFloat = key(
-        1.0, "How much batches of a budget grow as the remaining learning rate falls; 0: not at all."
-    )
-    budget_noise: NonNegativeFloat = key(
-        0.5, "Exponent with which batches of a budget follow the measured noise scale; 0: not at all."
-    )
 
     @property
     def budget(self) -> str | None:
         """The budget key that is set; None without a budget."""
         return next((name for name in BUDGETS if getattr(self, name) is not None), None)
-
-    @property
-    def plans_batches(self) -> bool:
-        """Whether a budget sets the batch."""
-        return self.budget is not None and self.budget_sets == "batch"
 
     def check(self) -> list[str]:
         found = []
@@ -597,12 +530,6 @@ class Budget(Section):
                 found.append(f"{name}: needs max_tokens or number_of_training_epochs, which it is spent on")
             if self.number_of_outer_steps is not None:
                 found.append(f"number_of_outer_steps: must be null with a {name}, which sets the number of rounds")
-            if self.budget_sets == "batch":
-                for other in ("batch_schedule", "smallest_worker_batch"):
-                    if getattr(self, other) is not None:
-                        found.append(f"{other}: must be null where {name} sets the batch, got {getattr(self, other)}")
-            if self.inner_steps_rule != "fixed":
-                found.append(f"inner_steps_rule: must be fixed where {name} says how long rounds are")
         if self.time_budget is not None:
             if self.link_bits_per_second is None:
                 found.append("time_budget: needs link_bits_per_second, by which communications take time")
