@@ -78,7 +78,7 @@ def kill_the_second_process(programs: Programs, folder: Path, cache_dir: Path, *
     os.kill(other, signal.SIGKILL)
     output, _ = child.communicate()
     assert child.returncode == 1
-    assert f"error: rank 1 (process {other} on " in output
+    assert f"error: rank 1 (process {other}) " in output
     assert f"to go on: python run.py --resume {run_folder}" in output
     assert "Traceback" not in output
     return output, run_folder

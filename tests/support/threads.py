@@ -1,15 +1,13 @@
-"""Several processes of a run as threads of this one: they gather and have a notice board, and start at once."""
+"""Several processes of a run as threads of this one: they gather, and start at once."""
 
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 import pytest
-import torch.distributed as dist
 
 from tests.support.programs import LIMIT_SECONDS
 from utils.config.schema import ConfigError
-from utils.distributed.kv_store import Notices
 from utils.distributed.shard_groups import Island
 
 T = TypeVar("T")
@@ -29,7 +27,6 @@ class Thread:
         self.rank, self.count, self.is_main = rank, count, rank == 0
         self.island = _Place(devices, rank % devices)
         self.first_here = machines.index(machines[rank]) == rank
-        self.notices = Notices(shared["store"], rank, count)
         self._barrier, self._values = shared["barrier"], shared["values"]
 
     def gather(self, value):
@@ -39,16 +36,12 @@ class Thread:
         self._barrier.wait()
         return values
 
-    def share(self, items):
-        return items[self.rank :: self.count]
-
 
 def together(
     count: int, work: Callable[[Thread], T], machines: tuple[int, ...] | None = None, devices_per_node: int = 1
 ) -> list[T]:
     """What each of `count` processes makes of `work`; an exception of one that is in nobody's way is raised here."""
     shared = {
-        "store": dist.HashStore(),
         "barrier": threading.Barrier(count, timeout=LIMIT_SECONDS),
         "values": [None] * count,
     }

@@ -9,8 +9,7 @@ import os
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ _GPU_DRIVER = "libcuda.so.1"
 # For the others to end by themselves after the run.
 _ENDING_SECONDS = 30.0
 # Of the process that started this one.
-_STARTED_BY = "ADLOCO_STARTED_BY"
+STARTED_BY = "ADLOCOSTARTED_BY"
 
 
 def cores() -> int:
@@ -106,7 +105,7 @@ class Launch:
         self.processes = {
             rank: subprocess.Popen(
                 [sys.executable, *program],
-                env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), _STARTED_BY: str(os.getpid())},
+                env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), STARTED_BY: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
             )
             for rank in range(1, count)
@@ -168,28 +167,6 @@ def start_processes(
     if read.devices_per_node == 1 and count > nodes:
         raise ConfigError(f"processes: {count} processes on a machine with {nodes} nodes; every process needs one")
     return Launch(count, program) if count > 1 else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def ending_with_its_launch() -> Iterator[None]:
-    """A process that a Launch started ends when the one that started it does, for which it would wait for minutes.
-
-    For as long as they have not met, from when on each has its heartbeat. Nothing happens to any other process.
-    """
-    met, parent = threading.Event(), os.environ.get(_STARTED_BY)
-
-    def watch() -> None:
-        while not met.wait(1.0):
-            if os.getppid() != int(parent):
-                print("error: the process that started this one is gone", file=sys.stderr, flush=True)
-                os._exit(1)
-
-    if parent is not None:
-        threading.Thread(target=watch, name="launch", daemon=True).start()
-    try:
-        yield
-    finally:
-        met.set()
 
 
 def started_by_others() -> bool:

@@ -1,165 +1,90 @@
 """The processes of a run: what trainers and the cluster reach all nodes through.
 
 Every process (rank) runs the same program and takes the same decisions from the same gathered values; it owns some of
-the nodes. Algorithms, trainers and the cluster speak of nodes and workers, and only `utils` knows ranks. One process is
-`LocalProcesses`, many are `DistributedProcesses` over torch.distributed: gloo for values, and for means and state that
-moves gloo on CPUs or nccl where every rank has GPUs of its own.
+the nodes. Algorithms, trainers and the cluster speak of nodes and workers, and only `utils` knows ranks. Values travel
+over gloo; means and state that moves over nccl where every rank has GPUs of its own, otherwise over gloo too. A single
+process has no process group.
 """
 
+import ctypes
 import datetime
 import os
+import signal
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from utils.distributed.devices import identity
 from utils.distributed.heartbeat import Heartbeat
-from utils.distributed.kv_store import Notices, common_attempt
-from utils.distributed.launch import Launch, ending_with_its_launch
+from utils.distributed.launch import STARTED_BY, Launch
 from utils.distributed.placement import Rank, Site, gpus_of_their_own, island_sites, own_device, share_out
 from utils.distributed.reductions import DistributedWorkers, LocalWorkers, ProcessGroup
 from utils.distributed.shard_groups import Island, ProcessIsland
 
 T = TypeVar("T")
 
-# Waiting is no fault (somebody may evaluate, draw or be slow); who died is the heartbeat's to find out.
-_PATIENCE = datetime.timedelta(days=7)
+# A process may wait for one that evaluates, draws or is slow, but not for ever for one that has stopped answering.
+_TIMEOUT = datetime.timedelta(hours=2)
 _CONNECTING = datetime.timedelta(minutes=10)
 
 
-class Processes(Protocol):
-    """All processes of a run, and who owns which node."""
+class Processes:
+    """All processes of a run, and who owns which node; there are no nodes before `place`.
 
-    count: int
-    is_main: bool
-    devices: tuple[torch.device, ...]  # those of all nodes of the run, of every machine, as their owners call them
-    groups: tuple[int, ...]  # per node: nodes with one number share a device, and communicate for nothing
-    notices: Notices
-    first_here: bool  # whether this is the first process of its machine
-    island: Island  # those with which this process shares every model
+    Args:
+        rank: which process this is; None: the only one, which owns every node.
+        store: where the processes find each other.
+        heartbeat: explains failed collectives.
+
+    Attributes:
+        count: number of processes.
+        is_main: whether this is the first one, which writes and speaks.
+        first_here: whether this is the first process of its machine.
+        devices: those of all nodes of the run, of every machine, as their owners call them.
+        groups: per node; nodes with one number share a device, and communicate for nothing.
+        island: the processes with which this one shares every model.
+    """
+
+    def __init__(self, rank: Rank | None = None, store: dist.Store | None = None, heartbeat: Heartbeat | None = None):
+        self._rank = rank or Rank(0, 1, 0, 1, 0)
+        self._heartbeat = heartbeat or Heartbeat()
+        self._on_gpus = False
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+        self.count = self._rank.count
+        self.is_main = self._rank.number == 0
+        self.first_here = self._rank.local == 0
+        self.devices: tuple[torch.device, ...] = ()
+        self.groups: tuple[int, ...] = ()
+        self.island = Island()
+        if self.count > 1:
+            with self._heartbeat.explaining():
+                dist.init_process_group(
+                    "gloo", store=store, rank=self._rank.number, world_size=self.count, timeout=_TIMEOUT
+                )
 
     def place(
-        self, devices: Sequence[torch.device], nodes_per_device: int, in_order: bool, devices_per_node: int = 1
+        self, devices: Sequence[torch.device], nodes_per_device: int, in_order: bool = True, devices_per_node: int = 1
     ) -> None:
-        """Share out the nodes of all devices; everybody calls this, with the devices that it may use.
+        """Share out the nodes of all devices; all processes call this, with the devices that they may use.
 
         With more than one device per node, as many consecutive processes are an island, which owns nodes together:
-        whoever has the same place in other islands are the others that a process reaches nodes through.
+        the process with the same place in another island is the one that a process reaches that island through.
 
         Raises:
             ValueError: the nodes cannot be shared out; see `share_out` and `island_sites` of
             `utils.distributed.placement`.
         """
-
-    def gather(self, value: T) -> list[T]:
-        """Everybody's value, everywhere, in one order; also a point that nobody passes before all are there."""
-
-    def share(self, items: Sequence[T]) -> Sequence[T]:
-        """This process's part of a list that all have; every item is in the part of one."""
-
-    def failed(self, reason: str) -> None:
-        """Leave the others without waiting for them, and tell them why."""
-
-    def owns(self, node: int) -> bool:
-        """Whether the node works in this process."""
-
-    def sharing(self, node: int) -> int:
-        """How many processes work on the node's device."""
-
-    def workers(self, nodes: Sequence[int]) -> LocalWorkers:
-        """The workers of a trainer with these nodes; every process asks for all trainers', in the same order."""
-
-    def provide(
-        self,
-        tensors: list[torch.Tensor] | None,
-        holders: Sequence[int],
-        takers: Sequence[int],
-        into: Callable[[], list[torch.Tensor]],
-    ) -> list[torch.Tensor] | None:
-        """Tensors that the owners of the nodes `holders` have, for the owners of `takers`; None for others.
-
-        Everybody calls this in the same order. Who holds them gets the very tensors back, and who lacks them those that
-        `into` makes, filled.
-        """
-
-    def keep(self, trainers: Iterable[Sequence[int]]) -> None:
-        """From now on trainers have these nodes: what only others needed is freed. Everybody calls this together."""
-
-    def close(self) -> None:
-        """Leave the others in order."""
-
-
-class LocalProcesses:
-    """The only process of a run; it owns every node."""
-
-    count, is_main, first_here, island = 1, True, True, Island()
-
-    def __init__(self, devices: Sequence[torch.device] = (), nodes_per_device: int = 1):
-        self.notices = Notices(dist.HashStore())
-        self.place(devices, nodes_per_device)
-
-    def place(
-        self,
-        devices: Sequence[torch.device],
-        nodes_per_device: int,
-        in_order: bool = True,
-        devices_per_node: int = 1,
-    ) -> None:
-        if devices_per_node > 1:
-            raise ValueError(f"1 process does not make an island of devices_per_node {devices_per_node}")
-        self.devices = tuple(device for device in devices for _ in range(nodes_per_device))
-        self.groups = tuple(index // nodes_per_device for index in range(len(self.devices)))
-
-    def gather(self, value: T) -> list[T]:
-        return [value]
-
-    def share(self, items: Sequence[T]) -> Sequence[T]:
-        return items
-
-    def failed(self, reason: str) -> None:
-        """Nobody to tell."""
-
-    def owns(self, node: int) -> bool:
-        return True
-
-    def sharing(self, node: int) -> int:
-        return 1
-
-    def workers(self, nodes: Sequence[int]) -> LocalWorkers:
-        return LocalWorkers(len(nodes))
-
-    def provide(self, tensors, holders, takers, into):
-        return tensors
-
-    def keep(self, trainers: Iterable[Sequence[int]]) -> None:
-        """Nothing to free."""
-
-    def close(self) -> None:
-        """Nobody to leave."""
-
-
-class DistributedProcesses:
-    """Many processes over torch.distributed; they have no nodes before `place`.
-
-    Args:
-        rank: which one this is.
-        store: where they find each other.
-        heartbeat: watches the others.
-        notices: their notice board.
-    """
-
-    def __init__(self, rank: Rank, store: dist.Store, heartbeat: Heartbeat, notices: Notices):
-        self._rank, self._heartbeat, self._on_gpus, self.notices = rank, heartbeat, False, notices
-        self.count, self.is_main, self.first_here = rank.count, rank.number == 0, rank.local == 0
-        with heartbeat.explaining():
-            dist.init_process_group("gloo", store=store, rank=rank.number, world_size=rank.count, timeout=_PATIENCE)
-
-    def place(
-        self, devices: Sequence[torch.device], nodes_per_device: int, in_order: bool, devices_per_node: int = 1
-    ) -> None:
-        self._island_size, self._lane = devices_per_node, self._rank.number % devices_per_node
+        self._in_order = in_order
+        self._island_size = devices_per_node
+        self._lane = self._rank.number % devices_per_node
+        if self.count == 1:
+            if devices_per_node > 1:
+                raise ValueError(f"1 process does not make an island of devices_per_node {devices_per_node}")
+            self.devices = tuple(device for device in devices for _ in range(nodes_per_device))
+            self.groups = tuple(index // nodes_per_device for index in range(len(self.devices)))
+            return
         if devices_per_node > 1:
             devices = [own_device(devices, self._rank)]
         here = Site(self._rank.number, self._rank.machine, {identity(device): str(device) for device in devices})
@@ -170,18 +95,17 @@ class DistributedProcesses:
         self.devices = tuple(torch.device(slot.device) for slot in slots)
         self.groups = tuple(slot.group for slot in slots)
         self._owners = tuple(slot.owner for slot in slots)
-        self._in_order, self._on_gpus = in_order, gpus_of_their_own(slots)
+        self._on_gpus = gpus_of_their_own(slots)
         own = next(torch.device(slot.device) for slot in slots if slot.owner == self._rank.number)
         if own.type == "cuda":
             torch.cuda.set_device(own)
         self._device = own if self._on_gpus else torch.device("cpu")
-        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
-        self.island = Island() if devices_per_node == 1 else self._made_island(own)
+        if devices_per_node > 1:
+            self.island = self._made_island(own)
 
     def _made_island(self, device: torch.device) -> Island:
         """The island of this process; all processes make all islands, in one order."""
         size, own = self._island_size, self._rank.number - self._lane
-        self._heartbeat.placed(f"device {self._lane} of island {own // size}")
         for first in range(0, self.count, size):
             on_hosts = self._new_group(range(first, first + size), "gloo")
             on_gpus = device.type == "cuda"
@@ -192,26 +116,31 @@ class DistributedProcesses:
 
     def _new_group(self, ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
         with self._heartbeat.explaining():
-            return dist.new_group(list(ranks), timeout=_PATIENCE, backend=backend)
+            return dist.new_group(list(ranks), timeout=_TIMEOUT, backend=backend)
 
     def gather(self, value: T) -> list[T]:
+        """Every process's value, in all processes, by rank; also a barrier."""
+        if self.count == 1:
+            return [value]
         values: list = [None] * self.count
         with self._heartbeat.explaining():
             dist.all_gather_object(values, value)
         return values
 
-    def share(self, items: Sequence[T]) -> Sequence[T]:
-        return items[self._rank.number :: self.count]
-
     def failed(self, reason: str) -> None:
-        self._heartbeat.failed(reason)
-        if not self._on_gpus:  # nccl would wait for them
+        """Leave the others without waiting for them, and let them know why."""
+        self._heartbeat.failed(self._rank.number, reason)
+        if self.count > 1 and not self._on_gpus:  # nccl would wait for them
             dist.destroy_process_group()
 
     def owns(self, node: int) -> bool:
-        return self._owners[node] == self._rank.number
+        """Whether the node works in this process."""
+        return self.count == 1 or self._owners[node] == self._rank.number
 
     def sharing(self, node: int) -> int:
+        """Number of processes that work on the node's device."""
+        if self.count == 1:
+            return 1
         owners = self._ranks(other for other, group in enumerate(self.groups) if group == self.groups[node])
         return len(owners) * (self._island_size if self.devices[node].type == "cpu" else 1)
 
@@ -232,7 +161,12 @@ class DistributedProcesses:
         return self._groups[ranks]
 
     def workers(self, nodes: Sequence[int]) -> LocalWorkers:
-        owners, ranks, me = tuple(self._owners[node] for node in nodes), self._ranks(nodes), self._rank.number
+        """The workers of a trainer with these nodes; every process asks for all trainers', in the same order."""
+        if self.count == 1:
+            return LocalWorkers(len(nodes))
+        owners = tuple(self._owners[node] for node in nodes)
+        ranks = self._ranks(nodes)
+        me = self._rank.number
         if len(ranks) == 1:
             return LocalWorkers(len(owners) if ranks[0] == me else 0)
         group = self._group(ranks)
@@ -245,6 +179,13 @@ class DistributedProcesses:
         takers: Sequence[int],
         into: Callable[[], list[torch.Tensor]],
     ) -> list[torch.Tensor] | None:
+        """Move tensors from the owners of the nodes `holders` to the owners of the nodes `takers`.
+
+        All processes call this in the same order. A process that holds the tensors gets them back; one that lacks them
+        gets those that `into` makes, filled; one that takes none gets None.
+        """
+        if self.count == 1:
+            return tensors
         have, need = set(self._ranks(holders)), set(self._ranks(takers))
         source, missing, me = self._owners[holders[0]], need - have, self._rank.number
         if missing:
@@ -256,45 +197,62 @@ class DistributedProcesses:
         return tensors if me in need else None
 
     def keep(self, trainers: Iterable[Sequence[int]]) -> None:
+        """From now on trainers have these nodes: groups of other processes are freed. All processes call this."""
+        if self.count == 1:
+            return
         unused = sorted(set(self._groups) - {self._ranks(nodes) for nodes in trainers})
         if unused:
-            self.gather(None)  # who is ahead must not hang up on who is still at it
+            self.gather(None)  # a process that is ahead must not close a group that others still use
         for ranks in unused:
             self._groups.pop(ranks).close()
 
     def close(self) -> None:
+        """Leave the others in order."""
         self._heartbeat.close()
-        dist.destroy_process_group()
+        if self.count > 1:
+            dist.destroy_process_group()
 
 
-@ending_with_its_launch()
+def LocalProcesses(devices: Sequence[torch.device] = (), nodes_per_device: int = 1) -> Processes:
+    """The only process of a run, with its nodes."""
+    processes = Processes()
+    processes.place(devices, nodes_per_device)
+    return processes
+
+
+def _end_with_parent() -> None:
+    """Let the system end this process when the one that started it is gone (Linux)."""
+    parent = os.environ.get(STARTED_BY)
+    if parent is None or not hasattr(ctypes.CDLL(None), "prctl"):
+        return
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != int(parent):  # it has gone before
+        os._exit(1)
+
+
 def meet(launch: Launch | None = None) -> Processes:
     """The processes of this run, as the environment says: one, or those that torchrun or `launch` started.
 
-    They can speak to each other, and have no nodes yet.
+    They have no nodes yet.
 
     Raises:
         PeerLostError: the others do not come.
     """
+    _end_with_parent()
     rank = Rank.from_environment()
     if rank is None:
-        return LocalProcesses()
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-
-    def client() -> dist.Store:
-        return dist.TCPStore(host, port, is_master=False, timeout=_CONNECTING)
-
-    # torchrun's own agent keeps the store, but with TORCH_DISABLE_SHARE_RDZV_TCP_STORE; otherwise the first rank does.
+        return Processes()
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if rank.number == 0 and not agents_store:
-        listening = {} if launch is None else {"master_listen_fd": launch.detach_socket()}
-        store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=_CONNECTING, **listening)
-    else:
-        store = client()
-    attempt = common_attempt(store, rank.number, rank.count, _CONNECTING.total_seconds()) if agents_store else "run"
-    # A connection serves one thread at a time.
-    heartbeat = Heartbeat(
-        dist.PrefixStore(attempt, client()), rank.number, rank.count, {} if launch is None else launch.processes
-    )
-    notices = Notices(dist.PrefixStore(f"{attempt} notices", client()), rank.number, rank.count)
-    return DistributedProcesses(rank, dist.PrefixStore(f"{attempt} group", store), heartbeat, notices)
+    keeps_store = rank.number == 0 and not agents_store
+    listening = {} if launch is None else {"master_listen_fd": launch.detach_socket()}
+    with Heartbeat().explaining():
+        store = dist.TCPStore(
+            host, port, is_master=keeps_store, wait_for_workers=False, timeout=_CONNECTING, **listening
+        )
+    # The agent's store still holds what an attempt before has left in it.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt {attempt}", store)
+    return Processes(rank, store, Heartbeat(launch.processes if launch is not None else None, store))
