@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from logging.handlers import MemoryHandler
 
     from cluster import Cluster
-    from fabrics.models.continuations import Continuation
-    from fabrics.pool.eval_tool import Evaluation
     from training_logs.recording.records import Observer
     from utils.config.schema import Config
     from utils.distributed.processes import Processes
@@ -41,7 +39,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--config", help="configuration file (default: config.yaml)")
     parser.add_argument(
-        "--resume", metavar="RUN_DIR", help="go on with the run in this folder, from its last checkpoint"
+        "--resume",
+        metavar="RUN_DIR",
+        help="resume the run in this folder from its last checkpoint; auto: the one in log_dir/run_name if it has one, "
+        "otherwise begin it",
     )
     parser.add_argument(
         "--force", action="store_true", help="with --resume: allow overrides that change how the run trains"
@@ -52,7 +53,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         plans.add_argument(f"--{name}", metavar=metavar, help=meaning, action="append" if name == "link" else "store")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
     options = parser.parse_intermixed_args(arguments)
-    if options.resume and options.config:
+    if options.resume not in (None, "auto") and options.config:
         parser.error("--resume takes the configuration from the run folder; give --config or --resume")
     if options.force and not options.resume:
         parser.error("--force has a meaning with --resume only")
@@ -73,16 +74,20 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.perf_counter()
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse_arguments(arguments)
-    if options.plan:
-        return plan(options)
-    if is_main():
-        print("AdLoCo: loading PyTorch ...", flush=True)
-    if started_by_others():
-        return run(options, started, None)
-    config = Path(options.resume, "config.yaml") if options.resume else Path(options.config or "config.yaml")
     from utils.config.schema import ConfigError
 
     try:
+        if options.plan:
+            from fabrics.planning.command import print_plan
+
+            print_plan(options)
+            return 0
+        if is_main():
+            print("AdLoCo: loading PyTorch ...", flush=True)
+        if started_by_others():
+            return run(options, started, None)
+        folder = options.resume if options.resume != "auto" else None
+        config = Path(folder, "config.yaml") if folder else Path(options.config or "config.yaml")
         others = start_processes(config, options.overrides, [__file__, *arguments])
     except ConfigError as error:
         return refused(error)
@@ -93,26 +98,14 @@ def main(arguments: list[str] | None = None) -> int:
         return status
 
 
-def plan(options: argparse.Namespace) -> int:
-    """Say what the run would need; the exit status, 2 where it cannot be."""
-    from fabrics.planning.command import print_plan
-    from utils.config.schema import ConfigError
-
-    try:
-        print_plan(options)
-    except ConfigError as error:
-        return refused(error)
-    return 0
-
-
 def run(options: argparse.Namespace, started: float, launch: Launch | None) -> int:
     """Be one of the processes of the run: meet the others, set up, train; the exit status of this one."""
     from training_logs.recording.run_folder import start_logging
     from utils.checkpoint.checkpoint import CheckpointError
-    from utils.checkpoint.run_lock import held
+    from utils.checkpoint.run_lock import claimed_by_main
+    from utils.config.resume import folder_to_resume
     from utils.config.schema import ConfigError
-    from utils.distributed.attempts import folder_to_resume
-    from utils.distributed.collective_checks import agree_on_config, done_by_all
+    from utils.distributed.collective_checks import agree_on_config, decided, done_by_all
     from utils.distributed.heartbeat import PeerLostError
     from utils.distributed.process_group import place_nodes
     from utils.distributed.processes import meet
@@ -122,23 +115,16 @@ def run(options: argparse.Namespace, started: float, launch: Launch | None) -> i
         processes = meet(launch)
     except PeerLostError as error:
         return refused(error)
-    # torchrun may start the next attempt before a machine has noticed that it has lost the others.
-    patience = 60.0 if launch is None and started_by_others() else 0.0
-
-    def claim(folder: str | Path | None) -> None:
-        if folder and processes.is_main:
-            claims.enter_context(held(Path(folder), patience))
-
     with contextlib.ExitStack() as claims:
         try:
-            options.resume = folder_to_resume(processes, options.resume, lambda: Path(configured(options)[0].log_dir))
-            config, warnings = done_by_all(processes, lambda: configured(options))
-            done_by_all(processes, lambda: claim(options.resume))
+            resume = decided(processes, lambda: folder_to_resume(options.resume, options.config, options.overrides))
+            config, warnings = done_by_all(processes, lambda: configured(options, resume))
+            claims.enter_context(claimed_by_main(processes, resume))
             agree_on_config(processes, config)
             warnings += place_nodes(processes, config)
-            cluster, recorder, folder = set_up(config, processes, options.resume, kept, started)
-            if not options.resume:
-                claim(folder)
+            cluster, recorder, folder = set_up(config, processes, resume, kept, started)
+            if not resume:
+                claims.enter_context(claimed_by_main(processes, folder))
         except (ConfigError, CheckpointError, PeerLostError) as error:
             processes.failed(str(error))
             return refused(error)
@@ -147,17 +133,17 @@ def run(options: argparse.Namespace, started: float, launch: Launch | None) -> i
         return train(cluster, recorder, folder)
 
 
-def configured(options: argparse.Namespace) -> tuple["Config", list[str]]:
+def configured(options: argparse.Namespace, resume: str | None) -> tuple["Config", list[str]]:
     """The configuration of the run, checked, and warnings."""
     from fabrics.config_checks import CHECKS, CHOICES
     from training_logs.recording.run_folder import check_logs
     from utils.config.reading import load_config
     from utils.config.resume import resumed_config
 
-    if options.resume:
-        return resumed_config(Path(options.resume), options.overrides, options.force, CHOICES, CHECKS)
+    if resume:
+        return resumed_config(Path(resume), options.overrides, options.force, CHOICES, CHECKS)
     config, warnings = load_config(options.config or "config.yaml", options.overrides, CHOICES, CHECKS)
-    check_logs(config)
+    check_logs(config, anew=options.resume is None)
     return config, warnings
 
 
@@ -186,13 +172,14 @@ def set_up(
     from utils.checkpoint.checkpoint import newest_checkpoint
     from utils.config.plugins import import_plugins
     from utils.config.schema import ConfigError
-    from utils.distributed.attempts import agents_of, remember_attempt
     from utils.distributed.collective_checks import decided, done_by_all
 
     check_nodes(config, processes.devices)
     # Before the data, which may take long: what is asked for is the code that has just been read.
     code = code_of() if processes.is_main else None
-    checkpoint, state, threads = None, None, threads_per_process(config)
+    checkpoint = None
+    state = None
+    threads = threads_per_process(config)
     if resume:
         checkpoint = newest_checkpoint(checkpoints_of(Path(resume)), processes)
         state = checkpoint.state["observer"]
@@ -205,13 +192,12 @@ def set_up(
         if checkpoint is not None:
             cluster.resume(checkpoint)
     folder = Path(resume) if resume else decided(processes, lambda: make_run_folder(config, data.dataset))
-    machines, agents = processes.gather(machine(cluster.devices)), agents_of(processes)
+    machines = processes.gather(machine(cluster.devices))
 
     def recorded() -> Observer:
         if not processes.is_main:
             return Observer()
         try:
-            remember_attempt(folder, agents)
             origin = Origin.of_this_program(started, code, machines, import_plugins(config.plugins))
             return RunRecorder(config, folder, kept, started, state, origin)
         except OSError as error:
@@ -220,39 +206,29 @@ def set_up(
     return cluster, done_by_all(processes, recorded), folder
 
 
-def continued(cluster: "Cluster", final: dict[int, "Evaluation"], observer: "Observer") -> list["Continuation"]:
-    """How the best model continues validation texts; in the main process and its island, nothing elsewhere."""
-    from fabrics.models.continuations import continuations
-
-    config, node = cluster.config, cluster.nodes[0]  # of the main process
-    parameters = cluster.trainers[cluster.best(final)].parameters_for(node)
-    if parameters is None:
-        return []
-    try:
-        working = cluster.working[node.device]
-        return continuations(working, parameters, cluster.data, config.sequence_length, config.training_seed)
-    except Exception as error:  # memory, or whatever a loaded model or tokenizer raises: the run itself is done
-        observer.warn(f"validation texts could not be continued: {type(error).__name__}: {error}")
-        return []
-
-
 def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
-    """Train and report; the exit status."""
+    """Train, evaluate and report; the exit status."""
+    from fabrics.models.continuations import best_continuations
     from fabrics.pool.device_errors import DeviceLostError
     from fabrics.training.worker import TrainingError
     from training_logs.recording.run_folder import logger
-    from utils.distributed.attempts import forget_attempt
     from utils.distributed.heartbeat import PeerLostError
 
-    processes, final, models, texts, status, code = cluster.processes, {}, {}, [], "failed", 1
+    processes = cluster.processes
+    weights = folder / cluster.config.model_weights_dir
+    final, models, texts = {}, {}, []
+    status, code = "failed", 1
     keeps_model = processes.count == 1
     try:
         with StopRequest(processes.is_main) as stop:
             final = cluster.train(recorder, folder, stop)
-        models = cluster.save_models(folder / cluster.config.model_weights_dir, recorder)
-        status, code = ("interrupted", STATUS_INTERRUPTED) if cluster.stopped else ("completed", 0 if models else 1)
-        if status == "completed":
-            texts = continued(cluster, final, recorder)
+        models = cluster.save_models(weights, recorder)
+        if cluster.stopped:
+            # The main process says so for all: torchrun would end it when another process had another status than 0.
+            status, code = "interrupted", STATUS_INTERRUPTED if processes.is_main else 0
+        else:
+            status, code = "completed", 0 if models else 1
+            texts = best_continuations(cluster, final, recorder)
         processes.close()
     except (TrainingError, PeerLostError) as error:
         if processes.is_main:
@@ -268,13 +244,11 @@ def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
         processes.failed(f"{type(error).__name__}: {error}")
     if processes.is_main:
         if not models and keeps_model:
-            models = cluster.save_models(folder / cluster.config.model_weights_dir, recorder)
+            models = cluster.save_models(weights, recorder)
         recorder.finish(cluster, final, status, models, texts)
         if code and has_checkpoint(folder):
             logger.info("to go on: python run.py --resume %s", folder)
         recorder.close()
-        if code == 0:
-            forget_attempt(folder)
     return code
 
 

@@ -1,6 +1,9 @@
 """What a language model says: continuations of validation texts, to be read beside how the texts really go on."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -8,6 +11,11 @@ from torch import nn
 
 from fabrics.data.examples import Examples, TaskData
 from fabrics.training.flat_model import FlatModel
+
+if TYPE_CHECKING:
+    from cluster import Cluster
+    from fabrics.pool.eval_tool import Evaluation
+    from training_logs.recording.records import Observer
 
 COUNT = 3
 PROMPT_TOKENS = 32
@@ -98,3 +106,18 @@ def continuations(
         Continuation(text(known[:length]), first_document(said), first_document(known[length : length + new.shape[1]]))
         for known, said in zip(texts, new.tolist(), strict=True)
     ]
+
+
+def best_continuations(cluster: Cluster, final: dict[int, Evaluation], observer: Observer) -> list[Continuation]:
+    """How the best model continues validation texts; empty in processes that do not have it."""
+    config = cluster.config
+    node = cluster.nodes[0]  # of the main process
+    parameters = cluster.trainers[cluster.best(final)].parameters_for(node)
+    if parameters is None:
+        return []
+    try:
+        working = cluster.working[node.device]
+        return continuations(working, parameters, cluster.data, config.sequence_length, config.training_seed)
+    except Exception as error:  # memory, or whatever a loaded model or tokenizer raises: the run itself is done
+        observer.warn(f"validation texts could not be continued: {type(error).__name__}: {error}")
+        return []

@@ -62,7 +62,7 @@ def test_a_run_goes_on_with_an_agent_that_comes_and_without_it_when_it_is_killed
     def agent(name: str) -> Popen:
         # The first one keeps the store of the rendezvous, which has to live.
         conf = f"--rdzv_conf={_QUICK},is_host={int(name == 'first')}"
-        words = (TORCHRUN, *options, conf, "run.py", "--config", config)
+        words = (TORCHRUN, *options, conf, "run.py", "--config", config, "--resume", "auto", "run_name=pool")
         with (agents_said / f"{name}.txt").open("w") as said:
             return programs.start(*words, stdout=said, stderr=said, env=os.environ | _ENVIRONMENT)
 

@@ -173,9 +173,10 @@ def test_torchrun_goes_on_from_the_last_checkpoint_by_itself(programs, tmp_path,
     values = {"number_of_outer_steps": 8, "save_weights_every": 1, "max_requested_batch": 16}
     configuration = write_config(tmp_path, cache_dir, **values)
     killed = ["tests/support/killed.py", tmp_path / "logs", 400, 0, "run.py"]  # in the third or fourth round
-    ended = programs.torchrun(2, *killed, "--config", configuration, options=["--max-restarts=1"])
+    own = ["--config", configuration, "--resume", "auto", "run_name=mine"]
+    ended = programs.torchrun(2, *killed, *own, options=["--max-restarts=1"])
     assert "resumed after round" in ended.stdout
-    (folder,) = (tmp_path / "logs").iterdir()
+    folder = tmp_path / "logs" / "mine"
     programs.torchrun(2, "run.py", "--config", configuration, f"log_dir={tmp_path / 'whole'}")
     expected = next((tmp_path / "whole").iterdir())
     assert len(report(folder, "training_log.csv")) == len(report(expected, "training_log.csv"))
@@ -204,8 +205,8 @@ def processes_of_one_run(programs: Programs, overrides: list[list[str]], config:
         # The nodes decide how processes connect: nobody waits for anybody all the same.
         (
             ["nodes_per_gpu=2", "ETA=0.5"],
-            "error: the processes have different configurations: nodes_per_gpu: 4 on rank 0, 2 on rank 1; "
-            "ETA: 0.4 on rank 0, 0.5 on rank 1",
+            "error: the processes have different configurations: ETA: 0.4 on rank 0, 0.5 on rank 1; "
+            "nodes_per_gpu: 4 on rank 0, 2 on rank 1",
         ),
         (["ETAA=0.5"], "error: rank 1: ETAA: unknown key; did you mean ETA?"),
     ],

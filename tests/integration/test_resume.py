@@ -170,7 +170,6 @@ def test_one_process_at_a_time_trains_a_run(stopped, capsys):
 
 
 def test_several_processes_are_refused_at_once_as_one_is(programs, stopped):
-    """Nobody waits for another but attempts of torchrun."""
     with held(stopped):
         said = programs.run("run.py", "--resume", stopped, "processes=2", status=2)
     assert "another process is training this run" in said.stderr
@@ -202,6 +201,32 @@ def test_where_nothing_can_be_locked_runs_are_resumed(tmp_path, monkeypatch):
     monkeypatch.setattr("fcntl.flock", unknown)
     with held(tmp_path), held(tmp_path):
         pass
+
+
+def test_resume_auto_begins_a_run_and_then_continues_it(tmp_path, cache_dir, capsys):
+    config = str(write_config(tmp_path, cache_dir, run_name="mine", number_of_outer_steps=1, save_weights_every=None))
+    arguments = ["--config", config, "--resume", "auto"]
+    assert program.main(arguments) == 0
+    folder = tmp_path / "logs" / "mine"
+    assert program.main([*arguments, "number_of_outer_steps=2"]) == 0
+    assert summary(folder)["outer_steps"] == 2
+    assert [each["first_round"] for each in summary(folder)["invocations"]] == [1, 2]
+    assert program.main(["--config", config]) == 2
+    assert "run_name: there is a run mine" in capsys.readouterr().err
+    # An attempt that died before its first checkpoint is begun anew, and its logs are kept.
+    shutil.rmtree(folder / "checkpoints")
+    assert program.main(arguments) == 0
+    assert summary(folder)["outer_steps"] == 1
+    assert summary(tmp_path / "logs" / "mine_2")["outer_steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [(None, "run_name: --resume auto needs"), ("a/b", "run_name: must be a")]
+)
+def test_resume_auto_needs_a_name(tmp_path, cache_dir, capsys, name, expected):
+    config = str(write_config(tmp_path, cache_dir, run_name=name))
+    assert program.main(["--config", config, "--resume", "auto"]) == 2
+    assert "error: run_name: " in capsys.readouterr().err
 
 
 def test_another_log_dir_moves_no_run(whole):

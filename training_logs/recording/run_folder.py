@@ -1,5 +1,6 @@
 """The run folder and the log: where everything is written; nothing that was written before is lost."""
 
+import contextlib
 import datetime
 import logging
 import logging.handlers
@@ -56,31 +57,46 @@ def start_logging(is_main: bool = True) -> logging.handlers.MemoryHandler:
     return kept
 
 
-def check_logs(config: Config) -> None:
-    """Raise ConfigError if the run folder or the dashboard cannot be used; nothing is written."""
+def check_logs(config: Config, anew: bool = True) -> None:
+    """Raise ConfigError if the run folder or the dashboard cannot be used; nothing is written.
+
+    Args:
+        anew: whether a run folder of this name must not exist.
+    """
     resolved_mode(config.clearml)
     folder = nearest_existing_folder(Path(config.log_dir))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"log_dir: cannot write to {config.log_dir}: {folder} is not a writable folder")
+    if config.run_name is not None:
+        if Path(config.run_name).name != config.run_name:
+            raise ConfigError(f"run_name: must be a name without a path, got {config.run_name!r}")
+        if anew and Path(config.log_dir, config.run_name).exists():
+            raise ConfigError(
+                f"run_name: there is a run {config.run_name} in {config.log_dir}; --resume auto continues it"
+            )
 
 
 def make_run_folder(config: Config, dataset: str) -> Path:
-    """Create `log_dir/<Model>_<Dataset>_<Date>`; a second run within the same second gets a number.
+    """Create the folder `log_dir/run_name`, or `log_dir/<Model>_<Dataset>_<Date>` where the run has no name.
+
+    A name that is taken gets a number. A folder with the name of the run is that of an attempt that died before its
+    first checkpoint: it is the one that gets the number.
 
     Args:
         dataset: the dataset that is trained on, also if it is not the one that was asked for.
     """
     date = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    base = Path(config.log_dir) / f"{config.model_type}_{dataset}_{date}"
-    for number in range(1, 1000):
-        folder = base if number == 1 else base.with_name(f"{base.name}_{number}")
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise ConfigError(f"log_dir: cannot make {folder}: {error.strerror}") from None
-        return folder
+    base = Path(config.log_dir, config.run_name or f"{config.model_type}_{dataset}_{date}")
+    names = [base, *(base.with_name(f"{base.name}_{number}") for number in range(2, 1000))]
+    try:
+        if config.run_name is not None and base.exists():
+            base.rename(next(folder for folder in names if not folder.exists()))
+        for folder in names:
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(parents=True)
+                return folder
+    except OSError as error:
+        raise ConfigError(f"log_dir: cannot make {base}: {error.strerror}") from None
     raise ConfigError(f"log_dir: too many runs named {base}")
 
 

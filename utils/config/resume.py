@@ -5,9 +5,10 @@ from pathlib import Path
 
 from utils.config.reading import NO_CHECKS, Checks, check_plugins_of_run, load_config
 from utils.config.schema import FIELDS, Config, ConfigError
+from utils.utils import has_checkpoint
 
 # The places in the run folder, where its logs go on.
-_FIXED = ("log_file", "memory_report_dir", "model_training_report_dir", "model_weights_dir")
+_FIXED = ("run_name", "log_file", "memory_report_dir", "model_training_report_dir", "model_weights_dir")
 # What only the start of a run looks at: with another value its records would speak of a run that was never made.
 _START = (
     *("training_seed", "number_of_initial_trainers", "INITIAL_BATCH_SIZE", "trainer_data_fraction"),
@@ -36,6 +37,26 @@ def training_changes(before: Config, after: Config) -> list[str]:
         and getattr(before, name) != getattr(after, name)
         and (entry.metadata["changes_training"] or (name in _LENGTHS and _follows_progress(after)))
     ]
+
+
+def folder_to_resume(resume: str | None, config: str | None, overrides: Sequence[str]) -> str | None:
+    """The run folder that a command line resumes; None: it begins a run.
+
+    Args:
+        resume: a run folder, or auto: that of the configuration, if there is a checkpoint.
+        config: the configuration file.
+        overrides: values that win over the file's.
+
+    Raises:
+        ConfigError: the configuration is wrong, or names no run.
+    """
+    if resume != "auto":
+        return resume
+    asked, _ = load_config(config or "config.yaml", overrides)
+    if asked.run_name is None:
+        raise ConfigError("run_name: --resume auto needs the name of the run, got null")
+    folder = Path(asked.log_dir, asked.run_name)
+    return str(folder) if has_checkpoint(folder) else None
 
 
 def resumed_config(

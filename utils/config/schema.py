@@ -558,6 +558,9 @@ class Log(Section):
     """Logs and evaluation"""
 
     log_dir: Name = key("logs", "Folder in which the run folder is made.", changes_training=False)
+    run_name: Name | None = key(
+        None, "Name of the run folder, for `--resume auto`; null: model, dataset and date.", changes_training=False
+    )
     log_file: Name = key("training_log.log", "Log file in the run folder.")
     memory_report_dir: Name = key("memory_report", "Folder for memory use, in the run folder.")
     model_training_report_dir: Name = key(
