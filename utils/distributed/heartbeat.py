@@ -12,8 +12,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 _INTERVAL_SECONDS = 0.5
 # For the operating system to report a death after a connection has broken.
@@ -39,7 +41,7 @@ def exit_reason(code: int) -> str:
 
 def is_lost_connection(error: RuntimeError) -> bool:
     """Whether a collective failed because of another process."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+    return type(error).__name__.startswith("Dist") or "gloo" in str(error).lower()
 
 
 class Heartbeat:
@@ -50,7 +52,7 @@ class Heartbeat:
         store: where a process that ends by itself leaves the reason.
     """
 
-    def __init__(self, children: Mapping[int, subprocess.Popen] | None = None, store: dist.Store | None = None):
+    def __init__(self, children: Mapping[int, subprocess.Popen] | None = None, store: "Store | None" = None):
         self._children = children or {}
         self._store = store
         self._lost: str | None = None
