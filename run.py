@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 # What is imported here is quick; the rest waits until there is something on the screen.
 from utils.distributed.launch import Launch, is_main, start_processes, started_by_others, threads_per_process
 from utils.distributed.signals import STATUS_INTERRUPTED, StopRequest
+from utils.run_layout import MODELS_FOLDER
 from utils.utils import checkpoints_of, has_checkpoint
 
 if TYPE_CHECKING:
@@ -215,7 +216,7 @@ def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
     from utils.distributed.heartbeat import PeerLostError
 
     processes = cluster.processes
-    weights = folder / cluster.config.model_weights_dir
+    weights = folder / MODELS_FOLDER
     final, models, texts = {}, {}, []
     status, code = "failed", 1
     keeps_model = processes.count == 1

@@ -25,6 +25,7 @@ from training_logs.recording.run_folder import make_run_folder, start_logging
 from training_logs.showing.run_data import read_run
 from utils.config.reading import load_config
 from utils.distributed.launch import threads_per_process
+from utils.run_layout import MODELS_FOLDER
 
 # %% A configuration: a file, and what is to differ from it
 less = ["max_tokens=150000", "data_sample_size=1000", "clearml=off", "plot_at_end=false"]
@@ -41,7 +42,7 @@ log = start_logging()
 folder = make_run_folder(config, data.dataset)
 recorder = RunRecorder(config, folder, log, started=time.perf_counter())
 evaluations = cluster.train(recorder, folder)
-models = cluster.save_models(folder / config.model_weights_dir, recorder)
+models = cluster.save_models(folder / MODELS_FOLDER, recorder)
 recorder.finish(cluster, evaluations, "completed", models)
 recorder.close()
 

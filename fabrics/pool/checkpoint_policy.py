@@ -13,6 +13,7 @@ from utils.config.reading import dump_config
 from utils.config.schema import Config
 from utils.distributed.processes import Processes
 from utils.distributed.signals import StopRequest
+from utils.run_layout import MODELS_FOLDER
 from utils.utils import checkpoints_of
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class CheckpointPolicy:
         due = every is not None and step % every == 0
         # The models first: a run that is killed in between makes the round again, and them.
         if due and self._folder is not None:
-            run.save_models(round_folder(self._folder / self._config.model_weights_dir, step), self._observer)
+            run.save_models(round_folder(self._folder / MODELS_FOLDER, step), self._observer)
         if due or run.finished or self._decided.save or self._decided.stop:
             self.save_checkpoint(run)
 

@@ -161,9 +161,9 @@ def test_a_step_log_that_is_continued_is_the_one_that_was_not_interrupted(tmp_pa
 
 
 def run_of(folder: Path, rounds: int) -> RunData:
-    (folder / "report").mkdir(exist_ok=True)
+    (folder / "model_training_report").mkdir(exist_ok=True)
     table = Rows.of([{"outer_step": step, "trainer_id": 7, "inner_steps": STEPS} for step in range(1, rounds + 1)])
-    return RunData(folder, {"model_training_report_dir": "report"}, {}, table, [])
+    return RunData(folder, {}, {}, table, [])
 
 
 def test_step_losses_are_read_as_means_over_workers_that_have_one(tmp_path):

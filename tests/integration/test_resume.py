@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import yaml
 
 import run as program
 from fabrics.config_checks import CHECKS, CHOICES
@@ -123,7 +122,6 @@ def test_what_was_warned_of_at_the_start_is_counted_once(tmp_path, cache_dir):
     ("overrides", "expected"),
     [
         (["ETA=0.9"], "ETA: was 0.4, now 0.9; that changes how the run trains: --force allows it"),
-        (["log_file=other.log", "--force"], "log_file: cannot change within a run folder"),
         (["training_seed=1", "--force"], "training_seed: cannot change in a run that has begun, was 42, got 1"),
         (["ETAA=0.9"], "ETAA: unknown key; did you mean ETA?"),
         (["sequence_length=16", "--force"], "the checkpoint is of a run on other data"),
@@ -256,16 +254,6 @@ def test_moments_of_another_optimiser_are_refused_in_a_line(tmp_path, cache_dir,
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert "inner_optimizer, distributed_algo: what the workers of the run kept as step is of shape [" in errors[0]
-
-
-def test_a_run_from_before_a_key_had_another_name_is_resumed(tmp_path):
-    config, _ = parse_config({"number_of_outer_steps": 3, "joining_moments": "zero"})
-    before = yaml.safe_dump(dataclasses.asdict(config)).replace("joining_moments", "new_worker_moments")
-    assert "new_worker_moments: zero" in before
-    (tmp_path / "config.yaml").write_text(before, encoding="utf-8")
-    assert resumed_config(tmp_path, [], False, {})[0] == config
-    with pytest.raises(ConfigError, match="joining_moments: was 'zero', now 'copy'; that changes how the run trains"):
-        resumed_config(tmp_path, ["new_worker_moments=copy"], False, {})
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def record_run(folder: Path, **values) -> Path:
     origin = Origin("python run.py 'task_name=<i>'", "2026-01-02T03:04:05+01:00", Code("c0ffee", True, b"+1\n"), here)
     recorder = RunRecorder(cluster.config, folder, kept, started, None, origin)
     final = cluster.train(recorder)
-    models = cluster.save_models(folder / cluster.config.model_weights_dir, recorder)
+    models = cluster.save_models(folder / "model_weights", recorder)
     texts = [Continuation("a <i>\n", "b <script>\x1b", "c & d"), Continuation("e", "f", "g")]
     recorder.finish(cluster, final, "completed", models, texts)
     recorder.close()

@@ -29,9 +29,9 @@ def row(step, trainer, nodes, batch, parts=1, sample=NOTHING, **totals):
 
 def made_run(rows, merges=(), nodes_per_gpu=4, folder=Path("made"), **config):
     values = {"nodes_per_gpu": nodes_per_gpu, "communication_dtype": "float32", "statistics_estimator": "per_example"}
-    values |= {"statistics_batch_size": 8, "model_training_report_dir": "."}
+    values |= {"statistics_batch_size": 8}
     run = RunData(folder, values | config, {"parameters": 1000, "devices": ["cpu"]}, Rows.of(rows), list(merges))
-    if not (folder / "exchange_log.csv").exists():  # an all-reduce of the parameters at the end of every round
+    if not (run.report_dir / "exchange_log.csv").exists():  # an all-reduce of the parameters at the end of every round
         run.__dict__["exchanges"] = {
             (entry["outer_step"], entry["trainer_id"]): [
                 ExchangeRecord(
@@ -143,7 +143,9 @@ def test_a_merge_and_new_nodes_wait_for_what_travels():
 def logged_run(folder, rows, exchanges, **values):
     """A run with a log of exchanges: (round, kind, through, count, sent, received, behind, first step, last step)."""
     lines = [",".join(map(str, (step, 0, *exchange))) for step, *exchange in exchanges]
-    (folder / "exchange_log.csv").write_text("\n".join([",".join(EXCHANGE_COLUMNS), *lines, ""]))
+    report = folder / "model_training_report"
+    report.mkdir(exist_ok=True)
+    (report / "exchange_log.csv").write_text("\n".join([",".join(EXCHANGE_COLUMNS), *lines, ""]))
     return made_run(rows, folder=folder, **values)
 
 
@@ -169,7 +171,9 @@ def test_nodes_of_given_speeds_take_as_many_times_as_long_and_the_slowest_counts
 
     def seconds(shares, steps):
         rows = [",".join(map(str, (1, 0, n, n, speeds[n], shares[n], steps[n]))) for n in range(4)]
-        (tmp_path / "node_log.csv").write_text("\n".join([",".join(columns), *rows, ""]))
+        report = tmp_path / "model_training_report"
+        report.mkdir(exist_ok=True)
+        (report / "node_log.csv").write_text("\n".join([",".join(columns), *rows, ""]))
         one = [row(1, 0, 4, 16, sample=8) | {"micro_batch": max(shares)}]
         return simulated_seconds(made_run(one, folder=tmp_path, node_speeds=speeds), DEVICE, Network("free", 1e99, 0.0))
 

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fabrics.config_checks import CHECKS, CHOICES
-from utils.config.reading import ALIASES, dump_config, load_config, parse_config
+from utils.config.reading import ALIASES, IGNORED, dump_config, load_config, parse_config
 from utils.config.schema import FIELDS, Config, ConfigError
 from utils.config.yaml_reading import yaml_value
 from utils.distributed.devices import resolve_devices
@@ -65,14 +65,16 @@ def test_the_readme_block_of_adloco_gives_typed_values(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(README_BLOCK)
     config, warnings = load_config(path)
-    expected = yaml.safe_load(README_BLOCK) | {
+    given = yaml.safe_load(README_BLOCK)
+    assert_lines(warnings, [f"{name}: effect" for name in given if name in IGNORED])
+    assert len(warnings) == len(IGNORED) == 5
+    expected = {name: value for name, value in given.items() if name not in IGNORED} | {
         "learning_rate_for_inner_opt": 1e-5,  # YAML 1.1 reads 1e-5 as a string
         "learning_rate_for_outer_opt": 1e-4,
     }
     for name, value in expected.items():
         assert getattr(config, name) == value, name
         assert type(getattr(config, name)) is (float if name == "number_of_training_epochs" else type(value)), name
-    assert warnings == []
 
 
 def test_without_cuda_a_warning_says_that_it_runs_on_the_cpu(monkeypatch):
@@ -113,9 +115,8 @@ def test_devices_are_counted_among_the_visible_ones(monkeypatch):
 
 @pytest.mark.parametrize(("alias", "name"), ALIASES.items())
 def test_every_alias_means_its_key(alias, name):
-    value = "zero" if name == "joining_moments" else 2
-    config, _ = parse_config({alias: value} | ({} if name == "number_of_outer_steps" else {"number_of_outer_steps": 3}))
-    assert getattr(config, name) == value != getattr(Config(), name)
+    config, _ = parse_config({alias: 2} | ({} if name == "number_of_outer_steps" else {"number_of_outer_steps": 3}))
+    assert getattr(config, name) == 2 != getattr(Config(), name)
 
 
 def test_a_key_and_its_alias_together_are_a_problem():
@@ -214,6 +215,8 @@ def test_all_problems_are_reported_at_once_one_line_each():
     ],
 )
 def test_values_that_do_not_go_together(raw, expected):
+    if "real_device_ids" in raw:
+        pytest.skip("the key has no effect")
     assert any(line.startswith(expected) for line in problems(raw))
 
 

@@ -22,7 +22,7 @@ def test_the_models_of_all_rounds_that_are_asked_for_stay(tmp_path):
         sampling_method="none", save_weights_every=2, clearml="off",
     )  # fmt: skip
     cluster.train(Recorder(), tmp_path)
-    models = tmp_path / cluster.config.model_weights_dir
+    models = tmp_path / "model_weights"
     assert {path.name for path in models.iterdir()} == {round_folder(models, step).name for step in (2, 4)}
     assert all(list(round_folder(models, step).glob("trainer_*/model.safetensors")) for step in (2, 4))
 

@@ -33,7 +33,6 @@ def made_run(
     config = {
         "number_of_inner_steps_between_outers": steps, "max_requested_batch": cap, "sampling_method": "norm_test",
         "ETA": 2.0, "ETA_at_end": None, "max_tokens": None, "number_of_outer_steps": len(batches),
-        "model_training_report_dir": ".",
     }  # fmt: skip
     return RunData(Path("made"), config | values, {}, Rows.of(rows), merges)
 

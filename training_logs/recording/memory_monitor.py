@@ -43,7 +43,6 @@ class MemoryMonitor:
     Args:
         folder: receives the files.
         devices: devices of this process.
-        labels: one name per device; None: PyTorch's names.
         state: from state_dict, to continue.
 
     Raises:
@@ -54,15 +53,12 @@ class MemoryMonitor:
         self,
         folder: Path,
         devices: Sequence[torch.device],
-        labels: Sequence[str] | None = None,
         state: dict | None = None,
     ):
         folder.mkdir(parents=True, exist_ok=True)
         self._log = CsvLog(folder / "memory_log.csv", COLUMNS, state and state["log"])
         self._summary_path = folder / "memory_summary.json"
         self._devices = devices
-        names = [str(device) for device in devices]
-        self._labels = dict(zip(names, labels if labels and len(labels) == len(names) else names, strict=True))
         self._started = time.perf_counter() - (state["seconds"] if state else 0.0)
         # By device: peak_bytes, total_bytes, and stage, outer_step and seconds of the peak.
         self.peaks: dict[str, dict] = state["peaks"] if state else {}
@@ -79,7 +75,7 @@ class MemoryMonitor:
     def _measure(self, stage: str, others: Sequence[Sequence[Use]]) -> list[tuple]:
         host = psutil.virtual_memory()
         in_use = host.total - host.available
-        uses = [(self._labels.get(name, name), *use) for name, *use in memory_use(self._devices)]
+        uses = list(memory_use(self._devices))
         uses.append(("host", in_use, in_use, 0, host.total))
         for number, theirs in enumerate(others, 1):
             for name, *use in theirs:

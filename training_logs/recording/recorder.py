@@ -41,6 +41,7 @@ from training_logs.trackers.clearml import SESSION, follow_run, resolved_mode, s
 from training_logs.trackers.tracker import BackgroundTracker, merge_line, report_end, round_scalars
 from utils.config.reading import dump_config
 from utils.config.schema import Config
+from utils.run_layout import LOG_FILE, MEMORY_FOLDER, REPORT_FOLDER
 from utils.utils import budget_used, byte_size, write_json_atomically, write_text_atomically
 
 MERGE_COLUMNS = ("outer_step", "representative", "trainer_id", "weight")
@@ -75,7 +76,7 @@ class RunRecorder(Observer):
     ):
         self.config = config
         self.folder = folder
-        self.report_dir = folder / config.model_training_report_dir
+        self.report_dir = folder / REPORT_FOLDER
         self.report_dir.mkdir(parents=True, exist_ok=state is not None)
         entries = state["invocations"] if state else None
         self._invocations = Invocations(folder, self.report_dir / "summary.json", origin, entries)
@@ -90,7 +91,7 @@ class RunRecorder(Observer):
         self._steps = StepLossLogger(self.report_dir, logs.get("steps"))
         self._memory: MemoryMonitor | None = None
         self._memory_state = logs.get("memory")
-        self._log_path = folder / config.log_file
+        self._log_path = folder / LOG_FILE
         if state:
             continue_log(self._log_path, logs["text"])
         self._file = FileHandler(self._log_path, encoding="utf-8")
@@ -158,8 +159,7 @@ class RunRecorder(Observer):
         for warning in self._invocations.changed_plugins():
             self.warn(warning)
         self._attempt("changes.patch", self._invocations.begin, run.totals.outer_steps + 1)
-        memory_dir = self.folder / self.config.memory_report_dir
-        self._memory = MemoryMonitor(memory_dir, run.devices, self.config.real_device_ids, self._memory_state)
+        self._memory = MemoryMonitor(self.folder / MEMORY_FOLDER, run.devices, self._memory_state)
         self._attempt("memory_log.csv", self._memory.measure, "before training", run.totals.outer_steps)
         if initial:
             self._initial_metric = sum(evaluation.metric for evaluation in initial.values()) / len(initial)

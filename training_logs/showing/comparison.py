@@ -21,7 +21,7 @@ from training_logs.showing.styles import (
 from utils.utils import write_atomically, write_text_atomically
 
 # Keys without influence on results.
-_PLACES = ("log_dir", "log_file", "cache_dir")
+_PLACES = ("log_dir", "cache_dir")
 
 
 def best_per_round(run: RunData, x: str) -> tuple[list[float], list[float]]:

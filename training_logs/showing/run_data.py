@@ -13,6 +13,7 @@ import numpy as np
 import yaml
 
 from utils.config.yaml_reading import yaml_value
+from utils.run_layout import MEMORY_FOLDER, REPORT_FOLDER
 
 Row = dict[str, float]
 # Exchanges that are not between the workers of a trainer.
@@ -154,12 +155,12 @@ class RunData:
     @property
     def report_dir(self) -> Path:
         """The folder of CSVs, summary, plots and report."""
-        return self.folder / self.config["model_training_report_dir"]
+        return self.folder / REPORT_FOLDER
 
     @property
     def memory_dir(self) -> Path:
         """The folder of the memory report."""
-        return self.folder / self.config["memory_report_dir"]
+        return self.folder / MEMORY_FOLDER
 
     @property
     def metric(self) -> MetricName:
@@ -298,7 +299,9 @@ def read_run(folder: Path) -> RunData:
     """
     try:
         config = yaml_value((folder / "config.yaml").read_text(encoding="utf-8"))
-        report_dir = folder / config["model_training_report_dir"]
+        if not isinstance(config, dict) or "distributed_algo" not in config:
+            raise ValueError("config.yaml is not the configuration of a run")
+        report_dir = folder / REPORT_FOLDER
         return RunData(
             folder=folder,
             config=config,

@@ -18,7 +18,7 @@ from utils.config.schema import FIELDS, Config, ConfigError
 from utils.config.yaml_reading import read_mapping, yaml_value
 from utils.utils import meant
 
-# The names in the published code's config.yaml, and what keys were called in run folders from before.
+# The names in the published code's config.yaml.
 ALIASES = {
     "lr_inner": "learning_rate_for_inner_opt",
     "lr_outer": "learning_rate_for_outer_opt",
@@ -27,7 +27,15 @@ ALIASES = {
     "num_init_trainers": "number_of_initial_trainers",
     "initial_batch_size": "INITIAL_BATCH_SIZE",
     "num_epochs": "number_of_training_epochs",
-    "new_worker_moments": "joining_moments",
+}
+
+# Keys of the published code that do nothing here, and what to use instead.
+IGNORED = {
+    "log_file": "the log is training_log.log in the run folder",
+    "memory_report_dir": "memory use is in memory_report in the run folder",
+    "model_training_report_dir": "CSVs, summary and plots are in model_training_report in the run folder",
+    "model_weights_dir": "models are in model_weights in the run folder",
+    "real_device_ids": "logs name devices as PyTorch does; CUDA_VISIBLE_DEVICES and devices choose them",
 }
 
 _ADAPTERS = {
@@ -81,7 +89,9 @@ def _canonical(raw: Mapping, problems: list[str]) -> dict:
     values, origin = {}, {}
     for key, value in raw.items():
         name = ALIASES.get(key, key)
-        if name not in FIELDS:
+        if name in IGNORED:
+            values[name] = value
+        elif name not in FIELDS:
             problems.append(_unknown(key))
         elif name in values:
             problems.append(f"{key}: given twice, as {origin[name]} and as {key}")
@@ -181,6 +191,9 @@ def parse_config(
         problem = _override(values, assignment)
         if problem:
             problems.append(problem)
+    for name in [name for name in values if name in IGNORED]:
+        warnings.append(f"{name}: has no effect, {IGNORED[name]}")
+        del values[name]
     for name in [name for name in values if name not in FIELDS]:
         problems.append(_unknown(name))
         del values[name]

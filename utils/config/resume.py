@@ -7,11 +7,9 @@ from utils.config.reading import NO_CHECKS, Checks, check_plugins_of_run, load_c
 from utils.config.schema import FIELDS, Config, ConfigError
 from utils.utils import has_checkpoint
 
-# The places in the run folder, where its logs go on.
-_FIXED = ("run_name", "log_file", "memory_report_dir", "model_training_report_dir", "model_weights_dir")
 # What only the start of a run looks at: with another value its records would speak of a run that was never made.
 _START = (
-    *("training_seed", "number_of_initial_trainers", "INITIAL_BATCH_SIZE", "trainer_data_fraction"),
+    *("run_name", "training_seed", "number_of_initial_trainers", "INITIAL_BATCH_SIZE", "trainer_data_fraction"),
     *("identical_initialisation", "need_to_reinit_output_layers", "single_seed"),
 )
 _LENGTHS = ("number_of_outer_steps", "number_of_training_epochs", "max_tokens")
@@ -33,7 +31,7 @@ def training_changes(before: Config, after: Config) -> list[str]:
     return [
         f"{name}: was {getattr(before, name)!r}, now {getattr(after, name)!r}"
         for name, entry in FIELDS.items()
-        if name not in (*_FIXED, *_START)
+        if name not in _START
         and getattr(before, name) != getattr(after, name)
         and (entry.metadata["changes_training"] or (name in _LENGTHS and _follows_progress(after)))
     ]
@@ -80,9 +78,6 @@ def resumed_config(
     before, _ = load_config(path, plugins, allowed, checks)
     after, warnings = load_config(path, overrides, allowed, checks)
     problems = [
-        f"{name}: cannot change within a run folder" for name in _FIXED if getattr(before, name) != getattr(after, name)
-    ]
-    problems += [
         f"{name}: cannot change in a run that has begun, was {was!r}, got {now!r}"
         for name in _START
         if (was := getattr(before, name)) != (now := getattr(after, name))

@@ -133,9 +133,6 @@ class Devices(Section):
     devices: Annotated[list[Device], Field(min_length=1)] | None = key(
         None, "Devices to train on, numbered among the visible ones; null: every visible GPU, else the CPU."
     )
-    real_device_ids: list[str] | None = key(
-        None, "Labels of the devices in logs, one per device; null: their names.", changes_training=False
-    )
     processes: Annotated[Literal["auto"] | PositiveInt, BeforeValidator(_auto_or_a_count)] = key(
         "auto",
         "Processes that `python run.py` starts; auto: processes_per_gpu for each GPU, or one per CPU core, at most one "
@@ -151,11 +148,6 @@ class Devices(Section):
     deterministic: bool | None = key(
         None, "Sum in worker order, so that bits do not depend on the number of processes; null: true on CPUs only."
     )
-
-    def check(self) -> list[str]:
-        if self.devices and self.real_device_ids and len(self.devices) != len(self.real_device_ids):
-            return [f"real_device_ids: must name each of the {len(self.devices)} devices, got {self.real_device_ids}"]
-        return []
 
 
 @dataclass(frozen=True)
@@ -561,12 +553,6 @@ class Log(Section):
     run_name: Name | None = key(
         None, "Name of the run folder, for `--resume auto`; null: model, dataset and date.", changes_training=False
     )
-    log_file: Name = key("training_log.log", "Log file in the run folder.")
-    memory_report_dir: Name = key("memory_report", "Folder for memory use, in the run folder.")
-    model_training_report_dir: Name = key(
-        "model_training_report", "Folder for CSVs, summary and plots, in the run folder."
-    )
-    model_weights_dir: Name = key("model_weights", "Folder for models, in the run folder.")
     plot_at_end: bool = key(
         True,
         "Draw plots and report at the end; `python -m training_logs.training_monitoring RUN_DIR` draws them later.",

@@ -16,7 +16,7 @@ from utils.distributed.processes import Processes
 T = TypeVar("T")
 
 # What is a machine's own: where its devices, its cache and its plugins are.
-_MAY_DIFFER = ("CUDA_VISIBLE_DEVICES", "devices", "real_device_ids", "cache_dir", "plugins")
+_MAY_DIFFER = ("CUDA_VISIBLE_DEVICES", "devices", "cache_dir", "plugins")
 _LONGEST_VALUE = 100
 
 

@@ -32,10 +32,6 @@ def place_nodes(processes: Processes, config: Config) -> list[str]:
     if in_order and not on_cpu:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
         torch.use_deterministic_algorithms(True)
-    if config.real_device_ids and len(config.real_device_ids) != len(devices):
-        warnings.append(
-            f"real_device_ids: {len(config.real_device_ids)} labels for {len(devices)} devices, none is used"
-        )
     try:
         processes.place(devices, config.nodes_per_gpu, in_order, config.devices_per_node)
     except ValueError as error:
