@@ -15,7 +15,7 @@ from fabrics.idle_keys import idle_keys
 from fabrics.models.registry import MODELS
 from fabrics.sharding.checks import sharding_problems
 from fabrics.training.method_config import method_problems
-from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
+from fabrics.training.optimizers import INNER_OPTIMIZERS
 from fabrics.training.participation import attendance_problems
 from utils.config.reading import Checks
 from utils.config.schema import CLEARML_MODES, Config
@@ -52,17 +52,15 @@ def _task_problems(config: Config) -> list[str]:
     return [f"model_type: {config.model_type} is for {needed}, dataset {config.dataset} for {task}"]
 
 
-def _without_effect(config: Config) -> list[str]:
-    kind, found = inner_optimizer_name(config), idle_keys(config)
-    if config.idle_moments == "cpu" and (
-        kind == "sgd" or METHODS[config.distributed_algo].capabilities.exchanges_gradients
-    ):
-        found.append("idle_moments: has no effect, workers keep no moments of their own")
-    return found
+def _schedule_warnings(config: Config) -> list[str]:
+    schedule, initial = config.batch_schedule, config.INITIAL_BATCH_SIZE
+    if not schedule or schedule[0][0] != 0 or schedule[0][1] == initial:
+        return []
+    return [f"batch_schedule: the first round has INITIAL_BATCH_SIZE {initial}, and not {schedule[0][1]:g}"]
 
 
 # What only the parts know of a config, for load_config.
 CHECKS = Checks(
     (_model_problems, _task_problems, method_problems, split_problems, attendance_problems, sharding_problems),
-    (_without_effect,),
+    (idle_keys, _schedule_warnings),
 )

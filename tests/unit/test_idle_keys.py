@@ -89,7 +89,7 @@ def test_values_of_the_defaults_are_not_warned_of():
 def test_a_run_is_warned_once_of_each_key():
     keys = {"distributed_algo": "LocalSGD", "outer_momentum": 0.5, "adam_betas": [0.9, 0.95]}
     assert parse_config({"number_of_outer_steps": 1} | keys, (), CHOICES, CHECKS)[1] == [
-        "adam_betas: has no effect without inner_optimizer adamw or muon",
+        "adam_betas: has no effect with inner_optimizer sgd",
         "outer_momentum: has no effect with distributed_algo LocalSGD",
     ]
 

@@ -108,7 +108,8 @@ def test_what_cannot_be_moved_is_refused_or_said_to_have_no_effect():
         parsed(outer_state="cpu", distributed_algo="Synchronous")
     (problem,) = caught.value.problems
     assert problem == "outer_state: must be device with Synchronous, which changes the parameters in every inner step"
-    warning = "idle_moments: has no effect, workers keep no moments of their own"
+    warning = "idle_moments: has no effect with inner_optimizer sgd"
     assert parsed(idle_moments="cpu", distributed_algo="LocalSGD") == [warning]
+    warning = "idle_moments: has no effect with distributed_algo Synchronous"
     assert parsed(idle_moments="cpu", distributed_algo="Synchronous") == [warning]
     assert parsed(idle_moments="cpu", outer_state="cpu") == []

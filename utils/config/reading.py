@@ -122,31 +122,6 @@ def _check_choices(config: Config, allowed: Mapping[str, Collection[str]], probl
             problems.append(f"{name}: must be one of {', '.join(choices)}, got {value!r}{hint}")
 
 
-def _warnings(config: Config, given: Mapping) -> list[str]:
-    """A key that is changed and cannot have an effect is said to have none."""
-    warnings, defaults = [], Config()
-    for name, value in given.items():
-        if getattr(config, name) == getattr(defaults, name):
-            continue
-        metadata = FIELDS[name].metadata
-        if metadata["datasets"] and config.dataset not in metadata["datasets"]:
-            warnings.append(f"{name}: has no effect with dataset {config.dataset}")
-        if name in ("project_name", "task_name") and config.clearml == "off":
-            warnings.append(f"{name}: has no effect with clearml: off")
-        if name.startswith("link_") and config.time_budget is config.node_speeds is None:
-            warnings.append(f"{name}: has no effect without time_budget or node_speeds")
-        if name == "vocab_size" and (config.tokenizer or config.model_config.get("pretrained") is True):
-            warnings.append("vocab_size: has no effect, the tokenizer is not trained here")
-        if name == "single_seed" and value and not config.need_to_reinit_output_layers:
-            warnings.append("single_seed: has no effect without need_to_reinit_output_layers")
-        if name == "batch_schedule" and value and value[0][0] == 0 and value[0][1] != config.INITIAL_BATCH_SIZE:
-            warnings.append(
-                f"batch_schedule: has no effect on the first round, which has INITIAL_BATCH_SIZE, "
-                f"{config.INITIAL_BATCH_SIZE}, and not {value[0][1]:g}"
-            )
-    return warnings
-
-
 Check = Callable[[Config], list[str]]
 
 
@@ -216,7 +191,7 @@ def parse_config(
     if problems:
         raise ConfigError(problems)
     more = [warning for check in checks.warnings for warning in check(config)]
-    return config, warnings + _warnings(config, values) + more
+    return config, warnings + more
 
 
 def load_config(

@@ -74,16 +74,15 @@ Name = Annotated[str, Field(min_length=1)]
 File = Annotated[str, Field(min_length=1), AfterValidator(os.path.abspath)]
 
 
-def key(default, meaning: str, *, datasets: tuple[str, ...] = (), changes_training: bool = True):
+def key(default, meaning: str, *, changes_training: bool = True):
     """Declare a configuration key.
 
     Args:
         default: the value without a configuration; `null` in the meaning is Python's None.
         meaning: one sentence for docs/configuration.md.
-        datasets: the only datasets that read the key; empty: all.
         changes_training: whether a run resumed with another value trains differently.
     """
-    metadata = {"meaning": meaning, "datasets": datasets, "changes_training": changes_training}
+    metadata = {"meaning": meaning, "changes_training": changes_training}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -198,26 +197,18 @@ class Data(Section):
     val_size: PositiveInt | None = key(
         None,
         "Documents held out for validation; null: one in twenty, at most 500 (all that c4_tokenized_path holds out).",
-        datasets=("python_docs", "c4", "text"),
     )
-    val_sequences: PositiveInt | None = key(
-        10_000,
-        "Most sequences an evaluation reads; null: no limit.",
-        datasets=("python_docs", "c4", "text"),
-    )
+    val_sequences: PositiveInt | None = key(10_000, "Most sequences an evaluation reads; null: no limit.")
     samples_per_class: PositiveInt | None = key(
         None,
         "Evaluation reviews per class; null: the size of the smaller class of the test part, or one in twenty without "
         "a test part.",
-        datasets=("imdb",),
     )
     sequence_length: AtLeastTwo = key(
         128, "Tokens per packed sequence; without packing, longer documents are cut to this length."
     )
     packing: bool = key(
-        True,
-        "Join documents, separated by end-of-text, into full sequences; false: one padded document per sequence.",
-        datasets=("python_docs", "c4", "text"),
+        True, "Join documents, separated by end-of-text, into full sequences; false: one padded document per sequence."
     )
     tokenizer: Name | None = key(
         None,
@@ -229,25 +220,19 @@ class Data(Section):
     )
     cache_dir: Name = key(".cache", "Folder for tokenised documents, shared by runs.", changes_training=False)
     text_files: Annotated[list[Name], Field(min_length=1)] | None = key(
-        None, "Files, folders or globs of UTF-8 text, plain or gzip.", datasets=("text",)
+        None, "Files, folders or globs of UTF-8 text, plain or gzip."
     )
-    text_documents: str = key(
-        "files", "What one document is: a whole file, or a block between blank lines.", datasets=("text",)
-    )
-    c4_tokenized_path: Name | None = key(None, "Folder written by c4/tokenize_c4.py; tried first.", datasets=("c4",))
+    text_documents: str = key("files", "What one document is: a whole file, or a block between blank lines.")
+    c4_tokenized_path: Name | None = key(None, "Folder written by c4/tokenize_c4.py; tried first.")
     c4_local_path: Name | None = key(
-        None, "File, folder or glob of C4 shards (JSON lines, plain or gzip); tried second.", datasets=("c4",)
+        None, "File, folder or glob of C4 shards (JSON lines, plain or gzip); tried second."
     )
-    c4_language: Name = key("en", "Configuration of allenai/c4 on the hub; tried last.", datasets=("c4",))
-    c4_streaming: bool = key(
-        True, "Read C4 over the network; false: download the shards that are needed.", datasets=("c4",)
-    )
+    c4_language: Name = key("en", "Configuration of allenai/c4 on the hub; tried last.")
+    c4_streaming: bool = key(True, "Read C4 over the network; false: download the shards that are needed.")
     dataset_fallback: Name = key(
-        "python_docs", "Dataset used, with a warning, if no source of C4 can be read; none: stop.", datasets=("c4",)
+        "python_docs", "Dataset used, with a warning, if no source of C4 can be read; none: stop."
     )
-    imdb_local_path: Name | None = key(
-        None, "The folder that aclImdb_v1.tar.gz unpacks to; null: the hub.", datasets=("imdb",)
-    )
+    imdb_local_path: Name | None = key(None, "The folder that aclImdb_v1.tar.gz unpacks to; null: the hub.")
 
     def check(self) -> list[str]:
         if self.dataset == "text" and not self.text_files:
