@@ -18,6 +18,9 @@ from fabrics.sharding.sharded_muon import UPDATE_SIZE, ShardedMuon
 from fabrics.training.flat_model import FlatModel, laid_out
 from utils.config.schema import Config, ConfigError
 
+# Nesterov momentum of Muon, the value of its published code.
+MUON_MOMENTUM = 0.95
+
 
 class InnerOptimizer:
     """What makes a worker's inner steps.
@@ -161,7 +164,7 @@ def _muon(working: FlatModel, config: Config, given: Mapping[str, torch.Tensor])
     trained, numbers = working.trained(), _numbers(working)
     matrices, rest = ([trained[number] for number in part] for part in numbers)
     state = {name: given[name] for name in _muon_start(working, "meta")}
-    decays = config.weight_decay, config.muon_momentum
+    decays = config.weight_decay, MUON_MOMENTUM
     if working.island.size > 1:
         muon = ShardedMuon(working.whole_tensors(numbers[0]), matrices, state["momentum"], *decays)
     else:
@@ -193,7 +196,7 @@ INNER_OPTIMIZERS = Registry(
             _muon_start,
             _muon,
             _muon_shapes,
-            (*_ADAMW_KEYS, "muon_momentum"),
+            _ADAMW_KEYS,
             _muon_packed,
             lambda working: _numbers(working)[0],
         ),

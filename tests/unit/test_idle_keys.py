@@ -22,7 +22,6 @@ OTHER = {
     "weight_decay": 0.0,
     "adam_betas": [0.5, 0.6],
     "adam_epsilon": 1e-3,
-    "muon_momentum": 0.5,
     "joining_moments": "zero",
 }
 # Every method, and what its own parameters or another inner optimiser make of it.

@@ -73,13 +73,13 @@ def freeze_first_layer(module: nn.Module) -> nn.Module:
 def test_muon_is_torchs_inside_and_adamw_for_the_rest(module):
     module = module()
     expected, before = copy.deepcopy(module), copy.deepcopy(module)
-    values = {"muon_momentum": 0.9, "weight_decay": 0.3, "adam_betas": [0.8, 0.95], "adam_epsilon": 1e-6}
+    values = {"weight_decay": 0.3, "adam_betas": [0.8, 0.95], "adam_epsilon": 1e-6}
     working, optimizer = build(module, "muon", **values)
     named = trainable(expected)
     theirs = [
         torch.optim.Muon(
             [parameter for name, parameter in named.items() if is_inside(name)],
-            momentum=0.9,
+            momentum=0.95,
             weight_decay=0.3,
             adjust_lr_fn="match_rms_adamw",
         ),

@@ -378,7 +378,6 @@ class Inner(Section):
     )
     learning_rate_for_inner_opt: PositiveFloat = key(1e-3, "Base learning rate of the inner optimizer.")
     lr_sgd: PositiveFloat | None = key(None, "Base learning rate of inner SGD; null: learning_rate_for_inner_opt.")
-    muon_momentum: BelowOne = key(0.95, "Nesterov momentum of Muon.")
     weight_decay: NonNegativeFloat = key(
         0.1, "Weight decay of AdamW and Muon, independent of the gradient, on every parameter."
     )
