@@ -290,8 +290,8 @@ def test_a_device_of_two_needs_little_more_than_half_of_the_memory(programs, tmp
 
     That is what is planned. With what is copied for a checkpoint it needs half.
     """
-    programs.run("tests/support/islands.py", "memory", tmp_path)
-    programs.torchrun(2, "tests/support/islands.py", "memory", tmp_path)
+    programs.run("tests/support/islands.py", "memory", tmp_path, fresh=True)
+    programs.torchrun(2, "tests/support/islands.py", "memory", tmp_path, options=["--max-restarts=0"])
     found = {devices: json.loads((tmp_path / f"peaks_{devices}.json").read_text()) for devices in (1, 2)}
     for devices, (trained, _) in found.items():
         planned = estimate(islands.memory_config(devices)).memory.device
