@@ -107,7 +107,7 @@ def run(options: argparse.Namespace, started: float, launch: Launch | None) -> i
     from utils.config.resume import folder_to_resume
     from utils.config.schema import ConfigError
     from utils.distributed.collective_checks import agree_on_config, decided, done_by_all
-    from utils.distributed.heartbeat import PeerLostError
+    from utils.distributed.peers import PeerLostError
     from utils.distributed.process_group import place_nodes
     from utils.distributed.processes import meet
 
@@ -213,7 +213,7 @@ def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
     from fabrics.pool.device_errors import DeviceLostError
     from fabrics.training.worker import TrainingError
     from training_logs.recording.run_folder import logger
-    from utils.distributed.heartbeat import PeerLostError
+    from utils.distributed.peers import PeerLostError
 
     processes = cluster.processes
     weights = folder / MODELS_FOLDER

@@ -186,5 +186,5 @@ def calculate_max_batch(
                 f"no example fits on {device}: {error} (padding_percentage {padding_percentage} of "
                 f"{memory:,} bytes, less {taken:,} in use and {reserved_bytes:,} for a round's sums, "
                 f"shared by {sharing} processes); use a smaller model or sequence_length, or fewer nodes_per_gpu, "
-                f"trainers or processes_per_gpu"
+                f"trainers or processes"
             ) from None

@@ -149,7 +149,7 @@ def run_of(**values) -> dict:
 def processes_that_share() -> dict:
     fixed = {"sampling_method": "none", "smallest_worker_batch": "null", "merge_frequency": 10**6, "eval_every": 1000}
     length = {"number_of_outer_steps": 15, "number_of_inner_steps_between_outers": 40, "max_tokens": "null"}
-    found = {n: run_of(processes_per_gpu=n, **fixed, **length)["tokens_per_second"] for n in (1, 2, 4)}
+    found = {n: run_of(processes=n, **fixed, **length)["tokens_per_second"] for n in (1, 2, 4)}
     return {str(n): {"tokens_per_second": speed, "of_one": speed / found[1]} for n, speed in found.items()}
 
 

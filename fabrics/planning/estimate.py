@@ -224,7 +224,7 @@ class _Estimator:
         owners = trainers if self.method.capabilities.exchanges_gradients else workers
         moments = owners * self.moment_bytes
         outer = trainers * self.trainer_bytes
-        several = self.groups * config.processes_per_gpu > 1
+        several = self.groups > 1
         in_round = round(self.flat_bytes * round_tensors(config, workers, several, self.nodes - workers))
         host = 0
         if config.idle_moments == "cpu" and not self.on_host and owners > 1:
@@ -243,16 +243,15 @@ class _Estimator:
             training = -(-micro_batch // size) * (inside + logits)
             activations = max(training, config.eval_batch_size * (inside // layers + 2 * logits // 3))
         gathered = gathered_elements(self.working.module) * self.working.parameters.element_size() if size > 1 else 0
-        processes = config.processes_per_gpu
         return Memory(
-            parameters=processes * (self.flat_bytes + frozen) // size,
-            gradients=processes * self.flat_bytes // size,
+            parameters=(self.flat_bytes + frozen) // size,
+            gradients=self.flat_bytes // size,
             moments=moments // size,
             trainers=outer // size,
             workers=workers * self.worker_bytes // size,
             round=in_round // size,
-            gathered=processes * gathered,
-            activations=processes * activations,
+            gathered=gathered,
+            activations=activations,
             host=host // size,
         )
 

@@ -20,8 +20,6 @@ def sharding_problems(config: Config) -> list[str]:
         return found
     if config.processes != "auto" and config.processes % size:
         found.append(f"processes: must be a multiple of devices_per_node, {size}, got {config.processes}")
-    if config.processes_per_gpu > 1:
-        found.append(f"processes_per_gpu: must be 1 with devices_per_node {size}, got {config.processes_per_gpu}")
     method = METHODS.get(config.distributed_algo)
     if method is not None and not method.capabilities.shards:
         able = ", ".join(name for name in METHODS if METHODS[name].capabilities.shards)

@@ -332,7 +332,6 @@ _WITHIN = {"statistics_estimator": "across_workers", "statistics_within_island":
     ("values", "problem"),
     [
         ({"processes": 3}, "processes: must be a multiple of devices_per_node, 2, got 3"),
-        ({"processes_per_gpu": 2}, "processes_per_gpu: must be 1 with devices_per_node 2, got 2"),
         (
             {"statistics_within_island": True},
             "statistics_within_island: must be false with statistics_estimator per_example; use across_workers",

@@ -15,8 +15,8 @@ from tests.support.programs import Popen, Programs
 from tests.support.runs import assert_same_run, kill_the_second_process, report, write_config
 from utils.config.reading import parse_config
 from utils.distributed import launch
-from utils.distributed.heartbeat import Heartbeat, PeerLostError, exit_reason
 from utils.distributed.launch import planned_processes, threads_per_process
+from utils.distributed.peers import PeerLostError, PeerWatch, exit_reason
 
 
 def config(**values):
@@ -32,8 +32,6 @@ def config(**values):
         ({"nodes_per_gpu": 4, "processes": 1}, 2, 0, 1, 1),  # as many threads as with auto: the bits stay the same
         ({"nodes_per_gpu": 4, "processes": 3, "cpu_threads": 5}, 2, 0, 3, 5),
         ({"nodes_per_gpu": 4}, 16, 8, 8, 4),
-        ({"nodes_per_gpu": 4, "processes_per_gpu": 2}, 16, 8, 16, 4),
-        ({"nodes_per_gpu": 1, "processes_per_gpu": 2}, 16, 2, 2, 16),
         ({"nodes_per_gpu": 2, "devices": ["cuda:1"]}, 16, 8, 1, 8),
         ({"nodes_per_gpu": 2, "devices": ["cpu"]}, 16, 8, 2, 8),
         ({"nodes_per_gpu": 4, "devices_per_node": 2}, 2, 0, 2, 1),  # one island
@@ -57,7 +55,7 @@ def test_gpus_are_counted_wherever_their_driver_can_be_loaded(monkeypatch, drive
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus or pytest.fail("PyTorch was asked"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(launch, "cores", lambda: 16)
-    assert planned_processes(config(nodes_per_gpu=4, processes_per_gpu=2)) == (2 * gpus or 4)
+    assert planned_processes(config(nodes_per_gpu=4)) == (gpus or 4)
 
 
 @pytest.mark.parametrize("value", ["2.5", "0", "none", "true"])
@@ -101,28 +99,28 @@ def test_more_processes_than_nodes_are_not_started(monkeypatch, tmp_path, capsys
 CLOSED = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
 
 
-def explained(watcher: Heartbeat) -> str:
+def explained(watcher: PeerWatch) -> str:
     with pytest.raises(PeerLostError) as error, watcher.explaining():
         raise CLOSED
     return str(error.value)
 
 
 def test_a_lost_connection_is_explained_and_other_errors_stay_what_they_are():
-    assert "another process of the run is gone" in explained(Heartbeat())
+    assert "another process of the run is gone" in explained(PeerWatch())
     for error in (ValueError("of its own"), RuntimeError("shapes do not match")):
-        with pytest.raises(type(error), match=str(error)), Heartbeat().explaining():
+        with pytest.raises(type(error), match=str(error)), PeerWatch().explaining():
             raise error
 
 
 def test_a_process_that_ends_by_itself_says_why():
     store = HashStore()
-    Heartbeat(store=store).failed(1, "ETA: must be positive")
-    assert explained(Heartbeat(store=store)) == "rank 1 ended: ETA: must be positive"
+    PeerWatch(store=store).failed(1, "ETA: must be positive")
+    assert explained(PeerWatch(store=store)) == "rank 1 ended: ETA: must be positive"
 
 
 def test_a_child_that_was_killed_is_named(programs):
     child = programs.start("-c", "import time; time.sleep(10_000)")
-    watcher = Heartbeat({1: child})
+    watcher = PeerWatch({1: child})
     child.kill()
     assert explained(watcher) == f"rank 1 (process {child.pid}) was killed (SIGKILL); out of memory?"
     watcher.close()
@@ -136,10 +134,10 @@ def test_a_process_that_waits_for_one_that_died_is_ended(programs):
 
 WAITING = """
 import subprocess, sys, threading
-from utils.distributed import heartbeat
-heartbeat._GRACE_SECONDS = 0.0
+from utils.distributed import peers
+peers._GRACE_SECONDS = 0.0
 child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
-watcher = heartbeat.Heartbeat({1: child})
+watcher = peers.PeerWatch({1: child})
 threading.Event().wait()
 """
 

@@ -1,4 +1,4 @@
-"""One at a time: whoever trains the run in a folder keeps all others from it."""
+"""A lock on the run folder: one process at a time trains a run."""
 
 import contextlib
 import logging
@@ -15,13 +15,13 @@ _logger = logging.getLogger("adloco")
 
 
 def held(folder: Path, patience: float = 0.0) -> contextlib.AbstractContextManager:
-    """Nobody else may train the run in this folder until the end of this context, or of this process.
+    """Lock a run folder until the end of this context, or of this process.
 
-    On file systems without locks everybody may.
+    On file systems without locks this does nothing.
 
     Args:
-        folder: the run's.
-        patience: seconds that somebody who is about to end may take.
+        folder: the run folder.
+        patience: seconds to wait for a process that is about to end.
 
     Raises:
         ConfigError: another process is training it.

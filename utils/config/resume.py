@@ -1,4 +1,4 @@
-"""What a run that is resumed may have changed: its configuration, held against the one it was begun with."""
+"""The configuration of a resumed run, compared with the one that the run began with."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from utils.config.reading import NO_CHECKS, Checks, check_plugins_of_run, load_c
 from utils.config.schema import FIELDS, Config, ConfigError
 from utils.utils import has_checkpoint
 
-# What only the start of a run looks at: with another value its records would speak of a run that was never made.
+# Keys that only the start of a run reads: with another value the records would describe a run that never was.
 _START = (
     *("run_name", "training_seed", "number_of_initial_trainers", "INITIAL_BATCH_SIZE", "trainer_data_fraction"),
     *("identical_initialisation", "need_to_reinit_output_layers", "single_seed"),
@@ -16,7 +16,7 @@ _LENGTHS = ("number_of_outer_steps", "number_of_training_epochs", "max_tokens")
 
 
 def _follows_progress(config: Config) -> bool:
-    """Whether something depends on how much of the run is done, so that its length is in every round of it."""
+    """Whether the length of the run changes every round of it."""
     return (
         config.learning_rate_schedule != "constant"
         or config.batch_schedule is not None
@@ -27,7 +27,7 @@ def _follows_progress(config: Config) -> bool:
 
 
 def training_changes(before: Config, after: Config) -> list[str]:
-    """What a run that was begun with one configuration would train differently with another, one line per key."""
+    """List the keys, one line each, whose new values change how the run trains."""
     return [
         f"{name}: was {getattr(before, name)!r}, now {getattr(after, name)!r}"
         for name, entry in FIELDS.items()
@@ -64,11 +64,11 @@ def resumed_config(
     allowed: Mapping[str, Collection[str]],
     checks: Checks = NO_CHECKS,
 ) -> tuple[Config, list[str]]:
-    """The configuration of the run in a folder with overrides, and warnings for the log.
+    """Return the configuration of the run in a folder with overrides, and warnings for the log.
 
     Raises:
-        ConfigError: the folder is that of no run, the overrides are wrong, or they change how it trains and `force` is
-            false, or it names plugins that came with it.
+        ConfigError: there is no run in the folder, the overrides are wrong, they change how the run trains without
+            `force`, or the run names plugins that came with its folder.
     """
     path = folder / "config.yaml"
     # Plugins that have moved are not where the run had them.

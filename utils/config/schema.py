@@ -134,12 +134,8 @@ class Devices(Section):
     )
     processes: Annotated[Literal["auto"] | PositiveInt, BeforeValidator(_auto_or_a_count)] = key(
         "auto",
-        "Processes that `python run.py` starts; auto: processes_per_gpu for each GPU, or one per CPU core, at most one "
-        "per node.",
+        "Processes that `python run.py` starts; auto: one for each GPU, or one per CPU core, at most one per node.",
         changes_training=False,
-    )
-    processes_per_gpu: PositiveInt = key(
-        1, "Processes that share each GPU with `processes: auto`.", changes_training=False
     )
     cpu_threads: PositiveInt | None = key(
         None, "PyTorch CPU threads in each process; null: the cores divided among the processes."

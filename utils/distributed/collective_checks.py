@@ -1,8 +1,8 @@
-"""What all processes of a run must have in common before any work: said by each, compared by all.
+"""Agreement of all processes before training.
 
-A process that trains with another configuration or other data would not stop the others: it would spoil the average,
-or wait for them in another collective for ever. So whatever a process found out by itself is gathered; where it
-differs, or somebody could not do it, every process raises the same error.
+A process with another configuration or other data would not stop the others. It would spoil the average, or wait for
+them in another collective. So what each process has found by itself is gathered. Where it differs, or a process has
+failed, all processes raise the same error.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,18 +15,18 @@ from utils.distributed.processes import Processes
 
 T = TypeVar("T")
 
-# What is a machine's own: where its devices, its cache and its plugins are.
+# Keys that may differ between machines: where devices, cache and plugins are.
 _MAY_DIFFER = ("CUDA_VISIBLE_DEVICES", "devices", "cache_dir", "plugins")
 _LONGEST_VALUE = 100
 
 
 def decided(processes: Processes, decide: Callable[[], T]) -> T:
-    """What the main process decides, in all of them; ConfigError in all of them where it cannot."""
+    """Return the decision of the main process in all processes; ConfigError in all if it fails."""
     return _everybodys(processes, decide if processes.is_main else lambda: None)[0]
 
 
 def done_by_all(processes: Processes, work: Callable[[], T]) -> T:
-    """What this process makes of its part of something; ConfigError in all of them where one cannot do it.
+    """Return what this process makes of its own work; ConfigError in all processes if one of them fails.
 
     The work must not itself wait for the other processes.
     """
@@ -36,7 +36,8 @@ def done_by_all(processes: Processes, work: Callable[[], T]) -> T:
 
 
 def _everybodys(processes: Processes, work: Callable[[], T]) -> list[T]:
-    answer, problems = None, None
+    answer = None
+    problems = None
     try:
         answer = work()
     except ConfigError as error:
@@ -46,16 +47,17 @@ def _everybodys(processes: Processes, work: Callable[[], T]) -> list[T]:
     gathered = processes.gather((answer, problems))
     failed = {rank: problems for rank, (_, problems) in enumerate(gathered) if problems is not None}
     if 0 in failed:
-        raise ConfigError(failed[0])  # in the words of one process: most often all have the same problem
+        raise ConfigError(failed[0])  # most often all processes have the same problem
     if failed:
         raise ConfigError([f"rank {rank}: {problem}" for rank, problems in failed.items() for problem in problems])
     return [answer for answer, _ in gathered]
 
 
 def difference(statements: Sequence[Mapping[str, object]]) -> str | None:
-    """In what the processes' statements differ, and who says what; None where they do not.
+    """Describe in which names the statements of the processes differ; None if they agree.
 
-    statements: of every rank, values by what they are of.
+    Args:
+        statements: values by name, for each rank.
     """
     names = dict.fromkeys(name for statement in statements for name in statement)
     parts = []
@@ -79,12 +81,15 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def agree(processes: Processes, what: str, statement: Mapping[str, object]) -> None:
-    """Go on where all processes make the same statement.
+    """Check that all processes make the same statement.
 
-    what: of what it is, for the error.
+    Args:
+        processes: those of the run.
+        what: the subject of the statement, for the error.
+        statement: values by name.
 
     Raises:
-        ConfigError: somebody's differs; in all processes.
+        ConfigError: the statements differ; in all processes.
     """
     found = difference(processes.gather(dict(statement)))
     if found is not None:
@@ -92,10 +97,10 @@ def agree(processes: Processes, what: str, statement: Mapping[str, object]) -> N
 
 
 def agree_on_config(processes: Processes, config: Config) -> None:
-    """Go on where all processes have the same configuration, but for what is a machine's own, and the same plugins.
+    """Check that all processes have the same plugins and configuration, except for keys of a machine.
 
     Raises:
-        ConfigError: somebody's differs; in all processes.
+        ConfigError: they differ; in all processes.
     """
     plugins = enumerate(import_plugins(config.plugins))
     statement = {name: getattr(config, name) for name in FIELDS if name not in _MAY_DIFFER}

@@ -4,7 +4,7 @@ import torch
 
 
 def resolve_devices(requested: list[str] | None) -> tuple[list[torch.device], list[str]]:
-    """The devices to train on, and warnings for the log.
+    """Return the devices to train on, and warnings for the log.
 
     Args:
         requested: names such as "cuda:0" or "cpu"; None for every visible GPU, or the CPU without one.
@@ -33,12 +33,12 @@ def resolve_devices(requested: list[str] | None) -> tuple[list[torch.device], li
 
 
 def identity(device: torch.device) -> str:
-    """What tells a device from others of its machine, whatever CUDA_VISIBLE_DEVICES makes it be called."""
+    """Return a name that is unique on the machine and independent of CUDA_VISIBLE_DEVICES."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device, or a library on it, got no memory; what it did before is as it was."""
+    """Whether an error says that a device, or a library on it, ran out of memory; the device is still usable."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     # cuBLAS and cuDNN, CUDA outside of PyTorch's allocator, and the CPU's allocator have no type of their own.

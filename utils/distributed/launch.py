@@ -1,6 +1,8 @@
-"""How many processes a run on one machine should have, and starting them.
+"""The number of processes of a run on one machine, and their start.
 
-Imports nothing at first that takes long, so that a run can say something at once.
+The process that the user starts is the first one of the run, and starts the others with the environment that torchrun
+would give them. torch's own launcher would add a process that has imported PyTorch and only waits, and seconds to every
+start. This module imports nothing slow, so that a run can print something at once.
 """
 
 import contextlib
@@ -16,16 +18,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from utils.config.schema import Config
 
-# What PyTorch reaches GPUs through: containers and other systems have it even where they lack /proc/driver/nvidia.
+# The library through which PyTorch uses GPUs. It is there in containers without /proc/driver/nvidia.
 _GPU_DRIVER = "libcuda.so.1"
-# For the others to end by themselves after the run.
+# Time for the other processes to end by themselves after the run.
 _ENDING_SECONDS = 30.0
-# Of the process that started this one.
+# The variable with the id of the process that started this one.
 STARTED_BY = "ADLOCOSTARTED_BY"
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
+    """Number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -40,19 +42,19 @@ def _gpus() -> int:
 
 
 def hide_gpus(config: "Config") -> None:
-    """From this process and those that it starts, but for those that the configuration leaves visible.
+    """Hide GPUs from this process and its children, except those that the configuration leaves visible.
 
-    CUDA looks once, when it is first asked: how many there are may be asked only afterwards.
+    CUDA reads the environment once, so this comes before GPUs are counted.
     """
     if config.CUDA_VISIBLE_DEVICES is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = config.CUDA_VISIBLE_DEVICES
 
 
 def planned_processes(config: "Config") -> int:
-    """Processes for this machine: those that the config gives, else as many as there are nodes for.
+    """Number of processes on this machine: that of the configuration, or as many as there are nodes for.
 
-    That is `processes_per_gpu` on each GPU, or without GPUs one per core; with `devices_per_node` as many for every
-    island, of which there is at least one.
+    `processes: auto` means one process per GPU, or without GPUs one per core. With `devices_per_node` it is a multiple
+    of that number.
     """
     size = config.devices_per_node
     if config.processes != "auto":
@@ -61,8 +63,7 @@ def planned_processes(config: "Config") -> int:
     if config.devices is not None:
         gpus = min(gpus, sum(device.startswith("cuda") for device in config.devices))
     if gpus:
-        shared = min(config.processes_per_gpu, config.nodes_per_gpu)
-        return gpus * shared if size == 1 else max(1, gpus // size) * size
+        return gpus if size == 1 else max(1, gpus // size) * size
     return _islands_on_cores(config) * size
 
 
@@ -71,23 +72,25 @@ def _islands_on_cores(config: "Config") -> int:
 
 
 def threads_per_process(config: "Config") -> int:
-    """Intra-op threads on a CPU: those that the config gives, or what one process of `processes: auto` may use.
+    """Intra-op threads on a CPU: those of the configuration, or the share of one process of `processes: auto`.
 
-    It depends on the machine and the nodes, and not on how many processes there really are: the bits of a sum over
-    threads depend on their number, and the same run on one process or four should have the same.
+    The number depends on the machine and the nodes, not on the real number of processes: the bits of a sum depend on
+    the number of threads, and a run must have the same bits on one process and on four.
     """
     return config.cpu_threads or max(1, cores() // (_islands_on_cores(config) * config.devices_per_node))
 
 
 class Launch:
-    """The other processes of a run on this machine, ranks 1 and up; the one that starts them is rank 0.
+    """The processes of a run on this machine with ranks 1 and up; the process that starts them is rank 0.
 
-    A context: at its end the others have ended, by themselves where it ends without an error, and the environment is
-    as it was.
+    A context. At its end the other processes have ended: by themselves if it ends without an error, otherwise killed.
 
     Args:
-        count: processes in all.
+        count: processes including this one.
         program: arguments of the Python interpreter.
+
+    Attributes:
+        processes: the started processes by rank.
     """
 
     def __init__(self, count: int, program: Sequence[str]):
@@ -113,7 +116,7 @@ class Launch:
         os.environ.update(shared | {"RANK": "0", "LOCAL_RANK": "0"})
 
     def detach_socket(self) -> int:
-        """The descriptor of the listening socket at MASTER_PORT, which belongs to the caller from now on."""
+        """Hand over the descriptor of the listening socket at MASTER_PORT."""
         return self._socket.detach()
 
     def __enter__(self) -> "Launch":
@@ -133,7 +136,7 @@ class Launch:
                 os.environ[key] = value
 
     def kill(self) -> None:
-        """End the others now."""
+        """Kill the other processes."""
         for process in self.processes.values():
             process.kill()
             process.wait()
@@ -142,17 +145,18 @@ class Launch:
 def start_processes(
     config: Path, overrides: Sequence[str], program: Sequence[str]
 ) -> contextlib.AbstractContextManager[Launch | None]:
-    """The other processes that the configuration asks for; None where there are none, or where it is wrong.
-
-    What is wrong is found, and said, by whoever reads the configuration whole; but for processes that are too many.
+    """Start the other processes that the configuration asks for.
 
     Args:
-        config: the configuration file.
-        overrides: its overrides.
+        config: the configuration file. Errors in it are left to the checks of the whole configuration.
+        overrides: values that win over the file's.
         program: arguments of the Python interpreter.
 
+    Returns:
+        A context with the Launch, or with None for a single process.
+
     Raises:
-        ConfigError: there are more processes than nodes: none is started.
+        ConfigError: there are more processes than nodes.
     """
     from utils.config.reading import load_config
     from utils.config.schema import ConfigError
@@ -170,10 +174,10 @@ def start_processes(
 
 
 def started_by_others() -> bool:
-    """Whether torchrun, or a Launch, started this process."""
+    """Whether torchrun or a Launch started this process."""
     return "RANK" in os.environ
 
 
 def is_main() -> bool:
-    """Whether this is the process that writes and speaks."""
+    """Whether this is the first process, which writes logs and prints."""
     return os.environ.get("RANK", "0") == "0"

@@ -1,8 +1,8 @@
-"""Where the nodes of a run are: which process owns each of them, on which of the devices that it sees.
+"""Placement of nodes: the process that owns each node, and the device on which it runs.
 
-Processes of a machine either all see the same devices (torchrun as it is), or each has some for itself (wrappers that
-set CUDA_VISIBLE_DEVICES per rank, as is common with SLURM): then every process calls its GPU cuda:0, and only the
-devices' identities tell them apart.
+The processes of a machine either all see the same devices (torchrun), or each has its own (SLURM wrappers that set
+CUDA_VISIBLE_DEVICES per rank). In the second case every process calls its GPU cuda:0, and only the identities of the
+devices tell them apart.
 """
 
 import os
@@ -15,18 +15,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rank:
-    """Which of the processes this is, from the environment that torchrun sets (and `utils.distributed.launch`
-    likewise)."""
+    """The place of this process among all, from the environment that torchrun or `utils.distributed.launch` sets.
+
+    Attributes:
+        number: from 0.
+        count: number of processes.
+        local: number of this process on its machine.
+        local_count: number of processes on its machine.
+        machine: number of its machine.
+    """
 
     number: int
     count: int
-    local: int  # among those of this machine
+    local: int
     local_count: int
     machine: int
 
     @classmethod
     def from_environment(cls) -> "Rank | None":
-        """None: nobody started several processes."""
+        """Read the environment; None for a single process."""
         if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", 1)) == 1:
             return None
         value = {name: int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
@@ -36,7 +43,13 @@ class Rank:
 
 @dataclass(frozen=True)
 class Site:
-    """What a process says about itself. devices: by identity, which is unique on a machine, their names there."""
+    """A process and the devices that it sees.
+
+    Attributes:
+        rank: number of the process.
+        machine: number of its machine.
+        devices: names of the devices by identity, which is unique on a machine.
+    """
 
     rank: int
     machine: int
@@ -47,8 +60,11 @@ class Site:
 class Slot:
     """The place of a node.
 
-    owner: the rank. device: its name there. identity: what tells it from others of the machine, and a GPU from all
-    others. group: a number for each device of the run.
+    Attributes:
+        owner: rank of the process.
+        device: name of the device in that process.
+        identity: unique on the machine, for GPUs in the whole run.
+        group: number of the device in the run.
     """
 
     owner: int
@@ -58,16 +74,16 @@ class Slot:
 
 
 def share_of(items: Sequence[T], index: int, parts: int) -> Sequence[T]:
-    """Part `index` of items cut into near-equal consecutive parts, the larger ones first."""
+    """Return part `index` of items cut into near-equal consecutive parts, the larger ones first."""
     size, larger = divmod(len(items), parts)
     start = index * size + min(index, larger)
     return items[start : start + size + (index < larger)]
 
 
 def share_out(sites: Sequence[Site], nodes_per_device: int) -> tuple[Slot, ...]:
-    """The place of every node, by machine and device; processes that see the same devices share their nodes.
+    """Place every node, in the order of machines and devices.
 
-    They get consecutive, near-equal parts of them.
+    Processes that see the same devices get consecutive, near-equal parts of the nodes on them.
 
     Raises:
         ValueError: processes see some devices in common, but not all; or there are more of them than nodes.
@@ -102,13 +118,15 @@ def share_out(sites: Sequence[Site], nodes_per_device: int) -> tuple[Slot, ...]:
 
 
 def island_sites(sites: Sequence[Site], size: int, lane: int) -> list[Site]:
-    """Islands of so many processes with consecutive ranks, each as one site: that of its process number `lane`.
+    """Join every `size` processes with consecutive ranks to an island, and return one site for each island.
 
-    Its device is that process's own, by an identity that is of all devices of the island together.
+    The site is that of process `lane` of the island. The identity of its device joins those of all devices of the
+    island.
 
     Args:
-        sites: of all processes by rank, with one device each.
-        lane: from 0; every process of an island has another one.
+        sites: one for each process, by rank, with one device each.
+        size: devices of an island.
+        lane: number of this process in its island.
 
     Raises:
         ValueError: the processes do not make whole islands, each on one machine and with devices that differ.
@@ -143,7 +161,7 @@ def island_sites(sites: Sequence[Site], size: int, lane: int) -> list[Site]:
 
 
 def own_device(devices: Sequence[T], rank: Rank) -> T:
-    """The device of a process that has one: the only one that it sees, or that of its number on the machine.
+    """Return the only device that a process sees, or the one with its number on the machine.
 
     Raises:
         ValueError: there are not as many processes on the machine as it has devices.
@@ -159,7 +177,7 @@ def own_device(devices: Sequence[T], rank: Rank) -> T:
 
 
 def gpus_of_their_own(slots: Sequence[Slot]) -> bool:
-    """Whether every process has GPUs that no other one uses, and nothing else: nccl wants that."""
+    """Whether every process has GPUs only, shared with no other process, as nccl requires."""
     users: dict[str, set[int]] = {}
     for slot in slots:
         users.setdefault(slot.identity, set()).add(slot.owner)

@@ -1,4 +1,4 @@
-"""Sharing out the nodes of a run on the devices that the configuration names."""
+"""Placement of the nodes of a run on the devices that the configuration names."""
 
 import os
 
@@ -19,10 +19,10 @@ def _own_devices(config: Config) -> tuple[list[torch.device], list[str]]:
 
 
 def place_nodes(processes: Processes, config: Config) -> list[str]:
-    """Give the processes of a run their nodes, as the configuration says; warnings about the devices.
+    """Give the processes of a run their nodes, as the configuration says, and return warnings.
 
     Raises:
-        ConfigError: devices or processes are not to be had.
+        ConfigError: the devices do not exist, or there are too many or too few processes.
     """
     hide_gpus(config)
     devices, warnings = done_by_all(processes, lambda: _own_devices(config))
@@ -46,10 +46,10 @@ def place_nodes(processes: Processes, config: Config) -> list[str]:
 
 
 def join_processes(config: Config) -> Processes:
-    """The processes of the run, as the environment says, with their nodes.
+    """Return the processes of the run, as the environment says, with their nodes.
 
     Raises:
-        ConfigError: devices or processes are not to be had.
+        ConfigError: the devices do not exist, or there are too many or too few processes.
     """
     processes = meet()
     place_nodes(processes, config)

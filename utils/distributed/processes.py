@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from utils.distributed.devices import identity
-from utils.distributed.heartbeat import Heartbeat
 from utils.distributed.launch import STARTED_BY, Launch
+from utils.distributed.peers import PeerWatch
 from utils.distributed.placement import Rank, Site, gpus_of_their_own, island_sites, own_device, share_out
 from utils.distributed.reductions import DistributedWorkers, LocalWorkers, ProcessGroup
 from utils.distributed.shard_groups import Island, ProcessIsland
@@ -36,7 +36,7 @@ class Processes:
     Args:
         rank: which process this is; None: the only one, which owns every node.
         store: where the processes find each other.
-        heartbeat: explains failed collectives.
+        peers: explains failed collectives.
 
     Attributes:
         count: number of processes.
@@ -47,9 +47,9 @@ class Processes:
         island: the processes with which this one shares every model.
     """
 
-    def __init__(self, rank: Rank | None = None, store: dist.Store | None = None, heartbeat: Heartbeat | None = None):
+    def __init__(self, rank: Rank | None = None, store: dist.Store | None = None, peers: PeerWatch | None = None):
         self._rank = rank or Rank(0, 1, 0, 1, 0)
-        self._heartbeat = heartbeat or Heartbeat()
+        self._peers = peers or PeerWatch()
         self._on_gpus = False
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         self.count = self._rank.count
@@ -59,7 +59,7 @@ class Processes:
         self.groups: tuple[int, ...] = ()
         self.island = Island()
         if self.count > 1:
-            with self._heartbeat.explaining():
+            with self._peers.explaining():
                 dist.init_process_group(
                     "gloo", store=store, rank=self._rank.number, world_size=self.count, timeout=_TIMEOUT
                 )
@@ -112,10 +112,10 @@ class Processes:
             handle = self._new_group(range(first, first + size), "nccl") if on_gpus else on_hosts
             if first == own:
                 mine = handle, on_hosts
-        return ProcessIsland(*mine, size, self._lane, device, self._heartbeat)
+        return ProcessIsland(*mine, size, self._lane, device, self._peers)
 
     def _new_group(self, ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
-        with self._heartbeat.explaining():
+        with self._peers.explaining():
             return dist.new_group(list(ranks), timeout=_TIMEOUT, backend=backend)
 
     def gather(self, value: T) -> list[T]:
@@ -123,13 +123,13 @@ class Processes:
         if self.count == 1:
             return [value]
         values: list = [None] * self.count
-        with self._heartbeat.explaining():
+        with self._peers.explaining():
             dist.all_gather_object(values, value)
         return values
 
     def failed(self, reason: str) -> None:
         """Leave the others without waiting for them, and let them know why."""
-        self._heartbeat.failed(self._rank.number, reason)
+        self._peers.failed(self._rank.number, reason)
         if self.count > 1 and not self._on_gpus:  # nccl would wait for them
             dist.destroy_process_group()
 
@@ -157,7 +157,7 @@ class Processes:
                 shifted = [rank - self._lane + lane for rank in ranks]
                 handle = self._new_group(shifted, "nccl" if self._on_gpus else "gloo")
                 if lane == self._lane:
-                    self._groups[ranks] = ProcessGroup(ranks, handle, self._device, self._heartbeat)
+                    self._groups[ranks] = ProcessGroup(ranks, handle, self._device, self._peers)
         return self._groups[ranks]
 
     def workers(self, nodes: Sequence[int]) -> LocalWorkers:
@@ -208,16 +208,17 @@ class Processes:
 
     def close(self) -> None:
         """Leave the others in order."""
-        self._heartbeat.close()
+        self._peers.close()
         if self.count > 1:
             dist.destroy_process_group()
 
 
-def LocalProcesses(devices: Sequence[torch.device] = (), nodes_per_device: int = 1) -> Processes:
+class LocalProcesses(Processes):
     """The only process of a run, with its nodes."""
-    processes = Processes()
-    processes.place(devices, nodes_per_device)
-    return processes
+
+    def __init__(self, devices: Sequence[torch.device] = (), nodes_per_device: int = 1):
+        super().__init__()
+        self.place(devices, nodes_per_device)
 
 
 def _end_with_parent() -> None:
@@ -248,11 +249,11 @@ def meet(launch: Launch | None = None) -> Processes:
     agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     keeps_store = rank.number == 0 and not agents_store
     listening = {} if launch is None else {"master_listen_fd": launch.detach_socket()}
-    with Heartbeat().explaining():
+    with PeerWatch().explaining():
         store = dist.TCPStore(
             host, port, is_master=keeps_store, wait_for_workers=False, timeout=_CONNECTING, **listening
         )
     # The agent's store still holds what an attempt before has left in it.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"attempt {attempt}", store)
-    return Processes(rank, store, Heartbeat(launch.processes if launch is not None else None, store))
+    return Processes(rank, store, PeerWatch(launch.processes if launch is not None else None, store))

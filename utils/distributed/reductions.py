@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from algorithms.synchronisation.encodings.encoding import PLAIN, Encoding
-from utils.distributed.heartbeat import Heartbeat
+from utils.distributed.peers import PeerWatch
 
 # Before PyTorch 2.13 its name was the second one.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -118,12 +118,12 @@ class LocalWorkers:
 class ProcessGroup:
     """Some ranks and their collectives: on GPUs (nccl), or in memory (gloo)."""
 
-    def __init__(self, ranks: tuple[int, ...], handle: dist.ProcessGroup, device: torch.device, heartbeat: Heartbeat):
+    def __init__(self, ranks: tuple[int, ...], handle: dist.ProcessGroup, device: torch.device, peers: PeerWatch):
         self.ranks = ranks
         self.device = device
         self.bucket_bytes = BUCKET_BYTES[device.type]
         self._handle = handle
-        self._heartbeat = heartbeat
+        self._peers = peers
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum a flat tensor of any device in place."""
@@ -133,19 +133,19 @@ class ProcessGroup:
             parts = tensor.split(self.bucket_bytes // tensor.element_size())
         for part in parts:
             staged = part.to(self.device)
-            with self._heartbeat.explaining():
+            with self._peers.explaining():
                 dist.all_reduce(staged, group=self._handle)
             if staged is not part:
                 part.copy_(staged)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, receive: list[int], send: list[int]) -> None:
         """Send `send[r]` elements of a flat tensor to rank r and receive `receive[r]` elements from it."""
-        with self._heartbeat.explaining():
+        with self._peers.explaining():
             dist.all_to_all_single(received, sent, receive, send, group=self._handle)
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Concatenate the flat tensors of all ranks."""
-        with self._heartbeat.explaining():
+        with self._peers.explaining():
             getattr(dist, ALL_GATHER)(received, sent, group=self._handle)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
@@ -158,7 +158,7 @@ class ProcessGroup:
             part for tensor in tensors for part in tensor.view(-1).split(self.bucket_bytes // tensor.element_size())
         ]
         under_way = []
-        with self._heartbeat.explaining():
+        with self._peers.explaining():
             for part in parts:
                 direct = part.device == self.device
                 staged = part if direct else part.to(self.device)
@@ -175,7 +175,7 @@ class ProcessGroup:
         """Free the communicator; all ranks of the group call this together."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        with self._heartbeat.explaining():
+        with self._peers.explaining():
             dist.destroy_process_group(self._handle)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from utils.distributed.collectives import Collectives
 from utils.distributed.devices import is_out_of_memory
-from utils.distributed.heartbeat import Heartbeat
+from utils.distributed.peers import PeerWatch
 from utils.distributed.reductions import ALL_GATHER
 
 _M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 2**18  # of glibc's malloc.h
@@ -68,7 +68,7 @@ class ProcessIsland(Island):
         handle: of them. on_hosts: the same over gloo, for what is in no device. size: how many they are. index: of this
             one.
         device: this one's.
-        heartbeat: watches the others.
+        peers: explains failed collectives.
 
     Attributes:
         mesh: they, as FSDP2 wants them, in one dimension.
@@ -82,10 +82,10 @@ class ProcessIsland(Island):
         size: int,
         index: int,
         device: torch.device,
-        heartbeat: Heartbeat,
+        peers: PeerWatch,
     ):
         self.size, self.index, self.collectives = size, index, Collectives()
-        self._handle, self._on_hosts, self._heartbeat, self._device = handle, on_hosts, heartbeat, device
+        self._handle, self._on_hosts, self._peers, self._device = handle, on_hosts, peers, device
         if device.type == "cpu":
             _give_back_what_is_freed()
         self.mesh = DeviceMesh.from_group(handle, device.type, mesh_dim_names=("shard",))
@@ -126,7 +126,7 @@ class ProcessIsland(Island):
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
         no_memory = None
-        with self._heartbeat.explaining():
+        with self._peers.explaining():
             try:
                 yield
             except RuntimeError as error:

@@ -44,7 +44,7 @@ def is_lost_connection(error: RuntimeError) -> bool:
     return type(error).__name__.startswith("Dist") or "gloo" in str(error).lower()
 
 
-class Heartbeat:
+class PeerWatch:
     """Watches the processes that this one has started, and explains failed collectives.
 
     Args:
@@ -59,7 +59,7 @@ class Heartbeat:
         self._found = threading.Event()
         self._closing = threading.Event()
         if self._children:
-            threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
+            threading.Thread(target=self._watch, name="peers", daemon=True).start()
 
     def _watch(self) -> None:
         while not self._closing.wait(_INTERVAL_SECONDS):
