@@ -478,10 +478,8 @@ def test_checkpoints_that_cannot_be_written_cost_a_warning(tmp_path, cache_dir, 
             *("round_00003", "round_00004", "round_00005")
         ]
     elif fault == "a file in its place":
-        (warning,) = summary_of(folder)["warnings"]
-        assert warning["message"].startswith("no checkpoint after round 3")
-        assert warning["last"].startswith("no checkpoint after round 5")
-        assert warning["count"] == 3
+        rounds = [warning.split(":")[0] for warning in warnings]
+        assert rounds == [f"no checkpoint after round {number}" for number in (3, 4, 5)]
 
 
 def test_a_full_disk_costs_a_warning_and_leaves_the_checkpoints_before(tmp_path, cache_dir, monkeypatch):
