@@ -107,16 +107,13 @@ def _measure_cuda(step: Callable[[int], None], device: torch.device) -> Callable
     return measure
 
 
-def _measure_cpu(
-    step: Callable[[int], None], momentary: Callable[[torch.UntypedStorage], bool]
-) -> Callable[[int], int | None]:
+def _measure_cpu(step: Callable[[int], None]) -> Callable[[int], int | None]:
     def measure(batch: int) -> int:
         sizes: dict[int, int] = {}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            if not momentary(storage):
-                sizes[storage.data_ptr()] = storage.nbytes()
+            sizes[storage.data_ptr()] = storage.nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -146,7 +143,6 @@ def calculate_max_batch(
     sharing: int,
     reserved_bytes: int,
     island: Island | None = None,
-    momentary: Callable[[torch.UntypedStorage], bool] = lambda storage: False,
 ) -> int:
     """The max batch of a device's nodes; of an island, in examples of each of its devices, which measure together.
 
@@ -157,13 +153,13 @@ def calculate_max_batch(
         sharing: processes that run steps on the device at one time; the nodes of a process take turns.
         reserved_bytes: what will be allocated besides, by all of them.
         island: the devices that make the steps together; None: this one alone.
-        momentary: whether a storage does not live as long as activations do.
 
     Raises:
         MemoryError: naming the keys to change, when one example does not fit.
     """
     on_gpu = device.type == "cuda"
-    measure = _measure_cuda(step, device) if on_gpu else _measure_cpu(step, momentary)
+    together = island is not None and island.size > 1  # a pass that one of them has not the memory for ends the run
+    measure = _measure_cuda(step, device) if on_gpu else _measure_cpu(step)
     if island is not None:
         measure = _together(measure, island)
     with _no_trace(gradient, device):
@@ -180,7 +176,7 @@ def calculate_max_batch(
         budget = int((padding_percentage * memory - taken - reserved_bytes) / sharing)
         budget = budget if island is None else island.least(budget)
         try:
-            return find_max_batch(measure, budget, _CUDA_PROBES if on_gpu else _CPU_PROBES, confirm=on_gpu)
+            return find_max_batch(measure, budget, _CUDA_PROBES if on_gpu else _CPU_PROBES, on_gpu and not together)
         except MemoryError as error:
             raise MemoryError(
                 f"no example fits on {device}: {error} (padding_percentage {padding_percentage} of "

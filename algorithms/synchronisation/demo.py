@@ -46,8 +46,6 @@ class DeMo(Method):
         outer_keys=(),
         one_exchange=False,
         temporaries=1.3,
-        shards=True,
-        whole_tensors=True,
     )
     worker_state = ("momentum",)
 

@@ -147,7 +147,6 @@ class Capabilities:
         temporaries_per_worker: the same, for each worker of the trainer.
         shards: it is correct on a device's part of flat tensors (`devices_per_node`): it works element by element, or
             asks the group's model for what needs all parts.
-        whole_tensors: it looks at whole tensors of the model (`Wholes`).
     """
 
     inner_optimizer: str | None = "adamw"
@@ -167,7 +166,6 @@ class Capabilities:
     temporaries: float = 0.0
     temporaries_per_worker: float = 0.0
     shards: bool = False
-    whole_tensors: bool = False
 
 
 class Method:

@@ -45,8 +45,6 @@ class SparseLoCo(Method):
     capabilities = Capabilities(
         encodings=("float32",),
         outer_keys=("learning_rate_for_outer_opt",),
-        shards=True,
-        whole_tensors=True,
     )
     worker_state = ("unsent",)
 

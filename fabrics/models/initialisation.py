@@ -7,11 +7,9 @@ import torch
 from fabrics.data.examples import TaskData
 from fabrics.data.partition_sampler import OrderedShares, ShareCursor, first_shares
 from fabrics.data.sampler import DataCursor, Subsets
-from fabrics.models.model_family import is_pretrained
-from fabrics.models.registry import build_model, reinitialise_output_layer
-from fabrics.models.transformers_models import loading_in_turn
-from fabrics.sharding.deferred_init import Deferred
-from fabrics.training.flat_model import FlatModel, Made
+from fabrics.models.model_family import ModelFamily, is_pretrained
+from fabrics.models.registry import MODELS, build_model, reinitialise_output_layer
+from fabrics.training.flat_model import FlatModel
 from utils.config.schema import Config, ConfigError
 
 
@@ -37,14 +35,26 @@ def initial_model(config: Config, data: TaskData, trainer: int) -> torch.nn.Modu
     return model
 
 
-def unmade_model(config: Config, data: TaskData, trainer: int) -> tuple[torch.nn.Module, Made]:
-    """As `initial_model`, with large parameters on the meta device, and what makes their numbers, the same to the bit.
+def architecture_settings(config: Config) -> dict:
+    """The `model_config` of the model without its weights."""
+    settings = dict(config.model_config)
+    if not isinstance(MODELS[config.model_type], ModelFamily):  # that reads its architecture where its weights are
+        settings.pop("pretrained", None)
+    return settings
 
-    The memory is that of a few tensors, besides the system's cache of files with pretrained weights.
-    """
-    with Deferred(reads=is_pretrained(config.model_config)) as deferred, loading_in_turn():
-        model = initial_model(config, data, trainer)
-    return deferred.unmade(model), deferred.made
+
+def architecture(config: Config, data: TaskData) -> torch.nn.Module:
+    """The model of every trainer on the meta device, without weights."""
+    with torch.device("meta"):
+        model = build_model(
+            config.model_type,
+            architecture_settings(config),
+            data.tokenizer,
+            config.sequence_length,
+            config.training_seed,
+            data.class_names,
+        )
+    return model if config.parameter_dtype == "float32" else model.to(getattr(torch, config.parameter_dtype))
 
 
 def recompute_activations(model: torch.nn.Module, model_type: str) -> None:
@@ -72,9 +82,9 @@ def initial_parameters(config: Config, data: TaskData, trainer: int, first: Flat
     same_head = config.single_seed or not config.need_to_reinit_output_layers
     if trainer == 0 or (same_body and same_head):
         return first.parameters.detach().clone()
-    if first.island.size == 1:
-        return first.flat_of(initial_model(config, data, trainer))
-    return first.flat_of(*unmade_model(config, data, trainer))
+    if first.island.index > 0:  # the first device of the node sends this one its part
+        return first.flat_of(None)
+    return first.flat_of(initial_model(config, data, trainer))
 
 
 def initial_cursors(

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fabrics.data.dataset_loader import DATASETS
 from fabrics.data.tokenization import END_OF_TEXT, named_tokenizer, train_tokenizer
+from fabrics.models.initialisation import architecture_settings
 from fabrics.models.model_family import ModelFamily
 from fabrics.models.registry import MODELS, build_model
 from utils.config.schema import Config
@@ -18,13 +19,6 @@ from utils.config.schema import Config
 META = torch.device("meta")
 # Smaller than any vocabulary that a model from scratch may have.
 _FEW_TOKENS = 258
-
-
-def _architecture(config: Config) -> dict:
-    settings = dict(config.model_config)
-    if not isinstance(MODELS[config.model_type], ModelFamily):  # that reads its architecture where its weights are
-        settings.pop("pretrained", None)
-    return settings
 
 
 def _stand_in(config: Config, settings: dict) -> tuple[PreTrainedTokenizerBase, bool]:
@@ -53,7 +47,7 @@ def meta_model(config: Config) -> tuple[nn.Module, list[str]]:
     Raises:
         ConfigError: it cannot be built.
     """
-    settings = _architecture(config)
+    settings = architecture_settings(config)
     assumed = []
     tokenizer, assumes_vocabulary = _stand_in(config, settings)
     if assumes_vocabulary:

@@ -4,9 +4,7 @@
 """
 
 import functools
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,9 +72,6 @@ _BERT_PRESETS = {
     },
 }
 
-
-# The library's own variable.
-_NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
 
 # What the libraries raise for architecture values that they did not check beforehand.
 _IMPOSSIBLE_ARCHITECTURE = (
@@ -180,19 +175,6 @@ class TransformersFamily:
                     f"not {self.config_class.model_type}"
                 )
         return base | _values(settings)
-
-
-@contextmanager
-def loading_in_turn() -> Iterator[None]:
-    """Let weights be read one after the other, by the thread that asks for them."""
-    before = os.environ.get(_NO_THREADS)
-    os.environ[_NO_THREADS] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[_NO_THREADS]
-        if before is not None:
-            os.environ[_NO_THREADS] = before
 
 
 def _values(settings: Mapping[str, Any]) -> dict[str, Any]:

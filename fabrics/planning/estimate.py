@@ -31,6 +31,7 @@ from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES, 
 from algorithms.synchronisation.method import Method
 from fabrics.models.meta_model import META, flops_per_token, meta_model
 from fabrics.pool.node_pool import check_modules, probes_examples, round_tensors
+from fabrics.sharding.layers import gathered_elements
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.method_config import check_method, method_of
 from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
@@ -143,18 +144,6 @@ def activation_bytes(config: Config, module: nn.Module) -> tuple[int, int] | Non
         held = tokens * 4 * sum(child.in_features + child.out_features for child in linear)
         inside = max(inside, held - logits)
     return inside, logits
-
-
-def gathered_elements(module: nn.Module) -> int:
-    """Elements of a node's model that one of its devices has whole at a time.
-
-    What belongs to no layer stays whole during a pass; of layers there are two (the next is gathered ahead) and the
-    gradient of one.
-    """
-    blocks = [child for child in module.modules() if isinstance(child, nn.ModuleList)]
-    layers = [sum(parameter.numel() for parameter in child.parameters()) for child in blocks[0]] if blocks else []
-    outside = sum(parameter.numel() for parameter in module.parameters()) - sum(layers)
-    return outside + max(3 * max(layers, default=0), outside)
 
 
 class _Estimator:

@@ -103,7 +103,7 @@ def measured_max_batches(
             elsewhere = len(processes.devices) - workers
             needed = round(size * round_tensors(config, workers, processes.count > 1, elsewhere))
             if model.device.type == "cpu":
-                needed += state_bytes + model.momentary_bytes
+                needed += state_bytes
             own[first] = _measured_max_batch(config, model, examples, sharing, sharing * needed)
     largest = {first: measured for share in processes.gather(own) for first, measured in share.items()}
     return {node: largest[node - node % per_device] for node in range(len(processes.devices))}
@@ -122,9 +122,7 @@ def _measured_max_batch(config: Config, working: FlatModel, examples: Examples, 
 
     room = config.padding_percentage, sharing, reserved
     try:
-        return devices * calculate_max_batch(
-            run, working.gradient, working.device, *room, working.island, working.holds
-        )
+        return devices * calculate_max_batch(run, working.gradient, working.device, *room, working.island)
     except UnsupportedModuleError as error:
         raise ConfigError(f"statistics_estimator: {error}") from None
     except (MemoryError, TrainingError) as error:

@@ -1,13 +1,11 @@
 """Nodes of several devices (`devices_per_node`): what cannot be had with them, and the working model that they need."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 
 from algorithms.batch.calc_batch import NEED_INNER_PRODUCTS
 from algorithms.synchronisation import METHODS
-from fabrics.training.flat_model import FlatModel, Made
+from fabrics.training.flat_model import FlatModel
 from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
 from utils.config.schema import Config, ConfigError
 from utils.distributed.processes import Processes
@@ -27,6 +25,9 @@ def sharding_problems(config: Config) -> list[str]:
             f"distributed_algo: {config.distributed_algo} does not say that it is right on parts of flat tensors; with "
             f"devices_per_node {size} there are {able}"
         )
+    kind = None if method is None else inner_optimizer_name(config)
+    if kind in INNER_OPTIMIZERS and not INNER_OPTIMIZERS[kind].shards:
+        found.append(f"inner_optimizer: {kind} needs whole matrices; with devices_per_node {size} use adamw")
     return found
 
 
@@ -49,32 +50,13 @@ def _statistics_problems(config: Config) -> list[str]:
     return found
 
 
-def looked_at_whole(config: Config, working: FlatModel) -> Sequence[int]:
-    """The numbers of the tensors, among a model's blocks, that the method or the inner optimiser needs whole."""
-    by_method, by_optimizer = looked_at_by(config, working)
-    return by_method or by_optimizer
-
-
-def looked_at_by(config: Config, working: FlatModel) -> tuple[Sequence[int], Sequence[int]]:
-    """Those of them that the method needs, which are all or none, and those that the inner optimiser does."""
-    kind, whole = inner_optimizer_name(config), METHODS[config.distributed_algo].capabilities.whole_tensors
-    return range(len(working.blocks) if whole else 0), () if kind is None else INNER_OPTIMIZERS[kind].whole(working)
-
-
-def whole_copies(config: Config) -> int:
-    """How many times these tensors are there at a time at most, measured: of one `exchange`, or of a step of Muon."""
-    return 6 if METHODS[config.distributed_algo].capabilities.whole_tensors else 4
-
-
 def working_model(
-    module: nn.Module, device: torch.device, processes: Processes, autocast: torch.dtype | None, made: Made
+    module: nn.Module, device: torch.device, processes: Processes, autocast: torch.dtype | None
 ) -> FlatModel:
-    """The working model of a device: of the whole module, or of its part where an island shares it.
-
-    made: of parameters on the meta device, on islands.
+    """The working model of a device: of the whole module, or of its part where the devices of a node shard it.
 
     Raises:
-        ConfigError: the module cannot be shared out.
+        ConfigError: the module cannot be sharded.
     """
     if processes.island.size == 1:
         return FlatModel(module, device, autocast)
@@ -82,6 +64,6 @@ def working_model(
     from fabrics.sharding.sharded_model import ShardedModel
 
     try:
-        return ShardedModel(module, device, processes.island, autocast, made)
+        return ShardedModel(module, device, processes.island, autocast)
     except ValueError as error:
         raise ConfigError(f"devices_per_node: {error}") from None

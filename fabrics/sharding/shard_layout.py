@@ -18,7 +18,7 @@ def views_of(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """Some tensors, one after the other.
 
     Of a tensor every device has as many numbers: a part of its rows, and after the last row zeros.
@@ -34,7 +34,7 @@ class Layout:
     size: int
 
     @classmethod
-    def of(cls, shapes: Mapping[str, tuple[int, ...]], lengths: Sequence[int]) -> "Layout":
+    def of(cls, shapes: Mapping[str, tuple[int, ...]], lengths: Sequence[int]) -> "ShardLayout":
         """Of tensors with these names and shapes, of which a device has so many numbers each."""
         starts, whole_size = laid_out([math.prod(shape) for shape in shapes.values()])
         offsets, size = laid_out(lengths)
@@ -45,11 +45,6 @@ class Layout:
     def lengths(self) -> list[int]:
         """Numbers of each tensor in a device."""
         return [place.stop - place.start for place in self.places]
-
-    def among(self, numbers: Sequence[int]) -> "Layout":
-        """Of the tensors with these numbers alone."""
-        wholes, lengths = ([each[number] for number in numbers] for each in (self.wholes, self.lengths))
-        return Layout.of({whole.name: whole.shape for whole in wholes}, lengths)
 
     def parts(self, index: int) -> Iterator[tuple[slice, slice]]:
         """Of each tensor what the device of this index has: where in whole flat tensors, and where in its own."""

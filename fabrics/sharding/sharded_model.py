@@ -1,131 +1,120 @@
-"""A working model whose parameters are shared out over the devices of an island, with FSDP2 (fully_shard).
+"""A flat model whose parameters are sharded over the devices of a node, with FSDP2 (fully_shard).
 
-Every layer is a group of its own, which is gathered for its forward and its backward pass alone; what is in no layer
-belongs to the root. A device keeps a part of the rows of every parameter, the gradients of these, and so of all that
-lives between rounds: its parts are one flat buffer, as a whole model's parameters are elsewhere. What FSDP2 keeps of
-them are views of that buffer, and gradients are added up in views of another.
+Every layer is a group of its own, gathered for its forward and its backward pass alone; what is in no layer belongs to
+the root. A device keeps some rows of every parameter, the gradients of these, and so of all that lives between rounds:
+its parts are one flat buffer, as the parameters of a whole model are elsewhere. FSDP2's shards are views of that
+buffer, and gradients are added up in views of another.
 
-All that is known here of FSDP2's insides is known nowhere else. FSDP2 has no name for them: they are those of the
-release that requirements.txt pins.
+FSDP2 has no public name for what makes its shards such views. The attributes used here are those of the release that
+requirements.txt pins, and are used in this file alone.
 """
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._common_utils import collect_grad_tensors
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
-from algorithms.batch.across_workers import SKETCH_SIZE, sketch
+from algorithms.batch.across_workers import (
+    SKETCH_SIZE,
+    GradientMoments,
+    inner_product,
+    sketch,
+    within_island_estimate,
+)
 from algorithms.batch.gradient_statistics import SampleEstimate
 from algorithms.batch.losses import logits_of
-from algorithms.synchronisation.method import Block
-from fabrics.sharding.compiled_layers import CompiledLayers
-from fabrics.sharding.device_gradients import DeviceProbe, devices_estimate
-from fabrics.sharding.model_layers import (
-    gathered_numbers,
-    momentary_numbers,
-    passing_numbers,
-    reduced_numbers,
-    sharded_layers,
-    sharded_parts,
-)
-from fabrics.sharding.shard_layout import Layout
-from fabrics.sharding.sharded_probe import ShardedProbe
-from fabrics.sharding.whole_tensors import WholeTensors, most_whole
-from fabrics.training.flat_model import FlatModel, Made, NotKeptError, blocks_of
+from algorithms.batch.per_example import PerExampleProbe
+from algorithms.synchronisation.method import Block, Wholes
+from fabrics.sharding.layers import CompiledLayers, sharded_layers, sharded_parts
+from fabrics.sharding.shard_layout import ShardLayout
+from fabrics.training.flat_model import FlatModel, NotKeptError, blocks_of
 from fabrics.training.worker import TrainingError
 from utils.checkpoint.parts import FilePart
-from utils.distributed.collectives import Collectives
 from utils.distributed.placement import share_of
 from utils.distributed.shard_groups import ProcessIsland
 
 T = TypeVar("T")
 
 
-class _AllGather(DefaultAllGather):
-    """FSDP2's, counted."""
+class _Reduction:
+    """Reduction of a layer's gradients, in which a probe may look at those of the devices; FSDP2 calls it.
 
-    def __init__(self, collectives: Collectives):
-        self._collectives = collectives
-
-    def __call__(self, *arguments, **keywords):
-        return self._collectives.make(lambda: DefaultAllGather.__call__(self, *arguments, **keywords))
-
-
-class _Reduction(DefaultReduceScatter):
-    """FSDP2's reduction of a layer's gradients, counted, in which a probe may look at those of the devices.
-
-    probe: it, as long as there is one.
+    Attributes:
+        probe: it, while there is one.
     """
 
-    probe: DeviceProbe | None = None
+    def __init__(self, group: ProcessIsland):
+        self.probe: DeviceProbe | None = None
+        self._group = group
 
-    def __init__(self, island: ProcessIsland):
-        self._island = island
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         if self.probe is None:
-            reduce = super().__call__
-            return self._island.collectives.make(lambda: reduce(output_tensor, input_tensor, group, op, async_op))
-        rows = self._island.exchange(input_tensor)
+            return dist.reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        rows = self._group.exchange(input_tensor)
         torch.sum(rows, 0, out=output_tensor)
         self.probe.add(rows, output_tensor)
 
 
+def _visible(module: nn.Module, arguments: tuple, output: Any) -> Any:
+    """The output of a module, or its logits where FSDP2 would not find the tensors in it."""
+    return output if isinstance(output, torch.Tensor | dict | tuple | list) else logits_of(output)
+
+
 class ShardedModel(FlatModel):
-    """A working model of one device of an island, which all devices make, and whose passes all make, together.
+    """The flat model of one device of a node; all devices of the node build it, and run its passes, together.
 
     Everything flat is this device's part. A flat tensor as it would be with the whole model on one device is called
     whole; the devices' parts, one after the other, are its rows with some zeros.
 
     Args:
-        module: the same in every device, on the CPU or on `device`; parameters on the meta device are made meanwhile.
+        module: the whole model on the CPU in the first device; its architecture on the meta device in the others.
         device: this one's.
-        island: the devices.
+        island: the devices of the node.
         autocast: as in FlatModel. Linear parts of layers are groups then, and gathered in that type, so that no
             other copy of them is made and kept; what else is in a layer belongs to the root, in its own type.
-        made: from a parameter on the meta device to its numbers, whole; asked for one after the other.
 
     Raises:
-        ValueError: the module cannot be shared out.
+        ValueError: the module cannot be sharded.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        device: torch.device,
-        island: ProcessIsland,
-        autocast: torch.dtype | None = None,
-        made: Made = torch.Tensor.detach,
+        self, module: nn.Module, device: torch.device, island: ProcessIsland, autocast: torch.dtype | None = None
     ):
-        self.island, self._stands_in, self._made = island, False, made
+        self.island = island
         self._layers: CompiledLayers | None = None
         super().__init__(module, device, autocast)
 
     def _lay_out(self, named: Mapping[str, nn.Parameter]) -> None:
         for name, parameter in self.module.named_parameters():
             if parameter.dim() == 0:
-                raise ValueError(f"the parameter {name} is a single number, which cannot be shared out")
+                raise ValueError(f"the parameter {name} is a single number, which cannot be sharded")
         dtype = next(iter(named.values())).dtype
-        unmade = {name: parameter for name, parameter in self.module.named_parameters() if parameter.is_meta}
-        groups, policy = sharded_layers(self.module), MixedPrecisionPolicy()
+        wholes = self._take_parameters()
+        self._spread_buffers()
+        groups = sharded_layers(self.module)
+        policy = MixedPrecisionPolicy()
         if self._autocast is not None:
             groups = sharded_parts(self.module)
             policy = MixedPrecisionPolicy(self._autocast, reduce_dtype=dtype, cast_forward_inputs=False)
         self._groups = groups
         for group in groups:
             fully_shard(group, mesh=self.island.mesh, reshard_after_forward=True, mp_policy=policy)
+        # Before FSDP2's own hook on the output, which looks for tensors.
+        self.module.register_forward_hook(_visible)
         # The root as well: after an evaluation it would keep the parameters that it was evaluated with.
         fully_shard(self.module, mesh=self.island.mesh, reshard_after_forward=True)
-        gathering, self.reduction = _AllGather(self.island.collectives), _Reduction(self.island)
+        self.reduction = _Reduction(self.island)
         for module in self._fsdp_modules():
-            module.set_custom_all_gather(gathering)
             module.set_custom_reduce_scatter(self.reduction)
             module.set_gradient_divide_factor(1.0)  # a sum: examples have their weights already
             module.set_force_sum_reduction_for_comms(True)
@@ -134,50 +123,68 @@ class ShardedModel(FlatModel):
             self._owners |= dict.fromkeys(owner.modules(), owner)
         groups = chain.from_iterable(child._get_fsdp_state()._fsdp_param_groups for child in self._fsdp_modules())
         by_parameter = {held.sharded_param: held for group in groups for held in group.fsdp_params}
-        self._adopt(dtype, {name: by_parameter[p] for name, p in self.module.named_parameters()}, unmade)
-        del self._made  # and what it remembers
+        self._adopt(dtype, {name: by_parameter[p] for name, p in self.module.named_parameters()}, wholes)
+
+    def _take_parameters(self) -> dict[str, torch.Tensor]:
+        """Move the module's parameters to the meta device; return the whole ones by name, in the first device.
+
+        Raises:
+            ValueError: the devices have modules of different architectures.
+        """
+        named = dict(self.module.named_parameters())
+        described = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named.items()]
+        checksum = zlib.crc32(repr(described).encode())
+        if self.island.least(checksum) != -self.island.least(-checksum):
+            raise ValueError("the model has another architecture in the first device than in others")
+        empty = {
+            parameter: nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+            for parameter in named.values()
+        }
+        for child in self.module.modules():
+            for name, parameter in list(child.named_parameters(recurse=False, remove_duplicate=False)):
+                setattr(child, name, empty[parameter])
+        return {name: parameter.detach() for name, parameter in named.items()} if self.island.index == 0 else {}
+
+    def _spread_buffers(self) -> None:
+        """Give all devices the first one's buffers, and tensors that modules have as plain attributes."""
+        for child in self.module.modules():
+            plain = {name: value for name, value in vars(child).items() if isinstance(value, torch.Tensor)}
+            for name, tensor in [*child.named_buffers(recurse=False, remove_duplicate=False), *plain.items()]:
+                setattr(child, name, self.island.broadcast(tensor.detach(), self.device))
 
     def _fsdp_modules(self) -> Iterator[FSDPModule]:
         return (child for child in self.module.modules() if isinstance(child, FSDPModule))
 
-    def _adopt(self, dtype: torch.dtype, held_by_name: Mapping, unmade: Mapping[str, torch.Tensor]) -> None:
-        """Move FSDP2's parts of the trainable parameters into one flat buffer, and let it add gradients to another.
+    def _adopt(self, dtype: torch.dtype, held_by_name: Mapping, wholes: dict[str, torch.Tensor]) -> None:
+        """Fill FSDP2's shards, those of trainable parameters in one flat buffer; let it add gradients to another.
 
-        unmade: whole parameters on the meta device.
+        wholes: the whole parameters, in the first device; one at a time travels and is let go.
         """
-        for name, parameter in unmade.items():
-            held = held_by_name[name]
-            if not parameter.requires_grad:
-                data = torch.zeros(held._sharded_param_data.shape, dtype=parameter.dtype, device=self.device)
-                self._make(held, parameter, data)
         self._held = {name: held for name, held in held_by_name.items() if held.sharded_param.requires_grad}
         # As FSDP2 pads them, so that all devices' parts have one length.
-        padded = [held._sharded_param_data for held in self._held.values()]
+        lengths = [held._sharded_param_data.numel() for held in self._held.values()]
         shapes = {name: tuple(held._orig_size) for name, held in self._held.items()}
-        self._layout = Layout.of(shapes, [data.numel() for data in padded])
-        flat, gradient = (torch.zeros(self._layout.size, dtype=dtype, device=self.device) for _ in range(2))
-        for (name, held), data, place in zip(self._held.items(), padded, self._layout.places, strict=True):
-            if name in unmade:
-                self._make(held, unmade[name], flat[place])
+        self._layout = ShardLayout.of(shapes, lengths)
+        flat = torch.zeros(self._layout.size, dtype=dtype, device=self.device)
+        gradient = torch.zeros_like(flat)
+        places = dict(zip(self._held, self._layout.places, strict=True))
+        for name, held in held_by_name.items():
+            if name in places:
+                data = flat[places[name]]
             else:
-                flat[place].copy_(data)
-                held._sharded_param_data = flat[place]
-                held.sharded_param._local_tensor = self._rows(flat[place], held)
-            held.sharded_param.grad = held.to_sharded_dtensor(self._rows(gradient[place], held))
+                data = torch.zeros(held._sharded_param_data.shape, dtype=held.sharded_param.dtype, device=self.device)
+            self.island.scatter(wholes.pop(name, None), data)
+            held._sharded_param_data = data
+            shard = held.to_sharded_dtensor(self._rows(data, held))
+            held.sharded_param = nn.Parameter(shard, requires_grad=name in places)
+            held._setattr_on_modules(held.sharded_param)
+            if name in places:
+                held.sharded_param.grad = held.to_sharded_dtensor(self._rows(gradient[places[name]], held))
         self.parameters = nn.Parameter(flat)
         self.parameters.grad = gradient
         shapes = {name: tuple(held.sharded_size) for name, held in self._held.items()}
         self.blocks = blocks_of(shapes, [place.start for place in self._layout.places], self._layout.size)
-        self.whole_blocks, self.wholes = self._layout.wholes, WholeTensors(self._layout, self.island)
-
-    def _make(self, held, parameter: torch.Tensor, data: torch.Tensor) -> None:
-        """Give FSDP2 its part of a parameter that was on the meta device; data: where it is to be, zeros."""
-        rows = self._rows(data, held)
-        first = self.island.index * held.padded_sharded_param_size[0]
-        rows.copy_(self._made(parameter)[first : first + len(rows)])
-        held._sharded_param_data = data
-        held.sharded_param = nn.Parameter(held.to_sharded_dtensor(rows), requires_grad=parameter.requires_grad)
-        held._setattr_on_modules(held.sharded_param)
+        self.wholes = Wholes(())  # no tensor is whole here
 
     @staticmethod
     def _rows(data: torch.Tensor, held) -> torch.Tensor:
@@ -187,29 +194,12 @@ class ShardedModel(FlatModel):
     def views(self, flat: torch.Tensor) -> dict[nn.Parameter, torch.Tensor]:
         raise NotImplementedError("a device of several has parts of parameters only")
 
-    def trained(self) -> list[nn.Parameter]:
-        """See FlatModel; flat, what is here of the module's."""
-        found = []
-        for place in self._layout.places:
-            found.append(nn.Parameter(self.parameters.data[place]))
-            found[-1].grad = self.gradient[place]
-        return found
-
-    def whole_tensors(self, numbers: Sequence[int]) -> WholeTensors:
-        """For flat tensors that hold those of `blocks` with these numbers alone, laid out as all are."""
-        return WholeTensors(self._layout.among(numbers), self.island)
-
     # Passes
 
     def logits(self, batch: Mapping[str, torch.Tensor], hooked: bool = False) -> torch.Tensor:
         self._compute(self.compiled and not hooked)
         with self.island.explaining(), self._computing():
-            output = self.module(**batch)
-            logits = logits_of(output)
-            if not any(tensor is logits for tensor in collect_grad_tensors(output)):
-                # FSDP2 does not look into every object, and would not know when the backward pass begins.
-                self.module._get_fsdp_state()._register_pre_backward_hook(logits)
-            return logits
+            return logits_of(self.module(**batch))
 
     def _compute(self, compiled: bool) -> None:
         """Let passes from now on run through compiled layers or not: those parts that nothing is gathered for within,
@@ -226,39 +216,20 @@ class ShardedModel(FlatModel):
             yield module
 
     def attempt(self, work: Callable[[], T]) -> T | None:
-        """See FlatModel; all devices get the same: None where one of them had not the memory.
+        """See FlatModel; the other devices are in the middle of the pass, so it cannot be made smaller.
 
         Raises:
-            TrainingError: this one has not the memory for a single example.
+            TrainingError: this device ran out of memory.
         """
-        self.island.collectives.begin()
         done = super().attempt(work)
         if done is None:
-            self._stand_in(work)
-        return done if self.island.least(int(done is not None)) else None
-
-    def _stand_in(self, work: Callable[[], T]) -> None:
-        """Make what is left of a pass that this device broke off, lest the others wait; nothing of it is used."""
-        self.module.reset_iter_state()
-        for held in self._held.values():
-            if hasattr(held, "_unsharded_param"):
-                held._unsharded_param.grad = None
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        self.island.collectives.begin(skipped=self.island.collectives.made)
-        self._stands_in = True
-        try:
-            made = super().attempt(work)
-        finally:
-            self._stands_in = False
-            self.island.collectives.begin()
-        if made is None:
             raise TrainingError(
-                f"one example does not fit into the memory of {self.device}, device {self.island.index} of its island; "
-                f"use a smaller model or sequence_length, or more devices_per_node"
+                f"max_batch_size: {self.device}, device {self.island.index} of a node of {self.island.size}, ran out "
+                f"of memory; lower max_batch_size or sequence_length, or raise devices_per_node"
             )
+        return done
 
-    def probe(self, examples: int, products: bool) -> ShardedProbe | DeviceProbe:
+    def probe(self, examples: int, products: bool) -> "ShardedProbe | DeviceProbe":
         return DeviceProbe(self, examples) if self.within_island else ShardedProbe(self, examples, products)
 
     def estimate(self, probes: Sequence, examples: int) -> SampleEstimate:
@@ -269,20 +240,6 @@ class ShardedModel(FlatModel):
         if isinstance(next(module.parameters(recurse=False)), DTensor):
             self._owners[module].unshard()
 
-    def holds(self, storage: torch.UntypedStorage) -> bool:
-        """See FlatModel: those of layers that are whole for a moment."""
-        parts = (held._unsharded_param for held in self._held.values() if hasattr(held, "_unsharded_param"))
-        return any(part.untyped_storage()._cdata == storage._cdata for part in parts)
-
-    @property
-    def momentary_bytes(self) -> int:
-        """See FlatModel; what is between passes alone is never there together with it."""
-        compared = reduced_numbers(self.whole_blocks) if self.within_island else 0
-        whole = most_whole([self.whole_blocks[number].size for number in self.looked_at], self.island.size)
-        gathered, still = gathered_numbers(self.whole_blocks, self.module)
-        numbers = momentary_numbers(passing_numbers(gathered, compared, still), whole, self.whole_copies)
-        return numbers * self.parameters.element_size()
-
     def gathered(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every trainable parameter as modules have it while it is gathered, after a pass, by name."""
         return ((name, held._unsharded_param) for name, held in self._held.items())
@@ -290,8 +247,6 @@ class ShardedModel(FlatModel):
     # Together with the other devices
 
     def share(self, examples: int) -> tuple[slice, float]:
-        if self._stands_in:
-            return slice(0, 1), 0.0
         own = share_of(range(examples), self.island.index, self.island.size)
         return (slice(own[0], own[-1] + 1), len(own) / examples) if own else (slice(0, 1), 0.0)
 
@@ -326,20 +281,18 @@ class ShardedModel(FlatModel):
             found += sketch(flat[own], seed, size, rows, theirs.start)
         return self.island.sum(found)
 
-    def flat_of(self, module: nn.Module, made: Made = torch.Tensor.detach) -> torch.Tensor:
+    def flat_of(self, module: nn.Module | None) -> torch.Tensor:
+        """See FlatModel; None in all devices but the first, which sends them their parts."""
         flat = torch.zeros_like(self.parameters.data)
-        trainable = (parameter for parameter in module.parameters() if parameter.requires_grad)
-        parts = self._layout.parts(self.island.index)
-        for whole, (theirs, own), parameter in zip(self._layout.wholes, parts, trainable, strict=True):
-            flat[own] = made(parameter).flatten()[theirs.start - whole.start : theirs.stop - whole.start]
+        trainable = [None] * len(self._held)
+        if module is not None:
+            trainable = [parameter.detach() for parameter in module.parameters() if parameter.requires_grad]
+        for parameter, place in zip(trainable, self._layout.places, strict=True):
+            self.island.scatter(parameter, flat[place])
         return flat
 
-    def _layout_of(self, name: str) -> Layout:
-        """Of a flat tensor with this name in its group."""
-        return self._layout.among(self.packed[name]) if name in self.packed else self._layout
-
     def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        layout = self._layout_of(name)
+        layout = self._layout
         return layout.part(tensor, self.island.index) if tensor.shape == (layout.whole_size,) else tensor
 
     def gather(self, flat: torch.Tensor) -> Iterator[tuple[Block, torch.Tensor]]:
@@ -347,10 +300,10 @@ class ShardedModel(FlatModel):
         return self._layout.gather(flat, self.island)
 
     def kept(self, groups: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, FilePart]]:
-        return {group: {name: self._kept(name, own[name]) for name in own} for group, own in groups.items()}
+        return {group: {name: self._kept(own[name]) for name in own} for group, own in groups.items()}
 
-    def _kept(self, name: str, tensor: torch.Tensor) -> FilePart:
-        layout = self._layout_of(name)
+    def _kept(self, tensor: torch.Tensor) -> FilePart:
+        layout = self._layout
         if tensor.shape != (layout.size,):  # all devices have it
             return FilePart(tensor, tuple(tensor.shape), ((0, slice(None)),) if self.island.index == 0 else ())
         pieces = ((theirs.start, own) for theirs, own in layout.parts(self.island.index))
@@ -372,3 +325,100 @@ class ShardedModel(FlatModel):
         if problem is not None:
             raise NotKeptError(problem)
         return {name: whole[tensor] for name, tensor in held.items()} if keeps else {}
+
+
+class ShardedProbe(PerExampleProbe):
+    """As PerExampleProbe, of a pass that the devices of an island make together; afterwards all know the same.
+
+    Args:
+        working: of this device.
+        examples: of the pass, in all devices.
+        products: as in PerExampleProbe.
+    """
+
+    def __init__(self, working: "ShardedModel", examples: int, products: bool):
+        own, share = working.share(examples)
+        super().__init__(working.module, batch_size=own.stop - own.start, products=products)
+        self._working, self._own, self._counts, self._examples = working, own, share > 0.0, examples
+
+    def _watch_gradients(self) -> None:
+        """They are looked at when all are there."""
+
+    def _on_output_gradient(self, module: nn.Module, x: torch.Tensor, delta: torch.Tensor) -> None:
+        # The output of a layer is that of its last module, whose hook comes before FSDP2's.
+        self._working.unshard(module)
+        super()._on_output_gradient(module, x, delta)
+
+    def _dtype_of(self, module: nn.Module) -> torch.dtype:
+        return self._working.parameters.dtype  # layers may be gathered in a smaller one
+
+    def __exit__(self, *exception) -> None:
+        try:
+            if exception[0] is None:
+                self._conclude()
+        finally:  # a device may run out of memory in that, and goes on with less
+            super().__exit__(*exception)
+
+    @torch.no_grad()
+    def _conclude(self) -> None:
+        gradients = self._working.gather(self._working.gradient) if self._with_products else None
+        for name, parameter in self._working.gathered():
+            gradient = parameter if gradients is None else next(gradients)[1]
+            if uses := self._uses.pop(parameter, ()):
+                self._add(name, uses, gradient)
+            if gradients is not None:
+                self._squared_norm += gradient.square().sum()
+        numbers = self._squared_norms.new_zeros(2, self._examples)
+        if self._counts:
+            numbers[0, self._own], numbers[1, self._own] = self._squared_norms, self._inner_products
+        self._squared_norms, self._inner_products = self._working.island.sum(numbers)
+        self.batch_size = self._examples
+
+
+class DeviceProbe:
+    """The devices' gradients beside each other in a pass that they make together; afterwards all know the same.
+
+    Args:
+        working: of this device.
+        examples: of the pass, in all devices.
+    """
+
+    def __init__(self, working: "ShardedModel", examples: int):
+        devices = working.island.size
+        self._working = working
+        self._batches = [len(share_of(range(examples), device, devices)) for device in range(devices)]
+        self._products = torch.zeros(2, devices, dtype=torch.float64, device=working.device)
+
+    def __enter__(self) -> "DeviceProbe":
+        self._working.reduction.probe = self
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._working.reduction.probe = None
+        if exception[0] is None:
+            self._working.island.sum(self._products)
+
+    def add(self, rows: torch.Tensor, total: torch.Tensor) -> None:
+        """rows: [devices, numbers] of some gradient, of each device. total: their sum."""
+        for beside, row in enumerate(rows):
+            self._products[0, beside] += inner_product(row, row)
+            self._products[1, beside] += inner_product(row, total)
+
+    def moments(self, examples: int) -> tuple[list[GradientMoments], list[int]]:
+        """Of the devices that had examples, and how many; examples: of the step, in whose mean loss each counts."""
+        batches = [batch for batch in self._batches if batch]
+        # What devices without one have is zero, so that the mean over the others is the sum through their number.
+        squares, products = (self._products[:, : len(batches)] * examples**2).tolist()
+        whole, devices = sum(products), len(batches)
+        each = [
+            GradientMoments(square, product / devices, whole / devices**2)
+            for square, product in zip(squares, products, strict=True)
+        ]
+        return each, batches
+
+
+def devices_estimate(working: "ShardedModel", probes: list[DeviceProbe], examples: int) -> SampleEstimate:
+    """What the devices' gradients say of a step of so many examples, whose gradient the working model has now."""
+    gradient = working.gradient
+    squared_norm = working.island.sum(inner_product(gradient, gradient)).item() * examples**2
+    return within_island_estimate([probe.moments(examples) for probe in probes], squared_norm)

@@ -4,25 +4,23 @@ import torch
 
 from fabrics.data.examples import TaskData
 from fabrics.models.compilation import can_compile, decided
-from fabrics.models.initialisation import initial_model, recompute_activations, unmade_model
-from fabrics.sharding.checks import looked_at_whole, whole_copies, working_model
-from fabrics.sharding.model_layers import sharded_layers
+from fabrics.models.initialisation import architecture, initial_model, recompute_activations
+from fabrics.sharding.checks import working_model
+from fabrics.sharding.layers import sharded_layers
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
 from utils.config.schema import Config, ConfigError
 from utils.distributed.processes import Processes
 
 
 def _working_model(config: Config, data: TaskData, device: torch.device, processes: Processes) -> FlatModel:
-    alone = processes.island.size == 1
-    model, made = (initial_model(config, data, 0), torch.Tensor.detach) if alone else unmade_model(config, data, 0)
+    # The first device of a node has the weights, and sends the others their parts.
+    first = processes.island.index == 0
+    model = initial_model(config, data, 0) if first else architecture(config, data)
     if config.activation_checkpointing:
         recompute_activations(model, config.model_type)
     autocast = None if config.autocast is None else getattr(torch, config.autocast)
-    working = working_model(model, device, processes, autocast, made)
-    working.within_island, kind = config.statistics_within_island, inner_optimizer_name(config)
-    working.packed = {} if kind is None else INNER_OPTIMIZERS[kind].packed(working)
-    working.looked_at, working.whole_copies = looked_at_whole(config, working), whole_copies(config)
+    working = working_model(model, device, processes, autocast)
+    working.within_island = config.statistics_within_island
     return working
 
 

@@ -21,8 +21,6 @@ from utils.distributed.devices import is_out_of_memory
 from utils.distributed.shard_groups import Island
 
 T = TypeVar("T")
-# From a parameter without numbers, on the meta device, to these.
-Made = Callable[[torch.Tensor], torch.Tensor]
 
 # Every tensor starts on a 64-byte boundary (of float32), as the allocator would have placed it; the gaps stay zero.
 _ALIGNMENT = 16
@@ -66,18 +64,13 @@ class FlatModel:
         module: the nn.Module to call.
         parameters: flat nn.Parameter of all trainable parameters; its `.grad` is the flat gradient.
         parameter_count: trainable numbers in it, without the gaps.
-        blocks: where each trainable parameter is in the flat buffers. whole_blocks: with one device per node.
+        blocks: where each trainable parameter is in the flat buffers.
         wholes: for what looks at whole tensors.
         island: the devices that share the module; here there is one.
-        momentary_bytes: of what is there during passes alone, besides activations.
         within_island: whether a probe compares these, and not examples; it may change at any time.
-        looked_at: the numbers of those tensors among `blocks` that the method or the inner optimiser needs whole.
-        whole_copies: how many times these are there at a time.
-        packed: of tensors that workers and trainers keep, laid out as some of the model's tensors alone, the numbers of
-            these among `blocks`, by name.
     """
 
-    island, momentary_bytes = Island(), 0
+    island = Island()
     within_island = False
 
     def __init__(
@@ -95,9 +88,6 @@ class FlatModel:
         if len({p.dtype for p in named.values()}) != 1:
             raise ValueError("all trainable parameters must have one type")
         self.parameter_count = sum(p.numel() for p in named.values())
-        self.looked_at: Sequence[int] = ()
-        self.whole_copies = 0
-        self.packed: Mapping[str, Sequence[int]] = {}
         self._lay_out(named)
 
     def _lay_out(self, named: Mapping[str, nn.Parameter]) -> None:
@@ -115,7 +105,7 @@ class FlatModel:
         self.parameters = nn.Parameter(flat)
         self.parameters.grad = gradient
         self.blocks = blocks_of({name: tuple(p.shape) for name, p in named.items()}, offsets, size)
-        self.whole_blocks, self.wholes = self.blocks, Wholes(self.blocks)
+        self.wholes = Wholes(self.blocks)
 
     @property
     def gradient(self) -> torch.Tensor:
@@ -123,7 +113,7 @@ class FlatModel:
         return self.parameters.grad
 
     def trained(self) -> list[nn.Parameter]:
-        """What an optimiser steps, a tensor for each of `blocks`; here the module's own."""
+        """The trainable parameters of the module, one for each of `blocks`."""
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def views(self, flat: torch.Tensor) -> dict[nn.Parameter, torch.Tensor]:
@@ -187,10 +177,6 @@ class FlatModel:
                 raise
         return None
 
-    def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Whether it is among what is there during passes alone, besides activations."""
-        return False
-
     def probe(self, examples: int, products: bool) -> PerExampleProbe:
         """The probe of a backward pass over so many examples; products: as PerExampleProbe has them."""
         return PerExampleProbe(self.module, batch_size=examples, products=products)
@@ -236,17 +222,14 @@ class FlatModel:
         """
         return places
 
-    def flat_of(self, module: nn.Module, made: Made = torch.Tensor.detach) -> torch.Tensor:
-        """The trainable parameters of a module of the same architecture, flat; the module is used up.
-
-        made: on islands, of those on the meta device.
-        """
+    def flat_of(self, module: nn.Module) -> torch.Tensor:
+        """The trainable parameters of a module of the same architecture, flat; the module is used up."""
         return FlatModel(module, self.device).parameters.detach()
 
     def kept(self, groups: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor | FilePart]]:
         """Groups of tensors as a checkpoint takes them, by reference: on islands, of which parts these are.
 
-        Those of the shape of `parameters` are laid out like them, others as `packed` says.
+        Those of the shape of `parameters` are laid out like them.
         """
         return {name: dict(tensors) for name, tensors in groups.items()}
 

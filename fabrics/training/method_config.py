@@ -55,7 +55,7 @@ def method_of(config: Config, working: FlatModel) -> Method:
     outer = Outer(config.learning_rate_for_outer_opt, config.outer_momentum, config.weight_decay)
     kind = METHODS[config.distributed_algo]
     try:
-        return kind(settings, outer, working.whole_blocks if kind.capabilities.whole_tensors else working.blocks)
+        return kind(settings, outer, working.blocks)
     except ValueError as error:
         raise ConfigError([f"synchronisation.{error}"]) from error
 

@@ -14,12 +14,12 @@ from torch import nn
 from algorithms.registry import Registry
 from algorithms.synchronisation import METHODS
 from fabrics.sharding.shard_layout import views_of
-from fabrics.sharding.sharded_muon import UPDATE_SIZE, ShardedMuon
 from fabrics.training.flat_model import FlatModel, laid_out
 from utils.config.schema import Config, ConfigError
 
 # Nesterov momentum of Muon, the value of its published code.
 MUON_MOMENTUM = 0.95
+UPDATE_SIZE = "match_rms_adamw"  # as large as those of AdamW (arXiv 2502.16982)
 
 
 class InnerOptimizer:
@@ -50,16 +50,15 @@ class InnerOptimizerKind:
 
     state: what it keeps, by name, as at the start, on a device. over: the optimiser of a working model's parameters
     with such a state. state_shapes: tensors on no device, of the sizes of its state without the gaps of flat tensors.
-    keys: of the configuration, that make a difference with it and not with every other one; None: not known. packed:
-    see FlatModel. whole: the numbers of the tensors among its blocks that it needs whole.
+    keys: of the configuration, that make a difference with it and not with every other one; None: not known.
+    shards: whether it works on parts of tensors (`devices_per_node`).
     """
 
     state: Callable[[FlatModel, torch.device | str], dict[str, torch.Tensor]]
     over: Callable[[FlatModel, Config, Mapping[str, torch.Tensor]], InnerOptimizer]
     state_shapes: Callable[[FlatModel], dict[str, torch.Tensor]]
     keys: tuple[str, ...] | None = None
-    packed: Callable[[FlatModel], dict[str, list[int]]] = lambda working: {}
-    whole: Callable[[FlatModel], list[int]] = lambda working: []
+    shards: bool = True
 
     def build(
         self, working: FlatModel, config: Config, state: Mapping[str, torch.Tensor] | None = None
@@ -147,11 +146,6 @@ def _numbers(working: FlatModel) -> tuple[list[int], list[int]]:
     return [n for n, is_inside in enumerate(inside) if is_inside], [n for n, is_in in enumerate(inside) if not is_in]
 
 
-def _muon_packed(working: FlatModel) -> dict[str, list[int]]:
-    matrices, rest = _numbers(working)
-    return {"momentum": matrices, "exp_avg": rest, "exp_avg_sq": rest}
-
-
 def _muon_start(working: FlatModel, device: torch.device | str) -> dict[str, torch.Tensor]:
     trained = working.trained()
     sizes = ([trained[number].numel() for number in part] for part in _numbers(working))
@@ -164,13 +158,11 @@ def _muon(working: FlatModel, config: Config, given: Mapping[str, torch.Tensor])
     trained, numbers = working.trained(), _numbers(working)
     matrices, rest = ([trained[number] for number in part] for part in numbers)
     state = {name: given[name] for name in _muon_start(working, "meta")}
-    decays = config.weight_decay, MUON_MOMENTUM
-    if working.island.size > 1:
-        muon = ShardedMuon(working.whole_tensors(numbers[0]), matrices, state["momentum"], *decays)
-    else:
-        muon = torch.optim.Muon(matrices, weight_decay=decays[0], momentum=decays[1], adjust_lr_fn=UPDATE_SIZE)
-        for parameter, momentum in zip(matrices, views_of(state["momentum"], matrices), strict=True):
-            muon.state[parameter] = {"momentum_buffer": momentum}
+    muon = torch.optim.Muon(
+        matrices, weight_decay=config.weight_decay, momentum=MUON_MOMENTUM, adjust_lr_fn=UPDATE_SIZE
+    )
+    for parameter, momentum in zip(matrices, views_of(state["momentum"], matrices), strict=True):
+        muon.state[parameter] = {"momentum_buffer": momentum}
     if not rest:
         return InnerOptimizer([muon], state)
     adamw = _torch_adamw(rest, config)
@@ -197,8 +189,7 @@ INNER_OPTIMIZERS = Registry(
             _muon,
             _muon_shapes,
             _ADAMW_KEYS,
-            _muon_packed,
-            lambda working: _numbers(working)[0],
+            shards=False,
         ),
         "sgd": InnerOptimizerKind(lambda working, device: {}, _sgd, lambda working: {}, ("lr_sgd",)),
     }

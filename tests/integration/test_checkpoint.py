@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fabrics.sharding.shard_layout import Layout
+from fabrics.sharding.shard_layout import ShardLayout
 from tests.support.helpers import without_privileges
 from tests.support.threads import together
 from training_logs.recording.csv_log import CsvLog
@@ -242,8 +242,10 @@ def test_what_one_process_cannot_write_there_is_no_checkpoint_of(folder, warning
 SHAPES = {"embedding": (5, 3), "norm": (7,), "row": (1, 33), "matrix": (13, 8)}
 
 
-def layout_of(devices: int) -> Layout:
-    return Layout.of(SHAPES, [-(-shape[0] // devices) * torch.Size(shape[1:]).numel() for shape in SHAPES.values()])
+def layout_of(devices: int) -> ShardLayout:
+    return ShardLayout.of(
+        SHAPES, [-(-shape[0] // devices) * torch.Size(shape[1:]).numel() for shape in SHAPES.values()]
+    )
 
 
 def whole_group(seed: int) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fabrics.models.compilation import compiles, compiling_seconds, gain, planned_tokens, worth_compiling
-from fabrics.sharding.compiled_layers import CompiledLayers
+from fabrics.sharding.layers import CompiledLayers
 from tests.support.helpers import CPU, light_cluster, make_config
 from utils.config.reading import load_config
 from utils.config.schema import ConfigError

@@ -11,8 +11,9 @@ from algorithms.synchronisation import METHODS
 from fabrics.config_checks import CHECKS, CHOICES
 from fabrics.models.meta_model import flops_per_token, meta_model
 from fabrics.planning.command import as_text
-from fabrics.planning.estimate import Resources, activation_bytes, estimate, gathered_elements
+from fabrics.planning.estimate import Resources, activation_bytes, estimate
 from fabrics.planning.parse_units import amount, count, link, memory
+from fabrics.sharding.layers import gathered_elements
 from tests.support import matrix
 from tests.support.helpers import TINY_ARCHITECTURE, Recorder, make_config, tiny_cluster
 from utils.config.reading import load_config

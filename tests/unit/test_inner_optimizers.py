@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from algorithms.synchronisation import METHODS
-from algorithms.synchronisation.method import MOMENTS, Wholes
-from fabrics.sharding.sharded_muon import ShardedMuon
-from fabrics.training.flat_model import FlatModel, blocks_of, laid_out
+from algorithms.synchronisation.method import MOMENTS
+from fabrics.training.flat_model import FlatModel
 from fabrics.training.learning_rates import base_learning_rate
 from fabrics.training.method_config import check_state
 from fabrics.training.optimizers import (
@@ -101,27 +100,6 @@ def test_muon_is_torchs_inside_and_adamw_for_the_rest(module):
     assert_same_parameters(working.module, expected)
     for (name, parameter), (_, old) in zip(working.module.named_parameters(), before.named_parameters(), strict=True):
         assert torch.equal(parameter, old) != parameter.requires_grad, name
-
-
-def test_muon_of_devices_that_share_matrices_is_torchs():
-    """Of parts that are flat, and all of a matrix here; tests/distributed/test_islands.py has devices with less of
-    it."""
-    shapes = {"high": (6, 4), "wide": (3, 8)}
-    matrices = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in shapes.values()]
-    parts = [nn.Parameter(matrix.detach().flatten().clone()) for matrix in matrices]
-    offsets, size = laid_out([part.numel() for part in parts])
-    wholes = Wholes(blocks_of(shapes, offsets, size))
-    muon = ShardedMuon(wholes, parts, torch.zeros(size, dtype=torch.float64), weight_decay=0.3, momentum_decay=0.9)
-    expected = torch.optim.Muon(matrices, weight_decay=0.3, momentum=0.9, adjust_lr_fn="match_rms_adamw")
-    for rate in RATES:
-        for matrix, part in zip(matrices, parts, strict=True):
-            matrix.grad = torch.randn_like(matrix)
-            part.grad = matrix.grad.flatten()
-        for optimizer in (muon, expected):
-            optimizer.param_groups[0]["lr"] = rate
-            optimizer.step()
-    for matrix, part in zip(matrices, parts, strict=True):
-        torch.testing.assert_close(part.view_as(matrix), matrix, rtol=1e-12, atol=1e-12)
 
 
 def test_an_update_of_muon_has_the_size_of_one_of_adamw():

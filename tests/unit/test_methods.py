@@ -18,7 +18,7 @@ from utils.config.reading import parse_config
 
 ROOT = Path(__file__).resolve().parents[2]
 _BLOCKS = [Block(f"layers.{layer}.weight", 16 * layer, 16 * layer + 16, (4, 4)) for layer in range(3)]
-_WORKING = SimpleNamespace(blocks=_BLOCKS, whole_blocks=_BLOCKS)
+_WORKING = SimpleNamespace(blocks=_BLOCKS)
 
 
 def test_diloco():

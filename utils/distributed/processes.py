@@ -107,12 +107,10 @@ class Processes:
         """The island of this process; all processes make all islands, in one order."""
         size, own = self._island_size, self._rank.number - self._lane
         for first in range(0, self.count, size):
-            on_hosts = self._new_group(range(first, first + size), "gloo")
-            on_gpus = device.type == "cuda"
-            handle = self._new_group(range(first, first + size), "nccl") if on_gpus else on_hosts
+            handle = self._new_group(range(first, first + size), "nccl" if device.type == "cuda" else "gloo")
             if first == own:
-                mine = handle, on_hosts
-        return ProcessIsland(*mine, size, self._lane, device, self._peers)
+                mine = handle
+        return ProcessIsland(mine, size, self._lane, device, self._peers)
 
     def _new_group(self, ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
         with self._peers.explaining():

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from utils.distributed.collectives import Collectives
 from utils.distributed.devices import is_out_of_memory
 from utils.distributed.peers import PeerWatch
 from utils.distributed.reductions import ALL_GATHER
@@ -47,10 +46,6 @@ class Island:
         """Everybody's flat tensor of one size, [size, numbers]."""
         return tensor.unsqueeze(0)
 
-    def trade(self, tensor: torch.Tensor, given: list[int], taken: list[int]) -> torch.Tensor:
-        """Of a flat tensor so many numbers for each device, one after the other; so many that each has for this one."""
-        return tensor
-
     def least(self, number: int) -> int:
         """The smallest that a device has; the devices themselves are not waited for."""
         return number
@@ -65,27 +60,29 @@ class ProcessIsland(Island):
     """Several processes.
 
     Args:
-        handle: of them. on_hosts: the same over gloo, for what is in no device. size: how many they are. index: of this
-            one.
+        handle: of them.
+        size: how many they are.
+        index: of this one.
         device: this one's.
         peers: explains failed collectives.
 
     Attributes:
         mesh: they, as FSDP2 wants them, in one dimension.
-        collectives: those of `sum`, `gather`, `exchange` and `trade`, and of whoever else counts there.
     """
 
     def __init__(
         self,
         handle: dist.ProcessGroup,
-        on_hosts: dist.ProcessGroup,
         size: int,
         index: int,
         device: torch.device,
         peers: PeerWatch,
     ):
-        self.size, self.index, self.collectives = size, index, Collectives()
-        self._handle, self._on_hosts, self._peers, self._device = handle, on_hosts, peers, device
+        self.size = size
+        self.index = index
+        self._handle = handle
+        self._peers = peers
+        self._device = device
         if device.type == "cpu":
             _give_back_what_is_freed()
         self.mesh = DeviceMesh.from_group(handle, device.type, mesh_dim_names=("shard",))
@@ -93,34 +90,50 @@ class ProcessIsland(Island):
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         staged = tensor.to(self._device)  # nccl takes nothing of the host's
         with self.explaining():
-            self.collectives.make(lambda: dist.all_reduce(staged, group=self._handle))
+            dist.all_reduce(staged, group=self._handle)
         return tensor if staged is tensor else tensor.copy_(staged)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         staged = tensor.to(self._device).contiguous()
         gathered = staged.new_empty(self.size * staged.numel())
         with self.explaining():
-            self.collectives.make(lambda: getattr(dist, ALL_GATHER)(gathered, staged, group=self._handle))
+            getattr(dist, ALL_GATHER)(gathered, staged, group=self._handle)
         return gathered.view(self.size, -1).to(tensor.device)
 
     def exchange(self, parts: torch.Tensor) -> torch.Tensor:
         """What every device has for this one, [size, numbers], of a flat tensor with a part for each of them."""
         arrived = torch.empty_like(parts)
         with self.explaining():
-            self.collectives.make(lambda: dist.all_to_all_single(arrived, parts, group=self._handle))
+            dist.all_to_all_single(arrived, parts, group=self._handle)
         return arrived.view(self.size, -1)
 
-    def trade(self, tensor: torch.Tensor, given: list[int], taken: list[int]) -> torch.Tensor:
-        staged = tensor.to(self._device)
-        arrived = staged.new_empty(sum(taken))
+    def scatter(self, whole: torch.Tensor | None, part: torch.Tensor) -> None:
+        """Fill each device's flat `part`, of one length everywhere, with its piece of a tensor of the first device.
+
+        whole: in the first device; where it ends before the last part does, zeros follow.
+        """
+        pieces = None
+        if self.index == 0:
+            padded = torch.zeros(self.size * part.numel(), dtype=part.dtype, device=self._device)
+            padded[: whole.numel()].copy_(whole.flatten())
+            pieces = list(padded.view(torch.uint8).chunk(self.size))
         with self.explaining():
-            self.collectives.make(lambda: dist.all_to_all_single(arrived, staged, taken, given, group=self._handle))
-        return arrived.to(tensor.device)
+            dist.scatter(part.view(torch.uint8), pieces, group=self._handle, group_src=0)
+
+    def broadcast(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The first device's tensor, of this shape and type in all of them, on the device."""
+        if self.index == 0:
+            sent = tensor.to(device).contiguous()
+        else:
+            sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        with self.explaining():
+            dist.broadcast(sent.reshape(-1).view(torch.uint8), group=self._handle, group_src=0)
+        return sent
 
     def least(self, number: int) -> int:
-        found = torch.tensor(number)
+        found = torch.tensor(number, device=self._device)
         with self.explaining():
-            dist.all_reduce(found, dist.ReduceOp.MIN, group=self._on_hosts)
+            dist.all_reduce(found, dist.ReduceOp.MIN, group=self._handle)
         return int(found)
 
     @contextlib.contextmanager
