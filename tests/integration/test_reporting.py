@@ -376,8 +376,11 @@ def test_memory_is_measured_at_stages_and_summarised(run):
     summary = json.loads((run.memory_dir / "memory_summary.json").read_text())
     assert summary == run.summary["memory_peaks"]
     peak = max(own, key=lambda row: int(row["allocated_bytes"]))
-    assert summary["process"]["peak_bytes"] == int(peak["allocated_bytes"])
-    assert summary["process"]["stage"] == peak["stage"]
+    seen = (summary["process"]["peak_bytes"], summary["process"]["stage"])
+    # The sampler may have seen more between two stages.
+    assert seen == (int(peak["allocated_bytes"]), peak["stage"]) or (
+        seen[0] > int(peak["allocated_bytes"]) and seen[1] == "sample"
+    )
     assert set(summary) == {"process", "host"}
 
 
