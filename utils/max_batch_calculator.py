@@ -109,11 +109,14 @@ def _measure_cuda(step: Callable[[int], None], device: torch.device) -> Callable
 
 def _measure_cpu(step: Callable[[int], None]) -> Callable[[int], int | None]:
     def measure(batch: int) -> int:
+        # By storage and not by address: weights that FSDP2 has gathered are freed in the pass, and their places taken.
+        storages: dict[int, torch.UntypedStorage] = {}
         sizes: dict[int, int] = {}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
+            storages[storage._cdata] = storage
+            sizes[storage._cdata] = storage.nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
