@@ -56,6 +56,7 @@ class PeerWatch:
         self._children = children or {}
         self._store = store
         self._lost: str | None = None
+        self._killed = False
         self._found = threading.Event()
         self._closing = threading.Event()
         if self._children:
@@ -63,13 +64,16 @@ class PeerWatch:
 
     def _watch(self) -> None:
         while not self._closing.wait(_INTERVAL_SECONDS):
-            for rank, child in self._children.items():
-                if child.poll() not in (None, 0):
-                    self._lost = f"rank {rank} (process {child.pid}) {exit_reason(child.returncode)}"
-                    self._found.set()
-                    if not self._closing.wait(_GRACE_SECONDS):
-                        self._end()
-                    return
+            ended = {rank: child for rank, child in self._children.items() if child.poll() not in (None, 0)}
+            if ended:
+                # A process that was killed comes before those that ended because they lost it.
+                rank = min(ended, key=lambda rank: ended[rank].returncode)
+                self._killed = ended[rank].returncode < 0
+                self._lost = f"rank {rank} (process {ended[rank].pid}) {exit_reason(ended[rank].returncode)}"
+                self._found.set()
+                if not self._closing.wait(_GRACE_SECONDS):
+                    self._end()
+                return
 
     def _end(self) -> None:
         print(f"error: {self._lost}; --resume goes on from the last checkpoint", file=sys.stderr, flush=True)
@@ -88,11 +92,13 @@ class PeerWatch:
             raise PeerLostError(self._reason(error)) from error
 
     def _reason(self, error: RuntimeError) -> str:
+        if self._children:
+            self._found.wait(_NAMING_SECONDS)
+        if self._lost is not None and self._killed:
+            return self._lost
         with contextlib.suppress(RuntimeError):  # the first process, which keeps the store, is gone
             if self._store is not None and self._store.check(["ended"]):
                 return self._store.get("ended").decode()
-        if self._children:
-            self._found.wait(_NAMING_SECONDS)
         text = " ".join(str(error).split())
         return self._lost or f"another process of the run is gone: {text}"
 
