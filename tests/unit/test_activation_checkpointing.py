@@ -119,7 +119,7 @@ def test_parameters_of_float64():
         ),
         (
             {"parameter_dtype": "float64", "autocast": "bfloat16"},
-            "autocast: must be null with parameter_dtype float64, which it leaves as it is, got bfloat16",
+            "autocast: must be null with parameter_dtype float64, got bfloat16",
         ),
         ({"compile_model": "often"}, "compile_model: should be auto, true or false, got 'often'"),
         ({"outer_state": "gpu"}, "outer_state: should be 'device' or 'cpu', got 'gpu'"),

@@ -60,9 +60,8 @@ def test_nodes_are_alike_until_all_of_them_are_known():
 def test_the_examples_of_a_round_are_shared_out_without_a_gap(balance, present):
     config = make_config(balance=balance, node_speeds=SPEEDS)
     shares = shares_of(present, balance=balance, node_speeds=SPEEDS)
-    rates = {worker: [0.1] * 6 for worker in present}
     readings = [Reading(lambda first, count: np.arange(count), (0, 1, 2, 3), 1000)]
-    found = assignments(config, shares, rates, None, readings, Place(1, 2, 0, 3), Measures())
+    found = assignments(config, shares, [0.1] * 6, None, readings, Place(1, 2, 0, 3), Measures())
     assert tuple(found) == present
     seen = Counter()
     for worker, own in found.items():
@@ -99,13 +98,14 @@ def expected_workers(config) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("balance", ["equal", "batch", "steps"])
 def test_speeds_and_workers_that_come_and_go_make_runs_together(balance, monkeypatch):
-    weights, exchange = [], METHODS["DiLoCo"].exchange
+    weights = []
+    incoming = METHODS["DiLoCo"].incoming
 
     def noting(self, group):
         weights.append(group.weights)
-        exchange(self, group)
+        return incoming(self, group)
 
-    monkeypatch.setattr(METHODS["DiLoCo"], "exchange", noting)
+    monkeypatch.setattr(METHODS["DiLoCo"], "incoming", noting)
     cluster, recorder = light_cluster(**CHANGING, balance=balance), Recorder()
     cluster.train(recorder)
     reports = [result.reports[0] for result in recorder.rounds]
