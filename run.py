@@ -75,6 +75,8 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.perf_counter()
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse_arguments(arguments)
+    if is_main() and not options.plan:
+        print("AdLoCo: loading PyTorch ...", flush=True)
     from utils.config.schema import ConfigError
 
     try:
@@ -83,8 +85,6 @@ def main(arguments: list[str] | None = None) -> int:
 
             print_plan(options)
             return 0
-        if is_main():
-            print("AdLoCo: loading PyTorch ...", flush=True)
         if started_by_others():
             return run(options, started, None)
         folder = options.resume if options.resume != "auto" else None

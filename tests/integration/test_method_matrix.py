@@ -65,7 +65,7 @@ def test_a_killed_and_resumed_run_has_the_bits_of_an_uninterrupted_one(name, pro
 def test_runs_are_stopped_while_something_is_under_way():
     late, ring = (matrix.alone(name)["states"]["stopped"] for name in ("Late", "Ring"))
     assert late["tensors"]["trainer_0 under_way"].any()
-    assert json.loads(late["values"])["trainers"]["0"]["synchronisation"] == {"under_way": 2}
+    assert json.loads(late["values"])["trainers"]["0"]["synchronisation"] == {"under_way": 1}
     assert json.loads(ring["values"])["trainers"]["0"]["stale"]
 
 
