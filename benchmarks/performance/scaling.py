@@ -155,10 +155,15 @@ def share_of_model(parameters: int, processes: Processes) -> torch.Tensor:
         return torch.randn(parameters) * 1e-3
     from fabrics.sharding.sharded_model import ShardedModel  # takes long, and knows one release of PyTorch
 
-    with torch.device("meta"):
+    # The first device of a node has the weights, and sends the others their parts.
+    first = processes.island.index == 0
+    with torch.device("cpu" if first else "meta"):
         layers = [nn.Sequential(nn.Linear(1000, parameters // 10_000, bias=False)) for _ in range(10)]
         model = nn.Sequential(nn.ModuleList(layers))
-    drawn = ShardedModel(model, CPU, processes.island, made=lambda parameter: torch.randn(parameter.shape) * 1e-3)
+    if first:
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=1e-3)
+    drawn = ShardedModel(model, CPU, processes.island)
     return drawn.parameters.detach()
 
 
