@@ -22,7 +22,7 @@ from fabrics.models.export import save_models
 from fabrics.pool.checkpoint_policy import CheckpointPolicy, Vote
 from fabrics.pool.device_errors import explained
 from fabrics.pool.eval_tool import Evaluation, EvaluationPart
-from fabrics.pool.node_assignment import Distributing, NoNodeLeftError, requests_of
+from fabrics.pool.node_assignment import NodeAssigner, NoNodeLeftError, requests_of
 from fabrics.pool.node_pool import NodePool, check_modules, check_statistics, measured_max_batches
 from fabrics.pool.round_scheduler import RoundScheduler
 from fabrics.pool.run_counters import Totals
@@ -84,7 +84,7 @@ class Cluster:
         self.metric = self.validation.metric
         check_modules(config, self.working.first)
         self.scheduler = RoundScheduler(config, len(data.train), len(self.nodes))
-        self._distributing = Distributing(config, self.pool, processes.groups, self.scheduler)
+        self._assigner = NodeAssigner(config, self.pool, processes.groups, self.scheduler)
         first_requests = dict.fromkeys(range(config.number_of_initial_trainers), config.INITIAL_BATCH_SIZE)
         self.trainers: dict[int, Trainer] = {}
         self.trainers = first_trainers(config, data, self._assignment(first_requests), self.working, processes)
@@ -116,7 +116,7 @@ class Cluster:
     # Decisions carried out
 
     def _assignment(self, requests: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-        return self._distributing.assignment(requests, self.trainers, self.scheduler.progress(self.totals))
+        return self._assigner.assignment(requests, self.trainers, self.scheduler.progress(self.totals))
 
     def distribute(self) -> None:
         """Give every living trainer its nodes, in proportion to the requested batches; bytes are counted.
@@ -127,12 +127,12 @@ class Cluster:
         self._assign(self._assignment(requests_of(self.trainers)))
 
     def _assign(self, assignment: Mapping[int, Sequence[int]]) -> None:
-        self._distributing.assign(assignment, self.trainers, self.totals)
+        self._assigner.assign(assignment, self.trainers, self.totals)
         self.processes.keep(assignment.values())
 
     def _merge(self) -> Merge:
         """Merge the trainers that the policy picks; communications and bytes are counted."""
-        plan, _ = self._distributing.merge(self.trainers, self.totals)
+        plan, _ = self._assigner.merge(self.trainers, self.totals)
         merge = Merge(self.totals.outer_steps, plan)
         self.merges.append(merge)
         return merge
@@ -148,7 +148,7 @@ class Cluster:
         """What the workers of this process evaluate, by trainer."""
         for trainer in self.trainers.values():
             trainer.refresh()
-        parts = {t.id: self.validation.part(t.workforce, t.parameters) for t in self.trainers.values()}
+        parts = {t.id: self.validation.part(t.worker_group, t.parameters) for t in self.trainers.values()}
         return {trainer: part for trainer, part in parts.items() if part is not None}
 
     def evaluate(self) -> dict[int, Evaluation]:
@@ -217,7 +217,7 @@ class Cluster:
             merge = self._merge()
         notes = tuple(self.pool.balance({t.id: (t.nodes, t.work) for t in trainers.values()}))
         now, memory = dataclasses.replace(totals), [share.memory for share in shares]
-        moves = self._distributing.new_moves()
+        moves = self._assigner.new_moves()
         return ClusterRound(totals.outer_steps, progress, reports, evaluations, merge, now, memory, notes, moves)
 
     def train(
@@ -286,7 +286,7 @@ class Cluster:
     def tensors(self) -> dict[str, dict[str, torch.Tensor | FilePart]]:
         """The trainers' tensors that are in this process, by reference, in groups named by trainer and worker.
 
-        Where an island's devices have parts of them, each has a part in all groups of the island.
+        Where a shard group's devices have parts of them, each has a part in all groups of the shard group.
         """
         groups = {name: group for trainer in self.trainers.values() for name, group in trainer.tensors().items()}
         return self.working.first.kept(groups)
@@ -331,9 +331,9 @@ class Cluster:
         assignment = {trainer: values["nodes"] for trainer, values in living.items()}
         if len(state["max_batches"]) != len(self.nodes):  # other nodes than those of the checkpoint
             requests = {trainer: values["requested_batch"] for trainer, values in living.items()}
-            assignment = self._distributing.assignment(requests, {}, self.scheduler.progress(totals))
+            assignment = self._assigner.assignment(requests, {}, self.scheduler.progress(totals))
         self._assign(assignment)
-        self._distributing.new_moves()  # nodes begin here, and nothing is sent
+        self._assigner.new_moves()  # nodes begin here, and nothing is sent
         self.totals = totals
         for trainer, values in living.items():
             self.trainers[trainer].load_state_dict(values, lambda group, name: part(name, read(group, name)))

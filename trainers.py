@@ -61,7 +61,7 @@ class Trained:
 
 def _copy_weights(trainer: "Trainer") -> list[float]:
     """Of what workers keep of the round at hand: its examples. None of them where all have the shared parameters."""
-    if not trainer.workforce.method.capabilities.averages_copies:
+    if not trainer.worker_group.method.capabilities.averages_copies:
         return []
     weights = trainer.shares.examples_each(trainer._config.number_of_inner_steps_between_outers)
     return list(
@@ -101,14 +101,14 @@ class Trainer:
         self.id = trainer_id
         self.cursor = cursor
         self.batch = batch_control(config)
-        self.workforce = WorkerGroup(config, working, processes)
+        self.worker_group = WorkerGroup(config, working, processes)
         self.inner_steps = self.tokens = self.rounds = self.halvings = 0
         self._config = config
         self._examples = examples
         self._values: dict[str, float] = {}
         self._rested: frozenset[int] = frozenset()  # nodes that did not hear of the last round
         self._weights: list[float] = []  # of workers' copies, where they have gone on since `refresh`
-        self.shared = None if parameters is None else self.workforce.first_tensors(parameters)
+        self.shared = None if parameters is None else self.worker_group.first_tensors(parameters)
 
     @property
     def requested_batch(self) -> int:
@@ -120,12 +120,12 @@ class Trainer:
     @property
     def nodes(self) -> tuple[Node, ...]:
         """Of all its workers, in order."""
-        return self.workforce.nodes
+        return self.worker_group.nodes
 
     @property
     def workers(self) -> dict[int, Worker]:
         """Those of this process, by number."""
-        return self.workforce.local
+        return self.worker_group.local
 
     @property
     def participants(self) -> tuple[int, ...]:
@@ -144,43 +144,43 @@ class Trainer:
         Every process that owns a worker takes part. Looking at a run is no part of it: nothing is counted.
         """
         if self._weights and self.workers:
-            self.workforce.average_copies(self.parameters, self._weights)
+            self.worker_group.average_copies(self.parameters, self._weights)
 
     def _settle(self) -> list[Transfer]:
         """Go on with the parameters up to date; what is sent for it, by all workers."""
         self.refresh()
         stale, self._weights = bool(self._weights), []
-        return averaged([node.id for node in self.nodes], self.workforce.plain_bytes * stale)
+        return averaged([node.id for node in self.nodes], self.worker_group.plain_bytes * stale)
 
     def assign_nodes(self, nodes: tuple[Node, ...]) -> list[Transfer]:
         """Let these nodes work for the trainer from now on; what arrives at them. See WorkerGroup.assign.
 
         A node whose worker has rested and takes part again gets what a new one does, but for the worker's own state.
         """
-        sent = self._settle() if self.workforce.changes(nodes) else []
-        self.shared, arrived = self.workforce.assign(nodes, self.shared)
+        sent = self._settle() if self.worker_group.changes(nodes) else []
+        self.shared, arrived = self.worker_group.assign(nodes, self.shared)
         back = self._rested & {nodes[worker].id for worker in self.participants}
         up_to_date = [node.id for node in nodes if node.id not in self._rested]
         self._rested -= back
         holder = (up_to_date or [node.id for node in nodes])[:1]
-        woken = [Transfer(tuple(holder), tuple(sorted(back)), self.workforce.sizes.trainer)] if back else []
+        woken = [Transfer(tuple(holder), tuple(sorted(back)), self.worker_group.sizes.trainer)] if back else []
         return sent + arrived + woken
 
     def parameters_for(self, node: Node) -> torch.Tensor | None:
         """The parameters in the process that owns the node, None elsewhere; all processes ask together."""
         self.refresh()
-        provided = self.workforce.provide(self.shared, self.nodes, (node,), ("parameters",))
+        provided = self.worker_group.provide(self.shared, self.nodes, (node,), ("parameters",))
         return None if provided is None else provided["parameters"]
 
     @property
     def shares(self) -> Shares:
         """Who does how much in the round at hand."""
-        fewer_steps, turns = self.workforce.fewer_steps, self.workforce.turns(self._values)
+        fewer_steps, turns = self.worker_group.fewer_steps, self.worker_group.turns(self._values)
         return Shares(self._config, self.requested_batch, self.nodes, self.participants, fewer_steps, turns=turns)
 
     def work(self, speeds: Sequence[float | None]) -> list[int]:
         """Examples of every worker in a whole round in which all take part, if their nodes had these speeds."""
-        everybody, fewer_steps = range(len(self.nodes)), self.workforce.fewer_steps
+        everybody, fewer_steps = range(len(self.nodes)), self.worker_group.fewer_steps
         shares = Shares(self._config, self.requested_batch, self.nodes, everybody, fewer_steps, speeds)
         return shares.examples_each(self._config.number_of_inner_steps_between_outers)
 
@@ -212,17 +212,17 @@ class Trainer:
         if not self.workers:
             return None
         outer_round = OuterRound(
-            self._config, self.workforce, self.shared, dict(self._values), self.assignments(schedule), on_step
+            self._config, self.worker_group, self.shared, dict(self._values), self.assignments(schedule), on_step
         )
         outer_round.run()
         group = outer_round.group
         vectors = {index: loop.vector for index, loop in outer_round.loops.items()}
         records = {index: loop.record() for index, loop in outer_round.loops.items()}
         local = {i: dataclasses.replace(record, unheard=i in outer_round.unheard) for i, record in records.items()}
-        self.workforce.lost = frozenset(index for index, worker in local.items() if worker.left_out)
-        local = with_moments(self.workforce, self._measures, local, vectors, self.parameters)
+        self.worker_group.lost = frozenset(index for index, worker in local.items() if worker.left_out)
+        local = with_moments(self.worker_group, self._measures, local, vectors, self.parameters)
         workers = len(self.participants)
-        if each := self.workforce.statistics_bytes(self._measures, workers) / workers:
+        if each := self.worker_group.statistics_bytes(self._measures, workers) / workers:
             group.events.append(Event("statistics", schedule.inner_steps, each, each))
         return Trained(local, tuple(group.events), group.values)
 
@@ -240,7 +240,7 @@ class Trainer:
     @property
     def _measures(self) -> Measures:
         """What is measured for the batch test that the round that is at hand ends with, if it does."""
-        return self.workforce.measures(len(self.participants), self.batch.tests_after(self.rounds + 1))
+        return self.worker_group.measures(len(self.participants), self.batch.tests_after(self.rounds + 1))
 
     # Decisions, the same in every process
 
@@ -258,8 +258,8 @@ class Trainer:
         workers, self._values = trained.workers, trained.values
         step_examples = sum(worker.plan.effective_batch for worker in workers.values())
         warnings = self._look_after(workers)
-        if self.workforce.lost:
-            self.workforce.method.lost(self._values, self.workforce.lost)
+        if self.worker_group.lost:
+            self.worker_group.method.lost(self._values, self.worker_group.lost)
         requested = self.requested_batch
         adapts = self.batch.tests_after(self.rounds + 1)
         samples, between, problem = batch_samples(workers, self._config) if adapts else ([], None, None)
@@ -283,7 +283,7 @@ class Trainer:
             seconds=seconds,
             warnings=(*warnings, *filter(None, (problem, warning))),
         )
-        self.workforce.adapt(report.train_loss)
+        self.worker_group.adapt(report.train_loss)
         self._rested = frozenset(node.id for worker, node in enumerate(self.nodes) if worker not in workers)
         return report
 
@@ -291,7 +291,7 @@ class Trainer:
         """Remember whose state is lost, and halve the learning rate if nobody's is not; what to warn of."""
         place = f"round {self.rounds + 1}"
         lost = frozenset(index for index, worker in workers.items() if worker.left_out)
-        self.workforce.lost = lost
+        self.worker_group.lost = lost
         warnings = worker_warnings(workers, self.nodes)
         if len(lost) == len(workers) and not all(worker.failed for worker in workers.values()):
             warnings.append(halving(self.id, place, self.halvings))
@@ -310,9 +310,9 @@ class Trainer:
         """
         together = (self, *others)
         sent = [transfer for trainer in together for transfer in trainer._settle()]
-        given = [(trainer.workforce, trainer.shared) for trainer in together]
+        given = [(trainer.worker_group, trainer.shared) for trainer in together]
         arrived = merge(given, [weights[trainer.id] for trainer in together])
-        self.workforce.begin_merged(self.shared, self._values)
+        self.worker_group.begin_merged(self.shared, self._values)
         self._rested = frozenset()
         self.cursor.unite([other.cursor for other in others])
         return sent + arrived
@@ -326,7 +326,7 @@ class Trainer:
             "synchronisation": self._values,
             "stale": self._weights,
             "rested": sorted(self._rested),
-            **self.workforce.state_dict(),
+            **self.worker_group.state_dict(),
         }
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -359,7 +359,7 @@ class Trainer:
                 tensor.copy_(read(group, name))
             for worker in self.workers.values():  # those that are new have no copy of their own
                 worker.load_state_dict({COPY: self.parameters})
-        self.workforce.load_state_dict(state, lambda index, name: read(f"{group}_worker_{index}", name))
+        self.worker_group.load_state_dict(state, lambda index, name: read(f"{group}_worker_{index}", name))
 
 
 def first_trainers(

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from utils.distributed.devices import is_out_of_memory
-from utils.distributed.shard_groups import Island
+from utils.distributed.shard_groups import ShardGroup
 
 # Probing on the CPU says nothing new beyond this; batches as large as a dataset are refused elsewhere.
 _CPU_PROBES = (1, 2)
@@ -126,14 +126,14 @@ def _measure_cpu(step: Callable[[int], None]) -> Callable[[int], int | None]:
     return measure
 
 
-def _together(measure: Callable[[int], int | None], island: Island) -> Callable[[int], int | None]:
-    """The most that a device of an island needs; None where one of them has not the memory."""
+def _together(measure: Callable[[int], int | None], shard_group: ShardGroup) -> Callable[[int], int | None]:
+    """The most that a device of a shard group needs; None where one of them has not the memory."""
 
     def most(batch: int) -> int | None:
         size = measure(batch)
-        if island.least(int(size is not None)) == 0:
+        if shard_group.least(int(size is not None)) == 0:
             return None
-        return -island.least(-size)
+        return -shard_group.least(-size)
 
     return most
 
@@ -145,9 +145,9 @@ def calculate_max_batch(
     padding_percentage: float,
     sharing: int,
     reserved_bytes: int,
-    island: Island | None = None,
+    shard_group: ShardGroup | None = None,
 ) -> int:
-    """The max batch of a device's nodes; of an island, in examples of each of its devices, which measure together.
+    """The max batch of a device's nodes; of a shard group, in examples of each of its devices, which measure together.
 
     Args:
         step: runs one forward and backward pass with so many examples on the device.
@@ -155,16 +155,18 @@ def calculate_max_batch(
         padding_percentage: share of the device's memory that may be used, 0 to 1.
         sharing: processes that run steps on the device at one time; the nodes of a process take turns.
         reserved_bytes: what will be allocated besides, by all of them.
-        island: the devices that make the steps together; None: this one alone.
+        shard_group: the devices that make the steps together; None: this one alone.
 
     Raises:
         MemoryError: naming the keys to change, when one example does not fit.
     """
     on_gpu = device.type == "cuda"
-    together = island is not None and island.size > 1  # a pass that one of them has not the memory for ends the run
+    together = (
+        shard_group is not None and shard_group.size > 1
+    )  # a pass that one of them has not the memory for ends the run
     measure = _measure_cuda(step, device) if on_gpu else _measure_cpu(step)
-    if island is not None:
-        measure = _together(measure, island)
+    if shard_group is not None:
+        measure = _together(measure, shard_group)
     with _no_trace(gradient, device):
         # What comes with the first steps is not to be measured: a model that is compiled makes a pass of its own, and
         # libraries of a GPU take memory to work with, which they keep.
@@ -177,7 +179,7 @@ def calculate_max_batch(
             state = psutil.virtual_memory()
             memory, taken = state.total, state.total - state.available
         budget = int((padding_percentage * memory - taken - reserved_bytes) / sharing)
-        budget = budget if island is None else island.least(budget)
+        budget = budget if shard_group is None else shard_group.least(budget)
         try:
             return find_max_batch(measure, budget, _CUDA_PROBES if on_gpu else _CPU_PROBES, on_gpu and not together)
         except MemoryError as error:

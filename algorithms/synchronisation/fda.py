@@ -102,9 +102,9 @@ class FDA(Method):
         for worker in group.local:
             drift = worker.parameters - worker.here(point)
             if linear:
-                numbers = linear_numbers(drift, worker.here(group.shared["direction"]), group.model.island.sum)
+                numbers = linear_numbers(drift, worker.here(group.shared["direction"]), group.model.shard_group.sum)
             else:
-                numbers = sketched_numbers(drift, group.model.sketch, group.model.island.sum)
+                numbers = sketched_numbers(drift, group.model.sketch, group.model.shard_group.sum)
             incoming.add(worker, numbers)
         mean = incoming.result()
         threshold = group.values["threshold"] if self.settings.threshold is None else self.settings.threshold
@@ -143,7 +143,7 @@ class FDA(Method):
         values = group.values
         incoming = group.mean(centre.new_empty(1), "monitor")
         for worker in group.local:
-            incoming.add(worker, squared_norm(worker.parameters - worker.here(centre), group.model.island.sum))
+            incoming.add(worker, squared_norm(worker.parameters - worker.here(centre), group.model.shard_group.sum))
         variance = incoming.result().item()
         number = values.get("calibrated", 0) + 1
         values["calibrated"] = number

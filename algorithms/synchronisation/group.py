@@ -89,7 +89,7 @@ class Group:
         weights: the weight of each worker in a mean, by number; 0 if it rests. They sum to 1.
         local: the workers of this process that take part and are well, in order.
         model: for what needs the parts of all devices that share the model: `norm`, `distance`, `sketch`, `here`,
-            `whole_size`, `wholes` and `island.sum`. [n] is this device's part then.
+            `whole_size`, `wholes` and `shard_group.sum`. [n] is this device's part then.
         clock: simulated times.
         step: inner steps of the round that are done.
         inner_steps: of the round.
@@ -229,7 +229,7 @@ class Group:
         elements = self.model.parameter_count
         if part is not None:
             own = torch.tensor(float(sum(each.stop - each.start for each in part)), dtype=torch.float64)
-            elements = int(self.model.island.sum(own).item())
+            elements = int(self.model.shard_group.sum(own).item())
         return in_steps(self.clock.server_seconds(elements), self.clock.step_seconds)
 
     def sent(self, event: Event) -> None:
@@ -240,7 +240,7 @@ class Group:
     def _elements(self, like: torch.Tensor) -> int:
         """Elements of a flat tensor over all devices, without the gaps between the model's tensors."""
         whole = like.numel() == self.shared["parameters"].numel()
-        return self.model.parameter_count if whole else like.numel() * self.model.island.size
+        return self.model.parameter_count if whole else like.numel() * self.model.shard_group.size
 
     def _bytes_of_mean(
         self, encoding: Encoding, elements: int, dtype: torch.dtype, senders: Collection[int] | None

@@ -1,13 +1,17 @@
-"""Measure processes, islands, synchronisation and checkpoints: python benchmarks/performance/scaling.py [--parts ...].
+"""Measure processes, shard groups, synchronisation and checkpoints: python benchmarks/performance/scaling.py [--parts
+...].
 
 - processes: tokens/s of the demo's training on this machine with one process and a thread per core, with one process
   and one thread, and with two processes of one thread each; runs of the program itself, interleaved, and with them
   the loop that a good engineer would write without a framework, with a thread per core.
-- islands: likewise of one trainer, for each of two models, on one device, on two devices with a whole model each, on
-  one island of two devices, and on two such islands. The third against the second is what it costs to share a model.
+- shard groups: likewise of one trainer, for each of two models, on one device, on two devices with a whole model
+  each, on
+  one shard group of two devices, and on two such shard groups. The third against the second is what it costs to share
+  a model.
 - synchronisation: seconds, and bytes sent, of the mean of 100M parameters over two processes, for every encoding,
   summed in worker order and with one all-reduce; encoding and decoding included.
-- exchange: the same between two islands of two devices, each of which has its share of a model of so many parameters.
+- exchange: the same between two shard groups of two devices, each of which has its share of a model of so many
+  parameters.
   What a process has written meanwhile, headers of messages included, is the system's count (Linux).
 - checkpoint: GB/s of writing and reading one, checksums and fsync included, beside copying the same bytes to a file
   with fsync; and of the copy in memory, for which training stands still.
@@ -116,11 +120,11 @@ PROCESSES = (
     Setting("2 processes of 1 thread", 2),
     Bare(f"bare loop of {cores()} thread(s)", threads=cores()),
 )
-ISLANDS = (
+SHARD_GROUPS = (
     Setting("1 device", nodes=1),
     Setting("2 devices, a whole model each", 2, nodes=2),
-    Setting("1 island of 2 devices", 2, devices_per_node=2, nodes=1),
-    Setting("2 islands of 2 devices", 4, devices_per_node=2, nodes=2),
+    Setting("1 shard group of 2 devices", 2, devices_per_node=2, nodes=1),
+    Setting("2 shard groups of 2 devices", 4, devices_per_node=2, nodes=2),
 )
 
 
@@ -151,19 +155,19 @@ def written_bytes() -> int | None:
 
 def share_of_model(parameters: int, processes: Processes) -> torch.Tensor:
     """The flat parameters of this process's device, of a model of ten layers with so many in all."""
-    if processes.island.size == 1:
+    if processes.shard_group.size == 1:
         return torch.randn(parameters) * 1e-3
     from fabrics.sharding.sharded_model import ShardedModel  # takes long, and knows one release of PyTorch
 
     # The first device of a node has the weights, and sends the others their parts.
-    first = processes.island.index == 0
+    first = processes.shard_group.index == 0
     with torch.device("cpu" if first else "meta"):
         layers = [nn.Sequential(nn.Linear(1000, parameters // 10_000, bias=False)) for _ in range(10)]
         model = nn.Sequential(nn.ModuleList(layers))
     if first:
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=1e-3)
-    drawn = ShardedModel(model, CPU, processes.island)
+    drawn = ShardedModel(model, CPU, processes.shard_group)
     return drawn.parameters.detach()
 
 
@@ -228,7 +232,7 @@ def measure_synchronisation(parameters: int, repeats: int, devices_per_node: int
     with Launch(count, [__file__, "--synchronisation", *map(str, arguments)]) as launch:
         results = synchronise(*arguments, launch)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    of = "processes" if devices_per_node == 1 else f"islands of {devices_per_node} devices"
+    of = "processes" if devices_per_node == 1 else f"shard groups of {devices_per_node} devices"
     print(f"\nmean of {parameters:,} parameters over two {of} on this machine (median; all):")
     for found in results:
         shown = " ".join(f"{value:.2f}" for value in sorted(found.seconds))
@@ -278,7 +282,7 @@ def measure_checkpoint(parameters: int, repeats: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parts = ("processes", "islands", "synchronisation", "exchange", "checkpoint")
+    parts = ("processes", "shard_groups", "synchronisation", "exchange", "checkpoint")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="default: all")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of everything (default: 5)")
     parser.add_argument("--rounds", type=int, default=4, help="of the runs whose tokens/s are taken (default: 4)")
@@ -291,10 +295,10 @@ def main() -> None:
     length = {"number_of_outer_steps": options.rounds}
     if "processes" in options.parts:
         compare("4 trainers of batch 8", PROCESSES, length, options.repeats)
-    if "islands" in options.parts:
+    if "shard_groups" in options.parts:
         for name, architecture in _MODELS.items():
             values = {f"model_config.{key}": value for key, value in architecture.items()}
-            compare(f"1 trainer of batch 8, {name}", ISLANDS, length | ONE_TRAINER | values, options.repeats)
+            compare(f"1 trainer of batch 8, {name}", SHARD_GROUPS, length | ONE_TRAINER | values, options.repeats)
     for part, devices_per_node in (("synchronisation", 1), ("exchange", 2)):
         if part in options.parts:
             measure_synchronisation(options.parameters, options.repeats, devices_per_node)

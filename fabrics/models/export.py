@@ -1,6 +1,7 @@
 """Models on the disk: every trainer's in a folder of its own, written by the main process.
 
-That never has a model whole in its own memory where islands share it: their tensors come one after the other, and are
+That never has a model whole in its own memory where shard groups share it: their tensors come one after the other,
+and are
 kept in files without a name, from which the folder is written as any other.
 """
 
@@ -52,7 +53,7 @@ def _write(
     folder: Path, trainer: Path, working: FlatModel, tokenizer: PreTrainedTokenizerBase | None, is_main: bool
 ) -> None:
     """Write the model that the working model has; what was kept of it on the way is gone afterwards."""
-    given = None if working.island.size == 1 else working.state(functools.partial(on_disk, folder=folder))
+    given = None if working.shard_group.size == 1 else working.state(functools.partial(on_disk, folder=folder))
     if is_main:
         write_folder_atomically(trainer, functools.partial(save_model, working.module, tokenizer, given=given))
 
@@ -70,7 +71,8 @@ def save_models(
     When all are there, those of other trainers, which a run that went on from a checkpoint may have left, are gone.
 
     Args:
-        parameters_of: from a trainer to its flat parameters in the main process and its island; asked for one after
+        parameters_of: from a trainer to its flat parameters in the main process and its shard group; asked for one
+        after
             the other.
         working: what the parameters pass through.
 

@@ -82,7 +82,7 @@ def initial_parameters(config: Config, data: TaskData, trainer: int, first: Flat
     same_head = config.single_seed or not config.need_to_reinit_output_layers
     if trainer == 0 or (same_body and same_head):
         return first.parameters.detach().clone()
-    if first.island.index > 0:  # the first device of the node sends this one its part
+    if first.shard_group.index > 0:  # the first device of the node sends this one its part
         return first.flat_of(None)
     return first.flat_of(initial_model(config, data, trainer))
 

@@ -40,7 +40,7 @@ class Movable(Protocol):
         """Become the merge of itself with others; what arrives at nodes."""
 
 
-class Distributing:
+class NodeAssigner:
     """Gives trainers their nodes and merges them; bytes and communications are counted. Every process decides alike.
 
     Args:

@@ -79,7 +79,7 @@ def measured_max_batches(
 
     What lives between rounds is on the devices then, and so in use; on a CPU it is not, before it is written to for
     the first time. Nodes of a process take turns; processes that share a device do not, and share what is left. The
-    devices of an island measure together, and the one with the least room decides.
+    devices of a shard group measure together, and the one with the least room decides.
 
     Args:
         working: the working model of each device of this process.
@@ -111,7 +111,7 @@ def measured_max_batches(
 
 def _measured_max_batch(config: Config, working: FlatModel, examples: Examples, sharing: int, reserved: int) -> int:
     # The most that a step can need: the last of a round is also probed.
-    probed, devices = probes_examples(config) or working.within_island, working.island.size
+    probed, devices = probes_examples(config) or working.within_island, working.shard_group.size
     step = probed_backward if probed else backward
 
     def run(count: int) -> None:
@@ -122,7 +122,7 @@ def _measured_max_batch(config: Config, working: FlatModel, examples: Examples, 
 
     room = config.padding_percentage, sharing, reserved
     try:
-        return devices * calculate_max_batch(run, working.gradient, working.device, *room, working.island)
+        return devices * calculate_max_batch(run, working.gradient, working.device, *room, working.shard_group)
     except UnsupportedModuleError as error:
         raise ConfigError(f"statistics_estimator: {error}") from None
     except (MemoryError, TrainingError) as error:

@@ -188,7 +188,7 @@ class RoundScheduler:
 
 def traffic_of(trainer: "Trainer", config: Config) -> Traffic:
     """Return the bytes of the exchanges of such a trainer in rounds to come."""
-    group = trainer.workforce
+    group = trainer.worker_group
     copied = group.sizes.worker if config.joining_moments == "copy" else 0
     return Traffic(
         synchronised=lambda workers, number: group.round_bytes(workers, trainer.batch.tests_after(number)),

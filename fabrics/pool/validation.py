@@ -25,7 +25,7 @@ class Validation:
         self._examples = (data.validation, *(data.shares.validation if data.shares else ()))
         self.metric = METRICS[data.task]
 
-    def part(self, workforce: WorkerGroup, parameters: torch.Tensor | None) -> EvaluationPart | None:
+    def part(self, worker_group: WorkerGroup, parameters: torch.Tensor | None) -> EvaluationPart | None:
         """What the workers of this process evaluate of a trainer; None where it has none here, or nothing is left.
 
         parameters: flat, of the trainer.
@@ -34,7 +34,7 @@ class Validation:
         numbers: dict[torch.device, list[list[int]]] = {}  # of the batches of all examples, and of each share's
         for place, examples in enumerate(self._examples):
             for batch in range(batch_count(examples, size)):
-                worker = workforce.local.get(turn % len(workforce))
+                worker = worker_group.local.get(turn % len(worker_group))
                 if worker is not None:
                     numbers.setdefault(worker.node.device, [[] for _ in self._examples])[place].append(batch)
                 turn += 1

@@ -36,7 +36,9 @@ def _statistics_problems(config: Config) -> list[str]:
         return []
     found = []
     if config.devices_per_node == 1:
-        found.append("statistics_within_island: must be false with devices_per_node 1, whose islands have one gradient")
+        found.append(
+            "statistics_within_island: must be false with devices_per_node 1, whose shard groups have one gradient"
+        )
     if config.statistics_estimator != "across_workers":
         found.append(
             f"statistics_within_island: must be false with statistics_estimator {config.statistics_estimator}; use "
@@ -58,12 +60,12 @@ def working_model(
     Raises:
         ConfigError: the module cannot be sharded.
     """
-    if processes.island.size == 1:
+    if processes.shard_group.size == 1:
         return FlatModel(module, device, autocast)
     # It knows the insides of one release of PyTorch; whole models train with others as well.
     from fabrics.sharding.sharded_model import ShardedModel
 
     try:
-        return ShardedModel(module, device, processes.island, autocast)
+        return ShardedModel(module, device, processes.shard_group, autocast)
     except ValueError as error:
         raise ConfigError(f"devices_per_node: {error}") from None

@@ -8,7 +8,7 @@ import torch
 
 from algorithms.synchronisation.method import Block
 from fabrics.training.flat_model import blocks_of, laid_out
-from utils.distributed.shard_groups import Island
+from utils.distributed.shard_groups import ShardGroup
 
 
 def views_of(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -60,7 +60,7 @@ class ShardLayout:
             flat[own] = tensor[theirs]
         return flat
 
-    def gather(self, flat: torch.Tensor, island: Island) -> Iterator[tuple[Block, torch.Tensor]]:
+    def gather(self, flat: torch.Tensor, shard_group: ShardGroup) -> Iterator[tuple[Block, torch.Tensor]]:
         """Every tensor whole, in its shape, one after the other; flat: this device's."""
         for whole, place in zip(self.wholes, self.places, strict=True):
-            yield whole, island.gather(flat[place]).flatten()[: whole.size].view(whole.shape)
+            yield whole, shard_group.gather(flat[place]).flatten()[: whole.size].view(whole.shape)

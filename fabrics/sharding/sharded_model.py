@@ -38,7 +38,7 @@ from fabrics.training.flat_model import FlatModel, NotKeptError, blocks_of
 from fabrics.training.worker import TrainingError
 from utils.checkpoint.parts import FilePart
 from utils.distributed.placement import share_of
-from utils.distributed.shard_groups import ProcessIsland
+from utils.distributed.shard_groups import ProcessShardGroup
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class _Reduction:
         probe: it, while there is one.
     """
 
-    def __init__(self, group: ProcessIsland):
+    def __init__(self, group: ProcessShardGroup):
         self.probe: DeviceProbe | None = None
         self._group = group
 
@@ -79,7 +79,7 @@ class ShardedModel(FlatModel):
     Args:
         module: the whole model on the CPU in the first device; its architecture on the meta device in the others.
         device: this one's.
-        island: the devices of the node.
+        shard_group: the devices of the node.
         autocast: as in FlatModel. Linear parts of layers are groups then, and gathered in that type, so that no
             other copy of them is made and kept; what else is in a layer belongs to the root, in its own type.
 
@@ -88,9 +88,13 @@ class ShardedModel(FlatModel):
     """
 
     def __init__(
-        self, module: nn.Module, device: torch.device, island: ProcessIsland, autocast: torch.dtype | None = None
+        self,
+        module: nn.Module,
+        device: torch.device,
+        shard_group: ProcessShardGroup,
+        autocast: torch.dtype | None = None,
     ):
-        self.island = island
+        self.shard_group = shard_group
         self._layers: CompiledLayers | None = None
         super().__init__(module, device, autocast)
 
@@ -108,12 +112,12 @@ class ShardedModel(FlatModel):
             policy = MixedPrecisionPolicy(self._autocast, reduce_dtype=dtype, cast_forward_inputs=False)
         self._groups = groups
         for group in groups:
-            fully_shard(group, mesh=self.island.mesh, reshard_after_forward=True, mp_policy=policy)
+            fully_shard(group, mesh=self.shard_group.mesh, reshard_after_forward=True, mp_policy=policy)
         # Before FSDP2's own hook on the output, which looks for tensors.
         self.module.register_forward_hook(_visible)
         # The root as well: after an evaluation it would keep the parameters that it was evaluated with.
-        fully_shard(self.module, mesh=self.island.mesh, reshard_after_forward=True)
-        self.reduction = _Reduction(self.island)
+        fully_shard(self.module, mesh=self.shard_group.mesh, reshard_after_forward=True)
+        self.reduction = _Reduction(self.shard_group)
         for module in self._fsdp_modules():
             module.set_custom_reduce_scatter(self.reduction)
             module.set_gradient_divide_factor(1.0)  # a sum: examples have their weights already
@@ -134,7 +138,7 @@ class ShardedModel(FlatModel):
         named = dict(self.module.named_parameters())
         described = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named.items()]
         checksum = zlib.crc32(repr(described).encode())
-        if self.island.least(checksum) != -self.island.least(-checksum):
+        if self.shard_group.least(checksum) != -self.shard_group.least(-checksum):
             raise ValueError("the model has another architecture in the first device than in others")
         empty = {
             parameter: nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
@@ -143,14 +147,14 @@ class ShardedModel(FlatModel):
         for child in self.module.modules():
             for name, parameter in list(child.named_parameters(recurse=False, remove_duplicate=False)):
                 setattr(child, name, empty[parameter])
-        return {name: parameter.detach() for name, parameter in named.items()} if self.island.index == 0 else {}
+        return {name: parameter.detach() for name, parameter in named.items()} if self.shard_group.index == 0 else {}
 
     def _spread_buffers(self) -> None:
         """Give all devices the first one's buffers, and tensors that modules have as plain attributes."""
         for child in self.module.modules():
             plain = {name: value for name, value in vars(child).items() if isinstance(value, torch.Tensor)}
             for name, tensor in [*child.named_buffers(recurse=False, remove_duplicate=False), *plain.items()]:
-                setattr(child, name, self.island.broadcast(tensor.detach(), self.device))
+                setattr(child, name, self.shard_group.broadcast(tensor.detach(), self.device))
 
     def _fsdp_modules(self) -> Iterator[FSDPModule]:
         return (child for child in self.module.modules() if isinstance(child, FSDPModule))
@@ -173,7 +177,7 @@ class ShardedModel(FlatModel):
                 data = flat[places[name]]
             else:
                 data = torch.zeros(held._sharded_param_data.shape, dtype=held.sharded_param.dtype, device=self.device)
-            self.island.scatter(wholes.pop(name, None), data)
+            self.shard_group.scatter(wholes.pop(name, None), data)
             held._sharded_param_data = data
             shard = held.to_sharded_dtensor(self._rows(data, held))
             held.sharded_param = nn.Parameter(shard, requires_grad=name in places)
@@ -198,7 +202,7 @@ class ShardedModel(FlatModel):
 
     def logits(self, batch: Mapping[str, torch.Tensor], hooked: bool = False) -> torch.Tensor:
         self._compute(self.compiled and not hooked)
-        with self.island.explaining(), self._computing():
+        with self.shard_group.explaining(), self._computing():
             return logits_of(self.module(**batch))
 
     def _compute(self, compiled: bool) -> None:
@@ -212,7 +216,7 @@ class ShardedModel(FlatModel):
     @contextmanager
     def evaluating(self, parameters: torch.Tensor) -> Iterator[nn.Module]:
         self._compute(False)
-        with self.island.explaining(), super().evaluating(parameters) as module:
+        with self.shard_group.explaining(), super().evaluating(parameters) as module:
             yield module
 
     def attempt(self, work: Callable[[], T]) -> T | None:
@@ -224,7 +228,8 @@ class ShardedModel(FlatModel):
         done = super().attempt(work)
         if done is None:
             raise TrainingError(
-                f"max_batch_size: {self.device}, device {self.island.index} of a node of {self.island.size}, ran out "
+                f"max_batch_size: {self.device}, device {self.shard_group.index} of a node of {self.shard_group.size}, "
+                f"ran out "
                 f"of memory; lower max_batch_size or sequence_length, or raise devices_per_node"
             )
         return done
@@ -247,15 +252,15 @@ class ShardedModel(FlatModel):
     # Together with the other devices
 
     def share(self, examples: int) -> tuple[slice, float]:
-        own = share_of(range(examples), self.island.index, self.island.size)
+        own = share_of(range(examples), self.shard_group.index, self.shard_group.size)
         return (slice(own[0], own[-1] + 1), len(own) / examples) if own else (slice(0, 1), 0.0)
 
     def turns(self, batches: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-        own, most = batches[self.island.index :: self.island.size], -(-len(batches) // self.island.size)
+        own, most = batches[self.shard_group.index :: self.shard_group.size], -(-len(batches) // self.shard_group.size)
         return own, batches[: most - len(own)]
 
     def norm(self, flat: torch.Tensor) -> torch.Tensor:
-        return self.island.sum(torch.linalg.vector_norm(flat).square()).sqrt()
+        return self.shard_group.sum(torch.linalg.vector_norm(flat).square()).sqrt()
 
     def distance(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return self.norm(a - b)
@@ -270,16 +275,16 @@ class ShardedModel(FlatModel):
         firsts = torch.tensor([place.start for place in self._layout.places])
         numbers = torch.searchsorted(starts, places, right=True) - 1
         within = places - starts[numbers]
-        offsets = within - self.island.index * lengths[numbers]
+        offsets = within - self.shard_group.index * lengths[numbers]
         own = (within < sizes[numbers]) & (offsets >= 0) & (offsets < lengths[numbers])
         return (firsts[numbers] + offsets)[own]
 
     def sketch(self, flat: torch.Tensor, seed: int, size: int = SKETCH_SIZE, rows: int = 1) -> torch.Tensor:
         """That of the whole vector: rows of a parameter that follow each other do so there as well."""
         found = torch.zeros(rows * size, dtype=flat.dtype, device=flat.device)
-        for theirs, own in self._layout.parts(self.island.index):
+        for theirs, own in self._layout.parts(self.shard_group.index):
             found += sketch(flat[own], seed, size, rows, theirs.start)
-        return self.island.sum(found)
+        return self.shard_group.sum(found)
 
     def flat_of(self, module: nn.Module | None) -> torch.Tensor:
         """See FlatModel; None in all devices but the first, which sends them their parts."""
@@ -288,16 +293,16 @@ class ShardedModel(FlatModel):
         if module is not None:
             trainable = [parameter.detach() for parameter in module.parameters() if parameter.requires_grad]
         for parameter, place in zip(trainable, self._layout.places, strict=True):
-            self.island.scatter(parameter, flat[place])
+            self.shard_group.scatter(parameter, flat[place])
         return flat
 
     def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         layout = self._layout
-        return layout.part(tensor, self.island.index) if tensor.shape == (layout.whole_size,) else tensor
+        return layout.part(tensor, self.shard_group.index) if tensor.shape == (layout.whole_size,) else tensor
 
     def gather(self, flat: torch.Tensor) -> Iterator[tuple[Block, torch.Tensor]]:
         """Every parameter's part of a whole flat tensor, one after the other, in its shape."""
-        return self._layout.gather(flat, self.island)
+        return self._layout.gather(flat, self.shard_group)
 
     def kept(self, groups: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, FilePart]]:
         return {group: {name: self._kept(own[name]) for name in own} for group, own in groups.items()}
@@ -305,15 +310,15 @@ class ShardedModel(FlatModel):
     def _kept(self, tensor: torch.Tensor) -> FilePart:
         layout = self._layout
         if tensor.shape != (layout.size,):  # all devices have it
-            return FilePart(tensor, tuple(tensor.shape), ((0, slice(None)),) if self.island.index == 0 else ())
-        pieces = ((theirs.start, own) for theirs, own in layout.parts(self.island.index))
+            return FilePart(tensor, tuple(tensor.shape), ((0, slice(None)),) if self.shard_group.index == 0 else ())
+        pieces = ((theirs.start, own) for theirs, own in layout.parts(self.shard_group.index))
         return FilePart(tensor, (layout.whole_size,), tuple(pieces))
 
     @torch.no_grad()
     def state(self, keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu) -> dict[str, torch.Tensor]:
-        held, keeps, problem = self.module.state_dict(keep_vars=True), self.island.index == 0, None
+        held, keeps, problem = self.module.state_dict(keep_vars=True), self.shard_group.index == 0, None
         whole: dict[torch.Tensor, torch.Tensor] = {}
-        with self.island.explaining():
+        with self.shard_group.explaining():
             for tensor in dict.fromkeys(held.values()):
                 gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
                 if keeps and problem is None:
@@ -328,7 +333,7 @@ class ShardedModel(FlatModel):
 
 
 class ShardedProbe(PerExampleProbe):
-    """As PerExampleProbe, of a pass that the devices of an island make together; afterwards all know the same.
+    """As PerExampleProbe, of a pass that the devices of a shard group make together; afterwards all know the same.
 
     Args:
         working: of this device.
@@ -371,7 +376,7 @@ class ShardedProbe(PerExampleProbe):
         numbers = self._squared_norms.new_zeros(2, self._examples)
         if self._counts:
             numbers[0, self._own], numbers[1, self._own] = self._squared_norms, self._inner_products
-        self._squared_norms, self._inner_products = self._working.island.sum(numbers)
+        self._squared_norms, self._inner_products = self._working.shard_group.sum(numbers)
         self.batch_size = self._examples
 
 
@@ -384,7 +389,7 @@ class DeviceProbe:
     """
 
     def __init__(self, working: "ShardedModel", examples: int):
-        devices = working.island.size
+        devices = working.shard_group.size
         self._working = working
         self._batches = [len(share_of(range(examples), device, devices)) for device in range(devices)]
         self._products = torch.zeros(2, devices, dtype=torch.float64, device=working.device)
@@ -396,7 +401,7 @@ class DeviceProbe:
     def __exit__(self, *exception) -> None:
         self._working.reduction.probe = None
         if exception[0] is None:
-            self._working.island.sum(self._products)
+            self._working.shard_group.sum(self._products)
 
     def add(self, rows: torch.Tensor, total: torch.Tensor) -> None:
         """rows: [devices, numbers] of some gradient, of each device. total: their sum."""
@@ -420,5 +425,5 @@ class DeviceProbe:
 def devices_estimate(working: "ShardedModel", probes: list[DeviceProbe], examples: int) -> SampleEstimate:
     """What the devices' gradients say of a step of so many examples, whose gradient the working model has now."""
     gradient = working.gradient
-    squared_norm = working.island.sum(inner_product(gradient, gradient)).item() * examples**2
+    squared_norm = working.shard_group.sum(inner_product(gradient, gradient)).item() * examples**2
     return within_island_estimate([probe.moments(examples) for probe in probes], squared_norm)

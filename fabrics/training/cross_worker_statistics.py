@@ -13,7 +13,7 @@ from fabrics.training.worker_group import WorkerGroup
 
 
 def with_moments(
-    workforce: WorkerGroup,
+    worker_group: WorkerGroup,
     measured: Measures,
     records: Mapping[int, WorkerRound],
     vectors: Mapping[int, torch.Tensor | None],
@@ -28,12 +28,12 @@ def with_moments(
         return dict(records)
     like = parameters if measured.compared == "gradient" else parameters.new_zeros(SKETCH_SIZE)
     given = {index: None if records[index].left_out else vector for index, vector in vectors.items()}
-    moments = compared_vectors(workforce, given, like)
+    moments = compared_vectors(worker_group, given, like)
     return {index: dataclasses.replace(record, moments=moments.get(index)) for index, record in records.items()}
 
 
 def compared_vectors(
-    workforce: WorkerGroup, vectors: Mapping[int, torch.Tensor | None], like: torch.Tensor
+    worker_group: WorkerGroup, vectors: Mapping[int, torch.Tensor | None], like: torch.Tensor
 ) -> dict[int, GradientMoments]:
     """What each vector of a local worker says beside the mean over all workers'; None is left out.
 
@@ -42,13 +42,13 @@ def compared_vectors(
         like: shape, type and device of the mean.
     """
 
-    incoming = workforce.mean(like)
+    incoming = worker_group.mean(like)
     for index in sorted(vectors):
         if vectors[index] is not None:
             incoming.add(index, PLAIN.encode(vectors[index]))
     mean, _ = incoming.result()
-    working = workforce.first_working
-    total = working.island.sum if like.shape == working.parameters.shape else None
+    working = worker_group.first_working
+    total = working.shard_group.sum if like.shape == working.parameters.shape else None
     return {
         index: gradient_moments(vector.to(mean.device), mean, total)
         for index, vector in vectors.items()

@@ -14,7 +14,7 @@ from utils.distributed.processes import Processes
 
 def _working_model(config: Config, data: TaskData, device: torch.device, processes: Processes) -> FlatModel:
     # The first device of a node has the weights, and sends the others their parts.
-    first = processes.island.index == 0
+    first = processes.shard_group.index == 0
     model = initial_model(config, data, 0) if first else architecture(config, data)
     if config.activation_checkpointing:
         recompute_activations(model, config.model_type)
@@ -43,7 +43,7 @@ class FlatModels(dict[torch.device, FlatModel]):
         return next(iter(self.values()))
 
     def _compute(self, compiled: bool) -> None:
-        size = self._processes.island.size
+        size = self._processes.shard_group.size
         if compiled and size > 1 and not sharded_layers(self.first.module):
             raise ConfigError(
                 f"compile_model: must be false with devices_per_node {size}, as the model has no layers that can be "

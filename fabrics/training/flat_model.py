@@ -18,7 +18,7 @@ from algorithms.batch.per_example import PerExampleProbe, step_estimate
 from algorithms.synchronisation.method import Block, Wholes
 from utils.checkpoint.parts import FilePart
 from utils.distributed.devices import is_out_of_memory
-from utils.distributed.shard_groups import Island
+from utils.distributed.shard_groups import ShardGroup
 
 T = TypeVar("T")
 
@@ -66,11 +66,11 @@ class FlatModel:
         parameter_count: trainable numbers in it, without the gaps.
         blocks: where each trainable parameter is in the flat buffers.
         wholes: for what looks at whole tensors.
-        island: the devices that share the module; here there is one.
+        shard_group: the devices that share the module; here there is one.
         within_island: whether a probe compares these, and not examples; it may change at any time.
     """
 
-    island = Island()
+    shard_group = ShardGroup()
     within_island = False
 
     def __init__(
@@ -227,7 +227,7 @@ class FlatModel:
         return FlatModel(module, self.device).parameters.detach()
 
     def kept(self, groups: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor | FilePart]]:
-        """Groups of tensors as a checkpoint takes them, by reference: on islands, of which parts these are.
+        """Groups of tensors as a checkpoint takes them, by reference: on shard groups, of which parts these are.
 
         Those of the shape of `parameters` are laid out like them.
         """
@@ -238,12 +238,12 @@ class FlatModel:
         return tensor
 
     def state(self, keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu) -> dict[str, torch.Tensor]:
-        """The module's state by name, whole, in the island's first device, empty in others.
+        """The module's state by name, whole, in the shard group's first device, empty in others.
 
-        All of the island ask together; tied parameters are one tensor.
+        All of the shard group ask together; tied parameters are one tensor.
 
         Args:
-            keep: on islands, what to do with a tensor, which is gone when the next one comes.
+            keep: on shard groups, what to do with a tensor, which is gone when the next one comes.
 
         Raises:
             NotKeptError: `keep` failed; when all have been asked for.

@@ -24,7 +24,7 @@ def backward(
     labels = batch.pop("labels")
     with unmasked(model.module, batch):
         loss = example_losses(model.logits(batch, hooked), labels).mean() * (weight * share)
-        with model.island.explaining():
+        with model.shard_group.explaining():
             loss.backward()
     return loss.detach()
 

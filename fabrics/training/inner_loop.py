@@ -92,22 +92,23 @@ class InnerLoop:
         if self.left_out is not None or first >= last:
             return
         device = self.worker.node.device
-        island = self._working.island
+        shard_group = self._working.shard_group
         self._began = time.perf_counter()
         try:
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
                 self._steps(last)
-            island.sum(self._losses[first:last])
+            shard_group.sum(self._losses[first:last])
             updates = self.worker.optimizer is not None
             made = self._working.parameters if updates else self._working.gradient
             finite = torch.isfinite(self._losses[:last]).all() & torch.isfinite(made.sum())
-            if island.sum((~finite).int()).item():
+            if shard_group.sum((~finite).int()).item():
                 what = "parameters" if updates else "gradient"
                 self.left_out = f"its loss or {what} became NaN or infinite"
         except NodeFailedError as error:
-            if island.size > 1:  # the other devices are in the middle of a pass, with parts of the model only
+            if shard_group.size > 1:  # the other devices are in the middle of a pass, with parts of the model only
                 raise TrainingError(
-                    f"node {self.worker.node.id} is lost with device {island.index} of its island, {device}: {error}; "
+                    f"node {self.worker.node.id} is lost with device {shard_group.index} of its shard group, {device}: "
+                    f"{error}; "
                     f"--resume goes on from the last checkpoint, on what is left with processes and devices_per_node"
                 ) from error
             self.left_out = f"node {self.worker.node.id} failed: {error}"
@@ -212,7 +213,7 @@ class InnerLoop:
         Not torch.manual_seed: for every kind of accelerator that is not in use it keeps a trace of the stack, which
         takes longer than a small model's step.
         """
-        lane = self._working.island.index  # its devices have other examples
+        lane = self._working.shard_group.index  # its devices have other examples
         sequence = np.random.SeedSequence([*self._assignment.place, step], spawn_key=(lane,) if lane else ())
         seed, device = int(sequence.generate_state(1, np.uint64)[0]), self.worker.node.device
         torch.default_generator.manual_seed(seed)
@@ -222,7 +223,7 @@ class InnerLoop:
 
     def _smaller_plan(self, plan: ExecutionPlan) -> ExecutionPlan:
         """Half the node's max batch, for good, and the same examples in parts of at most that."""
-        node, devices = self.worker.node, self._working.island.size
+        node, devices = self.worker.node, self._working.shard_group.size
         if node.device.type == "cuda":
             torch.cuda.empty_cache()
         largest = max(plan.micro_batches)

@@ -62,7 +62,7 @@ def batch_samples(
             between = across_workers_estimate(moments, batches)
         samples = [sample for worker in present for sample in worker.statistics]
         none = config.statistics_within_island and present and not samples
-        return samples, between, "no worker had two examples, which within an island are needed" if none else None
+        return samples, between, "no worker had two examples, which within a shard group are needed" if none else None
     if len(moments) > 1:
         return [across_workers_estimate(moments, [worker.plan.effective_batch for worker in present])], None, None
     problem = "across_workers needs two workers: a trainer with one leaves its batch as it is" if present else None

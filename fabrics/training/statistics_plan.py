@@ -12,7 +12,8 @@ from utils.config.schema import Config
 class Measures:
     """What a round measures for the batch test that it ends with.
 
-    probes: micro-batches that a probed step has at least, whether for its examples or for the devices of an island; 0:
+    probes: micro-batches that a probed step has at least, whether for its examples or for the devices of a shard
+    group; 0:
     none is probed. compared: what of the workers' gradients
     is held against each other.
     """

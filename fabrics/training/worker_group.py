@@ -333,18 +333,18 @@ def merge(
     Returns:
         What arrives at nodes.
     """
-    (workforce, average), others = given[0], given[1:]
-    first, names = workforce.nodes[:1], workforce.given_tensors
-    if 0 in workforce.local:
+    (worker_group, average), others = given[0], given[1:]
+    first, names = worker_group.nodes[:1], worker_group.given_tensors
+    if 0 in worker_group.local:
         for name in names:
             average[name].mul_(weights[0])
     for (other, tensors), weight in zip(others, weights[1:], strict=True):
         theirs = other.provide(tensors, other.nodes, first, names)
-        if 0 in workforce.local:
+        if 0 in worker_group.local:
             for name in names:
                 average[name].add_(theirs[name], alpha=weight)
-    workforce.provide(average, first, workforce.nodes, names, overwrite=True)
+    worker_group.provide(average, first, worker_group.nodes, names, overwrite=True)
     if average is not None:
-        workforce.begin(average, set(workforce.method.state) - set(names))
+        worker_group.begin(average, set(worker_group.method.state) - set(names))
     nodes = [[node.id for node in trainer.nodes] for trainer, _ in given]
-    return merged(nodes[0], nodes[1:], len(names) * workforce.parameter_bytes)
+    return merged(nodes[0], nodes[1:], len(names) * worker_group.parameter_bytes)

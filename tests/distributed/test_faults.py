@@ -45,7 +45,7 @@ from utils.distributed.devices import is_out_of_memory
 from utils.distributed.peers import PeerLostError
 from utils.distributed.processes import LocalProcesses
 from utils.distributed.reductions import LocalWorkers
-from utils.distributed.shard_groups import Island
+from utils.distributed.shard_groups import ShardGroup
 
 EXAMPLES = PackedSequences(random_sequences(80))
 
@@ -327,20 +327,20 @@ def test_a_broken_device_ends_the_run_with_a_clear_message(tmp_path, cache_dir, 
     assert written.state["cluster"]["totals"]["outer_steps"] == summary["outer_steps"] >= 1
 
 
-def test_a_device_of_an_island_that_fails_ends_the_run_and_is_named(monkeypatch):
-    """The others of the island would wait for it."""
+def test_a_device_of_a_shard_group_that_fails_ends_the_run_and_is_named(monkeypatch):
+    """The others of the shard group would wait for it."""
 
-    class Pair(Island):
+    class Pair(ShardGroup):
         size, index = 2, 1
 
     def broken(*arguments):
         raise NodeFailedError("the driver says so")
 
     monkeypatch.setattr(forward_backward, "backward", broken)
-    monkeypatch.setattr(FlatModel, "island", Pair())
+    monkeypatch.setattr(FlatModel, "shard_group", Pair())
     trainer = make_trainer(tiny_llama(), make_config(sampling_method="none"), EXAMPLES, nodes=1)
     with pytest.raises(
-        TrainingError, match="node 0 is lost with device 1 of its island, cpu: the driver says so; --res"
+        TrainingError, match="node 0 is lost with device 1 of its shard group, cpu: the driver says so; --res"
     ):
         train(trainer, 1)
 

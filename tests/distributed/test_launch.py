@@ -34,7 +34,7 @@ def config(**values):
         ({"nodes_per_gpu": 4}, 16, 8, 8, 4),
         ({"nodes_per_gpu": 2, "devices": ["cuda:1"]}, 16, 8, 1, 8),
         ({"nodes_per_gpu": 2, "devices": ["cpu"]}, 16, 8, 2, 8),
-        ({"nodes_per_gpu": 4, "devices_per_node": 2}, 2, 0, 2, 1),  # one island
+        ({"nodes_per_gpu": 4, "devices_per_node": 2}, 2, 0, 2, 1),  # one shard group
         ({"nodes_per_gpu": 2, "devices_per_node": 4}, 2, 0, 4, 1),  # with less than a core each
         ({"nodes_per_gpu": 2, "devices_per_node": 2}, 16, 0, 4, 4),
         ({"nodes_per_gpu": 4, "devices_per_node": 4}, 16, 8, 8, 1),

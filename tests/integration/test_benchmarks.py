@@ -84,7 +84,8 @@ def test_scaling_sends_and_writes_and_says_how_much(programs):
         done.stdout,
         re.MULTILINE,
     )
-    # Two workers: each sends half of its tensor, and half of the mean; in islands of two each process half of that.
+    # Two workers: each sends half of its tensor, and half of the mean; in shard groups of two each process half of
+    # that.
     expected = [
         ("float32", "in worker order", "3.2"),
         ("float32", "one all-reduce", "3.2"),
@@ -102,15 +103,15 @@ def test_scaling_sends_and_writes_and_says_how_much(programs):
 
 
 @pytest.mark.usefixtures("programs")
-def test_scaling_compares_an_island_and_the_bare_loop_with_a_device(monkeypatch, capsys, cache_dir):
+def test_scaling_compares_a_shard_group_and_the_bare_loop_with_a_device(monkeypatch, capsys, cache_dir):
     small = {"dataset": "text", "text_files": "[README.md]", "text_documents": "blank_lines", "val_size": 4}
     small |= {"sequence_length": 16, "vocab_size": 300, "number_of_inner_steps_between_outers": 1}
     monkeypatch.setattr(scaling, "RUN", scaling.RUN | small | {"cache_dir": cache_dir})
-    one, _, island, _ = scaling.ISLANDS
-    settings = (one, island, scaling.Bare("bare loop"))
+    one, _, shard_group, _ = scaling.SHARD_GROUPS
+    settings = (one, shard_group, scaling.Bare("bare loop"))
     scaling.compare("small", settings, scaling.ONE_TRAINER | {"number_of_outer_steps": 1}, 1)
     rows = re.findall(r"^(.*\S) +([\d,]+) +([\d.]+) \(([\d.]+)\)$", capsys.readouterr().out, re.MULTILINE)
-    assert [name for name, *_ in rows] == ["1 device", "1 island of 2 devices", "bare loop"]
+    assert [name for name, *_ in rows] == ["1 device", "1 shard group of 2 devices", "bare loop"]
     device, *others = (float(speed.replace(",", "")) for _, speed, *_ in rows)
     ratios = [pytest.approx(other / device, rel=0.01, abs=0.01) for other in others for _ in range(2)]
     expected = [1.0, 1.0, *ratios]  # of speeds that are not rounded

@@ -99,7 +99,7 @@ def test_a_run_that_is_resumed_goes_on_as_it_began():
         assert [model.compiled for model in working] == [begun.working.compiled, begun.working.compiled, False]
 
 
-# Layers by themselves, as on islands
+# Layers by themselves, as on shard groups
 
 
 def test_compiled_layers_keep_a_forward_of_their_own(monkeypatch):
@@ -119,8 +119,8 @@ def test_compiled_layers_keep_a_forward_of_their_own(monkeypatch):
         assert len(ran) == 2 * on
 
 
-def test_a_model_without_layers_is_refused_on_islands():
+def test_a_model_without_layers_is_refused_on_shard_groups():
     working = light_cluster().working
-    working._processes = SimpleNamespace(island=SimpleNamespace(size=2))
+    working._processes = SimpleNamespace(shard_group=SimpleNamespace(size=2))
     with pytest.raises(ConfigError, match="must be false with devices_per_node 2, as the model has no layers"):
         working._compute(True)

@@ -76,7 +76,7 @@ def test_the_published_values(name):
 
 
 def test_fsdp_norm_is_the_test_of_the_paper():
-    """Synchronous, on one island; the newest statistics alone decide, in every step, up to the largest batch."""
+    """Synchronous, on one shard group; the newest statistics alone decide, in every step, up to the largest batch."""
     config, warnings = load_config(ROOT / "configs" / "fsdp_norm.yaml", (), CHOICES, CHECKS)
     assert warnings == []
     assert (config.distributed_algo, config.number_of_inner_steps_between_outers) == ("Synchronous", 1)

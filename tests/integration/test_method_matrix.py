@@ -42,7 +42,7 @@ def all_finite(trainer: Trainer) -> bool:
 
 def assert_begins_anew(trainer: Trainer, worker: int, like: int) -> None:
     """A worker has the shared parameters, another one's moments and nothing else."""
-    fresh, method = trainer.workers[worker], trainer.workforce.method
+    fresh, method = trainer.workers[worker], trainer.worker_group.method
     for name, moment in fresh.moments.items():
         assert torch.equal(moment, trainer.workers[like].moments[name])
     for name in fresh.state.keys() - {COPY}:
@@ -111,7 +111,7 @@ def test_a_trainer_that_absorbs_another_goes_on_from_the_weighted_average_alone(
         train(trainer, 1, matrix.INNER_STEPS)
         trainer.refresh()
     expected = 0.25 * first.parameters + 0.75 * second.parameters
-    state = first.workforce.method.state
+    state = first.worker_group.method.state
     kept = {key: 0.25 * first.shared[key] + 0.75 * second.shared[key] for key in state}
     first.absorb([second], {0: 0.25, 1: 0.75})
     torch.testing.assert_close(first.parameters, expected)
@@ -127,7 +127,7 @@ def test_a_trainer_that_absorbs_another_goes_on_from_the_weighted_average_alone(
 def test_workers_that_join_have_the_shared_parameters_and_cost_what_they_get(name):
     trainer = matrix.trainer_of(name, workers=2)
     train(trainer, 2, matrix.INNER_STEPS)
-    stale, workforce = trainer.state_dict()["stale"], trainer.workforce
+    stale, worker_group = trainer.state_dict()["stale"], trainer.worker_group
     before = [worker.state_dict() for worker in trainer.workers.values()]
     before = [{key: tensor.clone() for key, tensor in state.items()} for state in before]
     arrived = trainer.assign_nodes(nodes(4))
@@ -136,7 +136,7 @@ def test_workers_that_join_have_the_shared_parameters_and_cost_what_they_get(nam
     for worker, state in enumerate(before):
         for key, tensor in trainer.workers[worker].state_dict().items():
             assert torch.equal(tensor, state[key])
-    model = workforce.parameter_bytes
+    model = worker_group.parameter_bytes
     # Of two workers' copies the mean, of which each sends the other half, and gets it back.
     refreshed = 2 * model if stale else 0
     step_count = 4 if trainer.workers[0].moments.keys() >= {"step"} else 0

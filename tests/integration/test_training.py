@@ -260,7 +260,7 @@ def test_across_workers_uses_the_first_gradient_of_every_worker():
     assert report.statistics.variance == pytest.approx(2 * gradients.var(0, ddof=1).sum(), rel=1e-9)
     assert report.statistics.examples == 6
     # One synchronisation and one all-reduce of the gradients.
-    assert report.bytes_synchronised == 2 * 2 * (3 - 1) * trainer.workforce.parameter_bytes
+    assert report.bytes_synchronised == 2 * 2 * (3 - 1) * trainer.worker_group.parameter_bytes
 
 
 def test_learning_rate_follows_warm_up_and_schedule():
@@ -420,7 +420,7 @@ def test_a_merge_averages_parameters_and_momentum_and_unites_the_data():
     torch.testing.assert_close(trainers[0].shared["velocity"], v)
     assert set(trainers[0].cursor.subset) == data
     assert trainers[0].requested_batch == 6
-    assert cluster.totals.bytes_merged - before[0] == 2 * trainers[0].workforce.parameter_bytes  # the velocity too
+    assert cluster.totals.bytes_merged - before[0] == 2 * trainers[0].worker_group.parameter_bytes  # the velocity too
     assert cluster.totals.communications - before[1] == 1
 
 
@@ -431,7 +431,7 @@ def test_a_merged_trainer_averages_velocities_and_keeps_its_own_moments():
     cluster._merge()
     trainer = cluster.trainers[0]
     # Parameters and velocity: to the first of its two nodes, and from there to the second.
-    assert cluster.totals.bytes_merged == 2 * 2 * trainer.workforce.parameter_bytes
+    assert cluster.totals.bytes_merged == 2 * 2 * trainer.worker_group.parameter_bytes
     assert trainer.shared["velocity"].any()
     for index, worker in trainer.workers.items():
         kept = worker.state_dict()
@@ -491,7 +491,9 @@ def test_a_merge_of_three_counts_two_models():
     assert len(cluster.trainers) == 2
     # Four trainers on four nodes do not synchronise: the merge is all the communication there is.
     assert cluster.totals.communications == 1
-    assert cluster.totals.bytes_communicated == 2 * 2 * next(iter(cluster.trainers.values())).workforce.parameter_bytes
+    assert (
+        cluster.totals.bytes_communicated == 2 * 2 * next(iter(cluster.trainers.values())).worker_group.parameter_bytes
+    )
 
 
 @pytest.mark.parametrize(("moments", "models"), [("copy", 4), ("zero", 2)])
@@ -506,7 +508,7 @@ def test_what_goes_to_new_nodes_is_counted(moments, models):
     )
     cluster.train(Recorder())
     (trainer,) = cluster.trainers.values()
-    size, totals = trainer.workforce.parameter_bytes, cluster.totals
+    size, totals = trainer.worker_group.parameter_bytes, cluster.totals
     assert totals.bytes_merged == 3 * 2 * size
     assert totals.bytes_redistributed == 3 * models * size + (3 * 4 if moments == "copy" else 0)  # and a step count
     assert totals.bytes_synchronised == 2 * 3 * size
@@ -842,7 +844,7 @@ def test_the_seconds_of_the_link_are_those_on_paper(monkeypatch):
     cluster = light_cluster(**budget_settings(2) | TIME | {"merge_frequency": 1})
     for _ in range(2):
         cluster.run_round(Recorder())
-    size = next(iter(cluster.trainers.values())).workforce.parameter_bytes
+    size = next(iter(cluster.trainers.values())).worker_group.parameter_bytes
     # Two workers each, side by side; the other's parameters and velocity to the first node, the average from there;
     # both and the moments with their step to the two new nodes; four workers.
     links = [size, 2 * 2 * size, 2 * size + 2 * size + 4, 2 * 3 / 4 * size]
@@ -975,7 +977,7 @@ def test_a_node_on_another_device_takes_the_state_along():
     train(trainer, 1)
     before = trainer.workers[0].state_dict()
     elsewhere = torch.device("cpu", 0)
-    trainer.workforce._working[elsewhere] = trainer.workforce._working[CPU]
+    trainer.worker_group._working[elsewhere] = trainer.worker_group._working[CPU]
     trainer.assign_nodes((Node(9, elsewhere, 64),))
     after = trainer.workers[0].state_dict()
     assert trainer.workers[0].node.id == 9

@@ -229,7 +229,7 @@ def run_scenario(name: str, processes=None) -> dict:
             final = cluster.train(recorder)
     finally:
         initialisation.build_model, InnerLoop._step = build, step
-    trainer_bytes = next(iter(cluster.trainers.values())).workforce.parameter_bytes
+    trainer_bytes = next(iter(cluster.trainers.values())).worker_group.parameter_bytes
     reports = [report for result in recorder.rounds for report in result.reports.values()]
     return {
         "parameters": {t.id: t.parameters_for(cluster.nodes[0]) for t in cluster.trainers.values()},

@@ -8,24 +8,24 @@ import pytest
 
 from tests.support.programs import LIMIT_SECONDS
 from utils.config.schema import ConfigError
-from utils.distributed.shard_groups import Island
+from utils.distributed.shard_groups import ShardGroup
 
 T = TypeVar("T")
 
 
-class _Place(Island):
-    """In an island of so many of them, which share nothing here but the files that they write."""
+class _Place(ShardGroup):
+    """In a shard group of so many of them, which share nothing here but the files that they write."""
 
     def __init__(self, size: int, index: int):
         self.size, self.index = size, index
 
 
 class Thread:
-    """One of them. machine: those with one number share a machine. devices: of an island."""
+    """One of them. machine: those with one number share a machine. devices: of a shard group."""
 
     def __init__(self, rank: int, count: int, shared: dict, machines: tuple[int, ...], devices: int):
         self.rank, self.count, self.is_main = rank, count, rank == 0
-        self.island = _Place(devices, rank % devices)
+        self.shard_group = _Place(devices, rank % devices)
         self.first_here = machines.index(machines[rank]) == rank
         self._barrier, self._values = shared["barrier"], shared["values"]
 

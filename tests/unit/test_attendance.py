@@ -243,7 +243,7 @@ def test_lost_messages_are_in_the_totals_and_a_budget_of_communications_is_kept(
 
 def test_those_who_rest_keep_their_state_and_cost_nothing():
     trainer, whole = matrix.trainer_of(workers=4, participants=0.5), matrix.trainer_of(workers=4)
-    model, drawn = trainer.workforce.parameter_bytes, []
+    model, drawn = trainer.worker_group.parameter_bytes, []
     for number in range(6):
         before = {w: {key: t.clone() for key, t in trainer.workers[w].state_dict().items()} for w in range(4)}
         position = trainer.cursor.position
@@ -267,7 +267,7 @@ def test_who_comes_back_gets_what_it_has_missed_and_that_counts():
         found.append((set(trainer.participants), total(trainer.assign_nodes(trainer.nodes))))
         assert trainer.assign_nodes(trainer.nodes) == []  # it has it
         train(trainer, 1, matrix.INNER_STEPS)
-    model = trainer.workforce.parameter_bytes  # parameters and velocity
+    model = trainer.worker_group.parameter_bytes  # parameters and velocity
     assert found[0][1] == 0
     for (before, _), (now, arrived) in itertools.pairwise(found):
         assert arrived == len(now - before) * 2 * model

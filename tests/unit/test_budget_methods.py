@@ -57,7 +57,7 @@ def test_what_is_planned_of_a_round_is_what_it_sends(name):
     cluster = tiny_cluster(distributed_algo=name, number_of_initial_trainers=1, sampling_method="none")
     (trainer,) = cluster.trainers.values()
     (report,) = cluster.run_round(Recorder()).reports.values()
-    assert report.bytes_synchronised == trainer.workforce.round_bytes(4, tested=False)
+    assert report.bytes_synchronised == trainer.worker_group.round_bytes(4, tested=False)
     assert report.communications == 1
 
 

@@ -253,12 +253,12 @@ def test_levels_follow_the_loss_of_a_trainer_and_come_back_with_its_state():
     config = make_config(communication_dtype="adaptive", sampling_method="none")
     trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(60)), nodes=2)
     first, second = train(trainer, 2)
-    size = trainer.workforce.parameter_count
+    size = trainer.worker_group.parameter_count
     assert first.bytes_synchronised == COMMUNICATION_DTYPES["int4"].reduction_bytes(2, size, torch.float64)
     assert first.train_loss > second.train_loss
     expected = COMMUNICATION_DTYPES["adaptive"].encoding_for(first.train_loss, second.train_loss)
-    assert trainer.workforce.encoding == expected != COMMUNICATION_DTYPES["adaptive"]
+    assert trainer.worker_group.encoding == expected != COMMUNICATION_DTYPES["adaptive"]
     again = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(60)), nodes=2)
     groups = trainer.tensors()
     again.load_state_dict(trainer.state_dict(), lambda group, name: groups[group][name])
-    assert again.workforce.encoding == expected
+    assert again.worker_group.encoding == expected

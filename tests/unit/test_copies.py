@@ -82,7 +82,7 @@ def test_looking_at_a_run_neither_counts_nor_changes_it(cluster_of):
         rounds(cluster, 1)
         found.append((copies(cluster), cluster.totals.bytes_redistributed))
         # The mean over the two, and to each new worker parameters, moments and a step count.
-        model = trainer.workforce.parameter_bytes
+        model = trainer.worker_group.parameter_bytes
         assert found[-1][1] == 2 * model + 2 * (3 * model + 4)
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]

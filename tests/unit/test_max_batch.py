@@ -209,7 +209,7 @@ def test_the_max_batch_is_measured_beside_all_that_will_be_there(monkeypatch, va
     """x, velocity and moments of all trainers are there, as bytes of a CPU reserved, which has not touched them yet."""
     asked = []
 
-    def calculate(step, gradient, device, share, sharing, reserved, island):
+    def calculate(step, gradient, device, share, sharing, reserved, shard_group):
         asked.append((sharing, reserved))
         return 64
 

@@ -42,7 +42,7 @@ def refusals(method: str, settings: dict, **values) -> list[str]:
 
 
 def parameter_count(trainer: Trainer) -> int:
-    return trainer.workforce.parameter_count
+    return trainer.worker_group.parameter_count
 
 
 def merging(**values) -> list[Trainer]:
@@ -112,7 +112,7 @@ def test_a_fragment_that_is_under_way_arrives_in_the_next_round_however_long_tha
 
     def agree() -> list[bool]:
         one, other = (worker.state[COPY] for worker in trainer.workers.values())
-        return [all(torch.equal(one[p], other[p]) for p in part) for part in trainer.workforce.method._parts]
+        return [all(torch.equal(one[p], other[p]) for p in part) for part in trainer.worker_group.method._parts]
 
     states = []
     for inner_steps in (6, 1, 1, 2, 5):
@@ -127,7 +127,7 @@ def test_a_fragment_that_is_under_way_arrives_in_the_next_round_however_long_tha
     ]
     assert all(
         torch.equal(trainer.workers[1].state[COPY][p], trainer.parameters[p])
-        for p in trainer.workforce.method._parts[0]
+        for p in trainer.worker_group.method._parts[0]
     )
 
 
@@ -188,7 +188,7 @@ def test_streaming_keeps_the_error_of_every_fragment():
     )
     for each in (trainer, exact):
         train(each, 1, 4)
-    parts, error = trainer.workforce.method._parts, trainer.workers[0].state[ERROR]
+    parts, error = trainer.worker_group.method._parts, trainer.workers[0].state[ERROR]
     assert all(error[place].abs().max() > 0 for part in parts for place in part[:1])
     assert 0 < (trainer.parameters - exact.parameters).abs().max() < 1e-3
 

@@ -84,7 +84,7 @@ def test_demo_that_sends_everything_is_the_sign_of_the_mean_gradient():
 
 
 def test_what_sparse_methods_send_is_as_narrow_as_on_paper():
-    sizes = [block.size for block in trainer_of().workforce.first_working.blocks]
+    sizes = [block.size for block in trainer_of().worker_group.first_working.blocks]
     chunks = sum(sizes) / 16  # 16 divides all
 
     def sent(**values) -> float:
@@ -105,7 +105,7 @@ def test_what_bfloat16_loses_of_a_coefficient_stays_in_the_momentum():
     train(trainer, 1, 1)
     for index, worker in trainer.workers.items():
         before = 0.01 * torch.from_numpy(problem.gradient(index, 0, problem.start.copy()))
-        method = trainer.workforce.method
+        method = trainer.worker_group.method
         for each in method._cut(method.blocks):
             coefficients = each.coefficients(before)
             left = each.coefficients(worker.state["momentum"])

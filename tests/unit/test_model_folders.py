@@ -70,7 +70,7 @@ def test_a_model_of_kept_tensors_is_written_as_any_other(tmp_path):
 class _First(FlatModel):
     """As the first of two devices has it; mapped: files when each model is asked for."""
 
-    island = SimpleNamespace(size=2)
+    shard_group = SimpleNamespace(size=2)
 
     def __init__(self, module: nn.Module):
         super().__init__(module, torch.device("cpu"))

@@ -249,7 +249,7 @@ def test_a_module_called_twice_counts_both_calls():
 
 
 def test_a_module_that_is_sharded_by_itself_is_what_it_was_before():
-    """FSDP2 gives it a class of its own, as the linear layers of a BERT on islands with autocast have."""
+    """FSDP2 gives it a class of its own, as the linear layers of a BERT on shard groups with autocast have."""
 
     class FSDPModule:
         pass

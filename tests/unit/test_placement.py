@@ -7,8 +7,8 @@ from utils.distributed.placement import (
     Site,
     Slot,
     gpus_of_their_own,
-    island_sites,
     own_device,
+    shard_group_sites,
     share_of,
     share_out,
 )
@@ -101,29 +101,33 @@ def test_the_rank_comes_from_the_environment(monkeypatch):
     assert Rank.from_environment() is None
 
 
-def test_islands_are_consecutive_processes_that_own_nodes_together():
-    """A process meets those at its own place in other islands; what they own is the same at every place."""
+def test_shard_groups_are_consecutive_processes_that_own_nodes_together():
+    """A process meets those at its own place in other shard groups; what they own is the same at every place."""
     gpus = sites(*"abcd") + sites(*"abcd", machine=1, first=4)
     for lane in (0, 1):
-        found = share_out(island_sites(gpus, 2, lane), 2)
+        found = share_out(shard_group_sites(gpus, 2, lane), 2)
         assert [slot.owner for slot in found] == [lane + first for first in (0, 0, 2, 2, 4, 4, 6, 6)]
         assert [slot.group for slot in found] == [0, 0, 1, 1, 2, 2, 3, 3]
         assert gpus_of_their_own(found[:4])
     cpu = [Site(rank, 0, {"cpu": "cpu"}) for rank in range(4)]
-    assert [slot.owner for slot in share_out(island_sites(cpu, 2, 1), 4)] == [1, 1, 3, 3]
-    assert [slot.group for slot in share_out(island_sites(cpu, 2, 1), 4)] == [0] * 4  # as without islands
+    assert [slot.owner for slot in share_out(shard_group_sites(cpu, 2, 1), 4)] == [1, 1, 3, 3]
+    assert [slot.group for slot in share_out(shard_group_sites(cpu, 2, 1), 4)] == [0] * 4  # as without shard groups
 
 
-def test_processes_that_make_no_islands_are_refused():
-    with pytest.raises(ValueError, match="3 processes do not make islands of devices_per_node 2; start a multiple"):
-        island_sites(sites(*"abc"), 2, 0)
-    with pytest.raises(ValueError, match="the island of ranks 2 to 3 would lie across machines 0, 1; start a multiple"):
-        island_sites(sites(*"abc") + sites("a", machine=1, first=3), 2, 0)
+def test_processes_that_make_no_shard_groups_are_refused():
+    with pytest.raises(
+        ValueError, match="3 processes do not make shard groups of devices_per_node 2; start a multiple"
+    ):
+        shard_group_sites(sites(*"abc"), 2, 0)
+    with pytest.raises(
+        ValueError, match="the shard group of ranks 2 to 3 would lie across machines 0, 1; start a multiple"
+    ):
+        shard_group_sites(sites(*"abc") + sites("a", machine=1, first=3), 2, 0)
     with pytest.raises(ValueError, match="ranks 0 and 1 have one device, GPU-a; with devices_per_node 2 every process"):
-        island_sites(sites("a", "a"), 2, 0)
+        shard_group_sites(sites("a", "a"), 2, 0)
 
 
-def test_a_process_of_an_island_has_one_device():
+def test_a_process_of_a_shard_group_has_one_device():
     third = Rank(number=6, count=8, local=2, local_count=4, machine=1)
     assert own_device("a", third) == "a"
     assert own_device("abcd", third) == "c"

@@ -13,7 +13,7 @@ from algorithms.nodes.balance import places
 from fabrics.data.examples import PackedSequences
 from fabrics.data.partition_sampler import OrderedShares, ShareCursor, first_shares, next_of_several, shares_of_workers
 from fabrics.data.sampler import share_sizes, tokens_ahead
-from fabrics.pool.node_assignment import Distributing
+from fabrics.pool.node_assignment import NodeAssigner
 from fabrics.pool.node_pool import NodePool
 from fabrics.pool.round_scheduler import RoundScheduler
 from fabrics.pool.run_counters import Totals
@@ -221,7 +221,7 @@ def test_merges_are_weighted_by_the_sizes_of_shares_on_request(over, weigh, weig
         trainer.shared["parameters"].fill_(float(number))
         trainer.shared["velocity"].fill_(2 * number)
     pool = NodePool([CPU], config)
-    plan, _ = Distributing(config, pool, [0], RoundScheduler(config, 40, 1)).merge(trainers, Totals())
+    plan, _ = NodeAssigner(config, pool, [0], RoundScheduler(config, 40, 1)).merge(trainers, Totals())
     assert (plan.representative, list(trainers)) == (0, [0])
     assert plan.weights == pytest.approx(dict(enumerate(weights)))
     torch.testing.assert_close(trainers[0].parameters, torch.full_like(trainers[0].parameters, weights[1]))

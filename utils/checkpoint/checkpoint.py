@@ -196,7 +196,7 @@ class Checkpoints:
         temporary.mkdir(parents=True, exist_ok=True)
         for group, tensors in groups.items():
             parts = {name: each if isinstance(each, FilePart) else whole(each) for name, each in tensors.items()}
-            write_parts(temporary / f"{group}.safetensors", parts, with_header=self._processes.island.index == 0)
+            write_parts(temporary / f"{group}.safetensors", parts, with_header=self._processes.shard_group.index == 0)
 
     def _complete(self, temporary: Path, state: Mapping[str, Any], text_files: Mapping[str, str]) -> None:
         for name, text in text_files.items():

@@ -64,10 +64,10 @@ def planned_processes(config: "Config") -> int:
         gpus = min(gpus, sum(device.startswith("cuda") for device in config.devices))
     if gpus:
         return gpus if size == 1 else max(1, gpus // size) * size
-    return _islands_on_cores(config) * size
+    return _shard_groups_on_cores(config) * size
 
 
-def _islands_on_cores(config: "Config") -> int:
+def _shard_groups_on_cores(config: "Config") -> int:
     return max(1, min(cores() // config.devices_per_node, config.nodes_per_gpu))
 
 
@@ -77,7 +77,7 @@ def threads_per_process(config: "Config") -> int:
     The number depends on the machine and the nodes, not on the real number of processes: the bits of a sum depend on
     the number of threads, and a run must have the same bits on one process and on four.
     """
-    return config.cpu_threads or max(1, cores() // (_islands_on_cores(config) * config.devices_per_node))
+    return config.cpu_threads or max(1, cores() // (_shard_groups_on_cores(config) * config.devices_per_node))
 
 
 class Launch:

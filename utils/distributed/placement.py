@@ -117,43 +117,44 @@ def share_out(sites: Sequence[Site], nodes_per_device: int) -> tuple[Slot, ...]:
     return tuple(slots)
 
 
-def island_sites(sites: Sequence[Site], size: int, lane: int) -> list[Site]:
-    """Join every `size` processes with consecutive ranks to an island, and return one site for each island.
+def shard_group_sites(sites: Sequence[Site], size: int, lane: int) -> list[Site]:
+    """Join every `size` processes with consecutive ranks to a shard group, and return one site for each shard group.
 
-    The site is that of process `lane` of the island. The identity of its device joins those of all devices of the
-    island.
+    The site is that of process `lane` of the shard group. The identity of its device joins those of all devices of the
+    shard group.
 
     Args:
         sites: one for each process, by rank, with one device each.
-        size: devices of an island.
-        lane: number of this process in its island.
+        size: devices of a shard group.
+        lane: number of this process in its shard group.
 
     Raises:
-        ValueError: the processes do not make whole islands, each on one machine and with devices that differ.
+        ValueError: the processes do not make whole shard groups, each on one machine and with devices that differ.
     """
     if len(sites) % size:
         raise ValueError(
-            f"{len(sites)} processes do not make islands of devices_per_node {size}; start a multiple of it"
+            f"{len(sites)} processes do not make shard groups of devices_per_node {size}; start a multiple of it"
         )
     found, used = [], {}
     for first in range(0, len(sites), size):
-        island = sites[first : first + size]
+        shard_group = sites[first : first + size]
         ranks = f"ranks {first} to {first + size - 1}"
-        machines = sorted({site.machine for site in island})
+        machines = sorted({site.machine for site in shard_group})
         if len(machines) > 1:
             raise ValueError(
-                f"the island of {ranks} would lie across machines {', '.join(map(str, machines))}; start a multiple of "
+                f"the shard group of {ranks} would lie across machines {', '.join(map(str, machines))}; start a "
+                f"multiple of "
                 f"devices_per_node {size} on every machine"
             )
-        identities = [identity for site in island for identity in site.devices]
-        for site, identity in zip(island, identities, strict=True):
+        identities = [identity for site in shard_group for identity in site.devices]
+        for site, identity in zip(shard_group, identities, strict=True):
             other = used.setdefault((site.machine, identity), site.rank)
             if other != site.rank and identity != "cpu":
                 raise ValueError(
                     f"ranks {other} and {site.rank} have one device, {identity}; with devices_per_node {size} every "
                     f"process needs one of its own"
                 )
-        own = island[lane]
+        own = shard_group[lane]
         found.append(
             Site(own.rank, own.machine, {"+".join(dict.fromkeys(identities)): next(iter(own.devices.values()))})
         )

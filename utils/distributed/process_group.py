@@ -36,10 +36,10 @@ def place_nodes(processes: Processes, config: Config) -> list[str]:
         processes.place(devices, config.nodes_per_gpu, in_order, config.devices_per_node)
     except ValueError as error:
         raise ConfigError(f"processes: {error}") from None
-    islands, trainers = processes.count // config.devices_per_node, config.number_of_initial_trainers
-    if config.devices_per_node > 1 and islands < trainers:
+    shard_groups, trainers = processes.count // config.devices_per_node, config.number_of_initial_trainers
+    if config.devices_per_node > 1 and shard_groups < trainers:
         warnings.append(
-            f"number_of_initial_trainers: {trainers} trainers take turns on {islands} islands of "
+            f"number_of_initial_trainers: {trainers} trainers take turns on {shard_groups} shard groups of "
             f"{config.devices_per_node} devices, which hold the state of all of them"
         )
     return warnings

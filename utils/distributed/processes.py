@@ -19,9 +19,9 @@ import torch.distributed as dist
 from utils.distributed.devices import identity
 from utils.distributed.launch import STARTED_BY, Launch
 from utils.distributed.peers import PeerWatch
-from utils.distributed.placement import Rank, Site, gpus_of_their_own, island_sites, own_device, share_out
+from utils.distributed.placement import Rank, Site, gpus_of_their_own, own_device, shard_group_sites, share_out
 from utils.distributed.reductions import DistributedWorkers, LocalWorkers, ProcessGroup
-from utils.distributed.shard_groups import Island, ProcessIsland
+from utils.distributed.shard_groups import ProcessShardGroup, ShardGroup
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class Processes:
         first_here: whether this is the first process of its machine.
         devices: those of all nodes of the run, of every machine, as their owners call them.
         groups: per node; nodes with one number share a device, and communicate for nothing.
-        island: the processes with which this one shares every model.
+        shard_group: the processes with which this one shares every model.
     """
 
     def __init__(self, rank: Rank | None = None, store: dist.Store | None = None, peers: PeerWatch | None = None):
@@ -57,7 +57,7 @@ class Processes:
         self.first_here = self._rank.local == 0
         self.devices: tuple[torch.device, ...] = ()
         self.groups: tuple[int, ...] = ()
-        self.island = Island()
+        self.shard_group = ShardGroup()
         if self.count > 1:
             with self._peers.explaining():
                 dist.init_process_group(
@@ -69,19 +69,20 @@ class Processes:
     ) -> None:
         """Share out the nodes of all devices; all processes call this, with the devices that they may use.
 
-        With more than one device per node, as many consecutive processes are an island, which owns nodes together:
-        the process with the same place in another island is the one that a process reaches that island through.
+        With more than one device per node, as many consecutive processes are a shard group, which owns nodes together:
+        the process with the same place in another shard group is the one that a process reaches that shard group
+        through.
 
         Raises:
-            ValueError: the nodes cannot be shared out; see `share_out` and `island_sites` of
+            ValueError: the nodes cannot be shared out; see `share_out` and `shard_group_sites` of
             `utils.distributed.placement`.
         """
         self._in_order = in_order
-        self._island_size = devices_per_node
+        self._shard_group_size = devices_per_node
         self._lane = self._rank.number % devices_per_node
         if self.count == 1:
             if devices_per_node > 1:
-                raise ValueError(f"1 process does not make an island of devices_per_node {devices_per_node}")
+                raise ValueError(f"1 process does not make a shard group of devices_per_node {devices_per_node}")
             self.devices = tuple(device for device in devices for _ in range(nodes_per_device))
             self.groups = tuple(index // nodes_per_device for index in range(len(self.devices)))
             return
@@ -90,7 +91,7 @@ class Processes:
         here = Site(self._rank.number, self._rank.machine, {identity(device): str(device) for device in devices})
         sites = self.gather(here)
         if devices_per_node > 1:
-            sites = island_sites(sites, devices_per_node, self._lane)
+            sites = shard_group_sites(sites, devices_per_node, self._lane)
         slots = share_out(sites, nodes_per_device)
         self.devices = tuple(torch.device(slot.device) for slot in slots)
         self.groups = tuple(slot.group for slot in slots)
@@ -101,16 +102,16 @@ class Processes:
             torch.cuda.set_device(own)
         self._device = own if self._on_gpus else torch.device("cpu")
         if devices_per_node > 1:
-            self.island = self._made_island(own)
+            self.shard_group = self._made_shard_group(own)
 
-    def _made_island(self, device: torch.device) -> Island:
-        """The island of this process; all processes make all islands, in one order."""
-        size, own = self._island_size, self._rank.number - self._lane
+    def _made_shard_group(self, device: torch.device) -> ShardGroup:
+        """The shard group of this process; all processes make all shard groups, in one order."""
+        size, own = self._shard_group_size, self._rank.number - self._lane
         for first in range(0, self.count, size):
             handle = self._new_group(range(first, first + size), "nccl" if device.type == "cuda" else "gloo")
             if first == own:
                 mine = handle
-        return ProcessIsland(mine, size, self._lane, device, self._peers)
+        return ProcessShardGroup(mine, size, self._lane, device, self._peers)
 
     def _new_group(self, ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
         with self._peers.explaining():
@@ -140,7 +141,7 @@ class Processes:
         if self.count == 1:
             return 1
         owners = self._ranks(other for other, group in enumerate(self.groups) if group == self.groups[node])
-        return len(owners) * (self._island_size if self.devices[node].type == "cpu" else 1)
+        return len(owners) * (self._shard_group_size if self.devices[node].type == "cpu" else 1)
 
     def _ranks(self, nodes: Iterable[int]) -> tuple[int, ...]:
         return tuple(sorted({self._owners[node] for node in nodes}))
@@ -148,10 +149,11 @@ class Processes:
     def _group(self, ranks: tuple[int, ...]) -> ProcessGroup:
         """Of these ranks; all others ask for it as well, in the same order, and do not use it.
 
-        The other processes of an island ask for theirs meanwhile: of the same islands, at their own place in them.
+        The other processes of a shard group ask for theirs meanwhile: of the same shard groups, at their own place in
+        them.
         """
         if ranks not in self._groups:
-            for lane in range(self._island_size):
+            for lane in range(self._shard_group_size):
                 shifted = [rank - self._lane + lane for rank in ranks]
                 handle = self._new_group(shifted, "nccl" if self._on_gpus else "gloo")
                 if lane == self._lane:

@@ -1,6 +1,7 @@
-"""An island: the processes, one for each of its devices, that own nodes together and share every model among them.
+"""A shard group: the processes, one for each of its devices, that own nodes together and share every model among them.
 
-All of them take the same decisions and work for the same workers at the same time; what one sends to other islands goes
+All of them take the same decisions and work for the same workers at the same time; what one sends to other shard
+groups goes
 to the process with its place there, which has the same part of the model.
 """
 
@@ -29,8 +30,8 @@ def _give_back_what_is_freed() -> None:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
-class Island:
-    """The island of a process that has its models for itself.
+class ShardGroup:
+    """The shard group of a process that has its models for itself.
 
     Attributes:
         size: devices, and processes. index: of this process in it.
@@ -56,7 +57,7 @@ class Island:
         yield
 
 
-class ProcessIsland(Island):
+class ProcessShardGroup(ShardGroup):
     """Several processes.
 
     Args:

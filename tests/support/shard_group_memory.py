@@ -1,5 +1,5 @@
-"""A program that two processes run as an island: torchrun ... tests/support/island_memory.py FOLDER; see
-test_island_memory.py.
+"""A program that two processes run as a shard group: torchrun ... tests/support/shard_group_memory.py FOLDER; see
+test_shard_group_memory.py.
 
 The first device initialises models and sends the other its parts, and the max batch is measured. The main process
 writes what came out.
@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from cluster import Cluster
-from tests.support import islands, matrix
+from tests.support import matrix, shard_groups
 from tests.support.helpers import TINY_ARCHITECTURE, make_config, tiny_data, tiny_llama
 from utils.distributed.process_group import join_processes
 from utils.distributed.processes import LocalProcesses, Processes
@@ -39,7 +39,7 @@ FREE = 40_000_000  # bytes
 
 def measured(processes: Processes, free: int) -> int:
     """The max batch of a run whose last device has so many bytes, and others twice as many."""
-    share = 1 if processes.island.index == processes.island.size - 1 else 2
+    share = 1 if processes.shard_group.index == processes.shard_group.size - 1 else 2
     memory = psutil.virtual_memory()._replace(total=share * free, available=share * free)
     with patch("utils.max_batch_calculator.psutil.virtual_memory", lambda: memory):
         cluster = Cluster(make_config(**(RUN | {"max_batch_size": None})), tiny_data(), processes)
@@ -48,16 +48,16 @@ def measured(processes: Processes, free: int) -> int:
 
 
 def build_frozen(*arguments) -> torch.nn.Module:
-    model = islands.BUILD(*arguments)
+    model = shard_groups.BUILD(*arguments)
     model.model.layers[0].requires_grad_(False)
     return model
 
 
 INITIAL = {
-    "untied": (islands.double, {"model_config": TINY_ARCHITECTURE | {"tie_word_embeddings": False}}),
-    "tied": (islands.double, {}),
-    "frozen": (islands.build_bert, {"distributed_algo": "LocalSGD"}),
-    "pretrained": (islands.BUILD, {}),
+    "untied": (shard_groups.double, {"model_config": TINY_ARCHITECTURE | {"tie_word_embeddings": False}}),
+    "tied": (shard_groups.double, {}),
+    "frozen": (shard_groups.build_bert, {"distributed_algo": "LocalSGD"}),
+    "pretrained": (shard_groups.BUILD, {}),
     "pretrained, frozen, to float64": (build_frozen, {"parameter_dtype": "float64"}),
 }
 
@@ -77,18 +77,18 @@ def initial(name: str, processes: Processes, folder: Path) -> dict[str, dict[str
         values = values | {"model_config": {"name": str(folder / "pretrained"), "pretrained": True}}
     config = make_config(**(RUN | {"number_of_initial_trainers": 2} | values))
     with patch("fabrics.models.initialisation.build_model", build):
-        cluster = Cluster(config, islands.data_of("classification" if name == "frozen" else ""), processes)
+        cluster = Cluster(config, shard_groups.data_of("classification" if name == "frozen" else ""), processes)
     return {"working": cluster.working.first.state(), "trainers": matrix.state_of(cluster)["tensors"]}
 
 
 def alone() -> LocalProcesses:
-    return islands.alone(NODES)
+    return shard_groups.alone(NODES)
 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     processes = join_processes(make_config(nodes_per_gpu=NODES))
-    processes.place([islands.CPU], NODES, True, 2)
+    processes.place([shard_groups.CPU], NODES, True, 2)
     found = {"initial": {name: initial(name, processes, folder) for name in INITIAL}}
     found["measured"] = [measured(processes, free) for free in (FREE, 2 * FREE)]
     if processes.is_main:

@@ -1,5 +1,6 @@
-"""A program that several processes run as islands: torchrun ... tests/support/islands.py scenarios FOLDER; see
-test_islands.py.
+"""A program that several processes run as shard groups: torchrun ... tests/support/shard_groups.py scenarios FOLDER;
+see
+test_shard_groups.py.
 
 Every scenario is a small run through growing batches and a merge. The main process writes what came out to FOLDER,
 where what the run goes on from is that was stopped on one device.
@@ -51,7 +52,7 @@ _RUN = {
     "number_of_inner_steps_between_outers": 2,
     "number_of_initial_trainers": 2,
     "merge_frequency": 2,
-    "INITIAL_BATCH_SIZE": 3,  # two workers of two examples: in islands of four there is nothing to do for some
+    "INITIAL_BATCH_SIZE": 3,  # two workers of two examples: in shard groups of four there is nothing to do for some
     "ETA": 0.3,
     "max_batch_size": 2,
     "statistics_batch_size": 3,
@@ -123,13 +124,14 @@ ROUNDED = ("float32", "autocast", "autocast compiled", "int8")  # others are in 
 GRAPHS = {"compiled": 1, "autocast compiled": 2}  # that layers share; of their attention and their MLP
 METHODS = [name for name in matrix.METHODS if matrix.METHODS[name].capabilities.shards]
 STOPPED_AFTER = 1  # which round
-# Processes, how many of them are an island, and what these islands run: one, two, and one with devices that lack rows.
+# Processes, how many of them are a shard group, and what these shard groups run: one, two, and one with devices that
+# lack rows.
 PARTS = (
     (2, 2, tuple(SCENARIOS)),
     (4, 2, ("norm test", "float32", "across workers", "sketches", "on the host", "int8")),
     (4, 4, ("norm test", "float32", "classification")),
 )
-RESUMED = ("norm test",)  # that go on with islands of another size
+RESUMED = ("norm test",)  # that go on with shard groups of another size
 WRITTEN = ("norm test", "classification")  # whose models are
 
 
@@ -151,7 +153,7 @@ BUILD = initialisation.build_model
 
 @contextlib.contextmanager
 def front_end(processes: Processes) -> Iterator[list]:
-    """On islands PyTorch's compiler makes graphs, which are counted, and no code of them, which takes long."""
+    """On shard groups PyTorch's compiler makes graphs, which are counted, and no code of them, which takes long."""
     made, compile_model = [], torch.compile
 
     def backend(graph, inputs):
@@ -159,7 +161,7 @@ def front_end(processes: Processes) -> Iterator[list]:
         return graph
 
     def compiled(called, **keywords):
-        return called if processes.island.size == 1 else compile_model(called, backend=backend, **keywords)
+        return called if processes.shard_group.size == 1 else compile_model(called, backend=backend, **keywords)
 
     with patch("torch.compile", compiled):
         yield made
@@ -201,7 +203,7 @@ def run_scenario(name: str, processes: Processes, state: dict | None = None, fol
         if folder is not None:
             with patch("fabrics.models.export._LARGE_BYTES", 1):
                 assert cluster.save_models(folder, recorder)
-                if processes.island.size > 1:
+                if processes.shard_group.size > 1:
                     for error in (OSError, RuntimeError, MemoryError):
                         with patch("torch.from_file", side_effect=error):
                             assert cluster.save_models(folder / "full", recorder) == {}
@@ -254,8 +256,8 @@ def model_of_devices() -> torch.nn.Module:
 
 
 def devices_statistics(processes: Processes) -> list[dict]:
-    """What the gradients of an island's devices say of a step of these micro-batches."""
-    working, found = ShardedModel(model_of_devices(), CPU, processes.island), []
+    """What the gradients of a shard group's devices say of a step of these micro-batches."""
+    working, found = ShardedModel(model_of_devices(), CPU, processes.shard_group), []
     working.within_island = True
     for micro_batches in MICRO_BATCHES:
         plan = ExecutionPlan(micro_batches)
@@ -275,9 +277,9 @@ def some_places(size: int) -> torch.Tensor:
 
 def numbers_of_parts(processes: Processes) -> dict:
     """What methods ask about flat tensors that are in parts; `here` of every process."""
-    working = ShardedModel(model_with_gaps(), CPU, processes.island)
+    working = ShardedModel(model_with_gaps(), CPU, processes.shard_group)
     flat = working.parameters.detach()
-    llama = ShardedModel(tiny_llama(dtype=torch.float32), CPU, processes.island, torch.bfloat16)
+    llama = ShardedModel(tiny_llama(dtype=torch.float32), CPU, processes.shard_group, torch.bfloat16)
     backward(llama, tiny_data().train, np.arange(4))
     return {
         "gathered as": {name: str(parameter.dtype) for name, parameter in llama.gathered()},
@@ -334,7 +336,7 @@ def memory_config(devices_per_node: int = 1) -> Config:
 def memory(folder: Path) -> None:
     """What each process of a run of 30M parameters needs at most, beyond what it has before, to FOLDER.
 
-    Without a checkpoint, and with one. Of what is freed nothing is kept for later, as on islands.
+    Without a checkpoint, and with one. Of what is freed nothing is kept for later, as on shard groups.
     """
     _give_back_what_is_freed()
     torch.set_num_threads(1)

@@ -21,7 +21,7 @@ from fabrics.planning.estimate import estimate
 from fabrics.sharding.layers import layers_of, sharded_layers
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.worker import TrainingError
-from tests.support import islands, matrix
+from tests.support import matrix, shard_groups
 from tests.support.helpers import tiny_bert, tiny_data, tiny_llama
 from tests.support.runs import summary, write_config
 from utils.config.reading import ConfigError, parse_config
@@ -31,12 +31,12 @@ from utils.distributed.processes import LocalProcesses
 @pytest.fixture(scope="module")
 def together(programs, alone, tmp_path_factory):
     """What two and four processes make of the scenarios, by the number of the part, and where models are."""
-    folder, results = tmp_path_factory.mktemp("islands"), {}
-    torch.save({name: alone(name)["stopped"] for name in islands.RESUMED}, folder / "stopped.pt")
+    folder, results = tmp_path_factory.mktemp("shard_groups"), {}
+    torch.save({name: alone(name)["stopped"] for name in shard_groups.RESUMED}, folder / "stopped.pt")
     for count in (2, 4):
-        programs.torchrun(count, "tests/support/islands.py", "scenarios", folder)
+        programs.torchrun(count, "tests/support/shard_groups.py", "scenarios", folder)
         results |= torch.load(folder / "results.pt", weights_only=True)
-    assert list(results) == list(range(len(islands.PARTS)))
+    assert list(results) == list(range(len(shard_groups.PARTS)))
     return results, folder
 
 
@@ -47,7 +47,7 @@ def alone(tmp_path_factory):
 
     @functools.cache
     def run(name):
-        return islands.run_scenario(name, islands.alone(islands.nodes_of(name)), folder=folder / name)
+        return shard_groups.run_scenario(name, shard_groups.alone(shard_groups.nodes_of(name)), folder=folder / name)
 
     run.folder = folder
     return run
@@ -62,13 +62,13 @@ def assert_close(found, expected, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "name"), [(part, name) for part, (_, _, names) in enumerate(islands.PARTS) for name in names]
+    ("part", "name"), [(part, name) for part, (_, _, names) in enumerate(shard_groups.PARTS) for name in names]
 )
-def test_islands_train_as_whole_devices_do(together, alone, part, name):
+def test_shard_groups_train_as_whole_devices_do(together, alone, part, name):
     """Losses, evaluations, statistics, requests, and all that a checkpoint holds, after three rounds and a merge."""
     expected, found = alone(name), together[0][part][name]
     tested = name not in ("autocast", "autocast compiled", "int8")
-    assert found["graphs"] == islands.GRAPHS.get(name, 0)
+    assert found["graphs"] == shard_groups.GRAPHS.get(name, 0)
     assert found["unmasked"] == (name != "classification")
     assert expected["merges"] == (name != "sketches")
     assert len(set(expected["requests"])) > 1 or name not in ("norm test", "float32", "sketches", "classification")
@@ -92,19 +92,19 @@ def test_islands_train_as_whole_devices_do(together, alone, part, name):
 
 
 def test_methods_do_on_parts_what_they_do_on_whole_models(together):
-    """All that say that they do, with two islands: parameters, what workers keep, and events."""
+    """All that say that they do, with two shard groups: parameters, what workers keep, and events."""
     found = next(part["methods"] for part in together[0].values() if part["methods"])
-    for name, expected in islands.methods(islands.alone()).items():
+    for name, expected in shard_groups.methods(shard_groups.alone()).items():
         assert found[name]["requests"] == expected["requests"], name
         assert found[name]["events"] == expected["events"], name
         for what in ("losses", "train_losses", "tensors"):
             assert_close(found[name][what], expected[what], 1e-9)
 
 
-@pytest.mark.parametrize("part", range(len(islands.PARTS)))
-def test_statistics_within_an_island_are_those_of_its_devices_gradients(together, part):
+@pytest.mark.parametrize("part", range(len(shard_groups.PARTS)))
+def test_statistics_within_a_shard_group_are_those_of_its_devices_gradients(together, part):
     """Against the gradient of each device's part of every micro-batch, by itself, in float64."""
-    devices, model, examples = islands.PARTS[part][1], islands.model_of_devices(), tiny_data().train
+    devices, model, examples = shard_groups.PARTS[part][1], shard_groups.model_of_devices(), tiny_data().train
 
     def gradient_sum(indices):
         batch = examples.batch(indices, torch.device("cpu"))
@@ -112,7 +112,7 @@ def test_statistics_within_an_island_are_those_of_its_devices_gradients(together
         loss = example_losses(model(**batch).logits, labels).sum()
         return torch.cat([each.flatten() for each in torch.autograd.grad(loss, list(model.parameters()))])
 
-    for micro_batches, found in zip(islands.MICRO_BATCHES, together[0][part]["devices"], strict=True):
+    for micro_batches, found in zip(shard_groups.MICRO_BATCHES, together[0][part]["devices"], strict=True):
         total, ends = sum(micro_batches), np.cumsum(micro_batches)
         parts = [
             own
@@ -138,21 +138,21 @@ def test_statistics_within_an_island_are_those_of_its_devices_gradients(together
         assert 0 < found["squared_norm_error"] < float("inf") > found["variance_error"] > 0
 
 
-@pytest.mark.parametrize("part", range(len(islands.PARTS)))
+@pytest.mark.parametrize("part", range(len(shard_groups.PARTS)))
 def test_what_methods_ask_of_flat_tensors_is_that_of_whole_ones(together, part):
     """A sketch of several rows, a distance, and where some places are: each in one device, those in gaps in none."""
-    found, size = together[0][part]["parts"], islands.PARTS[part][1]
-    whole = FlatModel(islands.model_with_gaps(), torch.device("cpu"))
+    found, size = together[0][part]["parts"], shard_groups.PARTS[part][1]
+    whole = FlatModel(shard_groups.model_with_gaps(), torch.device("cpu"))
     flat = whole.parameters.detach()
     for name, dtype in found["gathered as"].items():  # with autocast
         assert dtype == ("torch.bfloat16" if "_proj" in name else "torch.float32"), name
     assert found["size"] == len(flat) > whole.parameter_count  # there are gaps
     assert_close(found["sketch"], sketch(flat, 3, 250, 5), 1e-9)
     assert found["distance"] == pytest.approx(2 * flat.norm().item())
-    places = islands.some_places(len(flat))
+    places = shard_groups.some_places(len(flat))
     filled = torch.tensor([any(0 <= place - block.start < block.size for block in whole.blocks) for place in places])
     expected = flat[places[filled]]
-    for first in range(0, len(found["here"]), size):  # of every island
+    for first in range(0, len(found["here"]), size):  # of every shard group
         values = torch.cat(found["here"][first : first + size])
         assert torch.equal(values.sort().values, expected.sort().values)
     order = {value: number for number, value in reversed(list(enumerate(expected.tolist()))) if value not in (0.0, 1.0)}
@@ -163,7 +163,7 @@ def test_what_methods_ask_of_flat_tensors_is_that_of_whole_ones(together, part):
 
 def test_fsdp_norm_in_small(together):
     """Every request is the paper's rule on what the devices' gradients of that round say: V / (eta^2 ||g||^2)."""
-    found, config, workers = together[0][0]["recipe"], islands.recipe(), 4
+    found, config, workers = together[0][0]["recipe"], shard_groups.recipe(), 4
     requests, statistics = found["requests"], found["statistics"]
     assert requests[0] == config["INITIAL_BATCH_SIZE"]
     for request, following, (variance, squared_norm, *_) in zip(requests[:-1], requests[1:], statistics, strict=False):
@@ -176,18 +176,23 @@ def test_fsdp_norm_in_small(together):
 
 @pytest.mark.parametrize(
     ("part", "name"),
-    [(part, name) for part, (_, _, names) in enumerate(islands.PARTS) for name in islands.RESUMED if name in names],
+    [
+        (part, name)
+        for part, (_, _, names) in enumerate(shard_groups.PARTS)
+        for name in shard_groups.RESUMED
+        if name in names
+    ],
 )
-def test_a_run_goes_on_with_islands_of_another_size(together, alone, part, name):
-    """From one device to islands, and back."""
+def test_a_run_goes_on_with_shard_groups_of_another_size(together, alone, part, name):
+    """From one device to shard groups, and back."""
     expected, results = alone(name), together[0][part]
-    back = islands.run_scenario(name, islands.alone(islands.nodes_of(name)), results[name]["stopped"])
+    back = shard_groups.run_scenario(name, shard_groups.alone(shard_groups.nodes_of(name)), results[name]["stopped"])
     for found in (results["resumed"][name], back):
         assert_close(found["tensors"], expected["tensors"], 1e-9)
         assert_close(found["losses"], expected["losses"][-len(found["losses"]) :], 1e-9)
 
 
-@pytest.mark.parametrize(("part", "name"), list(itertools.product((0, 2), islands.WRITTEN)))
+@pytest.mark.parametrize(("part", "name"), list(itertools.product((0, 2), shard_groups.WRITTEN)))
 def test_models_are_written_whole(together, alone, part, name):
     """The same files, tied parameters once and frozen ones among them; the class is the model's own."""
     alone(name)
@@ -197,12 +202,12 @@ def test_models_are_written_whole(together, alone, part, name):
     assert (written / "config.json").read_text() == (expected / "config.json").read_text()
 
 
-def test_a_run_starts_its_islands_itself_and_goes_on_without(programs, tmp_path, cache_dir):
+def test_a_run_starts_its_shard_groups_itself_and_goes_on_without(programs, tmp_path, cache_dir):
     """Two processes from one command; the whole model goes on from there as it would have got there alone."""
     few = FEW_STEPS | {"nodes_per_gpu": 1, "number_of_outer_steps": 3}
     config = write_config(tmp_path, cache_dir, processes="auto", devices_per_node=2, cpu_threads=1, **few)
     said = programs.run("run.py", "--config", config).stdout
-    assert "2 trainers take turns on 1 islands of 2 devices" in said
+    assert "2 trainers take turns on 1 shard groups of 2 devices" in said
     (folder,) = (tmp_path / "logs").iterdir()
     assert summary(folder)["continuations"]
     programs.run("run.py", "--resume", folder, "devices_per_node=1", "number_of_outer_steps=5")
@@ -255,7 +260,7 @@ def killed(programs, cache_dir, tmp_path_factory):
         (2, 4, 4, ("processes=2", "devices_per_node=1")),
     ],
 )
-def test_a_device_that_dies_ends_the_run_which_goes_on_with_islands_of_another_size(
+def test_a_device_that_dies_ends_the_run_which_goes_on_with_shard_groups_of_another_size(
     rank, processes, devices, then, programs, killed, tmp_path
 ):
     """As if it had been one device from the beginning, in float64. The device is killed in round 4."""
@@ -282,11 +287,11 @@ def test_a_device_of_two_needs_little_more_than_half_of_the_memory(programs, tmp
 
     That is what is planned. With what is copied for a checkpoint it needs half.
     """
-    programs.run("tests/support/islands.py", "memory", tmp_path, fresh=True)
-    programs.torchrun(2, "tests/support/islands.py", "memory", tmp_path, options=["--max-restarts=0"])
+    programs.run("tests/support/shard_groups.py", "memory", tmp_path, fresh=True)
+    programs.torchrun(2, "tests/support/shard_groups.py", "memory", tmp_path, options=["--max-restarts=0"])
     found = {devices: json.loads((tmp_path / f"peaks_{devices}.json").read_text()) for devices in (1, 2)}
     for devices, (trained, _) in found.items():
-        planned = estimate(islands.memory_config(devices)).memory.device
+        planned = estimate(shard_groups.memory_config(devices)).memory.device
         assert trained == pytest.approx([planned] * devices, rel=0.1)
     (alone,), together = (trained for trained, _ in found.values())
     assert max(together) <= 0.6 * alone
@@ -303,13 +308,13 @@ def test_a_device_that_runs_out_of_memory_in_a_pass_ends_the_run_with_a_line():
 
     working = object.__new__(ShardedModel)
     working.device = torch.device("cpu")
-    working.island = SimpleNamespace(index=1, size=2)
+    working.shard_group = SimpleNamespace(index=1, size=2)
     with pytest.raises(TrainingError, match="max_batch_size: cpu, device 1 of a node of 2, ran out of memory; lower"):
         working.attempt(pass_through)
 
 
-def test_whole_models_need_nothing_of_what_islands_need_of_pytorch():
-    """Its insides are those of one release; only where there are islands they are asked for."""
+def test_whole_models_need_nothing_of_what_shard_groups_need_of_pytorch():
+    """Its insides are those of one release; only where there are shard groups they are asked for."""
     for file in (file for folder in ("fabrics", "utils", "benchmarks") for file in Path(folder).rglob("*.py")):
         for line in file.read_text(encoding="utf-8").splitlines():
             assert not line.startswith("from fabrics.sharding.sharded_model import"), file
@@ -340,7 +345,7 @@ _WITHIN = {"statistics_estimator": "across_workers", "statistics_within_island":
         *(({"distributed_algo": name}, f"distributed_algo: {name} does not say") for name in ("DeMo", "SparseLoCo")),
     ],
 )
-def test_what_islands_do_not_do_is_refused(values, problem):
+def test_what_shard_groups_do_not_do_is_refused(values, problem):
     config = {"number_of_outer_steps": 1, "max_batch_size": 4} | values
     with matrix.ready():
         words = CHOICES | {"distributed_algo": matrix.NAMES}
@@ -357,8 +362,8 @@ def test_one_device_has_one_gradient():
         parse_config(config, (), CHOICES, CHECKS)
 
 
-def test_one_process_is_no_island():
-    with pytest.raises(ValueError, match="1 process does not make an island of devices_per_node 2"):
+def test_one_process_is_no_shard_group():
+    with pytest.raises(ValueError, match="1 process does not make a shard group of devices_per_node 2"):
         LocalProcesses().place([torch.device("cpu")], 4, True, 2)
 
 
