@@ -25,7 +25,7 @@ from fabrics.pool.eval_tool import Evaluation, EvaluationPart
 from fabrics.pool.node_assignment import NodeAssigner, NoNodeLeftError, requests_of
 from fabrics.pool.node_pool import NodePool, check_modules, check_statistics, measured_max_batches
 from fabrics.pool.round_scheduler import RoundScheduler
-from fabrics.pool.run_counters import Totals
+from fabrics.pool.run_counters import RunCounters
 from fabrics.pool.validation import Validation
 from fabrics.training.device_models import FlatModels
 from fabrics.training.worker import Node
@@ -69,7 +69,7 @@ class Cluster:
         processes = processes or join_processes(config)
         self.processes = processes
         self.pool = NodePool(processes.devices, config)
-        self.totals = Totals()
+        self.counters = RunCounters()
         self.merges: list[Merge] = []
         self.stopped = False
         self.warnings: list[str] = []
@@ -116,7 +116,7 @@ class Cluster:
     # Decisions carried out
 
     def _assignment(self, requests: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-        return self._assigner.assignment(requests, self.trainers, self.scheduler.progress(self.totals))
+        return self._assigner.assignment(requests, self.trainers, self.scheduler.progress(self.counters))
 
     def distribute(self) -> None:
         """Give every living trainer its nodes, in proportion to the requested batches; bytes are counted.
@@ -127,13 +127,13 @@ class Cluster:
         self._assign(self._assignment(requests_of(self.trainers)))
 
     def _assign(self, assignment: Mapping[int, Sequence[int]]) -> None:
-        self._assigner.assign(assignment, self.trainers, self.totals)
+        self._assigner.assign(assignment, self.trainers, self.counters)
         self.processes.keep(assignment.values())
 
     def _merge(self) -> Merge:
         """Merge the trainers that the policy picks; communications and bytes are counted."""
-        plan, _ = self._assigner.merge(self.trainers, self.totals)
-        merge = Merge(self.totals.outer_steps, plan)
+        plan, _ = self._assigner.merge(self.trainers, self.counters)
+        merge = Merge(self.counters.outer_steps, plan)
         self.merges.append(merge)
         return merge
 
@@ -142,7 +142,7 @@ class Cluster:
     @property
     def finished(self) -> bool:
         """Whether a limit of the run has been reached."""
-        return self.scheduler.progress(self.totals) >= 1.0
+        return self.scheduler.progress(self.counters) >= 1.0
 
     def _evaluation_parts(self) -> dict[int, EvaluationPart]:
         """What the workers of this process evaluate, by trainer."""
@@ -159,23 +159,23 @@ class Cluster:
         """The trainer with the best metric; ties go to the smaller id."""
         return self.validation.best(evaluations)
 
-    def run_round(self, observer: Observer, keeper: CheckpointPolicy | None = None) -> ClusterRound:
+    def run_round(self, observer: Observer, checkpoint_policy: CheckpointPolicy | None = None) -> ClusterRound:
         """Redistribute the nodes, train every living trainer for one round, evaluate, merge.
 
         Raises:
             TrainingError: training cannot go on.
         """
-        keeper = keeper or CheckpointPolicy(self.config, self.processes, observer)
+        checkpoint_policy = checkpoint_policy or CheckpointPolicy(self.config, self.processes, observer)
         self.distribute()
         trainers = self.trainers
-        schedule = self.scheduler.next_round(self.totals, trainers.values(), self.pool, observer.warn)
+        schedule = self.scheduler.next_round(self.counters, trainers.values(), self.pool, observer.warn)
         own_steps = sum(
             steps
             for trainer in trainers.values()
             for worker, steps in trainer.shares.steps(schedule.inner_steps).items()
             if worker in trainer.workers
         )
-        observer.on_round_start(self.totals.outer_steps + 1, self.scheduler.progress(self.totals), own_steps)
+        observer.on_round_start(self.counters.outer_steps + 1, self.scheduler.progress(self.counters), own_steps)
         tokens = {trainer.id: trainer.tokens_ahead(schedule.inner_steps) for trainer in trainers.values()}
         examples = sum(trainer.shares.examples(schedule.inner_steps) for trainer in trainers.values())
 
@@ -185,40 +185,42 @@ class Cluster:
             started = time.perf_counter()
             if (trained := trainer.train_round(schedule, observer.on_step)) is not None:
                 local[trainer.id], seconds[trainer.id] = trained, time.perf_counter() - started
-        totals = dataclasses.replace(
-            self.totals,
-            outer_steps=self.totals.outer_steps + 1,
-            examples=self.totals.examples + examples,
-            tokens=self.totals.tokens + sum(tokens.values()),
+        counters = dataclasses.replace(
+            self.counters,
+            outer_steps=self.counters.outer_steps + 1,
+            examples=self.counters.examples + examples,
+            tokens=self.counters.tokens + sum(tokens.values()),
         )
-        progress = self.scheduler.progress(totals)
-        due = progress >= 1.0 or totals.outer_steps % self.config.eval_every == 0
+        progress = self.scheduler.progress(counters)
+        due = progress >= 1.0 or counters.outer_steps % self.config.eval_every == 0
         parts = self._evaluation_parts() if due else {}
-        shares = self.processes.gather(_Share(local, seconds, parts, memory_use(self.devices), keeper.vote()))
-        keeper.decide([share.vote for share in shares])
+        shares = self.processes.gather(
+            _Share(local, seconds, parts, memory_use(self.devices), checkpoint_policy.vote())
+        )
+        checkpoint_policy.decide([share.vote for share in shares])
         reports = {}
         for trainer in trainers.values():
             trained = Trained.joined([share.trained[trainer.id] for share in shares if trainer.id in share.trained])
             took = max(share.seconds.get(trainer.id, 0.0) for share in shares)
             reports[trainer.id] = trainer.conclude_round(schedule, trained, tokens[trainer.id], took)
         for report in reports.values():
-            totals.count(report.communications, report.bytes_synchronised, report.left_out, report.lost_messages)
+            counters.count(report.communications, report.bytes_synchronised, report.left_out, report.lost_messages)
             for warning in report.warnings:
                 observer.warn(f"trainer {report.trainer}: {warning}")
-        totals.took(max(sum(share.seconds.values()) for share in shares), examples)
-        self.totals = totals
+        counters.took(max(sum(share.seconds.values()) for share in shares), examples)
+        self.counters = counters
         self.scheduler.count(
-            self.totals, synchronised((len(r.workers), r.bytes_synchronised) for r in reports.values())
+            self.counters, synchronised((len(r.workers), r.bytes_synchronised) for r in reports.values())
         )
         self.pool.look_after([run for report in reports.values() for run in report.workers.values()])
         evaluations = self.validation.combined([share.evaluations for share in shares], list(trainers)) if due else {}
         merge = None
-        if len(trainers) > 1 and totals.outer_steps % self.config.merge_frequency == 0:
+        if len(trainers) > 1 and counters.outer_steps % self.config.merge_frequency == 0:
             merge = self._merge()
         notes = tuple(self.pool.balance({t.id: (t.nodes, t.work) for t in trainers.values()}))
-        now, memory = dataclasses.replace(totals), [share.memory for share in shares]
+        now, memory = dataclasses.replace(counters), [share.memory for share in shares]
         moves = self._assigner.new_moves()
-        return ClusterRound(totals.outer_steps, progress, reports, evaluations, merge, now, memory, notes, moves)
+        return ClusterRound(counters.outer_steps, progress, reports, evaluations, merge, now, memory, notes, moves)
 
     def train(
         self, observer: Observer, folder: Path | None = None, stop: StopRequest | None = None
@@ -233,33 +235,33 @@ class Cluster:
         Raises:
             TrainingError: training cannot go on. Where no node is left, a checkpoint is written before.
         """
-        keeper = CheckpointPolicy(self.config, self.processes, observer, folder, stop)
+        checkpoint_policy = CheckpointPolicy(self.config, self.processes, observer, folder, stop)
         with explained():
-            result = self._rounds(observer, keeper)
+            result = self._rounds(observer, checkpoint_policy)
             evaluations = {}
             if not self.stopped:
                 evaluations = self.evaluate() if result is None or result.merge is not None else result.evaluations
         return evaluations
 
-    def _rounds(self, observer: Observer, keeper: CheckpointPolicy) -> ClusterRound | None:
+    def _rounds(self, observer: Observer, checkpoint_policy: CheckpointPolicy) -> ClusterRound | None:
         """All rounds that are left; the last one."""
         for warning in self.warnings:
             observer.warn(warning)
         if not self.finished:
             # Warn of a budget that cannot be kept before work starts.
-            self.scheduler.remaining(self.totals, self.trainers.values(), self.pool, observer.warn)
-        observer.on_start(self, self.evaluate() if self.totals.outer_steps == 0 else {})
+            self.scheduler.remaining(self.counters, self.trainers.values(), self.pool, observer.warn)
+        observer.on_start(self, self.evaluate() if self.counters.outer_steps == 0 else {})
         result = None
         while not self.finished and not self.stopped:
             try:
-                result = self.run_round(observer, keeper)
+                result = self.run_round(observer, checkpoint_policy)
             except NoNodeLeftError:
-                keeper.save_checkpoint(self)
+                checkpoint_policy.save_checkpoint(self)
                 raise
             observer.on_round(self, result)
-            self.stopped = keeper.stopping
-            keeper.after_round(self)
-        if self.finished and (warning := self.scheduler.unspent(self.totals)) is not None:
+            self.stopped = checkpoint_policy.stopping
+            checkpoint_policy.after_round(self)
+        if self.finished and (warning := self.scheduler.unspent(self.counters)) is not None:
             observer.warn(warning)
         return result
 
@@ -297,7 +299,7 @@ class Cluster:
         Random numbers need no state: they are functions of the seed and of the place in the run.
         """
         return {
-            "totals": dataclasses.asdict(self.totals),
+            "counters": dataclasses.asdict(self.counters),
             "merges": [dataclasses.asdict(merge) for merge in self.merges],
             "trainers": {str(trainer.id): trainer.state_dict() for trainer in self.trainers.values()},
             "max_batches": self.pool.state_dict(),
@@ -325,16 +327,16 @@ class Cluster:
         self.merges = [Merge.from_values(merge) for merge in state["merges"]]
         self.pool.load_state_dict(state["max_batches"])
         self.pool.load_speeds(state.get("speeds"))
-        totals = Totals(**state["totals"])
+        counters = RunCounters(**state["counters"])
         living = {int(trainer): values for trainer, values in state["trainers"].items()}
         self.trainers = {trainer: self.trainers[trainer] for trainer in living}
         assignment = {trainer: values["nodes"] for trainer, values in living.items()}
         if len(state["max_batches"]) != len(self.nodes):  # other nodes than those of the checkpoint
             requests = {trainer: values["requested_batch"] for trainer, values in living.items()}
-            assignment = self._assigner.assignment(requests, {}, self.scheduler.progress(totals))
+            assignment = self._assigner.assignment(requests, {}, self.scheduler.progress(counters))
         self._assign(assignment)
         self._assigner.new_moves()  # nodes begin here, and nothing is sent
-        self.totals = totals
+        self.counters = counters
         for trainer, values in living.items():
             self.trainers[trainer].load_state_dict(values, lambda group, name: part(name, read(group, name)))
 

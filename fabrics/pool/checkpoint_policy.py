@@ -84,7 +84,7 @@ class CheckpointPolicy:
 
     def after_round(self, run: Cluster) -> None:
         """Write what is due after a round."""
-        every, step = self._config.save_weights_every, run.totals.outer_steps
+        every, step = self._config.save_weights_every, run.counters.outer_steps
         due = every is not None and step % every == 0
         # The models first: a run that is killed in between makes the round again, and them.
         if due and self._folder is not None:
@@ -97,4 +97,4 @@ class CheckpointPolicy:
         if self._checkpoints is not None:
             state = {"cluster": run.state_dict(), "observer": self._observer.state_dict()}
             texts = {"config.yaml": dump_config(self._config)}
-            self._checkpoints.save(run.totals.outer_steps, run.tensors(), state, texts)
+            self._checkpoints.save(run.counters.outer_steps, run.tensors(), state, texts)

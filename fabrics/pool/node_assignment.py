@@ -11,7 +11,7 @@ from fabrics.data.partition_sampler import ShareCursor
 from fabrics.data.sampler import DataCursor
 from fabrics.pool.node_pool import NodePool
 from fabrics.pool.round_scheduler import RoundScheduler
-from fabrics.pool.run_counters import Totals
+from fabrics.pool.run_counters import RunCounters
 from fabrics.training.worker import Node, TrainingError
 from utils.config.schema import Config
 
@@ -82,19 +82,19 @@ class NodeAssigner:
         return distribute_nodes(requests, groups, present, HYSTERESIS, self._config.smallest_worker_batch)
 
     def assign(
-        self, assignment: Mapping[int, Sequence[int]], trainers: Mapping[int, Movable], totals: Totals
+        self, assignment: Mapping[int, Sequence[int]], trainers: Mapping[int, Movable], counters: RunCounters
     ) -> Exchange:
         """Give every trainer these nodes; what was sent for it."""
         came, arrived = _coming(assignment, trainers), 0
         for number, nodes in assignment.items():
             transfers = trainers[number].assign_nodes(tuple(self._pool.nodes[node] for node in nodes))
             arrived += self._noted("redistribution", number, transfers)
-        totals.bytes_redistributed += arrived
+        counters.bytes_redistributed += arrived
         exchange = redistributed(came, arrived)
-        self._scheduler.count(totals, exchange)
+        self._scheduler.count(counters, exchange)
         return exchange
 
-    def merge(self, trainers: dict[int, Movable], totals: Totals) -> tuple[MergePlan, Exchange]:
+    def merge(self, trainers: dict[int, Movable], counters: RunCounters) -> tuple[MergePlan, Exchange]:
         """Merge those that the policy picks, of which the representative alone lives on; what was sent for it.
 
         Raises:
@@ -109,10 +109,10 @@ class NodeAssigner:
         others = [trainers.pop(trainer) for trainer in plan.weights if trainer != plan.representative]
         representative = trainers[plan.representative]
         arrived = self._noted("merge", plan.representative, representative.absorb(others, plan.weights))
-        totals.bytes_merged += arrived
-        totals.communications += 1
+        counters.bytes_merged += arrived
+        counters.communications += 1
         exchange = merged(len(others), len(representative.nodes), arrived)
-        self._scheduler.count(totals, exchange)
+        self._scheduler.count(counters, exchange)
         return plan, exchange
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from algorithms.nodes.communication_rounds import Exchange, Link, Traffic, redistributed, rounds_to_come
 from algorithms.schedule.budget import LONGER, Budget, Outlook, Remaining, rounds_left, steps_left
 from algorithms.schedule.limits import Limits, RoundSchedule
-from fabrics.pool.run_counters import Totals
+from fabrics.pool.run_counters import RunCounters
 from fabrics.training.learning_rates import learning_rate_schedule
 from utils.config.schema import BUDGETS, Config, ConfigError
 
@@ -62,22 +62,22 @@ class RoundScheduler:
         )
         self._warned = False
 
-    def progress(self, totals: Totals) -> float:
+    def progress(self, counters: RunCounters) -> float:
         """Return the share of the run that is done, 0 to 1."""
-        return self._limits.progress(totals.done)
+        return self._limits.progress(counters.done)
 
     def next_round(
-        self, totals: Totals, trainers: Collection["Trainer"], pool: "NodePool", warn: Callable[[str], None]
+        self, counters: RunCounters, trainers: Collection["Trainer"], pool: "NodePool", warn: Callable[[str], None]
     ) -> RoundSchedule:
         """Return the inner steps of the next round: those of the configuration, or what the budget allows."""
         steps = self._config.number_of_inner_steps_between_outers
-        remaining = self.remaining(totals, trainers, pool, warn)
+        remaining = self.remaining(counters, trainers, pool, warn)
         if remaining is not None:
             for trainer in trainers:
                 trainer.batch.observe_growth(remaining.position)
             steps = self._planned_steps(trainers, remaining)
         return self._limits.next_round(
-            totals.done,
+            counters.done,
             steps,
             lambda steps: sum(trainer.shares.examples(steps) for trainer in trainers),
             lambda steps: sum(trainer.tokens_ahead(steps) for trainer in trainers),
@@ -105,51 +105,51 @@ class RoundScheduler:
 
     # The budget
 
-    def count(self, totals: Totals, exchange: Exchange) -> None:
+    def count(self, counters: RunCounters, exchange: Exchange) -> None:
         """Add the seconds of an exchange to the counters, where a budget counts them."""
         if self._config.time_budget is not None:
-            totals.link_seconds += self.budget.cost(exchange)
+            counters.link_seconds += self.budget.cost(exchange)
 
     def remaining(
-        self, totals: Totals, trainers: Collection["Trainer"], pool: "NodePool", warn: Callable[[str], None]
+        self, counters: RunCounters, trainers: Collection["Trainer"], pool: "NodePool", warn: Callable[[str], None]
     ) -> Remaining | None:
         """Return what is left of a run with a budget, None without one; `warn` is told once if it cannot be kept."""
         if self.budget is None:
             return None
         config = self._config
-        examples = self._examples_left(totals, trainers)
+        examples = self._examples_left(counters, trainers)
         able = sum(node.id not in pool.failed for node in pool.nodes)
         working = able
         if config.smallest_worker_batch is not None:  # the other nodes are idle
             working = min(able, sum(len(trainer.nodes) for trainer in trainers))
         traffic = traffic_of(next(iter(trainers)), config)
         to_come = rounds_to_come(
-            len(trainers), working, totals.outer_steps + 1, config.merge_frequency, config.merge_count, traffic
+            len(trainers), working, counters.outer_steps + 1, config.merge_frequency, config.merge_count, traffic
         )
-        used = totals.used(self.budget.unit)
-        grows = totals.examples / (totals.examples + examples) < learning_rate_schedule(config).decay_begins
+        used = counters.used(self.budget.unit)
+        grows = counters.examples / (counters.examples + examples) < learning_rate_schedule(config).decay_begins
         if joining := self._joining(trainers, able, working, grows):
             used += self.budget.cost(redistributed(joining, joining * traffic.redistributed))
-        each = totals.seconds_per_example
+        each = counters.seconds_per_example
         outlook = rounds_left(self.budget, used, None if each is None else each * examples, to_come, examples)
         if not self._warned and (warning := self._shortfall(outlook)) is not None:
             self._warned = True
             warn(warning)
-        return Remaining(totals.outer_steps, outlook.rounds, totals.examples, examples)
+        return Remaining(counters.outer_steps, outlook.rounds, counters.examples, examples)
 
-    def _examples_left(self, totals: Totals, trainers: Collection["Trainer"]) -> float:
+    def _examples_left(self, counters: RunCounters, trainers: Collection["Trainer"]) -> float:
         """Examples until the first limit in tokens or epochs."""
         config = self._config
         limits = []
         if config.max_tokens:
-            examples = totals.examples
-            tokens = totals.tokens
+            examples = counters.examples
+            tokens = counters.tokens
             if not examples:
                 examples = sum(trainer.shares.batch for trainer in trainers)
                 tokens = sum(trainer.tokens_ahead(1) for trainer in trainers)
-            limits.append((config.max_tokens - totals.tokens) / (tokens / examples))
+            limits.append((config.max_tokens - counters.tokens) / (tokens / examples))
         if config.number_of_training_epochs:
-            limits.append(config.number_of_training_epochs * self._examples - totals.examples)
+            limits.append(config.number_of_training_epochs * self._examples - counters.examples)
         return min(limits)
 
     def _joining(self, trainers: Collection["Trainer"], nodes: int, working: int, grows: bool) -> int:
@@ -178,9 +178,9 @@ class RoundScheduler:
             f"{rounds} at least, for which {outlook.missing:,.10g} {budget.unit} are missing"
         )
 
-    def unspent(self, totals: Totals) -> str | None:
+    def unspent(self, counters: RunCounters) -> str | None:
         """Return a warning where a run that is over has left more than a twentieth of its budget."""
-        if self.budget is None or (used := totals.used(self.budget.unit)) >= 0.95 * self.budget.amount:
+        if self.budget is None or (used := counters.used(self.budget.unit)) >= 0.95 * self.budget.amount:
             return None
         amounts = f"{used:,.10g} of {self.budget.amount:,.10g} {self.budget.unit}"
         return f"{self._config.budget}: {amounts} were used: what was left was less than a round's, or had no use"

@@ -6,7 +6,7 @@ from algorithms.schedule.limits import Done
 
 
 @dataclass
-class Totals:
+class RunCounters:
     """What the whole run has used so far, all trainers together.
 
     Bytes are what nodes send each other, counted as if each were a machine of its own, whatever the processes: for

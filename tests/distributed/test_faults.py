@@ -199,7 +199,7 @@ def test_a_node_out_of_memory_keeps_its_smaller_max_batch(monkeypatch):
     original = forward_backward.backward
 
     def limited(working, examples, indices, weight=1.0, hooked=False):
-        if hooked and len(indices) > 2 and cluster.totals.outer_steps == 1:
+        if hooked and len(indices) > 2 and cluster.counters.outer_steps == 1:
             raise torch.OutOfMemoryError("injected")
         return original(working, examples, indices, weight, hooked)
 
@@ -324,7 +324,7 @@ def test_a_broken_device_ends_the_run_with_a_clear_message(tmp_path, cache_dir, 
     monkeypatch.setattr(FlatModel, "load", load)
     monkeypatch.setattr(inner_loop, "accumulate_gradients", accumulate)
     written = newest_checkpoint(folder / "checkpoints", LocalProcesses())
-    assert written.state["cluster"]["totals"]["outer_steps"] == summary["outer_steps"] >= 1
+    assert written.state["cluster"]["counters"]["outer_steps"] == summary["outer_steps"] >= 1
 
 
 def test_a_device_of_a_shard_group_that_fails_ends_the_run_and_is_named(monkeypatch):
@@ -369,12 +369,12 @@ def test_the_run_ends_with_a_result_on_the_nodes_that_are_left(failing):
     cluster, recorder = light_cluster(number_of_outer_steps=5, number_of_initial_trainers=2), Recorder()
     final = cluster.train(recorder)
     assert cluster.failed_nodes == {0, 1, 2}
-    assert cluster.totals.outer_steps == 5
+    assert cluster.counters.outer_steps == 5
     assert all(torch.isfinite(trainer.parameters).all() for trainer in cluster.trainers.values())
     assert all(evaluation.loss < 10 for evaluation in final.values())
     last = recorder.rounds[-1].reports.values()
     assert {worker.node for report in last for worker in report.workers.values()} == {3}
-    assert cluster.totals.left_out == sum(r.left_out for result in recorder.rounds for r in result.reports.values())
+    assert cluster.counters.left_out == sum(r.left_out for result in recorder.rounds for r in result.reports.values())
 
 
 def test_a_node_that_serves_two_trainers_fails_for_both(failing):
@@ -382,7 +382,7 @@ def test_a_node_that_serves_two_trainers_fails_for_both(failing):
     cluster, recorder = light_cluster(nodes_per_gpu=2, number_of_initial_trainers=4), Recorder()
     cluster.train(recorder)
     assert cluster.failed_nodes == {1}
-    assert recorder.rounds[0].totals.left_out == 2
+    assert recorder.rounds[0].counters.left_out == 2
 
 
 def test_with_no_node_left_there_is_a_checkpoint_and_a_clear_error(failing, tmp_path, monkeypatch):
@@ -398,7 +398,7 @@ def test_with_no_node_left_there_is_a_checkpoint_and_a_clear_error(failing, tmp_
     for trainer, own in cluster.trainers.items():
         assert torch.equal(again.trainers[trainer].parameters, own.parameters)
     again.train(Recorder())
-    assert again.totals.outer_steps == 5
+    assert again.counters.outer_steps == 5
 
 
 def test_a_slow_first_step_does_not_make_a_node_slow(monkeypatch):
@@ -428,7 +428,7 @@ def run_with(tmp_path, cache_dir, monkeypatch, faults, **values) -> tuple[int, P
 
     def run_round(self, *arguments):
         (folder,) = (tmp_path / "logs").iterdir()
-        faults.get(self.totals.outer_steps, lambda folder: None)(folder)
+        faults.get(self.counters.outer_steps, lambda folder: None)(folder)
         return original(self, *arguments)
 
     monkeypatch.setattr(Cluster, "run_round", run_round)

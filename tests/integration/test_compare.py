@@ -49,7 +49,7 @@ def test_equal_tokens_are_equal():
         cluster, recorder = light_cluster(number_of_outer_steps=None, max_tokens=3000, **settings), Recorder()
         cluster.train(recorder)
         step = sum(report.effective_batch for report in recorder.rounds[-1].reports.values()) * 9
-        assert 3000 <= cluster.totals.tokens < 3000 + step
+        assert 3000 <= cluster.counters.tokens < 3000 + step
 
 
 # Files

@@ -38,7 +38,7 @@ def ran(**values):
     cluster.train(Recorder())
     vocabulary = {"vocab_size": len(cluster.data.tokenizer)}
     values = values | {"model_config": cluster.config.model_config | vocabulary}
-    return estimate(make_config(**(STEADY | values))), cluster.totals
+    return estimate(make_config(**(STEADY | values))), cluster.counters
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].capabilities.one_exchange])

@@ -345,7 +345,7 @@ def test_the_same_seed_gives_the_same_bits():
         cluster = light_cluster(training_seed=seed, number_of_outer_steps=5, ETA=0.3)
         torch.rand(17)  # whatever the global generator has done must not matter
         evaluations = cluster.train(Recorder())
-        runs.append((bits(cluster), evaluations, cluster.totals.tokens))
+        runs.append((bits(cluster), evaluations, cluster.counters.tokens))
     assert runs[0][:2] == runs[1][:2]
     assert runs[0][0] != runs[2][0]
 
@@ -392,9 +392,9 @@ def test_a_run_continued_from_its_state_equals_the_uninterrupted_run(stop, budge
     assert bits(third) == bits(second)
     second.train(Recorder())
     assert bits(second) == bits(whole)
-    assert second.totals.tokens == whole.totals.tokens
-    assert second.totals.communications == whole.totals.communications
-    assert second.totals.bytes_communicated == whole.totals.bytes_communicated
+    assert second.counters.tokens == whole.counters.tokens
+    assert second.counters.communications == whole.counters.communications
+    assert second.counters.bytes_communicated == whole.counters.bytes_communicated
     assert second.merges == whole.merges
     assert {t.id: t.requested_batch for t in second.trainers.values()} == {
         t.id: t.requested_batch for t in whole.trainers.values()
@@ -412,7 +412,7 @@ def test_a_merge_averages_parameters_and_momentum_and_unites_the_data():
     v = 0.75 * trainers[0].shared["velocity"] + 0.25 * trainers[1].shared["velocity"]
     assert v.abs().max() > 0.0
     data = set(trainers[0].cursor.subset) | set(trainers[1].cursor.subset)
-    before = cluster.totals.bytes_merged, cluster.totals.communications
+    before = cluster.counters.bytes_merged, cluster.counters.communications
     merge = cluster._merge()
     assert merge.plan.representative == 0
     assert sorted(cluster.trainers) == [0, 2]
@@ -420,8 +420,8 @@ def test_a_merge_averages_parameters_and_momentum_and_unites_the_data():
     torch.testing.assert_close(trainers[0].shared["velocity"], v)
     assert set(trainers[0].cursor.subset) == data
     assert trainers[0].requested_batch == 6
-    assert cluster.totals.bytes_merged - before[0] == 2 * trainers[0].worker_group.parameter_bytes  # the velocity too
-    assert cluster.totals.communications - before[1] == 1
+    assert cluster.counters.bytes_merged - before[0] == 2 * trainers[0].worker_group.parameter_bytes  # the velocity too
+    assert cluster.counters.communications - before[1] == 1
 
 
 def test_a_merged_trainer_averages_velocities_and_keeps_its_own_moments():
@@ -431,7 +431,7 @@ def test_a_merged_trainer_averages_velocities_and_keeps_its_own_moments():
     cluster._merge()
     trainer = cluster.trainers[0]
     # Parameters and velocity: to the first of its two nodes, and from there to the second.
-    assert cluster.totals.bytes_merged == 2 * 2 * trainer.worker_group.parameter_bytes
+    assert cluster.counters.bytes_merged == 2 * 2 * trainer.worker_group.parameter_bytes
     assert trainer.shared["velocity"].any()
     for index, worker in trainer.workers.items():
         kept = worker.state_dict()
@@ -473,7 +473,7 @@ def test_unusual_settings_train_to_the_end(settings):
     common = {"number_of_outer_steps": 4, "number_of_inner_steps_between_outers": 2}
     cluster, recorder = light_cluster(**common | settings), Recorder()
     final = cluster.train(recorder)
-    assert cluster.totals.outer_steps == 4
+    assert cluster.counters.outer_steps == 4
     assert len(cluster.trainers) < cluster.config.number_of_initial_trainers
     assert recorder.warnings == []
     losses = [report.train_loss for result in recorder.rounds for report in result.reports.values()]
@@ -490,9 +490,10 @@ def test_a_merge_of_three_counts_two_models():
     cluster.train(Recorder())
     assert len(cluster.trainers) == 2
     # Four trainers on four nodes do not synchronise: the merge is all the communication there is.
-    assert cluster.totals.communications == 1
+    assert cluster.counters.communications == 1
     assert (
-        cluster.totals.bytes_communicated == 2 * 2 * next(iter(cluster.trainers.values())).worker_group.parameter_bytes
+        cluster.counters.bytes_communicated
+        == 2 * 2 * next(iter(cluster.trainers.values())).worker_group.parameter_bytes
     )
 
 
@@ -508,7 +509,7 @@ def test_what_goes_to_new_nodes_is_counted(moments, models):
     )
     cluster.train(Recorder())
     (trainer,) = cluster.trainers.values()
-    size, totals = trainer.worker_group.parameter_bytes, cluster.totals
+    size, totals = trainer.worker_group.parameter_bytes, cluster.counters
     assert totals.bytes_merged == 3 * 2 * size
     assert totals.bytes_redistributed == 3 * models * size + (3 * 4 if moments == "copy" else 0)  # and a step count
     assert totals.bytes_synchronised == 2 * 3 * size
@@ -528,9 +529,9 @@ def test_communications_and_bytes_of_a_ring_all_reduce():
     cluster = light_cluster(number_of_initial_trainers=1, nodes_per_gpu=4, number_of_outer_steps=5)
     cluster.train(Recorder())
     parameters = sum(p.numel() for p in cluster.working[CPU].module.parameters())
-    assert cluster.totals.communications == 5
+    assert cluster.counters.communications == 5
     # Each of 4 workers moves 2 * 3/4 of the 4-byte parameters, and of a sketch of 1,024 such numbers.
-    assert cluster.totals.bytes_communicated == 5 * 4 * (2 * 3 / 4) * 4 * (parameters + 1024)
+    assert cluster.counters.bytes_communicated == 5 * 4 * (2 * 3 / 4) * 4 * (parameters + 1024)
 
 
 def test_a_new_worker_starts_with_the_first_workers_moments():
@@ -593,7 +594,7 @@ def test_output_layers_are_drawn_anew_identically_or_per_trainer(single_seed, di
 def test_a_budget_is_exceeded_by_less_than_one_inner_step(limit, examples):
     cluster = light_cluster(number_of_outer_steps=None, sampling_method="none", merge_frequency=99, **limit)
     cluster.train(Recorder())
-    assert cluster.totals.examples == examples
+    assert cluster.counters.examples == examples
 
 
 @pytest.mark.parametrize(("budget", "trainers"), [(15, 1), (20, 1), (20, 4)])
@@ -603,8 +604,8 @@ def test_a_budget_of_communications_is_spent(budget, trainers):
     settings |= {"nodes_per_gpu": max(2, trainers)}
     cluster, recorder = light_cluster(**settings), Recorder()
     cluster.train(recorder)
-    assert abs(cluster.totals.communications - budget) <= 1
-    assert 6000 <= cluster.totals.tokens < 6000 + 9 * 64
+    assert abs(cluster.counters.communications - budget) <= 1
+    assert 6000 <= cluster.counters.tokens < 6000 + 9 * 64
 
 
 def budget_settings(trainers: int, **budget) -> dict:
@@ -637,9 +638,12 @@ def test_a_budget_that_sets_inner_steps_is_spent(settings):
     settings = budget_settings(1) | {"max_tokens": 3000} | settings
     cluster, recorder = light_cluster(**settings), Recorder()
     cluster.train(recorder)
-    used, allowed = cluster.totals.used(BUDGETS[cluster.config.budget]), getattr(cluster.config, cluster.config.budget)
+    used, allowed = (
+        cluster.counters.used(BUDGETS[cluster.config.budget]),
+        getattr(cluster.config, cluster.config.budget),
+    )
     assert abs(used - allowed) <= max(0.05 * allowed, 1)
-    assert 3000 <= cluster.totals.tokens < 3000 + 9 * 64
+    assert 3000 <= cluster.counters.tokens < 3000 + 9 * 64
     reports = [report for result in recorder.rounds for report in result.reports.values()]
     alone = [report.inner_steps for report in reports if not report.communications]
     assert alone[:-1] == [7] * len(alone[:-1])
@@ -685,7 +689,7 @@ def test_a_budget_pays_for_who_works_and_for_who_will_join(settings, rounds):
     fixed = {"INITIAL_BATCH_SIZE": 8, "smallest_worker_batch": 4, "sampling_method": "none"}
     cluster = light_cluster(**budget | fixed | settings)
     trainers = cluster.trainers.values()
-    ahead = cluster.scheduler.remaining(cluster.totals, trainers, cluster.pool, Recorder().warn)
+    ahead = cluster.scheduler.remaining(cluster.counters, trainers, cluster.pool, Recorder().warn)
     assert ahead.rounds_left == rounds
 
 
@@ -712,7 +716,7 @@ def test_a_budget_of_few_synchronisations_is_exceeded_by_less_than_one(settings,
     cluster.train(recorder)
     reports = [result.reports[0] for result in recorder.rounds]
     assert len(reports[-1].workers) >= 3
-    assert cluster.totals.bytes_communicated - allowed < 6 * 27_072
+    assert cluster.counters.bytes_communicated - allowed < 6 * 27_072
     assert reports[-1].inner_steps > 1
 
 
@@ -755,7 +759,7 @@ def test_workers_join_as_the_request_grows():
     assert [report.bytes_synchronised > 0 for report in reports] == [False, False, True, True, True]
     size = cluster.parameter_count * 4
     # Parameters, velocity and two moments of 3 workers that came to the first, and its step count.
-    assert cluster.totals.bytes_redistributed == 3 * (4 * size + 4)
+    assert cluster.counters.bytes_redistributed == 3 * (4 * size + 4)
     steps = {int(worker.state_dict()["step"]) for worker in cluster.trainers[0].workers.values()}
     assert steps == {15}
 
@@ -776,8 +780,8 @@ def test_a_budget_of_bytes_is_spent(settings):
         Recorder(),
     )
     cluster.train(recorder)
-    assert cluster.totals.bytes_communicated == pytest.approx(settings["byte_budget"], rel=0.05)
-    assert 3000 <= cluster.totals.tokens < 3000 + 9 * 64
+    assert cluster.counters.bytes_communicated == pytest.approx(settings["byte_budget"], rel=0.05)
+    assert 3000 <= cluster.counters.tokens < 3000 + 9 * 64
     assert len(recorder.rounds) > 5
     assert recorder.warnings == []
 
@@ -798,10 +802,10 @@ def test_what_rounds_to_come_are_taken_to_send_is_what_they_send(settings):
     traffic = traffic_of(trainer, cluster.config)
     to_come = rounds_to_come(4, len(cluster.nodes), 1, cluster.config.merge_frequency, 4, traffic)
     for _ in range(4):
-        before = cluster.totals.bytes_communicated
+        before = cluster.counters.bytes_communicated
         cluster.run_round(Recorder())
         _, exchanges = next(to_come)
-        assert cluster.totals.bytes_communicated - before == sum(exchange.sent for exchange in exchanges)
+        assert cluster.counters.bytes_communicated - before == sum(exchange.sent for exchange in exchanges)
 
 
 class Clock:
@@ -832,7 +836,7 @@ def test_a_budget_of_seconds_is_spent(settings, monkeypatch):
     Clock(monkeypatch)
     cluster, recorder = light_cluster(**budget_settings(4) | TIME | settings), Recorder()
     cluster.train(recorder)
-    totals = cluster.totals
+    totals = cluster.counters
     assert totals.training_seconds + totals.link_seconds == pytest.approx(cluster.config.time_budget, rel=0.05)
     assert totals.link_seconds > 0.1 * cluster.config.time_budget
     assert recorder.warnings == []
@@ -848,7 +852,7 @@ def test_the_seconds_of_the_link_are_those_on_paper(monkeypatch):
     # Two workers each, side by side; the other's parameters and velocity to the first node, the average from there;
     # both and the moments with their step to the two new nodes; four workers.
     links = [size, 2 * 2 * size, 2 * size + 2 * size + 4, 2 * 3 / 4 * size]
-    assert cluster.totals.link_seconds == pytest.approx(sum(0.3 + 8 * sent / 3e5 for sent in links))
+    assert cluster.counters.link_seconds == pytest.approx(sum(0.3 + 8 * sent / 3e5 for sent in links))
 
 
 def test_clusters_that_measure_the_same_decide_the_same(monkeypatch):
@@ -863,7 +867,7 @@ def test_clusters_that_measure_the_same_decide_the_same(monkeypatch):
     clusters[2].load_state_dict(state, lambda group, name: tensors[group][name])
     for cluster in clusters:
         cluster.train(Recorder())
-    assert clusters[0].totals == clusters[1].totals == clusters[2].totals
+    assert clusters[0].counters == clusters[1].counters == clusters[2].counters
     assert bits(clusters[0]) == bits(clusters[1]) == bits(clusters[2])
 
 
@@ -920,13 +924,13 @@ def test_tokens_are_exceeded_by_less_than_one_inner_step_though_sequences_differ
         )  # fmt: skip
         cluster = Cluster(config, dataclasses.replace(tiny_data(), train=padded(texts)))
         cluster.train(Recorder())
-        assert cluster.totals.outer_steps == 1
+        assert cluster.counters.outer_steps == 1
         last = 0
         for trainer in cluster.trainers.values():
             seen, step = trainer.cursor.position, trainer.shares.batch
             trainer.cursor.position = seen - step
             last += trainer.tokens_ahead(1)
-        assert 0 <= cluster.totals.tokens - limit < last
+        assert 0 <= cluster.counters.tokens - limit < last
 
 
 def test_classification_runs_through_the_same_trainers():

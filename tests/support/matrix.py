@@ -345,9 +345,9 @@ def run(config: Config, processes=None, recorder: Following | None = None, resum
         "events": [[(e.kind, e.step, e.sent, e.received, e.behind, e.through) for e in r.events] for r in reports],
         "requests": [report.requested_batch for report in reports],
         "workers": [len(report.workers) for report in reports],
-        "moved": cluster.totals.bytes_merged + cluster.totals.bytes_redistributed,
+        "moved": cluster.counters.bytes_merged + cluster.counters.bytes_redistributed,
         "refreshed": recorder.refreshed,
-        "left_out": cluster.totals.left_out,
+        "left_out": cluster.counters.left_out,
     }
 
 

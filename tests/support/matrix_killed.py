@@ -49,7 +49,7 @@ def _go_on(kind: str, name: str, folder: Path, time: int) -> Cluster:
     cluster = Cluster(dataclasses.replace(config_of(name), checkpoint_every_minutes=1e-9), matrix.data())
     if time:
         cluster.resume(newest_checkpoint(checkpoints_of(folder), cluster.processes))
-    assert cluster.totals.outer_steps == (0, *KILLED_AFTER)[time]
+    assert cluster.counters.outer_steps == (0, *KILLED_AFTER)[time]
     with disturbed():
         cluster.train(Recorder() if time == len(KILLED_AFTER) else _Killing(KILLED_AFTER[time], folder), folder)
     return cluster

@@ -220,7 +220,11 @@ def run_scenario(name: str, processes: Processes, state: dict | None = None, fol
         "statistics": [[s.variance, s.squared_norm, s.squared_norm_error, s.variance_error] for s in statistics],
         "inner": [[s.inner_product_variance, s.overlap] for s in statistics],
         "requests": [report.requested_batch for report in reports],
-        "bytes": [cluster.totals.bytes_synchronised, cluster.totals.bytes_merged, cluster.totals.bytes_redistributed],
+        "bytes": [
+            cluster.counters.bytes_synchronised,
+            cluster.counters.bytes_merged,
+            cluster.counters.bytes_redistributed,
+        ],
         "merges": len(cluster.merges),
         "warnings": recorder.warnings,
         "graphs": len(graphs),

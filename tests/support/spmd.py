@@ -239,12 +239,12 @@ def run_scenario(name: str, processes=None) -> dict:
         "workers": [len(report.workers) for report in reports],
         "variances": [report.statistics and report.statistics.variance for report in reports],
         "bytes": [
-            *(cluster.totals.bytes_synchronised, cluster.totals.bytes_merged, cluster.totals.bytes_redistributed)
+            *(cluster.counters.bytes_synchronised, cluster.counters.bytes_merged, cluster.counters.bytes_redistributed)
         ],
         # Flat tensors have gaps between parameters, which are sent and not counted.
         "flat_bytes": [cluster.working[cluster.devices[0]].parameters.nbytes, trainer_bytes],
         "received": recorder.received,
-        "left_out": cluster.totals.left_out,
+        "left_out": cluster.counters.left_out,
         "merges": len(cluster.merges),
         "placement": [
             {report.trainer: [w.node for w in report.workers.values()] for report in result.reports.values()}
@@ -254,7 +254,7 @@ def run_scenario(name: str, processes=None) -> dict:
         "evaluated": recorder.evaluated,
         "warnings": recorder.warnings,
         "shares": data.shares and (data.shares.sizes, data.shares.digest),
-        "lost": cluster.totals.lost_messages,
+        "lost": cluster.counters.lost_messages,
     }
 
 

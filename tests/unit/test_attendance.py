@@ -127,8 +127,8 @@ def test_a_run_has_the_nodes_of_its_schedule_and_shares_the_batch_out_among_them
     assert [plans[0], plans[3], plans[7], plans[9]] == [[6, 6], [3] * 4, [4] * 3, [12]]
     # Two nodes join, once: each gets parameters and velocity of the trainer, and moments with their step count.
     model = 4 * cluster.parameter_count
-    assert cluster.totals.bytes_redistributed == 2 * (4 * model + 4)
-    assert cluster.totals.communications == 8
+    assert cluster.counters.bytes_redistributed == 2 * (4 * model + 4)
+    assert cluster.counters.communications == 8
 
 
 def test_trainers_share_the_nodes_that_there_are():
@@ -147,7 +147,7 @@ def test_a_schedule_of_all_nodes_and_all_participants_have_the_bits_of_a_run_wit
     for cluster in (plain, given):
         cluster.train(Recorder())
     assert torch.equal(plain.trainers[0].parameters, given.trainers[0].parameters)
-    assert plain.totals.bytes_communicated == given.totals.bytes_communicated
+    assert plain.counters.bytes_communicated == given.counters.bytes_communicated
     assert COPY not in plain.trainers[0].workers[0].state
 
 
@@ -233,9 +233,9 @@ def test_lost_messages_are_in_the_totals_and_a_budget_of_communications_is_kept(
     values = {"number_of_outer_steps": None, "number_of_training_epochs": 3, "communication_budget": 6}
     cluster = cluster_of(**values, message_loss=0.5)
     cluster.train(recorder := Recorder())
-    assert cluster.totals.communications == 6
+    assert cluster.counters.communications == 6
     lost = sum(report.lost_messages for result in recorder.rounds for report in result.reports.values())
-    assert cluster.totals.lost_messages == lost > 3
+    assert cluster.counters.lost_messages == lost > 3
 
 
 # Participants
@@ -335,10 +335,10 @@ def test_a_pool_that_changes_is_killed_and_resumed_from_its_files_with_the_same_
     before, after, again = (json.loads(state["values"]) for state in (stopped, final, resumed))
     assert bool(before["trainers"]["0"]["rested"]) == accepted(name, participants=0.75)
     for what in ("bytes_synchronised", "bytes_merged", "bytes_redistributed", "lost_messages", "examples"):
-        assert again["totals"][what] == after["totals"][what] > 0 or what == "lost_messages"
+        assert again["counters"][what] == after["counters"][what] > 0 or what == "lost_messages"
     assert found["workers"] == matrix.POOL_WORKERS[accepted(name, participants=0.75)]
     assert all(torch.isfinite(tensor).all() for tensor in final["tensors"].values())
-    assert (after["totals"]["lost_messages"] > 0) == accepted(name, message_loss=0.4)
+    assert (after["counters"]["lost_messages"] > 0) == accepted(name, message_loss=0.4)
 
 
 # Bad input

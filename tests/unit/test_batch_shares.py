@@ -110,7 +110,7 @@ def test_speeds_and_workers_that_come_and_go_make_runs_together(balance, monkeyp
     cluster.train(recorder)
     reports = [result.reports[0] for result in recorder.rounds]
     assert [tuple(report.workers) for report in reports] == expected_workers(cluster.config)
-    assert 0 < cluster.totals.lost_messages == sum(report.lost_messages for report in reports)
+    assert 0 < cluster.counters.lost_messages == sum(report.lost_messages for report in reports)
     for report, found, nodes in zip(reports, weights, [3] * 4 + [4] * 4 + [2] * 2, strict=True):
         given = {worker: record.examples / report.examples for worker, record in report.workers.items()}
         assert found == pytest.approx([given.get(worker, 0.0) for worker in range(nodes)])
@@ -122,7 +122,9 @@ def test_speeds_and_workers_that_come_and_go_make_runs_together(balance, monkeyp
         assert (len(set(batches)) == 1) == (balance != "batch" or len(set(speeds)) == 1)
         assert report.examples == sum(batch * own for batch, own in zip(batches, steps, strict=True))
     assert recorder.steps == sum(len(worker.losses) for report in reports for worker in report.workers.values())
-    assert cluster.totals.examples == cluster.trainers[0].cursor.position == sum(report.examples for report in reports)
+    assert (
+        cluster.counters.examples == cluster.trainers[0].cursor.position == sum(report.examples for report in reports)
+    )
 
 
 @functools.cache
@@ -149,7 +151,7 @@ def test_they_are_resumed_with_the_same_bits(balance, rounds):
         for name, tensor in values.items():
             assert tensor.equal(found[group][name]), (group, name)
     counted = ("examples", "communications", "bytes_synchronised", "bytes_redistributed", "lost_messages")
-    assert all(getattr(whole.totals, name) == getattr(resumed.totals, name) > 0 for name in counted)
+    assert all(getattr(whole.counters, name) == getattr(resumed.counters, name) > 0 for name in counted)
 
 
 def test_who_rests_has_no_row_and_loses_no_time(tmp_path):
@@ -168,8 +170,8 @@ def test_who_rests_has_no_row_and_loses_no_time(tmp_path):
     assert [tuple(row["node"] for row in own) for own in by_round.values()] == expected
     now, before, moved, spent, waited = 0.0, set(expected[0]), 0, 0.0, 0.0
     for own, workers, result in zip(by_round.values(), expected, recorder.rounds, strict=True):
-        came = result.totals.bytes_redistributed > moved
-        moved = result.totals.bytes_redistributed
+        came = result.counters.bytes_redistributed > moved
+        moved = result.counters.bytes_redistributed
         assert came == bool(set(workers) - before)
         before = set(workers)
         busy = [row["examples"] * row["inner_steps"] / SPEEDS[int(row["node"])] for row in own]

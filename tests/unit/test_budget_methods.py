@@ -40,7 +40,7 @@ def spent(name: str, **values):
         | values
     )
     cluster.train(Recorder())
-    return cluster.totals
+    return cluster.counters
 
 
 @pytest.mark.parametrize("name", PLANNABLE)
@@ -86,7 +86,7 @@ def test_with_examples_of_unlike_lengths_a_run_has_no_round_too_many(schedule):
             cluster = Cluster(config, data)
         recorder = Recorder()
         cluster.train(recorder)
-        assert (cluster.totals.communications, recorder.warnings) == (8, [])
+        assert (cluster.counters.communications, recorder.warnings) == (8, [])
         rates = [rate for result in recorder.rounds for rate in result.reports[0].workers[0].learning_rates]
         falling = rates[len(rates) // 10 :] if schedule == "linear" else rates[-len(rates) // 5 :]
         assert falling == sorted(falling, reverse=True)
@@ -113,7 +113,7 @@ def test_nothing_is_kept_for_workers_that_will_not_join(models, workers, values)
     )  # fmt: skip
     cluster.train(Recorder())
     assert max(len(trainer.nodes) for trainer in cluster.trainers.values()) == workers
-    assert 0.95 * models * MODEL_BYTES <= cluster.totals.bytes_communicated <= models * MODEL_BYTES
+    assert 0.95 * models * MODEL_BYTES <= cluster.counters.bytes_communicated <= models * MODEL_BYTES
 
 
 def test_what_is_left_of_a_budget_is_told():
@@ -124,6 +124,6 @@ def test_what_is_left_of_a_budget_is_told():
         Recorder(),
     )
     cluster.train(recorder)
-    assert cluster.totals.communications == 12
+    assert cluster.counters.communications == 12
     (warning,) = recorder.warnings
     assert warning.startswith("communication_budget: 12 of 15 communications were used")

@@ -171,7 +171,7 @@ def test_a_run_counts_what_is_sent(name):
     parameters = sum(p.numel() for p in cluster.working[CPU].module.parameters())
     scales = 4 * -(-parameters // 256)
     one_way = {"bfloat16": 2 * parameters, "int8": parameters + scales, "int4": -(-parameters // 2) + scales}[name]
-    assert cluster.totals.bytes_communicated == 3 * 3 * (one_way + 2 * parameters)
+    assert cluster.counters.bytes_communicated == 3 * 3 * (one_way + 2 * parameters)
 
 
 @pytest.mark.parametrize(("name", "encoding"), [("int8", INT8), ("int4", INT4)])

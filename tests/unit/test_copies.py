@@ -80,7 +80,7 @@ def test_looking_at_a_run_neither_counts_nor_changes_it(cluster_of):
         for index in (2, 3):
             torch.testing.assert_close(trainer.workers[index].state[COPY], mean, rtol=1e-6, atol=1e-7)
         rounds(cluster, 1)
-        found.append((copies(cluster), cluster.totals.bytes_redistributed))
+        found.append((copies(cluster), cluster.counters.bytes_redistributed))
         # The mean over the two, and to each new worker parameters, moments and a step count.
         model = trainer.worker_group.parameter_bytes
         assert found[-1][1] == 2 * model + 2 * (3 * model + 4)
@@ -97,7 +97,7 @@ def test_a_resumed_run_goes_on_with_every_workers_own(cluster_of):
     assert torch.equal(copies(again), copies(first))
     rounds(again, 2)
     assert torch.equal(copies(again), copies(whole))
-    assert again.totals.bytes_redistributed == whole.totals.bytes_redistributed
+    assert again.counters.bytes_redistributed == whole.counters.bytes_redistributed
 
 
 def test_a_worker_that_a_resumed_run_has_more_begins_with_the_mean_of_the_others(cluster_of):

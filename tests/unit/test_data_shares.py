@@ -314,7 +314,7 @@ def test_a_trainers_loss_is_known_on_every_share(differing):
         assert own == evaluate(module, examples, data.task, 5, CPU)
     assert [len(result.evaluations[0].shares) for result in recorder.rounds] == [4] * 4
     assert sorted(trainer.cursor.positions) == [0, 1, 2, 3]
-    assert sum(trainer.cursor.positions.values()) == cluster.totals.examples
+    assert sum(trainer.cursor.positions.values()) == cluster.counters.examples
 
 
 def test_validation_is_on_the_same_examples_however_data_are_shared_out(make_text):

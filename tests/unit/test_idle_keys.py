@@ -56,7 +56,7 @@ def outcome(name: str, values: dict) -> dict:
     """All that a run of a method leaves, but times."""
     cluster = Cluster(matrix.config_of(name, **RUN | values), matrix.data())
     cluster.train(Recorder())
-    state, totals = matrix.state_of(cluster), cluster.totals
+    state, totals = matrix.state_of(cluster), cluster.counters
     left = {
         "trainers": json.loads(state["values"])["trainers"],
         "bytes": (totals.bytes_merged, totals.bytes_redistributed),

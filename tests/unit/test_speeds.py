@@ -151,8 +151,8 @@ def test_epochs_end_where_they_should_with_fewer_steps():
         sampling_method="none", node_speeds=SPEEDS, balance="steps",
     )  # fmt: skip
     assert [result.reports[0].examples for result in rounds] == [44, 44, 44, 2 * (2 + 2 + 1 + 1)]
-    assert cluster.totals.examples == cluster.trainers[0].cursor.position == 144
-    assert cluster.totals.tokens == 144 * 9
+    assert cluster.counters.examples == cluster.trainers[0].cursor.position == 144
+    assert cluster.counters.tokens == 144 * 9
 
 
 def test_rounds_cut_at_stops_find_slower_workers_as_far_as_they_are(monkeypatch):

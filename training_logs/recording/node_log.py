@@ -102,7 +102,7 @@ class NodeLog:
         reports = result.reports.values()
         placed = {report.trainer: [worker.node for worker in report.workers.values()] for report in reports}
         idle = set(range(nodes)) - {node for own in placed.values() for node in own}
-        self._move_nodes(result.totals.bytes_redistributed, placed, idle)
+        self._move_nodes(result.counters.bytes_redistributed, placed, idle)
         workers = []
         ends = []
         for report in reports:
@@ -136,7 +136,7 @@ class NodeLog:
         self._nodes = placed
 
     def _merge(self, result: ClusterRound, placed: dict[int, list[int]], idle: set[int]) -> None:
-        total_bytes = result.totals.bytes_merged
+        total_bytes = result.counters.bytes_merged
         if result.merge is not None:
             plan = result.merge.plan
             sent = total_bytes - self._merged_bytes

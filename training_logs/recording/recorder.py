@@ -158,9 +158,9 @@ class RunRecorder(Observer):
     def on_start(self, run: RunView, initial: dict[int, Evaluation]) -> None:
         for warning in self._invocations.changed_plugins():
             self.warn(warning)
-        self._attempt("changes.patch", self._invocations.begin, run.totals.outer_steps + 1)
+        self._attempt("changes.patch", self._invocations.begin, run.counters.outer_steps + 1)
         self._memory = MemoryMonitor(self.folder / MEMORY_FOLDER, run.devices, self._memory_state)
-        self._attempt("memory_log.csv", self._memory.measure, "before training", run.totals.outer_steps)
+        self._attempt("memory_log.csv", self._memory.measure, "before training", run.counters.outer_steps)
         if initial:
             self._initial_metric = sum(evaluation.metric for evaluation in initial.values()) / len(initial)
         self._save_summary(self._summary(run, {}, "running"))
@@ -168,7 +168,7 @@ class RunRecorder(Observer):
             self._follow()
         logger.info(start_line(run, self._initial_metric))
         if not initial:
-            logger.info("resumed after round %d", run.totals.outer_steps)
+            logger.info("resumed after round %d", run.counters.outer_steps)
         logger.info("run folder: %s", self.folder)
 
     def _follow(self) -> None:
@@ -262,7 +262,7 @@ class RunRecorder(Observer):
             if bar is not None:
                 bar.close()
         if self._memory is not None:
-            self._attempt("memory_log.csv", self._memory.measure, "end", run.totals.outer_steps)
+            self._attempt("memory_log.csv", self._memory.measure, "end", run.counters.outer_steps)
             self._attempt("memory_summary.json", self._memory.close)
         summary = self._summary(run, final, status)
         if final:
@@ -286,7 +286,7 @@ class RunRecorder(Observer):
         status = summary["status"]
         if "best_trainer" not in summary:
             where = f"; models: {next(iter(models.values())).parent}" if models else ""
-            logger.info("%s after %d rounds%s", status, run.totals.outer_steps, where)
+            logger.info("%s after %d rounds%s", status, run.counters.outer_steps, where)
             return
         decimals = run.metric.decimals
         logger.info(

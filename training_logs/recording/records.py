@@ -13,7 +13,7 @@ from algorithms.nodes.transfers import Move
 from algorithms.synchronisation.method import Event
 from fabrics.data.examples import TaskData
 from fabrics.pool.eval_tool import Evaluation, Metric
-from fabrics.pool.run_counters import Totals
+from fabrics.pool.run_counters import RunCounters
 from fabrics.training.device_models import FlatModels
 from fabrics.training.worker import WorkerRound
 from training_logs.recording.memory_monitor import Use
@@ -103,7 +103,7 @@ class ClusterRound:
     Attributes:
         progress: finished part of the run after the round, 0 to 1.
         evaluations: by trainer, before the merge; empty if the round was not evaluated.
-        totals: of the run so far.
+        counters: of the run so far.
         memory: memory use of each process after the round.
         notes: further lines for the log.
         moves: transfers because nodes changed trainers before the round, and for the merge.
@@ -114,7 +114,7 @@ class ClusterRound:
     reports: dict[int, RoundReport]
     evaluations: dict[int, Evaluation]
     merge: Merge | None
-    totals: Totals
+    counters: RunCounters
     memory: list[list[Use]]
     notes: tuple[str, ...] = ()
     moves: tuple[Move, ...] = ()
@@ -131,7 +131,7 @@ class RunView(Protocol):
     trainers: Mapping[int, object]
     failed_nodes: set[int]
     merges: list[Merge]
-    totals: Totals
+    counters: RunCounters
     parameter_count: int
     working: FlatModels
     processes: Processes

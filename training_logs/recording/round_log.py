@@ -127,13 +127,13 @@ def round_row(result: ClusterRound, report: RoundReport, max_batch: int, wall_se
         "validation_loss": evaluation.loss if evaluation else None,
         "validation_metric": evaluation.metric if evaluation else None,
         "learning_rate": next(iter(report.workers.values())).learning_rates[-1],
-        "examples": result.totals.examples,
-        "tokens": result.totals.tokens,
-        "communications": result.totals.communications,
-        "bytes_communicated": result.totals.bytes_communicated,
-        "bytes_synchronised": result.totals.bytes_synchronised,
-        "bytes_merged": result.totals.bytes_merged,
-        "bytes_redistributed": result.totals.bytes_redistributed,
+        "examples": result.counters.examples,
+        "tokens": result.counters.tokens,
+        "communications": result.counters.communications,
+        "bytes_communicated": result.counters.bytes_communicated,
+        "bytes_synchronised": result.counters.bytes_synchronised,
+        "bytes_merged": result.counters.bytes_merged,
+        "bytes_redistributed": result.counters.bytes_redistributed,
         "round_examples": report.examples,
         "round_tokens": report.tokens,
         "round_events": len(report.events),
@@ -164,7 +164,7 @@ def round_line(result: ClusterRound, report: RoundReport, metric: Metric) -> str
         f"loss {report.train_loss:6.3f} | {metric.name} {measured} | batch {report.requested_batch:>3} "
         f"({_micro_batch(report)} x {accumulation_steps(report)} on {len(report.workers)} {nodes}) | "
         f"{report.tokens / report.seconds:>7,.0f} tokens/s | "
-        f"communications {result.totals.communications:>2} ({byte_size(result.totals.bytes_communicated)})"
+        f"communications {result.counters.communications:>2} ({byte_size(result.counters.bytes_communicated)})"
     )
 
 

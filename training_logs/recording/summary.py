@@ -9,7 +9,7 @@ import torch
 
 from fabrics.pool.eval_tool import Evaluation
 from fabrics.pool.round_scheduler import budget_of
-from fabrics.pool.run_counters import Totals
+from fabrics.pool.run_counters import RunCounters
 from training_logs.recording.records import RunView
 from training_logs.recording.round_log import share_summary
 from utils.config.schema import Config
@@ -23,12 +23,12 @@ def _versions() -> dict[str, str]:
     return found | {name: version(name) for name in _LIBRARIES}
 
 
-def budget_record(config: Config, totals: Totals) -> dict | None:
+def budget_record(config: Config, counters: RunCounters) -> dict | None:
     """Return the budget, what was used, and the difference in percent; None: the run has no budget."""
     budget = budget_of(config)
     if budget is None:
         return None
-    used = totals.used(budget.unit)
+    used = counters.used(budget.unit)
     deviation = 100.0 * (used / budget.amount - 1.0)
     return {"unit": budget.unit, "amount": budget.amount, "used": used, "deviation_percent": round(deviation, 2)}
 
@@ -41,7 +41,7 @@ def run_summary(run: RunView, final: dict[int, Evaluation], status: str, recorde
         status: running, completed, interrupted or failed.
         recorded: the recorder's own entries.
     """
-    totals = run.totals
+    counters = run.counters
     config = run.config
     best = final[run.best(final)] if final else None
     # Several processes may each call their GPU cuda:0.
@@ -56,17 +56,17 @@ def run_summary(run: RunView, final: dict[int, Evaluation], status: str, recorde
         "final_loss": best.loss if best else None,
         "final_metrics": {trainer: evaluation.metric for trainer, evaluation in final.items()},
         "final_classes": {name: dataclasses.asdict(scores) for name, scores in classes},
-        "outer_steps": totals.outer_steps,
-        "examples": totals.examples,
-        "tokens": totals.tokens,
-        "communications": totals.communications,
-        "bytes_communicated": totals.bytes_communicated,
-        "bytes_synchronised": totals.bytes_synchronised,
-        "bytes_merged": totals.bytes_merged,
-        "bytes_redistributed": totals.bytes_redistributed,
-        "budget": budget_record(config, totals),
-        "left_out_workers": totals.left_out,
-        "lost_messages": totals.lost_messages,
+        "outer_steps": counters.outer_steps,
+        "examples": counters.examples,
+        "tokens": counters.tokens,
+        "communications": counters.communications,
+        "bytes_communicated": counters.bytes_communicated,
+        "bytes_synchronised": counters.bytes_synchronised,
+        "bytes_merged": counters.bytes_merged,
+        "bytes_redistributed": counters.bytes_redistributed,
+        "budget": budget_record(config, counters),
+        "left_out_workers": counters.left_out,
+        "lost_messages": counters.lost_messages,
         "failed_nodes": sorted(run.failed_nodes),
         "merges": len(run.merges),
         "merge_history": [
@@ -80,8 +80,8 @@ def run_summary(run: RunView, final: dict[int, Evaluation], status: str, recorde
         "initial_trainers": config.number_of_initial_trainers,
         "final_trainers": len(run.trainers),
         "first_requested_batch": config.INITIAL_BATCH_SIZE,
-        "training_seconds": totals.training_seconds,
-        "tokens_per_second": totals.tokens / totals.training_seconds if totals.training_seconds else None,
+        "training_seconds": counters.training_seconds,
+        "tokens_per_second": counters.tokens / counters.training_seconds if counters.training_seconds else None,
         "parameters": run.parameter_count,
         "compiled": run.working.compiled,
         "devices": [str(device) for _, device in sorted(of_groups.items())],
