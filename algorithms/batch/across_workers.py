@@ -124,7 +124,7 @@ def across_workers_estimate(moments: Sequence[GradientMoments], batches: Sequenc
     )
 
 
-def within_island_estimate(
+def across_devices_estimate(
     micro_batches: Sequence[tuple[Sequence[GradientMoments], Sequence[int]]], squared_norm: float
 ) -> SampleEstimate:
     """Statistics of one step of a shard group from the gradients of its devices (FSDP-Norm, arXiv 2412.21124).
@@ -144,7 +144,7 @@ def within_island_estimate(
     norms = [each.squared_norm for moments, _ in micro_batches for each in moments]
     samples, total = len(sizes), sum(sizes)
     if samples < 2:
-        raise ValueError(f"statistics within a shard group need at least 2 samples, got {samples}")
+        raise ValueError(f"across_devices statistics need at least 2 samples, got {samples}")
     pairs = total**2 - sum(b * b for b in sizes)
     variance = math.fsum(norm / b for norm, b in zip(norms, sizes, strict=True)) - squared_norm / total
     parts = [across_workers_estimate(moments, batches) for moments, batches in micro_batches if len(batches) > 1]

@@ -21,8 +21,8 @@ from algorithms.batch.gradient_statistics import GradientStatistics, SampleEstim
 from algorithms.schedule.budget import BatchGrowth
 from algorithms.schedule.learning_rate import eta_during
 
-# Where the statistics come from: one worker's examples, or the differences between the workers' gradients.
-ESTIMATORS = ("per_example", "across_workers")
+# The gradients that are compared: of single examples, of whole workers, or of the devices of a node.
+ESTIMATORS = ("per_example", "across_workers", "across_devices")
 
 
 @dataclass(frozen=True)

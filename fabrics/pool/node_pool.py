@@ -111,7 +111,7 @@ def measured_max_batches(
 
 def _measured_max_batch(config: Config, working: FlatModel, examples: Examples, sharing: int, reserved: int) -> int:
     # The most that a step can need: the last of a round is also probed.
-    probed, devices = probes_examples(config) or working.within_island, working.shard_group.size
+    probed, devices = probes_examples(config) or working.compares_devices, working.shard_group.size
     step = probed_backward if probed else backward
 
     def run(count: int) -> None:
@@ -141,13 +141,13 @@ def check_statistics(config: Config, nodes: Sequence[Node], smallest_subset: int
     together = participant_count(config.participants, len(nodes) // trainers)
     if config.sampling_method in NEED_INNER_PRODUCTS:
         _check_inner_products(config, together)
-    if config.statistics_within_island:
+    if config.compares_devices:
         most = len(nodes) if config.smallest_worker_batch is None else 1
         if config.INITIAL_BATCH_SIZE <= most // trainers or min(node.max_batch for node in nodes) < 2:
             raise ConfigError(
-                f"statistics_within_island: needs two examples of a micro-batch in every worker from the first round "
-                f"on, got INITIAL_BATCH_SIZE {config.INITIAL_BATCH_SIZE} for {most // trainers} workers and "
-                f"max_batch_size {config.max_batch_size}"
+                f"statistics_estimator: across_devices needs two examples of a micro-batch in every worker from the "
+                f"first round on, got INITIAL_BATCH_SIZE {config.INITIAL_BATCH_SIZE} for {most // trainers} workers "
+                f"and max_batch_size {config.max_batch_size}"
             )
         return
     if config.compares_workers:

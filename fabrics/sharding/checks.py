@@ -32,22 +32,17 @@ def sharding_problems(config: Config) -> list[str]:
 
 
 def _statistics_problems(config: Config) -> list[str]:
-    if not config.statistics_within_island:
+    if not config.compares_devices:
         return []
     found = []
     if config.devices_per_node == 1:
         found.append(
-            "statistics_within_island: must be false with devices_per_node 1, whose shard groups have one gradient"
-        )
-    if config.statistics_estimator != "across_workers":
-        found.append(
-            f"statistics_within_island: must be false with statistics_estimator {config.statistics_estimator}; use "
-            f"across_workers"
+            "statistics_estimator: must not be across_devices with devices_per_node 1, as one device has one gradient"
         )
     if config.sampling_method in NEED_INNER_PRODUCTS:
         found.append(
-            f"statistics_within_island: must be false with {config.sampling_method}, as gradients of micro-batches do "
-            f"not say how inner products of the whole batch vary"
+            f"statistics_estimator: must not be across_devices with {config.sampling_method}, as gradients of "
+            f"micro-batches do not say how inner products of the whole batch vary"
         )
     return found
 

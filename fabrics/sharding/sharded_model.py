@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 from algorithms.batch.across_workers import (
     SKETCH_SIZE,
     GradientMoments,
+    across_devices_estimate,
     inner_product,
     sketch,
-    within_island_estimate,
 )
 from algorithms.batch.gradient_statistics import SampleEstimate
 from algorithms.batch.losses import logits_of
@@ -235,10 +235,10 @@ class ShardedModel(FlatModel):
         return done
 
     def probe(self, examples: int, products: bool) -> "ShardedProbe | DeviceProbe":
-        return DeviceProbe(self, examples) if self.within_island else ShardedProbe(self, examples, products)
+        return DeviceProbe(self, examples) if self.compares_devices else ShardedProbe(self, examples, products)
 
     def estimate(self, probes: Sequence, examples: int) -> SampleEstimate:
-        return devices_estimate(self, probes, examples) if self.within_island else super().estimate(probes, examples)
+        return devices_estimate(self, probes, examples) if self.compares_devices else super().estimate(probes, examples)
 
     def unshard(self, module: nn.Module) -> None:
         """Gather the parameters of the layer that a module is in, where they are not yet."""
@@ -426,4 +426,4 @@ def devices_estimate(working: "ShardedModel", probes: list[DeviceProbe], example
     """What the devices' gradients say of a step of so many examples, whose gradient the working model has now."""
     gradient = working.gradient
     squared_norm = working.shard_group.sum(inner_product(gradient, gradient)).item() * examples**2
-    return within_island_estimate([probe.moments(examples) for probe in probes], squared_norm)
+    return across_devices_estimate([probe.moments(examples) for probe in probes], squared_norm)

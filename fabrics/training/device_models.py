@@ -20,7 +20,7 @@ def _working_model(config: Config, data: TaskData, device: torch.device, process
         recompute_activations(model, config.model_type)
     autocast = None if config.autocast is None else getattr(torch, config.autocast)
     working = working_model(model, device, processes, autocast)
-    working.within_island = config.statistics_within_island
+    working.compares_devices = config.compares_devices
     return working
 
 

@@ -67,11 +67,11 @@ class FlatModel:
         blocks: where each trainable parameter is in the flat buffers.
         wholes: for what looks at whole tensors.
         shard_group: the devices that share the module; here there is one.
-        within_island: whether a probe compares these, and not examples; it may change at any time.
+        compares_devices: True if a probe compares these devices instead of examples; it may change at any time.
     """
 
     shard_group = ShardGroup()
-    within_island = False
+    compares_devices = False
 
     def __init__(
         self, module: nn.Module, device: torch.device, autocast: torch.dtype | None = None, compiled: bool = False

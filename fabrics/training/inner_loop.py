@@ -144,7 +144,7 @@ class InnerLoop:
         self.worker.begin_turn()
         model.load(self._start)
         model.gradient.zero_()
-        too_few = self._plan.effective_batch < self.worker.config.statistics_batch_size and not model.within_island
+        too_few = self._plan.effective_batch < self.worker.config.statistics_batch_size and not model.compares_devices
         if self.done == 0 and assignment.probes and too_few:
             self._seed(len(assignment.learning_rates))
             self._probe_batch()

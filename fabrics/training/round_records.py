@@ -61,8 +61,10 @@ def batch_samples(
             batches = [max(sample.examples for sample in worker.statistics) for worker in present]
             between = across_workers_estimate(moments, batches)
         samples = [sample for worker in present for sample in worker.statistics]
-        none = config.statistics_within_island and present and not samples
-        return samples, between, "no worker had two examples, which within a shard group are needed" if none else None
+        problem = None
+        if config.compares_devices and present and not samples:
+            problem = "across_devices needs two examples of a step in a worker, and no worker had them"
+        return samples, between, problem
     if len(moments) > 1:
         return [across_workers_estimate(moments, [worker.plan.effective_batch for worker in present])], None, None
     problem = "across_workers needs two workers: a trainer with one leaves its batch as it is" if present else None

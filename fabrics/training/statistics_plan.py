@@ -34,7 +34,7 @@ def measures(config: Config, workers: int, tested: bool, together: bool) -> Meas
     """
     if not tested:
         return Measures()
-    if config.statistics_within_island:
+    if config.compares_devices:
         return Measures(probes=1)
     if config.compares_workers:
         return Measures(compared="gradient" if workers > 1 else "nothing")

@@ -322,7 +322,7 @@ def test_whole_models_need_nothing_of_what_shard_groups_need_of_pytorch():
 
 # What is refused
 
-_WITHIN = {"statistics_estimator": "across_workers", "statistics_within_island": True}
+_ACROSS_DEVICES = {"statistics_estimator": "across_devices"}
 
 
 @pytest.mark.parametrize(
@@ -330,12 +330,8 @@ _WITHIN = {"statistics_estimator": "across_workers", "statistics_within_island":
     [
         ({"processes": 3}, "processes: must be a multiple of devices_per_node, 2, got 3"),
         (
-            {"statistics_within_island": True},
-            "statistics_within_island: must be false with statistics_estimator per_example; use across_workers",
-        ),
-        (
-            {"sampling_method": "inner_product_test"} | _WITHIN | {"debias": False},
-            "statistics_within_island: must be false with inner_product_test, as gradients of micro-batches do not",
+            {"sampling_method": "inner_product_test"} | _ACROSS_DEVICES | {"debias": False},
+            "statistics_estimator: must not be across_devices with inner_product_test",
         ),
         (
             {"distributed_algo": "Signs"},
@@ -349,7 +345,7 @@ def test_what_shard_groups_do_not_do_is_refused(values, problem):
     config = {"number_of_outer_steps": 1, "max_batch_size": 4} | values
     with matrix.ready():
         words = CHOICES | {"distributed_algo": matrix.NAMES}
-        parse_config({name: value for name, value in config.items() if name not in _WITHIN}, (), words, CHECKS)
+        parse_config({name: value for name, value in config.items() if name not in _ACROSS_DEVICES}, (), words, CHECKS)
         with pytest.raises(ConfigError) as caught:
             parse_config(config | {"devices_per_node": 2}, (), words, CHECKS)
     (said,) = caught.value.problems
@@ -357,8 +353,8 @@ def test_what_shard_groups_do_not_do_is_refused(values, problem):
 
 
 def test_one_device_has_one_gradient():
-    config = {"number_of_outer_steps": 1, "max_batch_size": 4} | _WITHIN
-    with pytest.raises(ConfigError, match="statistics_within_island: must be false with devices_per_node 1, whose"):
+    config = {"number_of_outer_steps": 1, "max_batch_size": 4} | _ACROSS_DEVICES
+    with pytest.raises(ConfigError, match="statistics_estimator: must not be across_devices with devices_per_node 1"):
         parse_config(config, (), CHOICES, CHECKS)
 
 

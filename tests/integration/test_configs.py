@@ -81,7 +81,7 @@ def test_fsdp_norm_is_the_test_of_the_paper():
     assert warnings == []
     assert (config.distributed_algo, config.number_of_inner_steps_between_outers) == ("Synchronous", 1)
     assert (config.number_of_initial_trainers, config.nodes_per_gpu, config.devices_per_node) == (1, 1, 4)
-    assert (config.statistics_estimator, config.statistics_within_island) == ("across_workers", True)
+    assert config.statistics_estimator == "across_devices"
     assert (config.debias, config.batch_test_confidence, config.statistics_smoothing) == (False, 0.0, 0.0)
     assert (config.batch_test_start, config.ETA_at_end) == (1, None)
     assert config.INITIAL_BATCH_SIZE * config.max_batch_growth >= config.max_requested_batch

@@ -262,7 +262,7 @@ def model_of_devices() -> torch.nn.Module:
 def devices_statistics(processes: Processes) -> list[dict]:
     """What the gradients of a shard group's devices say of a step of these micro-batches."""
     working, found = ShardedModel(model_of_devices(), CPU, processes.shard_group), []
-    working.within_island = True
+    working.compares_devices = True
     for micro_batches in MICRO_BATCHES:
         plan = ExecutionPlan(micro_batches)
         working.gradient.zero_()

@@ -426,9 +426,8 @@ class Batch(Section):
         True,
         "Divide by an unbiased estimate of the squared gradient norm instead of the batch gradient's squared norm.",
     )
-    statistics_estimator: str = key("per_example", "Where the gradient statistics come from.")
-    statistics_within_island: bool = key(
-        False, "across_workers compares the gradients of the devices of a node instead of those of workers."
+    statistics_estimator: str = key(
+        "per_example", "Gradients that the batch test compares: of examples, of whole workers, or of a node's devices."
     )
     statistics_batch_size: AtLeastTwo = key(
         8, "Smallest sample of per_example; workers with smaller micro-batches use a probe batch of this size."
@@ -447,8 +446,13 @@ class Batch(Section):
 
     @property
     def compares_workers(self) -> bool:
-        """Whether the statistics compare gradients of whole workers, which the workers send each other."""
-        return self.statistics_estimator == "across_workers" and not self.statistics_within_island
+        """True if the statistics compare gradients of whole workers, which the workers send each other."""
+        return self.statistics_estimator == "across_workers"
+
+    @property
+    def compares_devices(self) -> bool:
+        """True if the statistics compare gradients of the devices of a node."""
+        return self.statistics_estimator == "across_devices"
 
     def check(self) -> list[str]:
         found = []
