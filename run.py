@@ -76,7 +76,8 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse_arguments(arguments)
     if is_main() and not options.plan:
-        print("AdLoCo: loading PyTorch ...", flush=True)
+        with contextlib.suppress(OSError):  # a full disk under standard output does not end a run
+            print("AdLoCo: loading PyTorch ...", flush=True)
     from utils.config.schema import ConfigError
 
     try:

@@ -2,6 +2,9 @@
 
 import csv
 import dataclasses
+import os
+import signal
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +14,7 @@ from algorithms.batch.switch_mode import ExecutionPlan
 from algorithms.synchronisation.method import Event
 from fabrics.training.worker import WorkerRound
 from tests.support.helpers import warnings_of
-from tests.support.runs import record_run, summary
+from tests.support.runs import record_run, start_training, summary, write_config
 from training_logs.recording import recorder as recording
 from training_logs.recording.csv_log import CsvLog
 from training_logs.recording.recorder import RunRecorder
@@ -19,6 +22,7 @@ from training_logs.recording.records import ClusterRound, RoundReport
 from training_logs.recording.round_log import EXCHANGE_COLUMNS, exchange_rows
 from training_logs.recording.step_loss_logger import StepLossLogger
 from training_logs.showing.run_data import Rows, RunData, read_rows
+from utils.utils import has_checkpoint
 
 # Warnings
 
@@ -72,6 +76,58 @@ def test_a_full_disk_is_one_warning_and_the_rows_come_later(tmp_path, monkeypatc
 def rows_of(path: Path) -> list[dict]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+# The console
+
+
+def completed(folder: Path) -> Path:
+    """Return the folder of the only run below a folder, which has everything that a completed run leaves."""
+    (run,) = (folder / "logs").iterdir()
+    assert summary(run)["status"] == "completed"
+    assert (run / summary(run)["best_model"] / "model.safetensors").exists()
+    assert has_checkpoint(run)
+    assert "(100%)" in (run / "training_log.log").read_text(encoding="utf-8")
+    return run
+
+
+def test_a_full_disk_under_standard_output_does_not_end_a_run(programs, tmp_path, cache_dir):
+    config = write_config(tmp_path, cache_dir, number_of_outer_steps=2)
+    with open("/dev/full", "w") as full:
+        process = programs.start("run.py", "--config", config, stdout=full, stderr=subprocess.PIPE)
+        _, errors = process.communicate()
+    assert process.returncode == 0, errors
+    completed(tmp_path)
+    assert errors.count("standard output cannot be written") == 1
+
+
+def test_a_closed_pipe_does_not_end_a_run(programs, tmp_path, cache_dir):
+    config = write_config(tmp_path, cache_dir, number_of_outer_steps=2)
+    process = programs.start("run.py", "--config", config, apart=True)
+    assert process.stdout.readline() == "AdLoCo: loading PyTorch ...\n"
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait() == 0, errors
+    completed(tmp_path)
+    assert errors.count("standard output cannot be written (Broken pipe)") == 1
+
+
+def test_an_interrupted_run_whose_terminal_is_gone_ends_with_a_checkpoint(programs, tmp_path, cache_dir):
+    """Ctrl-C also ends the `tee` that reads both streams of the run."""
+    process, folder = start_training(programs, tmp_path, cache_dir)
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 130
+    assert summary(folder)["status"] == "interrupted"
+    assert has_checkpoint(folder)
+
+
+def test_characters_that_the_console_does_not_know_are_escaped(programs, tmp_path, cache_dir):
+    config = write_config(tmp_path, cache_dir, number_of_outer_steps=1, run_name="µ → 0")
+    environment = os.environ | {"PYTHONIOENCODING": "ascii:strict"}
+    output = programs.run("run.py", "--config", config, env=environment, fresh=True).stdout
+    assert r"\xb5 \u2192 0" in output
+    assert completed(tmp_path).name == "µ → 0"
 
 
 # Exchanges

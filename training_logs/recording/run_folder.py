@@ -2,11 +2,13 @@
 
 import contextlib
 import datetime
+import io
 import logging
 import logging.handlers
 import os
 import sys
 from pathlib import Path
+from typing import TextIO
 
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
@@ -18,22 +20,46 @@ from utils.utils import nearest_existing_folder
 logger = logging.getLogger("adloco")
 
 
+def _discard(stream: TextIO) -> None:
+    """Send everything that is written to a broken stream nowhere, so that not even the flush at exit fails."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def _complain(message: str) -> None:
+    try:
+        print(message, file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.stderr)
+
+
 class _ConsoleHandler(logging.Handler):
-    """Prints above the progress bars instead of through them."""
+    """Prints above the progress bars.
+
+    A console that cannot be written (a full disk, a closed pipe) is given up; training goes on.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record))
+        try:
+            tqdm.write(self.format(record))
+            sys.stdout.flush()
+        except OSError as error:
+            logger.removeHandler(self)
+            _discard(sys.stdout)
+            _complain(f"warning: standard output cannot be written ({error.strerror}); training goes on")
 
 
 class FileHandler(logging.FileHandler):
-    """Says once, on the console, that the log file cannot be written."""
+    """Says once, on standard error, that the log file cannot be written."""
 
     _failed = False
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not self._failed:
             self._failed = True
-            tqdm.write(f"warning: cannot write to {self.baseFilename}: {sys.exc_info()[1]}; training goes on")
+            _complain(f"warning: cannot write to {self.baseFilename}: {sys.exc_info()[1]}; training goes on")
 
 
 def start_logging(is_main: bool = True) -> logging.handlers.MemoryHandler:
@@ -43,17 +69,18 @@ def start_logging(is_main: bool = True) -> logging.handlers.MemoryHandler:
         is_main: whether this is the main process; others log only errors.
     """
     disable_progress_bar()  # of transformers, which shows one for every model that is saved
-    root = logging.getLogger("adloco")
-    root.setLevel(logging.INFO)
-    root.propagate = False
-    for handler in list(root.handlers):
-        root.removeHandler(handler)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
         handler.close()
     console = _ConsoleHandler(logging.NOTSET if is_main else logging.ERROR)
     console.setFormatter(logging.Formatter("%(message)s"))
     kept = logging.handlers.MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
-    root.addHandler(console)
-    root.addHandler(kept)
+    logger.addHandler(console)
+    logger.addHandler(kept)
     return kept
 
 

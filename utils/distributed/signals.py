@@ -5,6 +5,7 @@ gather whether one of them did. What starts programs may pass a signal on that h
 agent and SLURM do: a second one within seconds of the first means nothing.
 """
 
+import contextlib
 import os
 import signal
 import time
@@ -50,7 +51,8 @@ class StopRequest:
             if self._speaks:  # not by logging: the signal may have come while something is logged
                 text = "stopping after this round, with a checkpoint; another signal"
                 text = f"{signal.Signals(number).name}: {text} in more than {_SAME_SECONDS:.0f} s stops at once\n"
-                os.write(2, text.encode())
+                with contextlib.suppress(OSError):  # the terminal may be gone
+                    os.write(2, text.encode())
         elif time.monotonic() - self._got_at > _SAME_SECONDS:
             for each in _SIGNALS:
                 signal.signal(each, signal.SIG_DFL)
