@@ -7,6 +7,9 @@ from algorithms.schedule.limits import RoundSchedule
 
 SCHEDULES = ("constant", "cosine", "linear", "warmup_stable_decay")
 
+# Last share of the run, in which warmup_stable_decay falls linearly (MiniCPM, arXiv 2404.06395).
+DECAY_SHARE = 0.2
+
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
@@ -16,19 +19,17 @@ class LearningRateSchedule:
         name: one of SCHEDULES.
         warmup_steps, warmup_tokens: of the trainer, over which the factor grows linearly; the slower of the two counts.
         minimum_ratio: the factor at the end of the run.
-        decay_share: the last share of the run, in which warmup_stable_decay falls linearly (MiniCPM, arXiv 2404.06395).
     """
 
     name: str = "constant"
     warmup_steps: int = 0
     warmup_tokens: int = 0
     minimum_ratio: float = 0.0
-    decay_share: float = 0.2
 
     @property
     def decay_begins(self) -> float:
         """The share of the run from which it falls; 1 where it falls all along, or never."""
-        return 1.0 - self.decay_share if self.name == "warmup_stable_decay" else 1.0
+        return 1.0 - DECAY_SHARE if self.name == "warmup_stable_decay" else 1.0
 
     def without_warmup(self, progress: float) -> float:
         """The factor when a share `progress` of the run is done; below 0 counts as 0, above 1 as 1."""
@@ -38,7 +39,7 @@ class LearningRateSchedule:
         elif self.name == "linear":
             left = 1.0 - progress
         elif self.name == "warmup_stable_decay":
-            left = 1.0 - max(progress - self.decay_begins, 0.0) / self.decay_share
+            left = 1.0 - max(progress - self.decay_begins, 0.0) / DECAY_SHARE
         else:
             left = 1.0
         return self.minimum_ratio + (1.0 - self.minimum_ratio) * left

@@ -12,7 +12,6 @@ def learning_rate_schedule(config: Config) -> LearningRateSchedule:
         config.warmup_steps,
         config.warmup_tokens,
         config.minimum_learning_rate_ratio,
-        config.decay_share,
     )
 
 

@@ -93,7 +93,7 @@ def test_a_request_stays_where_it_is_once_the_learning_rate_falls():
     statistics, warning = own.conclude([sample(0.1, 0.0)], None, 4, 0.81, 1000)
     assert (own.requested_batch, warning) == (grown, None)
     assert statistics.squared_norm < 1.0  # what was seen is still told
-    assert LearningRateSchedule("warmup_stable_decay", decay_share=0.3).decay_begins == pytest.approx(0.7)
+    assert LearningRateSchedule("warmup_stable_decay").decay_begins == 0.8
     assert LearningRateSchedule("cosine").decay_begins == 1.0
 
 

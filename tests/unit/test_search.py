@@ -66,12 +66,12 @@ def test_edges_of_ranges_and_lists():
 def test_a_method_has_its_own_search_space(tmp_path):
     path = small_comparison(tmp_path, tune={}, search={"budget": 4, "over": OVER})
     written = yaml.safe_load(path.read_text())
-    written["methods"][1]["search"] = {"ETA": None, "decay_share": [0.1, 0.2]}
+    written["methods"][1]["search"] = {"ETA": None, "minimum_learning_rate_ratio": [0.1, 0.2]}
     path.write_text(yaml.safe_dump(written))
     comparison = load_spec(path)
     assert sorted(method_space(comparison, comparison.methods[0])) == sorted(OVER)
     space = method_space(comparison, comparison.methods[1])
-    assert set(space) == {"learning_rate_for_inner_opt", "learning_rate_schedule", "decay_share"}
+    assert set(space) == {"learning_rate_for_inner_opt", "learning_rate_schedule", "minimum_learning_rate_ratio"}
 
 
 @pytest.mark.parametrize(

@@ -387,7 +387,6 @@ class Inner(Section):
         0, "Tokens of a trainer over which the learning rate grows linearly; the slower of the two warm-ups counts."
     )
     learning_rate_schedule: str = key("constant", "Inner learning rate over the run.")
-    decay_share: Fraction = key(0.2, "Last share of the run, in which warmup_stable_decay lowers the learning rate.")
     minimum_learning_rate_ratio: FractionOrZero = key(
         0.1, "Share of the base learning rate that a schedule leaves at the end."
     )
