@@ -86,7 +86,6 @@ def _torch_adamw(parameters: Sequence[nn.Parameter], config: Config) -> torch.op
     return torch.optim.AdamW(
         parameters,
         betas=tuple(config.adam_betas),
-        eps=config.adam_epsilon,
         weight_decay=config.weight_decay,
         fused=True,
     )
@@ -179,7 +178,7 @@ def _muon_shapes(working: FlatModel) -> dict[str, torch.Tensor]:
 
 
 # Of an optimiser with a state, those of what becomes of it are among its keys.
-_ADAMW_KEYS = ("adam_betas", "adam_epsilon", "weight_decay", "joining_moments")
+_ADAMW_KEYS = ("adam_betas", "weight_decay", "joining_moments")
 
 INNER_OPTIMIZERS = Registry(
     {

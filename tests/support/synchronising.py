@@ -96,7 +96,7 @@ def problem_of(trainer: Trainer, rounds: int, inner_steps: int, ends: Sequence[S
         weights=sizes,
         learning_rate=config.learning_rate_for_inner_opt,
         betas=tuple(config.adam_betas),
-        epsilon=config.adam_epsilon,
+        epsilon=1e-8,
         weight_decay=config.weight_decay,
         clip=config.gradient_clipping,
         shapes=[(block.name, block.start, block.start + block.size, block.shape) for block in working.blocks],

@@ -72,7 +72,7 @@ def freeze_first_layer(module: nn.Module) -> nn.Module:
 def test_muon_is_torchs_inside_and_adamw_for_the_rest(module):
     module = module()
     expected, before = copy.deepcopy(module), copy.deepcopy(module)
-    values = {"weight_decay": 0.3, "adam_betas": [0.8, 0.95], "adam_epsilon": 1e-6}
+    values = {"weight_decay": 0.3, "adam_betas": [0.8, 0.95]}
     working, optimizer = build(module, "muon", **values)
     named = trainable(expected)
     theirs = [
@@ -85,7 +85,6 @@ def test_muon_is_torchs_inside_and_adamw_for_the_rest(module):
         torch.optim.AdamW(
             [parameter for name, parameter in named.items() if not is_inside(name)],
             betas=(0.8, 0.95),
-            eps=1e-6,
             weight_decay=0.3,
             fused=True,
         ),
@@ -115,11 +114,11 @@ def test_an_update_of_muon_has_the_size_of_one_of_adamw():
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_adamw_and_sgd_are_torchs_own_over_the_flat_parameters(name):
-    values = {"adam_betas": [0.8, 0.95], "adam_epsilon": 1e-6, "weight_decay": 0.3}
+    values = {"adam_betas": [0.8, 0.95], "weight_decay": 0.3}
     working, optimizer = build(tiny_llama(), name, **values)
     expected = nn.Parameter(working.parameters.detach().clone())
     theirs = {
-        "adamw": lambda: torch.optim.AdamW([expected], betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3, fused=True),
+        "adamw": lambda: torch.optim.AdamW([expected], betas=(0.8, 0.95), weight_decay=0.3, fused=True),
         "sgd": lambda: torch.optim.SGD([expected], fused=True),
     }[name]()
     for step, rate in enumerate(RATES):

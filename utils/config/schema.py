@@ -380,7 +380,6 @@ class Inner(Section):
     adam_betas: Annotated[list[BelowOne], Field(min_length=2, max_length=2)] = key(
         [0.9, 0.99], "Betas of the inner AdamW."
     )
-    adam_epsilon: PositiveFloat = key(1e-8, "Epsilon of the inner AdamW.")
     gradient_clipping: PositiveFloat | None = key(1.0, "Largest norm of an inner step's gradient; null: no clipping.")
     warmup_steps: NonNegativeInt = key(0, "Inner steps over which the learning rate grows linearly.")
     warmup_tokens: NonNegativeInt = key(
