@@ -55,17 +55,13 @@ def _choices(config: Config) -> Iterator[tuple[str, set[str], set[str]]]:
     named = f"distributed_algo {config.distributed_algo}"
     yield named, set(OUTER_KEYS), set(method.configured(method_settings(config)).outer_keys)
     kind = inner_optimizer_name(config)
-    readable = {"idle_moments"}.union(*(each.keys or () for each in INNER_OPTIMIZERS.values()))
+    readable = set().union(*(each.keys or () for each in INNER_OPTIMIZERS.values()))
     if kind is None:  # the method updates the parameters itself
         read = {"weight_decay"}
     elif INNER_OPTIMIZERS[kind].keys is None:
         read = set(readable)
     else:
         read = set(INNER_OPTIMIZERS[kind].keys)
-    if "joining_moments" in read:
-        read.add("idle_moments")
-    if method.capabilities.exchanges_gradients:  # the moments belong to the trainer
-        read -= {"joining_moments", "idle_moments"}
     own = kind is not None and not method.capabilities.exchanges_gradients
     yield f"inner_optimizer {kind}" if own else named, readable, read
 

@@ -198,7 +198,7 @@ class StateBytes:
     personal: int = 0
 
 
-def hand_overs(old: Sequence[int], new: Sequence[int], lost: frozenset[int], copy: bool) -> list[HandOver]:
+def hand_overs(old: Sequence[int], new: Sequence[int], lost: frozenset[int]) -> list[HandOver]:
     """What workers need of each other's state when a trainer's nodes change.
 
     Workers keep their numbers, so far as there are nodes for them, and their state goes where they go. One that is new,
@@ -207,13 +207,12 @@ def hand_overs(old: Sequence[int], new: Sequence[int], lost: frozenset[int], cop
     Args:
         old, new: the node of each worker before and after.
         lost: old workers whose state is lost.
-        copy: false: new workers, and those whose state is lost, begin with none instead.
     """
     healthy = [worker for worker in range(len(old)) if worker not in lost]
     found: dict[tuple[int, bool], HandOver] = {}
     for worker, node in enumerate(new):
         stays = worker in healthy
-        if not healthy or (stays and old[worker] == node) or not (stays or copy):
+        if not healthy or (stays and old[worker] == node):
             continue
         source = worker if stays else healthy[0]
         found.setdefault((source, stays), HandOver(source, old[source], {}, stays)).takers[worker] = node

@@ -265,9 +265,7 @@ class _Estimator:
         method = self.method
         averaged = ("parameters", *(name for name in method.state if name not in method.capabilities.copies))
         given_bytes = len(averaged) * self.flat_bytes
-        joining_bytes = self.trainer_bytes
-        if method.capabilities.exchanges_gradients or config.joining_moments == "copy":
-            joining_bytes += self.moment_bytes
+        joining_bytes = self.trainer_bytes + self.moment_bytes
         round_bytes = functools.cache(self.round_bytes)
         shares = self.shares(self.trainers)
         arriving = None

@@ -122,7 +122,7 @@ class RoundScheduler:
         working = able
         if config.smallest_worker_batch is not None:  # the other nodes are idle
             working = min(able, sum(len(trainer.nodes) for trainer in trainers))
-        traffic = traffic_of(next(iter(trainers)), config)
+        traffic = traffic_of(next(iter(trainers)))
         to_come = rounds_to_come(
             len(trainers), working, counters.outer_steps + 1, config.merge_frequency, config.merge_count, traffic
         )
@@ -186,12 +186,11 @@ class RoundScheduler:
         return f"{self._config.budget}: {amounts} were used: what was left was less than a round's, or had no use"
 
 
-def traffic_of(trainer: "Trainer", config: Config) -> Traffic:
+def traffic_of(trainer: "Trainer") -> Traffic:
     """Return the bytes of the exchanges of such a trainer in rounds to come."""
     group = trainer.worker_group
-    copied = group.sizes.worker if config.joining_moments == "copy" else 0
     return Traffic(
         synchronised=lambda workers, number: group.round_bytes(workers, trainer.batch.tests_after(number)),
         merged=len(group.given_tensors) * group.parameter_bytes,
-        redistributed=group.sizes.trainer + copied,
+        redistributed=group.sizes.trainer + group.sizes.worker,
     )

@@ -177,8 +177,7 @@ def _muon_shapes(working: FlatModel) -> dict[str, torch.Tensor]:
     return _muon_state(*shapes, len(parts[1]))
 
 
-# Of an optimiser with a state, those of what becomes of it are among its keys.
-_ADAMW_KEYS = ("adam_betas", "weight_decay", "joining_moments")
+_ADAMW_KEYS = ("adam_betas", "weight_decay")
 
 INNER_OPTIMIZERS = Registry(
     {

@@ -118,8 +118,8 @@ class WorkerGroup:
 
     def moves(self, nodes: Sequence[int]) -> tuple[list[HandOver], list[Transfer]]:
         """What workers need of each other's state if these nodes work from now on, and what arrives at them."""
-        before, copied = [node.id for node in self.nodes], self._config.joining_moments == "copy"
-        found = hand_overs(before, nodes, self.lost, copied)
+        before = [node.id for node in self.nodes]
+        found = hand_overs(before, nodes, self.lost)
         return found, redistributed(before, nodes, found, self.sizes)
 
     def assign(
@@ -127,8 +127,8 @@ class WorkerGroup:
     ) -> tuple[dict[str, torch.Tensor] | None, list[Transfer]]:
         """Let these nodes work from now on.
 
-        Workers keep their state as far as there are nodes for them, wherever those are; what a new one, and one whose
-        state is lost, begins with says `joining_moments`. Surplus workers end.
+        Workers keep their state as far as there are nodes for them, wherever those are. A new worker, and one whose
+        state is lost, begins with the optimizer state of the trainer's first worker. Surplus workers end.
 
         Args:
             tensors: of the trainer, by name; None in a process without a worker.

@@ -60,7 +60,6 @@ def test_a_run_sends_what_is_estimated(method):
         {"nodes_per_gpu": 2, "number_of_initial_trainers": 1, "statistics_estimator": "across_workers"}
         | {"sampling_method": "norm_test", "max_requested_batch": 4, "batch_test_start": 2},
         {"nodes_per_gpu": 7, "number_of_initial_trainers": 3, "merge_count": 3, "merge_frequency": 2},
-        {"nodes_per_gpu": 6, "number_of_initial_trainers": 2, "merge_frequency": 1, "joining_moments": "zero"},
         {"nodes_per_gpu": 6, "number_of_initial_trainers": 2},
     ],
     ids=lambda values: ",".join(values),

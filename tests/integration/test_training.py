@@ -497,32 +497,21 @@ def test_a_merge_of_three_counts_two_models():
     )
 
 
-@pytest.mark.parametrize(("moments", "models"), [("copy", 4), ("zero", 2)])
-def test_what_goes_to_new_nodes_is_counted(moments, models):
-    """Four trainers with a node each merge into one: its three new nodes get x and velocity, and moments or none."""
+def test_what_goes_to_new_nodes_is_counted():
+    """Four trainers with a node each merge into one: its three new nodes get x, velocity and two moments."""
     cluster = light_cluster(
         merge_count=4,
         merge_frequency=1,
         number_of_outer_steps=2,
-        joining_moments=moments,
         sampling_method="none",
     )
     cluster.train(Recorder())
     (trainer,) = cluster.trainers.values()
     size, totals = trainer.worker_group.parameter_bytes, cluster.counters
     assert totals.bytes_merged == 3 * 2 * size
-    assert totals.bytes_redistributed == 3 * models * size + (3 * 4 if moments == "copy" else 0)  # and a step count
+    assert totals.bytes_redistributed == 3 * 4 * size + 3 * 4  # and a step count
     assert totals.bytes_synchronised == 2 * 3 * size
     assert totals.bytes_communicated == totals.bytes_merged + totals.bytes_redistributed + totals.bytes_synchronised
-
-
-def test_new_workers_may_begin_without_moments():
-    cluster = light_cluster(merge_count=4, merge_frequency=1, number_of_outer_steps=9, joining_moments="zero")
-    cluster.run_round(Recorder())
-    cluster.distribute()
-    (trainer,) = cluster.trainers.values()
-    assert [int(worker.state_dict()["step"]) for worker in trainer.workers.values()] == [3, 0, 0, 0]
-    assert not any(worker.state_dict()["exp_avg"].any() for worker in list(trainer.workers.values())[1:])
 
 
 def test_communications_and_bytes_of_a_ring_all_reduce():
@@ -790,7 +779,7 @@ def test_a_budget_of_bytes_is_spent(settings):
     "settings",
     [
         {"nodes_per_gpu": 8},
-        {"communication_dtype": "int8", "joining_moments": "zero"},
+        {"communication_dtype": "int8"},
         {"statistics_estimator": "across_workers", "nodes_per_gpu": 8},
     ],
 )
@@ -799,7 +788,7 @@ def test_what_rounds_to_come_are_taken_to_send_is_what_they_send(settings):
     settings = {"batch_test_start": 2, "max_tokens": 3000} | settings
     cluster = light_cluster(**budget_settings(4, byte_budget=10**7) | settings)
     trainer = cluster.trainers[0]
-    traffic = traffic_of(trainer, cluster.config)
+    traffic = traffic_of(trainer)
     to_come = rounds_to_come(4, len(cluster.nodes), 1, cluster.config.merge_frequency, 4, traffic)
     for _ in range(4):
         before = cluster.counters.bytes_communicated

@@ -412,12 +412,11 @@ def test_a_resumed_run_of_another_length_has_another_schedule():
     assert training_changes(before, after) == ["number_of_outer_steps: was 3, now 9"]
 
 
-def test_workers_that_join_begin_with_moments_or_without():
-    for how in ("copy", "zero"):
-        trainer = matrix.trainer_of(workers=2, joining_moments=how, **LOSS)
-        train(trainer, 2, matrix.INNER_STEPS)
-        trainer.assign_nodes(tuple(Node(node, CPU, 64) for node in range(3)))
-        new, old = trainer.workers[2], trainer.workers[0]
-        assert torch.equal(new.state[COPY], trainer.parameters)
-        for key, moment in new.moments.items():
-            assert torch.equal(moment, old.moments[key]) if how == "copy" else not moment.any()
+def test_a_joining_worker_begins_with_the_moments_of_the_first():
+    trainer = matrix.trainer_of(workers=2, **LOSS)
+    train(trainer, 2, matrix.INNER_STEPS)
+    trainer.assign_nodes(tuple(Node(node, CPU, 64) for node in range(3)))
+    new, old = trainer.workers[2], trainer.workers[0]
+    assert torch.equal(new.state[COPY], trainer.parameters)
+    for key, moment in new.moments.items():
+        assert torch.equal(moment, old.moments[key])

@@ -209,26 +209,24 @@ def test_nodes_are_idle_only_where_nobody_has_use_for_them(requests, count, smal
 
 def test_workers_keep_their_state_and_new_ones_copy_that_of_the_first():
     nobody = frozenset()
-    assert hand_overs((), (0, 1), nobody, True) == []
-    assert hand_overs((0, 1, 2), (0, 1), nobody, True) == []  # surplus workers end
-    assert hand_overs((0, 1), (0, 1, 5, 6), nobody, True) == [HandOver(0, 0, {2: 5, 3: 6}, whole=False)]
-    assert hand_overs((0, 1), (0, 1, 5, 6), nobody, False) == []
-    assert hand_overs((0, 1), (7, 1), nobody, False) == [HandOver(0, 0, {0: 7}, whole=True)]
-    assert hand_overs((0, 1, 2), (0, 1, 2), frozenset({0}), True) == [HandOver(1, 1, {0: 0}, whole=False)]
-    assert hand_overs((0, 1), (0, 1, 2), frozenset({0, 1}), True) == []
+    assert hand_overs((), (0, 1), nobody) == []
+    assert hand_overs((0, 1, 2), (0, 1), nobody) == []  # surplus workers end
+    assert hand_overs((0, 1), (0, 1, 5, 6), nobody) == [HandOver(0, 0, {2: 5, 3: 6}, whole=False)]
+    assert hand_overs((0, 1), (7, 1), nobody) == [HandOver(0, 0, {0: 7}, whole=True)]
+    assert hand_overs((0, 1, 2), (0, 1, 2), frozenset({0})) == [HandOver(1, 1, {0: 0}, whole=False)]
+    assert hand_overs((0, 1), (0, 1, 2), frozenset({0, 1})) == []
 
 
 def test_bytes_of_moves_on_paper():
     """x and velocity: 800 bytes; two moments and a step count: 804; what is a worker's alone: 400."""
     sizes = StateBytes(trainer=800, worker=804, personal=400)
 
-    def sent(old, new, lost=(), copy=True):
-        return total(redistributed(old, new, hand_overs(old, new, frozenset(lost), copy), sizes))
+    def sent(old, new, lost=()):
+        return total(redistributed(old, new, hand_overs(old, new, frozenset(lost)), sizes))
 
     assert sent((), (0, 1)) == 0
     assert sent((0, 1), (0, 1)) == sent((0, 1), (0,)) == 0
     assert sent((0,), (0, 1, 2, 3)) == 3 * (800 + 804)
-    assert sent((0,), (0, 1, 2, 3), copy=False) == 3 * 800
     assert sent((0, 1), (5, 1)) == 800 + 804 + 400  # worker 0 moves house
     assert sent((0, 1), (0, 1), lost=[1]) == 804  # node 1 has the trainer's own already
     assert sent((0, 1), (0, 2), lost=[1]) == 800 + 804
@@ -247,7 +245,7 @@ def test_bytes_of_merges_on_paper():
 def test_who_sends_to_whom():
     """The first node that stays has what new ones need of the trainer; a worker's own is on its node."""
     sizes = StateBytes(trainer=800, worker=804, personal=400)
-    assert redistributed((0, 1), (5, 1, 6), hand_overs((0, 1), (5, 1, 6), frozenset(), True), sizes) == [
+    assert redistributed((0, 1), (5, 1, 6), hand_overs((0, 1), (5, 1, 6), frozenset()), sizes) == [
         Transfer((1,), (5, 6), 800),
         Transfer((0,), (5,), 804 + 400),
         Transfer((0,), (6,), 804),

@@ -21,7 +21,6 @@ OTHER = {
     "lr_sgd": 0.2,
     "weight_decay": 0.0,
     "adam_betas": [0.5, 0.6],
-    "joining_moments": "zero",
 }
 # Every method, and what its own parameters or another inner optimiser make of it.
 VARIANTS = [

@@ -322,9 +322,6 @@ class Nodes(Section):
         "Work of nodes of unequal speed: equal shares of the batch, shares in proportion to speed, or fewer inner "
         "steps on slower nodes.",
     )
-    joining_moments: Literal["copy", "zero"] = key(
-        "copy", "Inner optimizer state of a worker that joins: a copy of the trainer's first worker's, or zero."
-    )
     smallest_worker_batch: PositiveInt | None = key(
         None,
         "Fewest examples of a worker in an inner step; a trainer with a smaller request uses fewer nodes; null: always "
