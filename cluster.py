@@ -73,11 +73,6 @@ class Cluster:
         self.merges: list[Merge] = []
         self.stopped = False
         self.warnings: list[str] = []
-        if data.fallback_reason:
-            self.warnings.append(
-                f"DATASET FALLBACK: trained on {data.dataset} because {config.dataset} could not be loaded: "
-                f"{data.fallback_reason}"
-            )
         self.working = FlatModels(config, data, processes)
         self.devices = list(self.working)
         self.validation = Validation(data, self.working, config.eval_batch_size)

@@ -9,7 +9,7 @@ from algorithms.nodes.policies import MERGE_POLICIES
 from algorithms.schedule.learning_rate import SCHEDULES
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
-from fabrics.data.dataset_loader import DATASETS, FALLBACKS, TEXT_DOCUMENTS
+from fabrics.data.dataset_loader import DATASETS, TEXT_DOCUMENTS
 from fabrics.data.partition import SPLITS, split_problems
 from fabrics.idle_keys import idle_keys
 from fabrics.models.registry import MODELS
@@ -23,7 +23,6 @@ from utils.config.schema import CLEARML_MODES, Config
 # Config key -> the words that there are: the registries themselves, so that those of plugins are among them.
 CHOICES: Mapping[str, Collection[str]] = {
     "dataset": DATASETS,
-    "dataset_fallback": FALLBACKS,
     "clearml": CLEARML_MODES,
     "communication_dtype": COMMUNICATION_DTYPES,
     "text_documents": TEXT_DOCUMENTS,

@@ -16,7 +16,7 @@ from utils.config.schema import Config
 
 _DEFAULTS = Config()
 _TEXT = ("val_size", "val_sequences", "packing")
-_C4 = ("c4_tokenized_path", "c4_local_path", "c4_language", "c4_streaming", "dataset_fallback")
+_C4 = ("c4_tokenized_path", "c4_local_path", "c4_language", "c4_streaming")
 _LINK = ("link_bits_per_second", "link_latency_seconds")
 
 # Choice -> value -> the keys that are read with this value. "given" stands for everything but null and words.

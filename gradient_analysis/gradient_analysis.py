@@ -218,7 +218,6 @@ def analyse(config: AnalysisConfig) -> Path:
         "model_type": training.model_type,
         "parameters": working.parameter_count,
         "data_source": data.source,
-        "fallback_reason": data.fallback_reason,
         "part": config.part,
         "sample": count,
         "sampling": sampling,

@@ -1,9 +1,8 @@
-"""C4: a tokenised set, or shards on this machine, or the hub, whichever comes first.
+"""C4: a tokenised set or shards on this machine, else the hub.
 
 The hub's shards (`c4-train.00000-of-01024.json.gz`) are JSON lines with text, timestamp and url.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from fabrics.data.documents import (
     Origins,
     Skipped,
     Source,
-    SourceLostError,
     file_identities,
     json_documents,
     json_records,
@@ -28,8 +26,6 @@ from fabrics.data.token_store import TokenisedSet, open_tokenised
 from fabrics.data.tokenization import describe, fingerprint, named_tokenizer
 from utils.config.schema import Config, ConfigError
 from utils.utils import first_line
-
-logger = logging.getLogger("adloco.dataset")
 
 REPOSITORY = "allenai/c4"
 _SUFFIXES = (".json.gz", ".json", ".jsonl.gz", ".jsonl")
@@ -126,8 +122,7 @@ def _checked(name: str, language: str, part: str, read: Callable[..., Records], 
     """Records of a part of the repository.
 
     Raises:
-        DatasetError: nothing can be read.
-        SourceLostError: the first records were read, and later ones cannot be.
+        DatasetError: nothing, or only the first records can be read.
     """
     count = 0
     try:
@@ -135,10 +130,8 @@ def _checked(name: str, language: str, part: str, read: Callable[..., Records], 
             count += 1
             yield record
     except Exception as error:  # network, repository and format errors of half a dozen libraries
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        if count:
-            raise SourceLostError(f"{name} ({language}): lost after {count:,} {part} records: {reason}") from error
-        raise DatasetError(f"{name} ({language}): {reason}") from error
+        lost = f"lost after {count:,} {part} records; the same command continues: " if count else ""
+        raise DatasetError(f"{name} ({language}): {lost}{type(error).__name__}: {first_line(error)}") from error
 
 
 def _check_tokenizer(config: Config, documents: TokenisedSet) -> None:
@@ -152,49 +145,24 @@ def _check_tokenizer(config: Config, documents: TokenisedSet) -> None:
         )
 
 
-def _open_tokenised(config: Config) -> tuple[str, TokenisedSet]:
-    documents = open_tokenised(Path(config.c4_tokenized_path))
-    _check_tokenizer(config, documents)
-    return f"{config.c4_tokenized_path} (tokenised from {documents.metadata['source']})", documents
-
-
-def _open_local(config: Config) -> tuple[str, TokenisedSet]:
-    source = local_source(config.c4_local_path, config.c4_language)
-    return source.name, tokenised_documents(config, source)
-
-
-def _open_hub(config: Config) -> tuple[str, TokenisedSet]:
-    if config.data_sample_size is None:
-        raise ConfigError("data_sample_size: C4 on the hub is too large to be read as a whole; give a number")
-    source = hub_source(config.c4_language, config.c4_streaming)
-    return source.name, tokenised_documents(config, source)
-
-
 def open_c4(config: Config) -> tuple[str, TokenisedSet]:
-    """Open the first configured source that can be read; return its name and documents.
+    """Open the configured source of C4; return its name and documents.
 
     Raises:
         ConfigError: the configured sizes or tokenizer do not fit the source.
-        DatasetError: no source can be read; the message gives the reason for each.
-        SourceLostError: the chosen source failed after its first documents.
+        DatasetError: the source cannot be read.
     """
-    attempts = {"c4_tokenized_path": _open_tokenised, "c4_local_path": _open_local, "hub": _open_hub}
-    failures: list[str] = []
-    for place, attempt in attempts.items():
-        if place != "hub" and getattr(config, place) is None:
-            continue
-        if failures:
-            logger.warning("C4 cannot be read from %s", failures[-1])
-        try:
-            name, documents = attempt(config)
-        except SourceLostError:
-            raise
-        except DatasetError as error:
-            failures.append(f"{place}: {error}")
-        else:
-            logger.info("C4 comes from %s: %s", place, name)
-            return name, documents
-    raise DatasetError("; ".join(failures))
+    if config.c4_tokenized_path is not None:
+        documents = open_tokenised(Path(config.c4_tokenized_path))
+        _check_tokenizer(config, documents)
+        return f"{config.c4_tokenized_path} (tokenised from {documents.metadata['source']})", documents
+    if config.c4_local_path is not None:
+        source = local_source(config.c4_local_path, config.c4_language)
+    elif config.data_sample_size is None:
+        raise ConfigError("data_sample_size: C4 on the hub is too large to be read as a whole; give a number")
+    else:
+        source = hub_source(config.c4_language, config.c4_streaming)
+    return source.name, tokenised_documents(config, source)
 
 
 def load_c4(config: Config) -> TaskData:

@@ -1,4 +1,4 @@
-"""The registry of datasets, and the fallback if one cannot be loaded.
+"""The registry of datasets.
 
 A dataset is a function from the config to `TaskData`, registered in DATASETS. Trainers read batches of model keyword
 arguments from its `Examples` and never look inside.
@@ -15,7 +15,6 @@ from fabrics.data.documents import (
     DatasetError,
     Skipped,
     Source,
-    SourceLostError,
     blank_line_blocks,
     file_identities,
     matching_files,
@@ -73,51 +72,21 @@ DATASETS = Registry(
         "imdb": Dataset("classification", load_imdb),
     }
 )
-# Values of dataset_fallback.
-FALLBACKS = ("none", "python_docs")
 
 
-def _load(config: Config) -> tuple[TaskData | None, str | None]:
-    """Return the data, or the reason why they cannot be loaded."""
+def _load(config: Config) -> TaskData:
     try:
-        return DATASETS[config.dataset].load(config), None
-    except SourceLostError as error:
-        raise ConfigError(f"dataset: {error}; what was read is kept; the same command continues") from None
+        return DATASETS[config.dataset].load(config)
     except DatasetError as error:
-        return None, str(error)
-
-
-def _load_everywhere(config: Config, processes: Processes) -> tuple[TaskData | None, str | None]:
-    """Load the data in every process; or return the main process's reason for failure in all of them.
-
-    The first process of each machine loads before the others, which then find the cache.
-
-    Raises:
-        ConfigError: another process fails and the main process does not; or the config is wrong.
-    """
-    loaded: tuple[TaskData | None, str | None] = (None, None)
-    for turn in (True, False):
-        if processes.first_here is turn:
-            loaded = done_by_all(processes, lambda: _load(config))
-        else:
-            done_by_all(processes, lambda: None)
-        reasons = processes.gather(loaded[1])
-        if reasons[0] is not None:
-            return None, reasons[0]
-        missing = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
-        if missing:
-            raise ConfigError(
-                [f"dataset: rank {rank} cannot load {config.dataset}: {reason}" for rank, reason in missing.items()]
-            )
-    return loaded
+        hint = "; dataset=python_docs works without a download" if config.dataset == "c4" else ""
+        raise ConfigError(f"dataset: {config.dataset} cannot be loaded: {error}{hint}") from None
 
 
 def load_data(config: Config, processes: Processes | None = None) -> TaskData:
-    """Load the data of a run; if C4 cannot be loaded, that of `dataset_fallback`, with the reason in `fallback_reason`.
+    """Load the data of a run.
 
     Args:
-        processes: the processes of the run, which all call this; the main process decides about the fallback. None:
-            only this process.
+        processes: the processes of the run, which all call this; None: only this process.
 
     Raises:
         ConfigError: the data cannot be loaded, do not fit the config, or differ between processes.
@@ -125,9 +94,9 @@ def load_data(config: Config, processes: Processes | None = None) -> TaskData:
     processes = processes or LocalProcesses()
     if config.splits_data:
         config = dataclasses.replace(config, data_shares=share_count(config, len(processes.devices)))
-    data, reason = _load_everywhere(config, processes)
-    if data is None:
-        data = _fallback(config, processes, reason)
+    # The first process of each machine fills the cache for the others.
+    data = done_by_all(processes, lambda: _load(config) if processes.first_here else None)
+    data = done_by_all(processes, lambda: data or _load(config))
     if config.splits_data and data.shares is None:
         raise ConfigError(f"data_split: dataset {config.dataset} has no documents to divide; iid over trainers works")
     if data.shares is not None:
@@ -144,22 +113,3 @@ def load_data(config: Config, processes: Processes | None = None) -> TaskData:
         },
     )
     return data
-
-
-def _fallback(config: Config, processes: Processes, reason: str) -> TaskData:
-    if config.dataset != "c4" or config.dataset_fallback == "none":
-        raise ConfigError(f"dataset: {config.dataset} cannot be loaded: {reason}")
-    logger.warning("DATASET FALLBACK: %s instead of c4", config.dataset_fallback)
-    fallback = dataclasses.replace(config, dataset=config.dataset_fallback)
-    try:
-        data, missing = _load_everywhere(fallback, processes)
-    except ConfigError as error:
-        data, missing = None, str(error)
-    if data is None:
-        raise ConfigError(
-            [
-                f"dataset: c4 cannot be loaded: {reason}",
-                *(f"dataset_fallback: nor can {fallback.dataset}: {line}" for line in missing.splitlines()),
-            ]
-        )
-    return dataclasses.replace(data, fallback_reason=reason)

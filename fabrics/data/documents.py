@@ -32,11 +32,7 @@ EMPTY, NOT_JSON = "empty", "not a JSON object with a text"
 
 
 class DatasetError(RuntimeError):
-    """A source cannot be read; the message names it and the reason. Another source may work."""
-
-
-class SourceLostError(DatasetError):
-    """A source failed after its first documents; falling back would silently train on other data."""
+    """A source cannot be read; the message names it and the reason."""
 
 
 @dataclass

@@ -213,13 +213,12 @@ class TaskData:
 
     Attributes:
         task: causal_lm or classification.
-        dataset: name of the dataset; after a fallback, that of the fallback.
+        dataset: name of the dataset.
         source: description of the source.
         tokenizer: saved with the final model; None: the data are not text.
         documents: documents used, by part.
         skipped: skipped records of the source, by reason.
         class_names: names of the classes of a classification.
-        fallback_reason: why the configured dataset could not be loaded.
         shares: the shares of non-IID data; None: trainers read random subsets.
     """
 
@@ -232,7 +231,6 @@ class TaskData:
     documents: Mapping[str, int] = field(default_factory=dict)
     skipped: Mapping[str, int] = field(default_factory=dict)
     class_names: tuple[str, ...] = ()
-    fallback_reason: str | None = None
     shares: DataShares | None = None
 
     def fingerprint(self) -> str:

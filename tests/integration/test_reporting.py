@@ -177,27 +177,11 @@ def test_marks_can_be_told_apart_and_are_at_the_same_rounds_for_all_trainers(run
     assert [line_style((np.arange(count),)) for count in (80, 81)] == [".-", "-"]
 
 
-def test_a_fallback_is_written_over_the_plots_and_in_the_report(run):
-    reason = "hub: no network"
-    summary = run.summary | {
-        "dataset_fallback_reason": reason,
-        "dataset_asked_for": "c4",
-        "dataset": "python_docs",
-        "warnings": [
-            {
-                "message": f"DATASET FALLBACK: trained on python_docs as c4 could not be loaded: {reason} <b>",
-                "count": 1,
-            },
-            {"message": "worker 3 left out", "count": 1234},
-        ],
-    }
-    fallen = dataclasses.replace(run, summary=summary)
-    figure = draw(fallen, PLOTS["loss.png"])
-    assert figure.get_suptitle() == "c4 could not be loaded: trained on python_docs instead"
-    assert "<li class=loud>DATASET FALLBACK: trained on python_docs" in run_body(fallen)
-    assert "no network &lt;b&gt;</li>" in run_body(fallen)
-    assert "worker 3 left out (1,234 times)" in run_body(fallen)
-    assert draw(run, PLOTS["loss.png"]).get_suptitle() == ""
+def test_warnings_are_in_the_report_with_their_counts(run):
+    warnings = [{"message": "no network <b>", "count": 1}, {"message": "worker 3 left out", "count": 1234}]
+    body = run_body(dataclasses.replace(run, summary=run.summary | {"warnings": warnings}))
+    assert "<li>no network &lt;b&gt;</li>" in body
+    assert "<li>worker 3 left out (1,234 times)</li>" in body
 
 
 # Report and comparison

@@ -99,27 +99,19 @@ def loading(monkeypatch):
 
 def load(process):
     """What a process loads; its rank reaches the loaders as a value that may differ."""
-    config = make_config(dataset="c4", dataset_fallback="python_docs", cache_dir=str(process.rank))
+    config = make_config(dataset="c4", cache_dir=str(process.rank))
     return load_data(config, process)
 
 
 DATA = tiny_data()
-DOCS = dataclasses.replace(tiny_data(train=80), dataset="python_docs")
 MISSING = DatasetError("the hub cannot be reached")
 
 
-def test_a_fallback_is_everybodys_where_the_main_process_needs_it(loading):
-    tried = []
-    loading(c4=lambda rank: tried.append(rank) or (MISSING if rank == 0 else DATA), python_docs=lambda rank: DOCS)
-    for data in together(4, load, machines=(0, 0, 1, 1)):
-        assert (data.dataset, data.fallback_reason) == ("python_docs", "the hub cannot be reached")
-    # The others of each machine did not even try: they would have waited for the same hub.
-    assert sorted(tried) == [0, 2]
-
-
-def test_no_process_falls_back_alone(loading):
-    loading(c4=lambda rank: MISSING if rank == 1 else DATA, python_docs=lambda rank: DOCS)
-    assert refusals(3, load) == ["dataset: rank 1 cannot load c4: the hub cannot be reached"] * 3
+def test_data_that_one_process_cannot_load_stop_all(loading):
+    line = "dataset: c4 cannot be loaded: the hub cannot be reached; dataset=python_docs works without a download"
+    for rank, expected in ((0, line), (1, f"rank 1: {line}")):
+        loading(c4=lambda own, rank=rank: MISSING if own == rank else DATA)
+        assert refusals(3, load) == [expected] * 3
 
 
 def test_other_data_on_one_process_stop_all(loading):
@@ -147,15 +139,6 @@ def test_as_large_but_other_shares_on_one_process_stop_all(loading):
     assert set(refusals(3, load)) == {
         "the processes have different data: shares of the documents: 'a' on ranks 0, 1, 'b' on rank 2"
     }
-
-
-def test_where_neither_can_be_loaded_all_say_why(loading):
-    loading(c4=lambda rank: MISSING, python_docs=lambda rank: DatasetError("nothing here"))
-    (text,) = set(refusals(2, load))
-    assert text.splitlines() == [
-        "dataset: c4 cannot be loaded: the hub cannot be reached",
-        "dataset_fallback: nor can python_docs: nothing here",
-    ]
 
 
 def test_the_first_process_of_a_machine_loads_before_the_others(loading):

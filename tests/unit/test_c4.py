@@ -2,12 +2,10 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 
-import run as program
 from c4 import tokenize_c4
 from cluster import Cluster
 from configs import make_samples
@@ -18,10 +16,9 @@ from fabrics.data.examples import PackedSequences, PaddedSequences
 from fabrics.data.token_store import write_tokenised
 from fabrics.data.tokenization import train_tokenizer
 from tests.integration.test_c4_dataset import in_both
-from tests.support.helpers import TINY_ARCHITECTURE, Recorder, warnings_of
+from tests.support.helpers import TINY_ARCHITECTURE, Recorder
 from utils.config.schema import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 
 
@@ -31,20 +28,18 @@ def text_of(data) -> str:
     return data.tokenizer.decode(rows.flatten().tolist())
 
 
-def test_sources_are_tried_in_order_and_named(make_c4, c4_shards, tokenised_c4, tmp_path, caplog):
-    caplog.set_level("INFO", "adloco.dataset")
-    both = {"c4_tokenized_path": tokenised_c4, "c4_local_path": c4_shards}
-    assert load_data(make_c4(**both)).source.startswith(f"{tokenised_c4} (tokenised from {c4_shards}")
-    assert f"C4 comes from c4_tokenized_path: {tokenised_c4}" in caplog.text
-    missing = load_data(make_c4(**both | {"c4_tokenized_path": tmp_path / "none"}))
-    assert missing.source == f"{c4_shards}/en (2 training and 1 validation shards)"
-    assert f"C4 cannot be read from c4_tokenized_path: {tmp_path}/none: no tokenised set" in caplog.text
-    assert f"C4 comes from c4_local_path: {c4_shards}/en" in caplog.text
-    with pytest.raises(ConfigError) as caught:
-        load_data(make_c4(c4_tokenized_path="/none", c4_local_path="/nothing", dataset_fallback="none"))
-    message = str(caught.value)
-    assert message.startswith("dataset: c4 cannot be loaded: c4_tokenized_path: /none: no tokenised set")
-    assert "; c4_local_path: /nothing: no such file; hub: allenai/c4 (en): ConnectionError" in message
+def test_the_configured_source_is_read_and_no_other(make_c4, c4_shards, tokenised_c4):
+    assert load_data(make_c4(c4_tokenized_path=tokenised_c4)).source.startswith(f"{tokenised_c4} (tokenised from ")
+    assert load_data(make_c4(c4_local_path=c4_shards)).source == f"{c4_shards}/en (2 training and 1 validation shards)"
+    for values, reason in (
+        ({"c4_tokenized_path": "/none"}, "/none: no tokenised set"),
+        ({"c4_local_path": "/nothing"}, "/nothing: no such file; dataset=python_docs works"),
+        ({}, r"allenai/c4 \(en\): ConnectionError"),
+    ):
+        with pytest.raises(ConfigError, match=f"dataset: c4 cannot be loaded: {reason}"):
+            load_data(make_c4(**values))
+    with pytest.raises(ConfigError, match="c4_local_path: must be null with c4_tokenized_path"):
+        make_c4(c4_tokenized_path=tokenised_c4, c4_local_path=c4_shards)
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -53,7 +48,6 @@ def test_the_hub_gives_the_documents_of_its_shards(make_c4, c4_shards, monkeypat
     monkeypatch.setattr(c4, "REPOSITORY", str(c4_shards))
     data = load_data(make_c4(c4_streaming=streaming, vocab_size=501 + streaming))
     assert data.source == f"{c4_shards} (en) on the hub, {'streamed' if streaming else 'downloaded'}"
-    assert data.fallback_reason is None
     source = c4.local_source(str(c4_shards), "en")
     expected = list(source.train(Skipped()))[:400]
     assert "".join(f"{document}<|endoftext|>" for document in expected).startswith(text_of(data))
@@ -114,7 +108,7 @@ def test_a_glob_and_a_single_shard(make_c4, c4_shards):
         data = load_data(make_c4(c4_local_path=pattern, data_sample_size=250, val_size=20))
         assert data.documents == {"train": 250, "validation": 20}
     with pytest.raises(ConfigError, match="only validation shards, none to train on"):
-        load_data(make_c4(c4_local_path=c4_shards / "en" / "c4-validation*", dataset_fallback="none"))
+        load_data(make_c4(c4_local_path=c4_shards / "en" / "c4-validation*"))
 
 
 def test_another_tokenizer_than_the_models_is_an_error_that_names_both(
@@ -128,7 +122,7 @@ def test_another_tokenizer_than_the_models_is_an_error_that_names_both(
     assert f"the model's tokenizer is {tmp_path}/other (" in message
     # The same tokenizer at another place is the same.
     shutil.copytree(tokenizer_folder, tmp_path / "moved")
-    assert load_data(make_c4(c4_tokenized_path=tokenised_c4, tokenizer=tmp_path / "moved")).fallback_reason is None
+    assert load_data(make_c4(c4_tokenized_path=tokenised_c4, tokenizer=tmp_path / "moved")).dataset == "c4"
 
 
 def test_too_few_documents_say_how_many_there_are(make_c4, c4_shards, tokenised_c4):
@@ -165,50 +159,13 @@ def test_skipped_records_are_counted_in_log_and_data(make_c4, c4_shards, tmp_pat
     assert "skipped 2 documents: empty (first: " in caplog.text
 
 
-@pytest.mark.parametrize("fallback", ["python_docs", "none"])
-def test_a_failed_load_says_so_and_never_passes_silently(tmp_path, cache_dir, c4_shards, capsys, fallback):
-    (shard,) = c4.matching_files([str(c4_shards / "en" / "c4-train.00000*")])
-    broken = tmp_path / "c4-train.00000-of-00001.json.gz"
-    broken.write_bytes(shard.read_bytes()[:5000])
-    arguments = [
-        *("dataset=c4", f"c4_local_path={broken}", f"dataset_fallback={fallback}", f"log_dir={tmp_path / 'logs'}"),
-        *("data_sample_size=300", "val_size=20", "sequence_length=32", "vocab_size=400", f"cache_dir={cache_dir}"),
-        *(
-            "clearml=off",
-            "plot_at_end=false",
-            "number_of_outer_steps=1",
-            "number_of_inner_steps_between_outers=1",
-            "number_of_initial_trainers=1",
-            "processes=1",
-        ),
-    ]
-    code = program.main(["--config", str(ROOT / "config.yaml"), *arguments])
-    captured = capsys.readouterr()
-    reason = f"c4_local_path: {broken}: damaged or cut off after line"
-    if fallback == "none":
-        assert code == 2
-        assert f"error: dataset: c4 cannot be loaded: {reason}" in captured.err
-        assert not (tmp_path / "logs").exists()
-        return
-    assert code == 0
-    (folder,) = (tmp_path / "logs").iterdir()
-    assert folder.name.startswith("microllama_python_docs_")
-    summary = json.loads((folder / "model_training_report" / "summary.json").read_text())
-    assert (summary["dataset"], summary["dataset_asked_for"]) == ("python_docs", "c4")
-    assert summary["dataset_fallback_reason"].startswith(reason)
-    warning = f"DATASET FALLBACK: trained on python_docs because c4 could not be loaded: {reason}"
-    assert any(line.startswith(warning) for line in warnings_of(folder))
-    for text in (captured.out + captured.err, (folder / "training_log.log").read_text()):
-        assert f"warning: {warning}" in text
-        assert "hub: allenai/c4 (en): ConnectionError" in text
-
-
-def test_a_fallback_that_fails_as_well_reports_both(make_c4):
-    with pytest.raises(ConfigError) as caught:
-        load_data(make_c4(data_sample_size=10**6))
-    first, second = caught.value.problems
-    assert first.startswith("dataset: c4 cannot be loaded: hub: ")
-    assert second.startswith("dataset_fallback: nor can python_docs: data_sample_size: ")
+def test_a_local_shard_that_is_damaged_half_way_is_an_error(make_c4, c4_shards, tmp_path):
+    first, second = sorted((c4_shards / "en").glob("c4-train*"))
+    shutil.copy(first, tmp_path)
+    (tmp_path / second.name).write_bytes(second.read_bytes()[:5000])
+    for size in (400, None):
+        with pytest.raises(ConfigError, match=r"dataset: c4 cannot .*00001.*: damaged or cut off after line"):
+            load_data(make_c4(c4_local_path=tmp_path, data_sample_size=size))
 
 
 def test_memory_does_not_hold_more_than_a_few_blocks(monkeypatch, tmp_path, tokenizer_folder, c4_shards):

@@ -35,7 +35,7 @@ def text_of(data) -> str:
 def test_python_docs_holds_out_documents_and_fills_sequences(make):
     data = load_data(make(data_sample_size=300, val_size=40))
     assert dict(data.documents) == {"train": 300, "validation": 40}
-    assert (data.dataset, data.fallback_reason) == ("python_docs", None)
+    assert data.dataset == "python_docs"
     pool = python_documents()[:340]
     held_out = set(sorted(pool, key=document_hash)[:40])
     text = END_OF_TEXT.join(document for document in pool if document not in held_out) + END_OF_TEXT

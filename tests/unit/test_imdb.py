@@ -192,7 +192,7 @@ def test_a_model_with_another_number_of_classes_is_refused(folder):
         Cluster(config, load_data(config))
 
 
-def test_imdb_needs_a_classifier_and_has_no_fallback():
+def test_imdb_needs_a_classifier_and_the_hub():
     with pytest.raises(ConfigError, match="model_type: microllama is for causal_lm, dataset imdb for classification"):
         make(model_type="microllama")
     with pytest.raises(ConfigError, match="dataset: imdb cannot be loaded: stanfordnlp/imdb: ConnectionError"):

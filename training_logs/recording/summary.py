@@ -89,8 +89,6 @@ def run_summary(run: RunView, final: dict[int, Evaluation], status: str, recorde
         "max_batch": sorted({node.max_batch for node in run.nodes}),
         "model_type": config.model_type,
         "dataset": run.data.dataset,
-        "dataset_asked_for": config.dataset,
-        "dataset_fallback_reason": run.data.fallback_reason,
         "data_source": run.data.source,
         "documents": dict(run.data.documents),
         "skipped_documents": dict(run.data.skipped),

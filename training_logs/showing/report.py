@@ -32,7 +32,7 @@ h2 { font-size: 1.12rem; margin: 34px 0 10px; }
 .status.completed { background: #1d7a3c; } .status.failed { background: #b00020; }
 .warnings { background: #fff4e0; border: 1px solid #e8b95b; border-radius: 8px; padding: 10px 14px; margin: 16px 0;
             overflow-wrap: anywhere; }
-.warnings ul { margin: 4px 0 0; padding-left: 20px; } .warnings .loud { color: #b00020; font-weight: 600; }
+.warnings ul { margin: 4px 0 0; padding-left: 20px; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 10px; margin: 18px 0; }
 .card { background: var(--paper); border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; }
 .card b { display: block; font-size: 1.25rem; font-variant-numeric: tabular-nums; } .card span { color: var(--dim);
@@ -147,7 +147,7 @@ def _warnings(run: RunData) -> str:
         text = warning["message"]
         if warning["count"] > 1:
             text += f" ({number(warning['count'])} times)"
-        items += f"<li{' class=loud' if text.startswith('DATASET FALLBACK') else ''}>{html.escape(text)}</li>"
+        items += f"<li>{html.escape(text)}</li>"
     return f"<div class=warnings><b>Warnings</b><ul>{items}</ul></div>" if items else ""
 
 

@@ -219,20 +219,19 @@ class Data(Section):
         None, "Files, folders or globs of UTF-8 text, plain or gzip."
     )
     text_documents: str = key("files", "What one document is: a whole file, or a block between blank lines.")
-    c4_tokenized_path: Name | None = key(None, "Folder written by c4/tokenize_c4.py; tried first.")
+    c4_tokenized_path: Name | None = key(None, "Folder written by c4/tokenize_c4.py.")
     c4_local_path: Name | None = key(
-        None, "File, folder or glob of C4 shards (JSON lines, plain or gzip); tried second."
+        None, "File, folder or glob of C4 shards (JSON lines, plain or gzip), without c4_tokenized_path."
     )
-    c4_language: Name = key("en", "Configuration of allenai/c4 on the hub; tried last.")
+    c4_language: Name = key("en", "Configuration of allenai/c4 on the hub, read if neither path is given.")
     c4_streaming: bool = key(True, "Read C4 over the network; false: download the shards that are needed.")
-    dataset_fallback: Name = key(
-        "python_docs", "Dataset used, with a warning, if no source of C4 can be read; none: stop."
-    )
     imdb_local_path: Name | None = key(None, "The folder that aclImdb_v1.tar.gz unpacks to; null: the hub.")
 
     def check(self) -> list[str]:
         if self.dataset == "text" and not self.text_files:
             return ["text_files: dataset text needs the names of its files"]
+        if self.c4_tokenized_path and self.c4_local_path:
+            return [f"c4_local_path: must be null with c4_tokenized_path, got {self.c4_local_path}"]
         return []
 
 
