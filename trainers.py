@@ -22,20 +22,26 @@ from fabrics.data.examples import Examples, TaskData
 from fabrics.data.partition_sampler import ShareCursor
 from fabrics.data.sampler import DataCursor, share_sizes, tokens_ahead
 from fabrics.models.initialisation import initial_cursors, initial_parameters
-from fabrics.training.cross_worker_statistics import with_moments
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.learning_rates import base_learning_rate, learning_rate_schedule
 from fabrics.training.method_config import check_method
+from fabrics.training.optimizers import base_learning_rate, learning_rate_schedule
 from fabrics.training.outer_round import OuterRound
-from fabrics.training.participation import participants
-from fabrics.training.round_records import batch_control, batch_samples, halving, worker_warnings
-from fabrics.training.statistics_plan import Measures
-from fabrics.training.work_split import Shares, assignments
-from fabrics.training.worker import COPY, Assignment, Node, Place, Worker, WorkerRound
+from fabrics.training.statistics import (
+    StatisticsPlan,
+    batch_control,
+    compare_workers,
+    plan_statistics,
+    samples_for_test,
+)
+from fabrics.training.work_split import Shares, assignments, participants
+from fabrics.training.worker import COPY, Assignment, Node, Place, TrainingError, Worker, WorkerRound
 from fabrics.training.worker_group import WorkerGroup, merge
 from training_logs.recording.records import RoundReport
 from utils.config.schema import Config
 from utils.distributed.processes import Processes
+
+# The inner learning rate is halved at most this often, each time after all workers of a trainer diverged.
+MAX_HALVINGS = 3
 
 # A trainer's plain state besides its parts'.
 _COUNTERS = ("inner_steps", "tokens", "rounds", "halvings")
@@ -220,10 +226,12 @@ class Trainer:
         records = {index: loop.record() for index, loop in outer_round.loops.items()}
         local = {i: dataclasses.replace(record, unheard=i in outer_round.unheard) for i, record in records.items()}
         self.worker_group.lost = frozenset(index for index, worker in local.items() if worker.left_out)
-        local = with_moments(self.worker_group, self._measures, local, vectors, self.parameters)
+        plan = self._statistics_plan
+        local = compare_workers(self.worker_group, plan, local, vectors, self.parameters)
         workers = len(self.participants)
-        if each := self.worker_group.statistics_bytes(self._measures, workers) / workers:
-            group.events.append(Event("statistics", schedule.inner_steps, each, each))
+        sent = plan.sent_bytes(workers, self.worker_group.parameter_count, self.worker_group.dtype)
+        if sent:
+            group.events.append(Event("statistics", schedule.inner_steps, sent / workers, sent / workers))
         return Trained(local, tuple(group.events), group.values)
 
     def assignments(self, schedule: RoundSchedule) -> dict[int, Assignment]:
@@ -235,12 +243,12 @@ class Trainer:
         rates = [base * factor for factor in factors]
         place = Place(config.training_seed, self.id, 0, self.rounds)
         readings = self.cursor.readings(len(self.nodes))
-        return assignments(config, self.shares, rates, self._examples, readings, place, self._measures)
+        return assignments(config, self.shares, rates, self._examples, readings, place, self._statistics_plan)
 
     @property
-    def _measures(self) -> Measures:
-        """What is measured for the batch test that the round that is at hand ends with, if it does."""
-        return self.worker_group.measures(len(self.participants), self.batch.tests_after(self.rounds + 1))
+    def _statistics_plan(self) -> StatisticsPlan:
+        """The statistics of the next round."""
+        return plan_statistics(self._config, len(self.participants), self.batch.tests_after(self.rounds + 1))
 
     # Decisions, the same in every process
 
@@ -262,7 +270,7 @@ class Trainer:
             self.worker_group.method.lost(self._values, self.worker_group.lost)
         requested = self.requested_batch
         adapts = self.batch.tests_after(self.rounds + 1)
-        samples, between, problem = batch_samples(workers, self._config) if adapts else ([], None, None)
+        samples, between, problem = samples_for_test(self._config, workers) if adapts else ([], None, None)
         progress = schedule.progress_after
         statistics, warning = self.batch.conclude(samples, between, step_examples, progress, self.largest_request)
         each = [workers[index].examples if index in workers else 0 for index in range(len(self.nodes))]
@@ -292,11 +300,33 @@ class Trainer:
         place = f"round {self.rounds + 1}"
         lost = frozenset(index for index, worker in workers.items() if worker.left_out)
         self.worker_group.lost = lost
-        warnings = worker_warnings(workers, self.nodes)
+        warnings = [
+            f"worker {index} is left out of the average: {worker.left_out}"
+            for index, worker in workers.items()
+            if worker.left_out
+        ]
+        warnings += [
+            f"node {worker.node} ran out of memory; its max batch is {worker.max_batch} from now on, "
+            f"and worker {index} ran the same examples in smaller parts"
+            for index, worker in workers.items()
+            if worker.max_batch < self.nodes[index].max_batch
+        ]
         if len(lost) == len(workers) and not all(worker.failed for worker in workers.values()):
-            warnings.append(halving(self.id, place, self.halvings))
-            self.halvings += 1
+            warnings.append(self._halve_learning_rate(place))
         return [f"{place}: {warning}" for warning in warnings]
+
+    def _halve_learning_rate(self, place: str) -> str:
+        if self.halvings == MAX_HALVINGS:
+            raise TrainingError(
+                f"trainer {self.id}: the loss or the parameters of every worker became NaN or infinite in {place}, "
+                f"after its inner learning rate was halved {MAX_HALVINGS} times; "
+                f"lower learning_rate_for_inner_opt or set gradient_clipping"
+            )
+        self.halvings += 1
+        return (
+            f"all workers diverged; the parameters stay as they were before, and the inner learning rate is "
+            f"{0.5**self.halvings} of what it was at first"
+        )
 
     # Merging and state
 

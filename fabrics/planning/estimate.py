@@ -27,15 +27,14 @@ from torch import nn
 from algorithms.batch.calc_batch import BATCH_TESTS
 from algorithms.batch.switch_mode import execution_plans
 from algorithms.nodes.communication_rounds import Exchange, Link, even_shares, merged, redistributed, synchronised
-from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES, PLAIN
+from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
 from algorithms.synchronisation.method import Method
 from fabrics.models.meta_model import META, flops_per_token, meta_model
 from fabrics.pool.node_pool import check_modules, probes_examples, round_tensors
 from fabrics.sharding.layers import gathered_elements
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.method_config import check_method, method_of
+from fabrics.training.method_config import check_method, method_of, round_bytes
 from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
-from fabrics.training.statistics_plan import measures
 from fabrics.training.worker import personal_tensors
 from utils.config.schema import Config, ConfigError
 
@@ -248,16 +247,10 @@ class _Estimator:
         """Whether a batch test follows this round, counted from 1."""
         return BATCH_TESTS[self.config.sampling_method] is not None and number >= self.config.batch_test_start
 
-    def round_bytes(self, workers: int, tested: bool) -> float:
+    def round_bytes(self, workers: int, tested: bool) -> int:
         """Bytes that so many workers of a trainer send in a round; tested: whether a batch test follows."""
-        config = self.config
-        parameters = self.working.parameter_count
-        dtype = self.working.parameters.dtype
-        encoding = COMMUNICATION_DTYPES[config.communication_dtype]
-        mean = encoding.reduction_bytes(workers, parameters, dtype)
-        sent = self.method.bytes_per_round(workers, mean, encoding.sent_bytes(parameters, dtype), dtype)
-        measured = measures(config, workers, tested, self.method.keeps == "shared")
-        return round(sent) + PLAIN.reduction_bytes(workers, measured.numbers(parameters), dtype)
+        encoding = COMMUNICATION_DTYPES[self.config.communication_dtype]
+        return round_bytes(self.config, self.method, encoding, self.working, workers, tested)
 
     def run(self) -> "_Run":
         """All rounds, with merges, until a limit of rounds or tokens ends them."""
@@ -266,7 +259,7 @@ class _Estimator:
         averaged = ("parameters", *(name for name in method.state if name not in method.capabilities.copies))
         given_bytes = len(averaged) * self.flat_bytes
         joining_bytes = self.trainer_bytes + self.moment_bytes
-        round_bytes = functools.cache(self.round_bytes)
+        sent = functools.cache(self.round_bytes)
         shares = self.shares(self.trainers)
         arriving = None
         done = _Run()
@@ -285,7 +278,7 @@ class _Estimator:
             done.device_tokens += inner_steps * step / min(self.groups, sum(shares))
             if method.capabilities.one_exchange:
                 tested = self.tests(done.rounds)
-                done.exchanges.append(synchronised((workers, round_bytes(workers, tested)) for workers in shares))
+                done.exchanges.append(synchronised((workers, sent(workers, tested)) for workers in shares))
             if len(shares) > 1 and done.rounds % config.merge_frequency == 0:
                 others = min(config.merge_count, len(shares)) - 1
                 done.exchanges.append(merged(others, shares[0], (others + shares[0] - 1) * given_bytes))

@@ -17,7 +17,7 @@ from fabrics.training.flat_model import FlatModel
 from fabrics.training.forward_backward import backward, probed_backward
 from fabrics.training.method_config import capabilities_of, check_state
 from fabrics.training.optimizers import check_inner_optimizer
-from fabrics.training.participation import participant_count, scheduled_nodes
+from fabrics.training.work_split import participant_count, scheduled_nodes
 from fabrics.training.worker import Node, TrainingError, WorkerRound
 from utils.config.schema import Config, ConfigError
 from utils.distributed.processes import Processes

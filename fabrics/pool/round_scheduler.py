@@ -8,7 +8,7 @@ from algorithms.nodes.communication_rounds import Exchange, Link, Traffic, redis
 from algorithms.schedule.budget import LONGER, Budget, Outlook, Remaining, rounds_left, steps_left
 from algorithms.schedule.limits import Limits, RoundSchedule
 from fabrics.pool.run_counters import RunCounters
-from fabrics.training.learning_rates import learning_rate_schedule
+from fabrics.training.optimizers import learning_rate_schedule
 from utils.config.schema import BUDGETS, Config, ConfigError
 
 if TYPE_CHECKING:

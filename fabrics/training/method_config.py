@@ -6,9 +6,11 @@ import functools
 from pydantic import TypeAdapter, ValidationError
 
 from algorithms.synchronisation import METHODS, Method
+from algorithms.synchronisation.encodings.encoding import Encoding
 from algorithms.synchronisation.method import Capabilities, Outer, taken_names
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
+from fabrics.training.statistics import plan_statistics
 from utils.config.schema import Config, ConfigError
 from utils.utils import meant
 
@@ -58,6 +60,22 @@ def method_of(config: Config, working: FlatModel) -> Method:
         return kind(settings, outer, working.blocks)
     except ValueError as error:
         raise ConfigError([f"synchronisation.{error}"]) from error
+
+
+def round_bytes(
+    config: Config, method: Method, encoding: Encoding, model: FlatModel, workers: int, tested: bool
+) -> int:
+    """Return the bytes that the workers of a trainer together send in a round of one exchange.
+
+    Args:
+        encoding: of pseudo-gradients in this round.
+        tested: whether a batch test follows the round, which may compare the workers' gradients.
+    """
+    elements = model.parameter_count
+    dtype = model.parameters.dtype
+    mean = encoding.reduction_bytes(workers, elements, dtype)
+    exchanged = method.bytes_per_round(workers, mean, encoding.sent_bytes(elements, dtype), dtype)
+    return round(exchanged) + plan_statistics(config, workers, tested).sent_bytes(workers, elements, dtype)
 
 
 def check_state(config: Config, working: FlatModel) -> None:

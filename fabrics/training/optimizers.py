@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from algorithms.registry import Registry
+from algorithms.schedule.learning_rate import LearningRateSchedule
 from algorithms.synchronisation import METHODS
 from fabrics.sharding.shard_layout import views_of
 from fabrics.training.flat_model import FlatModel, laid_out
@@ -206,3 +207,20 @@ def check_inner_optimizer(config: Config, working: FlatModel) -> None:
             "inner_optimizer: muon needs a trainable matrix inside the model, besides embeddings and output layer; "
             "use adamw"
         )
+
+
+def learning_rate_schedule(config: Config) -> LearningRateSchedule:
+    """Return the schedule of the inner learning rate, as factors of `base_learning_rate`."""
+    return LearningRateSchedule(
+        config.learning_rate_schedule,
+        config.warmup_steps,
+        config.warmup_tokens,
+        config.minimum_learning_rate_ratio,
+    )
+
+
+def base_learning_rate(config: Config) -> float:
+    """Return the inner learning rate that the schedule's factors multiply."""
+    if inner_optimizer_name(config) == "sgd" and config.lr_sgd:
+        return config.lr_sgd
+    return config.learning_rate_for_inner_opt

@@ -9,7 +9,7 @@ import torch
 from algorithms.synchronisation.group import Clock, Group, LocalWorker
 from fabrics.training.inner_loop import InnerLoop, clip
 from fabrics.training.optimizers import INNER_OPTIMIZERS, InnerOptimizer, inner_optimizer_name
-from fabrics.training.participation import lost_messages
+from fabrics.training.work_split import lost_messages
 from fabrics.training.worker import COPY, Assignment
 from fabrics.training.worker_group import WorkerGroup
 from utils.config.schema import Config

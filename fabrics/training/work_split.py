@@ -3,14 +3,16 @@
 All of it follows from the configuration, the nodes and the place in the run, and needs no model.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import numpy as np
 
 from algorithms.batch.switch_mode import execution_plans
 from algorithms.nodes.balance import places, steps_each, turns
 from fabrics.data.examples import Examples
 from fabrics.data.sampler import Reading
 from fabrics.pool.node_speeds import MEASURABLE
-from fabrics.training.statistics_plan import Measures
+from fabrics.training.statistics import StatisticsPlan
 from fabrics.training.worker import Assignment, Node, Place
 from utils.config.schema import Config
 
@@ -22,6 +24,42 @@ Turns = Callable[[Mapping[int, int], int, float], Mapping[int, Sequence[int]]]
 def even_turns(own_steps: Mapping[int, int], inner_steps: int, step_seconds: float) -> dict[int, Sequence[int]]:
     """Of workers that wait for nothing."""
     return {worker: turns(own, inner_steps) for worker, own in own_steps.items()}
+
+
+# Spawn keys: participants and lost messages are drawn independently of everything else that uses the seed.
+_PARTICIPANTS = (2,)
+_LOST_MESSAGES = (3,)
+
+
+def scheduled_nodes(schedule: Sequence[Sequence[float]], progress: float) -> int:
+    """Return the number of nodes that work at this progress; the first entry of the schedule is (0, nodes)."""
+    return int(next(nodes for share, nodes in reversed(schedule) if share <= progress))
+
+
+def participant_count(share: float, workers: int) -> int:
+    """Return how many of a trainer's workers take part in a round: the nearest integer, but at least one."""
+    return max(1, int(share * workers + 0.5 + 1e-9))  # 0.29 * 50 is a little less than a half
+
+
+def participants(share: float, place: Place, workers: int) -> tuple[int, ...]:
+    """Draw the numbers of the workers that take part in a round; all sets of that size are equally likely."""
+    count = participant_count(share, workers)
+    if count == workers:
+        return tuple(range(workers))
+    sequence = np.random.SeedSequence([place.seed, place.trainer, place.round], spawn_key=_PARTICIPANTS)
+    return tuple(sorted(np.random.default_rng(sequence).permutation(workers)[:count].tolist()))
+
+
+def lost_messages(probability: float, place: Place, workers: Collection[int]) -> frozenset[int]:
+    """Draw the participants whose messages are lost, each independently; a lone worker sends no message."""
+    if probability == 0.0 or len(workers) < 2:
+        return frozenset()
+
+    def draw(worker: int) -> float:
+        entropy = [place.seed, place.trainer, place.round, worker]
+        return np.random.default_rng(np.random.SeedSequence(entropy, spawn_key=_LOST_MESSAGES)).random()
+
+    return frozenset(worker for worker in workers if draw(worker) < probability)
 
 
 class Shares:
@@ -109,7 +147,7 @@ def assignments(
     examples: Examples,
     readings: Iterable[Reading],
     place: Place,
-    measured: Measures,
+    statistics: StatisticsPlan,
 ) -> dict[int, Assignment]:
     """What everyone that takes part is to do in a round.
 
@@ -117,7 +155,7 @@ def assignments(
         learning_rates: of every inner step of the round.
         readings: where all workers read.
         place: of any worker in the round.
-        measured: what the round measures.
+        statistics: that the round takes.
     """
     inner_steps = len(learning_rates)
     own, paces = shares.turns(inner_steps), shares.paces(inner_steps)
@@ -137,8 +175,8 @@ def assignments(
                 first_examples=first,
                 place=place._replace(worker=worker),
                 sample=after + worker * config.statistics_batch_size,
-                probes=measured.probes,
-                hands_back=measured.compared,
+                probes=statistics.probed_parts,
+                hands_back=statistics.compared,
                 weight=reading.share if config.weigh_shares else None,
             )
     return dict(sorted(found.items()))

@@ -15,10 +15,9 @@ from algorithms.nodes.distribution import HandOver, StateBytes, hand_overs
 from algorithms.nodes.transfers import Transfer, merged, redistributed
 from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES, PLAIN, Encoding
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.method_config import method_of
+from fabrics.training.method_config import method_of, round_bytes
 from fabrics.training.offload import Home
 from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
-from fabrics.training.statistics_plan import Measures, measures
 from fabrics.training.work_split import Turns
 from fabrics.training.worker import COPY, Node, Worker, personal_tensors
 from utils.config.schema import Config
@@ -276,20 +275,8 @@ class WorkerGroup:
         return PLAIN.reduction_bytes(len(self), self.parameter_count, self.dtype)
 
     def round_bytes(self, workers: int, tested: bool) -> int:
-        """What so many workers of the trainer send in a round; tested: what a batch test needs of them as well."""
-        mean = self._encoding.reduction_bytes(workers, self.parameter_count, self.dtype)
-        message = self._encoding.sent_bytes(self.parameter_count, self.dtype)
-        sent = round(self.method.bytes_per_round(workers, mean, message, self.dtype))
-        return sent + self.statistics_bytes(self.measures(workers, tested), workers)
-
-    def measures(self, workers: int, tested: bool) -> Measures:
-        """What a round of so many workers measures; tested: whether a batch test follows."""
-        together = self.method.keeps == "shared" and not self._config.message_loss
-        return measures(self._config, workers, tested, together)
-
-    def statistics_bytes(self, measured: Measures, workers: int) -> int:
-        """What so many workers send for a batch test."""
-        return PLAIN.reduction_bytes(workers, measured.numbers(self.parameter_count), self.dtype)
+        """Bytes that so many workers of the trainer send in a round; tested: whether a batch test follows."""
+        return round_bytes(self._config, self.method, self._encoding, self.first_working, workers, tested)
 
     def state_dict(self) -> dict:
         """The workers' nodes, whose state is lost and the losses that encodings follow; each worker has tensors."""

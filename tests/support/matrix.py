@@ -20,11 +20,10 @@ from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.group import Group
 from algorithms.synchronisation.method import Capabilities, Method
 from cluster import Cluster
-from fabrics.config_checks import CHOICES
+from fabrics.config_checks import CHOICES, participation_problems
 from fabrics.data.examples import PackedSequences
 from fabrics.models import initialisation
 from fabrics.training.inner_loop import InnerLoop
-from fabrics.training.participation import attendance_problems
 from fabrics.training.worker import NodeFailedError, Place
 from tests.support.helpers import TINY_ARCHITECTURE, VOCABULARY, Recorder, make_trainer, random_sequences, tiny_data
 from trainers import Trainer
@@ -321,7 +320,7 @@ def pool(name: str) -> Config:
     """A run in which nodes come and go, and if the method stands it workers rest and messages are lost."""
     config = config_of(name, **_POOL, **_CLOCKS.get(name, {}))
     for key in ("participants", "message_loss"):
-        if any(problem.startswith(f"{key}: ") for problem in attendance_problems(config)):
+        if any(problem.startswith(f"{key}: ") for problem in participation_problems(config)):
             config = dataclasses.replace(config, **{key: getattr(Config(), key)})
     return config
 

@@ -16,7 +16,7 @@ from fabrics.config_checks import CHECKS, CHOICES
 from fabrics.pool.node_pool import NodePool
 from fabrics.training.inner_loop import InnerLoop
 from fabrics.training.outer_round import OuterRound
-from fabrics.training.participation import lost_messages, participant_count, participants, scheduled_nodes
+from fabrics.training.work_split import lost_messages, participant_count, participants, scheduled_nodes
 from fabrics.training.worker import COPY, Node, Place
 from tests.support import matrix, matrix_killed
 from tests.support.helpers import (

@@ -12,9 +12,8 @@ from algorithms.batch.switch_mode import ExecutionPlan
 from algorithms.synchronisation import METHODS
 from cluster import Cluster
 from fabrics.data.sampler import Reading
-from fabrics.training.participation import participants
-from fabrics.training.statistics_plan import Measures
-from fabrics.training.work_split import Shares, assignments
+from fabrics.training.statistics import StatisticsPlan
+from fabrics.training.work_split import Shares, assignments, participants
 from fabrics.training.worker import Node, Place
 from tests.support.helpers import CPU, Recorder, light_cluster, make_config
 from training_logs.recording.node_log import NodeLog
@@ -61,7 +60,7 @@ def test_the_examples_of_a_round_are_shared_out_without_a_gap(balance, present):
     config = make_config(balance=balance, node_speeds=SPEEDS)
     shares = shares_of(present, balance=balance, node_speeds=SPEEDS)
     readings = [Reading(lambda first, count: np.arange(count), (0, 1, 2, 3), 1000)]
-    found = assignments(config, shares, [0.1] * 6, None, readings, Place(1, 2, 0, 3), Measures())
+    found = assignments(config, shares, [0.1] * 6, None, readings, Place(1, 2, 0, 3), StatisticsPlan())
     assert tuple(found) == present
     seen = Counter()
     for worker, own in found.items():

@@ -9,10 +9,10 @@ from torch import nn
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.method import MOMENTS
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.learning_rates import base_learning_rate
 from fabrics.training.method_config import check_state
 from fabrics.training.optimizers import (
     INNER_OPTIMIZERS,
+    base_learning_rate,
     check_inner_optimizer,
     inner_optimizer_name,
     matrices_and_rest,

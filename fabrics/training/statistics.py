@@ -1,0 +1,143 @@
+"""Gradient statistics of a round: which ones it takes, and what they tell the batch test.
+
+Hooks in the first backward pass of each worker yield per-example statistics (`algorithms.batch.per_example`). Workers
+that stand at the same parameters may also be compared: by their gradients, or by small sketches of these.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from algorithms.batch.across_workers import (
+    MINIMUM_WORKERS,
+    SKETCH_SIZE,
+    across_workers_estimate,
+    gradient_moments,
+)
+from algorithms.batch.batch_control import BatchControl, BatchControlSettings
+from algorithms.batch.calc_batch import NEED_INNER_PRODUCTS
+from algorithms.batch.gradient_statistics import SampleEstimate
+from algorithms.synchronisation import METHODS
+from algorithms.synchronisation.encodings.encoding import PLAIN
+from fabrics.training.optimizers import learning_rate_schedule
+from utils.config.schema import Config
+
+if TYPE_CHECKING:
+    from fabrics.training.worker import WorkerRound
+    from fabrics.training.worker_group import WorkerGroup
+
+
+def batch_control(config: Config) -> BatchControl:
+    """Return the state machine of a trainer's requested batch."""
+    settings = BatchControlSettings(
+        test=config.sampling_method,
+        eta=config.ETA,
+        eta_at_end=config.ETA_at_end,
+        theta=config.vartheta,
+        nu=config.nu,
+        debias=config.debias,
+        first_round=config.batch_test_start,
+        smoothing=config.statistics_smoothing,
+        confidence=config.batch_test_confidence,
+        largest_growth=config.max_batch_growth,
+        schedule=config.batch_schedule,
+        frozen_from=learning_rate_schedule(config).decay_begins,
+    )
+    return BatchControl(settings, config.INITIAL_BATCH_SIZE)
+
+
+@dataclass(frozen=True)
+class StatisticsPlan:
+    """The statistics that a round takes at its first inner step.
+
+    Attributes:
+        probed_parts: micro-batches that a probed step has at least; 0: no step is probed.
+        compared: what each worker returns of its gradient, to be compared with the other workers'.
+    """
+
+    probed_parts: int = 0
+    compared: Literal["nothing", "gradient", "sketch"] = "nothing"
+
+    def elements(self, parameter_count: int) -> int:
+        """Elements that each worker contributes to the comparison."""
+        return {"nothing": 0, "gradient": parameter_count, "sketch": SKETCH_SIZE}[self.compared]
+
+    def sent_bytes(self, workers: int, parameter_count: int, dtype: torch.dtype) -> int:
+        """Bytes that all workers together send for the comparison."""
+        return PLAIN.reduction_bytes(workers, self.elements(parameter_count), dtype)
+
+
+def plan_statistics(config: Config, workers: int, tested: bool) -> StatisticsPlan:
+    """Return the statistics of a round with this number of workers; tested: whether a batch test follows it."""
+    if not tested:
+        return StatisticsPlan()
+    if config.compares_devices:
+        return StatisticsPlan(probed_parts=1)
+    if config.compares_workers:
+        return StatisticsPlan(compared="gradient" if workers > 1 else "nothing")
+    # Workers that start from different parameters differ by more than noise.
+    start_together = METHODS[config.distributed_algo].keeps == "shared" and not config.message_loss
+    return StatisticsPlan(
+        probed_parts=2 if config.sampling_method in NEED_INNER_PRODUCTS else 1,
+        compared="sketch" if start_together and workers >= MINIMUM_WORKERS else "nothing",
+    )
+
+
+def compare_workers(
+    group: "WorkerGroup",
+    plan: StatisticsPlan,
+    records: Mapping[int, "WorkerRound"],
+    vectors: Mapping[int, torch.Tensor | None],
+    parameters: torch.Tensor,
+) -> dict[int, "WorkerRound"]:
+    """Compare the workers' gradients or sketches with their mean, and add the moments to the local records.
+
+    Args:
+        records: of the local workers, by number. Workers that are left out of the round are not compared.
+        vectors: gradient or sketch of each local worker, flat.
+        parameters: of the trainer, flat.
+    """
+    if plan.compared == "nothing":
+        return dict(records)
+    like = parameters if plan.compared == "gradient" else parameters.new_zeros(SKETCH_SIZE)
+    incoming = group.mean(like)
+    present = [index for index, record in sorted(records.items()) if not record.left_out and vectors[index] is not None]
+    for index in present:
+        incoming.add(index, PLAIN.encode(vectors[index]))
+    mean, _ = incoming.result()
+    # A device that shares the model has a part of the gradient, but the whole sketch.
+    total = group.first_working.shard_group.sum if plan.compared == "gradient" else None
+    compared = dict(records)
+    for index in present:
+        moments = gradient_moments(vectors[index].to(mean.device), mean, total)
+        compared[index] = dataclasses.replace(records[index], moments=moments)
+    return compared
+
+
+def samples_for_test(
+    config: Config, workers: Mapping[int, "WorkerRound"]
+) -> tuple[list[SampleEstimate], SampleEstimate | None, str | None]:
+    """Return the samples of a round for the batch test, the estimate from the comparison, and a warning.
+
+    Args:
+        workers: the records of all participating workers, by number.
+    """
+    present = [worker for worker in workers.values() if not worker.left_out]
+    moments = [worker.moments for worker in present if worker.moments is not None]
+    if config.compares_workers:
+        if len(moments) > 1:
+            return [across_workers_estimate(moments, [worker.plan.effective_batch for worker in present])], None, None
+        warning = "across_workers needs two workers: a trainer with one leaves its batch as it is"
+        return [], None, warning if present else None
+    between = None
+    if len(moments) >= MINIMUM_WORKERS:
+        # A sketch is that of the worker's largest sample.
+        batches = [max(sample.examples for sample in worker.statistics) for worker in present]
+        between = across_workers_estimate(moments, batches)
+    samples = [sample for worker in present for sample in worker.statistics]
+    if config.compares_devices and present and not samples:
+        return samples, between, "across_devices needs two examples of a step in a worker, and no worker had them"
+    return samples, between, None
