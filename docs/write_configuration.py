@@ -42,11 +42,12 @@ def _literals(annotation) -> list[str]:
 
 
 def _row(name: str) -> str:
-    choices = list(CHOICES[name]) if name in CHOICES else _literals(FIELDS[name].type)
+    default = getattr(Config(), name)
     meaning = FIELDS[name].metadata["meaning"]
-    if choices:
-        meaning += f" One of {', '.join(f'`{choice}`' for choice in choices)}."
-    return f"| `{name}` | `{json.dumps(getattr(Config(), name))}` | {meaning} |"
+    if choices := list(CHOICES[name]) if name in CHOICES else _literals(FIELDS[name].type):
+        number = "Any" if isinstance(default, list) else "One"
+        meaning += f" {number} of {', '.join(f'`{choice}`' for choice in choices)}."
+    return f"| `{name}` | `{json.dumps(default)}` | {meaning} |"
 
 
 def page() -> str:

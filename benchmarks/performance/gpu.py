@@ -213,7 +213,7 @@ PARTS: dict[str, tuple[Callable[[], dict], float]] = {
     "statistics": (lambda: statistics_share(configured(MICROLLAMA)), 60.0),
     "large": (lambda: large(configured(LARGE)), 120.0),
     "large_with_less": (
-        lambda: large(configured(LARGE, activation_checkpointing=True, outer_state="cpu")),
+        lambda: large(configured(LARGE, activation_checkpointing=True, offload=["outer_state"])),
         150.0,
     ),
     "compiled": (lambda: speeds(configured(MICROLLAMA, compile_model=True)), 240.0),

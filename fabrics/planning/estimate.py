@@ -215,10 +215,10 @@ class _Estimator:
         several = self.groups > 1
         in_round = round(self.flat_bytes * round_tensors(config, workers, several, self.nodes - workers))
         host = 0
-        if config.idle_moments == "cpu" and not self.on_host and owners > 1:
+        if "idle_moments" in config.offload and not self.on_host and owners > 1:
             host += (owners - 1) * self.moment_bytes
             moments = self.moment_bytes
-        if config.outer_state == "cpu" and not self.on_host:
+        if "outer_state" in config.offload and not self.on_host:
             host += outer + self.flat_bytes
             outer = 0
             in_round -= self.flat_bytes
@@ -333,7 +333,7 @@ def _check_fit(estimator: _Estimator, micro_batch: int) -> None:
             f"--device-memory: a run needs {needed.device:,} bytes of a device with micro-batches of {micro_batch} "
             f"examples, {parts[most]:,} of them for {most}, and may use {room:,} (padding_percentage "
             f"{config.padding_percentage} of {given:,}); lower max_batch_size, eval_batch_size or sequence_length, "
-            f"raise devices_per_node, or set activation_checkpointing: true, outer_state: cpu or idle_moments: cpu"
+            f"raise devices_per_node, or set activation_checkpointing: true or offload: [outer_state, idle_moments]"
         )
 
 

@@ -1,12 +1,11 @@
 """Where tensors live that a device does not need all the time: in its own memory, or in the host's.
 
-`outer_state` says so of what a trainer keeps between rounds, `idle_moments` of the inner optimisers' state while its
-worker waits for its turn on the device.
+`offload` names the state in host memory: `outer_state` is what a trainer keeps between rounds, `idle_moments` the inner
+optimizer state of a worker that waits for its turn on the device.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -23,9 +22,9 @@ class Home:
     pinned: bool = False
 
     @classmethod
-    def chosen(cls, where: Literal["device", "cpu"], device: torch.device) -> "Home":
-        """As a configuration says, for a device that works with the tensors."""
-        return cls(device) if where == "device" else cls(torch.device("cpu"), pinned=device.type == "cuda")
+    def chosen(cls, offloaded: bool, device: torch.device) -> "Home":
+        """The home of tensors that `device` works with: the host if they are offloaded, otherwise the device."""
+        return cls(torch.device("cpu"), pinned=device.type == "cuda") if offloaded else cls(device)
 
     def empty(self, like: torch.Tensor) -> torch.Tensor:
         """A tensor of this shape and type that lives here."""

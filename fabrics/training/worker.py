@@ -148,7 +148,7 @@ class Worker:
         self.config = config
         kind, like = inner_optimizer_name(config), working.parameters.data
         local = kind is not None and not method.capabilities.exchanges_gradients
-        self._seat = seat_of(working, config) if local and config.idle_moments == "cpu" else None
+        self._seat = seat_of(working, config) if local and "idle_moments" in config.offload else None
         if self._seat is not None:
             self.optimizer, home = self._seat.optimizer, Home.chosen("cpu", working.device)
             self._waiting = {name: home.zeros(tensor) for name, tensor in self.optimizer.state_dict().items()}

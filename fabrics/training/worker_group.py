@@ -54,7 +54,7 @@ class WorkerGroup:
         method = self.method = method_of(config, first)
         by_itself = config.balance == "equal" and method.capabilities.fewer_steps
         self.fewer_steps = config.balance == "steps" or by_itself
-        self._home = Home.chosen(config.outer_state, first.device)
+        self._home = Home.chosen("outer_state" in config.offload, first.device)
         self._like = first.parameters.data
         like = self._like.to("meta")
         self.parameter_count = first.parameter_count

@@ -128,7 +128,7 @@ def test_the_parts_measure(monkeypatch):
     share = gpu.statistics_share(tiny(), repeats=1)
     assert share["share_of_round"] == pytest.approx((share["plain_steps"] - 1) / 200)
     assert list(gpu.trainers_in_turn(tiny())) == ["1", "2", "4"]
-    plain, less = gpu.large(tiny()), gpu.large(tiny(activation_checkpointing=True, outer_state="cpu"))
+    plain, less = gpu.large(tiny()), gpu.large(tiny(activation_checkpointing=True, offload=["outer_state"]))
     assert plain["parameters"] == less["parameters"] > 0
     assert min(plain["planned_bytes"], less["planned_bytes"]) > 4 * plain["parameters"]
 

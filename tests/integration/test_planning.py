@@ -124,7 +124,7 @@ def test_memory_by_hand():
 def test_state_on_the_host_and_on_several_devices():
     values = {"number_of_initial_trainers": 1, "nodes_per_gpu": 2, "devices": ["cuda:0"]}
     flat = 4 * estimated(**values).parameters
-    needed = estimated(**values, outer_state="cpu", idle_moments="cpu").memory
+    needed = estimated(**values, offload=["outer_state", "idle_moments"]).memory
     assert (needed.trainers, needed.moments, needed.round, needed.host) == (0, 2 * flat + 4, 0, 5 * flat + 4)
     values |= {"devices": None, "nodes_per_gpu": 1, "devices_per_node": 4}
     found = estimated(Resources(devices=8), **values)

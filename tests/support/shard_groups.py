@@ -76,7 +76,7 @@ SCENARIOS = {
     "across workers": {"statistics_estimator": "across_workers", "INITIAL_BATCH_SIZE": 4},
     "sketches": {"number_of_initial_trainers": 1},
     "recomputed": _INNER_PRODUCTS | {"activation_checkpointing": True},
-    "on the host": {"outer_state": "cpu", "idle_moments": "cpu"},
+    "on the host": {"offload": ["outer_state", "idle_moments"]},
     "classification": {
         "distributed_algo": "LocalSGD",
         "learning_rate_for_inner_opt": 0.1,

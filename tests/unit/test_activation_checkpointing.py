@@ -122,7 +122,7 @@ def test_parameters_of_float64():
             "autocast: must be null with parameter_dtype float64, got bfloat16",
         ),
         ({"compile_model": "often"}, "compile_model: should be auto, true or false, got 'often'"),
-        ({"outer_state": "gpu"}, "outer_state: should be 'device' or 'cpu', got 'gpu'"),
+        ({"offload": ["model"]}, "offload[0]: should be 'outer_state' or 'idle_moments', got ['model']"),
         (
             {"activation_checkpointing": 3},
             "activation_checkpointing: should be a valid boolean, unable to interpret input",

@@ -14,16 +14,16 @@ GPU = torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize(
-    ("where", "device", "home"),
+    ("offloaded", "device", "home"),
     [
-        ("device", CPU, Home(CPU, pinned=False)),
-        ("device", GPU, Home(GPU, pinned=False)),
-        ("cpu", CPU, Home(CPU, pinned=False)),
-        ("cpu", GPU, Home(CPU, pinned=True)),
+        (False, CPU, Home(CPU, pinned=False)),
+        (False, GPU, Home(GPU, pinned=False)),
+        (True, CPU, Home(CPU, pinned=False)),
+        (True, GPU, Home(CPU, pinned=True)),
     ],
 )
-def test_where_tensors_live(where, device, home):
-    assert Home.chosen(where, device) == home
+def test_where_tensors_live(offloaded, device, home):
+    assert Home.chosen(offloaded, device) == home
 
 
 def test_a_home_takes_in_what_is_elsewhere_and_keeps_what_is_there():
@@ -75,21 +75,21 @@ def test_a_run_whose_state_waits_in_host_memory_has_the_same_bits(values):
     states = []
     make = tiny_cluster if "inner_optimizer" in values else light_cluster
     values = {"number_of_inner_steps_between_outers": 2, "eval_every": 99} | values
-    for where in ("device", "cpu"):
-        cluster = make(number_of_initial_trainers=2, idle_moments=where, outer_state=where, **values)
+    for offload in ([], ["outer_state", "idle_moments"]):
+        cluster = make(number_of_initial_trainers=2, offload=offload, **values)
         cluster.train(Recorder())
         states.append(state_of(cluster))
         optimizers = {
             id(worker.optimizer) for trainer in cluster.trainers.values() for worker in trainer.workers.values()
         }
-        assert len(optimizers) == (4 if where == "device" else 1)
+        assert len(optimizers) == (1 if offload else 4)
     assert_same_state(*states)
     assert any(name == "exp_avg" for _, name in states[0])
 
 
 def test_a_state_that_is_loaded_is_gone_on_with_wherever_moments_wait():
     """Moments on the device are of another time then."""
-    cluster = light_cluster(idle_moments="cpu", number_of_initial_trainers=2, merge_frequency=9)
+    cluster = light_cluster(offload=["idle_moments"], number_of_initial_trainers=2, merge_frequency=9)
     recorder = Recorder()
     cluster.run_round(recorder)
     plain, tensors = cluster.state_dict(), state_of(cluster)
@@ -100,16 +100,7 @@ def test_a_state_that_is_loaded_is_gone_on_with_wherever_moments_wait():
     assert_same_state(state_of(cluster), expected)
 
 
-def test_what_cannot_be_moved_is_refused_or_said_to_have_no_effect():
-    def parsed(**values):
-        return parse_config({"number_of_outer_steps": 1} | values, allowed=CHOICES, checks=CHECKS)[1]
-
-    with pytest.raises(ConfigError) as caught:
-        parsed(outer_state="cpu", distributed_algo="Synchronous")
-    (problem,) = caught.value.problems
-    assert problem == "outer_state: must be device with Synchronous, which changes the parameters in every inner step"
-    warning = "idle_moments: has no effect with inner_optimizer sgd"
-    assert parsed(idle_moments="cpu", distributed_algo="LocalSGD") == [warning]
-    warning = "idle_moments: has no effect with distributed_algo Synchronous"
-    assert parsed(idle_moments="cpu", distributed_algo="Synchronous") == [warning]
-    assert parsed(idle_moments="cpu", outer_state="cpu") == []
+def test_synchronous_training_cannot_offload_its_parameters():
+    values = {"number_of_outer_steps": 1, "distributed_algo": "Synchronous", "offload": ["outer_state"]}
+    with pytest.raises(ConfigError, match="offload: outer_state"):
+        parse_config(values, allowed=CHOICES, checks=CHECKS)

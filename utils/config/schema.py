@@ -163,11 +163,11 @@ class Computation(Section):
         "Recompute layers in the backward pass: less memory, a third more time; only for models of transformers.",
         changes_training=False,
     )
-    outer_state: Literal["device", "cpu"] = key(
-        "device", "Where a trainer's parameters and outer momentum are kept between rounds.", changes_training=False
-    )
-    idle_moments: Literal["device", "cpu"] = key(
-        "device", "Where the inner optimizer state of workers that do not run is kept.", changes_training=False
+    offload: list[Literal["outer_state", "idle_moments"]] = key(
+        [],
+        "State kept in host memory: a trainer's parameters and outer momentum between rounds, and the inner optimizer "
+        "state of workers that do not run.",
+        changes_training=False,
     )
     switch_mode: str = key("threshold_switch_mode", "When a step accumulates gradients over micro-batches.")
     switch_multiplier: PositiveInt = key(
