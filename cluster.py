@@ -73,22 +73,22 @@ class Cluster:
         self.merges: list[Merge] = []
         self.stopped = False
         self.warnings: list[str] = []
-        self.working = FlatModels(config, data, processes)
-        self.devices = list(self.working)
-        self.validation = Validation(data, self.working, config.eval_batch_size)
+        self.models = FlatModels(config, data, processes)
+        self.devices = list(self.models)
+        self.validation = Validation(data, self.models, config.eval_batch_size)
         self.metric = self.validation.metric
-        check_modules(config, self.working.first)
+        check_modules(config, self.models.first)
         self.scheduler = RoundScheduler(config, len(data.train), len(self.nodes))
         self._assigner = NodeAssigner(config, self.pool, processes.groups, self.scheduler)
         first_requests = dict.fromkeys(range(config.number_of_initial_trainers), config.INITIAL_BATCH_SIZE)
         self.trainers: dict[int, Trainer] = {}
-        self.trainers = first_trainers(config, data, self._assignment(first_requests), self.working, processes)
+        self.trainers = first_trainers(config, data, self._assignment(first_requests), self.models, processes)
         self.distribute()
         if config.max_batch_size is None:
             # Now that everything is there which lives between rounds.
             groups = (group for trainer in self.trainers.values() for group in trainer.tensors().values())
             size = sum(tensor.nbytes for group in groups for tensor in group.values())
-            self.pool.limit(measured_max_batches(config, self.working, data.train, processes, size))
+            self.pool.limit(measured_max_batches(config, self.models, data.train, processes, size))
             self.distribute()
         smallest = min(trainer.cursor.smallest for trainer in self.trainers.values())
         check_statistics(config, self.pool.working(0.0), smallest)
@@ -106,7 +106,7 @@ class Cluster:
     @property
     def parameter_count(self) -> int:
         """Trainable parameters of one model."""
-        return self.working.first.parameter_count
+        return self.models.first.parameter_count
 
     # Decisions carried out
 
@@ -272,7 +272,7 @@ class Cluster:
             folder,
             self.trainers,
             lambda trainer: self.trainers[trainer].parameters_for(first),
-            self.working.first,
+            self.models.first,
             self.data.tokenizer,
             self.processes,
         )
@@ -286,7 +286,7 @@ class Cluster:
         Where a shard group's devices have parts of them, each has a part in all groups of the shard group.
         """
         groups = {name: group for trainer in self.trainers.values() for name, group in trainer.tensors().items()}
-        return self.working.first.kept(groups)
+        return self.models.first.checkpoint_tensors(groups)
 
     def state_dict(self) -> dict:
         """What the run's future depends on, besides the trainers' tensors, as JSON values; the same in every process.
@@ -300,7 +300,7 @@ class Cluster:
             "max_batches": self.pool.state_dict(),
             "speeds": self.pool.speeds_state(),
             "threads": torch.get_num_threads(),
-            "compiled": self.working.compiled,
+            "compiled": self.models.compiled,
             "parameters": self.parameter_count,
             "data": self.data.fingerprint(),
         }
@@ -317,8 +317,8 @@ class Cluster:
             CheckpointError: the state is of another model or of other data.
         """
         check_state(state, self.data.fingerprint(), self.parameter_count)
-        self.working.resume(state.get("compiled", False))
-        part = self.working.first.part
+        self.models.resume(state.get("compiled", False))
+        part = self.models.first.local_part
         self.merges = [Merge.from_values(merge) for merge in state["merges"]]
         self.pool.load_state_dict(state["max_batches"])
         self.pool.load_speeds(state.get("speeds"))

@@ -88,8 +88,8 @@ class Group:
         values: plain numbers that the method keeps, by name; the same in every process.
         weights: the weight of each worker in a mean, by number; 0 if it rests. They sum to 1.
         local: the workers of this process that take part and are well, in order.
-        model: for what needs the parts of all devices that share the model: `norm`, `distance`, `sketch`, `here`,
-            `whole_size`, `wholes` and `shard_group.sum`. [n] is this device's part then.
+        model: for what needs the parts of all devices that share the model: `norm`, `distance`, `sketch`,
+            `local_places`, `whole_size`, `wholes` and `shard_group.sum`. [n] is this device's part then.
         clock: simulated times.
         step: inner steps of the round that are done.
         inner_steps: of the round.

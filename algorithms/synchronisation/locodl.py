@@ -93,7 +93,7 @@ class LoCoDL(Method):
         workers = len(group.weights)
         size = group.model.whole_size
         count = max(1, round(settings.density * size))
-        places = [group.model.here(random_part(size, count, generator)) for _ in range(workers)]
+        places = [group.model.local_places(random_part(size, count, generator)) for _ in range(workers)]
         longest = max(1, *map(len, places))  # devices that share a model hold different amounts
         messages = group.messages(longest * y.element_size(), counted=count * y.element_size())
         for worker in group.local:

@@ -64,7 +64,7 @@ class SPARTA(Method):
     def _average_part(self, group: Group) -> None:
         size = group.model.whole_size
         count = max(1, round(self.settings.share * size))
-        places = group.model.here(random_part(size, count, group.generator()))
+        places = group.model.local_places(random_part(size, count, group.generator()))
         incoming = group.mean(group.shared["parameters"].new_empty(len(places)), "parameters", elements=count)
         for worker in group.local:
             incoming.add(worker, worker.parameters[worker.here(places)])

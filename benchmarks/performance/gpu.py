@@ -167,7 +167,7 @@ def large(config: Config) -> dict:
         "whole_round": tokens / seconds(lambda: whole_round(trainer, schedule), device),
         "inner_steps": tokens / seconds(lambda: inner_steps(trainer, schedule), device),
     }
-    flops = flops_per_token(cluster.working[device].module, config.sequence_length)
+    flops = flops_per_token(cluster.models[device].module, config.sequence_length)
     peak, _ = peak_flops(device, config.autocast)
     return {
         "parameters": cluster.parameter_count,

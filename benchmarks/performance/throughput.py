@@ -219,7 +219,7 @@ def throughput(config: Config, repeats: int) -> None:
 def statistics_ratio(config: Config, repeats: int) -> tuple[float, float]:
     """Return the cost of a pass with statistics, and the cost it adds to a round, in plain steps."""
     data = make_data(config, build_vocabulary(config))
-    device, working = next(iter(Cluster(config, data).working.items()))
+    device, working = next(iter(Cluster(config, data).models.items()))
     batch = config.INITIAL_BATCH_SIZE
     in_step = batch >= config.statistics_batch_size
     sample = np.arange(batch if in_step else config.statistics_batch_size)

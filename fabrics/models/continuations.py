@@ -116,7 +116,7 @@ def best_continuations(cluster: Cluster, final: dict[int, Evaluation], observer:
     if parameters is None:
         return []
     try:
-        working = cluster.working[node.device]
+        working = cluster.models[node.device]
         return continuations(working, parameters, cluster.data, config.sequence_length, config.training_seed)
     except Exception as error:  # memory, or whatever a loaded model or tokenizer raises: the run itself is done
         observer.warn(f"validation texts could not be continued: {type(error).__name__}: {error}")

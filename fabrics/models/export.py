@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from fabrics.models.registry import save_model
-from fabrics.training.flat_model import FlatModel, NotKeptError
+from fabrics.training.flat_model import FlatModel, StateDictError
 from utils.distributed.processes import Processes
 from utils.utils import write_folder_atomically
 
@@ -53,7 +53,9 @@ def _write(
     folder: Path, trainer: Path, working: FlatModel, tokenizer: PreTrainedTokenizerBase | None, is_main: bool
 ) -> None:
     """Write the model that the working model has; what was kept of it on the way is gone afterwards."""
-    given = None if working.shard_group.size == 1 else working.state(functools.partial(on_disk, folder=folder))
+    given = (
+        None if working.shard_group.size == 1 else working.full_state_dict(functools.partial(on_disk, folder=folder))
+    )
     if is_main:
         write_folder_atomically(trainer, functools.partial(save_model, working.module, tokenizer, given=given))
 
@@ -90,7 +92,7 @@ def save_models(
         working.load(parameters)
         try:
             _write(folder, folders[trainer], working, tokenizer, processes.is_main)
-        except (OSError, SafetensorError, NotKeptError) as error:
+        except (OSError, SafetensorError, StateDictError) as error:
             problem = f"the models could not be written to {folder}: {error}"
     problem = processes.gather(problem)[0]
     if processes.is_main and not problem:

@@ -83,8 +83,8 @@ def initial_parameters(config: Config, data: TaskData, trainer: int, first: Flat
     if trainer == 0 or (same_body and same_head):
         return first.parameters.detach().clone()
     if first.shard_group.index > 0:  # the first device of the node sends this one its part
-        return first.flat_of(None)
-    return first.flat_of(initial_model(config, data, trainer))
+        return first.flatten(None)
+    return first.flatten(initial_model(config, data, trainer))
 
 
 def initial_cursors(

@@ -44,7 +44,7 @@ class Validation:
             with working.evaluating(parameters) as module:
                 batches = []
                 for examples, all_batches in zip(self._examples, of_examples, strict=True):
-                    own, besides = working.turns(all_batches)
+                    own, besides = working.local_batches(all_batches)
                     batches.append(begin_batches(module, examples, size, device, own))
                     if besides:
                         begin_batches(module, examples, size, device, besides)

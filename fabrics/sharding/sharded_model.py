@@ -34,7 +34,7 @@ from algorithms.batch.per_example import PerExampleProbe
 from algorithms.synchronisation.method import Block, Wholes
 from fabrics.sharding.layers import CompiledLayers, sharded_layers, sharded_parts
 from fabrics.sharding.shard_layout import ShardLayout
-from fabrics.training.flat_model import FlatModel, NotKeptError, blocks_of
+from fabrics.training.flat_model import FlatModel, StateDictError, blocks_of
 from fabrics.training.worker import TrainingError
 from utils.checkpoint.parts import FilePart
 from utils.distributed.placement import share_of
@@ -251,11 +251,11 @@ class ShardedModel(FlatModel):
 
     # Together with the other devices
 
-    def share(self, examples: int) -> tuple[slice, float]:
+    def local_slice(self, examples: int) -> tuple[slice, float]:
         own = share_of(range(examples), self.shard_group.index, self.shard_group.size)
         return (slice(own[0], own[-1] + 1), len(own) / examples) if own else (slice(0, 1), 0.0)
 
-    def turns(self, batches: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    def local_batches(self, batches: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
         own, most = batches[self.shard_group.index :: self.shard_group.size], -(-len(batches) // self.shard_group.size)
         return own, batches[: most - len(own)]
 
@@ -269,7 +269,7 @@ class ShardedModel(FlatModel):
     def whole_size(self) -> int:
         return self._layout.whole_size
 
-    def here(self, places: torch.Tensor) -> torch.Tensor:
+    def local_places(self, places: torch.Tensor) -> torch.Tensor:
         wholes, lengths = self._layout.wholes, torch.tensor(self._layout.lengths)
         starts, sizes = (torch.tensor([getattr(whole, name) for whole in wholes]) for name in ("start", "size"))
         firsts = torch.tensor([place.start for place in self._layout.places])
@@ -286,7 +286,7 @@ class ShardedModel(FlatModel):
             found += sketch(flat[own], seed, size, rows, theirs.start)
         return self.shard_group.sum(found)
 
-    def flat_of(self, module: nn.Module | None) -> torch.Tensor:
+    def flatten(self, module: nn.Module | None) -> torch.Tensor:
         """See FlatModel; None in all devices but the first, which sends them their parts."""
         flat = torch.zeros_like(self.parameters.data)
         trainable = [None] * len(self._held)
@@ -296,7 +296,7 @@ class ShardedModel(FlatModel):
             self.shard_group.scatter(parameter, flat[place])
         return flat
 
-    def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def local_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         layout = self._layout
         return layout.part(tensor, self.shard_group.index) if tensor.shape == (layout.whole_size,) else tensor
 
@@ -304,7 +304,7 @@ class ShardedModel(FlatModel):
         """Every parameter's part of a whole flat tensor, one after the other, in its shape."""
         return self._layout.gather(flat, self.shard_group)
 
-    def kept(self, groups: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, FilePart]]:
+    def checkpoint_tensors(self, groups: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, FilePart]]:
         return {group: {name: self._kept(own[name]) for name in own} for group, own in groups.items()}
 
     def _kept(self, tensor: torch.Tensor) -> FilePart:
@@ -315,7 +315,9 @@ class ShardedModel(FlatModel):
         return FilePart(tensor, (layout.whole_size,), tuple(pieces))
 
     @torch.no_grad()
-    def state(self, keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu) -> dict[str, torch.Tensor]:
+    def full_state_dict(
+        self, keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu
+    ) -> dict[str, torch.Tensor]:
         held, keeps, problem = self.module.state_dict(keep_vars=True), self.shard_group.index == 0, None
         whole: dict[torch.Tensor, torch.Tensor] = {}
         with self.shard_group.explaining():
@@ -328,7 +330,7 @@ class ShardedModel(FlatModel):
                         problem = f"{type(error).__name__}: {error}"
                         whole.clear()
         if problem is not None:
-            raise NotKeptError(problem)
+            raise StateDictError(problem)
         return {name: whole[tensor] for name, tensor in held.items()} if keeps else {}
 
 
@@ -342,7 +344,7 @@ class ShardedProbe(PerExampleProbe):
     """
 
     def __init__(self, working: "ShardedModel", examples: int, products: bool):
-        own, share = working.share(examples)
+        own, share = working.local_slice(examples)
         super().__init__(working.module, batch_size=own.stop - own.start, products=products)
         self._working, self._own, self._counts, self._examples = working, own, share > 0.0, examples
 

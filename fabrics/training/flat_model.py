@@ -44,7 +44,7 @@ def blocks_of(shapes: Mapping[str, tuple[int, ...]], offsets: Sequence[int], siz
     )
 
 
-class NotKeptError(Exception):
+class StateDictError(Exception):
     """A tensor of a model's state could not be kept; says why."""
 
 
@@ -112,7 +112,7 @@ class FlatModel:
         """The flat gradient."""
         return self.parameters.grad
 
-    def trained(self) -> list[nn.Parameter]:
+    def trainable(self) -> list[nn.Parameter]:
         """The trainable parameters of the module, one for each of `blocks`."""
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
@@ -187,14 +187,14 @@ class FlatModel:
 
     # What devices that share a module do together; alone there is nothing to do.
 
-    def share(self, examples: int) -> tuple[slice, float]:
+    def local_slice(self, examples: int) -> tuple[slice, float]:
         """Which of so many examples of a pass this device has, and their share in the mean over all of them.
 
         There is always one, for the pass to be made; it may count for nothing.
         """
         return slice(0, examples), 1.0
 
-    def turns(self, batches: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    def local_batches(self, batches: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
         """Which of some batches this device evaluates, and one that it passes besides, so that all pass as many."""
         return batches, ()
 
@@ -215,29 +215,33 @@ class FlatModel:
         """Of flat tensors as they are with one device per node."""
         return len(self.parameters)
 
-    def here(self, places: torch.Tensor) -> torch.Tensor:
+    def local_places(self, places: torch.Tensor) -> torch.Tensor:
         """Where in this device's flat tensors those of some places of such whole ones are that it has, in their order.
 
         Those in gaps between the model's tensors may be left out.
         """
         return places
 
-    def flat_of(self, module: nn.Module) -> torch.Tensor:
+    def flatten(self, module: nn.Module) -> torch.Tensor:
         """The trainable parameters of a module of the same architecture, flat; the module is used up."""
         return FlatModel(module, self.device).parameters.detach()
 
-    def kept(self, groups: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor | FilePart]]:
+    def checkpoint_tensors(
+        self, groups: Mapping[str, Mapping[str, torch.Tensor]]
+    ) -> dict[str, dict[str, torch.Tensor | FilePart]]:
         """Groups of tensors as a checkpoint takes them, by reference: on shard groups, of which parts these are.
 
         Those of the shape of `parameters` are laid out like them.
         """
         return {name: dict(tensors) for name, tensors in groups.items()}
 
-    def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def local_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """What this device has of a tensor as it is with one device per node, by its name in its group."""
         return tensor
 
-    def state(self, keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu) -> dict[str, torch.Tensor]:
+    def full_state_dict(
+        self, keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu
+    ) -> dict[str, torch.Tensor]:
         """The module's state by name, whole, in the shard group's first device, empty in others.
 
         All of the shard group ask together; tied parameters are one tensor.
@@ -246,6 +250,6 @@ class FlatModel:
             keep: on shard groups, what to do with a tensor, which is gone when the next one comes.
 
         Raises:
-            NotKeptError: `keep` failed; when all have been asked for.
+            StateDictError: `keep` failed; when all have been asked for.
         """
         return self.module.state_dict()

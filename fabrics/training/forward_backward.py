@@ -19,7 +19,7 @@ def backward(
     Devices that share the model take a share of the examples, and of the loss, each. hooked: the module's layers have
     hooks.
     """
-    own, share = model.share(len(indices))
+    own, share = model.local_slice(len(indices))
     batch = examples.batch(indices[own], model.device)
     labels = batch.pop("labels")
     with unmasked(model.module, batch):

@@ -66,14 +66,14 @@ class InnerLoop:
         self._began = 0.0
         self._seconds = 0.0
         self._first_step_seconds = 0.0
-        model = worker.working
+        model = worker.model
         # Memory of model size is allocated before the steps, not after them.
         self._room = torch.empty_like(model.gradient) if assignment.hands_back == "gradient" else None
         self._losses = torch.zeros(len(assignment.turns), dtype=model.parameters.dtype, device=model.device)
 
     @property
-    def _working(self) -> FlatModel:
-        return self.worker.working
+    def _model(self) -> FlatModel:
+        return self.worker.model
 
     def local_steps_until(self, step: int) -> int:
         """Return how many of its own inner steps the worker has made after this inner step of the round."""
@@ -92,14 +92,14 @@ class InnerLoop:
         if self.left_out is not None or first >= last:
             return
         device = self.worker.node.device
-        shard_group = self._working.shard_group
+        shard_group = self._model.shard_group
         self._began = time.perf_counter()
         try:
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
                 self._steps(last)
             shard_group.sum(self._losses[first:last])
             updates = self.worker.optimizer is not None
-            made = self._working.parameters if updates else self._working.gradient
+            made = self._model.parameters if updates else self._model.gradient
             finite = torch.isfinite(self._losses[:last]).all() & torch.isfinite(made.sum())
             if shard_group.sum((~finite).int()).item():
                 what = "parameters" if updates else "gradient"
@@ -115,7 +115,7 @@ class InnerLoop:
             self._failed = True
         self._seconds += time.perf_counter() - self._began
         if self._keeps_end and self.left_out is None:
-            self._start.copy_(self._working.parameters)
+            self._start.copy_(self._model.parameters)
 
     def record(self) -> WorkerRound:
         """What the worker reports of the round."""
@@ -139,7 +139,7 @@ class InnerLoop:
         )
 
     def _steps(self, last: int) -> None:
-        model = self._working
+        model = self._model
         assignment = self._assignment
         self.worker.begin_turn()
         model.load(self._start)
@@ -172,14 +172,14 @@ class InnerLoop:
         while True:
             plan = in_parts(self._plan, assignment.probes) if probe else self._plan
             indices = assignment.places(first, plan.effective_batch)
-            attempt = functools.partial(accumulate_gradients, self._working, assignment.examples, plan, indices, probe)
-            found = self._working.attempt(attempt)
+            attempt = functools.partial(accumulate_gradients, self._model, assignment.examples, plan, indices, probe)
+            found = self._model.attempt(attempt)
             if found is not None:
                 self._losses[self.done], probes = found
                 return probes
             # Nothing of this step has reached parameters or moments: it is made again, in smaller parts.
             self._plan = self._smaller_plan(plan)
-            self._working.gradient.zero_()
+            self._model.gradient.zero_()
             self._seed(self.done)
 
     def _probe_batch(self) -> None:
@@ -188,23 +188,23 @@ class InnerLoop:
         sample = assignment.places(assignment.sample, size)
         while True:
             plan = in_parts(only_gradient_accumulation(size, self.worker.node.max_batch), assignment.probes)
-            attempt = functools.partial(accumulate_gradients, self._working, assignment.examples, plan, sample, True)
-            found = self._working.attempt(attempt)
+            attempt = functools.partial(accumulate_gradients, self._model, assignment.examples, plan, sample, True)
+            found = self._model.attempt(attempt)
             if found is not None:
                 self.vector = self._handed_back(size)
-                self._statistics.append(self._working.estimate(found[1], size))
-            self._working.gradient.zero_()
+                self._statistics.append(self._model.estimate(found[1], size))
+            self._model.gradient.zero_()
             if found is not None:
                 return
             self._smaller_plan(plan)
 
     def _handed_back(self, examples: int) -> torch.Tensor | None:
         """What the assignment asks for of the sum of these examples' gradients, whose mean the gradient holds."""
-        gradient, asked = self._working.gradient, self._assignment.hands_back
+        gradient, asked = self._model.gradient, self._assignment.hands_back
         if asked == "gradient":
             return torch.mul(gradient, examples, out=self._room)
         if asked == "sketch":
-            return self._working.sketch(gradient, self._assignment.place.round) * examples
+            return self._model.sketch(gradient, self._assignment.place.round) * examples
         return None
 
     def _seed(self, step: int) -> None:
@@ -213,7 +213,7 @@ class InnerLoop:
         Not torch.manual_seed: for every kind of accelerator that is not in use it keeps a trace of the stack, which
         takes longer than a small model's step.
         """
-        lane = self._working.shard_group.index  # its devices have other examples
+        lane = self._model.shard_group.index  # its devices have other examples
         sequence = np.random.SeedSequence([*self._assignment.place, step], spawn_key=(lane,) if lane else ())
         seed, device = int(sequence.generate_state(1, np.uint64)[0]), self.worker.node.device
         torch.default_generator.manual_seed(seed)
@@ -223,7 +223,7 @@ class InnerLoop:
 
     def _smaller_plan(self, plan: ExecutionPlan) -> ExecutionPlan:
         """Half the node's max batch, for good, and the same examples in parts of at most that."""
-        node, devices = self.worker.node, self._working.shard_group.size
+        node, devices = self.worker.node, self._model.shard_group.size
         if node.device.type == "cuda":
             torch.cuda.empty_cache()
         largest = max(plan.micro_batches)
@@ -241,8 +241,8 @@ class InnerLoop:
 
     def _update(self, learning_rate: float) -> None:
         """The optimiser's step with the clipped and corrected gradient, which is cleared."""
-        gradient, correction = self._working.gradient, self.worker.correction
-        clip(self._working, gradient, self.worker.config.gradient_clipping)
+        gradient, correction = self._model.gradient, self.worker.correction
+        clip(self._model, gradient, self.worker.config.gradient_clipping)
         if correction is not None:
             gradient.add_(correction)
         self.worker.optimizer.step(learning_rate)

@@ -147,7 +147,7 @@ def _numbers(working: FlatModel) -> tuple[list[int], list[int]]:
 
 
 def _muon_start(working: FlatModel, device: torch.device | str) -> dict[str, torch.Tensor]:
-    trained = working.trained()
+    trained = working.trainable()
     sizes = ([trained[number].numel() for number in part] for part in _numbers(working))
     flat = [(_shape(working, laid_out(each)[1]), len(each)) for each in sizes]
     return _muon_state(flat[0][0], *flat[1], device)
@@ -155,7 +155,7 @@ def _muon_start(working: FlatModel, device: torch.device | str) -> dict[str, tor
 
 def _muon(working: FlatModel, config: Config, given: Mapping[str, torch.Tensor]) -> InnerOptimizer:
     """Muon for the matrices inside the model, with updates of AdamW's size (arXiv 2502.16982); AdamW for the rest."""
-    trained, numbers = working.trained(), _numbers(working)
+    trained, numbers = working.trainable(), _numbers(working)
     matrices, rest = ([trained[number] for number in part] for part in numbers)
     state = {name: given[name] for name in _muon_start(working, "meta")}
     muon = torch.optim.Muon(

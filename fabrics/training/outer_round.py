@@ -50,7 +50,7 @@ class OuterRound:
         self.unheard = lost_messages(config.message_loss, first.place, assignments)
         self.group = Group(
             workers=workers,
-            model=workers.first_working,
+            model=workers.first_model,
             shared=shared,
             values=values,
             weights=_weights(assignments, len(workers)),
@@ -70,10 +70,10 @@ class OuterRound:
                 self.loops[index] = InnerLoop(worker, assignments[index], start, keeps_end, on_step)
                 self._local[index] = LocalWorker(
                     index=index,
-                    parameters=start if replica else worker.working.parameters.data,
+                    parameters=start if replica else worker.model.parameters.data,
                     # With message_loss a worker starts elsewhere, and is still compared with the shared parameters.
                     start=shared["parameters"] if self._method.keeps == "shared" else start,
-                    gradient=worker.working.gradient if self._method.capabilities.exchanges_gradients else None,
+                    gradient=worker.model.gradient if self._method.capabilities.exchanges_gradients else None,
                     state=worker.state,
                 )
 
@@ -132,12 +132,12 @@ class OuterRound:
     def _message(self, index: int):
         worker = self._local[index]
         if worker.gradient is not None and self._method.capabilities.inner_optimizer is None:
-            clip(self._workers.local[index].working, worker.gradient, self._config.gradient_clipping)
+            clip(self._workers.local[index].model, worker.gradient, self._config.gradient_clipping)
         return self._method.message(worker, self.group)
 
     def _update(self, gradient: torch.Tensor) -> None:
         """Make the inner optimizer's step of the shared parameters with this gradient, which is clipped."""
-        model = self._workers.first_working
+        model = self._workers.first_model
         parameters = self.group.shared["parameters"]
         if self._optimizer is None:
             kind = INNER_OPTIMIZERS[inner_optimizer_name(self._config)]

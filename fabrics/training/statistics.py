@@ -109,7 +109,7 @@ def compare_workers(
         incoming.add(index, PLAIN.encode(vectors[index]))
     mean, _ = incoming.result()
     # A device that shares the model has a part of the gradient, but the whole sketch.
-    total = group.first_working.shard_group.sum if plan.compared == "gradient" else None
+    total = group.first_model.shard_group.sum if plan.compared == "gradient" else None
     compared = dict(records)
     for index in present:
         moments = gradient_moments(vectors[index].to(mean.device), mean, total)

@@ -144,7 +144,7 @@ class Worker:
 
     def __init__(self, node: Node, working: FlatModel, config: Config, method: Method):
         self.node = node
-        self.working = working
+        self.model = working
         self.config = config
         kind, like = inner_optimizer_name(config), working.parameters.data
         local = kind is not None and not method.capabilities.exchanges_gradients

@@ -30,7 +30,7 @@ class WorkerGroup:
 
     Args:
         config: the run's configuration.
-        working: the working model of each device of this process, the first of which keeps the trainer's tensors.
+        models: the flat model of each device of this process, the first of which keeps the trainer's tensors.
         processes: those of the run.
 
     Attributes:
@@ -43,14 +43,14 @@ class WorkerGroup:
         parameter_bytes: of one model, without the gaps of the flat tensors. sizes: of the state, likewise.
     """
 
-    def __init__(self, config: Config, working: Mapping[torch.device, FlatModel], processes: Processes):
+    def __init__(self, config: Config, models: Mapping[torch.device, FlatModel], processes: Processes):
         self.nodes: tuple[Node, ...] = ()
         self.local: dict[int, Worker] = {}
         self.lost: frozenset[int] = frozenset()
-        self._config, self._working, self._processes = config, working, processes
+        self._config, self._models, self._processes = config, models, processes
         self._losses: list[float] = []  # of the first and the last round
         self._encoding = self._first_encoding = COMMUNICATION_DTYPES[config.communication_dtype]
-        first = self.first_working = next(iter(working.values()))
+        first = self.first_model = next(iter(models.values()))
         method = self.method = method_of(config, first)
         by_itself = config.balance == "equal" and method.capabilities.fewer_steps
         self.fewer_steps = config.balance == "steps" or by_itself
@@ -151,7 +151,7 @@ class WorkerGroup:
             if self._processes.owns(node.id):
                 here = None if index in lost else previous.get(index)
                 if here is None or here.node.device != node.device:
-                    here = Worker(node, self._working[node.device], self._config, self.method)
+                    here = Worker(node, self._models[node.device], self._config, self.method)
                     here.load_state_dict({COPY: tensors["parameters"]})
                 here.node = node
                 self.local[index] = here
@@ -276,7 +276,7 @@ class WorkerGroup:
 
     def round_bytes(self, workers: int, tested: bool) -> int:
         """Bytes that so many workers of the trainer send in a round; tested: whether a batch test follows."""
-        return round_bytes(self._config, self.method, self._encoding, self.first_working, workers, tested)
+        return round_bytes(self._config, self.method, self._encoding, self.first_model, workers, tested)
 
     def state_dict(self) -> dict:
         """The workers' nodes, whose state is lost and the losses that encodings follow; each worker has tensors."""

@@ -60,7 +60,7 @@ def diverging(monkeypatch):
             steps(self, *arguments)
             place, worker = self._assignment.place, self.worker
             if diverges(place.round, place.worker):
-                worker.working.parameters.data.fill_(float("nan"))
+                worker.model.parameters.data.fill_(float("nan"))
                 worker.moments["exp_avg"].fill_(float("nan"))
 
         monkeypatch.setattr(InnerLoop, "_steps", diverged)

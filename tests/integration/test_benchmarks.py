@@ -71,7 +71,7 @@ def test_the_bare_loop_and_the_inner_steps_do_the_same_work(cache_dir):
     bare.run(3)
     throughput.inner_steps(trainer, RoundSchedule(3, 0.0, 0.0))
     for own, reference in zip(
-        cluster.working[cluster.devices[0]].module.parameters(), bare.model.parameters(), strict=True
+        cluster.models[cluster.devices[0]].module.parameters(), bare.model.parameters(), strict=True
     ):
         torch.testing.assert_close(own, reference, rtol=1e-4, atol=1e-5)
 

@@ -66,9 +66,9 @@ def test_true_and_false_are_taken_at_their_word():
 
 
 def test_without_a_compiler_true_is_refused_and_auto_means_no(monkeypatch):
-    assert light_cluster(**LONG).working.compiled
+    assert light_cluster(**LONG).models.compiled
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert not light_cluster(**LONG).working.compiled
+    assert not light_cluster(**LONG).models.compiled
     with pytest.raises(ConfigError, match=r"compile_model: true needs the C\+\+ compiler no-such-compiler"):
         light_cluster(compile_model=True)
 
@@ -88,15 +88,15 @@ def test_a_run_that_is_resumed_goes_on_as_it_began():
     """Nothing is compiled before the first step."""
     for first, then in ((LONG, {}), ({}, LONG)):
         begun, resumed, told = light_cluster(**first), light_cluster(**then), light_cluster(compile_model=False, **then)
-        assert begun.working.compiled is (first is LONG)
-        assert resumed.working.compiled is not begun.working.compiled
+        assert begun.models.compiled is (first is LONG)
+        assert resumed.models.compiled is not begun.models.compiled
         tensors, state = begun.tensors(), begun.state_dict()
         for cluster in (resumed, told):
             cluster.load_state_dict(state, lambda group, name, tensors=tensors: tensors[group][name])
-        assert resumed.working.compiled is begun.working.compiled
-        assert told.working.compiled is False
-        working = (cluster.working[CPU] for cluster in (begun, resumed, told))
-        assert [model.compiled for model in working] == [begun.working.compiled, begun.working.compiled, False]
+        assert resumed.models.compiled is begun.models.compiled
+        assert told.models.compiled is False
+        working = (cluster.models[CPU] for cluster in (begun, resumed, told))
+        assert [model.compiled for model in working] == [begun.models.compiled, begun.models.compiled, False]
 
 
 # Layers by themselves, as on shard groups
@@ -120,7 +120,7 @@ def test_compiled_layers_keep_a_forward_of_their_own(monkeypatch):
 
 
 def test_a_model_without_layers_is_refused_on_shard_groups():
-    working = light_cluster().working
+    working = light_cluster().models
     working._processes = SimpleNamespace(shard_group=SimpleNamespace(size=2))
     with pytest.raises(ConfigError, match="must be false with devices_per_node 2, as the model has no layers"):
         working._compute(True)

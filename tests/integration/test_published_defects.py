@@ -58,7 +58,7 @@ def test_each_accumulation_of_planned_micro_batches_is_one_inner_step():
     config = make_config(INITIAL_BATCH_SIZE=17, sampling_method="none", switch_mode="only_gradient_accumulation")
     trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(100)), nodes=1, max_batch=8)
     seen = []
-    module = trainer.workers[0].working.module
+    module = trainer.workers[0].model.module
     module.register_forward_pre_hook(lambda m, args, kwargs: seen.append(len(kwargs["input_ids"])), with_kwargs=True)
     (report,) = train(trainer, 1, inner_steps=4)
     assert seen == [6, 6, 5] * 4
@@ -163,7 +163,7 @@ def test_a_failing_worker_stops_the_run():
     def fail(*_):
         raise RuntimeError("the device is gone")
 
-    cluster.working[CPU].module.register_forward_pre_hook(fail)
+    cluster.models[CPU].module.register_forward_pre_hook(fail)
     with pytest.raises(RuntimeError, match="the device is gone"):
         cluster.run_round(Recorder())
 
@@ -240,8 +240,8 @@ def test_saved_weights_are_the_trainers_and_load_again(tmp_path):
     assert sorted(paths) == [0, 1, 2, 3]
     for trainer, path in paths.items():
         model = AutoModelForCausalLM.from_pretrained(path)
-        cluster.working[CPU].load(cluster.trainers[trainer].parameters)
-        for name, parameter in cluster.working[CPU].module.named_parameters():
+        cluster.models[CPU].load(cluster.trainers[trainer].parameters)
+        for name, parameter in cluster.models[CPU].module.named_parameters():
             assert torch.equal(model.get_parameter(name), parameter), name
 
 

@@ -517,7 +517,7 @@ def test_what_goes_to_new_nodes_is_counted():
 def test_communications_and_bytes_of_a_ring_all_reduce():
     cluster = light_cluster(number_of_initial_trainers=1, nodes_per_gpu=4, number_of_outer_steps=5)
     cluster.train(Recorder())
-    parameters = sum(p.numel() for p in cluster.working[CPU].module.parameters())
+    parameters = sum(p.numel() for p in cluster.models[CPU].module.parameters())
     assert cluster.counters.communications == 5
     # Each of 4 workers moves 2 * 3/4 of the 4-byte parameters, and of a sketch of 1,024 such numbers.
     assert cluster.counters.bytes_communicated == 5 * 4 * (2 * 3 / 4) * 4 * (parameters + 1024)
@@ -929,7 +929,7 @@ def test_classification_runs_through_the_same_trainers():
     validation = separable_texts(60, seed=9)
 
     def accuracy() -> float:
-        with trainer.workers[0].working.evaluating(trainer.parameters) as module:
+        with trainer.workers[0].model.evaluating(trainer.parameters) as module:
             return evaluate(module, validation, "classification", 16, CPU).metric
 
     before = accuracy()
@@ -944,7 +944,7 @@ def test_working_memory_is_what_the_design_says():
     """Two buffers per device, two tensors per trainer, two per worker: nothing else of model size lives on."""
     cluster = light_cluster(nodes_per_gpu=6, number_of_initial_trainers=4, merge_frequency=100)
     cluster.run_round(Recorder())
-    working = cluster.working[CPU]
+    working = cluster.models[CPU]
     expected = {working.parameters.data_ptr(), working.gradient.data_ptr()}
     for trainer in cluster.trainers.values():
         expected |= {trainer.parameters.data_ptr(), trainer.shared["velocity"].data_ptr()}
@@ -970,7 +970,7 @@ def test_a_node_on_another_device_takes_the_state_along():
     train(trainer, 1)
     before = trainer.workers[0].state_dict()
     elsewhere = torch.device("cpu", 0)
-    trainer.worker_group._working[elsewhere] = trainer.worker_group._working[CPU]
+    trainer.worker_group._models[elsewhere] = trainer.worker_group._models[CPU]
     trainer.assign_nodes((Node(9, elsewhere, 64),))
     after = trainer.workers[0].state_dict()
     assert trainer.workers[0].node.id == 9

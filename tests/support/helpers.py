@@ -169,7 +169,7 @@ def recorded_pseudo_gradients(monkeypatch) -> list[torch.Tensor]:
 
 def parameters_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """The trainer's parameters by name."""
-    working = next(iter(trainer.worker_group._working.values()))
+    working = next(iter(trainer.worker_group._models.values()))
     working.load(trainer.parameters)
     return {name: tensor.detach().clone() for name, tensor in working.module.named_parameters()}
 

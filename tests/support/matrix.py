@@ -361,7 +361,7 @@ def losing(lost: Callable[[Place], bool] = lambda place: (place.round, place.wor
             if fails:
                 raise NodeFailedError("pulled out")
             self._losses[self.done] = float("nan")
-            self._working.gradient.fill_(float("nan"))
+            self._model.gradient.fill_(float("nan"))
         return found
 
     InnerLoop._step = failing

@@ -78,7 +78,7 @@ def initial(name: str, processes: Processes, folder: Path) -> dict[str, dict[str
     config = make_config(**(RUN | {"number_of_initial_trainers": 2} | values))
     with patch("fabrics.models.initialisation.build_model", build):
         cluster = Cluster(config, shard_groups.data_of("classification" if name == "frozen" else ""), processes)
-    return {"working": cluster.working.first.state(), "trainers": matrix.state_of(cluster)["tensors"]}
+    return {"working": cluster.models.first.full_state_dict(), "trainers": matrix.state_of(cluster)["tensors"]}
 
 
 def alone() -> LocalProcesses:

@@ -228,7 +228,7 @@ def run_scenario(name: str, processes: Processes, state: dict | None = None, fol
         "merges": len(cluster.merges),
         "warnings": recorder.warnings,
         "graphs": len(graphs),
-        "unmasked": needs_no_mask(cluster.working.first.module, {"input_ids": torch.zeros(2, 9)}),
+        "unmasked": needs_no_mask(cluster.models.first.module, {"input_ids": torch.zeros(2, 9)}),
     }
 
 
@@ -290,7 +290,7 @@ def numbers_of_parts(processes: Processes) -> dict:
         "size": working.whole_size,
         "sketch": working.sketch(flat, 3, 250, 5),
         "distance": working.distance(flat, -flat).item(),
-        "here": processes.gather(flat[working.here(some_places(working.whole_size))]),
+        "here": processes.gather(flat[working.local_places(some_places(working.whole_size))]),
     }
 
 

@@ -242,7 +242,7 @@ def run_scenario(name: str, processes=None) -> dict:
             *(cluster.counters.bytes_synchronised, cluster.counters.bytes_merged, cluster.counters.bytes_redistributed)
         ],
         # Flat tensors have gaps between parameters, which are sent and not counted.
-        "flat_bytes": [cluster.working[cluster.devices[0]].parameters.nbytes, trainer_bytes],
+        "flat_bytes": [cluster.models[cluster.devices[0]].parameters.nbytes, trainer_bytes],
         "received": recorder.received,
         "left_out": cluster.counters.left_out,
         "merges": len(cluster.merges),

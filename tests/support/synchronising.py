@@ -62,7 +62,7 @@ def problem_of(trainer: Trainer, rounds: int, inner_steps: int, ends: Sequence[S
     ends: inner steps of the run after which every worker has made its own; None: it makes all of them. A worker's steps
     are counted by itself.
     """
-    working, config = trainer.worker_group.first_working, trainer._config
+    working, config = trainer.worker_group.first_model, trainer._config
     module, workers = copy.deepcopy(working.module), len(trainer.nodes)
     plans = trainer.shares.plans
     sizes = [plans[worker].effective_batch for worker in range(workers)]

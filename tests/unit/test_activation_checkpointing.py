@@ -81,7 +81,7 @@ def test_a_run_that_computes_activations_anew_has_the_same_bits():
     for anew in (False, True):
         cluster = tiny_cluster(activation_checkpointing=anew, number_of_initial_trainers=1, number_of_outer_steps=2)
         cluster.train(Recorder())
-        layers = [m for m in cluster.working[CPU].module.modules() if hasattr(m, "gradient_checkpointing")]
+        layers = [m for m in cluster.models[CPU].module.modules() if hasattr(m, "gradient_checkpointing")]
         assert all(layer.gradient_checkpointing is anew for layer in layers)
         found.append((cluster.trainers[0].requested_batch, cluster.trainers[0].parameters))
     assert found[0][0] == found[1][0]
@@ -102,7 +102,7 @@ def test_parameters_of_float64():
         cluster.train(recorder)
         kinds = {t.dtype for part in cluster.tensors().values() for name, t in part.items() if name != "step"}
         assert kinds == {getattr(torch, dtype)}
-        assert cluster.working[CPU].gradient.dtype == getattr(torch, dtype)
+        assert cluster.models[CPU].gradient.dtype == getattr(torch, dtype)
         found.append((recorder.rounds[0].reports[0].bytes_synchronised, recorder.rounds[-1].reports[0].train_loss))
     assert found[1][0] == 2 * found[0][0] > 0
     assert found[1][1] != found[0][1]

@@ -263,7 +263,7 @@ def test_decoupled_diloco(settings, link):
     trainer = of_speeds(distributed_algo="Decoupled", synchronisation=settings, **link)
     values = {"mixing": 0.5, "grace_window": 0.0, "quorum": 3} | settings
     step_seconds = 2 / 1.0  # examples of a worker, speed of the fastest
-    blocks, fragments = trainer.worker_group.first_working.blocks, settings["fragments"]
+    blocks, fragments = trainer.worker_group.first_model.blocks, settings["fragments"]
     shapes = [(block.name, block.start, block.start + block.size, block.shape) for block in blocks]
     sizes = oracles.fragment_indices(oracles.Problem(None, 4, H, 3, None, shapes=shapes), fragments, "strided")
     bits = link.get("link_bits_per_second", math.inf)

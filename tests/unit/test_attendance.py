@@ -178,7 +178,7 @@ def test_whom_nobody_hears_goes_on_from_its_own_parameters_and_counts_whole_the_
     def noting(self, until):
         starts.append(self._start.clone())
         run(self, until)
-        ends.append(self.worker.working.parameters.clone())
+        ends.append(self.worker.model.parameters.clone())
 
     message = OuterRound._message
 

@@ -115,7 +115,7 @@ def test_inner_steps_and_evaluation_read_no_numbers():
     steps = InnerLoop(
         trainer.workers[0], trainer.assignments(RoundSchedule(5, 0.0, 0.5))[0], trainer.parameters, False, lambda: None
     )
-    working = trainer.workers[0].working
+    working = trainer.workers[0].model
     with Readings() as readings:
         steps._steps(5)
         accumulate_gradients(working, examples, ExecutionPlan((4, 4)), np.arange(8), True)

@@ -168,7 +168,7 @@ def test_a_run_counts_what_is_sent(name):
     }
     cluster = light_cluster(communication_dtype=name, **settings)
     cluster.train(Recorder())
-    parameters = sum(p.numel() for p in cluster.working[CPU].module.parameters())
+    parameters = sum(p.numel() for p in cluster.models[CPU].module.parameters())
     scales = 4 * -(-parameters // 256)
     one_way = {"bfloat16": 2 * parameters, "int8": parameters + scales, "int4": -(-parameters // 2) + scales}[name]
     assert cluster.counters.bytes_communicated == 3 * 3 * (one_way + 2 * parameters)
@@ -225,7 +225,7 @@ def test_what_a_worker_lost_before_it_was_the_only_one_is_not_lost_for_good():
     before, error = trainer.parameters.clone(), trainer.workers[0].state[ERROR].clone()
     assert error.abs().max() > 0
     train(trainer, 1)
-    replica = trainer.workers[0].working  # its buffer holds what was sent: x - x_m + error
+    replica = trainer.workers[0].model  # its buffer holds what was sent: x - x_m + error
     torch.testing.assert_close(before - trainer.parameters, replica.parameters.data, rtol=1e-12, atol=1e-14)
     assert not trainer.workers[0].state[ERROR].any()
 

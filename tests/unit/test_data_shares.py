@@ -304,9 +304,9 @@ def test_a_trainers_loss_is_known_on_every_share(differing):
     data = load_data(differing)
     cluster, recorder = Cluster(differing, data), Recorder()
     final = cluster.train(recorder)
-    module = cluster.working[CPU].module.eval()
+    module = cluster.models[CPU].module.eval()
     (trainer,) = cluster.trainers.values()
-    cluster.working[CPU].load(trainer.parameters)
+    cluster.models[CPU].load(trainer.parameters)
     evaluation = final[trainer.id]
     assert evaluation.loss == evaluate(module, data.validation, data.task, 5, CPU).loss
     assert len(evaluation.shares) == 4

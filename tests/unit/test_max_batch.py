@@ -216,7 +216,7 @@ def test_the_max_batch_is_measured_beside_all_that_will_be_there(monkeypatch, va
     monkeypatch.setattr(node_pool, "calculate_max_batch", calculate)
     config = make_config(model_config=TINY_ARCHITECTURE, max_batch_size=None, **values)
     cluster = Cluster(config, tiny_data(), _Sharing(owners))
-    size = cluster.working[CPU].parameters.nbytes
+    size = cluster.models[CPU].parameters.nbytes
     state = sum(tensor.nbytes for group in cluster.tensors().values() for tensor in group.values())
     per_worker = 3 if values.get("communication_dtype") == "int8" else 2
     assert state >= size * (2 * len(cluster.trainers) + per_worker * 4)

@@ -84,7 +84,7 @@ def test_demo_that_sends_everything_is_the_sign_of_the_mean_gradient():
 
 
 def test_what_sparse_methods_send_is_as_narrow_as_on_paper():
-    sizes = [block.size for block in trainer_of().worker_group.first_working.blocks]
+    sizes = [block.size for block in trainer_of().worker_group.first_model.blocks]
     chunks = sum(sizes) / 16  # 16 divides all
 
     def sent(**values) -> float:

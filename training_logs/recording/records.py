@@ -133,7 +133,7 @@ class RunView(Protocol):
     merges: list[Merge]
     counters: RunCounters
     parameter_count: int
-    working: FlatModels
+    models: FlatModels
     processes: Processes
 
     def best(self, evaluations: dict[int, Evaluation]) -> int:
