@@ -103,12 +103,12 @@ def batched(items: Iterable, size: int) -> Iterator[list]:
 
 def budget_used(budget: Mapping) -> str:
     """The budget of a run, as its summary has it, for people."""
-    values, unit = (budget["used"], budget["amount"]), budget["unit"]
-    if unit == "bytes":
-        used, amount = map(byte_size, values)
+    if budget["unit"] == "bytes":
+        used = byte_size(budget["used"])
+        amount = byte_size(budget["amount"])
     else:
-        used, amount = (f"{value:,.{1 if unit == 'seconds' else 0}f}" for value in values)
-        amount += f" {unit}"
+        used = f"{budget['used']:,}"
+        amount = f"{budget['amount']:,} {budget['unit']}"
     return f"{used} of {amount} ({budget['deviation_percent']:+.1f}%)"
 
 
