@@ -1,6 +1,7 @@
-"""The pictures of a gradient analysis."""
+"""Figures of a gradient analysis."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -8,22 +9,37 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from scipy import stats
 
 from gradient_analysis.gradients import BatchGradient
-from gradient_analysis.laws import Distribution, PowerLaw
+from gradient_analysis.laws import Distribution, Fit, PowerLaw
 from training_logs.showing.styles import colour, make_figure
 
-_FAMILIES = {"norm": "normal", "t": "Student's t"}
+
+@dataclass(frozen=True)
+class RunMarks:
+    """The run's own values, which the figure of requests marks.
+
+    Attributes:
+        test: sampling_method.
+        batch: effective batch in examples.
+        batch_from: where the batch comes from.
+    """
+
+    test: str
+    eta: float
+    theta: float
+    nu: float
+    batch: int
+    batch_from: str
 
 
 def deviations_figure(batches: Sequence[BatchGradient], found: Distribution, batch_size: int) -> Figure:
-    """Histogram of deviations with the fitted distributions, and of cosines."""
+    """Draw a histogram of deviations with the fitted distributions, and one of cosines."""
     figure, (left, right) = make_figure(2)
     values = np.array([batch.deviation for batch in batches])
     left.hist(values, bins="auto", density=True, color=colour(0), alpha=0.45, label=f"{len(values)} batches")
     xs = np.linspace(values.min(), values.max(), 300)
-    for index, fit in enumerate(found.fits, 1):
+    for fit, line, index in zip(found.fits, ("-", "--"), (1, 2), strict=False):
         density = getattr(stats, fit.name).pdf(xs, *fit.parameters)
-        label = f"{_FAMILIES[fit.name]} (KS {fit.kolmogorov_smirnov:.3f}, p {fit.p_value:.2f})"
-        left.plot(xs, density, color=colour(index), label=label)
+        left.plot(xs, density, line, color=colour(index), label=_fit_label(fit))
     left.axvline(found.mean, color="black", lw=1, ls="--", label=f"mean {found.mean:.4g}")
     left.axvline(found.median, color="black", lw=1, ls=":", label=f"median {found.median:.4g}")
     left.set_title(f"Deviation from the full gradient, batches of {batch_size}")
@@ -38,21 +54,30 @@ def deviations_figure(batches: Sequence[BatchGradient], found: Distribution, bat
     right.set_ylabel("batches")
     for axes in (left, right):
         axes.grid(True, alpha=0.3)
-    # Below the data, not over it: a histogram may fill any corner.
+    # Below the axes, because a histogram may fill any corner.
     left.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
     return figure
 
 
+def _fit_label(fit: Fit) -> str:
+    quality = f"KS {fit.kolmogorov_smirnov:.3f}, p {fit.p_value:.2f}"
+    if fit.name == "norm":
+        return f"normal ({quality})"
+    freedom = fit.parameters[0]
+    return f"Student's t, {f'{freedom:.1f}' if freedom < 1000 else '> 1000'} degrees of freedom ({quality})"
+
+
 def law_figure(
-    sizes: Sequence[int], measured: Sequence[float], predicted: Sequence[float], law: PowerLaw | None, sampling: str
+    sizes: Sequence[int], deviations: Sequence[float], variance: float, law: PowerLaw | None, sampling: str
 ) -> Figure:
-    """Deviation against batch size: measured, predicted from the variance of single examples, and the fitted law."""
+    """Draw deviations, corrected for the finite sample, against the batch size, with sqrt(V / b) and the fitted law."""
     figure, (axes,) = make_figure(1, 1, (7.5, 4.6))
-    # A batch that is the whole sample has no deviation but that of rounding.
-    positive = [(b, m, p) for b, m, p in zip(sizes, measured, predicted, strict=True) if m > 0 and p > 0]
-    xs, ys, expected = np.array(positive).T if positive else np.empty((3, 0))
-    axes.plot(xs, ys, "o", color=colour(0), label="measured (root mean square)")
-    axes.plot(xs, expected, "-", color=colour(2), label="sqrt(V / b), for this sampling")
+    xs = np.array(sizes, dtype=float)
+    ys = np.array(deviations)
+    shown = ys > 0  # not the whole sample as one batch, whose deviation is rounding
+    xs = xs[shown]
+    axes.plot(xs, ys[shown], "o", color=colour(0), label="measured (root mean square), corrected for the finite sample")
+    axes.plot(xs, np.sqrt(variance / xs), "-", color=colour(2), label="sqrt(V / b)")
     if law is not None:
         label = f"fitted exponent {law.exponent:.3f} ± {law.error:.3f} (independent examples: -0.5)"
         axes.plot(xs, law.scale * xs**law.exponent, "--", color=colour(1), label=label)
@@ -63,7 +88,7 @@ def law_figure(
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_title(f"Deviation against batch size, {sampling}")
-    axes.set_xlabel("examples per batch")
+    axes.set_xlabel("examples per batch b")
     axes.set_ylabel("||g_B - F||")
     axes.grid(True, alpha=0.3)
     axes.legend(fontsize=8, loc="lower left")
@@ -71,8 +96,9 @@ def law_figure(
 
 
 def layers_figure(variances: Mapping[str, float]) -> Figure:
-    """Each parameter's share of the variance, in the model's order."""
-    names, total = list(variances), sum(variances.values())
+    """Draw each parameter's share of the variance, in the model's order."""
+    names = list(variances)
+    total = sum(variances.values())
     shares = [100 * value / total if total else 0.0 for value in variances.values()]
     figure, (axes,) = make_figure(1, 1, (9, max(3.0, 0.24 * len(names) + 1.2)))
     axes.barh(range(len(names)), shares, color=colour(0))
@@ -87,23 +113,31 @@ def layers_figure(variances: Mapping[str, float]) -> Figure:
     return figure
 
 
-def requests_figure(rows: Sequence[tuple[str, float, int]], sample: int) -> Figure:
-    """What the batch tests would request at this point, over their parameter."""
-    figure, (left, right) = make_figure(2)
-    tests = dict.fromkeys(test for test, _, _ in rows)
-    for index, test in enumerate(tests):
-        axes = left if test.startswith("norm_test") else right
-        points = [(parameter, request) for name, parameter, request in rows if name == test]
-        axes.plot(*zip(*points, strict=True), ".-", color=colour(index), label=test)
-    for axes, name in ((left, "eta"), (right, "theta or nu")):
-        axes.axhline(sample, color="grey", lw=1, ls=":", label=f"the sample, {sample}")
+def requests_figure(rows: Sequence[tuple[str, float, int]], sample: int, marks: RunMarks) -> Figure:
+    """Draw the requests of each batch test over its parameter, with the run's own parameter and batch."""
+    figure, panels = make_figure(3, 3, (15, 4.4))
+    tests = (
+        ("norm_test", "eta", marks.eta, ["norm_test"]),
+        ("inner_product_test", "theta", marks.theta, ["inner_product_test", "augmented_inner_product_test"]),
+        ("augmented_inner_product_test", "nu", marks.nu, ["augmented_inner_product_test"]),
+    )
+    for axes, (test, parameter, own, users) in zip(panels, tests, strict=True):
+        shown = [row for row in rows if row[0].startswith(test)]
+        for index, name in enumerate(dict.fromkeys(name for name, _, _ in shown)):
+            points = [(value, request) for other, value, request in shown if other == name]
+            axes.plot(*zip(*points, strict=True), ".-", color=colour(index), label=name.replace("_", " "))
+        label = f"configured {parameter}, {own:g}" + ("" if marks.test in users else " (test not in use)")
+        axes.axvline(own, color="black", lw=1, ls="--", label=label)
+        axes.axhline(marks.batch, color="black", lw=1, ls=":", label=f"batch {marks.batch:,} ({marks.batch_from})")
+        axes.axhline(sample, color="grey", lw=1, ls=":", label=f"sample, {sample:,}")
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axes.set_title("What the batch tests would request here")
-        axes.set_xlabel(name)
-        axes.set_ylabel("examples")
+        axes.set_xlabel(parameter)
         axes.grid(True, alpha=0.3)
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+    panels[0].set_ylabel("requested batch, examples")
+    panels[1].set_title("Requests of the batch tests at this point")
     return figure

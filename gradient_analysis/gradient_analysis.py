@@ -1,10 +1,10 @@
-"""How the gradients of batches scatter around the full gradient:
+"""Analyse the gradient noise of a model:
 
     python gradient_analysis/gradient_analysis.py [--config PATH] [key=value ...]
 
-computes the full gradient of a model over a sample, exactly; the deviation of every batch from it; the variance of
-single examples, and its share by layer; the law of the deviation in the batch size; and what every batch test would
-request at this point. Numbers go to CSV and JSON, pictures to PNG.
+The script computes, exactly on a sample: the full gradient; the deviation of batch gradients from it, and how it scales
+with the batch size; the variance of single examples and each parameter's share of it; and the batch that every batch
+test would request at this point. Numbers go to CSV and JSON files, figures to PNG files.
 """
 
 import argparse
@@ -13,12 +13,11 @@ import dataclasses
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 import yaml
-from matplotlib.figure import Figure
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
@@ -27,14 +26,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from algorithms.batch.per_example import UnsupportedModuleError
 from fabrics.config_checks import CHECKS, CHOICES
 from fabrics.data.dataset_loader import load_data
+from fabrics.data.examples import TaskData
 from fabrics.models.registry import build_model
 from fabrics.training.flat_model import FlatModel
-from gradient_analysis.figures import deviations_figure, law_figure, layers_figure, requests_figure
+from gradient_analysis.figures import RunMarks, deviations_figure, law_figure, layers_figure, requests_figure
 from gradient_analysis.gradients import Gradients
 from gradient_analysis.laws import (
+    PowerLaw,
     distribution,
     draw_batches,
     finite_population_factor,
+    noise_scale,
     power_law,
     requests,
     root_mean_square,
@@ -46,8 +48,10 @@ from utils.config.reading import check_plugins_of_run, load_config
 from utils.config.schema import Config, ConfigError
 from utils.config.yaml_reading import read_mapping, yaml_value
 from utils.distributed.devices import resolve_devices
+from utils.run_layout import REPORT_FOLDER
 from utils.utils import write_atomically, write_json_atomically
 
+HERE = Path(__file__).resolve().parent
 PositiveInt = Annotated[int, Field(gt=0)]
 Grid = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
 
@@ -57,7 +61,7 @@ class AnalysisConfig:
     """The keys of config_analyze_gradient.yaml, which explains them."""
 
     model: str | None = None
-    config: str | None = "config.yaml"
+    config: str | None = None
     part: Literal["train", "validation"] = "train"
     sample_size: Annotated[int, Field(ge=2)] | None = 512
     replacement: bool = False
@@ -100,41 +104,43 @@ def parse_analysis_config(path: Path, overrides: Sequence[str]) -> AnalysisConfi
         raise ConfigError(problems) from None
 
 
-def _warn(warnings: Iterable[str]) -> None:
-    for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+# Model, data and sample
 
 
-def _run_of(model: Path) -> Path | None:
-    """The run folder that a model folder is in."""
-    return next((folder for folder in [model, *model.parents] if (folder / "config.yaml").is_file()), None)
+def run_folder_of(model: Path) -> Path | None:
+    """Return the run folder that contains a model folder, or is it; None if there is none."""
+    model = model.resolve()
+    for folder in (model, *model.parents):
+        if (folder / "config.yaml").is_file() and (folder / REPORT_FOLDER).is_dir():
+            return folder
+    return None
 
 
 def resolve_model(config: AnalysisConfig) -> tuple[Config, Path | None]:
-    """The training configuration, and the folder of the model; None for an untrained one.
+    """Return the training configuration and the model folder; None for an untrained model.
+
+    A configuration that is given wins. Otherwise it is that of the model's run, or config.yaml for an untrained model.
 
     Raises:
         ConfigError: there is no such model, or no configuration for it.
     """
     model = None if config.model is None else Path(config.model)
-    path = None if config.config is None else Path(config.config)
+    run = None
     if model is not None:
         if not model.is_dir():
             raise ConfigError(f"model: no such folder: {model}")
-        run = _run_of(model.resolve())
+        run = run_folder_of(model)
         if not (model / "config.json").is_file():
-            try:
-                best = read_run(model).summary.get("best_model")
-            except RunFolderError as error:
-                raise ConfigError(f"model: neither a model folder nor a run folder: {error}") from None
-            if best is None:
-                raise ConfigError(f"model: {model} has no final model; name a folder in it")
-            model = model / best
-        if run is not None:
-            path = run / "config.yaml"
-            check_plugins_of_run(run)
-    if path is None:
-        raise ConfigError("config: null needs a model that lies in the folder of a run")
+            model /= _best_model(model)
+    if config.config is not None:
+        path = Path(config.config)
+    elif run is not None:
+        path = run / "config.yaml"
+        check_plugins_of_run(run)
+    elif model is None:
+        path = Path("config.yaml")
+    else:
+        raise ConfigError(f"config: {model} is not in a run folder: name its training configuration")
     training, warnings = load_config(path, (), CHOICES, CHECKS)
     _warn(f"{path}: {warning}" for warning in warnings)
     if model is not None:
@@ -143,16 +149,111 @@ def resolve_model(config: AnalysisConfig) -> tuple[Config, Path | None]:
     return training, model
 
 
-def _write_csv(path: Path, columns: Sequence[str], rows: Sequence[Sequence]) -> None:
-    def write(temporary: Path) -> None:
-        with temporary.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([columns, *rows])
+def _best_model(run: Path) -> str:
+    """Path of a run's best model, relative to the run folder."""
+    try:
+        best = read_run(run).summary.get("best_model")
+    except RunFolderError as error:
+        raise ConfigError(f"model: neither a model folder nor a run folder: {error}") from None
+    if best is None:
+        raise ConfigError(f"model: {run} has no final model; name a folder in it")
+    return best
 
-    write_atomically(path, write)
+
+def run_marks(training: Config, model: Path | None) -> RunMarks:
+    """Return the parameters of the batch test and the largest batch, at the end of the run or before training."""
+    eta = training.ETA
+    batch = training.INITIAL_BATCH_SIZE
+    batch_from = "INITIAL_BATCH_SIZE"
+    run = None if model is None else run_folder_of(model)
+    rounds = {} if run is None else read_run(run).by_round
+    if rounds:
+        last = rounds[max(rounds)]
+        batch = int(last["effective_batch"].max())
+        batch_from = "the run's last round"
+        eta = eta if training.ETA_at_end is None else training.ETA_at_end
+    return RunMarks(training.sampling_method, eta, training.vartheta, training.nu, batch, batch_from)
+
+
+def _load_data(config: AnalysisConfig, training: Config) -> TaskData:
+    """Load the data, and check that the part is as large as the sample."""
+    # The sample is drawn from all data, however training divided them.
+    data = load_data(dataclasses.replace(training, data_split="iid", data_split_over="trainers"))
+    available = len(_part(config, data))
+    count = available if config.sample_size is None else config.sample_size
+    if count > available:
+        raise ConfigError(f"sample_size: the {config.part} part has {available} examples, got {count}")
+    for key, size in (("batch_size", config.batch_size), ("batch_sizes", max(config.batch_sizes or [1]))):
+        if size > count:
+            raise ConfigError(f"{key}: must be at most the {count} examples of the sample, got {size}")
+    return data
+
+
+def _part(config: AnalysisConfig, data: TaskData):
+    return data.train if config.part == "train" else data.validation
+
+
+def _build(training: Config, data: TaskData, device: torch.device) -> FlatModel:
+    try:
+        module = build_model(
+            training.model_type,
+            training.model_config,
+            data.tokenizer,
+            training.sequence_length,
+            training.training_seed,
+            data.class_names,
+        )
+        return FlatModel(module, device)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"model: {error}") from None
+
+
+# The analysis
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSizeLaw:
+    """Root mean square deviation of batch gradients by batch size.
+
+    Attributes:
+        sizes: batch sizes.
+        measured: root mean square deviation of batches of each size.
+        predicted: the same from the variance of single examples, for this way of sampling.
+        corrected: measured, without the effect of the finite sample; NaN for a batch that is the whole sample.
+        fit: power law fitted to the corrected deviations.
+    """
+
+    sizes: list[int]
+    measured: list[float]
+    predicted: list[float]
+    corrected: list[float]
+    fit: PowerLaw | None
+
+
+def _batch_size_law(
+    config: AnalysisConfig, gradients: Gradients, indices: np.ndarray, variance: float, generator: np.random.Generator
+) -> BatchSizeLaw:
+    count = len(indices)
+    sizes = config.batch_sizes or [2**power for power in range(count.bit_length()) if 2**power <= count]
+    measured = []
+    predicted = []
+    corrected = []
+    for size in sizes:
+        # At least four batches, from several permutations if the sample fills fewer.
+        wanted = min(config.batches_per_size, max(4, count // size))
+        drawn = draw_batches(indices, size, wanted, config.replacement, generator)
+        deviations = [batch.deviation for batch in gradients.of_batches(drawn, f"batches of {size}")]
+        factor = finite_population_factor(count, size, config.replacement)
+        measured.append(root_mean_square(deviations))
+        predicted.append((variance / size * factor) ** 0.5)
+        corrected.append(measured[-1] / factor**0.5 if factor > 0 else float("nan"))
+    return BatchSizeLaw(sizes, measured, predicted, corrected, power_law(sizes, corrected))
 
 
 def analyse(config: AnalysisConfig) -> Path:
-    """Do everything that the configuration asks for; the folder of the results.
+    """Run the analysis and return the folder of its results.
 
     Raises:
         ConfigError: model, data or sizes do not fit.
@@ -163,55 +264,33 @@ def analyse(config: AnalysisConfig) -> Path:
         raise ConfigError(f"device: {error}") from None
     _warn(warnings)
     training, model_folder = resolve_model(config)
-    output = Path(config.output_dir)
-    # A sample is of all data, whoever had them.
-    data = load_data(dataclasses.replace(training, data_split="iid", data_split_over="trainers"))
-    examples = data.train if config.part == "train" else data.validation
-    count = len(examples) if config.sample_size is None else config.sample_size
-    sizes = config.batch_sizes or [2**power for power in range(count.bit_length()) if 2**power <= count]
-    if count > len(examples):
-        raise ConfigError(f"sample_size: the {config.part} part has {len(examples)} examples, got {count}")
-    for key, size in (("batch_size", config.batch_size), ("batch_sizes", max(sizes))):
-        if size > count:
-            raise ConfigError(f"{key}: must be at most the {count} examples of the sample, got {size}")
-    try:
-        module = build_model(
-            training.model_type,
-            training.model_config,
-            data.tokenizer,
-            training.sequence_length,
-            training.training_seed,
-            data.class_names,
-        )
-        working = FlatModel(module, devices[0])
-    except ValueError as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(f"model: {error}") from None
-    generator = np.random.default_rng(config.seed)
-    indices = np.sort(generator.permutation(len(examples))[:count])
-    gradients = Gradients(working, examples, indices, config.micro_batch)
+    data = _load_data(config, training)
+    examples = _part(config, data)
+    working = _build(training, data, devices[0])
+    marks = run_marks(training, model_folder)
     name = "untrained" if model_folder is None else str(model_folder)
+
+    generator = np.random.default_rng(config.seed)
+    indices = np.sort(generator.permutation(len(examples))[: config.sample_size])
     print(
-        f"{training.model_type} with {working.parameter_count:,} parameters ({name}) on {count} {config.part} examples "
-        f"of {data.source}, {devices[0]}"
+        f"{training.model_type} with {working.parameter_count:,} parameters ({name}) on {len(indices)} {config.part} "
+        f"examples of {data.source}, {devices[0]}"
     )
+    gradients = Gradients(working, examples, indices, config.micro_batch)
     gradients.compute_full()
     singles = gradients.of_examples()
     statistics = singles.statistics
     drawn = draw_batches(indices, config.batch_size, None, config.replacement, generator)
     batches = gradients.of_batches(drawn, f"batches of {config.batch_size}")
-    found = distribution([batch.deviation for batch in batches])
-    measured = []
-    for size in sizes:
-        # Where the sample fills fewer, a few permutations of it.
-        wanted = min(config.batches_per_size, max(4, count // size))
-        several = draw_batches(indices, size, wanted, config.replacement, generator)
-        measured.append(root_mean_square([b.deviation for b in gradients.of_batches(several, f"batches of {size}")]))
-    factors = [finite_population_factor(count, size, config.replacement) for size in sizes]
-    predicted = [(statistics.variance / size * factor) ** 0.5 for size, factor in zip(sizes, factors, strict=True)]
-    # Where a batch is a large part of the sample its deviation shrinks for that alone.
-    usable = [(s, m / f**0.5) for s, m, f in zip(sizes, measured, factors, strict=True) if f > 0]
-    law = power_law(*zip(*usable, strict=True)) if usable else None
-    asked = requests(statistics, config.batch_size, {"eta": config.eta, "theta": config.theta, "nu": config.nu})
+    deviations = distribution([batch.deviation for batch in batches])
+    law = _batch_size_law(config, gradients, indices, statistics.variance, generator)
+    grids = {
+        "eta": sorted({*config.eta, marks.eta}),
+        "theta": sorted({*config.theta, marks.theta}),
+        "nu": sorted({*config.nu, marks.nu}),
+    }
+    requested = requests(statistics, config.batch_size, grids)
+
     sampling = f"{'with' if config.replacement else 'without'} replacement"
     summary = {
         "model": name,
@@ -219,62 +298,103 @@ def analyse(config: AnalysisConfig) -> Path:
         "parameters": working.parameter_count,
         "data_source": data.source,
         "part": config.part,
-        "sample": count,
+        "sample": len(indices),
         "sampling": sampling,
         "loss": gradients.loss,
         "full_gradient_norm": statistics.squared_norm**0.5,
         "per_example": dataclasses.asdict(statistics),
-        "noise_scale": statistics.variance / statistics.squared_norm if statistics.squared_norm else None,
+        "noise_scale": noise_scale(statistics),
+        "noise_scale_plain": statistics.variance / statistics.squared_norm if statistics.squared_norm else None,
+        "run": dataclasses.asdict(marks),
         "batch_size": config.batch_size,
-        "deviation": dataclasses.asdict(found),
-        "batch_size_law": None if law is None else dataclasses.asdict(law) | {"independent_examples": -0.5},
+        "deviation": dataclasses.asdict(deviations),
+        "batch_size_law": law.fit and dataclasses.asdict(law.fit) | {"independent_examples": -0.5},
         "config": dataclasses.asdict(config),
     }
-    figures: dict[str, Figure] = {
-        "deviations": deviations_figure(batches, found, config.batch_size),
-        "batch_size_law": law_figure(sizes, measured, predicted, law, sampling),
-        "layers": layers_figure(singles.variance_by_layer),
-        "requests": requests_figure(asked, count),
+    figures = {
+        "deviations": deviations_figure(batches, deviations, config.batch_size),
+        "batch_size_law": law_figure(law.sizes, law.corrected, statistics.variance, law.fit, sampling),
+        "layers": layers_figure(singles.variance_by_parameter),
+        "requests": requests_figure(requested, len(indices), marks),
     }
+    tables = {
+        "batches": (
+            ("batch", "deviation", "norm", "cosine", "examples"),
+            [
+                (number, batch.deviation, batch.norm, batch.cosine, " ".join(map(str, chosen)))
+                for number, (batch, chosen) in enumerate(zip(batches, drawn, strict=True))
+            ],
+        ),
+        "batch_size_law": (
+            ("batch_size", "deviation", "predicted"),
+            zip(law.sizes, law.measured, law.predicted, strict=True),
+        ),
+        "layers": (("parameter", "variance"), singles.variance_by_parameter.items()),
+        "requests": (("test", "parameter", "request"), requested),
+        "examples": (
+            ("example", "squared_norm", "inner_product"),
+            zip(indices, singles.squared_norms, singles.inner_products, strict=True),
+        ),
+    }
+    output = Path(config.output_dir)
     try:
         for name, figure in figures.items():
             write_atomically(output / f"{name}.png", lambda path, figure=figure: figure.savefig(path, dpi=110))
-        rows = [
-            (number, batch.deviation, batch.norm, batch.cosine, " ".join(map(str, chosen)))
-            for number, (batch, chosen) in enumerate(zip(batches, drawn, strict=True))
-        ]
-        _write_csv(output / "batches.csv", ("batch", "deviation", "norm", "cosine", "examples"), rows)
-        law_rows = list(zip(sizes, measured, predicted, strict=True))
-        _write_csv(output / "batch_size_law.csv", ("batch_size", "deviation", "predicted"), law_rows)
-        _write_csv(output / "layers.csv", ("parameter", "variance"), list(singles.variance_by_layer.items()))
-        _write_csv(output / "requests.csv", ("test", "parameter", "request"), asked)
-        example_rows = list(zip(indices, singles.squared_norms, singles.inner_products, strict=True))
-        _write_csv(output / "examples.csv", ("example", "squared_norm", "inner_product"), example_rows)
+        for name, (columns, rows) in tables.items():
+            _write_csv(output / f"{name}.csv", columns, rows)
         write_json_atomically(output / ANALYSIS_SUMMARY, summary)
     except OSError as error:
         raise ConfigError(f"output_dir: cannot write {error.filename or output}: {error.strerror}") from None
-    print(
-        f"loss {gradients.loss:.4f}, ||F|| {statistics.squared_norm**0.5:.4g}, V {statistics.variance:.4g}, "
-        f"V / ||F||^2 {summary['noise_scale'] or float('nan'):.4g} examples"
-    )
-    print(
-        f"deviation of batches of {config.batch_size} ({sampling}): mean {found.mean:.4g}, median {found.median:.4g}, "
-        f"excess kurtosis {found.excess_kurtosis:.3g}"
-    )
-    if law is not None:
-        print(f"deviation ~ batch ^ {law.exponent:.3f} +- {law.error:.3f} (independent examples: -0.5)")
+    _print_findings(summary, requested, marks)
     print(f"results: {output}")
     return output
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """0: done; 2: bad configuration, nothing done."""
-    default = Path(__file__).resolve().parent / "config_analyze_gradient.yaml"
-    parser = argparse.ArgumentParser(description="How gradients of batches scatter around the full gradient.")
-    parser.add_argument(
-        "--config", type=Path, default=default, help="default: config_analyze_gradient.yaml beside this"
+def _print_findings(summary: dict[str, Any], requested: Sequence[tuple], marks: RunMarks) -> None:
+    variance = summary["per_example"]["variance"]
+    print(f"loss {summary['loss']:.4f}, ||F|| {summary['full_gradient_norm']:.4g}, V {variance:.4g}")
+    scale = summary["noise_scale"]
+    if scale is None:
+        print("noise scale: not measurable, the gradient of this sample is no larger than its noise")
+    else:
+        print(f"noise scale V / ||G||^2: {scale:.4g} examples ({summary['noise_scale_plain']:.4g} with ||F||^2)")
+    for test, parameter, request in requested:
+        if test == "norm_test, debias" and parameter == marks.eta:
+            print(f"debiased norm test with the configured eta, {marks.eta:g}: {request:,} examples")
+    print(f"batch: {marks.batch:,} examples ({marks.batch_from})")
+    deviation = summary["deviation"]
+    print(
+        f"deviation of batches of {summary['batch_size']} ({summary['sampling']}): mean {deviation['mean']:.4g}, "
+        f"median {deviation['median']:.4g}, excess kurtosis {deviation['excess_kurtosis']:.3g}"
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
+    law = summary["batch_size_law"]
+    if law is not None:
+        print(f"deviation ~ batch ^ {law['exponent']:.3f} +- {law['error']:.3f} (independent examples: -0.5)")
+
+
+def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence]) -> None:
+    def write(temporary: Path) -> None:
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([columns, *rows])
+
+    write_atomically(path, write)
+
+
+def _warn(warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Return the exit status: 0 done, 2 wrong configuration (nothing is written)."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0].rstrip(":"))
+    parser.add_argument(
+        "--config",
+        type=Path,
+        default=HERE / "config_analyze_gradient.yaml",
+        help="default: config_analyze_gradient.yaml in the folder of this script",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the file")
     options = parser.parse_intermixed_args(arguments)
     try:
         config = parse_analysis_config(options.config, options.overrides)

@@ -1,11 +1,11 @@
-"""Gradients of a model on a sample: the full one, those of batches, and what single examples contribute.
+"""Exact gradients of a model on a sample: the full gradient, gradients of batches, and per-example statistics.
 
-Memory: the parameters and their gradient (float32), the full gradient (float64), and while single examples are looked
-at the full gradient once more (float32): 20 bytes per parameter and the activations of one micro-batch, whatever the
-number of examples and batches.
+Memory does not depend on the number of examples or batches: parameters and gradient (float32), the full gradient
+(float64) and a float32 copy of it during the per-example pass, 20 bytes per parameter, and the activations of one
+micro-batch.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,13 +18,19 @@ from fabrics.data.examples import Examples
 from fabrics.models.attention import unmasked
 from fabrics.training.flat_model import FlatModel
 
-# Vectors of model size are compared in float64, so many numbers at a time.
+# Flat gradients are compared in float64, this many elements at a time.
 _CHUNK = 2**20
 
 
 @dataclass(frozen=True)
 class BatchGradient:
-    """One batch against the full gradient: ||g_B - F||, ||g_B||, and the cosine of the angle between them."""
+    """The gradient g_B of a batch, compared with the full gradient F.
+
+    Attributes:
+        deviation: ||g_B - F||.
+        norm: ||g_B||.
+        cosine: cosine of the angle between g_B and F; NaN if one of them is zero.
+    """
 
     deviation: float
     norm: float
@@ -38,34 +44,100 @@ class ExampleGradients:
     Attributes:
         squared_norms: ||g_i||^2, [examples], float64.
         inner_products: <g_i, F>, [examples], float64.
-        statistics: exact for the sample: V, P and O as in algorithms.batch.per_example, with g = F.
-        variance_by_layer: each parameter's part of V, by name; they add up to it.
+        statistics: exact values for the sample: V, P and O of algorithms.batch.per_example with g = F.
+        variance_by_parameter: contribution of each parameter to V, by name.
     """
 
     squared_norms: np.ndarray
     inner_products: np.ndarray
     statistics: SampleStatistics
-    variance_by_layer: dict[str, float]
+    variance_by_parameter: dict[str, float]
 
 
 class Gradients:
-    """Gradients of a model, in eval mode (no dropout), of the mean over examples of each one's mean loss.
+    """Gradients of the mean loss over examples, in eval mode (no dropout).
 
     Args:
         working: the model.
-        examples: what the indices count.
-        indices: the sample, [examples].
-        micro_batch: examples that are run at once.
+        examples: the dataset.
+        indices: the sample: indices into the dataset, [examples].
+        micro_batch: examples per forward pass.
+
+    Attributes:
+        full: the full gradient F, [parameters], float64; zero before `compute_full`.
+        loss: mean loss of the sample.
     """
 
     def __init__(self, working: FlatModel, examples: Examples, indices: np.ndarray, micro_batch: int):
         working.module.eval()
-        self._working, self._examples, self._indices, self._micro_batch = working, examples, indices, micro_batch
+        self._working = working
+        self._examples = examples
+        self._indices = indices
+        self._micro_batch = micro_batch
         self.full = torch.zeros_like(working.parameters.data, dtype=torch.float64)
         self.loss = 0.0
 
-    def _add(self, indices: np.ndarray) -> torch.Tensor:
-        """Add the gradient of the sum of these examples' losses to the model's; that sum."""
+    @property
+    def squared_norm(self) -> float:
+        """||F||^2."""
+        return self.full.dot(self.full).item()
+
+    def compute_full(self) -> None:
+        """Compute the full gradient: all examples with equal weight, summed in float64."""
+        loss = torch.zeros((), dtype=torch.float64, device=self._working.device)
+        for part in tqdm(self._micro_batches(self._indices), desc="full gradient", unit=" micro-batches", disable=None):
+            self._working.gradient.zero_()
+            loss += self._add_gradient(part)
+            self.full += self._working.gradient
+        self.full /= len(self._indices)
+        self.loss = loss.item() / len(self._indices)
+
+    def of_batch(self, indices: np.ndarray) -> BatchGradient:
+        """Compute the gradient of a batch and compare it with the full gradient."""
+        gradient = self._working.gradient.zero_()
+        for part in self._micro_batches(indices):
+            self._add_gradient(part)
+        sums = torch.zeros(3, dtype=torch.float64, device=gradient.device)
+        for start in range(0, len(gradient), _CHUNK):
+            own = gradient[start : start + _CHUNK].double() / len(indices)
+            full = self.full[start : start + _CHUNK]
+            sums += torch.stack([(own - full).square().sum(), own.square().sum(), own.dot(full)])
+        squared_distance, squared_norm, product = sums
+        lengths = squared_norm.sqrt() * self.squared_norm**0.5
+        cosine = product / lengths if lengths > 0 else torch.full_like(product, torch.nan)
+        return BatchGradient(squared_distance.sqrt().item(), squared_norm.sqrt().item(), cosine.item())
+
+    def of_batches(self, batches: Sequence[np.ndarray], name: str) -> list[BatchGradient]:
+        """Compare several batches with the full gradient, with a progress bar."""
+        return [self.of_batch(batch) for batch in tqdm(batches, desc=name, unit=" batches", leave=False, disable=None)]
+
+    def of_examples(self) -> ExampleGradients:
+        """Compute exact per-example statistics in one pass over the sample."""
+        direction = self.full.to(self._working.parameters.dtype)
+        squares = []
+        products = []
+        by_parameter: dict[torch.nn.Parameter, torch.Tensor] = {}
+        for part in tqdm(
+            self._micro_batches(self._indices), desc="single examples", unit=" micro-batches", disable=None
+        ):
+            self._working.gradient.zero_()
+            with PerExampleProbe(self._working.module, len(part), self._working.views(direction)) as probe:
+                self._add_gradient(part)
+            squares.append(probe.squared_norms.double().cpu())
+            products.append(probe.inner_products.double().cpu())
+            for parameter, value in probe.squared_norms_by_parameter.items():
+                by_parameter[parameter] = by_parameter.get(parameter, 0.0) + value
+        squared_norms = torch.cat(squares).numpy()
+        inner_products = torch.cat(products).numpy()
+        return ExampleGradients(
+            squared_norms,
+            inner_products,
+            self._statistics(squared_norms, inner_products),
+            self._variances(by_parameter),
+        )
+
+    def _add_gradient(self, indices: np.ndarray) -> torch.Tensor:
+        """Add the gradient of the sum of these examples' losses to the model's gradient; return that sum."""
         batch = self._examples.batch(indices, self._working.device)
         labels = batch.pop("labels")
         with unmasked(self._working.module, batch):
@@ -73,71 +145,27 @@ class Gradients:
             loss.backward()
         return loss.detach().double()
 
-    def _micro_batches(self, indices: np.ndarray) -> Iterable[np.ndarray]:
-        return (indices[start : start + self._micro_batch] for start in range(0, len(indices), self._micro_batch))
+    def _micro_batches(self, indices: np.ndarray) -> list[np.ndarray]:
+        return [indices[start : start + self._micro_batch] for start in range(0, len(indices), self._micro_batch)]
 
-    def compute_full(self) -> None:
-        """The full gradient, every example with the same weight, summed in float64."""
-        loss = torch.zeros((), dtype=torch.float64, device=self._working.device)
-        parts = list(self._micro_batches(self._indices))
-        for part in tqdm(parts, desc="full gradient", unit=" micro-batches", disable=None):
-            self._working.gradient.zero_()
-            loss += self._add(part)
-            self.full += self._working.gradient
-        self.full /= len(self._indices)
-        self.loss = loss.item() / len(self._indices)
-
-    @property
-    def squared_norm(self) -> float:
-        """||F||^2."""
-        return self.full.dot(self.full).item()
-
-    def of_batch(self, indices: np.ndarray) -> BatchGradient:
-        """One batch, given by its examples."""
-        gradient = self._working.gradient.zero_()
-        for part in self._micro_batches(indices):
-            self._add(part)
-        distance = norm = product = torch.zeros((), dtype=torch.float64, device=gradient.device)
-        for start in range(0, len(gradient), _CHUNK):
-            own = gradient[start : start + _CHUNK].double() / len(indices)
-            full = self.full[start : start + _CHUNK]
-            distance = distance + (own - full).square().sum()
-            norm, product = norm + own.square().sum(), product + own.dot(full)
-        lengths = norm.sqrt() * self.squared_norm**0.5
-        cosine = product / lengths if lengths > 0 else torch.full_like(product, torch.nan)
-        return BatchGradient(distance.sqrt().item(), norm.sqrt().item(), cosine.item())
-
-    def of_batches(self, batches: Sequence[np.ndarray], name: str) -> list[BatchGradient]:
-        """Several batches, with progress."""
-        return [self.of_batch(batch) for batch in tqdm(batches, desc=name, unit=" batches", leave=False, disable=None)]
-
-    def of_examples(self) -> ExampleGradients:
-        """Every example of the sample by itself, exactly, out of one pass in micro-batches."""
-        direction = self.full.to(self._working.parameters.dtype)
-        parts = list(self._micro_batches(self._indices))
-        squares, products = [], []
-        by_layer: dict[torch.nn.Parameter, torch.Tensor] = {}
-        for part in tqdm(parts, desc="single examples", unit=" micro-batches", disable=None):
-            self._working.gradient.zero_()
-            with PerExampleProbe(self._working.module, len(part), self._working.views(direction)) as probe:
-                self._add(part)
-            squares.append(probe.squared_norms.double().cpu())
-            products.append(probe.inner_products.double().cpu())
-            for parameter, value in probe.squared_norms_by_parameter.items():
-                by_layer[parameter] = by_layer.get(parameter, 0.0) + value
-        squared_norms, inner_products = torch.cat(squares).numpy(), torch.cat(products).numpy()
-        count, squared_norm = len(self._indices), self.squared_norm
-        names = {parameter: name for name, parameter in self._working.module.named_parameters()}
-        variances = {
-            names[parameter]: ((by_layer[parameter] - count * view.square().sum()) / (count - 1)).item()
-            for parameter, view in self._working.views(self.full).items()
-        }
-        orthogonal = (squared_norms - inner_products**2 / squared_norm).sum() / (count - 1) if squared_norm else 0.0
-        statistics = SampleStatistics(
+    def _statistics(self, squared_norms: np.ndarray, inner_products: np.ndarray) -> SampleStatistics:
+        count = len(squared_norms)
+        squared_norm = self.squared_norm
+        orthogonal = 0.0
+        if squared_norm:
+            orthogonal = float((squared_norms - inner_products**2 / squared_norm).sum() / (count - 1))
+        return SampleStatistics(
             sample_size=count,
             squared_norm=squared_norm,
             variance=(squared_norms.sum() - count * squared_norm) / (count - 1),
             inner_product_variance=float(inner_products.var(ddof=1)),
-            orthogonal_variance=float(orthogonal),
+            orthogonal_variance=orthogonal,
         )
-        return ExampleGradients(squared_norms, inner_products, statistics, variances)
+
+    def _variances(self, squared_norms: dict[torch.nn.Parameter, torch.Tensor]) -> dict[str, float]:
+        count = len(self._indices)
+        names = {parameter: name for name, parameter in self._working.module.named_parameters()}
+        return {
+            names[parameter]: ((squared_norms[parameter] - count * full.square().sum()) / (count - 1)).item()
+            for parameter, full in self._working.views(self.full).items()
+        }

@@ -1,4 +1,4 @@
-"""What the gradients of batches say: their distribution, its law in the batch size, and what batch tests would ask.
+"""Statistics of batch gradients: their distribution, their scaling with the batch size, and requested batches.
 
 Pure functions of numbers.
 """
@@ -19,8 +19,12 @@ from algorithms.batch.per_example import SampleStatistics
 class Fit:
     """A distribution fitted by maximum likelihood.
 
-    parameters: of scipy.stats' distribution of that name. kolmogorov_smirnov, p_value: against the same numbers it was
-    fitted to, which makes the p-value too large. aic: Akaike's criterion; the smaller of two fits is the better one.
+    Attributes:
+        name: name of the distribution in scipy.stats.
+        parameters: its parameters in the order of scipy.stats.
+        kolmogorov_smirnov: distance between the fitted and the empirical distribution.
+        p_value: of that distance; too large, because the distribution was fitted to the same numbers.
+        aic: Akaike's information criterion; smaller is better.
     """
 
     name: str
@@ -43,10 +47,11 @@ class Distribution:
 
 
 def distribution(values: Sequence[float]) -> Distribution:
-    """Describe deviations; without a scatter (fewer than 3, or all equal) there is nothing to fit."""
+    """Describe deviations; nothing is fitted to fewer than three values or to equal values."""
     numbers = np.asarray(values, dtype=np.float64)
     spread = float(numbers.std(ddof=1)) if len(numbers) > 1 else 0.0
-    fits, kurtosis = [], math.nan
+    kurtosis = math.nan
+    fits = []
     if len(numbers) > 2 and spread > 1e-12 * abs(numbers.mean()):
         kurtosis = float(stats.kurtosis(numbers))
         for family in (stats.norm, stats.t):
@@ -57,17 +62,30 @@ def distribution(values: Sequence[float]) -> Distribution:
     return Distribution(len(numbers), float(numbers.mean()), float(np.median(numbers)), spread, kurtosis, tuple(fits))
 
 
-def finite_population_factor(sample: int, batch: int, replacement: bool) -> float:
-    """By what a squared deviation is smaller than V / batch, as the batch is part of the sample it is held against.
+def noise_scale(statistics: SampleStatistics) -> float | None:
+    """Return V / ||G||^2 in examples, with ||G||^2 estimated without bias; None if the estimate is not positive.
 
-    Without replacement (N - b) / N, as V is the unbiased variance of the N examples; with replacement (N - 1) / N.
+    The squared norm of the sample's mean gradient contains V / sample_size of noise, which is subtracted.
+    """
+    squared_norm = statistics.squared_norm - statistics.variance / statistics.sample_size
+    return statistics.variance / squared_norm if squared_norm > 0 else None
+
+
+def finite_population_factor(sample: int, batch: int, replacement: bool) -> float:
+    """Return E ||g_B - F||^2 / (V / batch) for batches drawn from the sample whose mean gradient is F.
+
+    (N - b) / N without replacement, as V is the unbiased variance of the N examples; (N - 1) / N with replacement.
     """
     return (sample - 1) / sample if replacement else (sample - batch) / sample
 
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """deviation = scale * batch ^ exponent, by least squares of logarithms; error: standard error of the exponent."""
+    """deviation = scale * batch ^ exponent, fitted by least squares of logarithms.
+
+    Attributes:
+        error: standard error of the exponent.
+    """
 
     exponent: float
     error: float
@@ -75,39 +93,38 @@ class PowerLaw:
 
 
 def power_law(batch_sizes: Sequence[int], deviations: Sequence[float]) -> PowerLaw | None:
-    """Fit the law to deviations that do not vanish; None with fewer than two of them."""
+    """Fit the law to the positive deviations; None if there are fewer than two."""
     points = [(math.log(b), math.log(d)) for b, d in zip(batch_sizes, deviations, strict=True) if d > 0]
     if len(points) < 2:
         return None
-    x, y = np.array(points).T
-    result = stats.linregress(x, y)
+    result = stats.linregress(*np.array(points).T)
     return PowerLaw(float(result.slope), float(result.stderr), math.exp(result.intercept))
 
 
 def root_mean_square(values: Sequence[float]) -> float:
-    """The square root of the mean of squares: of deviations it is what V / b predicts."""
+    """Return the root of the mean square, which V / b predicts for deviations."""
     return float(np.sqrt(np.mean(np.square(values))))
 
 
 def requests(
     statistics: SampleStatistics, batch: int, grids: Mapping[str, Sequence[float]]
 ) -> list[tuple[str, float, int]]:
-    """What each batch test would request at this point, for a grid of its parameter.
+    """Return the batch that each test would request at this point.
 
     Args:
-        statistics: exact ones of the sample.
-        batch: the batch that the plain norm test is held against; the inner product tests are debiased.
+        statistics: exact statistics of the sample.
+        batch: batch size of the plain norm test; also returned by tests without an answer.
         grids: values of eta, theta and nu.
 
     Returns:
-        (test, parameter, request) in examples; the augmented test's second part alone for nu. A test that says nothing
-        leaves the batch.
+        (test, parameter, request in examples), sorted. The inner product tests are debiased. For nu, the request is
+        that of the orthogonality test alone.
     """
-    # The sample is one of the data: its mean gradient holds V / examples of noise.
-    count, variance = statistics.sample_size, statistics.variance
+    count = statistics.sample_size
+    variance = statistics.variance
     estimates = GradientStatistics(
         examples=count,
-        squared_norm=statistics.squared_norm - variance / count,
+        squared_norm=statistics.squared_norm - variance / count,  # without the noise of the sample's mean gradient
         variance=variance,
         inner_product_variance=statistics.inner_product_variance,
         overlap=0.0,
@@ -119,7 +136,7 @@ def requests(
     for theta in grids["theta"]:
         rows.append(("inner_product_test", theta, inner_product_test(estimates, theta, batch, debias=True) or batch))
     for nu in grids["nu"]:
-        # With so large a theta only the test of orthogonality asks for anything.
+        # A huge theta disables the inner product test, so that only orthogonality is tested.
         request = augmented_inner_product_test(estimates, 1e9, nu, batch, debias=True)
         rows.append(("augmented_inner_product_test, orthogonality", nu, request or batch))
     return sorted(rows, key=lambda row: (row[0], row[1]))
@@ -128,12 +145,12 @@ def requests(
 def draw_batches(
     indices: np.ndarray, batch: int, count: int | None, replacement: bool, generator: np.random.Generator
 ) -> list[np.ndarray]:
-    """Batches of a sample.
+    """Draw batches from a sample.
 
     Args:
-        count: how many; None: as many as the sample fills.
-        replacement: every example of every batch drawn from the whole sample; otherwise batches are cut from random
-            permutations of it, so that no example is twice in a batch, nor in two batches of a permutation.
+        count: number of batches; None: as many as the sample fills.
+        replacement: draw every example independently. Otherwise batches are cut from random permutations of the
+            sample: no example occurs twice in a batch or in two batches of one permutation.
     """
     wanted = count if count is not None else len(indices) // batch
     if replacement:

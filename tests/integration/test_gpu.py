@@ -94,7 +94,7 @@ def test_the_gradient_analysis_on_a_gpu_equals_the_cpu():
         results.append(
             [
                 *(gradients.loss, *dataclasses.astuple(batch), *dataclasses.astuple(singles.statistics)),
-                *(*singles.squared_norms, *singles.inner_products, *singles.variance_by_layer.values()),
+                *(*singles.squared_norms, *singles.inner_products, *singles.variance_by_parameter.values()),
             ]
         )
     assert results[1] == pytest.approx(results[0], rel=1e-8, abs=1e-12)

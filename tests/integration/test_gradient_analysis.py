@@ -1,4 +1,4 @@
-"""The gradient analysis: numbers on paper, one-example-at-a-time loops, and laws of synthetic gradients."""
+"""The gradient analysis against numbers on paper, loops over single examples, and synthetic gradients."""
 
 import csv
 import json
@@ -23,6 +23,7 @@ from gradient_analysis.laws import (
     distribution,
     draw_batches,
     finite_population_factor,
+    noise_scale,
     power_law,
     requests,
     root_mean_square,
@@ -49,7 +50,7 @@ class TwoLogits(nn.Module):
 
 
 class Points:
-    """x and class of each example."""
+    """Examples (x, class)."""
 
     largest = 0
 
@@ -79,7 +80,7 @@ def on_paper(micro_batch=2) -> Gradients:
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 4])
-def test_a_linear_model_on_paper(micro_batch):
+def test_gradients_of_a_linear_model_on_paper(micro_batch):
     gradients = on_paper(micro_batch)
     assert gradients.full[gradients.full != 0].tolist() == [1.0, -1.0]
     assert gradients.loss == pytest.approx(math.log(2))
@@ -98,11 +99,11 @@ def test_a_linear_model_on_paper(micro_batch):
     assert singles.statistics.variance == pytest.approx(4.0)
     assert singles.statistics.inner_product_variance == pytest.approx(8.0)
     assert singles.statistics.orthogonal_variance == pytest.approx(0.0, abs=1e-12)
-    assert singles.variance_by_layer == {"layer.weight": pytest.approx(4.0)}
+    assert singles.variance_by_parameter == {"layer.weight": pytest.approx(4.0)}
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied llama", "bert", "padded llama"])
-def test_the_gradients_of_a_loop_over_single_examples(kind):
+def test_gradients_equal_a_loop_over_single_examples(kind):
     texts = separable_texts(13)
     if "llama" in kind:
         lengths = [9] * 13 if kind != "padded llama" else list(range(3, 16))
@@ -143,16 +144,16 @@ def test_the_gradients_of_a_loop_over_single_examples(kind):
     assert found.inner_products == pytest.approx((flat @ full).numpy(), rel=1e-9, abs=1e-12)
     variance = (flat - full).square().sum().item() / 12
     assert found.statistics.variance == pytest.approx(variance, rel=1e-10)
-    assert sum(found.variance_by_layer.values()) == pytest.approx(variance, rel=1e-10)
+    assert sum(found.variance_by_parameter.values()) == pytest.approx(variance, rel=1e-10)
     names = [name for name, _ in model.named_parameters()]
     for place, name in enumerate(names):
         own = torch.stack([single[place].flatten() for single in singles])
         expected = (own - own.mean(0)).square().sum().item() / 12
-        assert found.variance_by_layer[name] == pytest.approx(expected, rel=1e-8, abs=1e-13), name
+        assert found.variance_by_parameter[name] == pytest.approx(expected, rel=1e-8, abs=1e-13), name
 
 
 class NewVectors(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts the tensors of at least so many numbers that are made, views excluded."""
+    """Records operations that allocate a tensor of at least `size` elements."""
 
     def __init__(self, size):
         super().__init__()
@@ -167,7 +168,7 @@ class NewVectors(torch.utils._python_dispatch.TorchDispatchMode):
         return result
 
 
-def test_memory_is_a_small_number_of_vectors_whatever_the_batches(monkeypatch):
+def test_batches_allocate_no_tensor_of_model_size(monkeypatch):
     monkeypatch.setattr("gradient_analysis.gradients._CHUNK", 64)
     texts, working = separable_texts(40), FlatModel(tiny_bert(dtype=torch.float32), CPU)
     gradients = Gradients(working, texts, np.arange(40), 8)
@@ -186,7 +187,7 @@ def test_memory_is_a_small_number_of_vectors_whatever_the_batches(monkeypatch):
 
 
 @pytest.mark.parametrize("replacement", [False, True])
-def test_the_exponent_of_independent_gradients_is_minus_a_half(replacement):
+def test_deviations_of_independent_gradients_follow_the_inverse_root_law(replacement):
     generator = np.random.default_rng(0)
     vectors = generator.normal(size=(1024, 30)) + 1.0
     full = vectors.mean(0)
@@ -204,13 +205,13 @@ def test_the_exponent_of_independent_gradients_is_minus_a_half(replacement):
     assert law.scale == pytest.approx(variance**0.5, rel=0.05)
 
 
-def test_a_law_on_paper():
+def test_a_power_law_on_paper():
     law = power_law([1, 4, 16], [8.0, 4.0, 2.0])
     assert (law.exponent, law.scale) == pytest.approx((-0.5, 8.0))
     assert power_law([1, 2], [1.0, 0.0]) is None
 
 
-def test_a_heavy_tail_is_told_from_a_normal_one():
+def test_a_heavy_tail_is_distinguished_from_a_normal_distribution():
     generator = np.random.default_rng(0)
     for name, values in (("norm", generator.normal(3, 0.5, 2000)), ("t", 3 + 0.5 * generator.standard_t(2.5, 2000))):
         found = distribution(values)
@@ -231,7 +232,7 @@ def test_a_heavy_tail_is_told_from_a_normal_one():
     assert distribution([2.0]).mean == 2.0
 
 
-def test_batches_without_replacement_repeat_nothing():
+def test_batches_without_replacement_repeat_no_example():
     generator = np.random.default_rng(0)
     indices = np.arange(10, 30)
     batches = draw_batches(indices, 6, None, False, generator)
@@ -245,8 +246,10 @@ def test_batches_without_replacement_repeat_nothing():
     assert np.bincount(np.concatenate(repeated))[10:].min() > 10
 
 
-def test_requests_on_paper():
+def test_requests_and_noise_scale_on_paper():
     statistics = SampleStatistics(100, 4.0, 40.0, 32.0, 16.0)
+    assert noise_scale(statistics) == pytest.approx(40 / 3.6)  # ||G||^2 = 4 - 40/100
+    assert noise_scale(SampleStatistics(10, 4.0, 40.0, 32.0, 16.0)) is None
     rows = requests(statistics, 10, {"eta": [0.5, 2.0], "theta": [0.5], "nu": [0.5]})
     # G2 = 4 - 40/100 = 3.6; plain: 40 / (eta^2 (3.6 + 4)); 32 / (0.25 * 3.6^2); (40 - 32/3.6) / (0.25 * 3.6).
     assert {(test, value): request for test, value, request in rows} == {
@@ -264,7 +267,7 @@ def test_requests_on_paper():
 
 @pytest.fixture(scope="module")
 def analysed(programs, tmp_path_factory, cache_dir):
-    """The script on the final model of a small run, in its own process."""
+    """Run folder, output folder and printed text of the script on a small run's model."""
     folder = tmp_path_factory.mktemp("analysis")
     arguments = [
         *("dataset=python_docs", "data_sample_size=300", "val_size=20", "sequence_length=16", "vocab_size=300"),
@@ -289,7 +292,7 @@ def rows_of(path: Path) -> list[dict]:
         return list(csv.DictReader(file))
 
 
-def test_the_script_writes_pictures_tables_and_a_summary(analysed):
+def test_the_script_writes_figures_tables_and_a_summary(analysed):
     run, output, printed = analysed
     summary = json.loads((output / "gradient_analysis.json").read_text())
     best = json.loads((run / "model_training_report" / "summary.json").read_text())["best_model"]
@@ -301,7 +304,7 @@ def test_the_script_writes_pictures_tables_and_a_summary(analysed):
     deviations = [float(row["deviation"]) for row in batches]
     assert len(batches) == 8
     assert summary["deviation"]["mean"] == pytest.approx(np.mean(deviations))
-    # Batches that divide the sample: the mean of their gradients is the full one.
+    # The batches partition the sample, so the mean of their gradients is the full gradient.
     norms = np.array([float(row["norm"]) for row in batches])
     full = summary["full_gradient_norm"]
     assert np.mean(norms**2) == pytest.approx(full**2 + np.mean(np.square(deviations)), rel=1e-4)
@@ -318,12 +321,24 @@ def test_the_script_writes_pictures_tables_and_a_summary(analysed):
         assert float(row["deviation"]) == pytest.approx(float(row["predicted"]), rel=0.35)
     layers = [float(row["variance"]) for row in rows_of(output / "layers.csv")]
     assert sum(layers) == pytest.approx(summary["per_example"]["variance"], rel=1e-6)
-    assert len(rows_of(output / "requests.csv")) == 6 * 2 + 4 + 4
+    per_example = summary["per_example"]
+    squared_norm = per_example["squared_norm"] - per_example["variance"] / 64
+    assert summary["noise_scale"] == pytest.approx(per_example["variance"] / squared_norm)
+    # The run's own eta, theta and nu are among the requests, and its last batch is known.
+    requested = {
+        (row["test"], float(row["parameter"])): int(row["request"]) for row in rows_of(output / "requests.csv")
+    }
+    assert requested["norm_test, debias", 1.4] == math.ceil(summary["noise_scale"] / 1.4**2)
+    last = rows_of(run / "model_training_report" / "training_log.csv")[-1]
+    assert summary["run"] == {
+        "test": "norm_test", "eta": 1.4, "theta": 0.9, "nu": 5.84, "batch": int(last["effective_batch"]),
+        "batch_from": "the run's last round",
+    }  # fmt: skip
     assert summary["batch_size_law"]["independent_examples"] == -0.5
     assert "deviation ~ batch ^ -0." in printed
 
 
-def test_bert_and_replacement_work_as_well(tmp_path, cache_dir, monkeypatch):
+def test_bert_and_sampling_with_replacement(tmp_path, cache_dir, monkeypatch):
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **how: path.touch())  # takes seconds
     write_imdb(tmp_path / "aclImdb", 40, 10)
     config = tmp_path / "config.yaml"
@@ -346,7 +361,7 @@ def test_bert_and_replacement_work_as_well(tmp_path, cache_dir, monkeypatch):
     assert summary["loss"] == pytest.approx(math.log(2), rel=0.1)
 
 
-def test_the_figures_go_to_clearml(analysed, monkeypatch, tmp_path_factory):
+def test_the_figures_are_sent_to_clearml(analysed, monkeypatch, tmp_path_factory):
     _, output, _ = analysed
     monkeypatch.setenv("CLEARML_CONFIG_FILE", str(tmp_path_factory.getbasetemp() / "none.conf"))
     assert send_folder(output, "offline") is None
@@ -361,7 +376,6 @@ def test_the_figures_go_to_clearml(analysed, monkeypatch, tmp_path_factory):
     [
         (["model=/no/such/folder"], "model: no such folder: /no/such/folder"),
         (["model=tests"], "model: neither a model folder nor a run folder"),
-        (["config=null"], "config: null needs a model that lies in the folder of a run"),
         (["config=none.yaml"], "none.yaml: cannot read the configuration"),
         (["sample_size=1000000"], "sample_size: the train part has"),
         (["sample_size=0"], "sample_size: should be greater than or equal to 2, got 0"),
@@ -372,7 +386,7 @@ def test_the_figures_go_to_clearml(analysed, monkeypatch, tmp_path_factory):
         (["device=tpu", "sample_size=8"], "device: "),
     ],
 )
-def test_bad_input_is_one_clear_line(overrides, message, capsys, tmp_path, monkeypatch):
+def test_wrong_input_is_one_error_line(overrides, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert gradient_analysis.main([f"output_dir={tmp_path / 'out'}", *overrides]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
@@ -381,7 +395,7 @@ def test_bad_input_is_one_clear_line(overrides, message, capsys, tmp_path, monke
     assert not (tmp_path / "out").exists()
 
 
-def test_what_training_warns_of_is_said_before_the_data_are_read(capsys, tmp_path, monkeypatch):
+def test_warnings_about_the_training_configuration_are_printed(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = tmp_path / "config.yaml"
@@ -394,36 +408,48 @@ def test_what_training_warns_of_is_said_before_the_data_are_read(capsys, tmp_pat
     assert lines[-1].startswith("error: batch_size: must be at most the 8 examples")
 
 
-def test_a_foreign_or_damaged_model_is_an_error(analysed, tmp_path):
+def test_a_model_of_another_type_or_with_damaged_weights_is_an_error(analysed, tmp_path):
     run, _, _ = analysed
-    model = next((run / "model_weights").iterdir())
-    bert = tmp_path / "run" / "model_weights" / "trainer_0"
-    tiny_bert(dtype=torch.float32).save_pretrained(bert)
-    shutil.copy(run / "config.yaml", tmp_path / "run" / "config.yaml")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(model / name, bert / name)
+    model = tmp_path / "trainer_0"
+    asked = AnalysisConfig(
+        model=str(model), config=str(run / "config.yaml"), sample_size=8, output_dir=str(tmp_path / "out")
+    )
+    shutil.copytree(run / "model_weights" / "trainer_0", model)
+    (model / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(ConfigError, match=r"model_config\.name: cannot load"):
+        analyse(asked)
+    tiny_bert(dtype=torch.float32).save_pretrained(model)
     with pytest.raises(ConfigError, match=r"is a bert model, not llama"):
-        analyse(AnalysisConfig(model=str(bert), sample_size=8, output_dir=str(tmp_path / "o")))
-    other = tmp_path / "other" / "trainer_0"
-    shutil.copytree(model, other)
-    shutil.copy(run / "config.yaml", tmp_path / "other" / "config.yaml")
-    settings = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(settings | {"hidden_size": 32, "head_dim": 8}))
-    with pytest.raises(ConfigError, match=r"model_config\.name: cannot load"):
-        analyse(AnalysisConfig(model=str(other), sample_size=8, output_dir=str(tmp_path / "o")))
-    (other / "config.json").write_text(json.dumps(settings))
-    (other / "model.safetensors").write_bytes(b"not weights")
-    with pytest.raises(ConfigError, match=r"model_config\.name: cannot load"):
-        analyse(AnalysisConfig(model=str(other), sample_size=8, output_dir=str(tmp_path / "o")))
+        analyse(asked)
 
 
-def test_a_run_folder_means_its_best_model_and_its_own_configuration(analysed):
+def test_a_run_folder_stands_for_its_best_model_and_its_own_configuration(analysed):
     run, _, _ = analysed
     training, model = resolve_model(AnalysisConfig(model=str(run)))
     assert training.sequence_length == 16
     assert training.model_config == {"name": str(model), "pretrained": True}
     one = run / "model_weights" / "trainer_1"
     assert resolve_model(AnalysisConfig(model=str(one)))[1] == one
+
+
+def test_a_model_outside_a_run_folder_uses_the_configuration_it_is_given(analysed, tmp_path):
+    run, _, _ = analysed
+    model = tmp_path / "checkout" / "models" / "trainer_0"
+    shutil.copytree(run / "model_weights" / "trainer_0", model)
+    shutil.copy(run / "config.yaml", tmp_path / "checkout" / "config.yaml")  # a configuration, but not of a run
+    asked = tmp_path / "asked.yaml"
+    asked.write_text("{sequence_length: 48, number_of_outer_steps: 1}")
+    training, _ = resolve_model(AnalysisConfig(model=str(model), config=str(asked)))
+    assert training.sequence_length == 48
+    with pytest.raises(ConfigError, match=r"^config: "):
+        resolve_model(AnalysisConfig(model=str(model), config=None))
+
+
+def test_a_given_configuration_wins_over_that_of_the_run(analysed, tmp_path):
+    run, _, _ = analysed
+    asked = tmp_path / "asked.yaml"
+    asked.write_text("{sequence_length: 48, number_of_outer_steps: 1}")
+    assert resolve_model(AnalysisConfig(model=str(run), config=str(asked)))[0].sequence_length == 48
 
 
 def test_the_shipped_configuration_is_the_defaults():
@@ -440,14 +466,14 @@ def test_the_shipped_configuration_is_the_defaults():
         (b"seed: 1", ["eta=[1"], r"^eta: value is not valid YAML: \[1$"),
     ],
 )
-def test_an_analysis_config_that_is_none(tmp_path, text, overrides, expected):
+def test_a_file_that_is_no_analysis_configuration_is_an_error(tmp_path, text, overrides, expected):
     path = tmp_path / "config.yaml"
     path.write_bytes(text)
     with pytest.raises(ConfigError, match=expected):
         parse_analysis_config(path, overrides)
 
 
-def test_a_run_without_a_final_model_says_so(tmp_path):
+def test_a_run_without_a_final_model_is_an_error(tmp_path):
     folder = record_run(tmp_path, number_of_outer_steps=1, number_of_initial_trainers=1)
     path = folder / "model_training_report" / "summary.json"
     summary = json.loads(path.read_text())

@@ -303,6 +303,7 @@ def test_code_that_came_with_a_run_folder_is_imported_on_request_only(tmp_path, 
     file = tmp_path / place / "theirs.py" if place else Path("theirs.py")
     file.write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()")
     (folder / "config.yaml").write_text(f"{{plugins: [{file}], max_tokens: 1}}")
+    (folder / "model_training_report").mkdir()
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")
     said = f"plugins: {file} came with {folder}: to run that code, name it on the command line, plugins=[{file}]"
