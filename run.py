@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 # What is imported here is quick; the rest waits until there is something on the screen.
 from utils.distributed.launch import Launch, is_main, start_processes, started_by_others, threads_per_process
 from utils.distributed.signals import STATUS_INTERRUPTED, StopRequest
-from utils.run_layout import MODELS_FOLDER
-from utils.utils import checkpoints_of, has_checkpoint
+from utils.run_layout import CHECKPOINTS_FOLDER, MODELS_FOLDER, has_checkpoint
 
 if TYPE_CHECKING:
     from logging.handlers import MemoryHandler
@@ -183,7 +182,7 @@ def set_up(
     state = None
     threads = threads_per_process(config)
     if resume:
-        checkpoint = newest_checkpoint(checkpoints_of(Path(resume)), processes)
+        checkpoint = newest_checkpoint(Path(resume, CHECKPOINTS_FOLDER), processes)
         state = checkpoint.state["observer"]
         if config.cpu_threads is None:
             threads = checkpoint.state["cluster"]["threads"]

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from configs.package_documents import write_packages
 from fabrics.data.documents import document_hash, documentable, python_documents
 from utils.config.schema import ConfigError
-from utils.utils import write_folder_atomically
+from utils.files import write_folder_atomically
 
 _CARD = """---
 configs:

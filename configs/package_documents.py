@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from fabrics.data.documents import docstrings, document_hash, python_documents
 from utils.config.schema import ConfigError
-from utils.utils import write_json_atomically
+from utils.files import write_json_atomically
 
 _REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements.txt"
 _SHORTEST_CHARACTERS = 200

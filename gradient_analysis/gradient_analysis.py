@@ -48,8 +48,8 @@ from utils.config.reading import check_plugins_of_run, load_config
 from utils.config.schema import Config, ConfigError
 from utils.config.yaml_reading import read_mapping, yaml_value
 from utils.distributed.devices import resolve_devices
+from utils.files import write_atomically, write_json_atomically
 from utils.run_layout import REPORT_FOLDER
-from utils.utils import write_atomically, write_json_atomically
 
 HERE = Path(__file__).resolve().parent
 PositiveInt = Annotated[int, Field(gt=0)]

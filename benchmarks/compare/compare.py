@@ -39,7 +39,7 @@ from benchmarks.compare.spec import (
 from configs import make_samples
 from utils.config.schema import ConfigError
 from utils.distributed.launch import cores
-from utils.utils import write_json_atomically
+from utils.files import write_json_atomically
 
 # Entries of a comparison and of its methods that describe it and that no run depends on.
 _WORDS = ("title", "question", "answer", "summary", "caveat", "claims", "order")

@@ -16,7 +16,7 @@ from benchmarks.compare.tables import (
     search_tables,
     target_table,
 )
-from utils.utils import write_atomically, write_text_atomically
+from utils.files import write_atomically, write_text_atomically
 
 # A page of a comparison
 

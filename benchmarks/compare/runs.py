@@ -16,7 +16,7 @@ from tqdm import tqdm
 from benchmarks.compare.spec import ROOT, Run
 from training_logs.showing.run_data import RunData, read_run
 from utils.distributed.launch import cores
-from utils.utils import write_json_atomically
+from utils.files import write_json_atomically
 
 _ALONE = ("processes=1", "cpu_threads=1", "clearml=off", "plot_at_end=false")
 # At the beginning of a line: models that have read Python's documentation print the word as well.

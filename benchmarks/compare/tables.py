@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 from benchmarks.compare.results import LABELS, Results, short, used_until
-from utils.utils import byte_size
+from utils.text import byte_size
 
 EQUAL_AXES = {"tokens": "tokens", "communications": "communications", "bytes_communicated": "bytes"}
 # Communications at which the frontiers of families are read.

@@ -53,7 +53,7 @@ from fabrics.planning.estimate import estimate
 from utils.config.reading import parse_config
 from utils.config.schema import Config
 from utils.distributed.launch import Launch
-from utils.utils import write_json_atomically, write_text_atomically
+from utils.files import write_json_atomically, write_text_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results" / "gpu.json"

@@ -25,7 +25,7 @@ from fabrics.data.language_modelling import task_data, tokenised_documents
 from fabrics.data.token_store import TokenisedSet, open_tokenised
 from fabrics.data.tokenization import describe, fingerprint, named_tokenizer
 from utils.config.schema import Config, ConfigError
-from utils.utils import first_line
+from utils.text import first_line
 
 REPOSITORY = "allenai/c4"
 _SUFFIXES = (".json.gz", ".json", ".jsonl.gz", ".jsonl")

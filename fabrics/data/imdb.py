@@ -15,7 +15,7 @@ from fabrics.data.partition import Corpus, DocumentLabels, cut_single, partition
 from fabrics.data.token_store import TokenisedPart
 from fabrics.data.tokenization import describe, named_tokenizer, padding, train_tokenizer, vocabulary_size
 from utils.config.schema import Config, ConfigError
-from utils.utils import batched, first_line
+from utils.text import first_line
 
 logger = logging.getLogger("adloco.dataset")
 
@@ -129,7 +129,8 @@ def encode_reviews(
     parts = []
     lengths = []
     with tqdm(total=len(reviews), desc=f"tokenising {name} reviews", unit=" reviews", leave=False, disable=None) as bar:
-        for block in batched(reviews, 500):
+        for start in range(0, len(reviews), 500):
+            block = reviews[start : start + 500]
             ids = tokenizer(
                 [text for text, _ in block], truncation=True, max_length=sequence_length, return_attention_mask=False
             )["input_ids"]

@@ -16,7 +16,7 @@ from fabrics.data.partition import Corpus, cut_packed, cut_single, labels_by_ori
 from fabrics.data.token_store import Recipe, TokenisedPart, TokenisedSet, is_written, write_tokenised
 from fabrics.data.tokenization import describe, fingerprint, named_tokenizer, padding, train_tokenizer, vocabulary_size
 from utils.config.schema import Config, ConfigError
-from utils.utils import nearest_existing_folder
+from utils.files import nearest_existing_folder
 
 logger = logging.getLogger("adloco.dataset")
 

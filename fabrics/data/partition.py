@@ -24,7 +24,7 @@ from fabrics.data.partition_sampler import first_shares
 from fabrics.data.sampler import CLUSTERS, DEALING
 from fabrics.data.token_store import TokenisedPart
 from utils.config.schema import Config, ConfigError
-from utils.utils import write_atomically
+from utils.files import write_atomically
 
 logger = logging.getLogger("adloco.dataset")
 

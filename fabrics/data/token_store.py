@@ -34,7 +34,7 @@ from fabrics.data.documents import DatasetError, Origins, Skipped
 from fabrics.data.held_out import Parts
 from fabrics.data.tokenization import end_of_text, fingerprint, load_tokenizer, vocabulary_size
 from utils.config.schema import ConfigError
-from utils.utils import batched, write_json_atomically
+from utils.files import write_json_atomically
 
 logger = logging.getLogger("adloco.dataset")
 
@@ -338,7 +338,7 @@ def _write_part(
             mininterval=0.1 if sys.stderr.isatty() else 30.0,
         ) as progress,
     ):
-        for block in batched(ahead, BLOCK_DOCUMENTS):
+        while block := list(itertools.islice(ahead, BLOCK_DOCUMENTS)):
             tokens = encode(tokenizer, [text for _, text in block])
             writer.append([number for number, _ in block], tokens)
             longest = max(sizes["longest_document"], *(len(document) for document in tokens))

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from utils.config.schema import Config, ConfigError
-from utils.utils import first_line
+from utils.text import first_line
 
 END_OF_TEXT = "<|endoftext|>"
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from fabrics.models.registry import save_model
 from fabrics.training.flat_model import FlatModel, StateDictError
 from utils.distributed.processes import Processes
-from utils.utils import write_folder_atomically
+from utils.files import write_folder_atomically
 
 # Tensors of fewer bytes are kept in memory.
 _LARGE_BYTES = 2**20

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from utils.config.schema import ConfigError
-from utils.utils import meant
+from utils.text import did_you_mean
 
 # Keys of model_config that are not architecture values.
 OWN_KEYS = frozenset(("preset", "name", "pretrained"))
@@ -129,7 +129,7 @@ def settings_problems(
         if key in OWN_KEYS:
             continue
         if key not in known:
-            hint = meant(str(key), {*known, *OWN_KEYS})
+            hint = did_you_mean(str(key), {*known, *OWN_KEYS})
             problems.append(f"model_config.{key}: not an architecture value of {whose}{hint}")
             continue
         is_count = key.startswith(("num_", "max_")) or key.endswith("_size")

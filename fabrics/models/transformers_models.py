@@ -25,7 +25,7 @@ from fabrics.data.tokenization import padding, vocabulary_size
 from fabrics.models.model_family import OWN_KEYS, Demands, is_pretrained, settings_problems
 from utils.config.schema import ConfigError
 from utils.distributed.devices import is_out_of_memory
-from utils.utils import first_line
+from utils.text import first_line
 
 _LLAMA_PRESETS = {
     # 0.22M parameters with a vocabulary of 2048: trains on a laptop's CPU in minutes.

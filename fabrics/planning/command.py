@@ -13,7 +13,8 @@ from fabrics.planning.estimate import Estimate, Resources, estimate
 from fabrics.planning.parse_units import amount, count, link, memory
 from utils.config.reading import load_config
 from utils.config.schema import ConfigError
-from utils.utils import byte_size, json_text, write_text_atomically
+from utils.files import json_text, write_text_atomically
+from utils.text import byte_size
 
 T = TypeVar("T")
 

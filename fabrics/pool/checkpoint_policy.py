@@ -13,8 +13,7 @@ from utils.config.reading import dump_config
 from utils.config.schema import Config
 from utils.distributed.processes import Processes
 from utils.distributed.signals import StopRequest
-from utils.run_layout import MODELS_FOLDER
-from utils.utils import checkpoints_of
+from utils.run_layout import CHECKPOINTS_FOLDER, MODELS_FOLDER
 
 if TYPE_CHECKING:
     from cluster import Cluster
@@ -64,7 +63,7 @@ class CheckpointPolicy:
         if folder is not None:
             keep = config.keep_checkpoints
             minutes = config.checkpoint_every_minutes
-            self._checkpoints = Checkpoints(checkpoints_of(folder), keep, minutes, processes, observer.warn)
+            self._checkpoints = Checkpoints(folder / CHECKPOINTS_FOLDER, keep, minutes, processes, observer.warn)
 
     def vote(self) -> Vote:
         """The wishes of this process."""

@@ -14,7 +14,7 @@ from algorithms.batch.per_example import UnsupportedModuleError
 from fabrics.training.worker import TrainingError
 from utils.config.schema import ConfigError
 from utils.distributed.devices import is_out_of_memory
-from utils.utils import first_line
+from utils.text import first_line
 
 
 class DeviceLostError(TrainingError):

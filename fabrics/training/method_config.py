@@ -12,7 +12,7 @@ from fabrics.training.flat_model import FlatModel
 from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
 from fabrics.training.statistics import plan_statistics
 from utils.config.schema import Config, ConfigError
-from utils.utils import meant
+from utils.text import did_you_mean
 
 
 @functools.cache
@@ -30,7 +30,7 @@ def method_settings(config: Config):
     known, problems = [entry.name for entry in dataclasses.fields(kind)], []
     for name in config.synchronisation:
         if name not in known:
-            hint = meant(str(name), known) or f"; it has {', '.join(known) or 'none'}"
+            hint = did_you_mean(str(name), known) or f"; it has {', '.join(known) or 'none'}"
             problems.append(f"synchronisation.{name}: {config.distributed_algo} has no such parameter{hint}")
     for entry in dataclasses.fields(kind):
         if isinstance(value := config.synchronisation.get(entry.name), bool) and entry.type is not bool:

@@ -22,7 +22,7 @@ from training_logs.recording.records import ClusterRound, RoundReport
 from training_logs.recording.round_log import EXCHANGE_COLUMNS, exchange_rows
 from training_logs.recording.step_loss_logger import StepLossLogger
 from training_logs.showing.run_data import Rows, RunData, read_rows
-from utils.utils import has_checkpoint
+from utils.run_layout import has_checkpoint
 
 # Warnings
 

@@ -23,7 +23,7 @@ from training_logs.showing.plots import PLOTS, accumulation_threshold, draw, mar
 from training_logs.showing.report import headline, run_body, table
 from training_logs.showing.run_data import Rows, RunFolderError, read_run
 from training_logs.showing.styles import OVER, colour, line_style, thinned
-from utils.utils import budget_used, byte_size
+from utils.text import budget_used, byte_size
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from tests.support import matrix
 from tests.support.helpers import Recorder
 from tests.support.programs import Programs, wait_until
 from utils.checkpoint.checkpoint import newest_checkpoint
-from utils.utils import checkpoints_of
+from utils.run_layout import CHECKPOINTS_FOLDER
 
 # Before the last merge; and while something is under way.
 KILLED_AFTER = (1, matrix.STOPPED_AFTER)
@@ -30,7 +30,7 @@ _RUNS = {"merging": (matrix.merging, matrix.losing), "pool": (matrix.pool, conte
 class _Killing(Recorder):
     def __init__(self, rounds: int, folder: Path):
         super().__init__()
-        self._rounds, self._checkpoint, self._left = rounds, checkpoints_of(folder) / f"round_{rounds:05d}", 0
+        self._rounds, self._checkpoint, self._left = rounds, folder / CHECKPOINTS_FOLDER / f"round_{rounds:05d}", 0
 
     def on_round_start(self, outer_step, progress, steps):
         self._left = 2 if outer_step - 1 == self._rounds else 0
@@ -48,7 +48,7 @@ def _go_on(kind: str, name: str, folder: Path, time: int) -> Cluster:
     config_of, disturbed = _RUNS[kind]
     cluster = Cluster(dataclasses.replace(config_of(name), checkpoint_every_minutes=1e-9), matrix.data())
     if time:
-        cluster.resume(newest_checkpoint(checkpoints_of(folder), cluster.processes))
+        cluster.resume(newest_checkpoint(folder / CHECKPOINTS_FOLDER, cluster.processes))
     assert cluster.counters.outer_steps == (0, *KILLED_AFTER)[time]
     with disturbed():
         cluster.train(Recorder() if time == len(KILLED_AFTER) else _Killing(KILLED_AFTER[time], folder), folder)

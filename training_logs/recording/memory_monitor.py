@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from training_logs.recording.csv_log import CsvLog
-from utils.utils import write_json_atomically
+from utils.files import write_json_atomically
 
 COLUMNS = ("seconds", "stage", "outer_step", "device", "allocated_bytes", "reserved_bytes", "peak_bytes", "total_bytes")
 # Seconds between two samples, which see peaks between stages.

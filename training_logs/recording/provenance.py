@@ -23,7 +23,7 @@ import torch
 from utils.config.plugins import Plugin
 from utils.distributed.devices import identity
 from utils.distributed.launch import cores
-from utils.utils import write_atomically
+from utils.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 UNKNOWN = "unknown"

@@ -41,8 +41,9 @@ from training_logs.trackers.clearml import SESSION, follow_run, resolved_mode, s
 from training_logs.trackers.tracker import BackgroundTracker, merge_line, report_end, round_scalars
 from utils.config.reading import dump_config
 from utils.config.schema import Config
+from utils.files import write_json_atomically, write_text_atomically
 from utils.run_layout import LOG_FILE, MEMORY_FOLDER, REPORT_FOLDER
-from utils.utils import budget_used, byte_size, write_json_atomically, write_text_atomically
+from utils.text import budget_used, byte_size
 
 MERGE_COLUMNS = ("outer_step", "representative", "trainer_id", "weight")
 # How many different warnings the summary holds.

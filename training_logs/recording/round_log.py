@@ -12,7 +12,7 @@ from fabrics.data.examples import DataShares
 from fabrics.models.continuations import Continuation
 from fabrics.pool.eval_tool import Evaluation, Metric
 from training_logs.recording.records import ClusterRound, RoundReport, RunView
-from utils.utils import byte_size
+from utils.text import byte_size
 
 # examples, tokens, communications and bytes are totals of the run after the round;
 # columns that begin with round_ are the trainer's own in this round.

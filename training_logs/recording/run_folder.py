@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from training_logs.trackers.clearml import resolved_mode
 from utils.config.schema import Config, ConfigError
-from utils.utils import nearest_existing_folder
+from utils.files import nearest_existing_folder
 
 logger = logging.getLogger("adloco")
 

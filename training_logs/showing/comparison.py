@@ -18,7 +18,7 @@ from training_logs.showing.styles import (
     plain_logarithmic,
     thinned,
 )
-from utils.utils import write_atomically, write_text_atomically
+from utils.files import write_atomically, write_text_atomically
 
 # Keys without influence on results.
 _PLACES = ("log_dir", "cache_dir")

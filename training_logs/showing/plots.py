@@ -24,7 +24,7 @@ from training_logs.showing.styles import (
     plain_logarithmic,
     thinned,
 )
-from utils.utils import write_atomically
+from utils.files import write_atomically
 
 
 def _series(rows: Rows, x: str, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

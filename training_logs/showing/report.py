@@ -13,7 +13,8 @@ from training_logs.prediction import NoLawError, fit, sentences
 from training_logs.showing.plots import plots_of, share_losses
 from training_logs.showing.run_data import Rows, RunData
 from utils.config.schema import FIELDS, Config
-from utils.utils import budget_used, byte_size, write_text_atomically
+from utils.files import write_text_atomically
+from utils.text import budget_used, byte_size
 
 # A table shows so many rows from its beginning and from its end.
 _ROWS = 250

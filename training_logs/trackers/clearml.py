@@ -11,7 +11,7 @@ from typing import Any
 
 from training_logs.trackers.tracker import BackgroundTracker, Tracker
 from utils.config.schema import ConfigError
-from utils.utils import write_json_atomically
+from utils.files import write_json_atomically
 
 # In the run folder: offline session, id of the task, and log of the reporting process.
 SESSION = "clearml"

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from utils.config.plugins import import_plugins
 from utils.config.schema import FIELDS, Config, ConfigError
 from utils.config.yaml_reading import read_mapping, yaml_value
-from utils.utils import meant
+from utils.text import did_you_mean
 
 # The names in the published code's config.yaml.
 ALIASES = {
@@ -57,7 +57,7 @@ def _repaired_model_config(value, warnings: list[str]):
 
 
 def _unknown(key) -> str:
-    return f"{key}: unknown key{meant(str(key), [*ALIASES, *FIELDS])}"
+    return f"{key}: unknown key{did_you_mean(str(key), [*ALIASES, *FIELDS])}"
 
 
 def _override(values: dict, assignment: str) -> str | None:
@@ -118,7 +118,7 @@ def _check_choices(config: Config, allowed: Mapping[str, Collection[str]], probl
     for name, choices in allowed.items():
         value = getattr(config, name)
         if value not in choices and (value is not None or FIELDS[name].default is not None):
-            hint = meant(str(value), choices)
+            hint = did_you_mean(str(value), choices)
             problems.append(f"{name}: must be one of {', '.join(choices)}, got {value!r}{hint}")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from utils.config.reading import NO_CHECKS, Checks, check_plugins_of_run, load_config
 from utils.config.schema import FIELDS, Config, ConfigError
-from utils.utils import has_checkpoint
+from utils.run_layout import has_checkpoint
 
 # Keys that only the start of a run reads: with another value the records would describe a run that never was.
 _START = (

@@ -1,0 +1,39 @@
+"""Parts of messages for people."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type if it has none."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown word: the nearest known word, or nothing."""
+    names = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.5)
+    return f"; did you mean {names[close[0]]}?" if close else ""
+
+
+def byte_size(count: float | None) -> str:
+    """Return bytes with a unit, such as 1.5 MB."""
+    if count is None:
+        return "-"
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000.0:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000.0
+    return f"{value:.1f} TB"
+
+
+def budget_used(budget: Mapping) -> str:
+    """Return how much of its budget a run has used; `budget` is as in summary.json."""
+    if budget["unit"] == "bytes":
+        used = byte_size(budget["used"])
+        amount = byte_size(budget["amount"])
+    else:
+        used = f"{budget['used']:,}"
+        amount = f"{budget['amount']:,} {budget['unit']}"
+    return f"{used} of {amount} ({budget['deviation_percent']:+.1f}%)"
