@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from algorithms.nodes.communication_rounds import synchronised
 from fabrics.data.examples import TaskData
 from fabrics.models.export import save_models
 from fabrics.pool.checkpoint_policy import CheckpointPolicy, Vote
@@ -78,7 +79,7 @@ class Cluster:
         self.metric = self.validation.metric
         check_modules(config, self.models.first)
         self.scheduler = RoundScheduler(config, len(data.train), len(self.nodes))
-        self._assigner = NodeAssigner(config, self.pool, processes.groups)
+        self._assigner = NodeAssigner(config, self.pool, processes.groups, self.scheduler)
         first_requests = dict.fromkeys(range(config.number_of_initial_trainers), config.INITIAL_BATCH_SIZE)
         self.trainers: dict[int, Trainer] = {}
         self.trainers = first_trainers(config, data, self._assignment(first_requests), self.models, processes)
@@ -126,7 +127,7 @@ class Cluster:
 
     def _merge(self) -> Merge:
         """Merge the trainers that the policy picks; communications and bytes are counted."""
-        plan = self._assigner.merge(self.trainers, self.counters)
+        plan, _ = self._assigner.merge(self.trainers, self.counters)
         merge = Merge(self.counters.outer_steps, plan)
         self.merges.append(merge)
         return merge
@@ -201,8 +202,11 @@ class Cluster:
             counters.count(report.communications, report.bytes_synchronised, report.left_out, report.lost_messages)
             for warning in report.warnings:
                 observer.warn(f"trainer {report.trainer}: {warning}")
-        counters.training_seconds += max(sum(share.seconds.values()) for share in shares)
+        counters.took(max(sum(share.seconds.values()) for share in shares), examples)
         self.counters = counters
+        self.scheduler.count(
+            self.counters, synchronised((len(r.workers), r.bytes_synchronised) for r in reports.values())
+        )
         self.pool.look_after([run for report in reports.values() for run in report.workers.values()])
         evaluations = self.validation.combined([share.evaluations for share in shares], list(trainers)) if due else {}
         merge = None

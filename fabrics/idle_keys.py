@@ -36,6 +36,7 @@ READS: dict[str, dict[Any, tuple[str, ...]]] = {
     "data_split_over": {"trainers": (), "workers": ("data_shares",)},
     "need_to_reinit_output_layers": {False: (), True: ("single_seed",)},
     "clearml": {"off": (), "auto": ("project_name", "task_name")},
+    "time_budget": {None: (), "given": _LINK},
     "node_speeds": {None: (), "given": _LINK},
 }
 

@@ -30,10 +30,12 @@ def byte_size(count: float | None) -> str:
 
 def budget_used(budget: Mapping) -> str:
     """Return how much of its budget a run has used; `budget` is as in summary.json."""
-    if budget["unit"] == "bytes":
+    unit = budget["unit"]
+    if unit == "bytes":
         used = byte_size(budget["used"])
         amount = byte_size(budget["amount"])
     else:
-        used = f"{budget['used']:,}"
-        amount = f"{budget['amount']:,} {budget['unit']}"
+        decimals = 1 if unit == "seconds" else 0
+        used = f"{budget['used']:,.{decimals}f}"
+        amount = f"{budget['amount']:,.{decimals}f} {unit}"
     return f"{used} of {amount} ({budget['deviation_percent']:+.1f}%)"

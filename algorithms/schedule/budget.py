@@ -1,6 +1,6 @@
 """The budget of a run: how many rounds it still pays for, and how many inner steps these have.
 
-A budget counts communications or bytes. With as many examples and as many rounds as are left, the mean length
+A budget counts communications, bytes or seconds. With as many examples and as many rounds as are left, the mean length
 of a round is given. It is planned anew before every round, so that an error in what was measured is made good later.
 """
 
@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from algorithms.nodes.communication_rounds import Exchange
+from algorithms.nodes.communication_rounds import Exchange, Link
 
 # The slope of the logarithm of the batch over that of the examples before it is measured, and the prior's weight.
 _PRIOR_SLOPE = 0.4
@@ -16,6 +16,10 @@ _PRIOR_WEIGHT = 0.5
 # Standard deviation of the logarithm of a request (which moves in jumps), and by how much it wanders in a round.
 _REQUEST_ERROR = 0.1
 _WANDERING = 0.05
+# What share of a budget of seconds is taken to be left for communications before any computing has been measured.
+FIRST_SHARE = 0.5
+# With a budget of seconds, how many times as long as the mean of those before it a round may be.
+LONGER = 4
 
 
 @dataclass(frozen=True)
@@ -118,15 +122,19 @@ class Budget:
     """What a run may use.
 
     Attributes:
-        unit: communications or bytes.
+        unit: communications, bytes or seconds.
         amount: how many.
+        link: what connects nodes, where seconds count.
     """
 
     unit: str
-    amount: int
+    amount: float
+    link: Link = Link(math.inf, 0.0)
 
     def cost(self, exchange: Exchange) -> float:
         """Return what an exchange takes of the budget."""
+        if self.unit == "seconds":
+            return self.link.seconds(exchange.link) if exchange.communications or exchange.sent else 0.0
         return exchange.communications if self.unit == "communications" else exchange.sent
 
 
@@ -141,6 +149,7 @@ class Outlook:
 def rounds_left(
     budget: Budget,
     used: float,
+    computing: float | None,
     to_come: Iterable[tuple[Sequence[int], Sequence[Exchange]]],
     examples: float,
 ) -> Outlook:
@@ -148,10 +157,15 @@ def rounds_left(
 
     Args:
         used: of the budget.
+        computing: seconds that the examples left will take; None: nothing has been measured.
         to_come: workers of each trainer and exchanges of every round, from `rounds_to_come`.
         examples: examples left; a round has one at least.
     """
     left = budget.amount - used
+    payable = left
+    if budget.unit == "seconds":
+        left -= computing or 0.0
+        payable = FIRST_SHARE * left if computing is None else left
     rounds = 0
     spent = 0.0
     last = 0.0
@@ -159,12 +173,12 @@ def rounds_left(
         price = sum(map(budget.cost, exchanges))
         if rounds:
             if len(workers) == 1 and price == last > 0.0:  # all later rounds cost the same
-                more = max(0, math.floor((left - spent) / price + 1e-9))
+                more = max(0, math.floor((payable - spent) / price + 1e-9))
                 rounds += more
                 spent += more * price
                 break
             free_for_ever = not price and len(workers) == 1  # one worker: nothing is ever communicated
-            if rounds >= examples or free_for_ever or spent + price > left:
+            if rounds >= examples or free_for_ever or spent + price > payable:
                 break
         last = price
         rounds += 1

@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
+from algorithms.nodes.communication_rounds import Exchange, merged, redistributed
 from algorithms.nodes.distribution import HYSTERESIS, distribute_nodes
 from algorithms.nodes.policies import MERGE_POLICIES, MergePlan
 from algorithms.nodes.transfers import Move, Transfer, total
 from fabrics.data.partition_sampler import ShareCursor
 from fabrics.data.sampler import DataCursor
 from fabrics.pool.node_pool import NodePool
+from fabrics.pool.round_scheduler import RoundScheduler
 from fabrics.pool.run_counters import RunCounters
 from fabrics.training.worker import Node, TrainingError
 from utils.config.schema import Config
@@ -45,10 +47,11 @@ class NodeAssigner:
         config: the run's.
         pool: all nodes.
         groups: of every node, in order; nodes of a group are near each other.
+        scheduler: of the run.
     """
 
-    def __init__(self, config: Config, pool: NodePool, groups: Sequence[int]):
-        self._config, self._pool, self._groups = config, pool, groups
+    def __init__(self, config: Config, pool: NodePool, groups: Sequence[int], scheduler: RoundScheduler):
+        self._config, self._pool, self._groups, self._scheduler = config, pool, groups, scheduler
         self._moves: list[Move] = []
 
     def new_moves(self) -> tuple[Move, ...]:
@@ -80,14 +83,19 @@ class NodeAssigner:
 
     def assign(
         self, assignment: Mapping[int, Sequence[int]], trainers: Mapping[int, Movable], counters: RunCounters
-    ) -> None:
-        """Give every trainer these nodes."""
+    ) -> Exchange:
+        """Give every trainer these nodes; what was sent for it."""
+        came, arrived = _coming(assignment, trainers), 0
         for number, nodes in assignment.items():
             transfers = trainers[number].assign_nodes(tuple(self._pool.nodes[node] for node in nodes))
-            counters.bytes_redistributed += self._noted("redistribution", number, transfers)
+            arrived += self._noted("redistribution", number, transfers)
+        counters.bytes_redistributed += arrived
+        exchange = redistributed(came, arrived)
+        self._scheduler.count(counters, exchange)
+        return exchange
 
-    def merge(self, trainers: dict[int, Movable], counters: RunCounters) -> MergePlan:
-        """Merge those that the policy picks, of which the representative alone lives on.
+    def merge(self, trainers: dict[int, Movable], counters: RunCounters) -> tuple[MergePlan, Exchange]:
+        """Merge those that the policy picks, of which the representative alone lives on; what was sent for it.
 
         Raises:
             TrainingError: that is no merge of these trainers.
@@ -103,9 +111,17 @@ class NodeAssigner:
         arrived = self._noted("merge", plan.representative, representative.absorb(others, plan.weights))
         counters.bytes_merged += arrived
         counters.communications += 1
-        return plan
+        exchange = merged(len(others), len(representative.nodes), arrived)
+        self._scheduler.count(counters, exchange)
+        return plan, exchange
 
 
 def requests_of(trainers: Mapping[int, Movable]) -> dict[int, int]:
     """The requested batch of every trainer."""
     return {number: trainer.requested_batch for number, trainer in trainers.items()}
+
+
+def _coming(assignment: Mapping[int, Sequence[int]], trainers: Mapping[int, Movable]) -> int:
+    """How many nodes would be new to trainers; at the start there are none of these yet."""
+    own = {number: {node.id for node in trainer.nodes} for number, trainer in trainers.items()}
+    return sum(len(set(nodes) - own.get(number, set())) for number, nodes in assignment.items())

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from algorithms.nodes.communication_rounds import Traffic, redistributed, rounds_to_come
-from algorithms.schedule.budget import Budget, Outlook, Remaining, rounds_left, steps_left
+from algorithms.nodes.communication_rounds import Exchange, Link, Traffic, redistributed, rounds_to_come
+from algorithms.schedule.budget import LONGER, Budget, Outlook, Remaining, rounds_left, steps_left
 from algorithms.schedule.limits import Limits, RoundSchedule
 from fabrics.pool.run_counters import RunCounters
 from fabrics.training.optimizers import learning_rate_schedule
@@ -15,12 +15,19 @@ if TYPE_CHECKING:
     from fabrics.pool.node_pool import NodePool
     from trainers import Trainer
 
+# A budget of seconds is only estimated: less than this share of it is not reported as missing.
+_ESTIMATED = 0.05
+
 
 def budget_of(config: Config) -> Budget | None:
     """Return the budget of a run; None where it has none."""
     if config.budget is None:
         return None
-    return Budget(BUDGETS[config.budget], getattr(config, config.budget))
+    unit = BUDGETS[config.budget]
+    amount = getattr(config, config.budget)
+    if unit != "seconds":
+        return Budget(unit, amount)
+    return Budget(unit, amount, Link(config.link_bits_per_second, config.link_latency_seconds))
 
 
 def check_budget(config: Config, nodes: int) -> None:
@@ -88,10 +95,20 @@ class RoundScheduler:
         steps = steps_left(remaining, batch, growth, decay_begins, largest)
         last = remaining.rounds_left == 1
         planned = max(1, math.ceil(steps) if last else round(steps / remaining.rounds_left))
-        # The last examples may be shorter than those before: the limit ends the last round, not one more round.
-        return 2 * planned if last else planned
+        if self._config.time_budget is None:
+            # The last examples may be shorter than those before: the limit ends the last round, not one more round.
+            return 2 * planned if last else planned
+        if not remaining.rounds_done:
+            return planned
+        # Seconds are estimates: one slow round is no reason to make the rest of the run a single round.
+        return min(planned, LONGER * math.ceil(max(trainer.inner_steps / trainer.rounds for trainer in trainers)))
 
     # The budget
+
+    def count(self, counters: RunCounters, exchange: Exchange) -> None:
+        """Add the seconds of an exchange to the counters, where a budget counts them."""
+        if self._config.time_budget is not None:
+            counters.link_seconds += self.budget.cost(exchange)
 
     def remaining(
         self, counters: RunCounters, trainers: Collection["Trainer"], pool: "NodePool", warn: Callable[[str], None]
@@ -113,7 +130,8 @@ class RoundScheduler:
         grows = counters.examples / (counters.examples + examples) < learning_rate_schedule(config).decay_begins
         if joining := self._joining(trainers, able, working, grows):
             used += self.budget.cost(redistributed(joining, joining * traffic.redistributed))
-        outlook = rounds_left(self.budget, used, to_come, examples)
+        each = counters.seconds_per_example
+        outlook = rounds_left(self.budget, used, None if each is None else each * examples, to_come, examples)
         if not self._warned and (warning := self._shortfall(outlook)) is not None:
             self._warned = True
             warn(warning)
@@ -152,7 +170,7 @@ class RoundScheduler:
 
     def _shortfall(self, outlook: Outlook) -> str | None:
         budget = self.budget
-        if not outlook.missing:
+        if outlook.missing <= (budget.amount * _ESTIMATED if budget.unit == "seconds" else 0.0):
             return None
         rounds = "one more round" if outlook.rounds == 1 else f"{outlook.rounds} more rounds"
         return (

@@ -439,6 +439,6 @@ def test_budgets_in_words():
     assert budget_used({"unit": "communications", "amount": 15, "used": 1410, "deviation_percent": 9300.0}) == (
         "1,410 of 15 communications (+9300.0%)"
     )
-    assert budget_used({"unit": "bytes", "amount": 6000, "used": 5884, "deviation_percent": -1.93}) == (
-        "5.9 kB of 6.0 kB (-1.9%)"
+    assert budget_used({"unit": "seconds", "amount": 60.0, "used": 58.84, "deviation_percent": -1.93}) == (
+        "58.8 of 60.0 seconds (-1.9%)"
     )

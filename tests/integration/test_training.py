@@ -4,6 +4,8 @@ import copy
 import dataclasses
 import gc
 import json
+import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -39,6 +41,7 @@ from tests.support.helpers import (
     train,
     use_torch_norms,
 )
+from trainers import Trainer
 from utils.config.schema import BUDGETS, ConfigError
 
 # Some ten rounds of a tiny cluster.
@@ -706,6 +709,25 @@ def test_a_budget_of_few_synchronisations_is_exceeded_by_less_than_one(settings,
     assert reports[-1].inner_steps > 1
 
 
+def test_one_slow_round_does_not_make_the_rest_of_a_run_a_single_one(monkeypatch):
+    clock = Clock(monkeypatch)
+    settings = TIME | {"time_budget": 130.0, "number_of_initial_trainers": 1}
+    cluster, recorder = light_cluster(**budget_settings(1) | settings), Recorder()
+    cluster.run_round(recorder)
+    train_round = Trainer.train_round
+
+    def slow(trainer, schedule, on_step):
+        clock.now += 60.0 * (trainer.rounds == 1)
+        return train_round(trainer, schedule, on_step)
+
+    monkeypatch.setattr(Trainer, "train_round", slow)
+    cluster.train(recorder)
+    lengths = [result.reports[0].inner_steps for result in recorder.rounds]
+    assert len(lengths) >= 5
+    for number in range(1, len(lengths)):
+        assert lengths[number] <= 4 * math.ceil(sum(lengths[:number]) / number)
+
+
 def test_workers_join_as_the_request_grows():
     """A worker for every 4 examples; alone it communicates nothing, and who joins has the first one's moments."""
     cluster, recorder = (
@@ -775,17 +797,97 @@ def test_what_rounds_to_come_are_taken_to_send_is_what_they_send(settings):
         assert cluster.counters.bytes_communicated - before == sum(exchange.sent for exchange in exchanges)
 
 
-def test_a_budget_that_cannot_be_kept_is_told_of_once_and_before_work_starts():
-    """A round of four trainers with two nodes each makes four communications."""
-    settings = {"INITIAL_BATCH_SIZE": 8, "sampling_method": "none", "max_tokens": 3000, "nodes_per_gpu": 8}
-    cluster, recorder = light_cluster(**budget_settings(4, communication_budget=3) | settings), Recorder()
+class Clock:
+    """What training asks for the time: a second per 4 examples, and more in the first round."""
+
+    def __init__(self, monkeypatch, own: float = 0.0):
+        self.now = 0.0
+        train_round = Trainer.train_round
+
+        def timed(trainer, schedule, on_step):
+            examples = schedule.inner_steps * trainer.shares.batch
+            self.now += 0.25 * examples + 1.5 * (trainer.rounds == 0) + own
+            return train_round(trainer, schedule, on_step)
+
+        monkeypatch.setattr(Trainer, "train_round", timed)
+        monkeypatch.setattr("cluster.time", SimpleNamespace(perf_counter=lambda: self.now))
+
+
+# Computing takes 333 / 4 + 6 seconds; a synchronisation of four workers takes 1.55.
+TIME = {"time_budget": 110.0, "link_bits_per_second": 3e5, "link_latency_seconds": 0.3}
+TIME |= {"max_tokens": 3000, "sampling_method": "none"}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"time_budget": 115.0, "nodes_per_gpu": 6}, {"number_of_initial_trainers": 1}]
+)
+def test_a_budget_of_seconds_is_spent(settings, monkeypatch):
+    Clock(monkeypatch)
+    cluster, recorder = light_cluster(**budget_settings(4) | TIME | settings), Recorder()
+    cluster.train(recorder)
+    totals = cluster.counters
+    assert totals.training_seconds + totals.link_seconds == pytest.approx(cluster.config.time_budget, rel=0.05)
+    assert totals.link_seconds > 0.1 * cluster.config.time_budget
+    assert recorder.warnings == []
+    assert 3000 <= totals.tokens < 3000 + 9 * 64
+
+
+def test_the_seconds_of_the_link_are_those_on_paper(monkeypatch):
+    Clock(monkeypatch)
+    cluster = light_cluster(**budget_settings(2) | TIME | {"merge_frequency": 1})
+    for _ in range(2):
+        cluster.run_round(Recorder())
+    size = next(iter(cluster.trainers.values())).worker_group.parameter_bytes
+    # Two workers each, side by side; the other's parameters and velocity to the first node, the average from there;
+    # both and the moments with their step to the two new nodes; four workers.
+    links = [size, 2 * 2 * size, 2 * size + 2 * size + 4, 2 * 3 / 4 * size]
+    assert cluster.counters.link_seconds == pytest.approx(sum(0.3 + 8 * sent / 3e5 for sent in links))
+
+
+def test_clusters_that_measure_the_same_decide_the_same(monkeypatch):
+    """As processes do, which gather what each has measured; and a resumed run goes on with the seconds so far."""
+    Clock(monkeypatch)
+    clusters = [light_cluster(**budget_settings(4) | TIME) for _ in range(3)]
+    for cluster in clusters[:2]:
+        for _ in range(3):
+            cluster.run_round(Recorder())
+    tensors = clusters[0].tensors()
+    state = json.loads(json.dumps(clusters[0].state_dict()))
+    clusters[2].load_state_dict(state, lambda group, name: tensors[group][name])
+    for cluster in clusters:
+        cluster.train(Recorder())
+    assert clusters[0].counters == clusters[1].counters == clusters[2].counters
+    assert bits(clusters[0]) == bits(clusters[1]) == bits(clusters[2])
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing"),
+    [
+        # A round of four trainers with two nodes each.
+        ({"communication_budget": 3}, "1 communications are missing"),
+        ({"time_budget": 0.1, "link_bits_per_second": 1e9, "link_latency_seconds": 1.0}, "seconds are missing"),
+    ],
+)
+def test_a_budget_that_cannot_be_kept_is_told_of_once_and_before_work_starts(settings, missing):
+    settings = {"INITIAL_BATCH_SIZE": 8, "sampling_method": "none", "max_tokens": 3000, "nodes_per_gpu": 8} | settings
+    cluster, recorder = light_cluster(**budget_settings(4) | settings), Recorder()
     began = []
     recorder.on_start = lambda *_: began.append(len(recorder.warnings))
     cluster.train(recorder)
     assert began == [1]
     assert len(recorder.warnings) == 1
-    assert "communication_budget: " in recorder.warnings[0]
-    assert "1 communications are missing" in recorder.warnings[0]
+    assert missing in recorder.warnings[0]
+    assert f"{cluster.config.budget}: " in recorder.warnings[0]
+
+
+def test_a_run_too_slow_for_its_budget_says_so_when_that_is_known(monkeypatch):
+    Clock(monkeypatch, own=30.0)
+    cluster, recorder = light_cluster(**budget_settings(4) | TIME), Recorder()
+    cluster.run_round(recorder)
+    assert recorder.warnings == []
+    cluster.train(recorder)
+    assert len(recorder.warnings) == 1
+    assert "seconds are missing" in recorder.warnings[0]
 
 
 def test_a_run_on_one_node_has_no_use_for_a_budget():

@@ -6,6 +6,7 @@ import pytest
 
 from algorithms.nodes.communication_rounds import (
     Exchange,
+    Link,
     Traffic,
     even_shares,
     merged,
@@ -48,8 +49,8 @@ def test_rounds_that_a_budget_allows(communications, trainers, nodes, expected):
 TRAFFIC = Traffic(lambda workers, number: (workers - 1) * (110 if number >= 3 else 100), 70, 300)
 
 
-def outlook(budget: Budget, to_come, used=0.0, examples=1000.0):
-    return rounds_left(budget, used, to_come, examples)
+def outlook(budget: Budget, to_come, used=0.0, computing=None, examples=1000.0):
+    return rounds_left(budget, used, computing, to_come, examples)
 
 
 def test_the_exchanges_to_come_are_those_on_paper():
@@ -79,7 +80,7 @@ def test_rounds_that_stay_the_same_are_not_counted_one_by_one():
 
     paid = 270 + 930 + 330 * 10**6
     for amount, rounds in ((paid, 2 + 10**6), (paid - 1, 1 + 10**6)):
-        found = rounds_left(Budget("bytes", amount), 0.0, to_come(), 1e9)
+        found = rounds_left(Budget("bytes", amount), 0.0, None, to_come(), 1e9)
         assert (found.rounds, found.missing) == (rounds, 0)
 
 
@@ -102,10 +103,22 @@ def test_nodes_that_serve_several_trainers_send_nothing_but_merges():
     assert redistributed(0, 12).link == 12  # a copy of what a worker has lost
 
 
-@pytest.mark.parametrize(("used", "expected"), [(350, 5), (351, 4)])
-def test_rounds_that_bytes_allow(used, expected):
-    """Rounds of 330 bytes."""
-    found = outlook(Budget("bytes", 2000), rounds_to_come(1, 4, 3, 2, 2, TRAFFIC), used)
+@pytest.mark.parametrize(
+    ("budget", "used", "computing", "expected"),
+    [
+        # Rounds of 330 bytes.
+        (Budget("bytes", 2000), 350, None, 5),
+        (Budget("bytes", 2000), 351, None, 4),
+        # Each worker sends 82.5 bytes: 2.1 seconds at 600 bit/s. What computing takes is known to be 10.
+        (Budget("seconds", 20.0, Link(600.0, 1.0)), 1.59, 10.0, 4),
+        (Budget("seconds", 20.0, Link(600.0, 1.0)), 1.61, 10.0, 3),
+        # Or unknown, and half of what is left.
+        (Budget("seconds", 20.0, Link(600.0, 1.0)), 3.19, None, 4),
+        (Budget("seconds", 20.0, Link(600.0, 1.0)), 3.21, None, 3),
+    ],
+)
+def test_rounds_that_bytes_and_seconds_allow(budget, used, computing, expected):
+    found = outlook(budget, rounds_to_come(1, 4, 3, 2, 2, TRAFFIC), used, computing)
     assert (found.rounds, found.missing) == (expected, 0)
 
 
@@ -114,4 +127,5 @@ def test_one_round_is_always_made_and_no_round_is_without_an_example():
         return rounds_to_come(1, 4, 3, 2, 2, TRAFFIC)
 
     assert outlook(Budget("bytes", 500), to_come(), used=400).missing == 330 - 100
+    assert outlook(Budget("seconds", 3.0, Link(600.0, 1.0)), to_come()).missing == 0  # all may yet be the link's
     assert outlook(Budget("communications", 10), rounds_to_come(4, 4, 1, 99, 4, TRAFFIC), examples=7).rounds == 7

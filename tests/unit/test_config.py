@@ -335,6 +335,11 @@ TOKENS = {"max_tokens": 10**6, "number_of_outer_steps": None}
                 "number_of_outer_steps: null byte_budget",
             ],
         ),
+        (TOKENS | {"time_budget": 60}, ["time_budget: link_bits_per_second"]),
+        (
+            TOKENS | {"time_budget": 60, "link_bits_per_second": 1e9, "deterministic": True},
+            ["deterministic: time_budget"],
+        ),
     ],
 )
 def test_budgets_that_contradict_something_are_refused(values, expected):
@@ -351,6 +356,10 @@ SPEEDS = TOKENS | {"node_speeds": [1, 1, 0.5, 0.25]}
         ({"node_speeds": []}, ["node_speeds: []"]),
         ({"node_speeds": [1, float("inf")]}, ["node_speeds[1]: finite inf"]),
         ({"balance": "speed"}, ["balance: 'equal', 'batch' 'steps', 'speed'"]),
+        (
+            SPEEDS | {"time_budget": 60, "link_bits_per_second": 1e9},
+            ["time_budget: null node_speeds 60.0"],
+        ),
         (
             {"max_tokens": 9, "balance": "batch", "deterministic": True, "number_of_inner_steps_between_outers": 1},
             [
@@ -373,11 +382,13 @@ def test_a_link_is_read_with_speeds():
     assert parse_config(SPEEDS | link | {"balance": "batch"}, (), CHOICES, CHECKS)[1] == []
 
 
-def test_a_link_without_speeds_is_warned_of():
-    _, warnings = parse_config(TOKENS | {"link_bits_per_second": 1e9}, (), CHOICES, CHECKS)
-    assert_lines(warnings, ["link_bits_per_second: effect node_speeds"])
-
-
-def test_a_run_has_the_budget_that_is_given():
+def test_a_run_has_the_budget_that_is_given_and_a_link_only_with_seconds():
     assert parse_config({"number_of_outer_steps": 2})[0].budget is None
-    assert parse_config(TOKENS | {"byte_budget": 10**9})[0].budget == "byte_budget"
+    link = {"link_bits_per_second": 1e9}
+    config, warnings = parse_config(TOKENS | link | {"time_budget": 60, "deterministic": False}, (), CHOICES, CHECKS)
+    assert (config.budget, warnings) == ("time_budget", [])
+    config, warnings = parse_config(TOKENS | link | {"byte_budget": 10**9}, (), CHOICES, CHECKS)
+    assert (config.budget, warnings) == (
+        "byte_budget",
+        ["link_bits_per_second: has no effect with time_budget null and node_speeds null"],
+    )

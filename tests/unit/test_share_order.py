@@ -15,6 +15,7 @@ from fabrics.data.partition_sampler import OrderedShares, ShareCursor, first_sha
 from fabrics.data.sampler import share_sizes, tokens_ahead
 from fabrics.pool.node_assignment import NodeAssigner
 from fabrics.pool.node_pool import NodePool
+from fabrics.pool.round_scheduler import RoundScheduler
 from fabrics.pool.run_counters import RunCounters
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.worker import Node
@@ -220,7 +221,7 @@ def test_merges_are_weighted_by_the_sizes_of_shares_on_request(over, weigh, weig
         trainer.shared["parameters"].fill_(float(number))
         trainer.shared["velocity"].fill_(2 * number)
     pool = NodePool([CPU], config)
-    plan = NodeAssigner(config, pool, [0]).merge(trainers, RunCounters())
+    plan, _ = NodeAssigner(config, pool, [0], RoundScheduler(config, 40, 1)).merge(trainers, RunCounters())
     assert (plan.representative, list(trainers)) == (0, [0])
     assert plan.weights == pytest.approx(dict(enumerate(weights)))
     torch.testing.assert_close(trainers[0].parameters, torch.full_like(trainers[0].parameters, weights[1]))

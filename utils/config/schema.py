@@ -97,7 +97,7 @@ class Section:
 
 
 # The budget keys, of which a run has at most one, and their units.
-BUDGETS = {"communication_budget": "communications", "byte_budget": "bytes"}
+BUDGETS = {"communication_budget": "communications", "byte_budget": "bytes", "time_budget": "seconds"}
 CLEARML_MODES = ("auto", "online", "offline", "off")
 
 
@@ -327,7 +327,7 @@ class Nodes(Section):
         "all nodes.",
     )
     link_bits_per_second: PositiveFloat | None = key(
-        None, "Simulated bandwidth between nodes, with node_speeds; null: sending takes no time."
+        None, "Simulated bandwidth between nodes, for time_budget and node_speeds; null: sending takes no time."
     )
     link_latency_seconds: NonNegativeFloat = key(0.0, "Simulated latency of an exchange between nodes.")
 
@@ -341,7 +341,12 @@ class Nodes(Section):
             )
         if self.balance == "batch" and smallest is not None:
             found.append(f"smallest_worker_batch: must be null with balance batch, got {smallest}")
-        if self.node_speeds is None and self.balance != "equal":
+        if self.node_speeds is not None:
+            if self.time_budget is not None:
+                found.append(
+                    f"time_budget: must be null with node_speeds, as it follows measured times, got {self.time_budget}"
+                )
+        elif self.balance != "equal":
             if self.deterministic:
                 found.append(
                     f"deterministic: a run with balance {self.balance} and without node_speeds follows the clock and "
@@ -476,6 +481,9 @@ class Budget(Section):
     byte_budget: PositiveInt | None = key(
         None, "Bytes of communication, merges and redistribution included; null: no such budget."
     )
+    time_budget: PositiveFloat | None = key(
+        None, "Seconds of measured training and simulated communication; null: no such budget."
+    )
 
     @property
     def budget(self) -> str | None:
@@ -492,6 +500,11 @@ class Budget(Section):
                 found.append(f"{name}: needs max_tokens or number_of_training_epochs, which it is spent on")
             if self.number_of_outer_steps is not None:
                 found.append(f"number_of_outer_steps: must be null with a {name}, which sets the number of rounds")
+        if self.time_budget is not None:
+            if self.link_bits_per_second is None:
+                found.append("time_budget: needs link_bits_per_second, by which communications take time")
+            if self.deterministic:
+                found.append("deterministic: a run with a time_budget follows the clock and never has the same bits")
         return found
 
 
