@@ -35,8 +35,7 @@ from training_logs.recording.records import ClusterRound, Merge, Observer
 from utils.checkpoint.checkpoint import Checkpoint, check_state
 from utils.checkpoint.parts import FilePart
 from utils.config.schema import Config
-from utils.distributed.process_group import join_processes
-from utils.distributed.processes import Processes
+from utils.distributed.processes import Processes, join_processes
 from utils.distributed.signals import StopRequest
 
 
@@ -123,7 +122,6 @@ class Cluster:
 
     def _assign(self, assignment: Mapping[int, Sequence[int]]) -> None:
         self._assigner.assign(assignment, self.trainers, self.counters)
-        self.processes.keep(assignment.values())
 
     def _merge(self) -> Merge:
         """Merge the trainers that the policy picks; communications and bytes are counted."""

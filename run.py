@@ -108,8 +108,7 @@ def run(options: argparse.Namespace, started: float, launch: Launch | None) -> i
     from utils.config.schema import ConfigError
     from utils.distributed.collective_checks import agree_on_config, decided, done_by_all
     from utils.distributed.peers import PeerLostError
-    from utils.distributed.process_group import place_nodes
-    from utils.distributed.processes import meet
+    from utils.distributed.processes import meet, place_nodes
 
     kept = start_logging(is_main())
     try:

@@ -38,7 +38,7 @@ from fabrics.training.flat_model import FlatModel, StateDictError, blocks_of
 from fabrics.training.worker import TrainingError
 from utils.checkpoint.parts import FilePart
 from utils.distributed.placement import share_of
-from utils.distributed.shard_groups import ProcessShardGroup
+from utils.distributed.shard_groups import ShardGroup
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class _Reduction:
         probe: it, while there is one.
     """
 
-    def __init__(self, group: ProcessShardGroup):
+    def __init__(self, group: ShardGroup):
         self.probe: DeviceProbe | None = None
         self._group = group
 
@@ -91,7 +91,7 @@ class ShardedModel(FlatModel):
         self,
         module: nn.Module,
         device: torch.device,
-        shard_group: ProcessShardGroup,
+        shard_group: ShardGroup,
         autocast: torch.dtype | None = None,
     ):
         self.shard_group = shard_group

@@ -22,7 +22,7 @@ from fabrics.training.work_split import Turns
 from fabrics.training.worker import COPY, Node, Worker, personal_tensors
 from utils.config.schema import Config
 from utils.distributed.processes import Processes
-from utils.distributed.reductions import LocalWorkers, Mean, Messages
+from utils.distributed.reductions import Mean, Messages, Workers
 
 
 class WorkerGroup:
@@ -74,7 +74,7 @@ class WorkerGroup:
             worker=moments * (not together),
             personal=len(personal_tensors(config, method)) * self.parameter_bytes,
         )
-        self._group = LocalWorkers(0)
+        self._group = Workers()
 
     def __len__(self) -> int:
         return len(self.nodes)

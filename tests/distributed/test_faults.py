@@ -44,7 +44,7 @@ from utils.config.schema import ConfigError
 from utils.distributed.devices import is_out_of_memory
 from utils.distributed.peers import PeerLostError
 from utils.distributed.processes import LocalProcesses
-from utils.distributed.reductions import LocalWorkers
+from utils.distributed.reductions import Workers
 from utils.distributed.shard_groups import ShardGroup
 
 EXAMPLES = PackedSequences(random_sequences(80))
@@ -250,7 +250,7 @@ def test_out_of_memory_elsewhere_is_a_clear_error(monkeypatch):
     def mean(self, *arguments, **keywords):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand so on")
 
-    monkeypatch.setattr(LocalWorkers, "mean", mean)
+    monkeypatch.setattr(Workers, "mean", mean)
     with pytest.raises(TrainingError, match=r"no memory left .*allocate 2 GiB; lower padding_percentage"):
         light_cluster().train(Recorder())
 
@@ -292,7 +292,7 @@ def test_a_mean_has_its_memory_before_a_worker_is_added(monkeypatch):
     like = torch.ones(5)
     monkeypatch.setattr(torch, "zeros_like", full)
     with pytest.raises(torch.OutOfMemoryError):
-        LocalWorkers(2).mean(like)
+        Workers((0, 0)).mean(like)
 
 
 def test_a_broken_device_ends_the_run_with_a_clear_message(tmp_path, cache_dir, monkeypatch):

@@ -15,7 +15,7 @@ from tests.support import matrix, matrix_killed
 from tests.support.helpers import CPU, Recorder, train
 from trainers import Trainer
 from utils.config.schema import ConfigError
-from utils.distributed.reductions import LocalWorkers
+from utils.distributed.reductions import Workers
 
 every_method = pytest.mark.parametrize("name", matrix.NAMES)
 
@@ -268,7 +268,7 @@ def test_workers_that_join_at_a_resume_begin_as_those_that_join_on_the_way(name)
 
 @pytest.mark.parametrize(("takers", "absent"), matrix.DELIVERIES)
 def test_one_process_has_what_everybody_gave(takers, absent):
-    workers = LocalWorkers(4)
+    workers = Workers((0, 0, 0, 0))
     came = matrix.delivered(workers, takers, absent)
     assert {worker: message.tolist() for worker, message in came.items()} == {
         worker: [worker, 10 * worker, 100] for worker in range(4) if worker not in absent

@@ -139,7 +139,7 @@ def make_trainer(
     cursor = DataCursor(Subsets(config.training_seed, len(examples), trainer_id + 1, 1.0), trainer_id)
     parameters = working.parameters.detach().clone()
     numbers = range(nodes) if isinstance(nodes, int) else nodes
-    processes = processes or LocalProcesses([CPU], len(numbers))
+    processes = processes or LocalProcesses([CPU], 8)  # some nodes may join later
     trainer = Trainer(trainer_id, config, parameters, cursor, examples, {CPU: working}, processes)
     trainer.assign_nodes(tuple(Node(number, CPU, max_batch) for number in numbers))
     return trainer

@@ -17,8 +17,7 @@ import torch
 from cluster import Cluster
 from tests.support import matrix, shard_groups
 from tests.support.helpers import TINY_ARCHITECTURE, make_config, tiny_data, tiny_llama
-from utils.distributed.process_group import join_processes
-from utils.distributed.processes import LocalProcesses, Processes
+from utils.distributed.processes import LocalProcesses, Processes, join_processes
 
 NODES = 2
 RUN = {

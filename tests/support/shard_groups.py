@@ -42,9 +42,8 @@ from tests.support.helpers import (
 )
 from utils.checkpoint.checkpoint import Checkpoints
 from utils.config.schema import Config
-from utils.distributed.process_group import join_processes
-from utils.distributed.processes import LocalProcesses, Processes, meet
-from utils.distributed.shard_groups import _give_back_what_is_freed
+from utils.distributed.processes import LocalProcesses, Processes, join_processes, meet
+from utils.distributed.shard_groups import _return_freed_memory
 
 _RUN = {
     "model_config": TINY_ARCHITECTURE,
@@ -342,7 +341,7 @@ def memory(folder: Path) -> None:
 
     Without a checkpoint, and with one. Of what is freed nothing is kept for later, as on shard groups.
     """
-    _give_back_what_is_freed()
+    _return_freed_memory()
     torch.set_num_threads(1)
     processes = meet()
     size = processes.count

@@ -1,16 +1,15 @@
-"""A program that several processes run: torchrun ... tests/support/spmd.py FOLDER; see test_distributed.py.
+"""The program behind test_distributed.py: torchrun ... tests/support/spmd.py FOLDER.
 
-Every scenario is a small training run through growing batches, merges and redistribution. The main process writes what
-came out, and how many collectives every process called, to FOLDER.
+It trains small runs in all its processes, and the main process writes the results to FOLDER.
 """
 
 import dataclasses
 import json
-import os
 import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -25,7 +24,6 @@ from fabrics.data.examples import DataShares, PackedSequences, TaskData
 from fabrics.data.language_modelling import task_data
 from fabrics.data.token_store import TokenisedPart, TokenisedSet
 from fabrics.models import initialisation
-from fabrics.pool import validation
 from fabrics.training.inner_loop import InnerLoop
 from fabrics.training.worker import NodeFailedError
 from tests.support import matrix
@@ -40,144 +38,123 @@ from tests.support.helpers import (
 )
 from trainers import Trained
 from utils.config.schema import Config
-from utils.distributed.process_group import join_processes
-from utils.distributed.processes import Processes
-from utils.distributed.reductions import ALL_GATHER
+from utils.distributed.processes import Processes, join_processes
+from utils.distributed.reductions import Transport
 
 INNER_STEPS = 3
-SPEEDS = [1.0, 0.25, 0.5, 1.0]
 _RUN = {
+    "deterministic": True,
     "number_of_inner_steps_between_outers": INNER_STEPS,
     "number_of_outer_steps": 5,
     "merge_frequency": 1,
     "ETA": 0.3,
     "max_batch_size": 4,
     "max_requested_batch": 24,
-    "eval_batch_size": 3,  # six batches
     "cpu_threads": 1,
 }
-# Name -> configuration, and whether in float64.
+_SPEEDS = {"node_speeds": [1.0, 0.25, 0.5, 1.0]}
+_TWO_TRAINERS = {"number_of_initial_trainers": 2}
 SCENARIOS = {
-    "in order": (_RUN | {"deterministic": True}, False),
-    "more trainers than nodes": (
-        _RUN
-        | {"deterministic": True, "number_of_initial_trainers": 6, "INITIAL_BATCH_SIZE": 2, "number_of_outer_steps": 6},
-        False,
-    ),
-    "across workers": (
-        _RUN | {"deterministic": True, "number_of_initial_trainers": 2, "statistics_estimator": "across_workers"},
-        False,
-    ),
-    "workers join": (
-        _RUN | {"deterministic": True, "number_of_initial_trainers": 2, "smallest_worker_batch": 4},
-        False,
-    ),
-    "shares of workers": (_RUN | {"deterministic": True, "data_split_over": "workers"}, False),
-    "shares by speed": (
-        _RUN | {"deterministic": True, "number_of_initial_trainers": 2, "node_speeds": SPEEDS, "balance": "batch"},
-        False,
-    ),
-    "steps by speed": (
-        _RUN | {"deterministic": True, "number_of_initial_trainers": 2, "node_speeds": SPEEDS, "balance": "steps"},
-        False,
-    ),
-    "speeds in a pool that changes": (
-        _RUN
-        | {"deterministic": True, "number_of_initial_trainers": 2, "node_speeds": SPEEDS, "balance": "steps"}
-        | {"node_schedule": [[0, 3], [0.4, 4]], "participants": 0.6, "message_loss": 0.3, "data_split_over": "workers"},
-        False,
-    ),
-    "clusters in a pool that changes": (
-        _RUN
-        | {"deterministic": True, "number_of_initial_trainers": 2, "data_split": "clusters", "weigh_shares": True}
-        | {"data_split_over": "workers", "data_shares": 4, "sequence_length": 9}
-        | {"node_schedule": [[0, 3], [0.4, 4]], "message_loss": 0.5},
-        False,
-    ),
-    "bfloat16": (_RUN | {"deterministic": True, "communication_dtype": "bfloat16"}, False),
-    "int8": (_RUN | {"communication_dtype": "int8"}, False),
-    "a node fails": (_RUN | {"deterministic": True, "number_of_initial_trainers": 2}, False),
-    "LocalSGD": (_RUN | {"deterministic": True, "distributed_algo": "LocalSGD"}, False),
-    "Synchronous": (_RUN | {"deterministic": True, "distributed_algo": "Synchronous"}, False),
-    "all-reduce": (_RUN | {"deterministic": False}, False),
-    "all-reduce in float64": (_RUN | {"deterministic": False}, True),
+    "in order": {},
+    "more trainers than nodes": {
+        "number_of_initial_trainers": 6,
+        "INITIAL_BATCH_SIZE": 2,
+        "number_of_outer_steps": 6,
+    },
+    "across workers": _TWO_TRAINERS | {"statistics_estimator": "across_workers"},
+    "workers join": _TWO_TRAINERS | {"smallest_worker_batch": 4},
+    "shares by speed": _TWO_TRAINERS | _SPEEDS | {"balance": "batch"},
+    "speeds in a changing pool": _TWO_TRAINERS
+    | _SPEEDS
+    | {"balance": "steps", "node_schedule": [[0, 3], [0.4, 4]], "participants": 0.6, "message_loss": 0.3}
+    | {"data_split_over": "workers"},
+    "clusters in a changing pool": _TWO_TRAINERS
+    | {"data_split": "clusters", "data_split_over": "workers", "data_shares": 4, "weigh_shares": True}
+    | {"sequence_length": 9, "node_schedule": [[0, 3], [0.4, 4]], "message_loss": 0.5},
+    "int8": {"communication_dtype": "int8"},
+    "a node fails": _TWO_TRAINERS,
+    "Synchronous": {"distributed_algo": "Synchronous"},
+    "all-reduce": {"deterministic": False},
 }
-IN_ORDER_REDUCTION = ("all_reduce", "all_to_all_single", ALL_GATHER)
-# What a merge calls besides.
-MOVES = ("broadcast", "new_group", "send", "recv")
-COLLECTIVES = (*IN_ORDER_REDUCTION, *MOVES, "all_gather_object")
+# In these, processes exchange more than one mean per trainer and round, or less.
+UNCOUNTED = ("speeds in a changing pool", "clusters in a changing pool", "all-reduce")
+
+
+class Wire:
+    """Counts what this process sends while the context lasts.
+
+    Attributes:
+        calls: number of calls by name.
+        sent: bytes sent to other processes.
+        copied: bytes of state that other processes sent to this one.
+    """
+
+    def __init__(self):
+        self.calls: Counter = Counter()
+        self.sent = 0.0
+        self.copied = 0
+        self._patches = []
+
+    def __enter__(self):
+        exchange = Transport.exchange
+        copy = Transport.copy
+        all_reduce = Transport.all_reduce
+        gather = dist.all_gather_object
+
+        def counted_exchange(transport, sent, received):
+            self.calls["exchange"] += 1
+            self.sent += sum(tensor.nbytes for _, tensor in sent)
+            return exchange(transport, sent, received)
+
+        def counted_copy(transport, tensors, source, takers):
+            calls = self.calls.copy()
+            copy(transport, tensors, source, takers)
+            self.calls = calls  # its exchanges are no mean's
+            if transport.rank in takers:
+                self.copied += sum(tensor.nbytes for tensor in tensors)
+
+        def counted_all_reduce(transport, tensor):
+            self.calls["all_reduce"] += 1
+            self.sent += 2 * (len(transport.ranks) - 1) / len(transport.ranks) * tensor.nbytes  # a ring
+            return all_reduce(transport, tensor)
+
+        def counted_gather(*arguments):
+            self.calls["gather"] += 1
+            return gather(*arguments)
+
+        self._patches = [
+            patch.object(Transport, "exchange", counted_exchange),
+            patch.object(Transport, "copy", counted_copy),
+            patch.object(Transport, "all_reduce", counted_all_reduce),
+            patch.object(dist, "all_gather_object", counted_gather),
+        ]
+        for each in self._patches:
+            each.start()
+        return self
+
+    def __exit__(self, *exception):
+        for each in self._patches:
+            each.stop()
 
 
 class _Counting(Recorder):
-    """Counts the collectives of every round, its evaluation and merge included."""
+    """Remembers the calls of each round, evaluation and merge included."""
 
-    def __init__(self):
+    def __init__(self, wire: Wire):
         super().__init__()
-        self.counts: Counter = Counter()
+        self.wire = wire
         self.by_round: list[dict] = []
-        self.batches, self.evaluated = 0, []
-        self.received = 0  # bytes of state that came from other processes
-        self.originals = {name: getattr(dist, name) for name in COLLECTIVES}
-        self.evaluate = validation.begin_batches
-
-    def __enter__(self):
-        for name, original in self.originals.items():
-            setattr(dist, name, self._counted(name, original))
-        validation.begin_batches = self._evaluate
-        return self
-
-    def _evaluate(self, module, examples, batch_size, device, batches):
-        self.batches += len(batches)
-        return self.evaluate(module, examples, batch_size, device, batches)
-
-    def __exit__(self, *exception):
-        for name, original in self.originals.items():
-            setattr(dist, name, original)
-        validation.begin_batches = self.evaluate
-
-    def _counted(self, name, original):
-        def call(*arguments, **keywords):
-            self.counts[name] += 1
-            if name == "broadcast" and arguments[1] != dist.get_rank():
-                self.received += arguments[0].nbytes
-            return original(*arguments, **keywords)
-
-        return call
 
     def on_round_start(self, outer_step, progress, steps):
-        # What distributing the nodes took is not the round's.
-        self.counts.clear()
-        self.batches = 0
+        self.wire.calls.clear()  # redistribution belongs to no round
 
     def on_round(self, cluster, result):
         super().on_round(cluster, result)
-        self.by_round.append(dict(self.counts))
-        self.evaluated.append(self.batches)
-        self.batches = 0
-
-
-class _Moved(matrix.Following):
-    """Counts the bytes of state that come from other processes."""
-
-    def __init__(self):
-        super().__init__()
-        self.received, self._broadcast = 0, dist.broadcast
-
-    def __enter__(self):
-        dist.broadcast = self._counted
-        return super().__enter__()
-
-    def __exit__(self, *exception):
-        super().__exit__(*exception)
-        dist.broadcast = self._broadcast
-
-    def _counted(self, tensor, source, *arguments, **keywords):
-        self.received += tensor.nbytes if source != dist.get_rank() else 0
-        return self._broadcast(tensor, source, *arguments, **keywords)
+        self.by_round.append(dict(self.wire.calls))
 
 
 def clustered(config: Config, processes: Processes) -> TaskData:
-    """Documents of six kinds, with words of their own in the main, in clusters that every process finds by itself."""
+    """Documents of six kinds, mostly of words of their own, which every process clusters by itself."""
     tokenizer, generator = tiny_data().tokenizer, np.random.default_rng(7)
     words, lengths = np.arange(len(tokenizer)), generator.integers(20, 60, size=90)
     weights = [np.where(words % 6 == number % 6, 20.0, 1.0) for number in range(len(lengths))]
@@ -187,7 +164,7 @@ def clustered(config: Config, processes: Processes) -> TaskData:
     offsets, hashes = np.cumsum([0, *lengths]), np.arange(len(lengths), dtype=np.uint64)
     whole = TokenisedPart(np.concatenate(tokens).astype(np.uint16), offsets, hashes)
     metadata = {"skipped": {}, "tokenizer": {"name": "tiny"}}
-    with tempfile.TemporaryDirectory() as folder:  # what one process keeps there no other sees
+    with tempfile.TemporaryDirectory() as folder:  # each process has its own
 
         def load(config: Config) -> TaskData:
             documents = TokenisedSet(Path(folder), metadata, tokenizer, whole, whole.first(20))
@@ -200,37 +177,43 @@ def clustered(config: Config, processes: Processes) -> TaskData:
             del DATASETS["kinds"]
 
 
-def run_scenario(name: str, processes=None) -> dict:
-    """Train; what came out, as numbers and tensors."""
-    values, double = SCENARIOS[name]
-    config = make_config(model_config=TINY_ARCHITECTURE, **values)
-    build, step = initialisation.build_model, InnerLoop._step
+def _data(config: Config, processes: Processes) -> TaskData:
+    if config.data_split == "clusters":
+        return clustered(config, processes)
+    data = tiny_data()
+    if config.splits_data:
+        data = dataclasses.replace(data, shares=DataShares((40, 12, 28, 16), (), {}))
+    return data
 
-    def build_double(*arguments):
-        return build_light(*arguments).double()
 
-    def fail_at_node_1(self, probe):
-        if self.worker.node.id == 1 and self._assignment.place.round == 2:
+def _build(name: str):
+    if name == "in order":  # a Llama once: what comes out elsewhere does not depend on the model
+        return initialisation.build_model
+    return (lambda *arguments: build_light(*arguments).double()) if name == "all-reduce" else build_light
+
+
+def run_scenario(name: str, processes: Processes | None = None) -> dict:
+    """Train a scenario, and return its results as numbers and tensors."""
+    config = make_config(model_config=TINY_ARCHITECTURE, **_RUN | SCENARIOS[name])
+    processes = processes or join_processes(config)
+    step = InnerLoop._step
+
+    def failing_step(self, probe):
+        if name == "a node fails" and self.worker.node.id == 1 and self._assignment.place.round == 2:
             raise NodeFailedError("pulled out")
         return step(self, probe)
 
-    if name != "in order":  # a Llama once: what comes out elsewhere does not depend on the model
-        initialisation.build_model = build_double if double else build_light
-    if name == "a node fails":
-        InnerLoop._step = fail_at_node_1
-    try:
-        if processes is None:
-            processes = join_processes(config)
-        data = clustered(config, processes) if config.data_split == "clusters" else tiny_data()
-        if config.splits_data and data.shares is None:
-            data = dataclasses.replace(data, shares=DataShares((40, 12, 28, 16), (), {}))
+    with (
+        patch.object(initialisation, "build_model", _build(name)),
+        patch.object(InnerLoop, "_step", failing_step),
+        Wire() as wire,
+    ):
+        data = _data(config, processes)
         cluster = Cluster(config, data, processes)
-        with _Counting() as recorder:
-            final = cluster.train(recorder)
-    finally:
-        initialisation.build_model, InnerLoop._step = build, step
-    trainer_bytes = next(iter(cluster.trainers.values())).worker_group.parameter_bytes
+        recorder = _Counting(wire)
+        final = cluster.train(recorder)
     reports = [report for result in recorder.rounds for report in result.reports.values()]
+    counters = cluster.counters
     return {
         "parameters": {t.id: t.parameters_for(cluster.nodes[0]) for t in cluster.trainers.values()},
         "losses": {trainer: evaluation.loss for trainer, evaluation in final.items()},
@@ -238,93 +221,28 @@ def run_scenario(name: str, processes=None) -> dict:
         "train_losses": [report.train_loss for report in reports],
         "workers": [len(report.workers) for report in reports],
         "variances": [report.statistics and report.statistics.variance for report in reports],
-        "bytes": [
-            *(cluster.counters.bytes_synchronised, cluster.counters.bytes_merged, cluster.counters.bytes_redistributed)
-        ],
-        # Flat tensors have gaps between parameters, which are sent and not counted.
-        "flat_bytes": [cluster.models[cluster.devices[0]].parameters.nbytes, trainer_bytes],
-        "received": recorder.received,
-        "left_out": cluster.counters.left_out,
+        "bytes": [counters.bytes_synchronised, counters.bytes_merged, counters.bytes_redistributed],
+        "left_out": counters.left_out,
+        "lost": counters.lost_messages,
         "merges": len(cluster.merges),
+        "warnings": recorder.warnings,
+        "shares": data.shares and (data.shares.sizes, data.shares.digest),
         "placement": [
             {report.trainer: [w.node for w in report.workers.values()] for report in result.reports.values()}
             for result in recorder.rounds
         ],
-        "collectives": recorder.by_round,
-        "evaluated": recorder.evaluated,
-        "warnings": recorder.warnings,
-        "shares": data.shares and (data.shares.sizes, data.shares.digest),
-        "lost": cluster.counters.lost_messages,
+        "calls": recorder.by_round,
     }
 
 
-def churn(processes, redistributions: int = 40) -> dict:
-    """Two trainers whose nodes change each time: how many groups there are at most, and descriptors more than before.
-
-    What is given to new nodes is checked on the way.
-    """
-    nodes, most = range(len(processes.devices)), 0
-    cuts, descriptors = [1, 2, 3], None
-    for step in range(redistributions):
-        first, second = nodes[: cuts[step % 3]], nodes[cuts[step % 3] :]
-        for trainer in (first, second):
-            processes.workers(trainer)
-        held = [torch.full((5,), float(step)), torch.tensor(0.5)] if processes.owns(first[0]) else None
-        takers = [first[0], *second]
-        taken = processes.provide(held, first[:1], takers, lambda: [torch.empty(5), torch.empty(())])
-        assert (taken is None) != any(map(processes.owns, takers))
-        assert taken is None or [tensor.tolist() for tensor in taken] == [[step] * 5, 0.5]
-        processes.keep([first, second])
-        most = max(most, len(processes._groups))
-        if step == 3:
-            descriptors = len(os.listdir("/dev/fd"))
-    assert processes.sharing(0) == processes.count  # one CPU
-    return {"groups": most, "descriptors": len(os.listdir("/dev/fd")) - descriptors}
-
-
-class _Wire:
-    """Counts the bytes that leave this process for others, as the collectives are made for many of them."""
-
-    def __init__(self):
-        self.sent, self.calls = 0.0, 0
-        self._originals = {name: getattr(dist, name) for name in (*IN_ORDER_REDUCTION, "broadcast")}
-
-    def __enter__(self):
-        for name, original in self._originals.items():
-            setattr(dist, name, self._counted(name, original))
-        return self
-
-    def __exit__(self, *exception):
-        for name, original in self._originals.items():
-            setattr(dist, name, original)
-
-    def _counted(self, name, original):
-        def call(*arguments, **keywords):
-            tensor, ranks, here = arguments[0], dist.get_world_size(keywords.get("group")), dist.get_rank()
-            self.calls += 1
-            if name == "all_reduce":  # a ring
-                self.sent += 2 * (ranks - 1) / ranks * tensor.nbytes
-            elif name == ALL_GATHER:
-                self.sent += (ranks - 1) * arguments[1].nbytes
-            elif name == "all_to_all_single":
-                _, sent, _, sizes = arguments
-                place = dist.get_group_rank(keywords["group"], here)
-                self.sent += sent.nbytes - sizes[place] * sent.element_size()
-            elif arguments[1] == here:
-                self.sent += (ranks - 1) * tensor.nbytes
-            return original(*arguments, **keywords)
-
-        return call
-
-
-def wired(name: str, processes) -> dict:
-    """A trainer with a worker in every process, whose parameters nobody asks for: bytes sent, and bytes of events."""
+def bytes_of_a_method(name: str, processes: Processes) -> dict:
+    """Train with one worker in every process; return the bytes that were sent, and those that the events say."""
     nodes = [processes._owners.index(rank) for rank in range(processes.count)]
     examples = PackedSequences(random_sequences(64))
     torch.manual_seed(0)
     trainer = make_trainer(matrix.Bigrams(), matrix.config_of(name), examples, nodes, processes=processes)
-    with _Wire() as wire:
-        events, schedule = [], RoundSchedule(matrix.INNER_STEPS, 0.0, 0.0)
+    events, schedule = [], RoundSchedule(matrix.INNER_STEPS, 0.0, 0.0)
+    with Wire() as wire:
         for _ in range(3):
             trained = trainer.train_round(schedule, lambda: None)
             events += trainer.conclude_round(schedule, Trained.joined(processes.gather(trained)), 0, 1.0).events
@@ -335,69 +253,57 @@ def wired(name: str, processes) -> dict:
     }
 
 
-def methods(processes) -> dict:
-    """Every synchronisation method: a run in which trainers merge and a worker is lost, and what crosses the wire."""
-    found = {}
-    with matrix.ready():
-        for name in matrix.NAMES:
-            try:
-                recorder = _Moved()
-                with matrix.losing():
-                    run = matrix.run(matrix.merging(name), processes, recorder, resumes=processes.count == 2)
-                received = sum(processes.gather(recorder.received))
-                # With more of them a server has no process: what goes through it goes to everybody.
-                wire = wired(name, processes) if processes.count == 2 else None
-                found[name] = run | {"received": received, "wire": wire}
-            except Exception as error:
-                raise RuntimeError(f"with {name}: {error}") from error
-    return found
+def merging(name: str, processes: Processes) -> dict:
+    """A run with a method in which trainers merge and a worker is lost, and the bytes of state that moved."""
+    two = processes.count == 2
+    with Wire() as wire, matrix.losing():
+        run = matrix.run(matrix.merging(name), processes, resumes=two)
+    run["copied"] = sum(processes.gather(wire.copied))
+    # With more than two processes a server has no process: what goes through it goes to all.
+    run["wire"] = bytes_of_a_method(name, processes) if two else None
+    return run
 
 
-def pools(processes) -> dict:
+def pools(processes: Processes) -> dict:
     """Runs in which nodes come and go, workers rest and messages are lost."""
     two = processes.count == 2
     names = matrix.NAMES if two else matrix.POOL_OF_FOUR
-    with matrix.ready():
-        return {name: matrix.run(matrix.pool(name), processes, resumes=two) for name in names}
+    return {name: matrix.run(matrix.pool(name), processes, resumes=two) for name in names}
 
 
-def all_lost(processes=None) -> list[float]:
-    """What is evaluated of a method whose workers have copies, first after a round in which all of them diverge."""
+def all_diverge(processes: Processes | None = None) -> list[float]:
+    """Evaluate a method whose workers have replicas, first after a round in which all of them diverge."""
+    one = {"number_of_initial_trainers": 1, "number_of_outer_steps": 4, "eval_every": 3}
+    config = matrix.config_of("FDA", **one, synchronisation={"threshold": 1e9})  # never exchanges
+    recorder = Recorder()
     with matrix.losing(lambda place: place.round == 2):
-        recorder = Recorder()
-        one = {"number_of_initial_trainers": 1, "number_of_outer_steps": 4, "eval_every": 3}
-        one["synchronisation"] = {"threshold": 1e9}  # never
-        Cluster(matrix.config_of("FDA", **one), matrix.data(), processes).train(recorder)
+        Cluster(config, matrix.data(), processes).train(recorder)
     return [evaluation.loss for result in recorder.rounds for evaluation in result.evaluations.values()]
 
 
-def delivered(processes) -> list[dict[int, list]]:
-    """What comes to every process of messages between four workers, by who owns them."""
+def deliveries(processes: Processes) -> list[list[dict[int, list]]]:
+    """Messages between four workers, as they arrive in every process."""
     found = []
     for takers, absent in matrix.DELIVERIES:
-        workers = processes.workers(range(4))
-        came = matrix.delivered(workers, takers, absent)
-        found.append(processes.gather({worker: message.tolist() for worker, message in came.items()}))
+        arrived = matrix.delivered(processes.workers(range(4)), takers, absent)
+        found.append(processes.gather({worker: message.tolist() for worker, message in arrived.items()}))
     return found
 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    processes, results = None, {}
-    for name, (values, _) in SCENARIOS.items():
-        if processes is None:
-            processes = join_processes(make_config(**values))
+    processes = join_processes(make_config())
+    results = {}
+    for name, values in SCENARIOS.items():
         processes._in_order = values.get("deterministic", True)
-        result = run_scenario(name, processes)
-        for what in ("collectives", "evaluated", "received"):
-            result[what] = processes.gather(result[what])
-        results[name] = result
-    results["churn"] = processes.gather(churn(processes))
+        results[name] = run_scenario(name, processes)
+        results[name]["calls"] = processes.gather(results[name]["calls"])
     processes._in_order = True
-    results["methods"], results["delivered"] = methods(processes), delivered(processes)
-    results["pools"] = pools(processes)
+    results["deliveries"] = deliveries(processes)
     with matrix.ready():
-        results["all lost"] = all_lost(processes)
+        results["methods"] = {name: merging(name, processes) for name in matrix.NAMES}
+        results["pools"] = pools(processes)
+        results["all diverge"] = all_diverge(processes)
     if processes.is_main:
         torch.save(results, folder / "results.pt")
         (folder / "owners.json").write_text(json.dumps(processes._owners))

@@ -12,6 +12,8 @@ On resume every process opens the files that it needs. They are mapped into memo
 tensor reads that part alone.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os
@@ -21,13 +23,15 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from utils.checkpoint.parts import FilePart, whole, write_parts
-from utils.distributed.processes import Processes
+
+if TYPE_CHECKING:
+    from utils.distributed.processes import Processes
 
 STATE = "state.json"
 _NAME = re.compile(r"round_(\d{5,})")

@@ -1,17 +1,21 @@
 """Agreement of all processes before training.
 
-A process with another configuration or other data would not stop the others. It would spoil the average, or wait for
-them in another collective. So what each process has found by itself is gathered. Where it differs, or a process has
-failed, all processes raise the same error.
+A process with another configuration or other data would not stop the others: it would spoil the average, or wait for
+them in another collective. So the processes compare what each has found by itself. If it differs, or one of them has
+failed, all raise the same error.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from utils.checkpoint.checkpoint import CheckpointError
 from utils.config.plugins import import_plugins
 from utils.config.schema import FIELDS, Config, ConfigError
-from utils.distributed.processes import Processes
+
+if TYPE_CHECKING:
+    from utils.distributed.processes import Processes
 
 T = TypeVar("T")
 
@@ -21,21 +25,21 @@ _LONGEST_VALUE = 100
 
 
 def decided(processes: Processes, decide: Callable[[], T]) -> T:
-    """Return the decision of the main process in all processes; ConfigError in all if it fails."""
-    return _everybodys(processes, decide if processes.is_main else lambda: None)[0]
+    """Return the main process's decision in all processes; if it fails, raise its ConfigError in all."""
+    return _results(processes, decide if processes.is_main else lambda: None)[0]
 
 
 def done_by_all(processes: Processes, work: Callable[[], T]) -> T:
-    """Return what this process makes of its own work; ConfigError in all processes if one of them fails.
+    """Return the result of this process's work; if one process fails, raise a ConfigError in all.
 
-    The work must not itself wait for the other processes.
+    The work must not wait for the other processes.
     """
     result: list[T] = []
-    _everybodys(processes, lambda: result.append(work()))
+    _results(processes, lambda: result.append(work()))
     return result[0]
 
 
-def _everybodys(processes: Processes, work: Callable[[], T]) -> list[T]:
+def _results(processes: Processes, work: Callable[[], T]) -> list[T]:
     answer = None
     problems = None
     try:
@@ -54,7 +58,7 @@ def _everybodys(processes: Processes, work: Callable[[], T]) -> list[T]:
 
 
 def difference(statements: Sequence[Mapping[str, object]]) -> str | None:
-    """Describe in which names the statements of the processes differ; None if they agree.
+    """Describe the names in which the processes' statements differ; None if they agree.
 
     Args:
         statements: values by name, for each rank.
@@ -62,29 +66,24 @@ def difference(statements: Sequence[Mapping[str, object]]) -> str | None:
     names = dict.fromkeys(name for statement in statements for name in statement)
     parts = []
     for name in names:
-        ranks: dict[str, list[int]] = {}
+        ranks: dict[str, list[str]] = {}
         for rank, statement in enumerate(statements):
-            ranks.setdefault(_shown(statement.get(name)), []).append(rank)
+            ranks.setdefault(_shortened(statement.get(name)), []).append(str(rank))
         if len(ranks) > 1:
-            said = ", ".join(f"{value} on {_named(who)}" for value, who in ranks.items())
-            parts.append(f"{name}: {said}")
+            found = [f"{value} on rank{'s' * (len(by) > 1)} {', '.join(by)}" for value, by in ranks.items()]
+            parts.append(f"{name}: {', '.join(found)}")
     return "; ".join(parts) if parts else None
 
 
-def _shown(value: object) -> str:
+def _shortened(value: object) -> str:
     text = repr(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def agree(processes: Processes, what: str, statement: Mapping[str, object]) -> None:
     """Check that all processes make the same statement.
 
     Args:
-        processes: those of the run.
         what: the subject of the statement, for the error.
         statement: values by name.
 
@@ -97,12 +96,12 @@ def agree(processes: Processes, what: str, statement: Mapping[str, object]) -> N
 
 
 def agree_on_config(processes: Processes, config: Config) -> None:
-    """Check that all processes have the same plugins and configuration, except for keys of a machine.
+    """Check that all processes have the same plugins and configuration, except for the keys of a machine.
 
     Raises:
         ConfigError: they differ; in all processes.
     """
-    plugins = enumerate(import_plugins(config.plugins))
     statement = {name: getattr(config, name) for name in FIELDS if name not in _MAY_DIFFER}
-    statement |= {f"plugins[{index}], {plugin.name}": plugin.sha256 for index, plugin in plugins}
+    for index, plugin in enumerate(import_plugins(config.plugins)):
+        statement[f"plugins[{index}], {plugin.name}"] = plugin.sha256
     agree(processes, "configurations", statement)

@@ -34,7 +34,7 @@ def resolve_devices(requested: list[str] | None) -> tuple[list[torch.device], li
 
 def identity(device: torch.device) -> str:
     """Return a name that is unique on the machine and independent of CUDA_VISIBLE_DEVICES."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else str(device)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

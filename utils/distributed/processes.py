@@ -1,9 +1,9 @@
-"""The processes of a run: what trainers and the cluster reach all nodes through.
+"""The processes of a run: trainers and the cluster reach all nodes through them.
 
 Every process (rank) runs the same program and takes the same decisions from the same gathered values; it owns some of
-the nodes. Algorithms, trainers and the cluster speak of nodes and workers, and only `utils` knows ranks. Values travel
-over gloo; means and state that moves over nccl where every rank has GPUs of its own, otherwise over gloo too. A single
-process has no process group.
+the nodes. Algorithms, trainers and the cluster speak of nodes and workers; only `utils` knows ranks. Values travel over
+gloo. Means and the state that moves with nodes travel over nccl where every process has GPUs of its own, otherwise over
+gloo too. All communicators are made once, when the nodes are placed, and every collective has a finite timeout.
 """
 
 import ctypes
@@ -16,42 +16,44 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from utils.distributed.devices import identity
-from utils.distributed.launch import STARTED_BY, Launch
+from utils.config.schema import Config, ConfigError
+from utils.distributed.collective_checks import agree, done_by_all
+from utils.distributed.devices import identity, resolve_devices
+from utils.distributed.launch import STARTED_BY, Launch, hide_gpus
 from utils.distributed.peers import PeerWatch
-from utils.distributed.placement import Rank, Site, gpus_of_their_own, own_device, shard_group_sites, share_out
-from utils.distributed.reductions import DistributedWorkers, LocalWorkers, ProcessGroup
-from utils.distributed.shard_groups import ProcessShardGroup, ShardGroup
+from utils.distributed.placement import Rank, Site, Slot, gpus_of_their_own, own_device, shard_group_sites, share_out
+from utils.distributed.reductions import Transport, Workers
+from utils.distributed.shard_groups import ShardGroup
 
 T = TypeVar("T")
 
-# A process may wait for one that evaluates, draws or is slow, but not for ever for one that has stopped answering.
+# A process may wait for one that evaluates, draws or is slow, but not forever for one that has stopped answering.
 _TIMEOUT = datetime.timedelta(hours=2)
 _CONNECTING = datetime.timedelta(minutes=10)
 
 
 class Processes:
-    """All processes of a run, and who owns which node; there are no nodes before `place`.
+    """All processes of a run, and the owner of each node; there are no nodes before `place`.
 
     Args:
-        rank: which process this is; None: the only one, which owns every node.
+        rank: this process; None: the only one, which owns every node.
         store: where the processes find each other.
         peers: explains failed collectives.
 
     Attributes:
         count: number of processes.
-        is_main: whether this is the first one, which writes and speaks.
+        is_main: whether this is the first process, which writes files and prints.
         first_here: whether this is the first process of its machine.
-        devices: those of all nodes of the run, of every machine, as their owners call them.
-        groups: per node; nodes with one number share a device, and communicate for nothing.
-        shard_group: the processes with which this one shares every model.
+        devices: the device of each node of the run, as its owner calls it.
+        groups: the number of each node's device in the run; nodes of one device communicate at no cost.
+        shard_group: the processes that share every model with this one.
     """
 
     def __init__(self, rank: Rank | None = None, store: dist.Store | None = None, peers: PeerWatch | None = None):
         self._rank = rank or Rank(0, 1, 0, 1, 0)
         self._peers = peers or PeerWatch()
-        self._on_gpus = False
-        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+        self._transport: Transport | None = None
+        self._owners: tuple[int, ...] = ()
         self.count = self._rank.count
         self.is_main = self._rank.number == 0
         self.first_here = self._rank.local == 0
@@ -67,58 +69,65 @@ class Processes:
     def place(
         self, devices: Sequence[torch.device], nodes_per_device: int, in_order: bool = True, devices_per_node: int = 1
     ) -> None:
-        """Share out the nodes of all devices; all processes call this, with the devices that they may use.
+        """Share out the nodes of all devices; all processes call this together.
 
-        With more than one device per node, as many consecutive processes are a shard group, which owns nodes together:
-        the process with the same place in another shard group is the one that a process reaches that shard group
-        through.
+        Args:
+            devices: the devices that this process may use.
+            nodes_per_device: nodes on each of them.
+            in_order: sum means in worker order, so that bits do not depend on the number of processes.
+            devices_per_node: size of a shard group. So many processes with consecutive ranks own nodes together; each
+                exchanges tensors with the process at its place in the other shard groups.
 
         Raises:
-            ValueError: the nodes cannot be shared out; see `share_out` and `shard_group_sites` of
-            `utils.distributed.placement`.
+            ValueError: the nodes cannot be shared out; see `share_out` and `shard_group_sites`.
         """
         self._in_order = in_order
         self._shard_group_size = devices_per_node
-        self._lane = self._rank.number % devices_per_node
-        if self.count == 1:
-            if devices_per_node > 1:
-                raise ValueError(f"1 process does not make a shard group of devices_per_node {devices_per_node}")
-            self.devices = tuple(device for device in devices for _ in range(nodes_per_device))
-            self.groups = tuple(index // nodes_per_device for index in range(len(self.devices)))
-            return
+        place = self._rank.number % devices_per_node
         if devices_per_node > 1:
             devices = [own_device(devices, self._rank)]
-        here = Site(self._rank.number, self._rank.machine, {identity(device): str(device) for device in devices})
-        sites = self.gather(here)
+        names = {identity(device): str(device) for device in devices}
+        sites = self.gather(Site(self._rank.number, self._rank.machine, names))
         if devices_per_node > 1:
-            sites = shard_group_sites(sites, devices_per_node, self._lane)
+            sites = shard_group_sites(sites, devices_per_node, place)
         slots = share_out(sites, nodes_per_device)
         self.devices = tuple(torch.device(slot.device) for slot in slots)
         self.groups = tuple(slot.group for slot in slots)
         self._owners = tuple(slot.owner for slot in slots)
-        self._on_gpus = gpus_of_their_own(slots)
-        own = next(torch.device(slot.device) for slot in slots if slot.owner == self._rank.number)
-        if own.type == "cuda":
-            torch.cuda.set_device(own)
-        self._device = own if self._on_gpus else torch.device("cpu")
-        if devices_per_node > 1:
-            self.shard_group = self._made_shard_group(own)
+        if self.count > 1:
+            self._connect(slots, place)
 
-    def _made_shard_group(self, device: torch.device) -> ShardGroup:
-        """The shard group of this process; all processes make all shard groups, in one order."""
-        size, own = self._shard_group_size, self._rank.number - self._lane
-        for first in range(0, self.count, size):
-            handle = self._new_group(range(first, first + size), "nccl" if device.type == "cuda" else "gloo")
-            if first == own:
-                mine = handle
-        return ProcessShardGroup(mine, size, self._lane, device, self._peers)
+    def _connect(self, slots: Sequence[Slot], place: int) -> None:
+        """Make the communicators: one for this process's shard group, and one for its place in all shard groups."""
+        rank = self._rank.number
+        size = self._shard_group_size
+        device = next(device for node, device in enumerate(self.devices) if self.owns(node))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        on_gpus = gpus_of_their_own(slots)
+        # All processes make all communicators, in the same order.
+        for other in range(size):
+            ranks = range(other, self.count, size)
+            communicator = self._new_group(ranks, on_gpus)
+            if other == place:
+                own = device if on_gpus else torch.device("cpu")
+                self._transport = Transport(rank, ranks, communicator, own, self._peers)
+        if size > 1:
+            for first in range(0, self.count, size):
+                communicator = self._new_group(range(first, first + size), device.type == "cuda")
+                if first == rank - place:
+                    self.shard_group = ShardGroup(size, place, communicator, device, self._peers)
 
-    def _new_group(self, ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
+    def _new_group(self, ranks: Iterable[int], on_gpus: bool) -> dist.ProcessGroup:
         with self._peers.explaining():
-            return dist.new_group(list(ranks), timeout=_TIMEOUT, backend=backend)
+            group = dist.new_group(list(ranks), timeout=_TIMEOUT, backend="nccl" if on_gpus else "gloo")
+            if on_gpus and self._rank.number in ranks:
+                # The communicator takes its memory now, and not when training has filled the GPU.
+                dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+        return group
 
     def gather(self, value: T) -> list[T]:
-        """Every process's value, in all processes, by rank; also a barrier."""
+        """Return the values of all processes, by rank; also a barrier."""
         if self.count == 1:
             return [value]
         values: list = [None] * self.count
@@ -126,51 +135,19 @@ class Processes:
             dist.all_gather_object(values, value)
         return values
 
-    def failed(self, reason: str) -> None:
-        """Leave the others without waiting for them, and let them know why."""
-        self._peers.failed(self._rank.number, reason)
-        if self.count > 1 and not self._on_gpus:  # nccl would wait for them
-            dist.destroy_process_group()
-
     def owns(self, node: int) -> bool:
         """Whether the node works in this process."""
-        return self.count == 1 or self._owners[node] == self._rank.number
+        return self._owners[node] == self._rank.number
 
     def sharing(self, node: int) -> int:
         """Number of processes that work on the node's device."""
-        if self.count == 1:
-            return 1
-        owners = self._ranks(other for other, group in enumerate(self.groups) if group == self.groups[node])
+        owners = {self._owners[other] for other, group in enumerate(self.groups) if group == self.groups[node]}
         return len(owners) * (self._shard_group_size if self.devices[node].type == "cpu" else 1)
 
-    def _ranks(self, nodes: Iterable[int]) -> tuple[int, ...]:
-        return tuple(sorted({self._owners[node] for node in nodes}))
-
-    def _group(self, ranks: tuple[int, ...]) -> ProcessGroup:
-        """Of these ranks; all others ask for it as well, in the same order, and do not use it.
-
-        The other processes of a shard group ask for theirs meanwhile: of the same shard groups, at their own place in
-        them.
-        """
-        if ranks not in self._groups:
-            for lane in range(self._shard_group_size):
-                shifted = [rank - self._lane + lane for rank in ranks]
-                handle = self._new_group(shifted, "nccl" if self._on_gpus else "gloo")
-                if lane == self._lane:
-                    self._groups[ranks] = ProcessGroup(ranks, handle, self._device, self._peers)
-        return self._groups[ranks]
-
-    def workers(self, nodes: Sequence[int]) -> LocalWorkers:
-        """The workers of a trainer with these nodes; every process asks for all trainers', in the same order."""
-        if self.count == 1:
-            return LocalWorkers(len(nodes))
+    def workers(self, nodes: Sequence[int]) -> Workers:
+        """Return the workers of a trainer with these nodes."""
         owners = tuple(self._owners[node] for node in nodes)
-        ranks = self._ranks(nodes)
-        me = self._rank.number
-        if len(ranks) == 1:
-            return LocalWorkers(len(owners) if ranks[0] == me else 0)
-        group = self._group(ranks)
-        return DistributedWorkers(owners, me, group, self._in_order) if me in ranks else LocalWorkers(0)
+        return Workers(owners, self._rank.number, self._transport, self._in_order)
 
     def provide(
         self,
@@ -179,35 +156,38 @@ class Processes:
         takers: Sequence[int],
         into: Callable[[], list[torch.Tensor]],
     ) -> list[torch.Tensor] | None:
-        """Move tensors from the owners of the nodes `holders` to the owners of the nodes `takers`.
+        """Copy tensors from the owners of the nodes `holders` to the owners of the nodes `takers`.
 
-        All processes call this in the same order. A process that holds the tensors gets them back; one that lacks them
-        gets those that `into` makes, filled; one that takes none gets None.
+        All processes call this in the same order.
+
+        Args:
+            tensors: the tensors, in a process that owns a holder; otherwise None.
+            into: makes the tensors to fill, in a process that lacks them.
+
+        Returns:
+            The tensors, in a process that owns a taker; otherwise None.
         """
-        if self.count == 1:
-            return tensors
-        have, need = set(self._ranks(holders)), set(self._ranks(takers))
-        source, missing, me = self._owners[holders[0]], need - have, self._rank.number
-        if missing:
-            group = self._group(tuple(sorted({source} | missing)))
-            if me in missing:
-                tensors = into()
-            if me in group.ranks:
-                group.broadcast(tensors, source)
-        return tensors if me in need else None
+        have = {self._owners[node] for node in holders}
+        need = {self._owners[node] for node in takers}
+        rank = self._rank.number
+        source = self._owners[holders[0]]
+        missing = need - have
+        if rank in missing:
+            tensors = into()
+        if missing and rank in {source} | missing:
+            self._transport.copy(tensors, source, missing)
+        return tensors if rank in need else None
 
-    def keep(self, trainers: Iterable[Sequence[int]]) -> None:
-        """From now on trainers have these nodes: groups of other processes are freed. All processes call this."""
-        if self.count == 1:
-            return
-        unused = sorted(set(self._groups) - {self._ranks(nodes) for nodes in trainers})
-        if unused:
-            self.gather(None)  # a process that is ahead must not close a group that others still use
-        for ranks in unused:
-            self._groups.pop(ranks).close()
+    def failed(self, reason: str) -> None:
+        """Leave the other processes without waiting for them, and tell them why."""
+        self._peers.failed(self._rank.number, reason)
+        # nccl would wait for them.
+        on_gpus = self._transport is not None and self._transport.device.type == "cuda"
+        if self.count > 1 and not on_gpus:
+            dist.destroy_process_group()
 
     def close(self) -> None:
-        """Leave the others in order."""
+        """Leave the other processes in order."""
         self._peers.close()
         if self.count > 1:
             dist.destroy_process_group()
@@ -233,12 +213,10 @@ def _end_with_parent() -> None:
 
 
 def meet(launch: Launch | None = None) -> Processes:
-    """The processes of this run, as the environment says: one, or those that torchrun or `launch` started.
-
-    They have no nodes yet.
+    """Return the processes of this run, still without nodes: one, or those that torchrun or a Launch started.
 
     Raises:
-        PeerLostError: the others do not come.
+        PeerLostError: the other processes do not come.
     """
     _end_with_parent()
     rank = Rank.from_environment()
@@ -257,3 +235,49 @@ def meet(launch: Launch | None = None) -> Processes:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"attempt {attempt}", store)
     return Processes(rank, store, PeerWatch(launch.processes if launch is not None else None, store))
+
+
+def _own_devices(config: Config) -> tuple[list[torch.device], list[str]]:
+    try:
+        return resolve_devices(config.devices)
+    except ValueError as error:
+        raise ConfigError(f"devices: {error}") from None
+
+
+def place_nodes(processes: Processes, config: Config) -> list[str]:
+    """Give the processes of a run their nodes, as the configuration says, and return warnings.
+
+    Raises:
+        ConfigError: the devices do not exist, or there are too many or too few processes.
+    """
+    hide_gpus(config)
+    devices, warnings = done_by_all(processes, lambda: _own_devices(config))
+    on_cpu = all(device.type == "cpu" for device in devices)
+    in_order = on_cpu if config.deterministic is None else config.deterministic
+    agree(processes, "devices, and deterministic is null", {"deterministic": in_order})
+    if in_order and not on_cpu:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
+        torch.use_deterministic_algorithms(True)
+    try:
+        processes.place(devices, config.nodes_per_gpu, in_order, config.devices_per_node)
+    except ValueError as error:
+        raise ConfigError(f"processes: {error}") from None
+    shard_groups = processes.count // config.devices_per_node
+    trainers = config.number_of_initial_trainers
+    if config.devices_per_node > 1 and shard_groups < trainers:
+        warnings.append(
+            f"number_of_initial_trainers: {trainers} trainers take turns on {shard_groups} shard groups of "
+            f"{config.devices_per_node} devices, which hold the state of all of them"
+        )
+    return warnings
+
+
+def join_processes(config: Config) -> Processes:
+    """Return the processes of this run, with their nodes.
+
+    Raises:
+        ConfigError: the devices do not exist, or there are too many or too few processes.
+    """
+    processes = meet()
+    place_nodes(processes, config)
+    return processes

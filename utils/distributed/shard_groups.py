@@ -1,117 +1,109 @@
-"""A shard group: the processes, one for each of its devices, that own nodes together and share every model among them.
+"""A shard group: the processes, one for each device, that own nodes together and share every model among them.
 
-All of them take the same decisions and work for the same workers at the same time; what one sends to other shard
-groups goes
-to the process with its place there, which has the same part of the model.
+All of them take the same decisions and work for the same workers at the same time. Tensors for another shard group go
+to the process at the same place there, which has the same part of the model.
 """
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from utils.distributed.devices import is_out_of_memory
 from utils.distributed.peers import PeerWatch
-from utils.distributed.reductions import ALL_GATHER
 
-_M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 2**18  # of glibc's malloc.h
+# From glibc's malloc.h.
+_M_MMAP_THRESHOLD = -3
+_LARGE_BYTES = 2**18
 
 
-def _give_back_what_is_freed() -> None:
-    """Let large tensors in host memory be the system's again as soon as they are freed.
+def _return_freed_memory() -> None:
+    """Let glibc return large tensors in host memory to the system as soon as they are freed.
 
-    glibc keeps what was smaller than the largest freed so far, up to 32 MB, for later; layers that are gathered and
-    freed in turn leave holes then: nearly twice as much was resident with 30M parameters. Elsewhere this does nothing.
+    Otherwise it keeps freed blocks of up to 32 MB, and layers that are gathered and freed in turn leave holes: nearly
+    twice as much was resident with 30M parameters. With other C libraries this does nothing.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 class ShardGroup:
-    """The shard group of a process that has its models for itself.
-
-    Attributes:
-        size: devices, and processes. index: of this process in it.
-    """
-
-    size, index = 1, 0
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the devices, in place; the same everywhere."""
-        return tensor
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Everybody's flat tensor of one size, [size, numbers]."""
-        return tensor.unsqueeze(0)
-
-    def least(self, number: int) -> int:
-        """The smallest that a device has; the devices themselves are not waited for."""
-        return number
-
-    @contextlib.contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Turn the failure of a collective into an error that says who is gone."""
-        yield
-
-
-class ProcessShardGroup(ShardGroup):
-    """Several processes.
+    """The processes that share every model with this one; by default there is no other.
 
     Args:
-        handle: of them.
-        size: how many they are.
-        index: of this one.
-        device: this one's.
+        size: number of devices, and of processes.
+        index: this process among them.
+        communicator: their process group of torch.distributed.
+        device: this process's device.
         peers: explains failed collectives.
 
     Attributes:
-        mesh: they, as FSDP2 wants them, in one dimension.
+        mesh: the devices as FSDP2 takes them, in one dimension; only for a size above 1.
     """
 
     def __init__(
         self,
-        handle: dist.ProcessGroup,
-        size: int,
-        index: int,
-        device: torch.device,
-        peers: PeerWatch,
+        size: int = 1,
+        index: int = 0,
+        communicator: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+        peers: PeerWatch | None = None,
     ):
         self.size = size
         self.index = index
-        self._handle = handle
-        self._peers = peers
+        self._communicator = communicator
         self._device = device
-        if device.type == "cpu":
-            _give_back_what_is_freed()
-        self.mesh = DeviceMesh.from_group(handle, device.type, mesh_dim_names=("shard",))
+        self._peers = peers
+        if communicator is not None:
+            if device.type == "cpu":
+                _return_freed_memory()
+            self.mesh = DeviceMesh.from_group(communicator, device.type, mesh_dim_names=("shard",))
+
+    def explaining(self) -> contextlib.AbstractContextManager:
+        """Turn the failure of a collective into an error that names the process that is gone."""
+        return contextlib.nullcontext() if self._peers is None else self._peers.explaining()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        staged = tensor.to(self._device)  # nccl takes nothing of the host's
+        """Sum a tensor over the devices, in place, and return it."""
+        return self._reduce(tensor, dist.ReduceOp.SUM)
+
+    def least(self, number: int) -> int:
+        """Return the smallest number that a device has."""
+        return int(self._reduce(torch.tensor(number), dist.ReduceOp.MIN))
+
+    def _reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp) -> torch.Tensor:
+        if self.size == 1:
+            return tensor
+        staged = tensor.to(self._device)  # nccl takes no tensor in host memory
         with self.explaining():
-            dist.all_reduce(staged, group=self._handle)
+            dist.all_reduce(staged, operation, group=self._communicator)
         return tensor if staged is tensor else tensor.copy_(staged)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the flat tensors of all devices, of one size, as [size, elements]."""
+        if self.size == 1:
+            return tensor.unsqueeze(0)
         staged = tensor.to(self._device).contiguous()
         gathered = staged.new_empty(self.size * staged.numel())
         with self.explaining():
-            getattr(dist, ALL_GATHER)(gathered, staged, group=self._handle)
+            dist.all_gather_single(gathered, staged, group=self._communicator)
         return gathered.view(self.size, -1).to(tensor.device)
 
+    # For a size above 1 only.
+
     def exchange(self, parts: torch.Tensor) -> torch.Tensor:
-        """What every device has for this one, [size, numbers], of a flat tensor with a part for each of them."""
+        """Send each device its part of a flat tensor; return this device's part of all tensors, [size, elements]."""
         arrived = torch.empty_like(parts)
         with self.explaining():
-            dist.all_to_all_single(arrived, parts, group=self._handle)
+            dist.all_to_all_single(arrived, parts, group=self._communicator)
         return arrived.view(self.size, -1)
 
     def scatter(self, whole: torch.Tensor | None, part: torch.Tensor) -> None:
-        """Fill each device's flat `part`, of one length everywhere, with its piece of a tensor of the first device.
+        """Fill each device's flat `part`, of one length on all, with its piece of a tensor of the first device.
 
-        whole: in the first device; where it ends before the last part does, zeros follow.
+        Args:
+            whole: the tensor, on the first device. It ends before the last part does; zeros follow.
         """
         pieces = None
         if self.index == 0:
@@ -119,33 +111,14 @@ class ProcessShardGroup(ShardGroup):
             padded[: whole.numel()].copy_(whole.flatten())
             pieces = list(padded.view(torch.uint8).chunk(self.size))
         with self.explaining():
-            dist.scatter(part.view(torch.uint8), pieces, group=self._handle, group_src=0)
+            dist.scatter(part.view(torch.uint8), pieces, group=self._communicator, group_src=0)
 
     def broadcast(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """The first device's tensor, of this shape and type in all of them, on the device."""
+        """Return the first device's tensor, of one shape and type on all, on the given device."""
         if self.index == 0:
             sent = tensor.to(device).contiguous()
         else:
             sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         with self.explaining():
-            dist.broadcast(sent.reshape(-1).view(torch.uint8), group=self._handle, group_src=0)
+            dist.broadcast(sent.reshape(-1).view(torch.uint8), group=self._communicator, group_src=0)
         return sent
-
-    def least(self, number: int) -> int:
-        found = torch.tensor(number, device=self._device)
-        with self.explaining():
-            dist.all_reduce(found, dist.ReduceOp.MIN, group=self._handle)
-        return int(found)
-
-    @contextlib.contextmanager
-    def explaining(self) -> Iterator[None]:
-        no_memory = None
-        with self._peers.explaining():
-            try:
-                yield
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                no_memory = error
-        if no_memory is not None:
-            raise no_memory
