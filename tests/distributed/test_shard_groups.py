@@ -359,7 +359,7 @@ def test_one_device_has_one_gradient():
 
 
 def test_one_process_is_no_shard_group():
-    with pytest.raises(ValueError, match="1 process does not make a shard group of devices_per_node 2"):
+    with pytest.raises(ValueError, match="1 processes do not make shard groups of devices_per_node 2"):
         LocalProcesses().place([torch.device("cpu")], 4, True, 2)
 
 

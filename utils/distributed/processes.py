@@ -198,7 +198,8 @@ class LocalProcesses(Processes):
 
     def __init__(self, devices: Sequence[torch.device] = (), nodes_per_device: int = 1):
         super().__init__()
-        self.place(devices, nodes_per_device)
+        if devices:
+            self.place(devices, nodes_per_device)
 
 
 def _end_with_parent() -> None:
