@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 # What is imported here is quick; the rest waits until there is something on the screen.
+from fabrics.planning import command as planning
 from utils.distributed.launch import Launch, is_main, start_processes, started_by_others, threads_per_process
 from utils.distributed.signals import STATUS_INTERRUPTED, StopRequest
 from utils.run_layout import CHECKPOINTS_FOLDER, MODELS_FOLDER, has_checkpoint
@@ -19,15 +20,6 @@ if TYPE_CHECKING:
     from training_logs.recording.records import Observer
     from utils.config.schema import Config
     from utils.distributed.processes import Processes
-
-
-PLAN_OPTIONS = {
-    "link": ("1Gb/s,20ms", "a link that may connect nodes: rate and latency; may be given several times"),
-    "tflops": ("X", "TFLOP/s that a device really does"),
-    "device-memory": ("80GB", "memory of a device: a run that does not fit is refused"),
-    "devices": ("N", "devices of all machines (default: those that the key devices names, or one node's)"),
-    "json": ("FILE", "write the plan as JSON as well; -: print it instead of the text"),
-}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -47,10 +39,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--force", action="store_true", help="with --resume: allow overrides that change how the run trains"
     )
-    parser.add_argument("--plan", action="store_true", help="train nothing; say what the run would need")
-    plans = parser.add_argument_group("with --plan")
-    for name, (metavar, meaning) in PLAN_OPTIONS.items():
-        plans.add_argument(f"--{name}", metavar=metavar, help=meaning, action="append" if name == "link" else "store")
+    planning.add_options(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
     options = parser.parse_intermixed_args(arguments)
     if options.resume not in (None, "auto") and options.config:
@@ -59,9 +48,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--force has a meaning with --resume only")
     if options.plan and options.resume:
         parser.error("--plan is for a run that is not begun; give --plan or --resume")
-    for name in PLAN_OPTIONS:
-        if getattr(options, name.replace("-", "_")) is not None and not options.plan:
-            parser.error(f"--{name} has a meaning with --plan only")
+    planning.check_options(parser, options)
     return options
 
 
@@ -81,9 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         if options.plan:
-            from fabrics.planning.command import print_plan
-
-            print_plan(options)
+            planning.print_plan(options)
             return 0
         if started_by_others():
             return run(options, started, None)

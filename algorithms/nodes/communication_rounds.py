@@ -1,6 +1,7 @@
 """What nodes send each other, in the rounds that are done and in those to come, as a budget counts it."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -69,7 +70,13 @@ def even_shares(nodes: int, trainers: int) -> tuple[int, ...]:
 
 
 def rounds_to_come(
-    trainers: int, nodes: int, next_round: int, merge_frequency: int, merge_count: int, traffic: Traffic
+    trainers: int,
+    nodes: int,
+    next_round: int,
+    merge_frequency: int,
+    merge_count: int,
+    traffic: Traffic,
+    most_workers: float = math.inf,
 ) -> Iterator[tuple[tuple[int, ...], list[Exchange]]]:
     """The workers of each trainer, and the exchanges, of every round from the next one on, without end.
 
@@ -78,16 +85,21 @@ def rounds_to_come(
     Args:
         next_round: its number, counted from 1; trainers merge after every `merge_frequency`-th.
         merge_count: how many become one.
+        most_workers: of a trainer.
     """
     arriving: list[Exchange] = []
+    shares = even_shares(min(nodes, trainers * most_workers), trainers)
     for number in itertools.count(next_round):
-        shares = even_shares(nodes, trainers)
         exchanges = [*arriving, synchronised((workers, traffic.synchronised(workers, number)) for workers in shares)]
         arriving = []
         if trainers > 1 and number % merge_frequency == 0:
             others = min(merge_count, trainers) - 1
             exchanges.append(merged(others, shares[0], (others + shares[0] - 1) * traffic.merged))
             trainers -= others
-            came = max(nodes, trainers) - sum(shares[:trainers])
-            arriving = [redistributed(came, came * traffic.redistributed)] if came else []
-        yield shares, exchanges
+            shares_after = even_shares(min(nodes, trainers * most_workers), trainers)
+            came = sum(shares_after) - sum(shares[:trainers])
+            arriving = [redistributed(came, came * traffic.redistributed)] if came > 0 else []
+            yield shares, exchanges
+            shares = shares_after
+        else:
+            yield shares, exchanges

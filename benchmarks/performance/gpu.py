@@ -174,7 +174,7 @@ def large(config: Config) -> dict:
         "tokens_per_second": speeds,
         "mfu": {name: speed * flops / peak for name, speed in speeds.items()},
         "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        "planned_bytes": estimate(config).memory.device,
+        "planned_bytes": estimate(config).device_bytes,
     }
 
 

@@ -1,133 +1,158 @@
-"""python run.py --plan: what a run would need, as text or JSON."""
+"""`python run.py --plan`: its options, and the estimate as text or JSON."""
 
 import argparse
 import dataclasses
 import logging
-import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
-from fabrics.config_checks import CHECKS, CHOICES
-from fabrics.planning.estimate import Estimate, Resources, estimate
-from fabrics.planning.parse_units import amount, count, link, memory
-from utils.config.reading import load_config
-from utils.config.schema import ConfigError
-from utils.files import json_text, write_text_atomically
-from utils.text import byte_size
+from algorithms.nodes.communication_rounds import Link
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from fabrics.planning.estimate import Estimate
+
+_POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+_LINK = re.compile(r"(\d+(?:\.\d+)?)([kMGT]?)(b|B)/s(?:,(\d+(?:\.\d+)?)(s|ms|us))?")
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)([kMGT]?)(i?)B")
 
 _PARTS = {
     "parameters": "parameters of the working model",
     "gradients": "its gradients",
-    "moments": "moments of the inner optimizer",
-    "trainers": "parameters of the trainers, and the method's state of each",
-    "workers": "state of the method and the encoding of each worker",
+    "moments": "state of the inner optimizer",
+    "trainers": "parameters of the trainers and the method's state",
+    "workers": "state of the method and the encoding per worker",
     "round": "sums of a round",
     "gathered": "layers that are whole at a time",
     "activations": "activations and logits",
-    "host": "in host memory",
 }
 
 
-def read_resources(options: argparse.Namespace) -> Resources:
-    """The resources that the options of --plan give.
-
-    Raises:
-        ConfigError: with one line for each option that cannot be read.
-    """
-    problems: list[str] = []
-
-    def read(name: str, reader: Callable[[str], T], value: str | None) -> T | None:
-        if value is None:
-            return None
-        try:
-            return reader(value)
-        except ValueError as error:
-            problems.append(f"--{name}: {error}, got {value!r}")
-            return None
-
-    links = [(text, read("link", link, text)) for text in options.link or ()]
-    resources = Resources(
-        devices=read("devices", count, options.devices),
-        memory=read("device-memory", memory, options.device_memory),
-        tflops=read("tflops", amount, options.tflops),
-        links=tuple(links),
-    )
-    if problems:
-        raise ConfigError(problems)
-    return resources
+def parse_link(text: str) -> tuple[str, Link]:
+    """A link's rate in bits (b) or bytes (B) per second and its latency, 0 if it is missing; with the text as name."""
+    found = _LINK.fullmatch(text)
+    if found is None or not float(found[1]):
+        raise _wrong("a rate in bits (b) or bytes (B) and a latency, such as 1Gb/s,20ms or 100MB/s", text)
+    bits = float(found[1]) * 1000.0 ** _POWERS[found[2]] * (8.0 if found[3] == "B" else 1.0)
+    return text, Link(bits, float(found[4]) * _SECONDS[found[5]] if found[4] else 0.0)
 
 
-def duration(seconds: float) -> str:
-    """Seconds with a unit, for people."""
-    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2.0 * size:
-            return f"{seconds / size:,.1f} {unit}"
-    return f"{seconds:.3g} s"
+def parse_memory(text: str) -> int:
+    """A size in bytes."""
+    found = _MEMORY.fullmatch(text)
+    if found is None or not float(found[1]) or (found[3] and not found[2]):
+        raise _wrong("a size such as 80GB or 141GiB", text)
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** _POWERS[found[2]])
 
 
-def as_values(found: Estimate) -> dict:
-    """The estimate as JSON values."""
-    values = dataclasses.asdict(found)
-    values["memory"]["device"] = found.memory.device
-    return values
+def parse_positive(text: str) -> float:
+    """A positive number."""
+    if not re.fullmatch(r"\d*\.?\d+(e[+-]?\d+)?", text) or not 0.0 < float(text) < float("inf"):
+        raise _wrong("a positive number", text)
+    return float(text)
 
 
-def as_text(found: Estimate, resources: Resources) -> str:
-    """The estimate for people."""
-    return "\n".join(_lines(found, resources))
+def parse_count(text: str) -> int:
+    """A positive integer."""
+    if not text.isdecimal() or not int(text):
+        raise _wrong("a positive integer", text)
+    return int(text)
 
 
-def _lines(found: Estimate, resources: Resources) -> Iterator[str]:
-    yield f"parameters: {found.parameters:,}"
-    yield f"devices: {found.devices}; {found.nodes} nodes; {found.trainers} trainers with {found.workers} workers"
-    yield f"memory of a device: {byte_size(found.memory.device)}"
-    for name, meaning in _PARTS.items():
-        size = getattr(found.memory, name)
-        if size:
-            yield f"  {byte_size(size):>9}  {meaning}"
-    if resources.memory is not None:
-        yield f"  of {byte_size(resources.memory)}: it fits"
-    micro_batch = "the largest that fits" if found.micro_batch is None else f"{found.micro_batch:,} at most"
-    yield f"batch of an inner step, all trainers: {found.batch:,} examples; micro-batches: {micro_batch}"
-    if found.rounds is not None:
-        yield f"rounds: {found.rounds:,}, {found.tokens:,} tokens, {found.flops:.3g} FLOPs"
-    yield f"a checkpoint: {byte_size(found.checkpoint_bytes)}"
-    if found.round_bytes is not None:
-        yield f"a round: {byte_size(found.round_bytes)}, {byte_size(found.worker_bytes)} of each worker"
-    if found.total_bytes is not None:
-        yield f"the run: {byte_size(found.total_bytes)} in {found.communications:,} communications"
-    if found.compute_seconds is not None:
-        yield f"computing: {duration(found.compute_seconds)}"
-    for name, seconds in found.link_seconds.items():
-        line = f"over {name}: {duration(seconds)} for what is sent"
-        if found.compute_seconds is not None:
-            total = seconds + found.compute_seconds
-            share = seconds / total if total else math.nan
-            line += f", {duration(total)} in all, {share:.1%} of it communicating"
-        yield line
-    for line in found.unknown:
-        yield f"not known: {line}"
+def _wrong(expected: str, text: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(f"must be {expected}, got {text!r}")
+
+
+OPTIONS: dict[str, tuple[str, Callable, str]] = {
+    "link": ("1Gb/s,20ms", parse_link, "a link between the nodes: rate and latency; may be given several times"),
+    "tflops": ("X", parse_positive, "TFLOP/s that a device sustains"),
+    "device-memory": ("80GB", parse_memory, "memory of a device; a run that does not fit is refused"),
+    "devices": ("N", parse_count, "devices of all machines (default: those of the key devices, or one node's)"),
+    "json": ("FILE", str, "also write the estimate as JSON; -: print JSON instead of text"),
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add --plan and the options that belong to it."""
+    parser.add_argument("--plan", action="store_true", help="train nothing; estimate what the run would need")
+    group = parser.add_argument_group("with --plan")
+    for name, (metavar, parse, meaning) in OPTIONS.items():
+        action = "append" if name == "link" else "store"
+        group.add_argument(f"--{name}", metavar=metavar, type=parse, help=meaning, action=action)
+
+
+def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Exit with a message if an option of --plan is given without it."""
+    for name in OPTIONS:
+        if getattr(options, name.replace("-", "_")) is not None and not options.plan:
+            parser.error(f"--{name} needs --plan")
 
 
 def print_plan(options: argparse.Namespace) -> None:
     """Print the estimate that the command line asks for, or write it.
 
     Raises:
-        ConfigError: the configuration is wrong, or does not fit, or the file cannot be written.
+        ConfigError: the configuration is wrong, the run does not fit, or the file cannot be written.
     """
+    from fabrics.config_checks import CHECKS, CHOICES
+    from fabrics.planning.estimate import Resources, estimate
+    from utils.config.reading import load_config
+    from utils.config.schema import ConfigError
+    from utils.files import json_text, write_text_atomically
+
     logging.getLogger("adloco").setLevel(logging.WARNING)
-    resources = read_resources(options)
     config, warnings = load_config(options.config or "config.yaml", options.overrides, CHOICES, CHECKS)
+    resources = Resources(options.devices, options.device_memory, options.tflops, tuple(options.link or ()))
     found = estimate(config, resources)
+    text = json_text(dataclasses.asdict(found) | {"device_bytes": found.device_bytes})
     if options.json == "-":
-        print(json_text(as_values(found)), end="")
+        print(text, end="")
         return
-    print("\n".join([as_text(found, resources), *(f"warning: {warning}" for warning in warnings)]))
+    print("\n".join([*_lines(found), *(f"warning: {warning}" for warning in warnings)]))
     if options.json is not None:
         try:
-            write_text_atomically(Path(options.json), json_text(as_values(found)))
+            write_text_atomically(Path(options.json), text)
         except OSError as error:
             raise ConfigError(f"--json: cannot write {options.json}: {error.strerror}") from None
+
+
+def _lines(found: "Estimate") -> Iterator[str]:
+    from utils.text import byte_size
+
+    yield f"parameters: {found.parameters:,}"
+    yield f"devices: {found.devices}; {found.nodes} nodes; {found.trainers} trainers with {found.workers} workers"
+    yield f"memory per device: {byte_size(found.device_bytes)}"
+    for name, meaning in _PARTS.items():
+        if found.memory[name]:
+            yield f"  {byte_size(found.memory[name]):>9}  {meaning}"
+    if found.host_bytes:
+        yield f"host memory: {byte_size(found.host_bytes)}"
+    limit = "the largest that fits" if found.micro_batch is None else f"at most {found.micro_batch:,}"
+    yield f"batch of an inner step, all trainers: {found.batch:,} examples; micro-batches: {limit}"
+    if found.rounds is not None:
+        yield f"rounds: {found.rounds:,}, {found.tokens:,} tokens, {found.flops:.3g} FLOPs"
+    yield f"checkpoint: {byte_size(found.checkpoint_bytes)}"
+    if found.round_bytes is not None:
+        each = byte_size(found.round_bytes / found.workers)
+        yield f"sent per round: {byte_size(found.round_bytes)}, {each} per worker"
+    if found.total_bytes is not None:
+        yield f"sent in the run: {byte_size(found.total_bytes)} in {found.communications:,} communications"
+    if found.compute_seconds is not None:
+        yield f"computing: {_duration(found.compute_seconds)}"
+    for name, seconds in found.link_seconds.items():
+        line = f"over {name}: {_duration(seconds)} of sending"
+        if found.compute_seconds is not None:
+            total = seconds + found.compute_seconds
+            line += f", {_duration(total)} in all, {seconds / total:.1%} of it communicating"
+        yield line
+    for line in found.unknown:
+        yield f"note: {line}"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2.0 * size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds:.3g} s"

@@ -291,7 +291,7 @@ def test_a_device_of_two_needs_little_more_than_half_of_the_memory(programs, tmp
     programs.torchrun(2, "tests/support/shard_groups.py", "memory", tmp_path, options=["--max-restarts=0"])
     found = {devices: json.loads((tmp_path / f"peaks_{devices}.json").read_text()) for devices in (1, 2)}
     for devices, (trained, _) in found.items():
-        planned = estimate(shard_groups.memory_config(devices)).memory.device
+        planned = estimate(shard_groups.memory_config(devices)).device_bytes
         assert trained == pytest.approx([planned] * devices, rel=0.1)
     (alone,), together = (trained for trained, _ in found.values())
     assert max(together) <= 0.6 * alone
