@@ -157,7 +157,7 @@ def share_of_model(parameters: int, processes: Processes) -> torch.Tensor:
     """The flat parameters of this process's device, of a model of ten layers with so many in all."""
     if processes.shard_group.size == 1:
         return torch.randn(parameters) * 1e-3
-    from fabrics.sharding.sharded_model import ShardedModel  # takes long, and knows one release of PyTorch
+    from fabrics.sharding.sharded_model import ShardedModel
 
     # The first device of a node has the weights, and sends the others their parts.
     first = processes.shard_group.index == 0

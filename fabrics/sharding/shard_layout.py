@@ -1,7 +1,7 @@
-"""Where some tensors of a model are in flat ones: in whole flat tensors, and in those of a device that has parts."""
+"""The places of sharded tensors: in whole flat tensors, and in the flat tensors of one device."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,21 +11,17 @@ from fabrics.training.flat_model import blocks_of, laid_out
 from utils.distributed.shard_groups import ShardGroup
 
 
-def views_of(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Of a flat tensor that holds such tensors, one after the other."""
-    offsets, _ = laid_out([tensor.numel() for tensor in tensors])
-    return [flat[at : at + each.numel()].view_as(each) for at, each in zip(offsets, tensors, strict=True)]
-
-
 @dataclass(frozen=True)
 class ShardLayout:
-    """Some tensors, one after the other.
+    """Some tensors, one after the other, of which each device has some rows.
 
-    Of a tensor every device has as many numbers: a part of its rows, and after the last row zeros.
+    Every device has equally many elements of a tensor: where rows run out, zeros follow.
 
     Attributes:
-        wholes: each one's place in whole flat tensors. whole_size: of these.
-        places: that of its part in a device's flat tensors, alike in all devices. size: of these.
+        wholes: the place of each tensor in whole flat tensors.
+        whole_size: elements of a whole flat tensor.
+        places: the place of each tensor's part in a device's flat tensors, the same on all devices.
+        size: elements of a device's flat tensor.
     """
 
     wholes: tuple[Block, ...]
@@ -34,33 +30,34 @@ class ShardLayout:
     size: int
 
     @classmethod
-    def of(cls, shapes: Mapping[str, tuple[int, ...]], lengths: Sequence[int]) -> "ShardLayout":
-        """Of tensors with these names and shapes, of which a device has so many numbers each."""
+    def of(cls, shapes: Mapping[str, tuple[int, ...]], devices: int) -> "ShardLayout":
+        """Lay out tensors with these names and shapes over so many devices, as FSDP2 cuts them."""
         starts, whole_size = laid_out([math.prod(shape) for shape in shapes.values()])
+        lengths = [-(-shape[0] // devices) * math.prod(shape[1:]) for shape in shapes.values()]
         offsets, size = laid_out(lengths)
-        places = tuple(slice(at, at + length) for at, length in zip(offsets, lengths, strict=True))
+        places = tuple(slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))
         return cls(blocks_of(shapes, starts, whole_size), whole_size, places, size)
 
     @property
     def lengths(self) -> list[int]:
-        """Numbers of each tensor in a device."""
+        """Elements of each tensor on a device."""
         return [place.stop - place.start for place in self.places]
 
     def parts(self, index: int) -> Iterator[tuple[slice, slice]]:
-        """Of each tensor what the device of this index has: where in whole flat tensors, and where in its own."""
+        """Yield for each tensor the rows of the device `index`: in whole flat tensors, and in the device's own."""
         for whole, place, length in zip(self.wholes, self.places, self.lengths, strict=True):
             first = min(index * length, whole.size)
             last = min(first + length, whole.size)
             yield slice(whole.start + first, whole.start + last), slice(place.start, place.start + last - first)
 
     def part(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
-        """What the device of this index has of a whole flat tensor."""
+        """Return the part of a whole flat tensor that the device `index` has."""
         flat = tensor.new_zeros(self.size)
         for theirs, own in self.parts(index):
             flat[own] = tensor[theirs]
         return flat
 
     def gather(self, flat: torch.Tensor, shard_group: ShardGroup) -> Iterator[tuple[Block, torch.Tensor]]:
-        """Every tensor whole, in its shape, one after the other; flat: this device's."""
+        """Yield the tensors whole, one after the other; `flat` is this device's part of them."""
         for whole, place in zip(self.wholes, self.places, strict=True):
             yield whole, shard_group.gather(flat[place]).flatten()[: whole.size].view(whole.shape)

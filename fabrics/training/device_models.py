@@ -5,8 +5,8 @@ import torch
 from fabrics.data.examples import TaskData
 from fabrics.models.compilation import can_compile, decided
 from fabrics.models.initialisation import architecture, initial_model, recompute_activations
-from fabrics.sharding.checks import working_model
 from fabrics.sharding.layers import sharded_layers
+from fabrics.sharding.sharded_model import ShardedModel
 from fabrics.training.flat_model import FlatModel
 from utils.config.schema import Config, ConfigError
 from utils.distributed.processes import Processes
@@ -19,7 +19,13 @@ def _working_model(config: Config, data: TaskData, device: torch.device, process
     if config.activation_checkpointing:
         recompute_activations(model, config.model_type)
     autocast = None if config.autocast is None else getattr(torch, config.autocast)
-    working = working_model(model, device, processes, autocast)
+    if processes.shard_group.size == 1:
+        working = FlatModel(model, device, autocast)
+    else:
+        try:
+            working = ShardedModel(model, device, processes.shard_group, autocast)
+        except ValueError as error:
+            raise ConfigError(f"devices_per_node: {error}") from None
     working.compares_devices = config.compares_devices
     return working
 

@@ -14,7 +14,6 @@ from torch import nn
 from algorithms.registry import Registry
 from algorithms.schedule.learning_rate import LearningRateSchedule
 from algorithms.synchronisation import METHODS
-from fabrics.sharding.shard_layout import views_of
 from fabrics.training.flat_model import FlatModel, laid_out
 from utils.config.schema import Config, ConfigError
 
@@ -161,15 +160,21 @@ def _muon(working: FlatModel, config: Config, given: Mapping[str, torch.Tensor])
     muon = torch.optim.Muon(
         matrices, weight_decay=config.weight_decay, momentum=MUON_MOMENTUM, adjust_lr_fn=UPDATE_SIZE
     )
-    for parameter, momentum in zip(matrices, views_of(state["momentum"], matrices), strict=True):
+    for parameter, momentum in zip(matrices, _views_of(state["momentum"], matrices), strict=True):
         muon.state[parameter] = {"momentum_buffer": momentum}
     if not rest:
         return InnerOptimizer([muon], state)
     adamw = _torch_adamw(rest, config)
-    moments = (views_of(state[name], rest) for name in ("exp_avg", "exp_avg_sq"))
+    moments = (_views_of(state[name], rest) for name in ("exp_avg", "exp_avg_sq"))
     for parameter, step, average, square in zip(rest, state["step"].unbind(), *moments, strict=True):
         adamw.state[parameter] = {"step": step, "exp_avg": average, "exp_avg_sq": square}
     return InnerOptimizer([muon, adamw], state)
+
+
+def _views_of(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the parts of a flat tensor that holds tensors of these shapes, one after the other."""
+    offsets, _ = laid_out([tensor.numel() for tensor in tensors])
+    return [flat[at : at + each.numel()].view_as(each) for at, each in zip(offsets, tensors, strict=True)]
 
 
 def _muon_shapes(working: FlatModel) -> dict[str, torch.Tensor]:

@@ -313,13 +313,6 @@ def test_a_device_that_runs_out_of_memory_in_a_pass_ends_the_run_with_a_line():
         working.attempt(pass_through)
 
 
-def test_whole_models_need_nothing_of_what_shard_groups_need_of_pytorch():
-    """Its insides are those of one release; only where there are shard groups they are asked for."""
-    for file in (file for folder in ("fabrics", "utils", "benchmarks") for file in Path(folder).rglob("*.py")):
-        for line in file.read_text(encoding="utf-8").splitlines():
-            assert not line.startswith("from fabrics.sharding.sharded_model import"), file
-
-
 # What is refused
 
 _ACROSS_DEVICES = {"statistics_estimator": "across_devices"}

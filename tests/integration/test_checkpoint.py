@@ -243,9 +243,7 @@ SHAPES = {"embedding": (5, 3), "norm": (7,), "row": (1, 33), "matrix": (13, 8)}
 
 
 def layout_of(devices: int) -> ShardLayout:
-    return ShardLayout.of(
-        SHAPES, [-(-shape[0] // devices) * torch.Size(shape[1:]).numel() for shape in SHAPES.values()]
-    )
+    return ShardLayout.of(SHAPES, devices)
 
 
 def whole_group(seed: int) -> dict[str, torch.Tensor]:
