@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from algorithms.nodes.communication_rounds import synchronised
+from algorithms.nodes.traffic import synchronisation_exchange
 from fabrics.data.examples import TaskData
 from fabrics.models.export import save_models
 from fabrics.pool.checkpoint_policy import CheckpointPolicy, Vote
@@ -203,7 +203,7 @@ class Cluster:
         counters.took(max(sum(share.seconds.values()) for share in shares), examples)
         self.counters = counters
         self.scheduler.count(
-            self.counters, synchronised((len(r.workers), r.bytes_synchronised) for r in reports.values())
+            self.counters, synchronisation_exchange((len(r.workers), r.bytes_synchronised) for r in reports.values())
         )
         self.pool.look_after([run for report in reports.values() for run in report.workers.values()])
         evaluations = self.validation.combined([share.evaluations for share in shares], list(trainers)) if due else {}

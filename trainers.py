@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from algorithms.nodes.transfers import Transfer, averaged
+from algorithms.nodes.traffic import Transfer, averaging_transfers
 from algorithms.schedule.limits import RoundSchedule
 from algorithms.synchronisation.method import Event
 from fabrics.data.examples import Examples, TaskData
@@ -156,7 +156,7 @@ class Trainer:
         """Go on with the parameters up to date; what is sent for it, by all workers."""
         self.refresh()
         stale, self._weights = bool(self._weights), []
-        return averaged([node.id for node in self.nodes], self.worker_group.plain_bytes * stale)
+        return averaging_transfers([node.id for node in self.nodes], self.worker_group.plain_bytes * stale)
 
     def assign_nodes(self, nodes: tuple[Node, ...]) -> list[Transfer]:
         """Let these nodes work for the trainer from now on; what arrives at them. See WorkerGroup.assign.

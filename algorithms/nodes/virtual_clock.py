@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from algorithms.nodes.communication_rounds import Link
+from algorithms.nodes.traffic import Link
 
 _NEXT = float("inf")  # due at the end of the next round
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from algorithms.nodes.communication_rounds import Exchange, Link
+from algorithms.nodes.traffic import Exchange, Link
 
 # The slope of the logarithm of the batch over that of the examples before it is measured, and the prior's weight.
 _PRIOR_SLOPE = 0.4

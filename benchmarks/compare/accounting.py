@@ -23,7 +23,7 @@ import torch
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from algorithms.nodes.communication_rounds import Link, merged
+from algorithms.nodes.traffic import Link, merge_exchange
 from algorithms.nodes.virtual_clock import Clocks, Sending, together
 from algorithms.synchronisation.encodings.encoding import PLAIN
 from training_logs.showing.comparison import best_per_round
@@ -257,7 +257,7 @@ def simulated_seconds(
         if step in merges:
             merge = merges[step]
             others = len(merge.weights) - 1
-            link = merged(others, before[merge.representative], scale * new["bytes_merged"]).link
+            link = merge_exchange(others, before[merge.representative], scale * new["bytes_merged"]).link
             clocks.together(network.seconds(link))
         found.append(clocks.arrived if overlap else clocks.elapsed)
     return found

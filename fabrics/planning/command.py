@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from algorithms.nodes.communication_rounds import Link
+from algorithms.nodes.traffic import Link
 
 if TYPE_CHECKING:
     from fabrics.planning.estimate import Estimate

@@ -24,7 +24,7 @@ from torch import nn
 
 from algorithms.batch.calc_batch import BATCH_TESTS
 from algorithms.batch.switch_mode import execution_plans
-from algorithms.nodes.communication_rounds import Exchange, Link, Traffic, even_shares, rounds_to_come
+from algorithms.nodes.traffic import Exchange, ExchangeSizes, Link, even_split, rounds_ahead
 from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
 from algorithms.synchronisation.method import Method
 from fabrics.models.meta_model import META, flops_per_token, meta_model
@@ -128,7 +128,7 @@ class _Run:
         self.most_workers = self.nodes  # of a trainer
         if config.smallest_worker_batch is not None:
             self.most_workers = max(1, config.INITIAL_BATCH_SIZE // config.smallest_worker_batch)
-        self.workers = even_shares(min(self.nodes, trainers * self.most_workers), trainers)  # of each trainer
+        self.workers = even_split(min(self.nodes, trainers * self.most_workers), trainers)  # of each trainer
 
         module, self.assumed = meta_model(config)
         self.model = FlatModel(module, META)
@@ -200,12 +200,15 @@ class _Run:
         encoding = COMMUNICATION_DTYPES[self.config.communication_dtype]
         return round_bytes(self.config, self.method, encoding, self.model, workers, tested)
 
-    def traffic(self) -> Traffic:
+    def exchange_sizes(self) -> ExchangeSizes:
         method = self.method
         given = 1 + sum(name not in method.capabilities.copies for name in method.state)
-        joining = self.trainer_bytes + self.moment_bytes
         known = method.capabilities.one_exchange
-        return Traffic(self.round_bytes if known else lambda workers, number: 0, given * self.flat_bytes, joining)
+        return ExchangeSizes(
+            round=self.round_bytes if known else lambda workers, number: 0,
+            merge=given * self.flat_bytes,
+            joining=self.trainer_bytes + self.moment_bytes,
+        )
 
 
 @dataclass
@@ -225,8 +228,8 @@ def _length(run: _Run) -> _Length | None:
         return None
     done = _Length(0, 0, 0.0, [])
     trainers = config.number_of_initial_trainers
-    ahead = rounds_to_come(
-        trainers, run.nodes, 1, config.merge_frequency, config.merge_count, run.traffic(), run.most_workers
+    ahead = rounds_ahead(
+        trainers, run.nodes, 1, config.merge_frequency, config.merge_count, run.exchange_sizes(), run.most_workers
     )
     for workers, exchanges in ahead:
         step_tokens = config.sequence_length * sum(run.step_examples(count) for count in workers)

@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
-from algorithms.nodes.communication_rounds import Exchange, merged, redistributed
 from algorithms.nodes.distribution import HYSTERESIS, distribute_nodes
 from algorithms.nodes.policies import MERGE_POLICIES, MergePlan
-from algorithms.nodes.transfers import Move, Transfer, total
+from algorithms.nodes.traffic import Exchange, Move, Transfer, merge_exchange, redistribution_exchange, total_bytes
 from fabrics.data.partition_sampler import ShareCursor
 from fabrics.data.sampler import DataCursor
 from fabrics.pool.node_pool import NodePool
@@ -62,7 +61,7 @@ class NodeAssigner:
     def _noted(self, kind: Literal["merge", "redistribution"], trainer: int, transfers: list[Transfer]) -> int:
         """The bytes of transfers, which are remembered."""
         self._moves += [Move(kind, trainer, transfer) for transfer in transfers]
-        return total(transfers)
+        return total_bytes(transfers)
 
     def assignment(
         self, requests: Mapping[int, int], trainers: Mapping[int, Movable], progress: float
@@ -90,7 +89,7 @@ class NodeAssigner:
             transfers = trainers[number].assign_nodes(tuple(self._pool.nodes[node] for node in nodes))
             arrived += self._noted("redistribution", number, transfers)
         counters.bytes_redistributed += arrived
-        exchange = redistributed(came, arrived)
+        exchange = redistribution_exchange(came, arrived)
         self._scheduler.count(counters, exchange)
         return exchange
 
@@ -111,7 +110,7 @@ class NodeAssigner:
         arrived = self._noted("merge", plan.representative, representative.absorb(others, plan.weights))
         counters.bytes_merged += arrived
         counters.communications += 1
-        exchange = merged(len(others), len(representative.nodes), arrived)
+        exchange = merge_exchange(len(others), len(representative.nodes), arrived)
         self._scheduler.count(counters, exchange)
         return plan, exchange
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from algorithms.nodes.communication_rounds import Exchange, Link, Traffic, redistributed, rounds_to_come
+from algorithms.nodes.traffic import Exchange, ExchangeSizes, Link, redistribution_exchange, rounds_ahead
 from algorithms.schedule.budget import LONGER, Budget, Outlook, Remaining, rounds_left, steps_left
 from algorithms.schedule.limits import Limits, RoundSchedule
 from fabrics.pool.run_counters import RunCounters
@@ -122,14 +122,14 @@ class RoundScheduler:
         working = able
         if config.smallest_worker_batch is not None:  # the other nodes are idle
             working = min(able, sum(len(trainer.nodes) for trainer in trainers))
-        traffic = traffic_of(next(iter(trainers)))
-        to_come = rounds_to_come(
-            len(trainers), working, counters.outer_steps + 1, config.merge_frequency, config.merge_count, traffic
+        sizes = exchange_sizes(next(iter(trainers)))
+        to_come = rounds_ahead(
+            len(trainers), working, counters.outer_steps + 1, config.merge_frequency, config.merge_count, sizes
         )
         used = counters.used(self.budget.unit)
         grows = counters.examples / (counters.examples + examples) < learning_rate_schedule(config).decay_begins
         if joining := self._joining(trainers, able, working, grows):
-            used += self.budget.cost(redistributed(joining, joining * traffic.redistributed))
+            used += self.budget.cost(redistribution_exchange(joining, joining * sizes.joining))
         each = counters.seconds_per_example
         outlook = rounds_left(self.budget, used, None if each is None else each * examples, to_come, examples)
         if not self._warned and (warning := self._shortfall(outlook)) is not None:
@@ -186,11 +186,11 @@ class RoundScheduler:
         return f"{self._config.budget}: {amounts} were used: what was left was less than a round's, or had no use"
 
 
-def traffic_of(trainer: "Trainer") -> Traffic:
-    """Return the bytes of the exchanges of such a trainer in rounds to come."""
+def exchange_sizes(trainer: "Trainer") -> ExchangeSizes:
+    """The bytes of the exchanges of such a trainer in future rounds."""
     group = trainer.worker_group
-    return Traffic(
-        synchronised=lambda workers, number: group.round_bytes(workers, trainer.batch.tests_after(number)),
-        merged=len(group.given_tensors) * group.parameter_bytes,
-        redistributed=group.sizes.trainer + group.sizes.worker,
+    return ExchangeSizes(
+        round=lambda workers, number: group.round_bytes(workers, trainer.batch.tests_after(number)),
+        merge=len(group.given_tensors) * group.parameter_bytes,
+        joining=group.sizes.trainer + group.sizes.worker,
     )

@@ -10,9 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 
 from algorithms.nodes.async_clock import in_steps
-from algorithms.nodes.communication_rounds import Link
 from algorithms.nodes.distribution import HandOver, StateBytes, hand_overs
-from algorithms.nodes.transfers import Transfer, merged, redistributed
+from algorithms.nodes.traffic import Link, Transfer, merge_transfers, redistribution_transfers
 from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES, PLAIN, Encoding
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.method_config import method_of, round_bytes
@@ -119,7 +118,7 @@ class WorkerGroup:
         """What workers need of each other's state if these nodes work from now on, and what arrives at them."""
         before = [node.id for node in self.nodes]
         found = hand_overs(before, nodes, self.lost)
-        return found, redistributed(before, nodes, found, self.sizes)
+        return found, redistribution_transfers(before, nodes, found, self.sizes)
 
     def assign(
         self, nodes: tuple[Node, ...], tensors: dict[str, torch.Tensor] | None
@@ -334,4 +333,4 @@ def merge(
     if average is not None:
         worker_group.begin(average, set(worker_group.method.state) - set(names))
     nodes = [[node.id for node in trainer.nodes] for trainer, _ in given]
-    return merged(nodes[0], nodes[1:], len(names) * worker_group.parameter_bytes)
+    return merge_transfers(nodes[0], nodes[1:], len(names) * worker_group.parameter_bytes)

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from algorithms.nodes.transfers import total
+from algorithms.nodes.traffic import total_bytes
 from cluster import Cluster
 from fabrics.training.method_config import check_method
 from fabrics.training.worker import COPY, ERROR, Node
@@ -142,7 +142,7 @@ def test_workers_that_join_have_the_shared_parameters_and_cost_what_they_get(nam
     step_count = 4 if trainer.workers[0].moments.keys() >= {"step"} else 0
     moments = len(trainer.workers[0].moments.keys() - {"step"}) * model + step_count
     shared = sum(model if len(tensor.shape) else 4 for tensor in trainer.shared.values())
-    assert total(arrived) == refreshed + 2 * (shared + moments)
+    assert total_bytes(arrived) == refreshed + 2 * (shared + moments)
     train(trainer, 1, matrix.INNER_STEPS)
     trainer.assign_nodes(nodes(1))
     train(trainer, 1, matrix.INNER_STEPS)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import run as program
-from algorithms.nodes.communication_rounds import Link
+from algorithms.nodes.traffic import Link
 from algorithms.synchronisation import METHODS
 from fabrics.config_checks import CHECKS, CHOICES
 from fabrics.models.meta_model import flops_per_token, meta_model

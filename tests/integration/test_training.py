@@ -14,13 +14,13 @@ import torch.nn.functional as F
 
 from algorithms.batch.per_example import per_example_statistics
 from algorithms.batch.switch_mode import ExecutionPlan
-from algorithms.nodes.communication_rounds import rounds_to_come
 from algorithms.nodes.policies import MERGE_POLICIES, MergePlan
+from algorithms.nodes.traffic import rounds_ahead
 from algorithms.schedule.limits import RoundSchedule
 from cluster import Cluster
 from fabrics.data.examples import PackedSequences
 from fabrics.pool.eval_tool import evaluate
-from fabrics.pool.round_scheduler import traffic_of
+from fabrics.pool.round_scheduler import exchange_sizes
 from fabrics.training.worker import Node, TrainingError
 from tests.support.helpers import (
     CPU,
@@ -788,8 +788,8 @@ def test_what_rounds_to_come_are_taken_to_send_is_what_they_send(settings):
     settings = {"batch_test_start": 2, "max_tokens": 3000} | settings
     cluster = light_cluster(**budget_settings(4, byte_budget=10**7) | settings)
     trainer = cluster.trainers[0]
-    traffic = traffic_of(trainer)
-    to_come = rounds_to_come(4, len(cluster.nodes), 1, cluster.config.merge_frequency, 4, traffic)
+    sizes = exchange_sizes(trainer)
+    to_come = rounds_ahead(4, len(cluster.nodes), 1, cluster.config.merge_frequency, 4, sizes)
     for _ in range(4):
         before = cluster.counters.bytes_communicated
         cluster.run_round(Recorder())

@@ -11,7 +11,7 @@ import torch
 
 from algorithms.nodes.async_clock import Arrival, Collected, collections, forget, in_steps, leg_round, legs
 from algorithms.nodes.balance import turns
-from algorithms.nodes.communication_rounds import Link
+from algorithms.nodes.traffic import Link
 from algorithms.nodes.virtual_clock import Clocks, Sending, Uniform
 from algorithms.synchronisation.decoupled import Answered, Taken, Waiting, fragment_round
 from algorithms.synchronisation.method import Event

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from algorithms.nodes.transfers import total
+from algorithms.nodes.traffic import total_bytes
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.outer_step import nesterov_step
 from cluster import Cluster
@@ -264,7 +264,7 @@ def test_those_who_rest_keep_their_state_and_cost_nothing():
 def test_who_comes_back_gets_what_it_has_missed_and_that_counts():
     trainer, found = matrix.trainer_of(workers=4, participants=0.5), []
     for _ in range(8):
-        found.append((set(trainer.participants), total(trainer.assign_nodes(trainer.nodes))))
+        found.append((set(trainer.participants), total_bytes(trainer.assign_nodes(trainer.nodes))))
         assert trainer.assign_nodes(trainer.nodes) == []  # it has it
         train(trainer, 1, matrix.INNER_STEPS)
     model = trainer.worker_group.parameter_bytes  # parameters and velocity

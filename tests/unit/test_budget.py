@@ -4,15 +4,15 @@ import math
 
 import pytest
 
-from algorithms.nodes.communication_rounds import (
+from algorithms.nodes.traffic import (
     Exchange,
+    ExchangeSizes,
     Link,
-    Traffic,
-    even_shares,
-    merged,
-    redistributed,
-    rounds_to_come,
-    synchronised,
+    even_split,
+    merge_exchange,
+    redistribution_exchange,
+    rounds_ahead,
+    synchronisation_exchange,
 )
 from algorithms.schedule.budget import BatchGrowth, Budget, Remaining, rounds_left, steps_left
 
@@ -40,13 +40,13 @@ def test_the_growth_of_a_request_is_measured():
     ],
 )
 def test_rounds_that_a_budget_allows(communications, trainers, nodes, expected):
-    to_come = rounds_to_come(trainers, nodes, 1, 3, 4, TRAFFIC)
+    to_come = rounds_ahead(trainers, nodes, 1, 3, 4, SIZES)
     assert outlook(Budget("communications", communications), to_come).rounds == expected
 
 
 # A round of M workers sends 100 (M - 1) bytes, 110 (M - 1) from the third on; in a merge a trainer gives 70, and a node
 # that is new to a trainer gets 300.
-TRAFFIC = Traffic(lambda workers, number: (workers - 1) * (110 if number >= 3 else 100), 70, 300)
+SIZES = ExchangeSizes(lambda workers, number: (workers - 1) * (110 if number >= 3 else 100), 70, 300)
 
 
 def outlook(budget: Budget, to_come, used=0.0, computing=None, examples=1000.0):
@@ -55,7 +55,7 @@ def outlook(budget: Budget, to_come, used=0.0, computing=None, examples=1000.0):
 
 def test_the_exchanges_to_come_are_those_on_paper():
     """Four trainers on eight nodes: merged to two after round 2 and to one after round 4."""
-    rounds = rounds_to_come(4, 8, 1, merge_frequency=2, merge_count=3, traffic=TRAFFIC)
+    rounds = rounds_ahead(4, 8, 1, merge_frequency=2, merge_count=3, sizes=SIZES)
     found = [next(rounds) for _ in range(5)]
     assert [shares for shares, _ in found] == [(2,) * 4, (2,) * 4, (4, 4), (4, 4), (8,)]
     assert found[0][1] == [Exchange(4, 400, 50.0)]
@@ -94,13 +94,13 @@ def test_steps_left_are_fewer_where_the_batch_will_grow_but_not_in_the_last_roun
 
 
 def test_nodes_that_serve_several_trainers_send_nothing_but_merges():
-    rounds = rounds_to_come(4, 2, 1, merge_frequency=1, merge_count=2, traffic=TRAFFIC)
+    rounds = rounds_ahead(4, 2, 1, merge_frequency=1, merge_count=2, sizes=SIZES)
     bytes_of = [[exchange.sent for exchange in next(rounds)[1]] for _ in range(4)]
     assert bytes_of == [[0, 70], [0, 70], [0, 70], [300, 110]]
-    assert even_shares(7, 3) == (3, 2, 2)
-    assert synchronised([]) == Exchange()
-    assert merged(1, 1, 70).link == 70
-    assert redistributed(0, 12).link == 12  # a copy of what a worker has lost
+    assert even_split(7, 3) == (3, 2, 2)
+    assert synchronisation_exchange([]) == Exchange()
+    assert merge_exchange(1, 1, 70).link == 70
+    assert redistribution_exchange(0, 12).link == 12  # a copy of what a worker has lost
 
 
 @pytest.mark.parametrize(
@@ -118,14 +118,14 @@ def test_nodes_that_serve_several_trainers_send_nothing_but_merges():
     ],
 )
 def test_rounds_that_bytes_and_seconds_allow(budget, used, computing, expected):
-    found = outlook(budget, rounds_to_come(1, 4, 3, 2, 2, TRAFFIC), used, computing)
+    found = outlook(budget, rounds_ahead(1, 4, 3, 2, 2, SIZES), used, computing)
     assert (found.rounds, found.missing) == (expected, 0)
 
 
 def test_one_round_is_always_made_and_no_round_is_without_an_example():
     def to_come():
-        return rounds_to_come(1, 4, 3, 2, 2, TRAFFIC)
+        return rounds_ahead(1, 4, 3, 2, 2, SIZES)
 
     assert outlook(Budget("bytes", 500), to_come(), used=400).missing == 330 - 100
     assert outlook(Budget("seconds", 3.0, Link(600.0, 1.0)), to_come()).missing == 0  # all may yet be the link's
-    assert outlook(Budget("communications", 10), rounds_to_come(4, 4, 1, 99, 4, TRAFFIC), examples=7).rounds == 7
+    assert outlook(Budget("communications", 10), rounds_ahead(4, 4, 1, 99, 4, SIZES), examples=7).rounds == 7

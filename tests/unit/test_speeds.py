@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from algorithms.nodes.balance import throughput
-from algorithms.nodes.communication_rounds import Link
+from algorithms.nodes.traffic import Link
 from algorithms.nodes.virtual_clock import Clocks, Sending, Uniform, together
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.delayed_nesterov import DelayedNesterov

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from algorithms.nodes.communication_rounds import Link, merged, redistributed
+from algorithms.nodes.traffic import Link, merge_exchange, redistribution_exchange
 from algorithms.nodes.virtual_clock import Clocks, Uniform, together
 from fabrics.training.worker import WorkerRound
 from training_logs.recording.csv_log import CsvLog
@@ -131,7 +131,7 @@ class NodeLog:
         moved = total_bytes - self._redistributed_bytes
         if moved:
             came = sum(len({*own} - {*self._nodes.get(trainer, own)}) for trainer, own in placed.items())
-            self._clocks.together(self._connection.each.seconds(redistributed(came, moved).link), idle)
+            self._clocks.together(self._connection.each.seconds(redistribution_exchange(came, moved).link), idle)
         self._redistributed_bytes = total_bytes
         self._nodes = placed
 
@@ -140,7 +140,7 @@ class NodeLog:
         if result.merge is not None:
             plan = result.merge.plan
             sent = total_bytes - self._merged_bytes
-            exchange = merged(len(plan.weights) - 1, len(placed[plan.representative]), sent)
+            exchange = merge_exchange(len(plan.weights) - 1, len(placed[plan.representative]), sent)
             self._clocks.together(self._connection.each.seconds(exchange.link), idle)
         self._merged_bytes = total_bytes
 

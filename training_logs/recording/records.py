@@ -9,7 +9,7 @@ import torch
 
 from algorithms.batch.gradient_statistics import GradientStatistics
 from algorithms.nodes.policies import MergePlan
-from algorithms.nodes.transfers import Move
+from algorithms.nodes.traffic import Move
 from algorithms.synchronisation.method import Event
 from fabrics.data.examples import TaskData
 from fabrics.pool.eval_tool import Evaluation, Metric

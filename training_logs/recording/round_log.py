@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from algorithms.batch.gradient_statistics import GradientStatistics
-from algorithms.nodes.transfers import Move
+from algorithms.nodes.traffic import Move
 from algorithms.synchronisation.method import Event
 from fabrics.data.examples import DataShares
 from fabrics.models.continuations import Continuation

@@ -1,0 +1,207 @@
+"""What nodes send each other: the transfers of merges and redistributions, and the cost of past and future rounds.
+
+Every node counts as a machine of its own, whatever the processes. A `Transfer` says which nodes send how much to which
+nodes. An `Exchange` is the summary that budgets and clocks read.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from algorithms.nodes.distribution import HandOver, StateBytes
+
+# Transfers: who sends what to whom
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Bytes that some nodes send to others.
+
+    Attributes:
+        sources: the senders, each of an equal share.
+        targets: the receivers.
+        arriving: bytes that arrive at each target.
+    """
+
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    arriving: float
+
+    @property
+    def total(self) -> float:
+        """Bytes sent in all."""
+        return len(self.targets) * self.arriving
+
+
+@dataclass(frozen=True)
+class Move:
+    """A transfer, its purpose, and the trainer at whose nodes it arrived."""
+
+    kind: Literal["merge", "redistribution"]
+    trainer: int
+    transfer: Transfer
+
+
+def total_bytes(transfers: Iterable[Transfer]) -> int:
+    """Bytes of all transfers."""
+    return round(sum(transfer.total for transfer in transfers))
+
+
+def averaging_transfers(nodes: Sequence[int], sent: float) -> list[Transfer]:
+    """The transfers of a mean over these nodes, which send `sent` bytes together."""
+    return [Transfer(tuple(nodes), tuple(nodes), sent / len(nodes))] if sent else []
+
+
+def redistribution_transfers(
+    old: Sequence[int], new: Sequence[int], moves: Sequence[HandOver], sizes: StateBytes
+) -> list[Transfer]:
+    """The transfers of a trainer's change of nodes.
+
+    A node that the trainer had holds its tensors, and each worker's state is on the worker's node. Everything else is
+    sent once to every node that needs it; the trainer's tensors come from the first node that stays, if one does. At
+    the start (`old` is empty) nothing is sent, because all nodes begin from the same seed.
+
+    Args:
+        old: the node of each worker before.
+        new: the node of each worker after.
+        moves: the result of `hand_overs`.
+    """
+    if not old:
+        return []
+    holder = next((node for node in old if node in new), old[0])
+    found = [Transfer((holder,), tuple(sorted(set(new) - set(old))), sizes.trainer)]
+    for move in moves:
+        takers = tuple(node for node in move.takers.values() if node != move.source)
+        found.append(Transfer((move.source,), takers, sizes.worker + move.whole * sizes.personal))
+    return [transfer for transfer in found if transfer.total]
+
+
+def merge_transfers(representative: Sequence[int], others: Sequence[Sequence[int]], size: int) -> list[Transfer]:
+    """The transfers of a merge.
+
+    The first node of the representative receives the tensors of the others, unless it serves them too, and sends the
+    average to the representative's other nodes.
+
+    Args:
+        representative: the nodes of the representative.
+        others: the nodes of each other trainer.
+        size: bytes that a trainer gives: its parameters, and state that does not start anew.
+    """
+    first, *rest = representative
+    found = [Transfer((nodes[0],), (first,), size) for nodes in others if first not in nodes]
+    if rest:
+        found.append(Transfer((first,), tuple(rest), size))
+    return found
+
+
+# Exchanges: what a transfer costs
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What nodes send at one time.
+
+    Attributes:
+        communications: the number of communications that it counts as.
+        sent: bytes in all.
+        link: bytes through the busiest node's link.
+    """
+
+    communications: int = 0
+    sent: float = 0
+    link: float = 0.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """The link of a node. latency: seconds from when all nodes are ready until the exchange is over, without bytes."""
+
+    bits_per_second: float
+    latency: float
+
+    def seconds(self, link_bytes: float) -> float:
+        """Seconds of an exchange that sends this many bytes through each link."""
+        return self.latency + 8.0 * link_bytes / self.bits_per_second
+
+
+def synchronisation_exchange(trainers: Iterable[tuple[int, float]]) -> Exchange:
+    """The simultaneous synchronisations of a round, from the workers and the sent bytes of every trainer."""
+    communications = 0
+    total = 0
+    link = 0.0
+    for workers, sent in trainers:
+        communications += int(workers > 1)
+        total += sent
+        link = max(link, sent / workers)
+    return Exchange(communications, total, link)
+
+
+def merge_exchange(others: int, nodes: int, sent: float) -> Exchange:
+    """A merge with this number of other trainers; nodes: of the representative, whose first node makes the average."""
+    return Exchange(1, sent, sent / (others + nodes - 1) * (others + (nodes > 1)))
+
+
+def redistribution_exchange(nodes: int, sent: float) -> Exchange:
+    """The state of `nodes` nodes that are new to a trainer, sent simultaneously."""
+    return Exchange(0, sent, sent / max(nodes, 1))
+
+
+@dataclass(frozen=True)
+class ExchangeSizes:
+    """Bytes of future exchanges.
+
+    Attributes:
+        round: from the workers of a trainer and the number of the round, from 1, to the bytes that they send.
+        merge: that a trainer gives in a merge.
+        joining: that arrive at a node that is new to a trainer.
+    """
+
+    round: Callable[[int, int], float]
+    merge: float
+    joining: float
+
+
+def even_split(nodes: int, trainers: int) -> tuple[int, ...]:
+    """The number of nodes of each trainer if they are divided evenly; at least one, which trainers may share."""
+    each, more = divmod(max(nodes, trainers), trainers)
+    return tuple(each + (trainer < more) for trainer in range(trainers))
+
+
+def rounds_ahead(
+    trainers: int,
+    nodes: int,
+    next_round: int,
+    merge_frequency: int,
+    merge_count: int,
+    sizes: ExchangeSizes,
+    most_workers: float = math.inf,
+) -> Iterator[tuple[tuple[int, ...], list[Exchange]]]:
+    """Yield the workers of each trainer and the exchanges of every future round, without end.
+
+    Nodes are assumed to be divided evenly. The nodes of trainers that a merge ends go to the others.
+
+    Args:
+        next_round: number of the next round, from 1; trainers merge after every `merge_frequency`-th.
+        merge_count: trainers that become one.
+        most_workers: limit per trainer.
+    """
+    joining: list[Exchange] = []
+    workers = even_split(min(nodes, trainers * most_workers), trainers)
+    for number in itertools.count(next_round):
+        exchanges = [*joining, synchronisation_exchange((count, sizes.round(count, number)) for count in workers)]
+        joining = []
+        merges = trainers > 1 and number % merge_frequency == 0
+        if not merges:
+            yield workers, exchanges
+            continue
+        others = min(merge_count, trainers) - 1
+        exchanges.append(merge_exchange(others, workers[0], (others + workers[0] - 1) * sizes.merge))
+        yield workers, exchanges
+        trainers -= others
+        before = sum(workers[:trainers])
+        workers = even_split(min(nodes, trainers * most_workers), trainers)
+        new = sum(workers) - before
+        if new > 0:
+            joining = [redistribution_exchange(new, new * sizes.joining)]
