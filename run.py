@@ -120,14 +120,14 @@ def run(options: argparse.Namespace, started: float, launch: Launch | None) -> i
 
 def configured(options: argparse.Namespace, resume: str | None) -> tuple["Config", list[str]]:
     """The configuration of the run, checked, and warnings."""
-    from fabrics.config_checks import CHECKS, CHOICES
+    from fabrics.config_checks import CHECKS
     from training_logs.recording.run_folder import check_logs
     from utils.config.reading import load_config
     from utils.config.resume import resumed_config
 
     if resume:
-        return resumed_config(Path(resume), options.overrides, options.force, CHOICES, CHECKS)
-    config, warnings = load_config(options.config or "config.yaml", options.overrides, CHOICES, CHECKS)
+        return resumed_config(Path(resume), options.overrides, options.force, CHECKS)
+    config, warnings = load_config(options.config or "config.yaml", options.overrides, CHECKS)
     check_logs(config, anew=options.resume is None)
     return config, warnings
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from fabrics.config_checks import CHOICES
+from fabrics.config_checks import CHECKS
 from utils.config.schema import FIELDS, SECTIONS, Config
 
 PAGE = Path(__file__).resolve().parent / "configuration.md"
@@ -44,7 +44,7 @@ def _literals(annotation) -> list[str]:
 def _row(name: str) -> str:
     default = getattr(Config(), name)
     meaning = FIELDS[name].metadata["meaning"]
-    if choices := list(CHOICES[name]) if name in CHOICES else _literals(FIELDS[name].type):
+    if choices := list(CHECKS.choices[name]) if name in CHECKS.choices else _literals(FIELDS[name].type):
         number = "Any" if isinstance(default, list) else "One"
         meaning += f" {number} of {', '.join(f'`{choice}`' for choice in choices)}."
     return f"| `{name}` | `{json.dumps(default)}` | {meaning} |"

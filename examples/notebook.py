@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from cluster import Cluster
-from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.config_checks import CHECKS
 from fabrics.data.dataset_loader import load_data
 from training_logs.recording.recorder import RunRecorder
 from training_logs.recording.run_folder import make_run_folder, start_logging
@@ -29,7 +29,7 @@ from utils.run_layout import MODELS_FOLDER
 
 # %% A configuration: a file, and what is to differ from it
 less = ["max_tokens=150000", "data_sample_size=1000", "clearml=off", "plot_at_end=false"]
-config, _ = load_config(ROOT / "config.yaml", [*less, *sys.argv[1:]], CHOICES, CHECKS)
+config, _ = load_config(ROOT / "config.yaml", [*less, *sys.argv[1:]], CHECKS)
 torch.set_num_threads(threads_per_process(config))  # more of them than cores wait for each other
 
 # %% The data, and a cluster of trainers on nodes, in this process

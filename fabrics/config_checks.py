@@ -1,26 +1,29 @@
-"""The words that configuration keys may have, from the registries, and what only the parts know to be wrong."""
+"""Checks of a configuration that need the registries: known names, and values that do not go together.
 
-import itertools
+utils/config/schema.py has the checks that need nothing but the keys.
+"""
+
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from algorithms.batch.batch_control import ESTIMATORS
-from algorithms.batch.calc_batch import BATCH_TESTS
+from algorithms.batch.calc_batch import BATCH_TESTS, NEED_INNER_PRODUCTS
 from algorithms.batch.switch_mode import SWITCH_MODES
 from algorithms.nodes.policies import MERGE_POLICIES
 from algorithms.schedule.learning_rate import SCHEDULES
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
+from algorithms.synchronisation.method import OUTER_KEYS
 from fabrics.data.dataset_loader import DATASETS, TEXT_DOCUMENTS
 from fabrics.data.partition import SPLITS, split_problems
-from fabrics.idle_keys import idle_keys
+from fabrics.models.model_family import is_pretrained
 from fabrics.models.registry import MODELS
-from fabrics.sharding.checks import sharding_problems
-from fabrics.training.method_config import method_problems
-from fabrics.training.optimizers import INNER_OPTIMIZERS
+from fabrics.training.method_config import capabilities_of, method_settings
+from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
 from utils.config.reading import Checks
-from utils.config.schema import CLEARML_MODES, Config
+from utils.config.schema import CLEARML_MODES, Config, ConfigError
 
-# Config key -> the words that there are: the registries themselves, so that those of plugins are among them.
+# The names that a key may have. Plugins add to the registries.
 CHOICES: Mapping[str, Collection[str]] = {
     "dataset": DATASETS,
     "clearml": CLEARML_MODES,
@@ -38,74 +41,181 @@ CHOICES: Mapping[str, Collection[str]] = {
 }
 
 
+# Values that do not go together: one line per problem
+
+
 def _model_problems(config: Config) -> list[str]:
-    return MODELS[config.model_type].problems(config.model_config) if config.model_type in MODELS else []
+    model = MODELS[config.model_type]
+    found = model.problems(config.model_config)
+    task = DATASETS[config.dataset].task
+    if task != model.task:
+        found.append(f"model_type: {config.model_type} is for {model.task}, dataset {config.dataset} for {task}")
+    return found
 
 
-def _task_problems(config: Config) -> list[str]:
-    if config.model_type not in MODELS or config.dataset not in DATASETS:
-        return []
-    task, needed = DATASETS[config.dataset].task, MODELS[config.model_type].task
-    if task == needed:
-        return []
-    return [f"model_type: {config.model_type} is for {needed}, dataset {config.dataset} for {task}"]
-
-
-def _schedule_warnings(config: Config) -> list[str]:
-    schedule, initial = config.batch_schedule, config.INITIAL_BATCH_SIZE
-    if not schedule or schedule[0][0] != 0 or schedule[0][1] == initial:
-        return []
-    return [f"batch_schedule: the first round has INITIAL_BATCH_SIZE {initial}, and not {schedule[0][1]:g}"]
+def _method_problems(config: Config) -> list[str]:
+    name = config.distributed_algo
+    method = METHODS[name]
+    try:
+        settings = method_settings(config)
+    except ConfigError as error:
+        return error.problems
+    able = method.configured(settings)
+    found = method.problems(settings, config.number_of_inner_steps_between_outers, None)
+    if able.encodings is not None and config.communication_dtype not in able.encodings:
+        known = " or ".join(able.encodings)
+        found.append(f"communication_dtype: must be {known} with {name}, got {config.communication_dtype}")
+    if config.budget is not None and not able.one_exchange:
+        found.append(
+            f"{config.budget}: must be null with {name}, whose rounds are not one communication each, of known size"
+        )
+    if config.weigh_shares and config.data_split_over == "workers" and not able.weighs:
+        found.append(f"weigh_shares: must be false with {name}, in which workers cannot be weighted")
+    if config.balance == "batch" and not able.weighs:
+        found.append(f"balance: must be equal with {name}, in which workers cannot be weighted by their examples")
+    if config.balance == "steps" and (able.exchanges_gradients or not able.weighs):
+        allowed = "equal or batch" if able.weighs else "equal"
+        found.append(f"balance: must be {allowed} with {name}, whose workers all make every inner step")
+    if config.node_speeds is None and able.needs_speeds:
+        found.append(f"synchronisation: {name} needs node_speeds to {able.needs_speeds}")
+    if config.compares_workers and method.keeps != "shared":
+        found.append(
+            f"statistics_estimator: must be per_example with {name}, whose workers are not at the same parameters"
+        )
+    if "outer_state" in config.offload and able.exchanges_gradients:
+        found.append(f"offload: outer_state must stay on the device with {name}, which changes it in every inner step")
+    if able.plain_sgd and inner_optimizer_name(config) != "sgd":
+        found.append(f"inner_optimizer: must be null or sgd with {name}, got {config.inner_optimizer}")
+    if able.plain_sgd and config.gradient_clipping is not None:
+        found.append(f"gradient_clipping: must be null with {name}, got {config.gradient_clipping}")
+    if able.inner_optimizer is None and config.inner_optimizer is not None:
+        found.append(f"inner_optimizer: must be null with {name}, which updates the parameters itself")
+    return found
 
 
 def participation_problems(config: Config) -> list[str]:
     """Return what is wrong with the keys that decide which workers take part in a round, one line each."""
-    found = []
-    schedule = config.node_schedule
     name = config.distributed_algo
-    if schedule is not None:
-        shares, nodes = zip(*schedule, strict=True)
-        grows = all(before < after for before, after in itertools.pairwise(shares))
-        whole = all(float(count).is_integer() and count >= 1 for count in nodes)
-        if not (shares[0] == 0.0 and grows and shares[-1] < 1.0 and whole):
-            found.append(
-                f"node_schedule: shares of the run must begin with 0 and grow, all below 1, and nodes be positive "
-                f"integers, got {schedule}"
-            )
-    if config.budget is not None:
-        found += [
-            f"{key}: must be {neutral} with {config.budget}, which reckons with the same workers in every round to "
-            f"come, got {value}"
-            for key, neutral in (("node_schedule", None), ("participants", 1.0))
-            if (value := getattr(config, key)) != neutral
-        ]
-    method = METHODS.get(name)
-    if method is not None and config.participants < 1.0 and method.keeps != "shared":
+    method = METHODS[name]
+    found = []
+    if config.participants < 1.0 and method.keeps != "shared":
         found.append(
-            f"participants: must be 1 with {name}, whose workers go on from parameters of their own, which grow stale "
-            f"while they rest, got {config.participants}"
+            f"participants: must be 1 with {name}, as resting workers would keep old parameters of their own, got "
+            f"{config.participants}"
         )
-    if config.message_loss and method is not None:
-        if method.capabilities.exchanges_gradients:
-            found.append(
-                f"message_loss: must be 0 with {name}, whose workers exchange gradients of the same parameters in "
-                f"every inner step, got {config.message_loss}"
-            )
-        elif method.keeps != "shared":
-            found.append(
-                f"message_loss: must be 0 with {name}, which says itself from where its workers go on, "
-                f"got {config.message_loss}"
-            )
-        if config.compares_workers:
-            found.append(
-                f"statistics_estimator: must be per_example with message_loss, after which workers are not at the same "
-                f"parameters, got {config.statistics_estimator}"
-            )
+    if config.message_loss == 0.0:
+        return found
+    if method.capabilities.exchanges_gradients:
+        found.append(
+            f"message_loss: must be 0 with {name}, whose workers exchange gradients in every inner step, got "
+            f"{config.message_loss}"
+        )
+    elif method.keeps != "shared":
+        found.append(
+            f"message_loss: must be 0 with {name}, which decides itself from where its workers continue, got "
+            f"{config.message_loss}"
+        )
+    if config.compares_workers:
+        found.append(
+            f"statistics_estimator: must be per_example with message_loss, after which workers are not at the same "
+            f"parameters, got {config.statistics_estimator}"
+        )
     return found
 
 
-# What only the parts know of a config, for load_config.
+def _sharding_problems(config: Config) -> list[str]:
+    size = config.devices_per_node
+    found = []
+    if config.compares_devices and size == 1:
+        found.append(
+            "statistics_estimator: must not be across_devices with devices_per_node 1, as one device has one gradient"
+        )
+    if config.compares_devices and config.sampling_method in NEED_INNER_PRODUCTS:
+        found.append(
+            f"statistics_estimator: must not be across_devices with {config.sampling_method}, as gradients of "
+            f"micro-batches do not say how inner products of the whole batch vary"
+        )
+    if size == 1:
+        return found
+    if config.processes != "auto" and config.processes % size:
+        found.append(f"processes: must be a multiple of devices_per_node, {size}, got {config.processes}")
+    if not METHODS[config.distributed_algo].capabilities.shards:
+        able = ", ".join(name for name in METHODS if METHODS[name].capabilities.shards)
+        found.append(
+            f"distributed_algo: {config.distributed_algo} does not support parts of flat tensors; with "
+            f"devices_per_node {size} use {able}"
+        )
+    optimizer = inner_optimizer_name(config)
+    if optimizer is not None and not INNER_OPTIMIZERS[optimizer].shards:
+        found.append(f"inner_optimizer: {optimizer} needs whole matrices; with devices_per_node {size} use adamw")
+    return found
+
+
+# Keys without effect
+
+# Key -> other keys, and their values with which the key is not read. Values that are not listed may read it.
+_TEXT = {"dataset": ("imdb",)}
+_C4 = {"dataset": ("python_docs", "text", "imdb")}
+_FILES = {"dataset": ("python_docs", "c4", "imdb")}
+_REVIEWS = {"dataset": ("python_docs", "c4", "text")}
+_LINK = {"time_budget": (None,), "node_speeds": (None,)}
+NOT_READ_WITH: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "val_size": _TEXT,
+    "val_sequences": _TEXT,
+    "packing": _TEXT,
+    "c4_tokenized_path": _C4,
+    "c4_local_path": _C4,
+    "c4_language": _C4,
+    "c4_streaming": _C4,
+    "text_files": _FILES,
+    "text_documents": _FILES,
+    "samples_per_class": _REVIEWS,
+    "imdb_local_path": _REVIEWS,
+    "data_shares": {"data_split": ("iid",), "data_split_over": ("trainers",)},
+    "dirichlet_alpha": {"data_split": ("iid", "clusters", "sources")},
+    "single_seed": {"need_to_reinit_output_layers": (False,)},
+    "project_name": {"clearml": ("off",)},
+    "task_name": {"clearml": ("off",)},
+    "link_bits_per_second": _LINK,
+    "link_latency_seconds": _LINK,
+}
+
+
+def idle_keys(config: Config) -> list[str]:
+    """Return one warning for each changed key that nothing in this run reads.
+
+    It is not an error, as comparisons give the same keys to many methods. Synchronisation methods declare the
+    `outer_keys` that they read, inner optimizers their `keys`; None: unknown.
+    """
+    reasons = {}
+    for key, others in NOT_READ_WITH.items():
+        if all(getattr(config, other) in values for other, values in others.items()):
+            reasons[key] = " and ".join(f"{other} {_shown(getattr(config, other))}" for other in others)
+    if config.tokenizer is not None or is_pretrained(config.model_config):
+        reasons["vocab_size"] = "a tokenizer that is not trained here"
+    method = f"distributed_algo {config.distributed_algo}"
+    reasons |= dict.fromkeys(set(OUTER_KEYS) - set(capabilities_of(config).outer_keys), method)
+    optimizer = inner_optimizer_name(config)
+    optimizer_keys = set().union(*(each.keys or () for each in INNER_OPTIMIZERS.values()))
+    if optimizer is None:  # the method updates the parameters itself
+        reasons |= dict.fromkeys(optimizer_keys - {"weight_decay"}, method)
+    elif (read := INNER_OPTIMIZERS[optimizer].keys) is not None:
+        reasons |= dict.fromkeys(optimizer_keys - set(read), f"inner_optimizer {optimizer}")
+    default = Config()
+    return [
+        f"{key}: has no effect with {reason}"
+        for key, reason in sorted(reasons.items())
+        if getattr(config, key) != getattr(default, key)
+    ]
+
+
+def _shown(value: Any) -> str:
+    words = {None: "null", False: "false", True: "true"}
+    return words.get(value, value)
+
+
 CHECKS = Checks(
-    (_model_problems, _task_problems, method_problems, split_problems, participation_problems, sharding_problems),
-    (idle_keys, _schedule_warnings),
+    choices=CHOICES,
+    problems=(_model_problems, _method_problems, split_problems, participation_problems, _sharding_problems),
+    warnings=idle_keys,
 )

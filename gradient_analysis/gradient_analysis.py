@@ -24,7 +24,7 @@ from pydantic.dataclasses import dataclass
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from algorithms.batch.per_example import UnsupportedModuleError
-from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.config_checks import CHECKS
 from fabrics.data.dataset_loader import load_data
 from fabrics.data.examples import TaskData
 from fabrics.models.registry import build_model
@@ -44,7 +44,8 @@ from gradient_analysis.laws import (
 from training_logs.log_processor import ANALYSIS_SUMMARY
 from training_logs.showing.run_data import RunFolderError, read_run
 from training_logs.trackers.clearml import resolved_mode, send_folder
-from utils.config.reading import check_plugins_of_run, load_config
+from utils.config.plugins import check_plugins_of_run
+from utils.config.reading import load_config
 from utils.config.schema import Config, ConfigError
 from utils.config.yaml_reading import read_mapping, yaml_value
 from utils.distributed.devices import resolve_devices
@@ -141,7 +142,7 @@ def resolve_model(config: AnalysisConfig) -> tuple[Config, Path | None]:
         path = Path("config.yaml")
     else:
         raise ConfigError(f"config: {model} is not in a run folder: name its training configuration")
-    training, warnings = load_config(path, (), CHOICES, CHECKS)
+    training, warnings = load_config(path, (), CHECKS)
     _warn(f"{path}: {warning}" for warning in warnings)
     if model is not None:
         values = {"name": str(model), "pretrained": True}

@@ -147,7 +147,7 @@ def tokenised_c4(tmp_path_factory, c4_shards, tokenizer_folder):
 @pytest.fixture
 def make_c4(cache_dir, tmp_path):
     """A function from values to a checked configuration with dataset c4."""
-    from fabrics.config_checks import CHECKS, CHOICES
+    from fabrics.config_checks import CHECKS
     from utils.config.reading import load_config
 
     def configured(**values):
@@ -163,6 +163,6 @@ def make_c4(cache_dir, tmp_path):
         }
         path = tmp_path / "config.yaml"
         path.write_text(json.dumps(defaults | {key: str(v) if isinstance(v, Path) else v for key, v in values.items()}))
-        return load_config(path, (), CHOICES, CHECKS)[0]
+        return load_config(path, (), CHECKS)[0]
 
     return configured

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, Field, ValidationError
 from benchmarks.compare.accounting import Hardware, Network
 from benchmarks.compare.search import MethodSpace, Overrides, Part, Range, Search, Settings, Space, Value
 from configs.make_samples import SAMPLES
-from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.config_checks import CHECKS
 from utils.config.reading import ALIASES, parse_config
 from utils.config.schema import BUDGETS, FIELDS, Config, ConfigError
 from utils.config.yaml_reading import read_mapping, yaml_value
@@ -172,7 +172,7 @@ class Run:
             ConfigError: it is wrong.
         """
         base = copy.deepcopy(_base(ROOT / self.base))
-        return parse_config(base, self._assignments(self.settings), CHOICES, CHECKS)[0]
+        return parse_config(base, self._assignments(self.settings), CHECKS)[0]
 
     def overrides(self) -> tuple[str, ...]:
         """Return the overrides of run.py, shortened to the run's share of tokens and budgets.

@@ -48,7 +48,7 @@ from benchmarks.performance.throughput import (
     whole_round,
 )
 from cluster import Cluster
-from fabrics.config_checks import CHOICES
+from fabrics.config_checks import CHECKS
 from fabrics.planning.estimate import estimate
 from utils.config.reading import parse_config
 from utils.config.schema import Config
@@ -88,7 +88,7 @@ LARGE = MICROLLAMA | {
 
 
 def configured(values: Mapping, **more) -> Config:
-    return parse_config(DEFAULTS | dict(values) | more, allowed=CHOICES)[0]
+    return parse_config(DEFAULTS | dict(values) | more, checks=CHECKS)[0]
 
 
 # The parts: each returns JSON values.

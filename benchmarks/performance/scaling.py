@@ -38,7 +38,7 @@ from torch import nn
 
 from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
 from benchmarks.performance.throughput import BareLoop, build_vocabulary, make_data, seconds
-from fabrics.config_checks import CHOICES
+from fabrics.config_checks import CHECKS
 from utils.checkpoint.checkpoint import Checkpoints, newest_checkpoint
 from utils.config.reading import load_config
 from utils.distributed.launch import Launch, cores
@@ -101,7 +101,7 @@ class Bare(Setting):
         """Measure as many steps as all workers of the run make, after one round of warm-up."""
         # What a tokenizer would say that has learned from text.
         same = values | {"model_config.vocab_size": RUN["vocab_size"]}
-        config, _ = load_config(ROOT / "config.yaml", as_overrides(same), CHOICES)
+        config, _ = load_config(ROOT / "config.yaml", as_overrides(same), CHECKS)
         of_round, threads = config.number_of_inner_steps_between_outers, torch.get_num_threads()
         steps = of_round * config.number_of_outer_steps * config.number_of_initial_trainers
         torch.set_num_threads(self.threads)

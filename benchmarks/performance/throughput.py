@@ -37,7 +37,7 @@ from algorithms.batch.per_example import PerExampleProbe
 from algorithms.schedule.limits import RoundSchedule
 from algorithms.synchronisation.outer_step import nesterov_step
 from cluster import Cluster
-from fabrics.config_checks import CHOICES
+from fabrics.config_checks import CHECKS
 from fabrics.data.examples import PackedSequences, TaskData
 from fabrics.data.tokenization import train_tokenizer
 from fabrics.models.attention import unmasked
@@ -322,7 +322,7 @@ def several_trainers(config: Config, repeats: int) -> None:
 
 
 def with_values(config: Config, **values) -> Config:
-    return parse_config(vars(config) | values, allowed=CHOICES)[0]
+    return parse_config(vars(config) | values, checks=CHECKS)[0]
 
 
 def build_vocabulary(config: Config) -> int:
@@ -346,7 +346,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         raw = DEFAULTS | {"model_config": {"preset": "demo", "vocab_size": 2048}}
-        config, _ = parse_config(raw, options.overrides, CHOICES)
+        config, _ = parse_config(raw, options.overrides, CHECKS)
     except ConfigError as error:
         print("\n".join(f"error: {problem}" for problem in error.problems), file=sys.stderr)
         return 2

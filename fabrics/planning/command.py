@@ -96,14 +96,14 @@ def print_plan(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: the configuration is wrong, the run does not fit, or the file cannot be written.
     """
-    from fabrics.config_checks import CHECKS, CHOICES
+    from fabrics.config_checks import CHECKS
     from fabrics.planning.estimate import Resources, estimate
     from utils.config.reading import load_config
     from utils.config.schema import ConfigError
     from utils.files import json_text, write_text_atomically
 
     logging.getLogger("adloco").setLevel(logging.WARNING)
-    config, warnings = load_config(options.config or "config.yaml", options.overrides, CHOICES, CHECKS)
+    config, warnings = load_config(options.config or "config.yaml", options.overrides, CHECKS)
     resources = Resources(options.devices, options.device_memory, options.tflops, tuple(options.link or ()))
     found = estimate(config, resources)
     text = json_text(dataclasses.asdict(found) | {"device_bytes": found.device_bytes})

@@ -95,48 +95,6 @@ def capabilities_of(config: Config) -> Capabilities:
     return METHODS[config.distributed_algo].configured(method_settings(config))
 
 
-def method_problems(config: Config) -> list[str]:
-    """Return what is wrong with the method's settings, and with other keys in combination with it, one line each."""
-    name = config.distributed_algo
-    if name not in METHODS:
-        return []
-    method = METHODS[name]
-    try:
-        settings = method_settings(config)
-    except ConfigError as error:
-        return error.problems
-    able = method.configured(settings)
-    found = method.problems(settings, config.number_of_inner_steps_between_outers, None)
-    if able.encodings is not None and config.communication_dtype not in able.encodings:
-        known = " or ".join(able.encodings)
-        found.append(f"communication_dtype: must be {known} with {name}, got {config.communication_dtype}")
-    if config.budget is not None and not able.one_exchange:
-        reason = "whose rounds are not one communication each, of known size"
-        found.append(f"{config.budget}: cannot be kept with {name}, {reason}")
-    if config.weigh_shares and config.data_split_over == "workers" and not able.weighs:
-        found.append(f"weigh_shares: must be false with {name}, in which workers cannot be weighted")
-    if config.balance == "batch" and not able.weighs:
-        found.append(f"balance: must be equal with {name}, in which workers cannot be weighted by their examples")
-    if config.balance == "steps" and (able.exchanges_gradients or not able.weighs):
-        allowed = "equal or batch" if able.weighs else "equal"
-        found.append(f"balance: must be {allowed} with {name}, whose workers all make every inner step")
-    if config.node_speeds is None and able.needs_speeds:
-        found.append(f"synchronisation: {name} needs node_speeds to {able.needs_speeds}")
-    if config.compares_workers and method.keeps != "shared":
-        found.append(
-            f"statistics_estimator: must be per_example with {name}, whose workers are not at the same parameters"
-        )
-    if "outer_state" in config.offload and able.exchanges_gradients:
-        found.append(f"offload: outer_state must stay on the device with {name}, which changes it in every inner step")
-    if able.plain_sgd and inner_optimizer_name(config) != "sgd":
-        found.append(f"inner_optimizer: must be null or sgd with {name}, got {config.inner_optimizer}")
-    if able.plain_sgd and config.gradient_clipping is not None:
-        found.append(f"gradient_clipping: must be null with {name}, got {config.gradient_clipping}")
-    if able.inner_optimizer is None and config.inner_optimizer is not None:
-        found.append(f"inner_optimizer: must be null with {name}, which updates the parameters itself")
-    return found
-
-
 def check_method(config: Config, workers: int) -> None:
     """Raise ConfigError where the method cannot work with so many workers of a trainer."""
     settings = method_settings(config)

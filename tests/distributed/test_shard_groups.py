@@ -1,5 +1,6 @@
 """Nodes of several devices: two and four processes that share models give what one gives that has them whole."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -16,7 +17,7 @@ from torch import nn
 
 from algorithms.batch.across_workers import across_workers_estimate, gradient_moments, sketch
 from algorithms.batch.losses import example_losses
-from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.config_checks import CHECKS
 from fabrics.planning.estimate import estimate
 from fabrics.sharding.layers import layers_of, sharded_layers
 from fabrics.training.flat_model import FlatModel
@@ -328,7 +329,7 @@ _ACROSS_DEVICES = {"statistics_estimator": "across_devices"}
         ),
         (
             {"distributed_algo": "Signs"},
-            "distributed_algo: Signs does not say that it is right on parts of flat tensors; with devices_per_node 2",
+            "distributed_algo: Signs does not support parts of flat tensors; with devices_per_node 2",
         ),
         ({"inner_optimizer": "muon"}, "inner_optimizer: muon needs whole matrices; with devices_per_node 2 use adamw"),
         *(({"distributed_algo": name}, f"distributed_algo: {name} does not say") for name in ("DeMo", "SparseLoCo")),
@@ -337,10 +338,10 @@ _ACROSS_DEVICES = {"statistics_estimator": "across_devices"}
 def test_what_shard_groups_do_not_do_is_refused(values, problem):
     config = {"number_of_outer_steps": 1, "max_batch_size": 4} | values
     with matrix.ready():
-        words = CHOICES | {"distributed_algo": matrix.NAMES}
-        parse_config({name: value for name, value in config.items() if name not in _ACROSS_DEVICES}, (), words, CHECKS)
+        checks = dataclasses.replace(CHECKS, choices=CHECKS.choices | {"distributed_algo": matrix.NAMES})
+        parse_config({name: value for name, value in config.items() if name not in _ACROSS_DEVICES}, (), checks)
         with pytest.raises(ConfigError) as caught:
-            parse_config(config | {"devices_per_node": 2}, (), words, CHECKS)
+            parse_config(config | {"devices_per_node": 2}, (), checks)
     (said,) = caught.value.problems
     assert said.startswith(problem)
 
@@ -348,7 +349,7 @@ def test_what_shard_groups_do_not_do_is_refused(values, problem):
 def test_one_device_has_one_gradient():
     config = {"number_of_outer_steps": 1, "max_batch_size": 4} | _ACROSS_DEVICES
     with pytest.raises(ConfigError, match="statistics_estimator: must not be across_devices with devices_per_node 1"):
-        parse_config(config, (), CHOICES, CHECKS)
+        parse_config(config, (), CHECKS)
 
 
 def test_one_process_is_no_shard_group():

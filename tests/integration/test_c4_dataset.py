@@ -22,7 +22,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from configs import make_samples
-from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.config_checks import CHECKS
 from fabrics.data import c4
 from fabrics.data.documents import DatasetError, document_hash
 from fabrics.data.examples import Examples
@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
-        config, _ = load_config(options.config, options.overrides, CHOICES, CHECKS)
+        config, _ = load_config(options.config, options.overrides, CHECKS)
         if config.dataset != "c4":
             raise ConfigError(f"dataset: this checks c4, {options.config} has {config.dataset}")
         if options.config == small and config.c4_local_path and not Path(config.c4_local_path).exists():

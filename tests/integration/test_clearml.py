@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import run as program
-from fabrics.config_checks import CHOICES
+from fabrics.config_checks import CHECKS
 from tests.support.clearml_server import ClearMLServer
 from tests.support.runs import record_run
 from training_logs.recording.recorder import RunRecorder
@@ -171,9 +171,9 @@ def test_auto_is_online_where_there_are_credentials(monkeypatch, tmp_path):
 
 
 def test_off_in_yaml_is_a_word():
-    assert parse_config({"number_of_outer_steps": 1, "clearml": False}, (), CHOICES)[0].clearml == "off"
+    assert parse_config({"number_of_outer_steps": 1, "clearml": False}, (), CHECKS)[0].clearml == "off"
     with pytest.raises(ConfigError, match=f"clearml: must be one of {', '.join(CLEARML_MODES)}, got 'sometimes'"):
-        parse_config({"number_of_outer_steps": 1, "clearml": "sometimes"}, (), CHOICES)
+        parse_config({"number_of_outer_steps": 1, "clearml": "sometimes"}, (), CHECKS)
 
 
 def test_online_without_credentials_ends_before_training(tmp_path, capsys):

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from benchmarks.compare.spec import ComparisonSpec
-from fabrics.config_checks import CHOICES
+from fabrics.config_checks import CHECKS
 from tests.support.blocks import ALL, COMMANDS, PAGES, check, commands_in_sentences
 from utils.config.reading import parse_config
 
@@ -66,7 +66,7 @@ def test_configurations_are_known(block):
         whole = {"title": "", "question": "", "seeds": [1], "hardware": [HARDWARE], "networks": [NETWORK]}
         ComparisonSpec.model_validate(whole | {"reference": values["methods"][0]["name"]} | values)
     else:
-        parse_config({"max_tokens": 1} | values, allowed=CHOICES)
+        parse_config({"max_tokens": 1} | values, checks=CHECKS)
 
 
 @pytest.mark.parametrize("block", [block for block in ALL if block.language == "python"], ids=str)

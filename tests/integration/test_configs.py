@@ -12,7 +12,7 @@ import pytest
 import tqdm
 
 from configs import make_samples, package_documents
-from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.config_checks import CHECKS
 from fabrics.data.documents import Skipped, matching_files, python_documents, whole_files
 from tests.support.programs import Programs
 from utils.config.reading import load_config
@@ -67,7 +67,7 @@ def test_imdb_bert_in_small(programs, samples, tmp_path):
 
 @pytest.mark.parametrize("name", ["c4_microllama.yaml", "imdb_bert.yaml"])
 def test_the_published_values(name):
-    config, warnings = load_config(ROOT / "configs" / name, (), CHOICES, CHECKS)
+    config, warnings = load_config(ROOT / "configs" / name, (), CHECKS)
     assert warnings == []
     assert (config.number_of_initial_trainers, config.nodes_per_gpu) == (4, 4)
     assert (config.number_of_outer_steps, config.number_of_inner_steps_between_outers) == (20, 200)
@@ -77,7 +77,7 @@ def test_the_published_values(name):
 
 def test_fsdp_norm_is_the_test_of_the_paper():
     """Synchronous, on one shard group; the newest statistics alone decide, in every step, up to the largest batch."""
-    config, warnings = load_config(ROOT / "configs" / "fsdp_norm.yaml", (), CHOICES, CHECKS)
+    config, warnings = load_config(ROOT / "configs" / "fsdp_norm.yaml", (), CHECKS)
     assert warnings == []
     assert (config.distributed_algo, config.number_of_inner_steps_between_outers) == ("Synchronous", 1)
     assert (config.number_of_initial_trainers, config.nodes_per_gpu, config.devices_per_node) == (1, 1, 4)

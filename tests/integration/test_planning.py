@@ -9,7 +9,7 @@ import pytest
 import run as program
 from algorithms.nodes.traffic import Link
 from algorithms.synchronisation import METHODS
-from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.config_checks import CHECKS
 from fabrics.models.meta_model import flops_per_token, meta_model
 from fabrics.planning.command import parse_count, parse_link, parse_memory, parse_positive
 from fabrics.planning.estimate import Resources, activation_bytes, estimate
@@ -147,9 +147,9 @@ def test_the_largest_micro_batch_is_the_last_that_fits():
 def test_the_large_configurations_are_for_nodes_of_8(name, parameters, fits_one_device):
     """Parameters as TinyLlama 1.1B and OpenLLaMA 3B are published."""
     path = ROOT / "configs" / f"{name}.yaml"
-    config, _ = load_config(path, (), CHOICES, CHECKS)
+    config, _ = load_config(path, (), CHECKS)
     assert estimate(config, Resources(devices=64, memory=80 * 10**9)).parameters == parameters
-    one, _ = load_config(path, ("devices_per_node=1", "max_batch_size=2"), CHOICES, CHECKS)
+    one, _ = load_config(path, ("devices_per_node=1", "max_batch_size=2"), CHECKS)
     needed = estimate(one).device_bytes
     assert (needed < 0.9 * 80e9) is fits_one_device
 

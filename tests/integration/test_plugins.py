@@ -18,7 +18,7 @@ from algorithms.nodes.policies import MERGE_POLICIES
 from algorithms.registry import Registry
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.method import Outer, check_names
-from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.config_checks import CHECKS
 from fabrics.data.dataset_loader import load_data
 from fabrics.models.model_family import ModelFamily
 from fabrics.models.registry import MODELS, build_model, reinitialise_output_layer, save_model
@@ -66,7 +66,7 @@ def write(tmp_path, monkeypatch):
 
 
 def parsed(*plugins: str, **values):
-    return parse_config({"max_tokens": 1, "plugins": list(plugins)} | values, (), CHOICES, CHECKS)[0]
+    return parse_config({"max_tokens": 1, "plugins": list(plugins)} | values, (), CHECKS)[0]
 
 
 def problems(*plugins: str, **values) -> list[str]:
@@ -98,7 +98,7 @@ def test_plugins_are_read_from_the_working_directory_and_kept_with_their_whole_p
     assert config.plugins == [str(tmp_path / "mine.py")]
     (tmp_path / "kept.yaml").write_text(dump_config(config))
     monkeypatch.chdir("/")
-    assert load_config(tmp_path / "kept.yaml", (), CHOICES, CHECKS)[0] == config
+    assert load_config(tmp_path / "kept.yaml", (), CHECKS)[0] == config
 
 
 def test_a_file_is_imported_once_whatever_it_is_called(write, tmp_path):
@@ -170,7 +170,7 @@ def test_names_that_nothing_else_has_there_are_a_methods_own(name, values):
 
 
 def test_what_plugins_may_add_to_are_registries():
-    assert {key for key, words in CHOICES.items() if isinstance(words, Registry)} >= {
+    assert {key for key, words in CHECKS.choices.items() if isinstance(words, Registry)} >= {
         *("dataset", "model_type", "sampling_method", "merging_policy", "switch_mode", "communication_dtype"),
     }
 
@@ -308,13 +308,13 @@ def test_code_that_came_with_a_run_folder_is_imported_on_request_only(tmp_path, 
     (folder / "model" / "config.json").write_text("{}")
     said = f"plugins: {file} came with {folder}: to run that code, name it on the command line, plugins=[{file}]"
     for refused in (
-        lambda: resumed_config(folder, ["max_tokens=2"], True, CHOICES),
+        lambda: resumed_config(folder, ["max_tokens=2"], True, CHECKS),
         lambda: resolve_model(AnalysisConfig(config=None, model=str(folder / "model"))),
     ):
         with pytest.raises(ConfigError, match=re.escape(said)):
             refused()
         assert not (tmp_path / "imported").exists()
-    resumed_config(folder, [f"plugins=[{file}]"], False, CHOICES)
+    resumed_config(folder, [f"plugins=[{file}]"], False, CHECKS)
     assert (tmp_path / "imported").exists()
 
 
@@ -326,8 +326,8 @@ def test_a_plugin_that_has_moved_is_named_anew(write, tmp_path):
     plugins._tried.clear()  # as in another process
     MERGE_POLICIES.pop("all_together")
     with pytest.raises(ConfigError, match=f"plugins: cannot read {tmp_path}/mine.py"):
-        resumed_config(folder, (), False, CHOICES)
-    config, warnings = resumed_config(folder, ["plugins=[moved.py]"], False, CHOICES)
+        resumed_config(folder, (), False, CHECKS)
+    config, warnings = resumed_config(folder, ["plugins=[moved.py]"], False, CHECKS)
     assert (config.plugins, config.merging_policy, warnings) == ([f"{tmp_path}/moved.py"], "all_together", [])
 
 
@@ -354,7 +354,7 @@ def test_a_plugin_that_fails_later_is_in_the_error(programs, tmp_path):
 @pytest.fixture
 def digits():
     """A configuration of examples/own_model.py; its words are known."""
-    return load_config(ROOT / "examples" / "own_model.yaml", [f"plugins=[{ROOT}/examples/own_model.py]"], CHOICES)[0]
+    return load_config(ROOT / "examples" / "own_model.yaml", [f"plugins=[{ROOT}/examples/own_model.py]"], CHECKS)[0]
 
 
 def build(config, seed: int = 0, **settings) -> nn.Module:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 import run as program
-from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.config_checks import CHECKS
 from tests.support.helpers import warnings_of
 from tests.support.programs import LIMIT_SECONDS
 from tests.support.runs import assert_same_run, report, start_training, summary, write_config
@@ -228,7 +228,7 @@ def test_resume_auto_needs_a_name(tmp_path, cache_dir, capsys, name, expected):
 
 
 def test_another_log_dir_moves_no_run(whole):
-    _, warnings = resumed_config(whole, ["log_dir=elsewhere"], False, CHOICES, CHECKS)
+    _, warnings = resumed_config(whole, ["log_dir=elsewhere"], False, CHECKS)
     assert warnings == [f"log_dir: has no effect with --resume, the run goes on in {whole}"]
 
 

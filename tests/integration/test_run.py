@@ -15,7 +15,7 @@ import torch
 import run as program
 from algorithms.batch.across_workers import MINIMUM_WORKERS, SKETCH_SIZE
 from cluster import Cluster
-from fabrics.config_checks import CHOICES
+from fabrics.config_checks import CHECKS
 from fabrics.data import dataset_loader
 from fabrics.models import continuations
 from tests.support.helpers import warnings_of
@@ -63,7 +63,7 @@ def test_the_run_folder_is_named_after_model_dataset_and_date(finished):
 
 
 def test_the_resolved_config_runs_again(finished):
-    config, warnings = load_config(finished[0] / "config.yaml", allowed=CHOICES)
+    config, warnings = load_config(finished[0] / "config.yaml", checks=CHECKS)
     assert (config.ETA, config.model_config) == (0.3, SHORT["model_config"])
     assert config.number_of_outer_steps == 5
     assert warnings == []

@@ -15,7 +15,7 @@ from unittest import mock
 
 from packaging.requirements import Requirement
 
-from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.config_checks import CHECKS
 from gradient_analysis.gradient_analysis import parse_analysis_config
 from tests.support.programs import command
 from utils.config.reading import load_config
@@ -141,7 +141,7 @@ def check(words: Iterable[str]) -> None:
         if words[1] in _TAKES_KEYS:
             path = str(getattr(options, "config", None) or "config.yaml")
             theirs = path == "my.yaml" or path.startswith("logs/")  # stands for a configuration of the reader's
-            load_config(ROOT / ("config.yaml" if theirs else path), options.overrides, CHOICES, CHECKS)
+            load_config(ROOT / ("config.yaml" if theirs else path), options.overrides, CHECKS)
         elif words[1] == "gradient_analysis/gradient_analysis.py":
             parse_analysis_config(options.config, options.overrides)
 

@@ -20,12 +20,20 @@ from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.group import Group
 from algorithms.synchronisation.method import Capabilities, Method
 from cluster import Cluster
-from fabrics.config_checks import CHOICES, participation_problems
+from fabrics.config_checks import CHECKS, participation_problems
 from fabrics.data.examples import PackedSequences
 from fabrics.models import initialisation
 from fabrics.training.inner_loop import InnerLoop
 from fabrics.training.worker import NodeFailedError, Place
-from tests.support.helpers import TINY_ARCHITECTURE, VOCABULARY, Recorder, make_trainer, random_sequences, tiny_data
+from tests.support.helpers import (
+    NAMES_ONLY,
+    TINY_ARCHITECTURE,
+    VOCABULARY,
+    Recorder,
+    make_trainer,
+    random_sequences,
+    tiny_data,
+)
 from trainers import Trainer
 from utils.checkpoint.parts import FilePart
 from utils.config.reading import parse_config
@@ -176,7 +184,7 @@ def ready() -> Iterator[None]:
 
 def config_of(name: str, **values) -> Config:
     """A configuration of small runs with the method of that name."""
-    words = CHOICES | {"distributed_algo": NAMES}
+    checks = dataclasses.replace(NAMES_ONLY, choices=CHECKS.choices | {"distributed_algo": NAMES})
     common = {
         "number_of_outer_steps": 5,
         "sampling_method": "none",
@@ -192,7 +200,7 @@ def config_of(name: str, **values) -> Config:
         "cpu_threads": 1,
         "plot_at_end": False,
     }
-    return parse_config(common | PARAMETERS.get(name, {}) | values, allowed=words)[0]
+    return parse_config(common | PARAMETERS.get(name, {}) | values, checks=checks)[0]
 
 
 # Seven of the tokens, so that there is something to learn.

@@ -5,7 +5,7 @@ import torch
 
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.method import Capabilities, Method
-from fabrics.config_checks import CHOICES
+from fabrics.config_checks import CHECKS
 from fabrics.training.inner_loop import InnerLoop
 from fabrics.training.method_config import method_settings
 from fabrics.training.worker import COPY, NodeFailedError
@@ -28,7 +28,7 @@ class Apart(Method):
 def cluster_of(monkeypatch):
     """From configuration values to a cluster whose workers never hear of each other."""
     monkeypatch.setitem(METHODS, "Apart", Apart)
-    monkeypatch.setitem(CHOICES, "distributed_algo", tuple(METHODS))
+    monkeypatch.setitem(CHECKS.choices, "distributed_algo", tuple(METHODS))
     values = {"distributed_algo": "Apart", "number_of_initial_trainers": 1, "sampling_method": "none"}
     return lambda **more: tiny_cluster(**values | {"INITIAL_BATCH_SIZE": 8, "eval_every": 99} | more)
 

@@ -11,7 +11,7 @@ import pytest
 
 from cluster import Cluster
 from configs.make_samples import write_code, write_imdb
-from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.config_checks import CHECKS
 from fabrics.data.c4 import host, hub_source
 from fabrics.data.dataset_loader import DATASETS, Dataset, load_data
 from fabrics.data.documents import DatasetError, Skipped, document_hash, python_documents
@@ -37,7 +37,7 @@ from utils.config.schema import ConfigError
 
 
 def make(**values):
-    return parse_config({"number_of_outer_steps": 1} | values, (), CHOICES, CHECKS)[0]
+    return parse_config({"number_of_outer_steps": 1} | values, (), CHECKS)[0]
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.config_checks import CHECKS
 from fabrics.data.dataset_loader import load_data
 from fabrics.data.documents import document_hash, python_documents
 from fabrics.data.held_out import MOST_BY_DEFAULT, sizes
@@ -22,7 +22,7 @@ def make(cache_dir):
 
     def configured(**values):
         defaults = {"number_of_outer_steps": 1, "sequence_length": 32, "vocab_size": 400, "cache_dir": str(cache_dir)}
-        return parse_config(defaults | values, (), CHOICES, CHECKS)[0]
+        return parse_config(defaults | values, (), CHECKS)[0]
 
     return configured
 

@@ -7,7 +7,7 @@ import pytest
 
 from cluster import Cluster
 from configs.make_samples import paragraphs_and_docstrings, write_imdb
-from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.config_checks import CHECKS
 from fabrics.data.dataset_loader import load_data
 from fabrics.data.documents import DatasetError, Skipped
 from fabrics.data.imdb import Reviews, choose, hub_reviews, local_reviews
@@ -35,7 +35,7 @@ def make(**values):
         "vocab_size": 500,
         "max_batch_size": 16,
     }
-    return parse_config(defaults | values, (), CHOICES, CHECKS)[0]
+    return parse_config(defaults | values, (), CHECKS)[0]
 
 
 def write_jsonl(path, rows):

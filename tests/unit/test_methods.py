@@ -9,7 +9,7 @@ import yaml
 
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.method import Block
-from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.config_checks import CHECKS
 from fabrics.training.method_config import method_of
 from tests.support import oracles
 from tests.support.helpers import make_config
@@ -45,5 +45,5 @@ def test_the_page_of_methods_has_what_each_keeps(name):
     assert re.search(r"\bKe(pt|eps)\b", section)
     (lines,) = re.findall(r"^```yaml\n(.*?)^```$", section, re.M | re.S)
     assert len(lines.splitlines()) == 3
-    config, warnings = parse_config({"max_tokens": 1} | yaml.safe_load(lines), (), CHOICES, CHECKS)
+    config, warnings = parse_config({"max_tokens": 1} | yaml.safe_load(lines), (), CHECKS)
     assert (config.distributed_algo, warnings) == (name, [])

@@ -9,7 +9,7 @@ import torch
 from algorithms.synchronisation import noloco
 from algorithms.synchronisation.method import Block, Outer
 from algorithms.synchronisation.streaming import StreamingDiLoCo
-from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.config_checks import CHECKS
 from fabrics.training.worker import COPY, ERROR, Node
 from tests.support import oracles
 from tests.support.helpers import CPU, make_config, make_trainer, tiny_cluster, tiny_llama, train, use_torch_norms
@@ -37,7 +37,7 @@ def refusals(method: str, settings: dict, **values) -> list[str]:
     """What a configuration with these parameters is refused with, before work starts."""
     values = {"max_tokens": 1, "number_of_inner_steps_between_outers": 12, "distributed_algo": method} | values
     with pytest.raises(ConfigError) as caught:
-        parse_config(values | {"synchronisation": settings}, (), CHOICES, CHECKS)
+        parse_config(values | {"synchronisation": settings}, (), CHECKS)
     return caught.value.problems
 
 

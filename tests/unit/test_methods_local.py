@@ -8,7 +8,7 @@ import torch
 
 from algorithms.synchronisation.fda import linear_numbers, sketched_numbers, variance_of_workers
 from algorithms.synchronisation.random_part import random_part
-from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.config_checks import CHECKS
 from tests.support import oracles, oracles_sparse
 from tests.support.helpers import make_config, make_trainer, tiny_llama, train
 from tests.support.synchronising import EXAMPLES, assert_equals_oracle, history_of, problem_of, trainer_of
@@ -327,14 +327,14 @@ def test_locodl_sends_values_alone_and_its_corrections_cancel():
 def test_parameters_that_make_no_sense(method, values, expected):
     config = {"max_tokens": 1, "distributed_algo": method, "synchronisation": values, "gradient_clipping": None}
     with pytest.raises(ConfigError) as error:
-        parse_config(config, (), CHOICES, CHECKS)
+        parse_config(config, (), CHECKS)
     assert error.value.problems == [expected]
 
 
 def test_locodl_refuses_what_is_no_plain_sgd():
     config = {"max_tokens": 1, "distributed_algo": "LoCoDL", "inner_optimizer": "adamw"}
     with pytest.raises(ConfigError) as error:
-        parse_config(config, ["communication_dtype=int8"], CHOICES, CHECKS)
+        parse_config(config, ["communication_dtype=int8"], CHECKS)
     assert error.value.problems == [
         "communication_dtype: must be float32 with LoCoDL, got int8",
         "inner_optimizer: must be null or sgd with LoCoDL, got adamw",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.config_checks import CHECKS
 from tests.support import oracles_sparse
 from tests.support.helpers import train
 from tests.support.synchronising import assert_equals_oracle, history_of, problem_of, trainer_of
@@ -137,5 +137,5 @@ def test_what_bfloat16_loses_of_a_coefficient_stays_in_the_momentum():
 )
 def test_parameters_of_sparse_methods_that_make_no_sense_are_refused(values, line):
     with pytest.raises(ConfigError) as refused:
-        parse_config({"max_tokens": 1} | values, (), CHOICES, CHECKS)
+        parse_config({"max_tokens": 1} | values, (), CHECKS)
     assert refused.value.problems == [line]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.config_checks import CHECKS
 from fabrics.training.offload import Home, Seat
 from fabrics.training.optimizers import InnerOptimizer
 from tests.support.helpers import CPU, Recorder, light_cluster, tiny_cluster
@@ -103,4 +103,4 @@ def test_a_state_that_is_loaded_is_gone_on_with_wherever_moments_wait():
 def test_synchronous_training_cannot_offload_its_parameters():
     values = {"number_of_outer_steps": 1, "distributed_algo": "Synchronous", "offload": ["outer_state"]}
     with pytest.raises(ConfigError, match="offload: outer_state"):
-        parse_config(values, allowed=CHOICES, checks=CHECKS)
+        parse_config(values, checks=CHECKS)

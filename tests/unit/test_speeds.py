@@ -18,7 +18,7 @@ from algorithms.nodes.virtual_clock import Clocks, Sending, Uniform, together
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.delayed_nesterov import DelayedNesterov
 from algorithms.synchronisation.method import Outer
-from fabrics.config_checks import CHECKS, CHOICES
+from fabrics.config_checks import CHECKS
 from fabrics.data.examples import PackedSequences
 from fabrics.training import inner_loop
 from fabrics.training.inner_loop import InnerLoop
@@ -192,10 +192,10 @@ def test_every_method_weighs_or_allows_fewer_steps_or_refuses_by_name(name):
     for balance, allowed in (("batch", weighs), ("steps", steps)):
         values = plain | {"distributed_algo": name, "balance": balance, "node_speeds": SPEEDS, "max_tokens": 9}
         if allowed:
-            parse_config(values, (), CHOICES, CHECKS)
+            parse_config(values, (), CHECKS)
         else:
             with pytest.raises(ConfigError) as error:
-                parse_config(values, (), CHOICES, CHECKS)
+                parse_config(values, (), CHECKS)
             assert error.value.problems == [lines[balance]]
 
 

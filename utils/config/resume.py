@@ -1,22 +1,29 @@
 """The configuration of a resumed run, compared with the one that the run began with."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from utils.config.reading import NO_CHECKS, Checks, check_plugins_of_run, load_config
+from utils.config.plugins import check_plugins_of_run
+from utils.config.reading import Checks, load_config
 from utils.config.schema import FIELDS, Config, ConfigError
 from utils.run_layout import has_checkpoint
 
 # Keys that only the start of a run reads: with another value the records would describe a run that never was.
 _START = (
-    *("run_name", "training_seed", "number_of_initial_trainers", "INITIAL_BATCH_SIZE", "trainer_data_fraction"),
-    *("identical_initialisation", "need_to_reinit_output_layers", "single_seed"),
+    "run_name",
+    "training_seed",
+    "number_of_initial_trainers",
+    "INITIAL_BATCH_SIZE",
+    "trainer_data_fraction",
+    "identical_initialisation",
+    "need_to_reinit_output_layers",
+    "single_seed",
 )
 _LENGTHS = ("number_of_outer_steps", "number_of_training_epochs", "max_tokens")
 
 
 def _follows_progress(config: Config) -> bool:
-    """Whether the length of the run changes every round of it."""
+    """Return whether rounds depend on the share of the run that is done, and so on the length of the run."""
     return (
         config.learning_rate_schedule != "constant"
         or config.batch_schedule is not None
@@ -27,7 +34,7 @@ def _follows_progress(config: Config) -> bool:
 
 
 def training_changes(before: Config, after: Config) -> list[str]:
-    """List the keys, one line each, whose new values change how the run trains."""
+    """Return one line for each key whose new value changes how the run trains."""
     return [
         f"{name}: was {getattr(before, name)!r}, now {getattr(after, name)!r}"
         for name, entry in FIELDS.items()
@@ -38,10 +45,10 @@ def training_changes(before: Config, after: Config) -> list[str]:
 
 
 def folder_to_resume(resume: str | None, config: str | None, overrides: Sequence[str]) -> str | None:
-    """The run folder that a command line resumes; None: it begins a run.
+    """Return the run folder that a command line resumes; None: it starts a run.
 
     Args:
-        resume: a run folder, or auto: that of the configuration, if there is a checkpoint.
+        resume: the value of --resume: a run folder, or auto for that of the configuration, if it has a checkpoint.
         config: the configuration file.
         overrides: values that win over the file's.
 
@@ -58,32 +65,28 @@ def folder_to_resume(resume: str | None, config: str | None, overrides: Sequence
 
 
 def resumed_config(
-    folder: Path,
-    overrides: Sequence[str],
-    force: bool,
-    allowed: Mapping[str, Collection[str]],
-    checks: Checks = NO_CHECKS,
+    folder: Path, overrides: Sequence[str], force: bool, checks: Checks | None = None
 ) -> tuple[Config, list[str]]:
     """Return the configuration of the run in a folder with overrides, and warnings for the log.
 
     Raises:
-        ConfigError: there is no run in the folder, the overrides are wrong, they change how the run trains without
+        ConfigError: there is no run in the folder, the overrides are wrong or change how the run trains without
             `force`, or the run names plugins that came with its folder.
     """
     path = folder / "config.yaml"
     # Plugins that have moved are not where the run had them.
-    plugins = [given for given in overrides if given.startswith("plugins=")]
+    plugins = [override for override in overrides if override.startswith("plugins=")]
     if not plugins:
         check_plugins_of_run(folder)
-    before, _ = load_config(path, plugins, allowed, checks)
-    after, warnings = load_config(path, overrides, allowed, checks)
+    before, _ = load_config(path, plugins, checks)
+    after, warnings = load_config(path, overrides, checks)
     problems = [
-        f"{name}: cannot change in a run that has begun, was {was!r}, got {now!r}"
+        f"{name}: cannot change in a run that has begun, was {getattr(before, name)!r}, got {getattr(after, name)!r}"
         for name in _START
-        if (was := getattr(before, name)) != (now := getattr(after, name))
+        if getattr(before, name) != getattr(after, name)
     ]
     if before.log_dir != after.log_dir:
-        warnings.append(f"log_dir: has no effect with --resume, the run goes on in {folder}")
+        warnings.append(f"log_dir: has no effect with --resume, the run continues in {folder}")
     changes = training_changes(before, after)
     if not force:
         problems += [f"{change}; that changes how the run trains: --force allows it" for change in changes]

@@ -9,6 +9,7 @@ pydantic converts and checks the type of each value; docs/configuration.md is ge
 
 import dataclasses
 import itertools
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -86,6 +87,13 @@ def key(default, meaning: str, *, changes_training: bool = True):
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def _is_schedule(pairs: Sequence[Sequence[float]]) -> bool:
+    """Return whether these are pairs of a growing share of the run, 0 to below 1, and a positive integer."""
+    shares = [share for share, _ in pairs]
+    grows = all(before < after for before, after in itertools.pairwise(shares))
+    return grows and shares[-1] < 1.0 and all(number >= 1 and number.is_integer() for _, number in pairs)
 
 
 class Section:
@@ -341,6 +349,12 @@ class Nodes(Section):
             )
         if self.balance == "batch" and smallest is not None:
             found.append(f"smallest_worker_batch: must be null with balance batch, got {smallest}")
+        schedule = self.node_schedule
+        if schedule is not None and not (_is_schedule(schedule) and schedule[0][0] == 0.0):
+            found.append(
+                f"node_schedule: must be pairs of a share of the run, growing from 0 itself to below 1, and a "
+                f"positive integer, got {schedule}"
+            )
         if self.node_speeds is not None:
             if self.time_budget is not None:
                 found.append(
@@ -433,7 +447,7 @@ class Batch(Section):
     statistics_smoothing: BelowOne = key(0.9, "Weight of the past in the moving average of the statistics.")
     max_batch_growth: AtLeastOne = key(2.0, "Largest factor by which a request grows in a round.")
     max_requested_batch: PositiveInt | None = key(None, "Largest request; null: the size of the trainer's data subset.")
-    batch_schedule: list[Pair] | None = key(
+    batch_schedule: Annotated[list[Pair], Field(min_length=1)] | None = key(
         None,
         "With sampling_method none: pairs of a share of the run and the request from there on; null: constant.",
     )
@@ -450,23 +464,23 @@ class Batch(Section):
 
     def check(self) -> list[str]:
         found = []
-        if self.max_requested_batch is not None and self.max_requested_batch < self.INITIAL_BATCH_SIZE:
+        initial = self.INITIAL_BATCH_SIZE
+        if self.max_requested_batch is not None and self.max_requested_batch < initial:
             found.append(
-                f"max_requested_batch: must be at least INITIAL_BATCH_SIZE ({self.INITIAL_BATCH_SIZE}), got "
-                f"{self.max_requested_batch}"
+                f"max_requested_batch: must be at least INITIAL_BATCH_SIZE ({initial}), got {self.max_requested_batch}"
             )
         if self.batch_schedule is None:
             return found
         if self.sampling_method != "none":
             found.append(f"batch_schedule: needs sampling_method none, got {self.sampling_method}")
-        shares = [share for share, _ in self.batch_schedule]
-        batches = [batch for _, batch in self.batch_schedule]
-        grows = all(before < after for before, after in itertools.pairwise(shares))
-        whole = all(batch >= 1 and batch.is_integer() for batch in batches)
-        if not (grows and max(shares, default=0.0) <= 1.0 and whole):
+        if not _is_schedule(self.batch_schedule):
             found.append(
-                f"batch_schedule: shares must grow from 0 to at most 1 and batches be positive integers, got "
-                f"{self.batch_schedule}"
+                f"batch_schedule: must be pairs of a share of the run, growing from 0 to below 1, and a positive "
+                f"integer, got {self.batch_schedule}"
+            )
+        elif self.batch_schedule[0][0] == 0 and self.batch_schedule[0][1] != initial:
+            found.append(
+                f"batch_schedule: must begin with INITIAL_BATCH_SIZE ({initial}), got {self.batch_schedule[0][1]:g}"
             )
         return found
 
@@ -500,6 +514,12 @@ class Budget(Section):
                 found.append(f"{name}: needs max_tokens or number_of_training_epochs, which it is spent on")
             if self.number_of_outer_steps is not None:
                 found.append(f"number_of_outer_steps: must be null with a {name}, which sets the number of rounds")
+            for key_name, neutral in (("node_schedule", None), ("participants", 1.0)):
+                if getattr(self, key_name) != neutral:
+                    found.append(
+                        f"{key_name}: must be {json.dumps(neutral)} with a {name}, which plans with the same workers "
+                        f"in every round, got {getattr(self, key_name)}"
+                    )
         if self.time_budget is not None:
             if self.link_bits_per_second is None:
                 found.append("time_budget: needs link_bits_per_second, by which communications take time")

@@ -7,8 +7,7 @@ import pytest
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.method import OUTER_KEYS
 from cluster import Cluster
-from fabrics.config_checks import CHECKS, CHOICES
-from fabrics.idle_keys import idle_keys
+from fabrics.config_checks import CHECKS, idle_keys
 from fabrics.training.optimizers import INNER_OPTIMIZERS, InnerOptimizerKind
 from tests.support import matrix
 from tests.support.helpers import Recorder
@@ -85,7 +84,7 @@ def test_values_of_the_defaults_are_not_warned_of():
 
 def test_a_run_is_warned_once_of_each_key():
     keys = {"distributed_algo": "LocalSGD", "outer_momentum": 0.5, "adam_betas": [0.9, 0.95]}
-    assert parse_config({"number_of_outer_steps": 1} | keys, (), CHOICES, CHECKS)[1] == [
+    assert parse_config({"number_of_outer_steps": 1} | keys, (), CHECKS)[1] == [
         "adam_betas: has no effect with inner_optimizer sgd",
         "outer_momentum: has no effect with distributed_algo LocalSGD",
     ]
