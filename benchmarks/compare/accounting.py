@@ -1,43 +1,34 @@
-"""The usage of a run, round by round, and its simulated time on other hardware and another network.
+"""Usage of a run after every round, and its simulated time on other hardware and another network.
 
-Simulated time: every node has a device of its own. An inner step with micro-batches b_1, b_2, ... takes the sum of
-max(t_min, b_i * t_example); the statistics of a batch test are added to the first step of a round. With `node_speeds`
-that is the time of the fastest node, and the others take proportionally longer. An exchange of exchange_log.csv takes
-latency + bytes / bandwidth, with the bytes of one worker's link. Merges and redistributions take what the round log
-counts.
+Simulated time. Every node has its own device. An inner step with micro-batches b_1, b_2, ... takes the sum of
+max(t_min, b_i * t_example). The statistics of a batch test are added to the first step of a round. With `node_speeds`
+this is the time of the fastest node, and the others take proportionally longer. An exchange of exchange_log.csv takes
+latency + bytes / bandwidth, with the bytes of one worker's link. Merges and redistributions use the bytes of the round
+log.
 
-An exchange that the method hides behind inner steps delays only the step that waits for it; all others are waited for
-at once. With overlap those, too, travel while the next round computes (gradients that are averaged in every step hide
-behind the step itself), and a metric counts from when its update has arrived. Merges and redistributions wait for
-everything and hide behind nothing. Assumptions: a late update does not change the metric; sending does not slow down
-computation.
+An exchange that the method overlaps with inner steps delays only the step that waits for it. All others block. With
+`overlap` they travel while the next round computes (gradients averaged at every step travel during that step), and a
+metric counts from the arrival of its update. Merges and redistributions wait for everything and overlap with nothing.
+Assumptions: a late update does not change the metric; sending does not slow down computation.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from algorithms.nodes.traffic import Link, merge_exchange
-from algorithms.nodes.virtual_clock import Clocks, Sending, together
+from algorithms.nodes.virtual_clock import Clocks, Sending, Uniform, together
 from algorithms.synchronisation.encodings.encoding import PLAIN
 from training_logs.showing.comparison import best_per_round
 from training_logs.showing.run_data import Row, Rows, RunData
 
-# A pass with per-example statistics relative to one without (measured by benchmarks/performance/throughput.py).
+# Time of a pass with per-example statistics relative to a plain one (benchmarks/performance/throughput.py measures it).
 PROBED_PASS = 1.4
-
-# One number for all nodes, or one for each; further nodes start again with the first.
-PerNode = float | Annotated[tuple[float, ...], Field(min_length=1)]
-
-
-def _each(values: PerNode) -> tuple[float, ...]:
-    return values if isinstance(values, tuple) else (values,)
 
 
 @checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -67,27 +58,16 @@ class Network:
     Attributes:
         bits_per_second: of each node's link, in each direction.
         latency: seconds until all participants have begun and ended an exchange.
-        server_bits_per_second: of the link of a parameter server; None: unlimited.
     """
 
     name: str
-    bits_per_second: PerNode
-    latency: PerNode
-    server_bits_per_second: float | None = None
+    bits_per_second: float
+    latency: float
 
-    def link(self, nodes: Iterable[int]) -> Link:
-        """Return the slowest link of these nodes."""
-        bits = _each(self.bits_per_second)
-        latency = _each(self.latency)
-        numbers = list(nodes)
-        return Link(
-            min(bits[number % len(bits)] for number in numbers),
-            max(latency[number % len(latency)] for number in numbers),
-        )
-
-    def seconds(self, link_bytes: float) -> float:
-        """Return the seconds of an exchange of all nodes that sends this many bytes through each link."""
-        return Link(min(_each(self.bits_per_second)), max(_each(self.latency))).seconds(link_bytes)
+    @property
+    def link(self) -> Link:
+        """The link of every node."""
+        return Link(self.bits_per_second, self.latency)
 
 
 @dataclass(frozen=True)
@@ -96,7 +76,6 @@ class Usage:
 
     Attributes:
         inner_steps: consecutive inner steps of one node.
-        wall_seconds: training time on one thread of this machine, without evaluation.
     """
 
     outer_step: int
@@ -104,11 +83,10 @@ class Usage:
     inner_steps: int
     communications: int
     bytes_communicated: int
-    wall_seconds: float
 
 
 def _gradient_bytes(workers: int, parameters: float) -> float:
-    """Bytes that the workers send together to average one gradient."""
+    """Bytes that all workers together send to average one gradient."""
     return PLAIN.reduction_bytes(workers, int(parameters), torch.float32)
 
 
@@ -116,24 +94,40 @@ def usage(run: RunData, synchronous_workers: int | None = None) -> list[Usage]:
     """Return the totals of a run after every round.
 
     Args:
-        synchronous_workers: count instead what this many workers send that average gradients at every inner step.
+        synchronous_workers: count what this many workers send that average gradients at every inner step instead of
+            the run's own communication.
     """
     found = []
     steps = 0
-    seconds = 0.0
     for rows in run.by_round.values():
         steps += int(rows[0]["inner_steps"])
-        seconds += sum(row["seconds"] for row in rows)
         communications = int(rows[0]["communications"])
         sent = int(rows[0]["bytes_communicated"])
         if synchronous_workers:
             communications = steps
             sent = int(steps * _gradient_bytes(synchronous_workers, run.summary["parameters"]))
-        found.append(Usage(int(rows[0]["outer_step"]), int(rows[0]["tokens"]), steps, communications, sent, seconds))
+        found.append(Usage(int(rows[0]["outer_step"]), int(rows[0]["tokens"]), steps, communications, sent))
     return found
 
 
-def _pass_seconds(row: Row, config: Mapping, hardware: Hardware, batch: float, parts: float) -> tuple[float, float]:
+def metric_at(run: RunData) -> dict[int, float]:
+    """Return the best validation metric of the living trainers in each evaluated round."""
+    steps, values = best_per_round(run, "outer_step")
+    return {int(step): value for step, value in zip(steps, values, strict=True)}
+
+
+# Simulated time
+
+
+@dataclass(frozen=True)
+class _Computing:
+    """Seconds of one node in a round: per inner step, and of the statistics."""
+
+    step: float
+    statistics: float
+
+
+def _pass_seconds(row: Row, config: Mapping, hardware: Hardware, batch: float, parts: float) -> _Computing:
     """Seconds of an inner step with a batch in several micro-batches, and of the round's statistics."""
     micro_batch = batch / parts
     statistics = 0.0
@@ -143,13 +137,13 @@ def _pass_seconds(row: Row, config: Mapping, hardware: Hardware, batch: float, p
             statistics += (PROBED_PASS - 1.0) * parts * hardware.pass_seconds(micro_batch)
         if batch < sample:
             statistics += PROBED_PASS * hardware.pass_seconds(sample)
-    return parts * hardware.pass_seconds(micro_batch), statistics
+    return _Computing(parts * hardware.pass_seconds(micro_batch), statistics)
 
 
 def _computing(
     run: RunData, row: Row, hardware: Hardware, workers: int, first: int, nodes: int
-) -> dict[int, tuple[float, float]]:
-    """Seconds of an inner step of each node of a trainer, and of its statistics.
+) -> dict[int, _Computing]:
+    """Seconds of each node of a trainer in a round.
 
     Args:
         workers: workers that share the batch.
@@ -159,17 +153,16 @@ def _computing(
     place = (int(row["outer_step"]), int(row["trainer_id"]))
     speeds = run.config.get("node_speeds")
     if speeds is None or len(run.nodes.get(place, ())) != workers:
-        parts = row["accumulation_steps"]
-        seconds = _pass_seconds(row, run.config, hardware, row["effective_batch"] / workers, parts)
+        seconds = _pass_seconds(row, run.config, hardware, row["effective_batch"] / workers, row["accumulation_steps"])
         # With more trainers than nodes, nodes serve them in turn.
         return dict.fromkeys(sorted({number % nodes for number in range(first, first + workers)}), seconds)
     found = {}
     for worker in run.nodes[place]:
         parts = math.ceil(worker["examples"] / row["micro_batch"])
-        step, statistics = _pass_seconds(row, run.config, hardware, worker["examples"], parts)
+        seconds = _pass_seconds(row, run.config, hardware, worker["examples"], parts)
         slower = max(speeds) / worker["speed"]
         steps = worker["inner_steps"] / row["inner_steps"]
-        found[int(worker["node"])] = (step * slower * steps, statistics * slower)
+        found[int(worker["node"])] = _Computing(seconds.step * slower * steps, seconds.statistics * slower)
     return found
 
 
@@ -181,8 +174,8 @@ def _sendings(run: RunData, row: Row, parameters: float, synchronous_workers: in
     whole_gradients = run.config["statistics_estimator"] == "across_workers"
     found: list[Sending] = []
     for exchange in (run.exchanges or {}).get((int(row["outer_step"]), int(row["trainer_id"])), ()):
-        grows = exchange.kind != "monitor" and (exchange.kind != "statistics" or whole_gradients)
-        scale = parameters / run.summary["parameters"] if grows else 1.0
+        of_model_size = exchange.kind != "monitor" and (exchange.kind != "statistics" or whole_gradients)
+        scale = parameters / run.summary["parameters"] if of_model_size else 1.0
         sent = scale * exchange.sent_bytes
         received = scale * exchange.received_bytes
         found += [
@@ -192,7 +185,7 @@ def _sendings(run: RunData, row: Row, parameters: float, synchronous_workers: in
 
 
 def _overlapped(sendings: Sequence[Sending]) -> list[Sending]:
-    """Hide the messages that are waited for at once behind the next round, and gradients behind their own step."""
+    """Overlap blocking messages with the next round, and gradients with their own step."""
     found = []
     for sending in sendings:
         if sending.behind:
@@ -205,13 +198,13 @@ def _overlapped(sendings: Sequence[Sending]) -> list[Sending]:
 
 
 def _new_nodes(rows: Rows, before: Mapping[int, int]) -> int:
-    """Nodes that joined a trainer before a round, at least one.
+    """Number of nodes that joined a trainer before a round, at least one.
 
     Args:
-        before: nodes of each trainer in the round before.
+        before: nodes of each trainer in the previous round.
     """
-    came = (int(row["nodes"]) - before.get(int(row["trainer_id"]), 0) for row in rows)
-    return max(1, sum(count for count in came if count > 0))
+    joined = (int(row["nodes"]) - before.get(int(row["trainer_id"]), 0) for row in rows)
+    return max(1, sum(count for count in joined if count > 0))
 
 
 def simulated_seconds(
@@ -221,21 +214,23 @@ def simulated_seconds(
     synchronous_workers: int | None = None,
     overlap: bool = False,
 ) -> list[float]:
-    """Return the seconds from the start until the messages of each round have arrived."""
+    """Return the seconds from the start to the arrival of the messages of each round."""
     parameters = hardware.parameters or run.summary["parameters"]
     scale = parameters / run.summary["parameters"]
     nodes = run.config["nodes_per_gpu"] * len(run.summary["devices"])
     merges = {merge.outer_step: merge for merge in run.merges}
-    before: dict[int, int] = {}
-    moved = {"bytes_merged": 0.0, "bytes_redistributed": 0.0}
-    clocks = Clocks(network, nodes)
+    clocks = Clocks(Uniform(network.link), nodes)
+    nodes_before: dict[int, int] = {}
+    bytes_before = {"bytes_merged": 0.0, "bytes_redistributed": 0.0}
     found = []
     for step, rows in run.by_round.items():
-        new = {name: rows[0].get(name, moved[name]) - moved[name] for name in moved}
-        moved = {name: moved[name] + new[name] for name in moved}
-        if new["bytes_redistributed"]:
-            clocks.together(network.seconds(scale * new["bytes_redistributed"] / _new_nodes(rows, before)))
-        before = {int(row["trainer_id"]): int(row["nodes"]) for row in rows}
+        totals = {name: rows[0].get(name, bytes_before[name]) for name in bytes_before}
+        merged_bytes = scale * (totals["bytes_merged"] - bytes_before["bytes_merged"])
+        redistributed_bytes = scale * (totals["bytes_redistributed"] - bytes_before["bytes_redistributed"])
+        bytes_before = totals
+        if redistributed_bytes:
+            clocks.together(network.link.seconds(redistributed_bytes / _new_nodes(rows, nodes_before)))
+        nodes_before = {int(row["trainer_id"]): int(row["nodes"]) for row in rows}
         taken = 0
         idle = set(range(nodes))
         for row in rows:
@@ -245,11 +240,12 @@ def simulated_seconds(
             idle -= computing.keys()
             sendings = _sendings(run, row, parameters, synchronous_workers)
             clocks.round(
-                int(row["trainer_id"]),
-                list(computing),
-                int(row["inner_steps"]),
-                *zip(*computing.values(), strict=True),
-                _overlapped(sendings) if overlap else sendings,
+                trainer=int(row["trainer_id"]),
+                nodes=list(computing),
+                steps=int(row["inner_steps"]),
+                step_seconds=[seconds.step for seconds in computing.values()],
+                first_seconds=[seconds.statistics for seconds in computing.values()],
+                sendings=_overlapped(sendings) if overlap else sendings,
             )
         clocks.rest(idle)
         if len(rows) > 1:
@@ -257,13 +253,7 @@ def simulated_seconds(
         if step in merges:
             merge = merges[step]
             others = len(merge.weights) - 1
-            link = merge_exchange(others, before[merge.representative], scale * new["bytes_merged"]).link
-            clocks.together(network.seconds(link))
+            link_bytes = merge_exchange(others, nodes_before[merge.representative], merged_bytes).link
+            clocks.together(network.link.seconds(link_bytes))
         found.append(clocks.arrived if overlap else clocks.elapsed)
     return found
-
-
-def metric_at(run: RunData) -> dict[int, float]:
-    """Return the best validation metric of the living trainers in each evaluated round."""
-    steps, values = best_per_round(run, "outer_step")
-    return {int(step): value for step, value in zip(steps, values, strict=True)}

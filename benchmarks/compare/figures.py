@@ -6,20 +6,22 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from benchmarks.compare.results import LABELS, Results, mean_curve, short
 from training_logs.showing.styles import colour, make_figure
 
 
-def _style(index: int) -> dict[str, Any]:
+def _line(index: int) -> dict[str, Any]:
     return {"color": colour(index), "ls": ("-", "--", ":")[index // 10 % 3], "lw": 1.6}
 
 
 def _limit_metric(axes: Axes, results: Results, room: float) -> None:
     """Limit the y axis to the best three quarters of the final metrics, with a margin."""
     finals = sorted(results.mean_final(name) for name in results.methods if results.runs[name])
-    low, high = finals[0], finals[len(finals) * 3 // 4]
+    low = finals[0]
+    high = finals[len(finals) * 3 // 4]
     margin = room * (high - low) + 0.02 * high
     axes.set_ylim(low - 0.3 * margin, high + margin)
 
@@ -41,7 +43,7 @@ def _draw_curves(axes: Axes, results: Results, axis: str) -> None:
             continue
         xs, values = mean_curve(runs, axis)
         axes.fill_between(xs, values.min(0), values.max(0), color=colour(index), alpha=0.13, lw=0)
-        axes.plot(xs, np.exp(np.log(values).mean(0)), label=name, **_style(index))
+        axes.plot(xs, np.exp(np.log(values).mean(0)), label=name, **_line(index))
     _limit_metric(axes, results, 3.0)
     name = results.raw["metric"]["name"]
     axes.set_title(f"{name} over {LABELS.get(axis, 'simulated time')}")
@@ -55,21 +57,25 @@ def _draw_curves(axes: Axes, results: Results, axis: str) -> None:
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
-def draw_curves(results: Results):
+def _legend(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
+
+
+def draw_curves(results: Results) -> Figure:
     """Draw the metric over each kind of usage: mean and range over seeds."""
     axes_names = ["tokens", "communications", "bytes_communicated", *results.simulated[-3:]]
     figure, places = make_figure(len(axes_names), 3, (17, 5.2 * math.ceil(len(axes_names) / 3)))
     for place, axis in zip(places, axes_names, strict=True):
         _draw_curves(place, results, axis)
-    handles, labels = places[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
+    _legend(figure, places[0])
     return figure
 
 
-def draw_frontier(results: Results):
-    """Draw final metric over communications, whole and enlarged; a line is the frontier of a family."""
+def draw_frontier(results: Results) -> Figure:
+    """Draw the final metric over communications, whole and enlarged; a line is the frontier of a family."""
     figure, places = make_figure(2, 2, (14, 6.5))
-    name_of_metric = results.raw["metric"]["name"]
+    metric = results.raw["metric"]["name"]
     made = {
         name: max(statistics.fmean(results.ends(name, "communications")), 1.0)
         for name in results.methods
@@ -79,10 +85,11 @@ def draw_frontier(results: Results):
         for index, name in enumerate(results.methods):
             if name not in made:
                 continue
-            ys = [run["final_metric"] for run in results.runs[name]]
-            x, y = made[name], statistics.fmean(ys)
+            finals = [run["final_metric"] for run in results.runs[name]]
+            mean = statistics.fmean(finals)
+            spread = [[mean - min(finals)], [max(finals) - mean]]
             shape = ("o", "s", "^")[index // 10 % 3]
-            axes.errorbar(x, y, [[y - min(ys)], [max(ys) - y]], fmt=shape, color=colour(index), capsize=3, label=name)
+            axes.errorbar(made[name], mean, spread, fmt=shape, color=colour(index), capsize=3, label=name)
         for members in results.families.values():
             line: list[tuple[float, float]] = []
             for x, y in sorted((made[name], results.mean_final(name)) for name in members):
@@ -92,10 +99,9 @@ def draw_frontier(results: Results):
         _logarithmic(axes, min(made.values()) / 1.3, 1.3 * max(made.values()))
         axes.grid(True, which="both", alpha=0.25)
         axes.set_xlabel("communications of the whole run (none counts as one)")
-        axes.set_ylabel(f"final {name_of_metric}")
-    places[0].set_title(f"final {name_of_metric}, mean and range over seeds")
-    places[1].set_title("closer")
+        axes.set_ylabel(f"final {metric}")
+    places[0].set_title(f"final {metric}, mean and range over seeds")
+    places[1].set_title("enlarged")
     _limit_metric(places[1], results, 0.6)
-    handles, labels = places[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
+    _legend(figure, places[0])
     return figure

@@ -1,6 +1,6 @@
-"""The results of a comparison: curves, differences between methods, frontiers.
+"""The results of a comparison: curves, paired differences between methods, and frontiers.
 
-The logarithm of the metric is interpolated linearly between evaluations. Two methods are compared seed by seed.
+Between two evaluations the logarithm of the metric is interpolated linearly.
 """
 
 import math
@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-_SIMULATED, _OVERLAPPED = "simulated: ", ", overlapped"
+_SIMULATED = "simulated: "
+_OVERLAPPED = ", overlapped"
 CONFIDENCE = 0.95
 LABELS = {
     "tokens": "training tokens",
     "inner_steps": "inner steps of a node",
     "communications": "communications",
     "bytes_communicated": "bytes communicated",
-    "wall_seconds": "seconds of training on one core of this machine",
 }
 
 
@@ -29,11 +29,16 @@ def simulated_axis(hardware: str, network: str, overlap: bool) -> str:
     return f"{_SIMULATED}{hardware}, {network}{_OVERLAPPED if overlap else ''}"
 
 
+def short(axis: str) -> str:
+    """Return the name of an axis of simulated time without its prefix."""
+    return axis.removeprefix(_SIMULATED)
+
+
 @dataclass(frozen=True)
 class Difference:
     """The difference of two methods, paired by seed.
 
-    If a smaller metric is better it is the difference of logarithms, in percent; otherwise the plain one, in points.
+    It is the difference of logarithms, in percent, if a smaller metric is better; otherwise the difference in points.
 
     Attributes:
         mean: mean over seeds.
@@ -46,12 +51,12 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """Return better or worse only if the interval excludes 0."""
+        """Better or worse only if the interval excludes 0."""
         if self.interval is None:
             return "one seed"
         low, high = self.interval
         if low <= 0 <= high:
-            return "not told apart"
+            return "not significant"
         return "better" if (high < 0) == self.lower_is_better else "worse"
 
     def __str__(self) -> str:
@@ -64,14 +69,20 @@ class Difference:
 
 def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float], lower_is_better: bool) -> Difference:
     """Return the difference between metrics by seed, over the common seeds (at least one)."""
-    scale = math.log if lower_is_better else lambda value: 100.0 * value
-    found = [scale(ours[seed]) - scale(theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
+    seeds = sorted(ours.keys() & theirs.keys())
+    if lower_is_better:
+        found = [math.log(ours[seed]) - math.log(theirs[seed]) for seed in seeds]
+    else:
+        found = [100.0 * ours[seed] - 100.0 * theirs[seed] for seed in seeds]
+
+    def shown(value: float) -> float:
+        return 100.0 * math.expm1(value) if lower_is_better else value
+
     mean = statistics.fmean(found)
-    shown = (lambda x: 100.0 * math.expm1(x)) if lower_is_better else float
     if len(found) == 1:
         return Difference(shown(mean), None, lower_is_better)
-    t = stats.t.ppf((1.0 + CONFIDENCE) / 2.0, len(found) - 1)
-    half = float(t) * statistics.stdev(found) / math.sqrt(len(found))
+    t = float(stats.t.ppf((1.0 + CONFIDENCE) / 2.0, len(found) - 1))
+    half = t * statistics.stdev(found) / math.sqrt(len(found))
     return Difference(shown(mean), (shown(mean - half), shown(mean + half)), lower_is_better)
 
 
@@ -86,30 +97,39 @@ class Results:
         """Names of the methods, in the order of the file."""
         return [method["name"] for method in self.raw["comparison"]["methods"]]
 
+    @property
+    def seeds(self) -> list[int]:
+        """Seeds of the runs."""
+        return self.raw["comparison"]["seeds"]
+
+    @property
+    def reference(self) -> str:
+        """The method to which the others are compared."""
+        return self.raw["comparison"]["reference"]
+
+    @property
+    def sign(self) -> int:
+        """1 if a smaller metric is better, else -1."""
+        return -1 if self.raw["metric"]["higher_is_better"] else 1
+
     @cached_property
     def runs(self) -> dict[str, list[Mapping[str, Any]]]:
-        """The completed runs of every method with its best value, one per seed."""
-        seeds = self.raw["comparison"]["seeds"]
+        """The completed runs of every method, one per seed."""
         found: dict[str, list[Mapping[str, Any]]] = {name: [] for name in self.methods}
-        for run in self._finished:
-            if run["seed"] in seeds and run["value"] == self.raw["best"].get(run["method"]):
+        for run in self._completed:
+            if run["seed"] in self.seeds and run["method"] in found:
                 found[run["method"]].append(run)
         return found
+
+    @property
+    def _completed(self) -> list[Mapping[str, Any]]:
+        return [run for run in self.raw["outcomes"] if run["completed"]]
 
     def tuned(self, method: str) -> Mapping[str, Any]:
         """Return the values that were found for a method, by a search or by another comparison."""
         if "search" in self.raw:
             return self.raw["search"][method]["best"]
         return self.raw.get("found", {}).get(method, {})
-
-    @property
-    def _finished(self) -> list[Mapping[str, Any]]:
-        return [run for run in self.raw["outcomes"] if run["completed"]]
-
-    @property
-    def sign(self) -> int:
-        """1 if a smaller metric is better, else -1."""
-        return -1 if self.raw["metric"]["higher_is_better"] else 1
 
     @cached_property
     def families(self) -> dict[str, list[str]]:
@@ -120,15 +140,10 @@ class Results:
                 found.setdefault(method.get("family") or method["name"], []).append(method["name"])
         return found
 
-    @property
-    def reference(self) -> str:
-        """The method to which the others are compared."""
-        return self.raw["comparison"]["reference"]
-
     @cached_property
     def _simulated(self) -> list[str]:
-        names = self._finished[0]["curves"]
-        return [n for n in names if n.startswith(_SIMULATED) and all(n in run["curves"] for run in self._finished)]
+        names = self._completed[0]["curves"]
+        return [n for n in names if n.startswith(_SIMULATED) and all(n in run["curves"] for run in self._completed)]
 
     @property
     def simulated(self) -> list[str]:
@@ -139,11 +154,6 @@ class Results:
     def overlapped(self) -> list[str]:
         """Names of the curves of simulated seconds with synchronisations that overlap the next round."""
         return [name for name in self._simulated if name.endswith(_OVERLAPPED)]
-
-    def best_baseline(self) -> str | None:
-        """Return the baseline with the best mean final metric."""
-        names = [m["name"] for m in self.raw["comparison"]["methods"] if m["baseline"] and self.runs[m["name"]]]
-        return min(names, key=lambda name: self.sign * self.mean_final(name)) if names else None
 
     def mean_final(self, method: str) -> float:
         """Return the mean final metric of a method."""
@@ -164,24 +174,37 @@ class Results:
     def difference(self, method: str, axis: str) -> Difference | None:
         """Return the difference from the reference at the limit; None without a common seed."""
         limit = self.limit(axis)
-        ours, theirs = self.at(method, axis, limit), self.at(self.reference, axis, limit)
+        ours = self.at(method, axis, limit)
+        theirs = self.at(self.reference, axis, limit)
         return paired_difference(ours, theirs, self.sign > 0) if ours.keys() & theirs.keys() else None
+
+    @property
+    def baselines(self) -> list[str]:
+        """Names of the baselines that completed a run."""
+        return [m["name"] for m in self.raw["comparison"]["methods"] if m["baseline"] and self.runs[m["name"]]]
+
+    def best_baseline(self) -> str | None:
+        """Return the baseline with the best mean final metric."""
+        return min(self.baselines, key=lambda name: self.sign * self.mean_final(name), default=None)
 
     def closest(self, axis: str) -> str | None:
         """Return the best baseline at the limit; without baselines, the best method but the reference."""
-        others = [m for m in self.raw["comparison"]["methods"] if m["name"] != self.reference and self.runs[m["name"]]]
-        names = [m["name"] for m in others if m["baseline"]] or [m["name"] for m in others]
+        others = [name for name in self.methods if name != self.reference and self.runs[name]]
+        names = [name for name in others if name in self.baselines] or others
         limit = self.limit(axis)
-        return min(names, key=lambda n: self.sign * statistics.fmean(self.at(n, axis, limit).values()), default=None)
+        return min(names, key=lambda name: self._mean_loss(self.at(name, axis, limit)), default=None)
 
     def frontier(self, budget: float) -> dict[str, tuple[str, dict[int, float]]]:
-        """Return the best method of every family at this many communications at most, and its metric by seed."""
+        """Return the best method of every family with at most this many communications, and its metric by seed."""
         found = {}
         for family, methods in self.families.items():
             metrics = {name: self.at(name, "communications", budget) for name in methods}
-            best = min(methods, key=lambda name: self.sign * statistics.fmean(metrics[name].values()))
+            best = min(methods, key=lambda name: self._mean_loss(metrics[name]))
             found[family] = (best, metrics[best])
         return found
+
+    def _mean_loss(self, metrics: Mapping[int, float]) -> float:
+        return self.sign * statistics.fmean(metrics.values())
 
 
 def metric_where(run: Mapping[str, Any], axis: str, x: float) -> float:
@@ -191,7 +214,8 @@ def metric_where(run: Mapping[str, Any], axis: str, x: float) -> float:
 
 def used_until(run: Mapping[str, Any], axis: str, target: float, sign: int = 1) -> float | None:
     """Return what a run has used when its metric first reaches the target; None if it never does."""
-    xs, logs = run["curves"][axis], np.log(run["curves"]["metric"])
+    xs = run["curves"][axis]
+    logs = np.log(run["curves"]["metric"])
     goal = math.log(target)
     for index, value in enumerate(logs):
         if sign * (value - goal) <= 0:
@@ -208,15 +232,11 @@ def mean_curve(runs: Sequence[Mapping[str, Any]], axis: str, points: int = 200) 
     Returns:
         [points] of the axis, and [runs, points] of the metric.
     """
-    shares = np.linspace(0.0, 1.0, points)
-    used, metrics = [], []
+    fractions = np.linspace(0.0, 1.0, points)
+    used = []
+    metrics = []
     for run in runs:
         tokens = np.asarray(run["curves"]["tokens"])
-        used.append(np.interp(shares * tokens[-1], tokens, run["curves"][axis]))
-        metrics.append(np.exp(np.interp(shares * tokens[-1], tokens, np.log(run["curves"]["metric"]))))
+        used.append(np.interp(fractions * tokens[-1], tokens, run["curves"][axis]))
+        metrics.append(np.exp(np.interp(fractions * tokens[-1], tokens, np.log(run["curves"]["metric"]))))
     return np.mean(used, axis=0), np.array(metrics)
-
-
-def short(axis: str) -> str:
-    """Return the name of an axis of simulated time without its prefix."""
-    return axis.removeprefix(_SIMULATED)

@@ -1,4 +1,4 @@
-"""The runs of a comparison: each an ordinary run of run.py on one process with one thread, made once."""
+"""The runs of a comparison, each an ordinary run of run.py with one process and one thread, and their outcomes."""
 
 import json
 import platform
@@ -10,21 +10,24 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.compare.spec import ROOT, Run
+from benchmarks.compare.accounting import metric_at, simulated_seconds, usage
+from benchmarks.compare.results import simulated_axis
+from benchmarks.compare.spec import ROOT, ComparisonSpec, Run
 from training_logs.showing.run_data import RunData, read_run
 from utils.distributed.launch import cores
 from utils.files import write_json_atomically
 
 _ALONE = ("processes=1", "cpu_threads=1", "clearml=off", "plot_at_end=false")
-# At the beginning of a line: models that have read Python's documentation print the word as well.
+# At the start of a line: models that have read Python's documentation print the word as well.
 _TRACEBACK = re.compile(r"^Traceback \(most recent call last\):", re.MULTILINE)
 
 
 class ComparisonError(RuntimeError):
-    """Runs failed; the message says which and why."""
+    """A comparison cannot be made; the message says which runs failed or do not fit together, and why."""
 
 
 class Runner:
@@ -43,13 +46,17 @@ class Runner:
         self._running: set[subprocess.Popen] = set()
 
     def record(self, run: Run) -> dict | None:
-        """Return the record of a run that has ended: completed, or stopped by an error of training; else None."""
+        """Return the record of a run that completed or was stopped by an error of training; None: not made yet."""
         path = self.folder / run.id / "run.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
-    def data(self, run: Run) -> RunData:
-        """Read the run folder of a completed run."""
-        return read_run(self.folder / run.id / self.record(run)["folder"])
+    def data(self, run: Run) -> RunData | None:
+        """Read the run folder of a completed run; None if the run was stopped or ended without a metric."""
+        record = self.record(run)
+        if not record["completed"]:
+            return None
+        data = read_run(self.folder / run.id / record["folder"])
+        return None if data.summary["final_metric"] is None else data
 
     def make(self, runs: Iterable[Run], title: str) -> None:
         """Make the missing runs; an interrupted run starts again.
@@ -97,7 +104,7 @@ class Runner:
         text = (folder / "output.txt").read_bytes().decode("utf-8", errors="replace")
         made = [path for path in folder.iterdir() if path.is_dir()]
         if status not in (0, 1) or len(made) != 1 or _TRACEBACK.search(text):
-            raise ComparisonError(f"{run.method}, {run.value}, seed {run.seed}: exit status {status}\n{text[-2000:]}")
+            raise ComparisonError(f"{run.method}, seed {run.seed}: exit status {status}\n{text[-2000:]}")
         shutil.rmtree(made[0] / "model_weights", ignore_errors=True)
         shutil.rmtree(made[0] / "checkpoints", ignore_errors=True)
         record = {
@@ -110,8 +117,45 @@ class Runner:
         write_json_atomically(folder / "run.json", record)
 
 
+def outcome(run: Run, spec: ComparisonSpec, runner: Runner) -> dict[str, Any]:
+    """Return a run's metric and usage after each evaluated round, as JSON values."""
+    record = runner.record(run)
+    data = runner.data(run)
+    found = {
+        "method": run.method,
+        "seed": run.seed,
+        "id": run.id,
+        "commit": record["commit"],
+        "machine": record["machine"],
+        "completed": data is not None,
+    }
+    if data is None:
+        return found
+    workers = spec.method(run.method).synchronous_workers
+    metrics = metric_at(data) | {int(data.summary["outer_steps"]): data.summary["final_metric"]}
+    evaluated = sorted(metrics)
+    used = {entry.outer_step: entry for entry in usage(data, workers)}
+    curves = {"metric": [data.summary["initial_metric"], *(metrics[step] for step in evaluated)]}
+    for name in ("tokens", "inner_steps", "communications", "bytes_communicated"):
+        curves[name] = [0, *(getattr(used[step], name) for step in evaluated)]
+    for device in spec.hardware:
+        for network in spec.networks:
+            for overlap in (False, True):
+                elapsed = dict(zip(used, simulated_seconds(data, device, network, workers, overlap), strict=True))
+                name = simulated_axis(device.name, network.name, overlap)
+                curves[name] = [0.0, *(elapsed[step] for step in evaluated)]
+    batches = [sum(row["effective_batch"] for row in rows) for rows in data.by_round.values()]
+    return found | {
+        "final_metric": data.summary["final_metric"],
+        "rounds": len(used),
+        "first_batch": batches[0],
+        "last_batch": batches[-1],
+        "curves": {name: [float(f"{value:.6g}") for value in values] for name, values in curves.items()},
+    }
+
+
 def commit() -> str:
-    """Return the commit of the code, with a + if files outside docs/ differ from it."""
+    """Return the commit of the code, followed by + if tracked files outside docs/ differ from it."""
 
     def git(*arguments: str) -> str:
         result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)

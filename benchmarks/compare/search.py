@@ -1,8 +1,8 @@
-"""Equal tuning: random search with successive halving (arXiv 1502.07943), with the same number of runs for each method.
+"""Equal tuning of methods: random search with successive halving (arXiv 1502.07943), equally many runs per method.
 
-Settings are drawn and run with a fraction of the tokens; the best 1/reduction of a rung is run with `reduction` times
-as many tokens, up to all of them. Every run counts as one, whatever its length. A draw depends on the search's seed,
-the method's name, the key and its number alone: neither on the machine nor on the order of the runs.
+The first rung runs random settings with a fraction of the tokens. The best 1/reduction of a rung run with `reduction`
+times as many tokens, up to all of them. A draw depends only on the search's seed, the method's name, the key and the
+number of the draw, so it does not depend on the machine or on the order of the runs.
 """
 
 import hashlib
@@ -14,15 +14,14 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
-# A value within this fraction of a range from its end lies at the edge.
+# A value this close to an end of a range, as a fraction of the range, lies at its edge.
 EDGE = 0.1
 
-Side = Literal["low", "high"]
 Settings = Mapping[str, Any]
 
 
 def _number(value: Any) -> Any:
-    """YAML 1.1 reads 1e-3 as text."""
+    """Read 1e-3, which YAML 1.1 takes for text, as a number."""
     return float(value) if isinstance(value, str) and re.fullmatch(r"[\d.]+e[+-]?\d+", value) else value
 
 
@@ -37,7 +36,7 @@ class Part(BaseModel):
 
 
 class Range(Part):
-    """The numbers from low to high, to two significant digits; integers if both ends are.
+    """Numbers from low to high, with two significant digits; integers if both ends are integers.
 
     Attributes:
         log: draw uniformly in the logarithm.
@@ -55,38 +54,47 @@ class Range(Part):
             raise ValueError("low must be above 0 with log")
         return self
 
-    def at(self, share: float) -> float:
+    def at(self, fraction: float) -> float:
         """Return the number at a fraction of the way from low to high."""
-        number = self.low * (self.high / self.low) ** share if self.log else self.low + (self.high - self.low) * share
+        if self.log:
+            number = self.low * (self.high / self.low) ** fraction
+        else:
+            number = self.low + (self.high - self.low) * fraction
         number = float(f"{number:.2g}")
         return round(number) if isinstance(self.low, int) and isinstance(self.high, int) else number
 
-    def position(self, value: float) -> float:
-        """Return the fraction of the way at which a number lies."""
-        if not self.log:
-            return (value - self.low) / (self.high - self.low)
-        return math.log(value / self.low) / math.log(self.high / self.low)
+    def fraction(self, value: float) -> float:
+        """Return the fraction of the way from low to high at which a number lies."""
+        if self.log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
 
 
 def _kind(value: Any) -> str:
     return {list: "list", type(None): "null"}.get(type(value), "range")
 
 
-_List = Annotated[Annotated[list[Value], Field(min_length=1)], Tag("list")]
-_Range = Annotated[Range, Tag("range")]
-Space = dict[str, Annotated[_List | _Range, Discriminator(_kind)]]
-MethodSpace = dict[str, Annotated[_List | _Range | Annotated[None, Tag("null")], Discriminator(_kind)]]
+# The values or the range of each key. null: the key is not searched.
+Space = dict[
+    str,
+    Annotated[
+        Annotated[list[Value], Field(min_length=1), Tag("list")]
+        | Annotated[Range, Tag("range")]
+        | Annotated[None, Tag("null")],
+        Discriminator(_kind),
+    ],
+]
 
 
 class Search(Part):
-    """How all methods are tuned.
+    """The search by which all methods are tuned.
 
     Attributes:
-        budget: tuning runs of each method.
-        over: values, or the range, of each key.
+        budget: tuning runs per method.
+        over: values or range of each key.
         seed: seed of the draws.
-        reduction: factor between the tokens of two rungs; one run in `reduction` goes on to the next rung.
-        rungs: number of rungs; the last has all tokens; 1: random search.
+        reduction: ratio of the tokens of two consecutive rungs; one run in `reduction` enters the next rung.
+        rungs: number of rungs; the last uses all tokens. One rung is plain random search.
     """
 
     budget: int = Field(ge=1)
@@ -101,12 +109,12 @@ class Search(Part):
             raise ValueError(f"budget must be at least {self.rungs} with {self.rungs} rungs, got {self.budget}")
         return self
 
-    def share(self, rung: int) -> float:
-        """Return the fraction of the tokens of a rung."""
+    def token_fraction(self, rung: int) -> float:
+        """Return the fraction of the tokens that runs of a rung use."""
         return self.reduction ** (rung + 1 - self.rungs)
 
     def sizes(self) -> list[int]:
-        """Return the runs of each rung: the largest first rung that the budget affords."""
+        """Return the number of runs of each rung: the largest first rung that the budget allows."""
         found = [1] * self.rungs
         for first in range(2, self.budget + 1):
             sizes = [max(1, first // self.reduction**rung) for rung in range(self.rungs)]
@@ -116,22 +124,22 @@ class Search(Part):
 
 
 def draw(space: Space, seed: int, method: str, number: int) -> dict[str, Any]:
-    """Return the settings of a draw of a method."""
+    """Draw random settings for a method."""
     settings = {}
     for key, values in space.items():
         digest = hashlib.sha256(repr((seed, method, key, number)).encode()).digest()
-        share = float(np.random.default_rng(int.from_bytes(digest[:16], "big")).random())
-        settings[key] = values.at(share) if isinstance(values, Range) else values[int(share * len(values))]
+        fraction = float(np.random.default_rng(int.from_bytes(digest[:16], "big")).random())
+        settings[key] = values.at(fraction) if isinstance(values, Range) else values[int(fraction * len(values))]
     return settings
 
 
-def edge(values: Sequence[Any] | Range, value: Any) -> Side | None:
+def edge(values: Sequence[Any] | Range, value: Any) -> Literal["low", "high"] | None:
     """Return the edge of the searched values at which a value lies; None: inside, or the values have no order."""
     if isinstance(values, Range):
-        position = values.position(value)
-        if position <= EDGE:
+        fraction = values.fraction(value)
+        if fraction <= EDGE:
             return "low"
-        return "high" if position >= 1.0 - EDGE else None
+        return "high" if fraction >= 1.0 - EDGE else None
     if len(values) < 2 or any(isinstance(entry, bool) or not isinstance(entry, int | float) for entry in values):
         return None
     if value == min(values):
@@ -145,7 +153,7 @@ def halve(
     """Search the settings of one method.
 
     Args:
-        losses_of: runs settings in a rung and returns their losses (inf: the run failed).
+        losses_of: runs settings in a rung and returns their losses; infinite for a failed run.
 
     Returns:
         The best settings, and all runs as (rung, settings).

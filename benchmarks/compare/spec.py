@@ -1,7 +1,7 @@
-"""A comparison file: methods, seeds, what every method is tuned over, and the hardware and networks to simulate.
+"""A comparison file: methods, seeds, tuning, and the hardware and networks to simulate.
 
-A file in benchmarks/comparisons/ is YAML. Every run it describes is a run of run.py with overrides. A run is identified
-by the settings that the file gives it, so stored outcomes stay valid when defaults change or keys are removed.
+Every run of a comparison is a run of run.py with overrides. It is identified by the settings that the file gives it, so
+that recorded outcomes remain valid when a default changes or a key is removed.
 """
 
 import copy
@@ -17,7 +17,7 @@ import yaml
 from pydantic import AfterValidator, Field, ValidationError
 
 from benchmarks.compare.accounting import Hardware, Network
-from benchmarks.compare.search import MethodSpace, Overrides, Part, Range, Search, Settings, Space, Value
+from benchmarks.compare.search import Overrides, Part, Range, Search, Settings, Space
 from configs.make_samples import SAMPLES
 from fabrics.config_checks import CHECKS
 from utils.config.reading import ALIASES, parse_config
@@ -27,7 +27,7 @@ from utils.config.yaml_reading import read_mapping, yaml_value
 ROOT = Path(__file__).resolve().parents[2]
 COMPARISONS = ROOT / "benchmarks" / "comparisons"
 SUMMARY_LINES = 4
-# Keys of stored comparisons that have another name now.
+# New names of keys in recorded comparisons.
 _RENAMED: dict[str, str] = {}
 
 
@@ -39,27 +39,29 @@ def _short(text: str) -> str:
 
 
 class MethodSpec(Part):
-    """One line of the comparison.
+    """A method of a comparison.
 
     Attributes:
         overrides: settings of this method, over `common`.
-        tune: its own grid (a key and its values) instead of the comparison's; {}: not tuned.
         search: its own search space, over the comparison's; null: do not search this key.
-        synchronous_workers: it stands for this many workers that average gradients at every inner step. It is run as
-            one worker with the whole batch, which is the same mathematics; the bytes they would send are counted.
+        synchronous_workers: count the bytes of this many workers that average gradients at every inner step. The
+            method runs as one worker with the whole batch, which is the same mathematics.
         baseline: the best baseline sets the target of the other methods.
-        family: methods of one family (other batches, other rounds) are points of one frontier; empty: its own.
-        tuned_as: with `tuned_on`, the method whose values it uses; None: the one of the same name.
+        family: methods of one family (other batches, other rounds) are points of one frontier; empty: its own family.
+        tuned_as: with `tuned_on`, the method whose values it uses; None: the method of the same name.
     """
 
     name: str
     overrides: Overrides = Field({})
-    tune: dict[str, list[Value]] | None = Field(None, max_length=1)
-    search: MethodSpace = Field({})
+    search: Space = Field({})
     synchronous_workers: int | None = Field(None, ge=2)
     baseline: bool = False
     family: str = ""
     tuned_as: str | None = None
+
+    def with_settings(self, settings: Settings) -> "MethodSpec":
+        """Return the method with further overrides."""
+        return self.model_copy(update={"overrides": self.overrides | dict(settings)})
 
 
 class Claim(Part):
@@ -73,18 +75,16 @@ class ComparisonSpec(Part):
     """A file of benchmarks/comparisons/.
 
     Attributes:
-        question: what the comparison is about.
-        answer: conclusions of a person; empty before the runs.
+        question: the question that the comparison answers.
+        answer: conclusions, written by a person; empty before the runs.
         summary: question and answer in at most four lines.
-        caveat: what a reader must know first.
         claims: claims of the paper that it tests.
         order: position in the overview; equal values are sorted by file name.
         base: the configuration that all methods start from.
         samples: samples of configs/make_samples.py that the runs read from .cache/samples.
         common: overrides for all methods.
-        seeds: seeds of the runs; methods are tuned with the first.
-        tune: a key and the values over which every method is tuned; {}: not tuned.
-        search: random search for every method instead of a grid (benchmarks/compare/search.py).
+        seeds: seeds of the runs.
+        search: tune every method by random search, with the first seed.
         tuned_on: the comparison whose tuned values are used, unchanged.
         reference: the method to which the others are compared.
         hardware: devices to simulate.
@@ -95,14 +95,12 @@ class ComparisonSpec(Part):
     question: str
     answer: str = ""
     summary: Annotated[str, AfterValidator(_short)] = ""
-    caveat: str = ""
     claims: list[Claim] = Field([])
     order: int = 0
     base: str = "config.yaml"
     samples: list[Literal[tuple(SAMPLES)]] = Field([])
     common: Overrides = Field({})
     seeds: list[int] = Field(min_length=1)
-    tune: dict[str, list[Value]] = Field({}, max_length=1)
     search: Search | None = None
     tuned_on: str | None = None
     methods: list[MethodSpec] = Field(min_length=1)
@@ -114,20 +112,14 @@ class ComparisonSpec(Part):
         """Return the method of that name."""
         return next(method for method in self.methods if method.name == name)
 
-    def grid(self, method: MethodSpec) -> tuple[str | None, list[float | None]]:
-        """Return the key over which a method is tuned and its values; (None, [None]) if it is not."""
-        tune = self.tune if method.tune is None else method.tune
-        return next(iter(tune.items()), (None, [None]))
+    def space(self, method: MethodSpec) -> Space:
+        """Return the search space of a method."""
+        return {key: values for key, values in (self.search.over | method.search).items() if values is not None}
 
-    def with_found(self, found: Mapping[str, Settings]) -> "ComparisonSpec":
-        """Return the comparison with the tuned values of its methods, by name."""
-        methods = [with_settings(method, found.get(method.name, {})) for method in self.methods]
+    def with_settings(self, found: Mapping[str, Settings]) -> "ComparisonSpec":
+        """Return the comparison with further overrides of its methods, by name."""
+        methods = [method.with_settings(found.get(method.name, {})) for method in self.methods]
         return self.model_copy(update={"methods": methods})
-
-
-def with_settings(method: MethodSpec, settings: Settings) -> MethodSpec:
-    """Return a method with further overrides."""
-    return method.model_copy(update={"overrides": method.overrides | dict(settings)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,33 +128,30 @@ class Run:
 
     Attributes:
         method: name of the method.
-        value: value of the tuned key; None: none is tuned.
-        seed: seed of the run.
         base: the configuration file.
         settings: overrides of the configuration, by key.
-        share: fraction of the tokens and budgets; below 1 in the first rungs of a search.
+        token_fraction: fraction of tokens and budgets; below 1 in the first rungs of a search.
     """
 
     method: str
-    value: float | None
     seed: int
     base: str
     settings: Settings
-    share: float = 1.0
+    token_fraction: float = 1.0
 
     @functools.cached_property
     def id(self) -> str:
         """Digest of everything that the comparison file says about this run.
 
-        Keys that the configuration no longer has are left out: removing a key keeps stored outcomes valid.
+        Keys that the configuration no longer has are ignored, so that removing a key keeps recorded outcomes valid.
         """
         known = {}
         for key, value in self.settings.items():
-            parts = key.split(".")  # synchronisation.steps is a key of a mapping
-            parts[0] = (_RENAMED | ALIASES).get(parts[0], parts[0])
-            if parts[0] in FIELDS:
-                known[".".join(parts)] = value
-        text = json.dumps([self.base, known, round(self.share, 6)], sort_keys=True)
+            name, *rest = key.split(".")  # synchronisation.steps is a key of a mapping
+            name = (_RENAMED | ALIASES).get(name, name)
+            if name in FIELDS:
+                known[".".join([name, *rest])] = value
+        text = json.dumps([self.base, known, round(self.token_fraction, 6)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def config(self) -> Config:
@@ -172,33 +161,31 @@ class Run:
             ConfigError: it is wrong.
         """
         base = copy.deepcopy(_base(ROOT / self.base))
-        return parse_config(base, self._assignments(self.settings), CHECKS)[0]
+        return parse_config(base, [as_override(*item) for item in self.settings.items()], CHECKS)[0]
 
     def overrides(self) -> tuple[str, ...]:
-        """Return the overrides of run.py, shortened to the run's share of tokens and budgets.
+        """Return the overrides of run.py, with this run's fraction of tokens and budgets.
 
         Raises:
             ConfigError: the configuration is wrong.
         """
         settings = dict(self.settings)
-        if self.share < 1.0:
+        if self.token_fraction < 1.0:
             config = self.config()
             if config.max_tokens is None:
-                raise ConfigError("max_tokens: a search with several rungs needs it: a rung uses a fraction of it")
+                raise ConfigError("max_tokens: a search with several rungs needs it, because a rung uses a part of it")
             for key in ("max_tokens", *BUDGETS):
                 value = getattr(config, key)
                 if isinstance(value, float):
-                    settings[key] = value * self.share
+                    settings[key] = value * self.token_fraction
                 elif value is not None:
-                    settings[key] = max(1, round(value * self.share))
-        return self._assignments(settings)
+                    settings[key] = max(1, round(value * self.token_fraction))
+        return tuple(as_override(*item) for item in settings.items())
 
-    @staticmethod
-    def _assignments(settings: Settings) -> tuple[str, ...]:
-        def text(value: Any) -> str:
-            return yaml.dump(value, Dumper=_DUMPER, default_flow_style=True, width=2**30).splitlines()[0]
 
-        return tuple(f"{key}={text(value)}" for key, value in settings.items())
+def as_override(key: str, value: Any) -> str:
+    """Return key=value as run.py reads it."""
+    return f"{key}={yaml.dump(value, Dumper=_DUMPER, default_flow_style=True, width=2**30).splitlines()[0]}"
 
 
 # libyaml takes a tenth of the time.
@@ -206,28 +193,10 @@ _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _base = functools.cache(read_mapping)
 
 
-def make_run(spec: ComparisonSpec, method: MethodSpec, value: float | None, seed: int, share: float = 1.0) -> Run:
-    """Return the run of a method with a value of its tuned key, a seed and a fraction of the tokens."""
-    key, _ = spec.grid(method)
-    settings = spec.common | method.overrides
-    if key is not None:
-        settings = settings | {key: value}
-    return Run(method.name, value, seed, spec.base, settings | {"training_seed": seed}, share)
-
-
-def tuning_runs(spec: ComparisonSpec) -> list[Run]:
-    """Every method with every value of its grid, with the first seed."""
-    return [make_run(spec, method, value, spec.seeds[0]) for method in spec.methods for value in spec.grid(method)[1]]
-
-
-def seed_runs(spec: ComparisonSpec, best: Mapping[str, float | None]) -> list[Run]:
-    """Every method with its best value, with all seeds."""
-    return [make_run(spec, method, best[method.name], seed) for method in spec.methods for seed in spec.seeds]
-
-
-def method_space(spec: ComparisonSpec, method: MethodSpec) -> Space:
-    """Return the search space of a method."""
-    return {key: values for key, values in (spec.search.over | method.search).items() if values is not None}
+def make_run(spec: ComparisonSpec, method: MethodSpec, seed: int, token_fraction: float = 1.0) -> Run:
+    """Return a run of a method."""
+    settings = spec.common | method.overrides | {"training_seed": seed}
+    return Run(method.name, seed, spec.base, settings, token_fraction)
 
 
 def load_spec(path: Path) -> ComparisonSpec:
@@ -244,11 +213,7 @@ def load_spec(path: Path) -> ComparisonSpec:
         raise ConfigError(
             [f"{path}: {'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors()]
         ) from None
-    names = [method.name for method in spec.methods]
-    problems = [f"methods: {name!r} is there twice" for name in {n for n in names if names.count(n) > 1}]
-    if spec.reference not in names:
-        problems.append(f"reference: must be one of the methods, got {spec.reference!r}")
-    problems += _tuning_problems(spec)
+    problems = _problems(spec)
     if not problems:
         for method in spec.methods:
             problems += [f"{method.name}: {problem}" for problem in _method_problems(spec, method)]
@@ -257,13 +222,13 @@ def load_spec(path: Path) -> ComparisonSpec:
     return spec
 
 
-def _tuning_problems(spec: ComparisonSpec) -> list[str]:
-    found = []
-    has_grid = bool(spec.tune) or any(method.tune for method in spec.methods)
-    ways = {"search": spec.search is not None, "tune": has_grid, "tuned_on": spec.tuned_on is not None}
-    given = [name for name, is_given in ways.items() if is_given]
-    if len(given) > 1:
-        found.append(f"{given[0]}: cannot be combined with {' and '.join(given[1:])}")
+def _problems(spec: ComparisonSpec) -> list[str]:
+    names = [method.name for method in spec.methods]
+    found = [f"methods: {name!r} is there twice" for name in {n for n in names if names.count(n) > 1}]
+    if spec.reference not in names:
+        found.append(f"reference: must be one of the methods, got {spec.reference!r}")
+    if spec.search is not None and spec.tuned_on is not None:
+        found.append("search: cannot be combined with tuned_on")
     for method in spec.methods:
         if method.tuned_as and spec.tuned_on is None:
             found.append(f"{method.name}: tuned_as: the comparison has no tuned_on")
@@ -276,14 +241,12 @@ def _method_problems(spec: ComparisonSpec, method: MethodSpec) -> list[str]:
     """Problems of the first wrong configuration of a method."""
     seed = spec.seeds[0]
     try:
-        if spec.search is None:
-            for value in spec.grid(method)[1]:
-                make_run(spec, method, value, seed).config()
-            return []
-        make_run(spec, method, None, seed, spec.search.share(0)).overrides()
-        for key, values in method_space(spec, method).items():
-            for value in (values.low, values.high) if isinstance(values, Range) else values:
-                make_run(spec, with_settings(method, {key: value}), None, seed).config()
+        make_run(spec, method, seed).config()
+        if spec.search is not None:
+            make_run(spec, method, seed, spec.search.token_fraction(0)).overrides()
+            for key, values in spec.space(method).items():
+                for value in (values.low, values.high) if isinstance(values, Range) else values:
+                    make_run(spec, method.with_settings({key: value}), seed).config()
     except ConfigError as error:
         return error.problems
     return []

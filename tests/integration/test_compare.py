@@ -1,18 +1,17 @@
-"""Comparisons: files, stored outcomes, and a small one through its own command."""
+"""Comparisons: their files, recorded outcomes, and small ones through the command."""
 
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from benchmarks.compare import compare, runs, spec
-from benchmarks.compare.compare import Stored, carry_out, main
+from benchmarks.compare import runs, spec
+from benchmarks.compare.compare import Recorded, carry_out, identity, main, tuned_values
 from benchmarks.compare.results import Results
 from benchmarks.compare.runs import ComparisonError, Runner
-from benchmarks.compare.spec import COMPARISONS, ROOT, ComparisonSpec, load_spec, make_run, seed_runs
+from benchmarks.compare.spec import COMPARISONS, ROOT, ComparisonSpec, load_spec, make_run
 from tests.support.helpers import Recorder, light_cluster
 from training_logs.showing.run_data import read_run
 from utils.config.schema import ConfigError
@@ -31,7 +30,6 @@ def small_comparison(folder: Path, **values) -> Path:
     fixed = {"number_of_initial_trainers": 1, "INITIAL_BATCH_SIZE": 8, "sampling_method": "none"}
     written = {
         "title": "Small", "question": "Does it run?", "common": common, "seeds": [1, 2], "reference": "AdLoCo",
-        "tune": {"learning_rate_for_inner_opt": ["1e-2"]},
         "methods": [
             {"name": "AdLoCo", "overrides": adaptive}, {"name": "DiLoCo", "overrides": fixed, "baseline": True},
         ],
@@ -43,8 +41,8 @@ def small_comparison(folder: Path, **values) -> Path:
     return path
 
 
-def test_equal_tokens_are_equal():
-    """The same budget of tokens: within one inner step, whatever the method."""
+def test_methods_stop_at_the_same_number_of_tokens():
+    """Every method stops within one inner step of the budget."""
     for settings in ({"sampling_method": "none"}, {"number_of_initial_trainers": 3, "ETA": 0.3}):
         cluster, recorder = light_cluster(number_of_outer_steps=None, max_tokens=3000, **settings), Recorder()
         cluster.train(recorder)
@@ -56,19 +54,16 @@ def test_equal_tokens_are_equal():
 
 
 @pytest.mark.parametrize("path", sorted(COMPARISONS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_published_comparisons_are_valid_and_their_outcomes_are_found(path):
+def test_comparisons_are_valid_and_their_outcomes_are_recorded(path):
     comparison = load_spec(path)
-    stored = Stored(RESULTS / path.name.replace(".yaml", ".json"), comparison)
-    least = 1 if comparison.search is not None else {"methods_adaptive": 1, "size": 2}.get(path.stem, 3)
-    assert len(comparison.seeds) >= least, "one seed finds, three publish"
-    tuned = comparison.with_found(stored.found())
-    wanted = seed_runs(tuned, stored.raw["best"])
-    keys = {(run.id, tuned.method(run.method).synchronous_workers) for run in wanted}
-    assert len(keys) == len(comparison.methods) * len(comparison.seeds)
-    assert stored.changed() == []
-    assert keys <= stored.outcomes().keys()
+    recorded = Recorded(RESULTS / path.name.replace(".yaml", ".json"), comparison)
+    tuned = comparison.with_settings(tuned_values(recorded.raw))
+    wanted = {identity(tuned, make_run(tuned, method, seed)) for method in tuned.methods for seed in comparison.seeds}
+    assert len(wanted) == len(comparison.methods) * len(comparison.seeds)
+    assert recorded.changed() == []
+    assert wanted <= recorded.outcomes().keys()
     if comparison.search is not None:
-        assert all(stored.search(method.name) for method in comparison.methods)
+        assert all(recorded.search(method.name) for method in comparison.methods)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +74,7 @@ def test_published_comparisons_are_valid_and_their_outcomes_are_found(path):
         ({"seeds": []}, "seeds: "),
         ({"methods": [{"name": "AdLoCo", "overrides": {"ETTA": 1}}]}, "AdLoCo: ETTA: unknown key"),
         ({"methods": [{"name": "AdLoCo"}, {"name": "AdLoCo"}]}, "methods: 'AdLoCo' is there twice"),
-        ({"tune": {"ETA": [-1.0]}}, "AdLoCo: ETA: "),
+        ({"methods": [{"name": "AdLoCo", "overrides": {"ETA": -1}}]}, "AdLoCo: ETA: "),
         ({"summary": "a\nb\nc\nd\ne"}, "summary: "),
         ({"claims": [{"paper": "it helps"}]}, "claims.0.found: "),
     ],
@@ -94,70 +89,66 @@ def test_a_wrong_comparison_is_refused_before_any_run(tmp_path, capsys, values, 
     assert not (tmp_path / "runs").exists()
 
 
-# Identity of runs and stored outcomes
+# Identity of runs and recorded outcomes
 
 
 def test_a_run_is_identified_by_the_settings_of_its_file(tmp_path):
     comparison = load_spec(small_comparison(tmp_path))
     method = comparison.methods[0]
-    run = make_run(comparison, method, 0.01, 1)
-    assert make_run(comparison, method.model_copy(update={"name": "other"}), 0.01, 1).id == run.id
-    assert make_run(comparison, method, 0.02, 1).id != run.id
-    assert make_run(comparison, method, 0.01, 2).id != run.id
-    assert make_run(comparison, method, 0.01, 1, 1 / 3).id != run.id
-    own = method.model_copy(update={"overrides": {"sequence_length": 8}})  # over the common settings
-    assert "sequence_length=8" in make_run(comparison, own, 0.01, 1).overrides()
-    assert make_run(comparison, own, 0.01, 1).id != run.id
-    assert "max_tokens=2000" in make_run(comparison, method, 0.01, 1, 1 / 3).overrides()
+    run = make_run(comparison, method, 1)
+    assert make_run(comparison, method.model_copy(update={"name": "other"}), 1).id == run.id
+    assert make_run(comparison, method, 2).id != run.id
+    third = make_run(comparison, method, 1, 1 / 3)
+    assert third.id != run.id
+    assert "max_tokens=2000" in third.overrides()
+    own = make_run(comparison, method.with_settings({"sequence_length": 8}), 1)  # over the common settings
+    assert own.id != run.id
+    assert "sequence_length=8" in own.overrides()
 
 
-def stored_outcomes(comparison: ComparisonSpec) -> dict:
-    outcomes = [{"method": name, "value": 0.01, "seed": 1} for name in ("AdLoCo", "DiLoCo")]
+def recorded_outcomes(comparison: ComparisonSpec) -> dict:
+    outcomes = [{"method": name, "seed": 1} for name in ("AdLoCo", "DiLoCo")]
     return {"comparison": comparison.model_dump(mode="json"), "outcomes": outcomes}
 
 
-def test_stored_outcomes_survive_removed_and_renamed_keys(tmp_path, monkeypatch):
-    """Outcomes are found again although a key of their time is gone, and another one has a new name."""
+def test_recorded_outcomes_survive_removed_and_renamed_keys(tmp_path, monkeypatch):
     comparison = load_spec(small_comparison(tmp_path))
     path = tmp_path / "small.json"
-    old = stored_outcomes(comparison)
+    old = recorded_outcomes(comparison)
     old["comparison"]["common"] |= {"a_key_that_is_gone": 3}
     for method in old["comparison"]["methods"]:
         method["overrides"]["first_batch"] = method["overrides"].pop("INITIAL_BATCH_SIZE")
     path.write_text(json.dumps(old))
     wanted = {
-        (make_run(comparison, method, 0.01, 1).id, None): outcome
+        identity(comparison, make_run(comparison, method, 1)): outcome
         for method, outcome in zip(comparison.methods, old["outcomes"], strict=True)
     }
-    assert Stored(path, comparison).outcomes() != wanted
+    assert Recorded(path, comparison).outcomes() != wanted
     monkeypatch.setitem(spec._RENAMED, "first_batch", "INITIAL_BATCH_SIZE")
-    assert Stored(path, comparison).outcomes() == wanted
-    assert Stored(path, comparison).changed() == []
+    assert Recorded(path, comparison).outcomes() == wanted
+    assert Recorded(path, comparison).changed() == []
 
 
-def test_stored_outcomes_hold_for_the_same_settings_hardware_and_networks(tmp_path):
+def test_recorded_outcomes_hold_for_the_same_settings_hardware_and_networks(tmp_path):
     comparison = load_spec(small_comparison(tmp_path))
     path = tmp_path / "small.json"
-    path.write_text(json.dumps(stored_outcomes(comparison)))
+    path.write_text(json.dumps(recorded_outcomes(comparison)))
 
     def left(**values) -> list[str]:
         """Methods with an outcome that the changed comparison still asks for."""
         changed = ComparisonSpec.model_validate(comparison.model_dump() | values)
-        known = Stored(path, changed).outcomes()
-        return [
-            method.name
-            for method in changed.methods
-            if (make_run(changed, method, 0.01, 1).id, method.synchronous_workers) in known
-        ]
+        known = Recorded(path, changed).outcomes()
+        return [method.name for method in changed.methods if identity(changed, make_run(changed, method, 1)) in known]
 
-    (device,), (network,) = (vars(comparison.hardware[0]),), (vars(comparison.networks[0]),)
+    device = vars(comparison.hardware[0])
+    network = vars(comparison.networks[0])
     adloco, diloco = comparison.model_dump()["methods"]
     assert left() == left(title="New", seeds=[1, 2, 3]) == ["AdLoCo", "DiLoCo"]
     assert left(hardware=[device | {"t_min": 0.02}]) == []
     assert left(networks=[network | {"latency": 0.01}]) == []
     assert left(methods=[adloco, diloco | {"synchronous_workers": 4}]) == ["AdLoCo"]
     assert left(methods=[adloco, diloco | {"overrides": {"sampling_method": "none"}}]) == ["AdLoCo"]
-    assert Stored(tmp_path / "none.json", comparison).outcomes() == {}
+    assert Recorded(tmp_path / "none.json", comparison).outcomes() == {}
 
 
 # Runs
@@ -168,13 +159,13 @@ def test_a_small_comparison_through_its_command(programs, tmp_path, cache_dir, c
     written = yaml.safe_load(path.read_text())
     written["common"]["cache_dir"] = str(cache_dir)
     path.write_text(yaml.safe_dump(written))
-    command = ["benchmarks/compare/compare.py", path, "--runs", tmp_path / "runs", "--output", tmp_path / "docs"]
-    arguments = [*map(str, command[1:]), "--jobs", "2"]
-    json_file, page = (tmp_path / "docs" / "results" / name for name in ("small.json", "small.md"))
+    arguments = [str(path), "--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs"), "--jobs", "2"]
+    json_file = tmp_path / "docs" / "results" / "small.json"
+    page = json_file.with_suffix(".md")
 
     assert main([*arguments, "--report-only"]) == 1
-    assert "small.json is not there" in capsys.readouterr().err
-    programs.run(*command, "--jobs", "2")
+    assert "small.json does not exist" in capsys.readouterr().err
+    programs.run("benchmarks/compare/compare.py", *arguments)
     found = json.loads(json_file.read_text())
     results = Results(found)
     assert {name: len(runs) for name, runs in results.runs.items()} == {"AdLoCo": 2, "DiLoCo": 2}
@@ -186,8 +177,8 @@ def test_a_small_comparison_through_its_command(programs, tmp_path, cache_dir, c
         assert 6000 <= outcome["curves"]["tokens"][-1] == run.summary["tokens"]
         assert outcome["curves"]["communications"][-1] == run.summary["communications"] > 0
         assert outcome["curves"]["metric"][-1] == pytest.approx(run.summary["final_metric"], rel=1e-5)
-        apart, hidden = (outcome["curves"][axis][-1] for axis in (*results.simulated, *results.overlapped))
-        assert hidden < apart
+        blocking, overlapped = (outcome["curves"][axis][-1] for axis in (*results.simulated, *results.overlapped))
+        assert overlapped < blocking
     text = page.read_text()
     assert f"| DiLoCo | {results.mean_final('DiLoCo'):.2f} ±" in text
     assert "(results/small.md)" in (tmp_path / "docs" / "results.md").read_text()
@@ -200,19 +191,17 @@ def test_a_small_comparison_through_its_command(programs, tmp_path, cache_dir, c
     lost.unlink()
     assert main(arguments) == 0
     assert [file for file, before in times.items() if file.stat().st_mtime_ns != before] == [lost]
-    # Neither are stored outcomes.
+    # Recorded outcomes are not made again.
     shutil.rmtree(tmp_path / "runs")
     published = json_file.read_text()
     assert main(arguments) == 0
     assert json_file.read_text() == published
     assert not (tmp_path / "runs").exists()
-    # New words need no runs. The page says if the file has changed.
-    path.write_text(yaml.safe_dump(written | {"answer": "It does.", "caveat": "Too small."}))
+    # New words need no runs, and the page names what has changed.
+    path.write_text(yaml.safe_dump(written | {"answer": "It does."}))
     text = page.read_text()
     assert main([*arguments, "--report-only"]) == 0
-    worded = text.replace("![Curves]", "## What we conclude\n\nIt does.\n\n![Curves]")
-    assert page.read_text() == worded.replace("# Small\n", "# Small\n\n> **Too small.**\n", 1)
-    assert "> **Too small.**" in (tmp_path / "docs" / "results.md").read_text()
+    assert page.read_text() == text.replace("![Curves]", "## Conclusions\n\nIt does.\n\n![Curves]")
     written["methods"][1]["overrides"]["INITIAL_BATCH_SIZE"] = 4
     path.write_text(yaml.safe_dump(written | {"seeds": [1, 3]}))
     assert main([*arguments, "--report-only"]) == 0
@@ -221,9 +210,9 @@ def test_a_small_comparison_through_its_command(programs, tmp_path, cache_dir, c
 
 
 @pytest.mark.parametrize(("status", "text"), [(1, "a round\n"), (1, "Traceback (most recent call last):\n"), (2, "")])
-def test_a_run_that_fails_is_made_again_unless_training_itself_failed(monkeypatch, tmp_path, status, text):
+def test_a_failed_run_is_made_again_unless_training_itself_failed(monkeypatch, tmp_path, status, text):
     comparison = load_spec(small_comparison(tmp_path))
-    run = make_run(comparison, comparison.methods[0], 0.001, 1)
+    run = make_run(comparison, comparison.methods[0], 1)
     commands = []
 
     class Program:
@@ -242,6 +231,7 @@ def test_a_run_that_fails_is_made_again_unless_training_itself_failed(monkeypatc
     if (status, text) == (1, "a round\n"):
         runner.make([run, run], "small")
         assert runner.record(run)["completed"] is False
+        assert runner.data(run) is None
         assert not list((tmp_path / run.id).glob("*/checkpoints"))
         assert len(commands) == 1
     else:
@@ -253,20 +243,10 @@ def test_a_run_that_fails_is_made_again_unless_training_itself_failed(monkeypatc
     assert commands[0] == ["--config", "config.yaml", *run.overrides(), *runs._ALONE, f"log_dir={tmp_path / run.id}"]
 
 
-def test_a_run_that_ends_without_a_metric_is_not_completed(tmp_path):
-    comparison = load_spec(small_comparison(tmp_path))
-    run = make_run(comparison, comparison.methods[0], 0.001, 1)
-    runner = SimpleNamespace(
-        record=lambda run: {"commit": "0", "machine": "here", "completed": True},
-        data=lambda run: SimpleNamespace(summary={"final_metric": None}),
-    )
-    assert compare.outcome(run, comparison, runner)["completed"] is False
-
-
 RATE = {"low": 1e-3, "high": 1e-1, "log": True}
 
 
-def test_a_small_search_and_a_comparison_that_uses_it(programs, tmp_path, cache_dir):
+def test_a_search_and_a_comparison_that_uses_its_values(programs, tmp_path, cache_dir):
     (tmp_path / "text").mkdir()
     for name in ("README.md", "docs/rounds.md", "docs/theory.md"):
         shutil.copy(ROOT / name, tmp_path / "text")
@@ -276,11 +256,11 @@ def test_a_small_search_and_a_comparison_that_uses_it(programs, tmp_path, cache_
         {"name": "LocalSGD", "overrides": fixed | {"distributed_algo": "LocalSGD"}, "baseline": True},
     ]
     search = {"budget": 4, "rungs": 2, "over": {"learning_rate_for_inner_opt": RATE}}
-    path = small_comparison(tmp_path, tune={}, search=search, methods=methods, seeds=[1])
+    path = small_comparison(tmp_path, search=search, methods=methods, seeds=[1])
     written = yaml.safe_load(path.read_text())
     written["common"]["cache_dir"] = str(cache_dir)
-    tuned = tmp_path / "searched.yaml"
-    tuned.write_text(yaml.safe_dump(written))
+    searched = tmp_path / "searched.yaml"
+    searched.write_text(yaml.safe_dump(written))
     del written["search"], written["methods"][0]["search"]
     text = {"dataset": "text", "text_files": [str(tmp_path / "text")], "text_documents": "blank_lines"}
     judged = tmp_path / "judged.yaml"
@@ -288,7 +268,7 @@ def test_a_small_search_and_a_comparison_that_uses_it(programs, tmp_path, cache_
     arguments = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs"), "--jobs", "2"]
 
     assert main([str(judged), *arguments]) == 2  # the search has no results yet
-    assert main([str(judged), str(tuned), *arguments]) == 0
+    assert main([str(judged), str(searched), *arguments]) == 0
     folder = tmp_path / "docs" / "results"
     results = {name: json.loads((folder / f"{name}.json").read_text()) for name in ("searched", "judged")}
     found = results["searched"]["search"]
@@ -302,11 +282,11 @@ def test_a_small_search_and_a_comparison_that_uses_it(programs, tmp_path, cache_
         assert settings["dataset"] == "text"
         best = found[outcome["method"]]["best"]
         assert settings["learning_rate_for_inner_opt"] == best["learning_rate_for_inner_opt"]
-    assert "## What was searched" in (folder / "judged.md").read_text()
+    assert "## Tuning" in (folder / "judged.md").read_text()
     assert "Tuning runs of LocalSGD" in (folder / "searched.md").read_text()
-    # A stored search is not repeated.
+    # A recorded search is not repeated.
     shutil.rmtree(tmp_path / "runs")
     runner = Runner(tmp_path / "runs", 2)
-    for name, file in (("searched", tuned), ("judged", judged)):
+    for name, file in (("searched", searched), ("judged", judged)):
         assert json.loads(json.dumps(carry_out(file, runner, folder))) == results[name]
     assert not runner.folder.exists()

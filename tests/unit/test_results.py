@@ -1,26 +1,25 @@
-"""What comparisons say: curves, paired differences and frontiers on paper; the pages are those of the files."""
+"""Results of comparisons: curves, paired differences and frontiers on paper, and the published pages."""
 
 import math
 
 import pytest
 
 from benchmarks.compare.compare import with_new_words
-from benchmarks.compare.report import pages
+from benchmarks.compare.report import EQUAL_AXES, equal_table, frontier_table, headline, pages
 from benchmarks.compare.results import Results, mean_curve, metric_where, paired_difference, used_until
 from benchmarks.compare.spec import COMPARISONS, ROOT
-from benchmarks.compare.tables import equal_tables, frontier_table, headline
 
 
 def made_outcome(metric, tokens, method="a", final=None, seed=1):
     curves = {"metric": metric, "tokens": tokens, "communications": [t / 10 for t in tokens]}
     curves["bytes_communicated"] = [50 * t for t in tokens]
     return {
-        "method": method, "value": None, "seed": seed, "id": f"{method}{seed}", "completed": True,
+        "method": method, "seed": seed, "id": f"{method}{seed}", "completed": True,
         "final_metric": final or metric[-1], "curves": curves,
     }  # fmt: skip
 
 
-def test_where_a_curve_is_and_when_it_arrives():
+def test_interpolation_of_a_curve_on_paper():
     run = made_outcome([100.0, 25.0, 25.0, 20.0], [0, 10, 20, 30])
     assert metric_where(run, "tokens", 5) == pytest.approx(50.0)  # halfway between logarithms
     assert metric_where(run, "tokens", 99) == pytest.approx(20.0)
@@ -32,7 +31,7 @@ def test_where_a_curve_is_and_when_it_arrives():
     assert used_until(accuracy, "tokens", 0.9, sign=-1) is None
 
 
-def test_the_mean_curve_ends_where_runs_end_on_average():
+def test_the_mean_curve_ends_at_the_mean_usage():
     runs = [made_outcome([100.0, 50.0, 20.0], [0, 100, 200]), made_outcome([100.0, 30.0], [0, 300])]
     xs, values = mean_curve(runs, "communications", points=3)
     assert xs.tolist() == [0.0, 12.5, 25.0]
@@ -40,28 +39,18 @@ def test_the_mean_curve_ends_where_runs_end_on_average():
     assert values[:, 1].tolist() == pytest.approx([50.0, math.sqrt(3000.0)])
 
 
-def test_methods_are_held_against_the_longest_run_of_the_reference():
-    outcomes = [made_outcome([9.0, 3.0], [0, end], "a", seed=seed) for seed, end in enumerate((120, 100, 110))]
-    raw = {
-        "comparison": {"methods": [{"name": "a"}], "reference": "a", "seeds": [0, 1, 2]},
-        "best": {"a": None},
-        "outcomes": outcomes,
-    }
-    assert Results(raw).limit("tokens") == 120
-
-
 # Differences
 
 
-def test_a_paired_difference_by_hand():
-    """Of logarithms: 0.1, 0.2, 0.3; their mean 0.2, their standard error 0.1 / sqrt(3), t 4.3027 with two degrees."""
+def test_a_paired_difference_on_paper():
+    """Differences of logarithms 0.1, 0.2, 0.3: mean 0.2, standard error 0.1 / sqrt(3), t 4.3027 with two degrees."""
     theirs = {1: 20.0, 2: 30.0, 3: 25.0}
     ours = {seed: value * math.exp(0.1 * seed) for seed, value in theirs.items()}
     found = paired_difference(ours | {4: 1.0}, theirs, lower_is_better=True)
     half = 4.302653 * 0.1 / math.sqrt(3)
     assert found.mean == pytest.approx(100 * (math.exp(0.2) - 1))
     assert found.interval == pytest.approx([100 * (math.exp(0.2 + x) - 1) for x in (-half, half)], rel=1e-5)
-    assert (found.verdict, str(found)) == ("not told apart", "+22.1% (-4.7 to +56.6)")
+    assert (found.verdict, str(found)) == ("not significant", "+22.1% (-4.7 to +56.6)")
 
 
 @pytest.mark.parametrize(
@@ -71,11 +60,11 @@ def test_a_paired_difference_by_hand():
         ((-0.10, -0.11, -0.12), True, "better"),
         ((0.10, 0.11, 0.12), False, "better"),
         ((-0.10, -0.11, -0.12), False, "worse"),
-        ((0.0, 0.0, 0.0), True, "not told apart"),
+        ((0.0, 0.0, 0.0), True, "not significant"),
         ((0.3,), True, "one seed"),
     ],
 )
-def test_words_are_used_only_where_the_interval_excludes_zero(differences, lower_is_better, verdict):
+def test_a_verdict_needs_an_interval_that_excludes_zero(differences, lower_is_better, verdict):
     theirs = dict.fromkeys(range(len(differences)), 0.5)
     add = (lambda x, d: x * math.exp(d)) if lower_is_better else (lambda x, d: x + d)
     ours = {seed: add(theirs[seed], difference) for seed, difference in enumerate(differences)}
@@ -90,7 +79,7 @@ def test_an_accuracy_is_compared_in_points():
 
 
 def made_results(families=("", "", ""), seeds=3):
-    """c ends 10% above a, with half of the tokens; b, of the same seeds, is a with noise."""
+    """c ends 10% above a with half of the tokens; b is a with noise."""
     methods = [
         {"name": name, "baseline": name == "c", "family": family} for name, family in zip("abc", families, strict=True)
     ]
@@ -105,45 +94,49 @@ def made_results(families=("", "", ""), seeds=3):
     return Results({
         "name": "made",
         "comparison": {"methods": methods, "reference": "a", "seeds": list(range(1, seeds + 1))},
-        "best": dict.fromkeys("abc"),
         "metric": {"name": "perplexity", "higher_is_better": False, "decimals": 2},
         "outcomes": outcomes,
     })  # fmt: skip
 
 
-def test_methods_are_told_apart_from_the_reference():
+def test_methods_are_compared_with_the_reference_at_equal_usage():
     results = made_results()
-    (table,) = equal_tables(results)
+    table = equal_table(results, list(EQUAL_AXES))
     assert "| method | 200 training tokens | 20 communications | 10.0 kB sent |" in table
-    assert "| c |" + 3 * " 24.20 ± 1.10 (at its end); +10.0% (+10.0 to +10.0): worse |" in table
-    apart = "c: +10.0% (+10.0 to +10.0), worse"
+    assert "| c |" + 3 * " 24.20 ± 1.10 (at its end); +10.0% (+10.0 to +10.0), worse |" in table
+    worse = "c: +10.0% (+10.0 to +10.0), worse"
     assert headline(results) == (
         "a: perplexity 22.00 ± 1.00, 20 communications, 10.0 kB. "
-        f"Best baseline at equal tokens {apart}; at equal communications {apart}; at equal bytes {apart}."
+        f"Best baseline at equal tokens {worse}; at equal communications {worse}; at equal bytes {worse}."
     )
+
+
+def test_a_run_that_goes_on_beyond_the_limit_is_marked_as_cut_off():
+    results = made_results()
+    results.raw["comparison"]["reference"] = "c"
+    assert "| a | 40.00 ± 0.00 (cut off); " in equal_table(results, ["tokens"])
 
 
 def test_one_seed_has_no_interval():
     results = made_results(seeds=1)
-    assert "| c | 23.10 (at its end); +10.0%: one seed |" in equal_tables(results)[0]
+    assert "| c | 23.10 (at its end); +10.0%, one seed |" in equal_table(results, ["tokens"])
 
 
-def test_overlapped_time_is_there_only_where_all_runs_have_it():
+def test_overlapped_time_is_shown_only_if_all_runs_have_it():
     results = made_results(seeds=1)
     names = ["simulated: x, 1 Gb/s", "simulated: x, 1 Gb/s, overlapped"]
     for run in results.raw["outcomes"]:
         run["curves"] |= dict.fromkeys(names, run["curves"]["tokens"])
     assert (results.simulated, results.overlapped) == (names[:1], names[1:])
-    assert len(equal_tables(results)) == 3
     del results.raw["outcomes"][-1]["curves"][names[1]]
     older = Results(results.raw)
     assert (older.simulated, older.overlapped) == (names[:1], [])
 
 
-def test_the_frontier_of_a_family_is_its_best_at_no_more_communications():
+def test_the_frontier_of_a_family_is_its_best_method_within_the_limit():
     results = made_results(("F", "", "F"))
     assert results.families == {"F": ["a", "c"], "b": ["b"]}
-    # c is at its end after 10 communications, where a has 40; a ends 10% lower after 20.
+    # c ends after 10 communications, where a has 40; a ends 10% lower after 20.
     at_15, at_25 = results.frontier(15), results.frontier(25)
     assert at_15["F"][0] == "c"
     assert at_15["F"][1] == pytest.approx({1: 23.1, 2: 24.2, 3: 25.3})
@@ -156,14 +149,14 @@ def test_the_frontier_of_a_family_is_its_best_at_no_more_communications():
 
 
 def published():
-    """The results in docs/, with the words that the comparisons have now, and their pages."""
+    """Pages of the recorded results with the words of today's comparison files."""
     found = []
     for path in sorted((ROOT / "docs" / "results").glob("*.json")):
         found.append(Results(with_new_words(COMPARISONS / f"{path.stem}.yaml", path.parent)))
     return pages(found)
 
 
-def test_the_pages_are_those_that_report_only_would_write():
+def test_the_published_pages_are_those_of_the_recorded_results():
     written = published()
     there = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs" / "results").glob("*.md")}
     assert there | {"results.md"} == set(written)

@@ -1,4 +1,4 @@
-"""Equal tuning: draws, halving and edges on paper."""
+"""Equal tuning: draws, successive halving, edges and wrong files."""
 
 import json
 import math
@@ -8,7 +8,7 @@ import yaml
 
 from benchmarks.compare.compare import found_values, in_order
 from benchmarks.compare.search import Range, Search, draw, edge, halve
-from benchmarks.compare.spec import load_spec, method_space
+from benchmarks.compare.spec import load_spec
 from tests.integration.test_compare import RATE, small_comparison
 from utils.config.schema import ConfigError
 
@@ -16,7 +16,7 @@ EXPECTED_RATES = [0.0088, 0.06, 0.0012, 0.022]
 OVER = {"learning_rate_for_inner_opt": RATE, "ETA": [0.5, 1.0], "learning_rate_schedule": ["constant", "cosine"]}
 
 
-def test_draws_depend_on_seed_method_key_and_number_alone():
+def test_draws_depend_only_on_seed_method_key_and_number():
     space = {"rate": Range(**RATE), "schedule": ["constant", "cosine", "linear"], "steps": Range(low=10, high=40)}
     drawn = [draw(space, 0, "AdLoCo", number) for number in range(4)]
     assert [entry["rate"] for entry in drawn] == EXPECTED_RATES  # the same on every machine
@@ -33,10 +33,10 @@ def test_draws_depend_on_seed_method_key_and_number_alone():
 @pytest.mark.parametrize(
     ("budget", "rungs", "sizes"), [(24, 3, [17, 5, 1]), (24, 2, [18, 6]), (4, 2, [3, 1]), (4, 1, [4]), (3, 3, [1] * 3)]
 )
-def test_rungs_of_a_budget_on_paper(budget, rungs, sizes):
+def test_sizes_of_rungs_on_paper(budget, rungs, sizes):
     search = Search(budget=budget, rungs=rungs, over={"rate": RATE})
     assert search.sizes() == sizes
-    assert [search.share(rung) for rung in range(rungs)] == pytest.approx(
+    assert [search.token_fraction(rung) for rung in range(rungs)] == pytest.approx(
         [3.0 ** (rung + 1 - rungs) for rung in range(rungs)]
     )
 
@@ -63,15 +63,15 @@ def test_edges_of_ranges_and_lists():
     assert edge([True, False], True) is None
 
 
-def test_a_method_has_its_own_search_space(tmp_path):
-    path = small_comparison(tmp_path, tune={}, search={"budget": 4, "over": OVER})
+def test_a_method_can_add_and_remove_keys_of_the_search_space(tmp_path):
+    path = small_comparison(tmp_path, search={"budget": 4, "over": OVER})
     written = yaml.safe_load(path.read_text())
-    written["methods"][1]["search"] = {"ETA": None, "minimum_learning_rate_ratio": [0.1, 0.2]}
+    written["methods"][1]["search"] = {"ETA": None, "outer_momentum": [0.1, 0.2]}
     path.write_text(yaml.safe_dump(written))
     comparison = load_spec(path)
-    assert sorted(method_space(comparison, comparison.methods[0])) == sorted(OVER)
-    space = method_space(comparison, comparison.methods[1])
-    assert set(space) == {"learning_rate_for_inner_opt", "learning_rate_schedule", "minimum_learning_rate_ratio"}
+    assert set(comparison.space(comparison.methods[0])) == set(OVER)
+    space = comparison.space(comparison.methods[1])
+    assert set(space) == {"learning_rate_for_inner_opt", "learning_rate_schedule", "outer_momentum"}
 
 
 @pytest.mark.parametrize(
@@ -84,44 +84,39 @@ def test_a_method_has_its_own_search_space(tmp_path):
         ({"search": {"budget": 4, "over": {"ETA": RATE | {"low": 0}}}}, "low must be above 0 with log"),
         ({"search": {"budget": 4, "over": {"ETTA": [1, 2]}}}, "AdLoCo: ETTA: unknown key"),
         ({"search": {"budget": 4, "over": {"ETA": [1, -2]}}}, "AdLoCo: ETA: "),
-        ({"search": {"budget": 4, "over": OVER}, "tune": {"ETA": [1]}}, "search: cannot be combined with tune"),
         ({"search": {"budget": 4, "over": OVER}, "tuned_on": "a"}, "search: cannot be combined with tuned_on"),
         ({"methods": [{"name": "AdLoCo", "search": {"ETA": [1, 2]}}]}, "AdLoCo: search: "),
         ({"methods": [{"name": "AdLoCo", "tuned_as": "DiLoCo"}]}, "AdLoCo: tuned_as: "),
     ],
 )
 def test_a_wrong_search_is_refused(tmp_path, values, problem):
-    path = small_comparison(tmp_path, **({"tune": {}} | values))
+    path = small_comparison(tmp_path, **values)
     with pytest.raises(ConfigError) as error:
         load_spec(path)
     assert any(line.startswith(f"{path}: ") and problem in line for line in error.value.problems), error.value.problems
 
 
-def test_values_found_elsewhere_are_used_unchanged(tmp_path):
+def test_values_found_by_another_comparison_are_used_unchanged(tmp_path):
     methods = [{"name": "AdLoCo"}, {"name": "DiLoCo"}, {"name": "late", "tuned_as": "DiLoCo"}]
-    path = small_comparison(tmp_path, tune={}, tuned_on="searched", methods=methods)
+    path = small_comparison(tmp_path, tuned_on="searched", methods=methods)
     comparison = load_spec(path)
-    there = tmp_path / "searched.json"
-    with pytest.raises(ConfigError, match=r"tuned_on: .*searched.json is not there"):
+    source = tmp_path / "searched.json"
+    with pytest.raises(ConfigError, match=r"tuned_on: .*searched.json"):
         found_values(path, comparison, tmp_path)
-    there.write_text(json.dumps({"search": {"DiLoCo": {"best": {"outer_momentum": 0.3}}, "other": {"best": {}}}}))
+    source.write_text(json.dumps({"search": {"DiLoCo": {"best": {"outer_momentum": 0.3}}, "other": {"best": {}}}}))
     found = found_values(path, comparison, tmp_path)
     assert found == {name: {"outer_momentum": 0.3} for name in ("DiLoCo", "late")}
-    adloco, diloco, _ = comparison.with_found(found).methods
+    adloco, diloco, _ = comparison.with_settings(found).methods
     assert (adloco.overrides, diloco.overrides) == ({}, {"outer_momentum": 0.3})
-    there.write_text(
-        json.dumps({"grids": {"AdLoCo": [None, [None]], "DiLoCo": ["ETA", [1, 2]]}, "best": {"DiLoCo": 2}})
-    )
-    assert found_values(path, comparison, tmp_path) == {"DiLoCo": {"ETA": 2}, "late": {"ETA": 2}}
-    there.write_text(json.dumps({"search": {"other": {"best": {}}}}))
-    with pytest.raises(ConfigError, match=r"tuned_as: .*searched.json has no values for DiLoCo"):
+    source.write_text(json.dumps({"search": {"other": {"best": {}}}}))
+    with pytest.raises(ConfigError, match=r"tuned_as: .* DiLoCo"):
         found_values(path, comparison, tmp_path)
     alone = comparison.model_copy(update={"methods": comparison.methods[:1]})
-    with pytest.raises(ConfigError, match="has no values for any of these methods"):
+    with pytest.raises(ConfigError, match="tuned_on: "):
         found_values(path, alone, tmp_path)
 
 
 def test_comparisons_that_use_a_search_come_after_it(tmp_path):
-    judged = small_comparison(tmp_path, tune={}, tuned_on="searched").rename(tmp_path / "a.yaml")
+    judged = small_comparison(tmp_path, tuned_on="searched").rename(tmp_path / "a.yaml")
     searched = small_comparison(tmp_path).rename(tmp_path / "searched.yaml")
     assert in_order([judged, searched]) == [searched, judged]
