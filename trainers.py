@@ -17,7 +17,7 @@ import torch
 
 from algorithms.nodes.traffic import Transfer, averaging_transfers
 from algorithms.schedule.limits import RoundSchedule
-from algorithms.synchronisation.method import Event
+from algorithms.synchronisation.group import Event
 from fabrics.data.examples import Examples, TaskData
 from fabrics.data.partition_sampler import ShareCursor
 from fabrics.data.sampler import DataCursor, share_sizes, tokens_ahead
@@ -221,7 +221,6 @@ class Trainer:
             self._config, self.worker_group, self.shared, dict(self._values), self.assignments(schedule), on_step
         )
         outer_round.run()
-        group = outer_round.group
         vectors = {index: loop.vector for index, loop in outer_round.loops.items()}
         records = {index: loop.record() for index, loop in outer_round.loops.items()}
         local = {i: dataclasses.replace(record, unheard=i in outer_round.unheard) for i, record in records.items()}
@@ -231,8 +230,8 @@ class Trainer:
         workers = len(self.participants)
         sent = plan.sent_bytes(workers, self.worker_group.parameter_count, self.worker_group.dtype)
         if sent:
-            group.events.append(Event("statistics", schedule.inner_steps, sent / workers, sent / workers))
-        return Trained(local, tuple(group.events), group.values)
+            outer_round.events.append(Event("statistics", schedule.inner_steps, sent / workers, sent / workers))
+        return Trained(local, tuple(outer_round.events), outer_round.group.values)
 
     def assignments(self, schedule: RoundSchedule) -> dict[int, Assignment]:
         """What each worker that takes part is to do in the round."""
@@ -267,7 +266,7 @@ class Trainer:
         step_examples = sum(worker.plan.effective_batch for worker in workers.values())
         warnings = self._look_after(workers)
         if self.worker_group.lost:
-            self.worker_group.method.lost(self._values, self.worker_group.lost)
+            self.worker_group.method.restarted(self._values, self.worker_group.lost)
         requested = self.requested_batch
         adapts = self.batch.tests_after(self.rounds + 1)
         samples, between, problem = samples_for_test(self._config, workers) if adapts else ([], None, None)
@@ -291,7 +290,6 @@ class Trainer:
             seconds=seconds,
             warnings=(*warnings, *filter(None, (problem, warning))),
         )
-        self.worker_group.adapt(report.train_loss)
         self._rested = frozenset(node.id for worker, node in enumerate(self.nodes) if worker not in workers)
         return report
 

@@ -1,4 +1,4 @@
-"""A registry: what stands behind each word of a configuration. All layers import it."""
+"""A registry: the meaning of each name that a configuration may use. All layers import it."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -7,27 +7,27 @@ T = TypeVar("T")
 
 
 class Registry(dict[str, T]):
-    """A dictionary in which a word, once there, keeps its meaning: a plugin may add words, and replace none.
+    """A dictionary whose names keep their meaning: a plugin may add names, and replace none.
 
-    check: raises ValueError where a value cannot stand behind its word.
+    check: raises ValueError if a value is not valid for its name.
     """
 
-    def __init__(self, words: Mapping[str, T] | None = None, check: Callable[[str, T], None] | None = None):
+    def __init__(self, values: Mapping[str, T] | None = None, check: Callable[[str, T], None] | None = None):
         super().__init__()
         self._check = check
-        self.update(words or {})
+        self.update(values or {})
 
-    def __setitem__(self, word: str, value: T) -> None:
-        if word in self:
-            raise ValueError(f"{word!r} is registered already")
+    def __setitem__(self, name: str, value: T) -> None:
+        if name in self:
+            raise ValueError(f"{name!r} is registered already")
         if self._check is not None:
-            self._check(word, value)
-        super().__setitem__(word, value)
+            self._check(name, value)
+        super().__setitem__(name, value)
 
-    def update(self, *more, **words: T) -> None:
-        for word, value in dict(*more, **words).items():
-            self[word] = value
+    def update(self, *others, **values: T) -> None:
+        for name, value in dict(*others, **values).items():
+            self[name] = value
 
-    def __ior__(self, more):
-        self.update(more)
+    def __ior__(self, other):
+        self.update(other)
         return self

@@ -12,27 +12,26 @@ from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.method import Method
 
 
+@dataclass(frozen=True)
 class Agreement(Method):
     """x = x - max(floor, agreement) * mean_m D_m."""
 
-    keeps = "replica"  # two exchanges per stop: lengths and differences
+    floor: float = 0.1  # a key of `synchronisation`
 
-    @dataclass(frozen=True)
-    class Settings:
-        floor: float = 0.1
+    keeps = "replica"  # two exchanges per stop: lengths and differences
 
     def exchange(self, group):
         x = group.shared["parameters"]
         lengths = group.mean(x[:1], "monitor")
-        for worker in group.local:
-            lengths.add(worker, (worker.here(x) - worker.parameters).square().sum()[None])
+        for worker in group.local_workers:
+            lengths.add(worker, (worker.to_device(x) - worker.parameters).square().sum()[None])
         squared = lengths.result()
-        delta = group.mean_difference()
+        delta = group.pseudo_gradient()
         if delta is not None:
             agreement = (delta.square().sum() / squared.clamp_min(1e-30)).sqrt()
-            x.sub_(delta * agreement.clamp_min(self.settings.floor))
-        for worker in group.local:
-            worker.parameters.copy_(worker.here(x))
+            x.sub_(delta * agreement.clamp_min(self.floor))
+        for worker in group.local_workers:
+            worker.parameters.copy_(worker.to_device(x))
 
 
 METHODS["Agreement"] = Agreement

@@ -18,7 +18,7 @@ from fabrics.data.dataset_loader import DATASETS, TEXT_DOCUMENTS
 from fabrics.data.partition import SPLITS, split_problems
 from fabrics.models.model_family import is_pretrained
 from fabrics.models.registry import MODELS
-from fabrics.training.method_config import capabilities_of, method_settings
+from fabrics.training.method_config import method_if_valid, method_of
 from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
 from utils.config.reading import Checks
 from utils.config.schema import CLEARML_MODES, Config, ConfigError
@@ -55,13 +55,12 @@ def _model_problems(config: Config) -> list[str]:
 
 def _method_problems(config: Config) -> list[str]:
     name = config.distributed_algo
-    method = METHODS[name]
     try:
-        settings = method_settings(config)
+        method = method_of(config)
     except ConfigError as error:
         return error.problems
-    able = method.configured(settings)
-    found = method.problems(settings, config.number_of_inner_steps_between_outers, None)
+    able = method.capabilities
+    found = able.problems(config.number_of_inner_steps_between_outers, None, None)
     if able.encodings is not None and config.communication_dtype not in able.encodings:
         known = " or ".join(able.encodings)
         found.append(f"communication_dtype: must be {known} with {name}, got {config.communication_dtype}")
@@ -69,12 +68,12 @@ def _method_problems(config: Config) -> list[str]:
         found.append(
             f"{config.budget}: must be null with {name}, whose rounds are not one communication each, of known size"
         )
-    if config.weigh_shares and config.data_split_over == "workers" and not able.weighs:
+    if config.weigh_shares and config.data_split_over == "workers" and not able.weighted:
         found.append(f"weigh_shares: must be false with {name}, in which workers cannot be weighted")
-    if config.balance == "batch" and not able.weighs:
+    if config.balance == "batch" and not able.weighted:
         found.append(f"balance: must be equal with {name}, in which workers cannot be weighted by their examples")
-    if config.balance == "steps" and (able.exchanges_gradients or not able.weighs):
-        allowed = "equal or batch" if able.weighs else "equal"
+    if config.balance == "steps" and (able.exchanges_gradients or not able.weighted):
+        allowed = "equal or batch" if able.weighted else "equal"
         found.append(f"balance: must be {allowed} with {name}, whose workers all make every inner step")
     if config.node_speeds is None and able.needs_speeds:
         found.append(f"synchronisation: {name} needs node_speeds to {able.needs_speeds}")
@@ -96,8 +95,10 @@ def _method_problems(config: Config) -> list[str]:
 def participation_problems(config: Config) -> list[str]:
     """Return what is wrong with the keys that decide which workers take part in a round, one line each."""
     name = config.distributed_algo
-    method = METHODS[name]
+    method = method_if_valid(config)
     found = []
+    if method is None:
+        return found
     if config.participants < 1.0 and method.keeps != "shared":
         found.append(
             f"participants: must be 1 with {name}, as resting workers would keep old parameters of their own, got "
@@ -139,8 +140,8 @@ def _sharding_problems(config: Config) -> list[str]:
         return found
     if config.processes != "auto" and config.processes % size:
         found.append(f"processes: must be a multiple of devices_per_node, {size}, got {config.processes}")
-    if not METHODS[config.distributed_algo].capabilities.shards:
-        able = ", ".join(name for name in METHODS if METHODS[name].capabilities.shards)
+    if not METHODS[config.distributed_algo]().capabilities.shards:
+        able = ", ".join(name for name in METHODS if METHODS[name]().capabilities.shards)
         found.append(
             f"distributed_algo: {config.distributed_algo} does not support parts of flat tensors; with "
             f"devices_per_node {size} use {able}"
@@ -194,7 +195,7 @@ def idle_keys(config: Config) -> list[str]:
     if config.tokenizer is not None or is_pretrained(config.model_config):
         reasons["vocab_size"] = "a tokenizer that is not trained here"
     method = f"distributed_algo {config.distributed_algo}"
-    reasons |= dict.fromkeys(set(OUTER_KEYS) - set(capabilities_of(config).outer_keys), method)
+    reasons |= dict.fromkeys(set(OUTER_KEYS) - set(method_of(config).capabilities.outer_keys), method)
     optimizer = inner_optimizer_name(config)
     optimizer_keys = set().union(*(each.keys or () for each in INNER_OPTIMIZERS.values()))
     if optimizer is None:  # the method updates the parameters itself

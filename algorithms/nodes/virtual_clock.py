@@ -39,7 +39,7 @@ class Sending:
     """Exchanges of a trainer's workers at one time.
 
     step: after which inner step of the round. sent, received: bytes of each worker. behind: after how many more steps
-    it is waited for; None: at the end of the next round. through, kind: see `synchronisation.method.Event`.
+    it is waited for; None: at the end of the next round. through, kind: see `synchronisation.group.Event`.
     behind_step: it travels while that very step computes, as the gradient of the last layer is there first. by: the
     places of those that send among the trainer's nodes, each by itself where it waits at once; None: all of them.
     """

@@ -1,4 +1,4 @@
-"""How the workers of a trainer come together: one file per method; `method.py` says what a method is."""
+"""How the workers of a trainer come together: one file per method; `method.py` is the interface."""
 
 from algorithms.registry import Registry
 from algorithms.synchronisation.decoupled import Decoupled
@@ -10,14 +10,14 @@ from algorithms.synchronisation.fda import FDA
 from algorithms.synchronisation.fed_opt import FedOpt
 from algorithms.synchronisation.local_sgd import LocalSGD
 from algorithms.synchronisation.locodl import LoCoDL
-from algorithms.synchronisation.method import Method, check_names
+from algorithms.synchronisation.method import Method, check_registered
 from algorithms.synchronisation.noloco import NoLoCo
 from algorithms.synchronisation.sparse_loco import SparseLoCo
 from algorithms.synchronisation.sparta import SPARTA
 from algorithms.synchronisation.streaming import StreamingDiLoCo
 from algorithms.synchronisation.synchronous import Synchronous
 
-# What `distributed_algo` may be.
+# The values of `distributed_algo`.
 METHODS: Registry[type[Method]] = Registry(
     {
         "DiLoCo": DiLoCo,
@@ -35,5 +35,5 @@ METHODS: Registry[type[Method]] = Registry(
         "DelayedNesterov": DelayedNesterov,
         "Decoupled": Decoupled,
     },
-    check_names,
+    check_registered,
 )

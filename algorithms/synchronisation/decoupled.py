@@ -1,138 +1,165 @@
-"""Decoupled DiLoCo: fragments go to a server from those workers that are ready (arXiv 2604.21428)."""
+"""Decoupled DiLoCo, from a summary: fragments go to a server from those workers that are ready (arXiv 2604.21428)."""
 
-import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
 
-from algorithms.nodes.async_clock import collections, forget, in_steps, made_at
-from algorithms.synchronisation.fragments import fragment_parts, fragment_step
+from algorithms.nodes.async_clock import forget, in_steps, made_at, time_of
+from algorithms.synchronisation.flat import Block, Part, fragment_problems, layer_fragments, read_part, write_part
 from algorithms.synchronisation.group import Group
-from algorithms.synchronisation.method import Capabilities, Method, Part, put, take
-
-
-class Decoupled(Method):
-    """Worker m is ready with fragment p after `steps` of its own since it last gave it, at first after (p + 1) / P of
-    them. When `quorum` workers are ready, and `grace_window` seconds later, the server takes p from all that are:
-    D_p = sum_m w_m (x_p - theta_m,p) / sum_m w_m,  w_m = tokens_m^2 / steps_m;  v_p = mu v_p + D_p;
-    x_p = x_p - lr (D_p + mu v_p). Tokens and steps are those since m last gave p; tokens are counted in examples.
-
-    Nobody waits. When x_p has come back, by the link's time for the fragment there and back, those that gave it have
-    theta_m,p = mixing theta_m,p + (1 - mixing) x_p, or x_p where they have made no step meanwhile. A round is a span of
-    time in which slower workers make fewer inner steps, spread evenly (`algorithms.nodes.async_clock`).
-
-    Decided here, as the paper was not to be had whole: what is given is what the worker has when it is taken; that it
-    is ready travels in no time; the grace window is a constant, where the paper's adapts, and ends when all are ready;
-    the server has one round of p under way at a time; who has not given gets no x_p; with fewer workers than the quorum
-    all are one; and unless given it is more than half of the workers, as with one every arrival makes an outer step of
-    full size, which diverged where speeds differ (docs/results/pool.md). After a merge nothing is under way.
-    """
-
-    @dataclass(frozen=True)
-    class Settings:
-        """quorum: null: more than half. steps: null: those of a round. grace_window: in seconds of node_speeds."""
-
-        fragments: int = 2
-        quorum: int | None = None
-        grace_window: float = 0.0
-        steps: int | None = None
-        mixing: float = 0.5
-
-        def __post_init__(self):
-            for name in ("fragments", "quorum", "steps"):
-                if (value := getattr(self, name)) is not None and value < 1:
-                    raise ValueError(f"{name}: must be a positive integer, got {value}")
-            if not 0 <= self.grace_window < math.inf:
-                raise ValueError(f"grace_window: must be a number of seconds, not negative, got {self.grace_window}")
-            if not 0 <= self.mixing < 1:
-                raise ValueError(f"mixing: must be at least 0 and less than 1, got {self.mixing}")
-
-    capabilities = Capabilities(one_exchange=False, fewer_steps=True, temporaries=1.0, shards=True)
-    state = ("velocity",)
-    keeps = "replica"
-
-    def __init__(self, settings, outer, blocks):
-        super().__init__(settings, outer, blocks)
-        self._parts = fragment_parts(blocks, settings.fragments, "strided")
-
-    @classmethod
-    def problems(cls, settings, inner_steps: int, workers: int | None) -> list[str]:
-        steps, name = (settings.steps, "steps") if settings.steps else (inner_steps, "the inner steps of a round")
-        if settings.fragments > steps:
-            return [f"synchronisation.fragments: must be at most {name}, {steps}, got {settings.fragments}"]
-        return []
-
-    @classmethod
-    def configured(cls, settings: Settings) -> Capabilities:
-        purpose = "count the seconds of grace_window" if settings.grace_window else ""
-        return dataclasses.replace(cls.capabilities, needs_speeds=purpose)
-
-    def _round(self, group: Group) -> tuple[list[tuple[int, "Taken | Answered"]], dict[str, float]]:
-        """What happens in the whole round, with the fragment that it happens to, and the values after it."""
-        happens = []
-        values = {}
-        quorum = self.settings.quorum or len(group.weights) // 2 + 1
-        period = self.settings.steps or group.inner_steps
-        grace = in_steps(self.settings.grace_window, group.clock.step_seconds)
-        for number, part in enumerate(self._parts):
-            first = -(-(number + 1) * period // len(self._parts))
-            waiting = Waiting(first, period, quorum, grace, group.travel(part))
-            clock = group.clock
-            found, left = fragment_round(
-                number, group.values, waiting, clock.own_steps, clock.batches, group.inner_steps
-            )
-            happens += [(number, each) for each in found]
-            values |= left
-        return happens, values
-
-    def stops(self, group: Group) -> Sequence[int]:
-        happens, _ = self._round(group)
-        return sorted({group.inner_steps, *(each.stop for _, each in happens)})
-
-    def exchange(self, group: Group) -> None:
-        happens, values = self._round(group)
-        for number, each in happens:
-            if each.stop == group.step and isinstance(each, Taken):
-                self._take(group, self._parts[number], each)
-            elif each.stop == group.step:
-                self._answer(group, self._parts[number], each)
-        if group.step == group.inner_steps:
-            forget(group.values)
-            group.values.update(values)
-
-    def _take(self, group: Group, part: Part | None, taken: "Taken") -> None:
-        delta = group.mean_difference(part, taken.back - taken.stop, taken.weights)
-        if delta is not None:
-            fragment_step(group, part, delta, self.outer)
-
-    def _answer(self, group: Group, part: Part | None, answered: "Answered") -> None:
-        shared = take(group.shared["parameters"], part)
-        for worker in group.local:
-            gone_on = answered.workers.get(worker.index)
-            if gone_on is not None:
-                new = worker.here(shared)
-                if gone_on:
-                    new = torch.lerp(new, take(worker.parameters, part), self.settings.mixing)
-                put(worker.parameters, part, new)
-
-    def merged(self, values: dict[str, float]) -> None:
-        forget(values)
-
-    def lost(self, values: dict[str, float], workers: Collection[int]) -> None:
-        forget(values, workers)
-
-
-# A worker's values of a fragment, before the numbers of both: its own inner steps of the round until it is ready; steps
-# and examples since it gave; and the inner step of the round after which its answer is there, if it has none yet.
-_READY, _STEPS, _EXAMPLES, _BACK = "ready", "steps", "examples", "back"
+from algorithms.synchronisation.method import Capabilities, Method
+from algorithms.synchronisation.outer_step import fragment_step
 
 
 @dataclass(frozen=True)
-class Taken:
-    """stop: when. weights: of those that give, tokens^2 / steps. back: when they have the answer."""
+class Decoupled(Method):
+    """Worker m is ready with fragment p after `steps` of its own since it last sent p, at first after (p + 1) / P of
+    them. When `quorum` workers are ready, and `grace_window` seconds later, the server takes p from all that are:
+
+        D_p = sum_m w_m (x_p - theta_m,p) / sum_m w_m,  w_m = tokens_m^2 / steps_m
+        v_p = mu v_p + D_p;  x_p = x_p - lr (D_p + mu v_p)
+
+    Tokens and steps are those since m last sent p; tokens are counted in examples.
+
+    Nobody waits. When x_p has come back, by the link's time for the fragment there and back, the workers that sent it
+    have theta_m,p = mixing theta_m,p + (1 - mixing) x_p, or x_p if they have made no step meanwhile. A round is a span
+    of time in which slower workers make fewer inner steps, spread evenly (`algorithms.nodes.async_clock`).
+
+    The full paper was not at hand, so these are decided here. A worker sends its fragment as it is when the server
+    takes it. The news that it is ready takes no time. The grace window is constant, where the paper's adapts, and ends
+    when all are ready. The server has one exchange of p under way at a time. A worker that has not sent p gets no x_p.
+    With fewer workers than the quorum, all are needed. The default quorum is more than half of the workers: with a
+    quorum of one every arrival makes an outer step of full size, which diverged with unequal speeds
+    (docs/results/pool.md). After a merge nothing is under way.
+
+    Attributes:
+        fragments: P.
+        quorum: workers that must be ready; None: more than half.
+        grace_window: in seconds of node_speeds.
+        steps: a worker's own steps between sending p; None: those of a round.
+        mixing: the weight of a worker's own parameters.
+    """
+
+    fragments: int = 2
+    quorum: int | None = None
+    grace_window: float = 0.0
+    steps: int | None = None
+    mixing: float = 0.5
+
+    keeps = "replica"
+    state = ("velocity",)
+
+    def __post_init__(self):
+        for name in ("fragments", "quorum", "steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: must be a positive integer, got {value}")
+        if not 0 <= self.grace_window < math.inf:
+            raise ValueError(f"grace_window: must be a number of seconds, not negative, got {self.grace_window}")
+        if not 0 <= self.mixing < 1:
+            raise ValueError(f"mixing: must be at least 0 and less than 1, got {self.mixing}")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            one_exchange=False,
+            fewer_steps=True,
+            needs_speeds="count the seconds of grace_window" if self.grace_window else "",
+            temporaries=1.0,
+            shards=True,
+            problems=self._problems,
+        )
+
+    def _problems(self, inner_steps: int | None, workers: int | None, blocks: Sequence[Block] | None) -> list[str]:
+        if blocks is not None:
+            return fragment_problems(blocks, self.fragments)
+        steps = self.steps or inner_steps
+        if steps is None or self.fragments <= steps:
+            return []
+        name = "steps" if self.steps else "the inner steps of a round"
+        return [f"synchronisation.fragments: must be at most {name}, {steps}, got {self.fragments}"]
+
+    def _parts(self, group: Group) -> list[Part | None]:
+        return layer_fragments(group.model.blocks, self.fragments)
+
+    def _round(self, group: Group) -> "tuple[list[tuple[int, Sent | Answered]], dict[str, float]]":
+        """Return the events of the whole round, each with its fragment, and the values after the round."""
+        clock = group.clock
+        period = self.steps or clock.inner_steps
+        found = []
+        values = {}
+        for number, part in enumerate(self._parts(group)):
+            server = Server(
+                first=-(-(number + 1) * period // self.fragments),
+                period=period,
+                quorum=self.quorum or len(group.weights) // 2 + 1,
+                grace=in_steps(self.grace_window, clock.step_seconds),
+                server_steps=clock.server_steps(_elements(group, part)),
+            )
+            events, after = fragment_round(
+                number, group.values, server, clock.own_steps, clock.batches, clock.inner_steps
+            )
+            found += [(number, event) for event in events]
+            values |= after
+        return found, values
+
+    def stops(self, group: Group) -> Sequence[int]:
+        events, _ = self._round(group)
+        return sorted({group.clock.inner_steps, *(event.stop for _, event in events)})
+
+    def exchange(self, group: Group) -> None:
+        step = group.clock.step
+        events, values = self._round(group)
+        parts = self._parts(group)
+        for number, event in events:
+            if event.stop == step and isinstance(event, Sent):
+                self._send(group, parts[number], event)
+            elif event.stop == step:
+                self._answer(group, parts[number], event)
+        if step == group.clock.inner_steps:
+            forget(group.values)
+            group.values.update(values)
+
+    def _send(self, group: Group, part: Part | None, sent: "Sent") -> None:
+        delta = group.pseudo_gradient(part, sent.back - sent.stop, sent.weights)
+        if delta is not None:
+            fragment_step(group.shared, part, delta, group.outer.learning_rate, group.outer.momentum)
+
+    def _answer(self, group: Group, part: Part | None, answered: "Answered") -> None:
+        shared = read_part(group.shared["parameters"], part)
+        for worker in group.local_workers:
+            progressed = answered.workers.get(worker.index)
+            if progressed is None:
+                continue
+            new = worker.to_device(shared)
+            if progressed:
+                new = torch.lerp(new, read_part(worker.parameters, part), self.mixing)
+            write_part(worker.parameters, part, new)
+
+    def restarted(self, values: dict[str, float], workers: Collection[int] | None) -> None:
+        forget(values, workers)
+
+
+def _elements(group: Group, part: Part | None) -> int:
+    """Elements of a part over all devices that share the model; they ask together."""
+    if part is None:
+        return group.model.parameter_count
+    own = torch.tensor(float(sum(piece.stop - piece.start for piece in part)), dtype=torch.float64)
+    return int(group.model.shard_group.sum(own).item())
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Workers send a fragment, and the server makes its step.
+
+    Attributes:
+        stop: the inner step of the round after which that is.
+        weights: of the workers that send it, by number: tokens^2 / steps.
+        back: the inner step of the round after which they have the answer; it may be in a later round.
+    """
 
     stop: int
     weights: dict[int, float]
@@ -141,77 +168,136 @@ class Taken:
 
 @dataclass(frozen=True)
 class Answered:
-    """stop: when. workers: whether each has gone on since it gave."""
+    """Workers receive a fragment back.
+
+    Attributes:
+        stop: the inner step of the round after which that is.
+        workers: by number, True if the worker has made a step since it sent the fragment.
+    """
 
     stop: int
     workers: dict[int, bool]
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """When a server takes a fragment. first: after how many of its own inner steps a new worker is ready; `period`: any
-    later time. The others: see `algorithms.nodes.async_clock.collections`."""
+class Server:
+    """When a server takes a fragment.
+
+    Attributes:
+        first: the number of its own inner steps after which a new worker is ready.
+        period: its own inner steps from sending until it is ready again.
+        quorum: workers that must be ready.
+        grace: inner steps of the round for which the server waits then, unless all are ready.
+        server_steps: inner steps of the round until the answer is back.
+    """
 
     first: int
     period: int
     quorum: int
-    grace: Fraction
-    travel: Fraction
+    grace: Fraction = Fraction(0)
+    server_steps: Fraction = Fraction(0)
+
+
+@dataclass
+class _Progress:
+    """One worker and one fragment.
+
+    Attributes:
+        own_steps: the worker's own inner steps in the round.
+        batch: examples of one of them.
+        ready: own steps of the round after which it is ready; 0 or less: since an earlier round.
+        steps: own steps before the round since it last sent; negative: steps of the round until it sent.
+        examples: likewise.
+        back: the inner step of the round after which its answer is there; 0: none is under way.
+    """
+
+    own_steps: int
+    batch: int
+    ready: int
+    steps: int
+    examples: int
+    back: int
+
+    @classmethod
+    def of(cls, values: Mapping[str, float], suffix: str, first: int, own_steps: int, batch: int) -> "_Progress":
+        """Return the progress after the previous round; a new worker is ready after its `first` steps."""
+        known = {name: int(values.get(f"{name}_{suffix}", 0)) for name in ("steps", "examples", "back")}
+        return cls(own_steps, batch, int(values.get(f"ready_{suffix}", first)), **known)
+
+    def values(self, suffix: str, inner_steps: int) -> dict[str, float]:
+        """Return the values after the round, by name."""
+        found = {
+            f"ready_{suffix}": self.ready - self.own_steps,
+            f"steps_{suffix}": self.steps + self.own_steps,
+            f"examples_{suffix}": self.examples + self.own_steps * self.batch,
+        }
+        if self.back:
+            found[f"back_{suffix}"] = self.back - inner_steps
+        return found
 
 
 def fragment_round(
     fragment: int,
     values: Mapping[str, float],
-    waiting: Waiting,
+    server: Server,
     own_steps: Sequence[int],
     batches: Sequence[int],
     inner_steps: int,
-) -> tuple[list[Taken | Answered], dict[str, float]]:
-    """What happens to a fragment in a round, in order, and its values after it.
+) -> tuple[list[Sent | Answered], dict[str, float]]:
+    """Simulate the round of one fragment.
 
     Args:
-        values: of all fragments, after the round before.
-        own_steps: of every worker in the round. batches: examples of each in one.
+        values: of all fragments, after the previous round.
+        own_steps: of every worker in the round.
+        batches: examples of one of them.
+
+    Returns:
+        The events in order, and the fragment's values after the round.
     """
-    workers, happens = range(len(own_steps)), []
+    suffixes = [f"{fragment}_{worker}" for worker in range(len(own_steps))]
+    workers = [
+        _Progress.of(values, suffix, server.first, own, batch)
+        for suffix, own, batch in zip(suffixes, own_steps, batches, strict=True)
+    ]
+    events = list(_events(workers, server, inner_steps))
+    after = {}
+    for suffix, worker in zip(suffixes, workers, strict=True):
+        after |= worker.values(suffix, inner_steps)
+    return events, after
 
-    def known(name: str, default: int) -> list[int]:
-        return [int(values.get(f"{name}_{fragment}_{worker}", default)) for worker in workers]
 
-    ready, steps, examples, backs = (
-        known(name, default) for name, default in ((_READY, waiting.first), (_STEPS, 0), (_EXAMPLES, 0), (_BACK, 0))
-    )
-    collected = collections(
-        own_steps, inner_steps, waiting.period, ready, waiting.quorum, waiting.grace, waiting.travel, max(backs)
-    )
-
-    def made(worker: int, stop: int) -> int:
-        return made_at(stop, own_steps[worker], inner_steps)
-
-    def answered(stop: int) -> None:
-        """Whoever awaits the fragment has it, if that is in the round."""
-        due = [worker for worker in workers if backs[worker] == stop > 0]
-        if due and stop <= inner_steps:
-            happens.append(Answered(stop, {worker: steps[worker] + made(worker, stop) > 0 for worker in due}))
-            for worker in due:
-                backs[worker] = 0
-
-    answered(max(backs))
-    for each in collected:
+def _events(workers: list[_Progress], server: Server, inner_steps: int) -> Iterator[Sent | Answered]:
+    """Advance the workers through a round of one fragment."""
+    back = max(worker.back for worker in workers)
+    stop = 0
+    while True:
+        if 0 < back <= inner_steps and any(worker.back == back for worker in workers):
+            yield _answered(workers, back, inner_steps)
+        times = [time_of(worker.ready, worker.own_steps, inner_steps) for worker in workers]
+        in_order = sorted(times)
+        closes = in_order[min(server.quorum, len(times)) - 1] + server.grace
+        closes = max(min(closes, in_order[-1]), back)
+        stop = max(math.ceil(closes), stop + 1)
+        if stop > inner_steps:
+            return
+        back = math.ceil(stop + server.server_steps)
         weights = {}
-        for worker in each.workers:
-            here = made(worker, each.stop)
-            since, seen = steps[worker] + here, examples[worker] + here * batches[worker]
-            weights[worker] = seen**2 / since
-            steps[worker], examples[worker] = -here, -here * batches[worker]
-            ready[worker], backs[worker] = here + waiting.period, each.back
-        happens.append(Taken(each.stop, weights, each.back))
-        answered(each.back)
-    left = {}
-    for worker, own in enumerate(own_steps):
-        left[f"{_READY}_{fragment}_{worker}"] = ready[worker] - own
-        left[f"{_STEPS}_{fragment}_{worker}"] = steps[worker] + own
-        left[f"{_EXAMPLES}_{fragment}_{worker}"] = examples[worker] + own * batches[worker]
-        if backs[worker]:
-            left[f"{_BACK}_{fragment}_{worker}"] = backs[worker] - inner_steps
-    return happens, left
+        for number, worker in enumerate(workers):
+            if times[number] > closes:
+                continue
+            made = made_at(stop, worker.own_steps, inner_steps)
+            weights[number] = (worker.examples + made * worker.batch) ** 2 / (worker.steps + made)
+            worker.steps = -made
+            worker.examples = -made * worker.batch
+            worker.ready = made + server.period
+            worker.back = back
+        yield Sent(stop, weights, back)
+
+
+def _answered(workers: list[_Progress], back: int, inner_steps: int) -> Answered:
+    found = {}
+    for number, worker in enumerate(workers):
+        if worker.back == back:
+            found[number] = worker.steps + made_at(back, worker.own_steps, inner_steps) > 0
+            worker.back = 0
+    return Answered(back, found)

@@ -1,133 +1,143 @@
 """Delayed Nesterov: workers reach a server one by one, and momentum waits for several (arXiv 2401.09135)."""
 
-import dataclasses
+import functools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
 
 import torch
 
-from algorithms.nodes.async_clock import LegRound, forget, leg_round
-from algorithms.synchronisation.group import Deliveries, Group, LocalWorker
-from algorithms.synchronisation.method import Capabilities, Method
+from algorithms.nodes.async_clock import PRECISION, forget, time_of
+from algorithms.synchronisation.group import Group, LocalWorker, WorkerMessages
+from algorithms.synchronisation.method import Capabilities, Method, evenly_spread
 
 
+@dataclass(frozen=True)
 class DelayedNesterov(Method):
-    """Algorithm 3 with c = 0. Worker m began with x_m, moved by g = x_m - theta_m, and arrives: x = x - lr g / K.
-    With every K-th arrival, over the whole run, g's mean b over the last K: v = mu v + b;  x = x - lr mu v.
+    """Algorithm 3 with c = 0. Worker m started at x_m, moved by g = x_m - theta_m, and arrives: x = x - lr g / K.
+    At every K-th arrival, over the whole run, with b the mean g of the last K: v = mu v + b;  x = x - lr mu v.
     Then x_m = x.
 
-    Workers arrive once a round, those first who are done first by the speed of their nodes, ties in their order, and go
-    on at once, so that x_m is older the earlier it arrived. Nobody begins a round before all have arrived. With
-    dynamic_steps (DyLU) there is little to wait for, as worker m makes floor(H speed_m / max speed) inner steps.
+    Workers arrive once a round, in the order in which the speeds of their nodes let them finish, ties in worker order,
+    and start again at once: the earlier a worker arrives, the older is its x_m. No worker begins a round before all
+    have arrived. With dynamic_steps (DyLU) there is little to wait for, as worker m makes
+    floor(H speed_m / max speed) inner steps.
 
-    With `steps` workers arrive after so many of their own instead, over rounds, and nobody waits for others: a round is
-    a span of time, in which slower workers make fewer inner steps (`algorithms.nodes.async_clock`); the fast ones
-    arrive several
-    times meanwhile, as in the paper. What a worker gives is with the server at once; until it has the answer, by the
-    link's time there and back, it makes no step. After a merge everybody begins a leg with the merged parameters.
+    With `steps`, workers arrive after so many of their own steps instead (a leg), counted over rounds, and nobody waits
+    for others: a round is a span of time, in which slower workers make fewer inner steps
+    (`algorithms.nodes.async_clock`), and fast workers arrive several times, as in the paper. The server receives a
+    worker's g at once; until the worker has the answer, by the link's time there and back, it makes no step. After a
+    merge every worker starts from the merged parameters.
+
+    Attributes:
+        buffer: K; None: the number of workers.
+        dynamic_steps: fewer inner steps for slower workers.
+        steps: a worker's own steps between two arrivals; None: those of a round.
     """
 
-    @dataclass(frozen=True)
-    class Settings:
-        """buffer: K; null: as many as there are workers. dynamic_steps: fewer inner steps for slower workers. steps: a
-        worker arrives after so many of its own; null: those of a round."""
+    buffer: int | None = None
+    dynamic_steps: bool = False
+    steps: int | None = None
 
-        buffer: int | None = None
-        dynamic_steps: bool = False
-        steps: int | None = None
-
-        def __post_init__(self):
-            for name in ("buffer", "steps"):
-                if (value := getattr(self, name)) is not None and value < 1:
-                    raise ValueError(f"{name}: must be a positive integer, got {value}")
-            if self.steps is not None and self.dynamic_steps:
-                raise ValueError(f"steps: must be null with dynamic_steps, got {self.steps}")
-
-    capabilities = Capabilities(
-        encodings=("float32", "bfloat16"),
-        one_exchange=False,
-        weighs=False,
-        message_tensors=1,
-        shards=True,
-    )
     state = ("velocity", "buffer")
-    keeps = "anchor"
 
-    def __init__(self, settings, outer, blocks):
-        super().__init__(settings, outer, blocks)
-        if settings.steps is not None:
-            self.keeps = "replica"
-            self.worker_state = ("start",)
+    def __post_init__(self):
+        for name in ("buffer", "steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: must be a positive integer, got {value}")
+        if self.steps is not None and self.dynamic_steps:
+            raise ValueError(f"steps: must be null with dynamic_steps, got {self.steps}")
 
-    @classmethod
-    def configured(cls, settings: Settings) -> Capabilities:
-        if settings.dynamic_steps:
-            purpose = "let slower workers make fewer inner steps"
-            return dataclasses.replace(cls.capabilities, fewer_steps=True, needs_speeds=purpose)
-        return dataclasses.replace(cls.capabilities, fewer_steps=settings.steps is not None)
+    @property
+    def keeps(self) -> Literal["anchor", "replica"]:
+        return "anchor" if self.steps is None else "replica"
 
-    # An arrival per round
+    @property
+    def worker_state(self) -> tuple[str, ...]:
+        return () if self.steps is None else ("start",)
 
-    def incoming(self, group: Group) -> Deliveries:
-        return group.tensors(1, through="server")
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            encodings=("float32", "bfloat16"),
+            one_exchange=False,
+            weighted=False,
+            fewer_steps=self.dynamic_steps or self.steps is not None,
+            needs_speeds="let slower workers make fewer inner steps" if self.dynamic_steps else "",
+            message_tensors=1,
+            shards=True,
+            active_steps=evenly_spread if self.steps is None else self._active_steps,
+        )
+
+    # One arrival of each worker per round
+
+    def incoming(self, group: Group) -> WorkerMessages:
+        return group.messages(tensors=1, through="server")
 
     def message(self, worker: LocalWorker, group: Group) -> tuple[torch.Tensor]:
-        return (worker.difference(worker.start),)
+        return (worker.pseudo_gradient(worker.start),)
 
     def apply(self, group: Group, arrived: Mapping[int, Sequence[torch.Tensor]]) -> None:
         order = sorted(arrived, key=lambda worker: (group.clock.seconds[worker], worker))
-        self._arrive(group, arrived, order)
+        self._serve(group, arrived, order)
 
-    # Arrivals after so many steps of each worker's own
+    # Arrivals after a number of each worker's own steps
 
     def stops(self, group: Group) -> Sequence[int]:
-        if self.settings.steps is None:
+        if self.steps is None:
             return super().stops(group)
-        for worker in group.local:
+        for worker in group.local_workers:
             if f"begun_{worker.index}" not in group.values:
                 worker.state["start"].copy_(group.shared["parameters"])
-        return sorted({group.inner_steps, *(arrival.stop for arrival in self._round(group).arrivals)})
+        return sorted({group.clock.inner_steps, *(arrival.stop for arrival in self._round(group).arrivals)})
 
-    def turns(self, own_steps, inner_steps, values, travel) -> Mapping[int, Sequence[int]]:
-        if self.settings.steps is None:
-            return super().turns(own_steps, inner_steps, values, travel)
-        each = leg_round(own_steps, inner_steps, self.settings.steps, values, travel).legs
-        return {worker: own.turns for worker, own in each.items()}
+    def _active_steps(
+        self, own_steps: Mapping[int, int], inner_steps: int, values: Mapping[str, float], server_steps: Fraction
+    ) -> Mapping[int, Sequence[int]]:
+        legs = leg_round(own_steps, inner_steps, self.steps, values, server_steps).legs
+        return {worker: own.active_steps for worker, own in legs.items()}
 
-    def _round(self, group: Group) -> LegRound:
-        own_steps = dict(enumerate(group.clock.own_steps))
-        return leg_round(own_steps, group.inner_steps, self.settings.steps, group.values, group.travel())
+    def _round(self, group: Group) -> "LegRound":
+        clock = group.clock
+        server_steps = clock.server_steps(group.model.parameter_count)
+        own_steps = dict(enumerate(clock.own_steps))
+        return leg_round(own_steps, clock.inner_steps, self.steps, group.values, server_steps)
 
     def exchange(self, group: Group) -> None:
+        step = group.clock.step
         legs = self._round(group)
-        order = [arrival.worker for arrival in legs.arrivals if arrival.stop == group.step]
+        order = [arrival.worker for arrival in legs.arrivals if arrival.stop == step]
         if order:
-            incoming = group.tensors(1, through="server", senders=order)
-            for worker in group.local:
+            incoming = group.messages(tensors=1, through="server", senders=order)
+            for worker in group.local_workers:
                 if worker.index in order:
                     incoming.add(worker, (worker.state["start"] - worker.parameters,))
             arrived = incoming.result()
-            self._arrive(group, arrived, [worker for worker in order if worker in arrived])
-        if group.step == group.inner_steps:
+            self._serve(group, arrived, [worker for worker in order if worker in arrived])
+        if step == group.clock.inner_steps:
             forget(group.values)
             group.values.update(legs.values)
 
-    def _arrive(self, group: Group, arrived: Mapping[int, Sequence[torch.Tensor]], order: Sequence[int]) -> None:
-        """Make the server's steps for these arrivals, in order; those who arrived go on from the result."""
-        local = {worker.index: worker for worker in group.local}
+    def _serve(self, group: Group, arrived: Mapping[int, Sequence[torch.Tensor]], order: Sequence[int]) -> None:
+        """Make the server's steps for these arrivals, in order; the workers continue from the result."""
+        local = {worker.index: worker for worker in group.local_workers}
         parameters = group.shared["parameters"]
         velocity = group.shared["velocity"]
         buffer = group.shared["buffer"]
-        rate = self.outer.learning_rate
-        size = self.settings.buffer or len(group.weights)
+        lr = group.outer.learning_rate
+        momentum = group.outer.momentum
+        size = self.buffer or len(group.weights)
         waiting = group.values.get("waiting", 0)
         for index in order:
-            parameters.add_(arrived[index][0], alpha=-rate / size)
+            parameters.add_(arrived[index][0], alpha=-lr / size)
             buffer.add_(arrived[index][0])
             waiting += 1
             if waiting >= size:
-                velocity.mul_(self.outer.momentum).add_(buffer, alpha=1 / size)
-                parameters.add_(velocity, alpha=-rate * self.outer.momentum)
+                velocity.mul_(momentum).add_(buffer, alpha=1 / size)
+                parameters.add_(velocity, alpha=-lr * momentum)
                 buffer.zero_()
                 waiting = 0
             if index in local:
@@ -136,8 +146,132 @@ class DelayedNesterov(Method):
                     local[index].state["start"].copy_(parameters)
         group.values["waiting"] = waiting
 
-    def merged(self, values: dict[str, float]) -> None:
-        forget(values)
-
-    def lost(self, values: dict[str, float], workers: Collection[int]) -> None:
+    def restarted(self, values: dict[str, float], workers: Collection[int] | None) -> None:
         forget(values, workers)
+
+
+@dataclass(frozen=True, order=True)
+class Arrival:
+    """A worker's arrival at the server.
+
+    Attributes:
+        time: of the last step of its leg, in inner steps of the round.
+        worker: its number.
+    """
+
+    time: Fraction
+    worker: int
+
+    @property
+    def stop(self) -> int:
+        """The first inner step of the round that is not earlier."""
+        return math.ceil(self.time)
+
+
+@dataclass(frozen=True)
+class Legs:
+    """One worker's round.
+
+    Attributes:
+        made: the time of each of its steps.
+        ends: the times of its arrivals.
+        begun: steps of the current leg made by the end of the round.
+        late: inner steps from then until its answer is there; negative: the fraction of the next step that is done.
+    """
+
+    made: tuple[Fraction, ...]
+    ends: tuple[Fraction, ...]
+    begun: int
+    late: Fraction
+
+    @property
+    def active_steps(self) -> tuple[int, ...]:
+        """The inner steps of the round, from 0, during which it makes its own."""
+        return tuple(math.ceil(time) - 1 for time in self.made)
+
+
+@dataclass(frozen=True)
+class LegRound:
+    """The round of all workers.
+
+    Attributes:
+        legs: of each worker, by number.
+        arrivals: by time, ties in worker order.
+    """
+
+    legs: Mapping[int, Legs]
+    arrivals: tuple[Arrival, ...]
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The values to remember of the workers after the round, by name."""
+        late = {f"late_{worker}": float(own.late) for worker, own in self.legs.items() if own.late}
+        return {f"begun_{worker}": own.begun for worker, own in self.legs.items()} | late
+
+
+def legs_of(
+    own_steps: int,
+    inner_steps: int,
+    leg: int,
+    begun: int = 0,
+    late: Fraction = Fraction(0),
+    server_steps: Fraction = Fraction(0),
+) -> Legs:
+    """Simulate the round of a worker that arrives after every `leg` steps of its own, and waits for each answer.
+
+    It makes at least one step: if none is done in time, at the end of the round, for which it may have to hurry.
+
+    Args:
+        own_steps: steps for which there is time in a round without waiting, at least 1.
+        begun: see `Legs`, after the previous round.
+        late: likewise.
+        server_steps: inner steps of the round until the server has answered.
+    """
+    length = time_of(1, own_steps, inner_steps)
+    time = late if late > 0 else late * length
+    made: list[Fraction] = []
+    ends: list[Fraction] = []
+    while time + length <= inner_steps or not made:
+        time = min(time + length, Fraction(inner_steps))
+        made.append(time)
+        begun += 1
+        if begun == leg:
+            ends.append(time)
+            begun = 0
+            time += server_steps
+    over = time - inner_steps
+    # A step that is done in full would be one of the round that has ended.
+    most = Fraction(1 - PRECISION, PRECISION)
+    return Legs(tuple(made), tuple(ends), begun, over if over > 0 else max(over / length, most))
+
+
+def leg_round(
+    own_steps: Mapping[int, int],
+    inner_steps: int,
+    leg: int,
+    values: Mapping[str, float],
+    server_steps: Fraction = Fraction(0),
+) -> LegRound:
+    """Simulate the round of workers that arrive after every `leg` steps of their own.
+
+    Args:
+        own_steps: by number; see `legs_of`.
+        values: after the previous round; a worker without any begins a leg.
+    """
+    starts = tuple(
+        (worker, own, int(values.get(f"begun_{worker}", 0)), values.get(f"late_{worker}", 0.0))
+        for worker, own in own_steps.items()
+    )
+    return _leg_round(starts, inner_steps, leg, server_steps)
+
+
+@functools.lru_cache(maxsize=16)
+def _leg_round(
+    starts: tuple[tuple[int, int, int, float], ...], inner_steps: int, leg: int, server_steps: Fraction
+) -> LegRound:
+    legs = {
+        worker: legs_of(own, inner_steps, leg, begun, Fraction(late).limit_denominator(PRECISION), server_steps)
+        for worker, own, begun, late in starts
+    }
+    arrivals = [Arrival(time, worker) for worker, own in legs.items() for time in own.ends]
+    return LegRound(legs, tuple(sorted(arrivals)))

@@ -8,14 +8,17 @@ from algorithms.synchronisation.outer_step import nesterov_step
 
 
 class DiLoCo(Method):
-    """D = mean_m (x - x_m);  v = mu v + D;  x = x - lr (D + mu v). Workers keep AdamW's moments, and start from x."""
+    """D = mean_m (x - x_m);  v = mu v + D;  x = x - lr (D + mu v).
+
+    Workers keep AdamW's moments, and every round starts from x.
+    """
 
     capabilities = Capabilities(shards=True)
     state = ("velocity",)
 
     def message(self, worker: LocalWorker, group: Group) -> torch.Tensor:
-        return worker.difference(group.shared["parameters"])
+        return worker.pseudo_gradient(group.shared["parameters"])
 
     def apply(self, group: Group, delta: torch.Tensor) -> None:
         parameters = group.shared["parameters"]
-        nesterov_step(parameters, delta, group.shared["velocity"], self.outer.learning_rate, self.outer.momentum)
+        nesterov_step(parameters, delta, group.shared["velocity"], group.outer.learning_rate, group.outer.momentum)

@@ -1,22 +1,24 @@
-"""Eager updates: a mean that takes a whole round to arrive, corrected by the worker's own part, which is there already
+"""Eager updates: DiLoCo whose mean takes a whole round to arrive, while a worker's own part is there at once
 (arXiv 2502.12996)."""
 
 import torch
 
-from algorithms.synchronisation.group import Group, LocalWorker, MeanOfWorkers
+from algorithms.synchronisation.group import Group, LocalWorker, WorkerMean
 from algorithms.synchronisation.method import Capabilities, Method
 from algorithms.synchronisation.outer_step import nesterov_step
 
 
 class EagerDiLoCo(Method):
-    """Worker m, with weight w_m in means, begins a round with its own x_m, moves by D_m, and does not wait for others:
-    E_m = D' + w_m (D_m - D_m'), with D' and D_m' of the round before, 0 in the first;
-    v_m = mu v_m + E_m;  x_m = x_m - lr (E_m + mu v_m). Then D = mean_m D_m travels behind the next round.
+    """Worker m, with weight w_m in means, starts a round from its own x_m, moves by D_m, and does not wait for others:
 
-    The weighted mean of all x_m is evaluated, saved and merged; the paper does not say.
+        E_m = D' + w_m (D_m - D_m');  v_m = mu v_m + E_m;  x_m = x_m - lr (E_m + mu v_m)
 
-    A worker keeps D_m' - D': a new worker is taken to have moved as the mean did, and the mean may be merged. Its
-    velocity starts at 0; in a merge workers keep their own unless outer momentum is reset.
+    D' and D_m' are those of the previous round, 0 in the first. D = mean_m D_m is sent during the next round.
+
+    The weighted mean of all x_m is evaluated, saved and merged; the paper does not say what to evaluate.
+
+    A worker keeps D_m' - D', so that a new worker, with zeros, counts as one that moved like the mean, and the mean can
+    be merged. A new worker's velocity is 0; in a merge workers keep theirs unless outer momentum is reset.
     """
 
     capabilities = Capabilities(averages_copies=True, temporaries=2.0, shards=True)
@@ -24,20 +26,20 @@ class EagerDiLoCo(Method):
     worker_state = ("velocity", "deviation")
     keeps = "anchor"
 
-    def incoming(self, group: Group) -> MeanOfWorkers:
-        return group.mean(behind=group.inner_steps)
+    def incoming(self, group: Group) -> WorkerMean:
+        return group.mean(behind=group.clock.inner_steps)
 
     def message(self, worker: LocalWorker, group: Group) -> torch.Tensor:
         own = worker.start - worker.parameters
         deviation = worker.state["deviation"]
         weight = group.weights[worker.index]
-        last_mean = worker.here(group.shared["mean"])
+        last_mean = worker.to_device(group.shared["mean"])
         eager = last_mean.mul(1 - weight).add_(deviation, alpha=-weight).add_(own, alpha=weight)
-        nesterov_step(worker.start, eager, worker.state["velocity"], self.outer.learning_rate, self.outer.momentum)
+        nesterov_step(worker.start, eager, worker.state["velocity"], group.outer.learning_rate, group.outer.momentum)
         deviation.copy_(own)
         return own
 
     def apply(self, group: Group, mean: torch.Tensor) -> None:
-        for worker in group.local:
-            worker.state["deviation"].sub_(worker.here(mean))
+        for worker in group.local_workers:
+            worker.state["deviation"].sub_(worker.to_device(mean))
         group.shared["mean"].copy_(mean)

@@ -1,6 +1,5 @@
-"""FedOpt: the server's optimizer takes the mean pseudo-gradient for a gradient (arXiv 2003.00295, Algorithm 2)."""
+"""FedOpt: an adaptive optimizer takes the mean pseudo-gradient for a gradient (arXiv 2003.00295, Algorithm 2)."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,41 +7,35 @@ import torch
 
 from algorithms.synchronisation.group import Group, LocalWorker
 from algorithms.synchronisation.method import Capabilities, Method
-from algorithms.synchronisation.outer_step import OUTER_STATE, AdaptiveValues, adaptive_step
+from algorithms.synchronisation.outer_step import OUTER_STATE, AdaptiveParameters, adaptive_step
 
 
-class FedOpt(Method):
-    """With D = mean_m (x - x_m) and lr the outer learning rate, x = x - lr D (`avg`) or one of `adaptive_step`.
+@dataclass(frozen=True)
+class FedOpt(Method, AdaptiveParameters):
+    """With D = mean_m (x - x_m) and lr the outer learning rate, x = x - lr D ("avg") or one of `adaptive_step`.
 
-    The moments start at zero, also wherever momentum is reset. Inner steps are AdamW's; the paper has SGD's.
+    The moments start at zero, also where momentum is reset. Inner steps are AdamW's; the paper has SGD's.
     """
 
-    @dataclass(frozen=True)
-    class Settings(AdaptiveValues):
-        """See `adaptive_step`."""
+    server_optimizer: Literal["avg", "adam", "adagrad", "yogi"] = "adam"
 
-        server_optimizer: Literal["avg", "adam", "adagrad", "yogi"] = "adam"
+    @property
+    def capabilities(self) -> Capabilities:
+        temporaries = 0.0 if self.server_optimizer == "avg" else 1.0
+        return Capabilities(outer_keys=("learning_rate_for_outer_opt",), temporaries=temporaries, shards=True)
 
-    capabilities = Capabilities(outer_keys=("learning_rate_for_outer_opt",), temporaries=1.0, shards=True)
-
-    def __init__(self, settings, outer, blocks):
-        super().__init__(settings, outer, blocks)
-        self.state = OUTER_STATE.get(settings.server_optimizer, ())
-
-    @classmethod
-    def configured(cls, settings: Settings) -> Capabilities:
-        if settings.server_optimizer != "avg":
-            return cls.capabilities
-        return dataclasses.replace(cls.capabilities, outer_keys=("learning_rate_for_outer_opt",), temporaries=0.0)
+    @property
+    def state(self) -> tuple[str, ...]:
+        return OUTER_STATE.get(self.server_optimizer, ())
 
     def message(self, worker: LocalWorker, group: Group) -> torch.Tensor:
-        return worker.difference(group.shared["parameters"])
+        return worker.pseudo_gradient(group.shared["parameters"])
 
     def apply(self, group: Group, delta: torch.Tensor) -> None:
         parameters = group.shared["parameters"]
-        learning_rate = self.outer.learning_rate
-        if self.settings.server_optimizer == "avg":
-            parameters.sub_(delta, alpha=learning_rate)
+        lr = group.outer.learning_rate
+        if self.server_optimizer == "avg":
+            parameters.sub_(delta, alpha=lr)
             return
         first, second = (group.shared[name] for name in self.state)
-        adaptive_step(self.settings.server_optimizer, parameters, delta, first, second, learning_rate, self.settings)
+        adaptive_step(self.server_optimizer, parameters, delta, first, second, lr, self)

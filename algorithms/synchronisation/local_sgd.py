@@ -12,7 +12,7 @@ class LocalSGD(Method):
     capabilities = Capabilities(inner_optimizer="sgd", outer_keys=(), shards=True)
 
     def message(self, worker: LocalWorker, group: Group) -> torch.Tensor:
-        return worker.difference(group.shared["parameters"])
+        return worker.pseudo_gradient(group.shared["parameters"])
 
     def apply(self, group: Group, delta: torch.Tensor) -> None:
         group.shared["parameters"].sub_(delta)

@@ -1,27 +1,26 @@
 """The interface of a synchronisation method: how the workers of a trainer come together.
 
-A method is one file beside this one: a class with an entry in the registry (`algorithms.synchronisation`), written over
-flat tensors. A round is cut at the method's stops; between two stops workers only compute. The loop that carries a
-method out is `fabrics.training.outer_round`; what a method sees of it is `algorithms.synchronisation.group.Group`.
+A method is one file beside this one: a frozen dataclass of its parameters, with an entry in the registry
+(`algorithms.synchronisation`), written over flat tensors. A round is cut at the method's stops; between two stops
+workers only compute. The loop that runs a method is `fabrics.training.outer_round`; what a method sees of the workers
+is `algorithms.synchronisation.group.Group`.
 
-A method keeps nothing itself. Its tensors have names, per trainer or per worker: the common code creates them (zeros),
+A method object keeps nothing. Its tensors have names, per trainer or per worker: the common code creates them (zeros),
 saves them, moves them with nodes, merges and drops them.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
 from algorithms.nodes.balance import turns
-from algorithms.nodes.virtual_clock import Sending
+from algorithms.synchronisation.flat import Block
 
 if TYPE_CHECKING:
     from algorithms.synchronisation.group import Group, LocalWorker
-
-Part = Sequence[slice]
 
 # Worker tensors that belong neither to the optimizer nor to the method.
 ERROR = "error"
@@ -33,99 +32,26 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum")
 OUTER_KEYS = ("learning_rate_for_outer_opt", "outer_momentum")
 
 
-@dataclass(frozen=True)
-class Block:
-    """A tensor of the model and its place in the flat ones. stop: the start of the next one, or the end."""
-
-    name: str
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Elements of the tensor itself; up to `stop` zeros may follow."""
-        return torch.Size(self.shape).numel()
+def no_problems(inner_steps: int | None, workers: int | None, blocks: Sequence[Block] | None) -> list[str]:
+    """Accept every number of inner steps, number of workers and model."""
+    return []
 
 
-@dataclass(frozen=True)
-class Outer:
-    """The keys that outer steps read.
-
-    Attributes:
-        learning_rate: learning_rate_for_outer_opt.
-        momentum: outer_momentum.
-        weight_decay: that of the inner steps, for methods that update the parameters themselves.
-    """
-
-    learning_rate: float
-    momentum: float
-    weight_decay: float = 0.0
+def bytes_of_a_mean(workers: int, mean: float, message: float, blocks: Sequence[Block], dtype: torch.dtype) -> float:
+    """Return the bytes of one mean of all parameters."""
+    return mean
 
 
-@dataclass(frozen=True)
-class Event:
-    """What the workers of a trainer send each other at one time.
-
-    Attributes:
-        kind: the purpose.
-        step: the inner step of the round after which it happens.
-        sent: bytes that each worker sends, a mean over all workers.
-        received: bytes that each worker receives, likewise.
-        behind: inner steps that may be made before anybody waits for it.
-        through: all workers alike (a ring), pairs or small groups, or a server, which is no worker's node.
-        by: the workers that send, by number, if the others take no part; None: all.
-    """
-
-    kind: str
-    step: int
-    sent: float
-    received: float
-    behind: int = 0
-    through: Literal["all", "groups", "server"] = "all"
-    by: tuple[int, ...] | None = None
-
-    @property
-    def communicates(self) -> bool:
-        """True if it counts as a communication, unlike a few statistics of gradients or of the workers' variance."""
-        return self.kind not in ("statistics", "monitor")
-
-    @property
-    def bytes_per_worker(self) -> float:
-        """All bytes sent, a server's answers included, divided by the workers."""
-        return self.sent + (self.received if self.through == "server" else 0.0)
-
-    def sending(self, workers: Sequence[int]) -> Sending:
-        """Return the event for a virtual clock; workers: the numbers of the participants, in order."""
-        by = None if self.by is None else tuple(place for place, worker in enumerate(workers) if worker in self.by)
-        share = 1.0 if by is None else len(workers) / len(by)
-        sent, received = share * self.sent, share * self.received
-        return Sending(self.step, sent, received, self.behind, self.through, self.kind, by=by)
-
-
-class Wholes:
-    """Whole tensors of the model out of flat ones; with one device per node they are whole already.
-
-    If several devices share the model, each tensor is whole on one of them.
-
-    Attributes:
-        blocks: the tensors that are whole here, and their places in the result of `gather`.
-    """
-
-    def __init__(self, blocks: Sequence[Block]):
-        self.blocks = tuple(blocks)
-
-    def gather(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of `blocks` out of a flat tensor [n]; it may be the flat tensor itself."""
-        return flat
-
-    def spread(self, whole: torch.Tensor, flat: torch.Tensor) -> None:
-        """Write gathered tensors, which may have changed, back into a flat tensor [n]."""
+def evenly_spread(
+    own_steps: Mapping[int, int], inner_steps: int, values: Mapping[str, float], server_steps: Fraction
+) -> Mapping[int, Sequence[int]]:
+    """Spread the inner steps of slower workers evenly over the round."""
+    return {worker: turns(own, inner_steps) for worker, own in own_steps.items()}
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Facts about a method that configuration checks, budgets, unequal nodes and shard groups read.
+    """Facts about a method for configuration checks, budgets, memory, unequal nodes and shard groups.
 
     Attributes:
         inner_optimizer: the default inner optimizer; None: the method updates the parameters itself.
@@ -138,15 +64,23 @@ class Capabilities:
         encodings: the values of communication_dtype that it supports; None: all.
         outer_keys: the `OUTER_KEYS` that it reads.
         one_exchange: every round is one communication of known size, so that budgets can plan.
-        weighs: workers count by their examples, so that their batches and inner steps may differ.
+        weighted: workers count by their examples, so that their batches and inner steps may differ.
         fewer_steps: workers on slower nodes make fewer inner steps of a round, also with `balance: equal`.
-        needs_speeds: what the settings need node_speeds for; empty: nothing.
+        needs_speeds: the purpose for which node_speeds must be given; empty: none.
         message_tensors: model-sized tensors in a worker's message, which processes hold until the exchange is over.
-        recipients: how many workers receive a message; None: all.
+        recipients: the number of workers that receive a message; None: all.
         temporaries: model-sized tensors that an exchange allocates besides the mean.
         temporaries_per_worker: the same, for each worker of the trainer.
         shards: it is correct on a device's part of flat tensors (`devices_per_node`): it works element by element, or
             asks the group's model for what needs all parts.
+        problems: lists what is wrong with a number of inner steps per round, a number of workers and a model; None: not
+            known.
+        bytes_per_round: bytes that all workers together send in a round of one exchange, from the number of workers,
+            the bytes of a mean of all parameters by all workers, the bytes of one model-sized tensor to one other
+            worker, the model and its type.
+        active_steps: the inner steps of a round, from 0, during which each worker makes its own, if some make fewer;
+            from the number of each worker's own steps, the inner steps of the round, the method's values at its start,
+            and the inner steps until a server has answered.
     """
 
     inner_optimizer: str | None = "adamw"
@@ -158,7 +92,7 @@ class Capabilities:
     encodings: tuple[str, ...] | None = None
     outer_keys: tuple[str, ...] = OUTER_KEYS
     one_exchange: bool = True
-    weighs: bool = True
+    weighted: bool = True
     fewer_steps: bool = False
     needs_speeds: str = ""
     message_tensors: int = 0
@@ -166,59 +100,43 @@ class Capabilities:
     temporaries: float = 0.0
     temporaries_per_worker: float = 0.0
     shards: bool = False
+    problems: Callable[[int | None, int | None, Sequence[Block] | None], list[str]] = no_problems
+    bytes_per_round: Callable[[int, float, float, Sequence[Block], torch.dtype], float] = bytes_of_a_mean
+    active_steps: Callable[[Mapping[int, int], int, Mapping[str, float], Fraction], Mapping[int, Sequence[int]]] = (
+        evenly_spread
+    )
 
 
+@dataclass(frozen=True)
 class Method:
     """A synchronisation method.
 
-    A subclass implements `message` and `apply`, or `exchange` if its workers keep replicas.
+    The fields of a subclass are its parameters, the keys of `synchronisation`, all with defaults. Its __post_init__
+    raises ValueError("name: what is wrong"). A subclass implements `message` and `apply`, or `exchange` if its workers
+    keep replicas. An attribute that depends on parameters is a property.
 
     Attributes:
-        Settings: the keys of `synchronisation`, a frozen dataclass. Its __post_init__ raises ValueError("name: what is
-            wrong"); so does __init__ for what depends on the model.
-        capabilities: facts about the method; `configured` may change them.
+        capabilities: facts about the method.
         state: names of the trainer's flat tensors [n] besides the parameters.
         worker_state: names of each worker's flat tensors [n].
         keeps: the parameters of a worker between rounds. "shared": it starts from the trainer's. "anchor": it has a
-            starting point of its own. "replica": it goes on from where it is, and the round may have several stops.
+            starting point of its own. "replica": it continues from its own, and the round may have several stops.
     """
 
-    @dataclass(frozen=True)
-    class Settings:
-        """No settings."""
-
-    capabilities: Capabilities = Capabilities()
-    state: tuple[str, ...] = ()
-    worker_state: tuple[str, ...] = ()
-    keeps: Literal["shared", "anchor", "replica"] = "shared"
-
-    def __init__(self, settings: Any, outer: Outer, blocks: Sequence[Block]):
-        self.settings = settings
-        self.outer = outer
-        self.blocks = blocks
-        self.capabilities = self.configured(settings)
-
-    @classmethod
-    def configured(cls, settings: Any) -> Capabilities:
-        """Return the capabilities with these settings."""
-        return cls.capabilities
-
-    @classmethod
-    def problems(cls, settings: Any, inner_steps: int, workers: int | None) -> list[str]:
-        """Return what is wrong with rounds of so many inner steps, and with this number of workers if it is known."""
-        return []
-
-    # A round
+    capabilities: ClassVar[Capabilities] = Capabilities()
+    state: ClassVar[tuple[str, ...]] = ()
+    worker_state: ClassVar[tuple[str, ...]] = ()
+    keeps: ClassVar[Literal["shared", "anchor", "replica"]] = "shared"
 
     def stops(self, group: "Group") -> Sequence[int]:
         """Return the inner steps after which workers come together, in order; the last is the round's last.
 
-        More than one needs replicas. Not asked of methods that exchange gradients.
+        More than one stop needs replicas. Not called for methods that exchange gradients.
         """
-        return (group.inner_steps,)
+        return (group.clock.inner_steps,)
 
     def incoming(self, group: "Group"):
-        """Return the accumulator of the workers' messages at this stop: `group.mean`, `.messages` or `.tensors`."""
+        """Return the accumulator of the workers' messages at this stop: `group.mean(...)` or `group.messages(...)`."""
         return group.mean()
 
     def message(self, worker: "LocalWorker", group: "Group") -> Any:
@@ -226,52 +144,30 @@ class Method:
         raise NotImplementedError
 
     def apply(self, group: "Group", result: Any) -> None:
-        """Change the shared parameters, state and values in place; result: of `incoming`, never empty."""
+        """Change the shared parameters, state and values in place, from the result of `incoming`, never empty."""
         raise NotImplementedError
 
     def exchange(self, group: "Group") -> None:
         """Come together at a stop, for methods with replicas, whose workers have all arrived."""
         raise NotImplementedError
 
-    # Hooks that few methods need
+    def restarted(self, values: dict[str, float], workers: Collection[int] | None) -> None:
+        """Change the values in place after workers restarted from the shared parameters.
 
-    def merged(self, values: dict[str, float]) -> None:
-        """Change the values after a merge: all copies are the merged parameters now."""
-
-    def lost(self, values: dict[str, float], workers: Collection[int]) -> None:
-        """Change the values after a round that lost these workers: new ones take their places."""
-
-    def bytes_per_round(self, workers: int, mean: float, message: float, dtype: torch.dtype) -> float:
-        """Return the bytes that all workers together send in a round, if that is one exchange.
-
-        Args:
-            mean: bytes of a mean of all parameters, by all workers.
-            message: bytes of one model-sized tensor to one other worker.
-            dtype: of the parameters.
+        workers: the workers that a round lost; None: all, after a merge.
         """
-        return mean
-
-    def turns(
-        self, own_steps: Mapping[int, int], inner_steps: int, values: Mapping[str, float], travel: Fraction
-    ) -> Mapping[int, Sequence[int]]:
-        """Return during which inner steps of a round, from 0, each worker makes its own, if some make fewer.
-
-        Args:
-            own_steps: how many each worker has time for, by number.
-            values: as the round begins.
-            travel: inner steps of the fastest worker until a server has answered.
-        """
-        return {worker: turns(own, inner_steps) for worker, own in own_steps.items()}
 
 
-def taken_names(method: Method | type[Method], moments: Collection[str]) -> list[str]:
+def taken_names(method: Method, moments: Collection[str]) -> list[str]:
     """Return one line per name in the method's state that is taken already.
 
-    moments: names of the inner optimizer's state, which is the trainer's if gradients are exchanged, else a worker's.
+    moments: names in the inner optimizer's state, which is the trainer's if gradients are exchanged, else a worker's.
     """
-    of_trainer: Collection[str] = moments if method.capabilities.exchanges_gradients else ()
-    of_worker: Collection[str] = () if method.capabilities.exchanges_gradients else moments
-    taken = {"state": ("parameters", *of_trainer), "worker_state": (COPY, ERROR, *of_worker)}
+    shared = method.capabilities.exchanges_gradients
+    taken = {
+        "state": ("parameters", *(moments if shared else ())),
+        "worker_state": (COPY, ERROR, *(() if shared else moments)),
+    }
     return [
         f"{attribute} has {name!r}, which is kept anyway: give it another name"
         for attribute, names in taken.items()
@@ -280,34 +176,15 @@ def taken_names(method: Method | type[Method], moments: Collection[str]) -> list
     ]
 
 
-def check_names(word: str, method: type[Method]) -> None:
-    """Raise ValueError if a method that is being registered has state under a name that is taken."""
-    if taken := taken_names(method, () if method.capabilities.inner_optimizer is None else MOMENTS):
-        raise ValueError(f"{word}: {'; '.join(taken)}")
+def check_registered(name: str, method: type[Method]) -> None:
+    """Check a method that is being registered.
 
-
-def by_layer(blocks: Sequence[Block]) -> list[list[Block]]:
-    """Return the tensors outside all layers, then those of each layer: its name ends with its first number."""
-    layers: dict[tuple[str, ...], list[Block]] = {(): []}
-    for block in blocks:
-        parts = block.name.split(".")
-        number = next((place for place, part in enumerate(parts) if part.isdigit()), -1)
-        layers.setdefault(tuple(parts[: number + 1]), []).append(block)
-    return list(layers.values())
-
-
-def take(flat: torch.Tensor, part: Part | None) -> torch.Tensor:
-    """Return a copy of a part of a flat tensor, or the tensor itself for None."""
-    return flat if part is None else torch.cat([flat[place] for place in part])
-
-
-def put(flat: torch.Tensor, part: Part | None, values: torch.Tensor) -> None:
-    """Write a part of a flat tensor."""
-    if part is None:
-        flat.copy_(values)
-        return
-    begin = 0
-    for place in part:
-        end = begin + place.stop - place.start
-        flat[place] = values[begin:end]
-        begin = end
+    Raises:
+        ValueError: a parameter has no default, or a name in its state is taken.
+    """
+    try:
+        default = method()
+    except TypeError as error:
+        raise ValueError(f"{name}: every parameter needs a default: {error}") from None
+    if taken := taken_names(default, () if default.capabilities.inner_optimizer is None else MOMENTS):
+        raise ValueError(f"{name}: {'; '.join(taken)}")

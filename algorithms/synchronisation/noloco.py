@@ -1,93 +1,101 @@
 """NoLoCo: no all-reduce, but small groups of workers that are drawn anew in every round (arXiv 2506.10911)."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from algorithms.synchronisation.group import Deliveries, Group, LocalWorker
-from algorithms.synchronisation.method import OUTER_KEYS, Capabilities, Method
+from algorithms.synchronisation.flat import Block
+from algorithms.synchronisation.group import Group, LocalWorker, WorkerMessages
+from algorithms.synchronisation.method import Capabilities, Method
 
 
+@dataclass(frozen=True)
 class NoLoCo(Method):
-    """Worker i of a group g begins a round with its own x_i and ends it at theta_i:
-    d_i = momentum d_i + lr mean_g(theta_j - x_j) + consensus (mean_g(x_j) - x_i);  x_i = x_i + d_i.
+    """Worker i of a group g starts a round from its own x_i and ends it at theta_i:
 
-    The means over a group are plain ones. The paper's eq. 2 has a minus before the first; the authors' code
-    (src/noloco/sparse_optimizer_c.py) has the plus, as here, and with the minus it diverges. What is evaluated, saved
-    and merged is the weighted mean of all x_i. Rounding of what is sent reaches the others alone: a worker has its own
-    x_i as it is.
+        d_i = momentum d_i + lr mean_g(theta_j - x_j) + consensus (mean_g(x_j) - x_i);  x_i = x_i + d_i
+
+    The means over a group are unweighted. The paper's eq. 2 has a minus before the first; the authors' code
+    (src/noloco/sparse_optimizer_c.py) has the plus, as here, and with the minus it diverges. The weighted mean of all
+    x_i is evaluated, saved and merged. Rounding affects only what others receive: a worker uses its own x_i exactly.
+
+    Attributes:
+        group: workers in a group.
+        momentum: None: outer_momentum.
+        consensus: None: learning_rate_for_outer_opt, as in the authors' code.
     """
 
-    @dataclass(frozen=True)
-    class Settings:
-        """momentum: null: outer_momentum. consensus: null, as in the authors' code: learning_rate_for_outer_opt."""
+    group: int = 2
+    momentum: float | None = None
+    consensus: float | None = None
 
-        group: int = 2
-        momentum: float | None = None
-        consensus: float | None = None
-
-        def __post_init__(self):
-            if self.group < 2:
-                raise ValueError(f"group: must be at least 2, got {self.group}")
-            if self.momentum is not None and not 0 <= self.momentum < 1:
-                raise ValueError(f"momentum: must be at least 0 and less than 1, got {self.momentum}")
-            if self.consensus is not None and not 0 <= self.consensus < float("inf"):
-                raise ValueError(f"consensus: must be a number that is not negative, got {self.consensus}")
-
-    capabilities = Capabilities(
-        averages_copies=True,
-        encodings=("float32", "bfloat16"),
-        weighs=False,
-        message_tensors=2,
-        shards=True,
-    )
-    worker_state = ("velocity",)
     keeps = "anchor"
+    worker_state = ("velocity",)
 
-    @classmethod
-    def configured(cls, settings: Settings) -> Capabilities:
-        keys = [key for key in OUTER_KEYS if key != "outer_momentum" or settings.momentum is None]
-        return dataclasses.replace(cls.capabilities, outer_keys=tuple(keys), recipients=settings.group - 1)
+    def __post_init__(self):
+        if self.group < 2:
+            raise ValueError(f"group: must be at least 2, got {self.group}")
+        if self.momentum is not None and not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum: must be at least 0 and less than 1, got {self.momentum}")
+        if self.consensus is not None and not 0 <= self.consensus < float("inf"):
+            raise ValueError(f"consensus: must be a number that is not negative, got {self.consensus}")
 
-    @classmethod
-    def problems(cls, settings, inner_steps: int, workers: int | None) -> list[str]:
-        if workers is None or workers == 1 or workers % settings.group == 0:
+    @property
+    def capabilities(self) -> Capabilities:
+        momentum = ("outer_momentum",) if self.momentum is None else ()
+        return Capabilities(
+            averages_copies=True,
+            encodings=("float32", "bfloat16"),
+            outer_keys=("learning_rate_for_outer_opt", *momentum),
+            weighted=False,
+            message_tensors=2,
+            recipients=self.group - 1,
+            shards=True,
+            problems=self._problems,
+            bytes_per_round=self._bytes_per_round,
+        )
+
+    def _problems(self, inner_steps: int | None, workers: int | None, blocks: Sequence[Block] | None) -> list[str]:
+        if workers is None or workers == 1 or workers % self.group == 0:
             return []
-        return [f"synchronisation.group: must divide the {workers} workers of a trainer, got {settings.group}"]
+        return [f"synchronisation.group: must divide the {workers} workers of a trainer, got {self.group}"]
 
-    def bytes_per_round(self, workers: int, mean: float, message: float, dtype: torch.dtype) -> float:
-        whole, rest = divmod(workers, self.settings.group)
-        return 2 * message * (whole * self.settings.group * (self.settings.group - 1) + rest * max(0, rest - 1))
+    def _bytes_per_round(
+        self, workers: int, mean: float, message: float, blocks: Sequence[Block], dtype: torch.dtype
+    ) -> float:
+        full_groups, rest = divmod(workers, self.group)
+        return 2 * message * (full_groups * self.group * (self.group - 1) + rest * max(0, rest - 1))
 
     def _peers(self, group: Group) -> dict[int, list[int]]:
-        """The group of each worker in this round, by number."""
-        groups = draw_groups(len(group.weights), self.settings.group, group.generator())
+        """Return the members of each worker's group in this round, by number."""
+        groups = draw_groups(len(group.weights), self.group, group.generator())
         return {worker: drawn for drawn in groups for worker in drawn}
 
-    def incoming(self, group: Group) -> Deliveries:
-        return group.tensors(2, to=self._peers(group).__getitem__, through="groups")
+    def incoming(self, group: Group) -> WorkerMessages:
+        return group.messages(tensors=2, to=self._peers(group).__getitem__, through="groups")
 
     def message(self, worker: LocalWorker, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
         return worker.parameters.sub_(worker.start), worker.start
 
     def apply(self, group: Group, arrived: Mapping[int, Sequence[torch.Tensor]]) -> None:
         peers = self._peers(group)
-        momentum = self.outer.momentum if self.settings.momentum is None else self.settings.momentum
-        consensus = self.outer.learning_rate if self.settings.consensus is None else self.settings.consensus
-        for worker in group.local:
+        lr = group.outer.learning_rate
+        momentum = group.outer.momentum if self.momentum is None else self.momentum
+        consensus = lr if self.consensus is None else self.consensus
+        for worker in group.local_workers:
             present = [peer for peer in peers[worker.index] if peer in arrived]
             velocity = worker.state["velocity"].mul_(momentum)
             for peer in present:
-                moved, began = map(worker.here, arrived[peer])
-                velocity.add_(moved, alpha=self.outer.learning_rate / len(present))
+                moved = worker.to_device(arrived[peer][0])
+                start = worker.to_device(arrived[peer][1])
+                velocity.add_(moved, alpha=lr / len(present))
                 if peer != worker.index:
-                    velocity.add_(began - worker.start, alpha=consensus / len(present))
+                    velocity.add_(start - worker.start, alpha=consensus / len(present))
             worker.start.add_(velocity)
 
 
 def draw_groups(workers: int, size: int, generator: torch.Generator) -> list[list[int]]:
-    """All workers, in groups of that size; the last one is smaller where it does not divide them."""
+    """Draw groups of this size from all workers; the last one is smaller if the size does not divide them."""
     order = torch.randperm(workers, generator=generator).tolist()
     return [sorted(order[first : first + size]) for first in range(0, workers, size)]

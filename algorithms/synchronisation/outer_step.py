@@ -1,7 +1,7 @@
 """The outer step: from a pseudo-gradient to new parameters, in place on flat tensors.
 
-The pseudo-gradient is the mean over workers of (x - x_m): minus it is a descent direction, so it takes the
-place of a gradient.
+The pseudo-gradient is the mean over workers of (x - x_m): its negative is a descent direction, so it takes the place of
+a gradient.
 """
 
 import dataclasses
@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
+from algorithms.synchronisation.flat import Part, read_part, write_part
+
 _MOMENTS = ("first_moment", "second_moment")
-# Of an outer step by its word the flat tensors that it keeps.
+# The flat tensors that each outer step keeps.
 OUTER_STATE = {"mean": (), "nesterov": ("velocity",), "adam": _MOMENTS, "adagrad": _MOMENTS, "yogi": _MOMENTS}
 
 
@@ -32,9 +34,27 @@ def nesterov_step(
     parameters.add_(pseudo_gradient, alpha=-lr).add_(velocity, alpha=-lr * momentum)
 
 
+def fragment_step(
+    shared: Mapping[str, torch.Tensor], part: Part | None, pseudo_gradient: torch.Tensor, lr: float, momentum: float
+) -> torch.Tensor:
+    """Make DiLoCo's step on a part of the shared "parameters" and "velocity"; return the new part."""
+    parameters = read_part(shared["parameters"], part)
+    velocity = read_part(shared["velocity"], part)
+    nesterov_step(parameters, pseudo_gradient, velocity, lr, momentum)
+    write_part(shared["parameters"], part, parameters)
+    write_part(shared["velocity"], part, velocity)
+    return parameters
+
+
 @dataclass(frozen=True)
-class AdaptiveValues:
-    """Those of `adaptive_step`. tau: how adaptive it is; the larger, the less."""
+class AdaptiveParameters:
+    """Parameters of `adaptive_step`.
+
+    Attributes:
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        tau: added to its square root; the larger, the less adaptive the step.
+    """
 
     beta1: float = 0.9
     beta2: float = 0.99
@@ -48,10 +68,12 @@ class AdaptiveValues:
             raise ValueError(f"tau: must be a positive number, got {self.tau}")
 
     def check_used(self, kind: str) -> None:
-        """Raise ValueError where they say something of an outer step that has none of them."""
-        unlike = [each.name for each in dataclasses.fields(AdaptiveValues) if getattr(self, each.name) != each.default]
-        if unlike and OUTER_STATE[kind] is not _MOMENTS:
-            raise ValueError(f"{unlike[0]}: must be left out with {kind}, which has none")
+        """Raise ValueError if a parameter is set although this outer step is not adaptive."""
+        changed = [
+            each.name for each in dataclasses.fields(AdaptiveParameters) if getattr(self, each.name) != each.default
+        ]
+        if changed and OUTER_STATE[kind] is not _MOMENTS:
+            raise ValueError(f"{changed[0]}: must be left out with {kind}, which has none")
 
 
 @torch.no_grad()
@@ -62,7 +84,7 @@ def adaptive_step(
     first: torch.Tensor,
     second: torch.Tensor,
     lr: float,
-    values: AdaptiveValues,
+    adaptive: AdaptiveParameters,
 ) -> None:
     """A server's Adagrad, Adam or Yogi (arXiv 2003.00295, Algorithm 2; D is the pseudo-gradient, the paper's -Delta):
 
@@ -71,11 +93,13 @@ def adaptive_step(
         yogi     v = v - (1 - beta2) D^2 sign(v - D^2)
         adam     v = beta2 v + (1 - beta2) D^2
 
-    There is no bias correction: v begins with tau^2, the least that the paper allows. `second` is v - tau^2, which
-    begins with zero, as `first`, m, does. All tensors are flat and of one size, and change; that of the pseudo-gradient
-    is used up.
+    There is no bias correction: v starts at tau^2, the least that the paper allows. `second` is v - tau^2, so that it
+    starts at zero, as m, which is `first`. All tensors are flat, of one size, and change; the pseudo-gradient is used
+    up.
     """
-    beta1, beta2, offset = values.beta1, values.beta2, values.tau**2
+    beta1 = adaptive.beta1
+    beta2 = adaptive.beta2
+    offset = adaptive.tau**2
     first.mul_(beta1).add_(pseudo_gradient, alpha=1 - beta1)
     squares = pseudo_gradient.square_()
     if kind == "adagrad":
@@ -84,25 +108,25 @@ def adaptive_step(
         second.mul_(beta2).add_(squares.sub_(offset), alpha=1 - beta2)
     else:
         second.sub_(squares.mul_((second + offset).sub_(squares).sign_()), alpha=1 - beta2)
-    # Rounding may have taken a little more than all of v.
+    # Rounding may have made v slightly negative.
     root = second.add(offset).clamp_min_(0.0).sqrt_()
-    parameters.addcdiv_(first, root.add_(values.tau), value=-lr)
+    parameters.addcdiv_(first, root.add_(adaptive.tau), value=-lr)
 
 
 def outer_step(
     kind: str,
     parameters: torch.Tensor,
     pseudo_gradient: torch.Tensor,
-    kept: Mapping[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor],
     lr: float,
     momentum: float,
-    values: AdaptiveValues,
+    adaptive: AdaptiveParameters,
 ) -> None:
-    """That of a word of `OUTER_STATE`, whose tensors are in `kept`; `mean` is x = x - pseudo_gradient."""
-    state = [kept[name] for name in OUTER_STATE[kind]]
+    """Make the outer step of this kind, whose `OUTER_STATE` is in `state`; `mean` is x = x - pseudo_gradient."""
     if kind == "mean":
         parameters.sub_(pseudo_gradient)
     elif kind == "nesterov":
-        nesterov_step(parameters, pseudo_gradient, *state, lr, momentum)
+        nesterov_step(parameters, pseudo_gradient, state["velocity"], lr, momentum)
     else:
-        adaptive_step(kind, parameters, pseudo_gradient, *state, lr, values)
+        first, second = (state[name] for name in _MOMENTS)
+        adaptive_step(kind, parameters, pseudo_gradient, first, second, lr, adaptive)

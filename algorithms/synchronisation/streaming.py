@@ -1,109 +1,130 @@
 """Streaming DiLoCo: fragments of the model one after the other, each applied when it has arrived (arXiv 2501.18512)."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from algorithms.synchronisation.fragments import fragment_parts, fragment_step
+from algorithms.synchronisation.flat import Block, Part, fragment_problems, layer_fragments, read_part, write_part
 from algorithms.synchronisation.group import Group
-from algorithms.synchronisation.method import Capabilities, Method, Part, put, take
+from algorithms.synchronisation.method import Capabilities, Method
+from algorithms.synchronisation.outer_step import fragment_step
 
 
+@dataclass(frozen=True)
 class StreamingDiLoCo(Method):
-    """After inner step (p + 1) H / P of a round fragment p is sent, and DiLoCo's step made on (x_p, v_p):
-    D_p = mean_m (x_p - x_m,p);  v_p = mu v_p + D_p;  x_p = x_p - lr (D_p + mu v_p).
+    """After inner step (p + 1) H / P of a round, fragment p is sent, and DiLoCo makes a step on (x_p, v_p):
 
-    `delay` inner steps later (the last one in the next round) it reaches the workers, which have gone on: x_m,p is then
-    mixing x_m,p + (1 - mixing) x_p  ("mix"), or x_p + (x_m,p - x_m,p as it was sent)  ("progress", arXiv 2605.20866).
+        D_p = mean_m (x_p - x_m,p);  v_p = mu v_p + D_p;  x_p = x_p - lr (D_p + mu v_p)
 
-    Which layers are in which fragment says `fragments`. Where P does not divide the H of a round, (p + 1) H / P is
-    rounded up; what is under way arrives at the latest when its fragment is sent again, and not at all after a merge.
+    `delay` inner steps later (the last fragment's in the next round) it reaches the workers, which have continued:
+
+        mix       x_m,p = mixing x_m,p + (1 - mixing) x_p
+        progress  x_m,p = x_p + (x_m,p - x_m,p as it was sent)      (arXiv 2605.20866)
+
+    `flat.layer_fragments` says which layers are in which fragment. If P does not divide the H of a round,
+    (p + 1) H / P is rounded up. A fragment that is on its way arrives at the latest when it is sent again, and not at
+    all after a merge. The default values are from memory.
+
+    Attributes:
+        fragments: P.
+        delay: inner steps between sending and arrival.
+        merge: how a worker merges a fragment with its own progress.
+        mixing: the weight of a worker's own parameters with merge "mix"; None: 0.5.
+        order: of the layers in the fragments.
     """
 
-    @dataclass(frozen=True)
-    class Settings:
-        """mixing: the weight of a worker's own parameters, 0.5 where merge is mix."""
+    fragments: int = 2
+    delay: int = 1
+    merge: Literal["mix", "progress"] = "mix"
+    mixing: float | None = None
+    order: Literal["strided", "sequential"] = "strided"
 
-        fragments: int = 2
-        delay: int = 1
-        merge: Literal["mix", "progress"] = "mix"
-        mixing: float | None = None
-        order: Literal["strided", "sequential"] = "strided"
-
-        def __post_init__(self):
-            mixes, mixing = self.merge == "mix", self.mixing
-            if self.fragments < 1:
-                raise ValueError(f"fragments: must be a positive integer, got {self.fragments}")
-            if self.delay < 0:
-                raise ValueError(f"delay: must not be negative, got {self.delay}")
-            if mixing is not None and not (mixes and 0 <= mixing < 1):
-                known = "at least 0 and less than 1" if mixes else "null where merge is progress"
-                raise ValueError(f"mixing: must be {known}, got {mixing}")
-
-    capabilities = Capabilities(one_exchange=False, temporaries=1.0, shards=True)
-    state = ("velocity",)
     keeps = "replica"
+    state = ("velocity",)
 
-    def __init__(self, settings, outer, blocks):
-        super().__init__(settings, outer, blocks)
-        self._parts = fragment_parts(blocks, settings.fragments, settings.order)
-        self.worker_state = ("offset",) if settings.merge == "progress" else ()  # x_p - x_m,p as it was sent
+    def __post_init__(self):
+        if self.fragments < 1:
+            raise ValueError(f"fragments: must be a positive integer, got {self.fragments}")
+        if self.delay < 0:
+            raise ValueError(f"delay: must not be negative, got {self.delay}")
+        if self.mixing is not None and self.merge == "progress":
+            raise ValueError(f"mixing: must be null where merge is progress, got {self.mixing}")
+        if self.mixing is not None and not 0 <= self.mixing < 1:
+            raise ValueError(f"mixing: must be at least 0 and less than 1, got {self.mixing}")
 
-    @classmethod
-    def problems(cls, settings, inner_steps: int, workers: int | None) -> list[str]:
-        key, (interval, left) = "number_of_inner_steps_between_outers", divmod(inner_steps, settings.fragments)
-        if left:
-            return [f"synchronisation.fragments: must divide {key}, {inner_steps}, got {settings.fragments}"]
-        if settings.delay >= interval:
-            return [f"synchronisation.delay: must be less than {key} / fragments, {interval}, got {settings.delay}"]
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(one_exchange=False, temporaries=1.0, shards=True, problems=self._problems)
+
+    @property
+    def worker_state(self) -> tuple[str, ...]:
+        return ("offset",) if self.merge == "progress" else ()  # x_p - x_m,p as it was sent
+
+    def _problems(self, inner_steps: int | None, workers: int | None, blocks: Sequence[Block] | None) -> list[str]:
+        if blocks is not None:
+            return fragment_problems(blocks, self.fragments)
+        if inner_steps is None:
+            return []
+        key = "number_of_inner_steps_between_outers"
+        interval, rest = divmod(inner_steps, self.fragments)
+        if rest:
+            return [f"synchronisation.fragments: must divide {key}, {inner_steps}, got {self.fragments}"]
+        if self.delay >= interval:
+            return [f"synchronisation.delay: must be less than {key} / fragments, {interval}, got {self.delay}"]
         return []
 
     def _sent_after(self, inner_steps: int) -> list[int]:
-        return [-(-number * inner_steps // len(self._parts)) for number in range(1, len(self._parts) + 1)]
+        """The inner step after which each fragment is sent."""
+        return [-(-number * inner_steps // self.fragments) for number in range(1, self.fragments + 1)]
 
     def stops(self, group: Group) -> Sequence[int]:
-        sent = self._sent_after(group.inner_steps)
-        arriving = [*(step + self.settings.delay for step in sent), *map(int, group.values.values())]
-        return sorted({*sent, *(step for step in arriving if step <= group.inner_steps)})
+        inner_steps = group.clock.inner_steps
+        sent = self._sent_after(inner_steps)
+        arriving = [step + self.delay for step in sent] + [int(step) for step in group.values.values()]
+        return sorted({*sent, *(step for step in arriving if step <= inner_steps)})
 
     def exchange(self, group: Group) -> None:
-        arrives = group.values  # after which inner step of the round what is under way does
-        for number, (part, sent) in enumerate(zip(self._parts, self._sent_after(group.inner_steps), strict=True)):
+        step = group.clock.step
+        inner_steps = group.clock.inner_steps
+        arrives = group.values  # the inner step of the round after which a fragment on its way arrives
+        parts = layer_fragments(group.model.blocks, self.fragments, self.order)
+        for number, (part, sent) in enumerate(zip(parts, self._sent_after(inner_steps), strict=True)):
             name = f"fragment_{number}"
-            if sent == group.step:
+            if sent == step:
                 if name in arrives:  # the round was shorter than the delay
-                    self._apply(group, part)
+                    self._arrive(group, part)
                 self._send(group, part)
-                arrives[name] = group.step + self.settings.delay
-            if arrives.get(name) == group.step:
-                self._apply(group, part)
+                arrives[name] = step + self.delay
+            if arrives.get(name) == step:
+                self._arrive(group, part)
                 del arrives[name]
-        if group.step == group.inner_steps:
+        if step == inner_steps:
             for name in arrives:
-                arrives[name] -= group.inner_steps
+                arrives[name] -= inner_steps
 
     def _send(self, group: Group, part: Part | None) -> None:
-        delta = group.mean_difference(part, behind=self.settings.delay)
+        delta = group.pseudo_gradient(part, behind=self.delay)
         if delta is None:
             return
-        parameters = fragment_step(group, part, delta, self.outer)
+        parameters = fragment_step(group.shared, part, delta, group.outer.learning_rate, group.outer.momentum)
         if self.worker_state:
-            for worker in group.local:
-                put(worker.state["offset"], part, worker.here(parameters) - take(worker.parameters, part))
+            for worker in group.local_workers:
+                offset = worker.to_device(parameters) - read_part(worker.parameters, part)
+                write_part(worker.state["offset"], part, offset)
 
-    def _apply(self, group: Group, part: Part | None) -> None:
-        settings = self.settings
-        shared = take(group.shared["parameters"], part)
-        for worker in group.local:
-            new = worker.here(shared)
-            own = take(worker.parameters, part)
-            if settings.merge == "mix":
-                new = torch.lerp(new, own, 0.5 if settings.mixing is None else settings.mixing)
-            elif settings.delay:
-                new = own + take(worker.state["offset"], part)
-            put(worker.parameters, part, new)
+    def _arrive(self, group: Group, part: Part | None) -> None:
+        shared = read_part(group.shared["parameters"], part)
+        for worker in group.local_workers:
+            new = worker.to_device(shared)
+            own = read_part(worker.parameters, part)
+            if self.merge == "mix":
+                new = torch.lerp(new, own, 0.5 if self.mixing is None else self.mixing)
+            elif self.delay:
+                new = own + read_part(worker.state["offset"], part)
+            write_part(worker.parameters, part, new)
 
-    def merged(self, values: dict[str, float]) -> None:
-        values.clear()
+    def restarted(self, values: dict[str, float], workers: Collection[int] | None) -> None:
+        if workers is None:
+            values.clear()

@@ -2,12 +2,12 @@
 
 import torch
 
-from algorithms.synchronisation.group import Group, LocalWorker, MeanOfWorkers
+from algorithms.synchronisation.group import Group, LocalWorker, WorkerMean
 from algorithms.synchronisation.method import Capabilities, Method
 
 
 class Synchronous(Method):
-    """g = mean_m g_m, clipped; one step of the inner optimizer, whose moments are the trainer's."""
+    """g = mean_m g_m, clipped; then one step of the inner optimizer, whose moments are the trainer's."""
 
     capabilities = Capabilities(
         exchanges_gradients=True,
@@ -17,11 +17,11 @@ class Synchronous(Method):
         shards=True,
     )
 
-    def incoming(self, group: Group) -> MeanOfWorkers:
+    def incoming(self, group: Group) -> WorkerMean:
         return group.mean(kind="gradient")
 
     def message(self, worker: LocalWorker, group: Group) -> torch.Tensor:
         return worker.gradient
 
     def apply(self, group: Group, gradient: torch.Tensor) -> None:
-        group.update(gradient)
+        group.inner.update(gradient)

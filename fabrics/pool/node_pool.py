@@ -15,7 +15,7 @@ from fabrics.pool.node_speeds import HYSTERESIS, MeasuredSpeeds, Work, first_spe
 from fabrics.pool.round_scheduler import check_budget
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.forward_backward import backward, probed_backward
-from fabrics.training.method_config import capabilities_of, check_state
+from fabrics.training.method_config import check_state, method_of
 from fabrics.training.optimizers import check_inner_optimizer
 from fabrics.training.work_split import participant_count, scheduled_nodes
 from fabrics.training.worker import Node, TrainingError, WorkerRound
@@ -57,7 +57,7 @@ def round_tensors(config: Config, workers: int, several_processes: bool, elsewhe
         several_processes: whether a trainer's workers may be in several. elsewhere: how many are then, at most.
     """
     held = workers if several_processes else 0
-    able = capabilities_of(config)
+    able = method_of(config).capabilities
     if able.message_tensors:
         each = elsewhere if able.recipients is None else min(able.recipients, elsewhere)
         coming = workers + min(elsewhere, workers * each) if several_processes else 0

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from algorithms.batch.across_workers import SKETCH_SIZE, sketch
 from algorithms.batch.gradient_statistics import SampleEstimate
 from algorithms.batch.losses import logits_of
-from algorithms.synchronisation.method import Block, Wholes
+from algorithms.synchronisation.flat import Block, FullTensors
 from fabrics.sharding.layers import CompiledLayers, sharded_layers, sharded_parts
 from fabrics.sharding.shard_layout import ShardLayout
 from fabrics.sharding.sharded_statistics import DeviceProbe, ShardedProbe, devices_estimate
@@ -165,7 +165,7 @@ class ShardedModel(FlatModel):
         self.parameters.grad = gradient
         shapes = {name: tuple(shards[parameter].to_local().shape) for name, parameter in trainable.items()}
         self.blocks = blocks_of(shapes, [place.start for place in self._layout.places], self._layout.size)
-        self.wholes = Wholes(())  # no tensor is whole here
+        self.full_tensors = FullTensors(())  # no tensor is full on this device
 
     @torch.no_grad()
     def _update_copies(self) -> None:

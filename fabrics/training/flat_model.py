@@ -15,7 +15,7 @@ from algorithms.batch.across_workers import SKETCH_SIZE, sketch
 from algorithms.batch.gradient_statistics import SampleEstimate
 from algorithms.batch.losses import logits_of
 from algorithms.batch.per_example import PerExampleProbe, step_estimate
-from algorithms.synchronisation.method import Block, Wholes
+from algorithms.synchronisation.flat import Block, FullTensors
 from utils.checkpoint.parts import FilePart
 from utils.distributed.devices import is_out_of_memory
 from utils.distributed.shard_groups import ShardGroup
@@ -65,7 +65,7 @@ class FlatModel:
         parameters: flat nn.Parameter of all trainable parameters; its `.grad` is the flat gradient.
         parameter_count: trainable numbers in it, without the gaps.
         blocks: where each trainable parameter is in the flat buffers.
-        wholes: for what looks at whole tensors.
+        full_tensors: for methods that need the shapes of the model's tensors.
         shard_group: the devices that share the module; here there is one.
         compares_devices: True if a probe compares these devices instead of examples; it may change at any time.
     """
@@ -105,7 +105,7 @@ class FlatModel:
         self.parameters = nn.Parameter(flat)
         self.parameters.grad = gradient
         self.blocks = blocks_of({name: tuple(p.shape) for name, p in named.items()}, offsets, size)
-        self.wholes = Wholes(self.blocks)
+        self.full_tensors = FullTensors(self.blocks)
 
     @property
     def gradient(self) -> torch.Tensor:

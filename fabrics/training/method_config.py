@@ -7,7 +7,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from algorithms.synchronisation import METHODS, Method
 from algorithms.synchronisation.encodings.encoding import Encoding
-from algorithms.synchronisation.method import Capabilities, Outer, taken_names
+from algorithms.synchronisation.method import taken_names
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
 from fabrics.training.statistics import plan_statistics
@@ -16,50 +16,52 @@ from utils.text import did_you_mean
 
 
 @functools.cache
-def _adapter(kind: type) -> TypeAdapter:
-    return TypeAdapter(kind)
+def _adapter(method: type[Method]) -> TypeAdapter:
+    return TypeAdapter(method)
 
 
-def method_settings(config: Config):
-    """The values of `synchronisation`, as the method knows them.
+def method_of(config: Config, model: FlatModel | None = None) -> Method:
+    """Return the method with the parameters of `synchronisation`.
 
     Raises:
-        ConfigError: with one line per problem.
+        ConfigError: with one line per problem; a parameter is wrong, or does not fit the model.
     """
-    kind = METHODS[config.distributed_algo].Settings
-    known, problems = [entry.name for entry in dataclasses.fields(kind)], []
+    method = METHODS[config.distributed_algo]
+    known = [field.name for field in dataclasses.fields(method)]
+    problems = []
     for name in config.synchronisation:
         if name not in known:
             hint = did_you_mean(str(name), known) or f"; it has {', '.join(known) or 'none'}"
             problems.append(f"synchronisation.{name}: {config.distributed_algo} has no such parameter{hint}")
-    for entry in dataclasses.fields(kind):
-        if isinstance(value := config.synchronisation.get(entry.name), bool) and entry.type is not bool:
-            problems.append(f"synchronisation.{entry.name}: should not be true or false, got {value}")
-    if not problems:
-        try:
-            return _adapter(kind).validate_python(config.synchronisation)
-        except ValidationError as error:
-            for each in error.errors():
-                place = ".".join(str(part) for part in each["loc"] if part in known)
-                reason = each["msg"].removeprefix("Value error, ")
-                said = f"{place}: {reason.removeprefix('Input ')}, got {each['input']!r}" if place else reason
-                problems.append(f"synchronisation.{said}")
-    raise ConfigError(problems)
-
-
-def method_of(config: Config, working: FlatModel) -> Method:
-    """The method, for flat tensors of a working model.
-
-    Raises:
-        ConfigError: the method does not fit the model.
-    """
-    settings = method_settings(config)
-    outer = Outer(config.learning_rate_for_outer_opt, config.outer_momentum, config.weight_decay)
-    kind = METHODS[config.distributed_algo]
+    for field in dataclasses.fields(method):
+        value = config.synchronisation.get(field.name)
+        if isinstance(value, bool) and field.type is not bool:
+            problems.append(f"synchronisation.{field.name}: should not be true or false, got {value}")
+    if problems:
+        raise ConfigError(problems)
     try:
-        return kind(settings, outer, working.blocks)
-    except ValueError as error:
-        raise ConfigError([f"synchronisation.{error}"]) from error
+        found = _adapter(method).validate_python(config.synchronisation)
+    except ValidationError as errors:
+        raise ConfigError([_problem(error, known) for error in errors.errors()]) from None
+    if model is not None and (problems := found.capabilities.problems(None, None, model.blocks)):
+        raise ConfigError(problems)
+    return found
+
+
+def _problem(error: dict, known: list[str]) -> str:
+    place = ".".join(str(part) for part in error["loc"] if part in known)
+    reason = error["msg"].removeprefix("Value error, ")
+    if place:
+        return f"synchronisation.{place}: {reason.removeprefix('Input ')}, got {error['input']!r}"
+    return f"synchronisation.{reason}"
+
+
+def method_if_valid(config: Config) -> Method | None:
+    """Return the method, or None if a parameter is wrong."""
+    try:
+        return method_of(config)
+    except ConfigError:
+        return None
 
 
 def round_bytes(
@@ -74,30 +76,20 @@ def round_bytes(
     elements = model.parameter_count
     dtype = model.parameters.dtype
     mean = encoding.reduction_bytes(workers, elements, dtype)
-    exchanged = method.bytes_per_round(workers, mean, encoding.sent_bytes(elements, dtype), dtype)
+    message = encoding.sent_bytes(elements, dtype)
+    exchanged = method.capabilities.bytes_per_round(workers, mean, message, model.blocks, dtype)
     return round(exchanged) + plan_statistics(config, workers, tested).sent_bytes(workers, elements, dtype)
 
 
-def check_state(config: Config, working: FlatModel) -> None:
-    """Raise ConfigError where the method's state has a name that something else is kept by, as its settings are."""
+def check_state(config: Config, model: FlatModel) -> None:
+    """Raise ConfigError if a name in the method's state is taken."""
     kind = inner_optimizer_name(config)
-    moments = () if kind is None else INNER_OPTIMIZERS[kind].state_shapes(working)
-    if taken := taken_names(method_of(config, working), moments):
+    moments = () if kind is None else INNER_OPTIMIZERS[kind].state_shapes(model)
+    if taken := taken_names(method_of(config, model), moments):
         raise ConfigError([f"distributed_algo: {config.distributed_algo}: {problem}" for problem in taken])
 
 
-def capabilities_of(config: Config) -> Capabilities:
-    """Return the capabilities of the method with its settings.
-
-    Raises:
-        ConfigError: the settings are wrong.
-    """
-    return METHODS[config.distributed_algo].configured(method_settings(config))
-
-
 def check_method(config: Config, workers: int) -> None:
-    """Raise ConfigError where the method cannot work with so many workers of a trainer."""
-    settings = method_settings(config)
-    found = METHODS[config.distributed_algo].problems(settings, config.number_of_inner_steps_between_outers, workers)
-    if found:
-        raise ConfigError(found)
+    """Raise ConfigError if the method cannot work with this number of workers of a trainer."""
+    if problems := method_of(config).capabilities.problems(None, workers, None):
+        raise ConfigError(problems)

@@ -202,7 +202,7 @@ INNER_OPTIMIZERS = Registry(
 
 def inner_optimizer_name(config: Config) -> str | None:
     """The inner optimiser that the configuration asks for, or else that of its method, which may do without."""
-    return config.inner_optimizer or METHODS[config.distributed_algo].capabilities.inner_optimizer
+    return config.inner_optimizer or METHODS[config.distributed_algo]().capabilities.inner_optimizer
 
 
 def check_inner_optimizer(config: Config, working: FlatModel) -> None:

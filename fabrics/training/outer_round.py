@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from algorithms.synchronisation.group import Clock, Group, LocalWorker
+from algorithms.synchronisation.encodings.encoding import BFLOAT16
+from algorithms.synchronisation.group import Clock, Event, Group, Inner, LocalWorker, Outer
 from fabrics.training.inner_loop import InnerLoop, clip
 from fabrics.training.optimizers import INNER_OPTIMIZERS, InnerOptimizer, inner_optimizer_name
 from fabrics.training.work_split import lost_messages
@@ -27,6 +28,7 @@ class OuterRound:
         on_step: called after every inner step of every worker of this process.
 
     Attributes:
+        events: all that the workers have sent each other.
         group: the workers as the method sees them.
         loops: the inner loop of each participating local worker, by number.
         unheard: workers whose messages are lost in this round.
@@ -48,6 +50,8 @@ class OuterRound:
         self._place = first.place
         self._optimizer: InnerOptimizer | None = None
         self.unheard = lost_messages(config.message_loss, first.place, assignments)
+        self.events: list[Event] = []
+        self._learning_rates = first.learning_rates
         self.group = Group(
             workers=workers,
             model=workers.first_model,
@@ -55,10 +59,10 @@ class OuterRound:
             values=values,
             weights=_weights(assignments, len(workers)),
             clock=_clock(config, workers, assignments),
-            inner_steps=len(first.learning_rates),
-            learning_rates=first.learning_rates,
+            inner=Inner(config.weight_decay, self._update),
+            outer=_outer(config, workers),
             generator=self._generator,
-            update=self._update,
+            events=self.events,
         )
         self.loops: dict[int, InnerLoop] = {}
         self._local: dict[int, LocalWorker] = {}
@@ -86,13 +90,14 @@ class OuterRound:
         """
         method = self._method
         group = self.group
-        group.local = self._well()
+        group.local_workers = self._well()
         for stop in self._stops():
-            group.step = stop
+            group.clock.step = stop
+            group.inner.learning_rate = self._learning_rates[stop - 1]
             if method.keeps == "replica":
                 for loop in self.loops.values():
                     loop.run(until=stop)
-                group.local = self._well()
+                group.local_workers = self._well()
                 method.exchange(group)
                 continue
             incoming = method.incoming(group)
@@ -101,7 +106,7 @@ class OuterRound:
                 if loop.left_out is None and index not in self.unheard:
                     incoming.add(self._local[index], self._message(index))
             result = incoming.result()
-            group.local = self._well()
+            group.local_workers = self._well()
             if result is not None and len(result):
                 method.apply(group, result)
         if self._config.message_loss:
@@ -111,7 +116,7 @@ class OuterRound:
 
     def _stops(self) -> Sequence[int]:
         method = self._method
-        inner_steps = self.group.inner_steps
+        inner_steps = self.group.clock.inner_steps
         if method.capabilities.exchanges_gradients:
             return range(1, inner_steps + 1)
         stops = method.stops(self.group)
@@ -144,7 +149,7 @@ class OuterRound:
             self._optimizer = kind.build(model, self._config, self.group.shared)
         model.load(parameters)
         clip(model, model.gradient.copy_(gradient), self._config.gradient_clipping)
-        self._optimizer.step(self.group.learning_rate)
+        self._optimizer.step(self.group.inner.learning_rate)
         model.gradient.zero_()
         parameters.copy_(model.parameters)
 
@@ -163,6 +168,11 @@ def _weights(assignments: Mapping[int, Assignment], workers: int) -> list[float]
     return [weight / total for weight in weights]
 
 
+def _outer(config: Config, workers: WorkerGroup) -> Outer:
+    dtype = torch.bfloat16 if workers.encoding is BFLOAT16 else workers.dtype
+    return Outer(config.learning_rate_for_outer_opt, config.outer_momentum, dtype)
+
+
 def _clock(config: Config, workers: WorkerGroup, assignments: Mapping[int, Assignment]) -> Clock:
     speeds = [node.speed if config.node_speeds else math.inf for node in workers.nodes]
     seconds = [0.0] * len(workers)
@@ -173,6 +183,7 @@ def _clock(config: Config, workers: WorkerGroup, assignments: Mapping[int, Assig
         own_steps[worker] = own.pace
         batches[worker] = own.plan.effective_batch
     return Clock(
+        inner_steps=len(next(iter(assignments.values())).learning_rates),
         seconds=seconds,
         own_steps=own_steps,
         batches=batches,

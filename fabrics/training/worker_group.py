@@ -47,8 +47,7 @@ class WorkerGroup:
         self.local: dict[int, Worker] = {}
         self.lost: frozenset[int] = frozenset()
         self._config, self._models, self._processes = config, models, processes
-        self._losses: list[float] = []  # of the first and the last round
-        self._encoding = self._first_encoding = COMMUNICATION_DTYPES[config.communication_dtype]
+        self._encoding = COMMUNICATION_DTYPES[config.communication_dtype]
         first = self.first_model = next(iter(models.values()))
         method = self.method = method_of(config, first)
         by_itself = config.balance == "equal" and method.capabilities.fewer_steps
@@ -82,12 +81,6 @@ class WorkerGroup:
     def encoding(self) -> Encoding:
         """How pseudo-gradients travel; as they are where there is one worker, which sends nothing."""
         return self._encoding if len(self) > 1 else PLAIN
-
-    def adapt(self, loss: float) -> None:
-        """Let an encoding whose levels follow the loss do so. loss: of the training of the last round."""
-        if 0.0 < loss < math.inf:
-            self._losses = [*(self._losses or [loss])[:1], loss]
-            self._encoding = self._first_encoding.encoding_for(*self._losses)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -206,7 +199,7 @@ class WorkerGroup:
             tensors: of the trainer, by name; None in a process without a worker.
             values: of the method; they change in place.
         """
-        self.method.merged(values)
+        self.method.restarted(values, None)
         for worker in self.local.values():
             worker.load_state_dict({COPY: tensors["parameters"]})
 
@@ -242,7 +235,7 @@ class WorkerGroup:
 
         def found(own_steps: Mapping[int, int], inner_steps: int, step_seconds: float) -> Mapping[int, Sequence[int]]:
             travel = in_steps(self.server_seconds(self.parameter_count), step_seconds)
-            return self.method.turns(own_steps, inner_steps, values, travel)
+            return self.method.capabilities.active_steps(own_steps, inner_steps, values, travel)
 
         return found
 
@@ -278,8 +271,8 @@ class WorkerGroup:
         return round_bytes(self._config, self.method, self._encoding, self.first_model, workers, tested)
 
     def state_dict(self) -> dict:
-        """The workers' nodes, whose state is lost and the losses that encodings follow; each worker has tensors."""
-        return {"nodes": [node.id for node in self.nodes], "lost": sorted(self.lost), "losses": self._losses}
+        """Return the workers' nodes and the workers whose state is lost; each worker has tensors."""
+        return {"nodes": [node.id for node in self.nodes], "lost": sorted(self.lost)}
 
     def load_state_dict(self, state: Mapping, read: Callable[[int, str], torch.Tensor]) -> None:
         """Give as many workers as there were their state back; others begin with moments of the first healthy one.
@@ -290,9 +283,6 @@ class WorkerGroup:
         Args:
             read: from a worker's number and the name of a tensor to that tensor.
         """
-        self._losses = list(state.get("losses", []))
-        for loss in self._losses:
-            self.adapt(loss)
         workers, lost = len(state["nodes"]), frozenset(state["lost"])
         left = {COPY} if len(self.nodes) < workers and self.method.capabilities.averages_copies else set()
         healthy = [index for index in range(workers) if index not in lost]

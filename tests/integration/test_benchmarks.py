@@ -92,7 +92,6 @@ def test_scaling_sends_and_writes_and_says_how_much(programs):
         ("bfloat16", "in worker order", "1.6"),
         ("int8", "in worker order", "1.2"),
         ("int4", "in worker order", "1.0"),
-        ("adaptive", "in worker order", "1.0"),
     ]
     assert [row[:3] for row in rows] == 2 * expected
     for number, (*_, sent, of_a_process, counted) in enumerate(rows):

@@ -154,6 +154,5 @@ def test_an_exchange_between_gpus_needs_as_many_and_says_what_it_takes(programs)
         "bfloat16, in worker order": 160_000,
         "int8, in worker order": 120_628,
         "int4, in worker order": 100_628,
-        "adaptive, in worker order": 100_628,
     }
     assert all(one["seconds"] > 0 for one in found.values())

@@ -222,7 +222,7 @@ def test_with_all_workers_lost_the_parameters_stay_finite_and_training_goes_on(n
     assert not torch.equal(trainer.parameters, before)
 
 
-GRADIENTS = [name for name, method in matrix.METHODS.items() if method.capabilities.exchanges_gradients]
+GRADIENTS = [name for name, method in matrix.METHODS.items() if method().capabilities.exchanges_gradients]
 
 
 @pytest.mark.parametrize("name", GRADIENTS)

@@ -41,7 +41,7 @@ def ran(**values):
     return estimate(make_config(**(STEADY | values))), cluster.counters
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].capabilities.one_exchange])
+@pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name]().capabilities.one_exchange])
 def test_a_run_sends_what_is_estimated(method):
     values = {"nodes_per_gpu": 4, "number_of_initial_trainers": 1, "distributed_algo": method}
     found, totals = ran(**values, **matrix.PARAMETERS.get(method, {}))

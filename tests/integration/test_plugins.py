@@ -17,7 +17,7 @@ from algorithms.batch.gradient_statistics import GradientStatistics
 from algorithms.nodes.policies import MERGE_POLICIES
 from algorithms.registry import Registry
 from algorithms.synchronisation import METHODS
-from algorithms.synchronisation.method import Outer, check_names
+from algorithms.synchronisation.method import check_registered
 from fabrics.config_checks import CHECKS
 from fabrics.data.dataset_loader import load_data
 from fabrics.models.model_family import ModelFamily
@@ -166,7 +166,7 @@ def test_a_method_whose_state_has_the_name_of_something_else_is_refused_where_it
     [("DiLoCo", {"state": ("exp_avg",)}), ("DeMo", {}), ("Synchronous", {"worker_state": ("step",)})],
 )
 def test_names_that_nothing_else_has_there_are_a_methods_own(name, values):
-    check_names("Mine", type("Mine", (METHODS[name],), values))
+    check_registered("Mine", type("Mine", (METHODS[name],), values))
 
 
 def test_what_plugins_may_add_to_are_registries():
@@ -473,12 +473,12 @@ def test_an_outer_step_as_long_as_workers_agree_on_paper():
     file = ROOT / "examples" / "own_method.py"
     assert len(file.read_text().splitlines()) <= 40
     config = parsed(str(file), distributed_algo="Agreement", synchronisation={"floor": 0.05})
-    method = METHODS["Agreement"](METHODS["Agreement"].Settings(0.05), Outer(1.0, 0.0), ())
-    members = [SimpleNamespace(parameters=torch.tensor(own), here=lambda x: x) for own in ([1.0, 0.0], [0.0, 1.0])]
+    method = METHODS["Agreement"](floor=0.05)
+    members = [SimpleNamespace(parameters=torch.tensor(own), to_device=lambda x: x) for own in ([1.0, 0.0], [0.0, 1.0])]
     shared, added = {"parameters": torch.zeros(2)}, []
     mean = SimpleNamespace(add=lambda worker, value: added.append(value), result=lambda: (added[0] + added[1]) / 2)
-    group = SimpleNamespace(shared=shared, local=members, mean=lambda like, kind: mean)
-    group.mean_difference = lambda: torch.tensor([-0.5, -0.5])
+    group = SimpleNamespace(shared=shared, local_workers=members, mean=lambda like, kind: mean)
+    group.pseudo_gradient = lambda: torch.tensor([-0.5, -0.5])
     method.exchange(group)
     # Two differences of length 1 at right angles: their mean is 1/sqrt(2) as long, and that share of it is gone.
     expected = torch.full((2,), 0.5 / 2**0.5)

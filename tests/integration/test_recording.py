@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from algorithms.batch.switch_mode import ExecutionPlan
-from algorithms.synchronisation.method import Event
+from algorithms.synchronisation.group import Event
 from fabrics.training.worker import WorkerRound
 from tests.support.helpers import warnings_of
 from tests.support.runs import record_run, start_training, summary, write_config

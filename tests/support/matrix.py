@@ -49,16 +49,16 @@ class Ring(Method):
 
     def incoming(self, group: Group):
         workers = len(group.weights)
-        return group.messages(group.shared["parameters"].nbytes, lambda worker: [(worker + 1) % workers])
+        return group.messages(group.shared["parameters"].nbytes, to=lambda worker: [(worker + 1) % workers])
 
     def message(self, worker, group: Group) -> torch.Tensor:
         return worker.parameters.view(torch.uint8)
 
     def apply(self, group: Group, came) -> None:
-        for member in group.local:
+        for member in group.local_workers:
             own = came[member.index]
             before = came.get((member.index - 1) % len(group.weights), own)
-            target = sum(member.here(each).view(member.start.dtype) for each in (own, before)) / 2
+            target = sum(member.to_device(each).view(member.start.dtype) for each in (own, before)) / 2
             member.state["speed"].mul_(0.5).add_(target - member.start)
             member.start.add_(member.state["speed"] if member.index % 2 else target - member.start)
         group.values["exchanges"] = group.values.get("exchanges", 0) + 1
@@ -72,19 +72,19 @@ class Late(Method):
     state = ("under_way",)
 
     def stops(self, group: Group):
-        return (group.inner_steps // 2, group.inner_steps)
+        return (group.clock.inner_steps // 2, group.clock.inner_steps)
 
     def exchange(self, group: Group) -> None:
-        if group.step == group.inner_steps:
-            delta = group.mean_difference(behind=group.inner_steps // 2)
+        if group.clock.step == group.clock.inner_steps:
+            delta = group.pseudo_gradient(behind=group.clock.inner_steps // 2)
             if delta is not None:
                 group.shared["under_way"].copy_(delta)
                 group.values["under_way"] = 1
         elif "under_way" in group.values:
             group.values.pop("under_way")
             group.shared["parameters"].sub_(group.shared["under_way"], alpha=0.7)
-            for member in group.local:
-                member.parameters.lerp_(member.here(group.shared["parameters"]), 0.5)
+            for member in group.local_workers:
+                member.parameters.lerp_(member.to_device(group.shared["parameters"]), 0.5)
 
 
 class Signs(Method):
@@ -99,7 +99,7 @@ class Signs(Method):
         return group.messages(group.shared["parameters"].numel())
 
     def message(self, worker, group: Group) -> torch.Tensor:
-        change = worker.parameters - worker.here(group.shared["parameters"]) + worker.state["unsaid"]
+        change = worker.parameters - worker.to_device(group.shared["parameters"]) + worker.state["unsaid"]
         torch.sub(change, change.sign(), alpha=self.length, out=worker.state["unsaid"])
         return change.sign().to(torch.int8).view(torch.uint8)
 
@@ -118,11 +118,11 @@ class Drift(Method):
 
     def exchange(self, group: Group) -> None:
         incoming = group.mean(kind="parameters")
-        for member in group.local:
+        for member in group.local_workers:
             incoming.add(member, member.parameters)
         mean = incoming.result()
-        for member in group.local:
-            member.parameters.lerp_(member.here(mean), 0.25)
+        for member in group.local_workers:
+            member.parameters.lerp_(member.to_device(mean), 0.25)
 
 
 # With parameters that make another method of it.

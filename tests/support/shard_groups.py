@@ -122,7 +122,7 @@ SMALL_RECIPE = {
 OF_FOUR_NODES = ("across workers", "sketches", "int8")
 ROUNDED = ("float32", "autocast", "autocast compiled", "int8")  # others are in float64
 GRAPHS = {"compiled": 1, "autocast compiled": 2}  # that layers share; of their attention and their MLP
-METHODS = [name for name in matrix.METHODS if matrix.METHODS[name].capabilities.shards]
+METHODS = [name for name in matrix.METHODS if matrix.METHODS[name]().capabilities.shards]
 STOPPED_AFTER = 1  # which round
 # Processes, how many of them are a shard group, and what these shard groups run: one, two, and one with devices that
 # lack rows.

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.nodes.async_clock import Arrival, Collected, collections, forget, in_steps, leg_round, legs
+from algorithms.nodes.async_clock import forget, in_steps
 from algorithms.nodes.balance import turns
 from algorithms.nodes.traffic import Link
 from algorithms.nodes.virtual_clock import Clocks, Sending, Uniform
-from algorithms.synchronisation.decoupled import Answered, Taken, Waiting, fragment_round
-from algorithms.synchronisation.method import Event
+from algorithms.synchronisation.decoupled import Answered, Sent, Server, fragment_round
+from algorithms.synchronisation.delayed_nesterov import Arrival, leg_round, legs_of
+from algorithms.synchronisation.group import Event
 from fabrics.training.worker import COPY, Node
 from tests.support import oracles, oracles_clock
 from tests.support.helpers import CPU, train
@@ -48,7 +49,7 @@ def test_who_arrives_when(own, inner_steps, leg, begun, expected):
     values = {f"begun_{worker}": steps for worker, steps in enumerate(begun)}
     found = leg_round(dict(enumerate(own)), inner_steps, leg, values)
     assert [(arrival.time, arrival.worker) for arrival in found.arrivals] == expected
-    assert [own.turns for own in found.legs.values()] == [turns(each, inner_steps) for each in own]
+    assert [own.active_steps for own in found.legs.values()] == [turns(each, inner_steps) for each in own]
     total = [before + each for before, each in zip(begun, own, strict=True)]
     assert found.values == {f"begun_{worker}": made % leg for worker, made in enumerate(total)}
 
@@ -72,7 +73,7 @@ def test_who_waits_for_an_answer_makes_fewer_steps_of_a_round(own, made, ends):
         found = leg_round({0: own}, 12, 4, values, Fraction(2))
         (each,), values = found.legs.values(), found.values
         assert (list(each.made), list(each.ends)) == (made[number], ends[number])
-        assert list(each.turns) == [time - 1 for time in made[number]]
+        assert list(each.active_steps) == [time - 1 for time in made[number]]
 
 
 @pytest.mark.parametrize(("own", "travel"), [(1, Fraction(1, 4)), (2, Fraction(9)), (4, Fraction(100))])
@@ -91,8 +92,8 @@ def test_a_step_is_never_over_before_the_round_in_which_it_is_made():
     """Of the next step there is left what an answer took, which is too little to be remembered."""
     values = leg_round({0: 1}, 4, 1, {}, Fraction(1, 10**6)).values
     assert values == {"begun_0": 0, "late_0": 1e-6}
-    each = legs(1, 4, 2, 0, Fraction(-1 + 10**-9))
-    assert legs(1, 4, 2, 0, each.late).turns[0] >= 0
+    each = legs_of(1, 4, 2, 0, Fraction(-1 + 10**-9))
+    assert legs_of(1, 4, 2, 0, each.late).active_steps[0] >= 0
 
 
 @pytest.mark.parametrize(
@@ -112,23 +113,24 @@ def test_a_step_is_never_over_before_the_round_in_which_it_is_made():
     ],
 )
 def test_what_a_server_collects(values, expected):
-    values = {"ready": [2, 2, 2]} | values
-    for name in {"grace", "travel"} & values.keys():
-        values[name] = Fraction(values[name])
-    found = collections([8, 4, 2], 8, 2, **values)
-    assert [(each.stop, each.workers) for each in found] == expected
-    assert all(each.back == math.ceil(each.stop + values.get("travel", 0)) for each in found)
+    ready = values.pop("ready", [2, 2, 2])
+    back = values.pop("back", 0)
+    server = Server(2, 2, values["quorum"], Fraction(values.get("grace", 0)), Fraction(values.get("travel", 0)))
+    before = {f"ready_0_{worker}": steps for worker, steps in enumerate(ready)} | {"back_0_0": back}
+    events, _ = fragment_round(0, before, server, [8, 4, 2], [1, 1, 1], 8)
+    sent = [event for event in events if isinstance(event, Sent)]
+    assert [(event.stop, tuple(event.weights)) for event in sent] == expected
+    assert all(event.back == math.ceil(event.stop + server.server_steps) for event in sent)
 
 
 def test_an_answer_may_come_in_a_round_to_come():
-    assert collections([4], 4, 2, [3], 1, travel=Fraction(5)) == [Collected(3, (0,), 8)]
-    waiting = Waiting(3, 2, 1, Fraction(0), Fraction(5))
+    waiting = Server(3, 2, 1, Fraction(0), Fraction(5))
     happens, values = fragment_round(0, {}, waiting, [4], [6], 4)
-    assert happens == [Taken(3, {0: 18.0**2 / 3}, 8)]
+    assert happens == [Sent(3, {0: 18.0**2 / 3}, 8)]
     assert values == {"ready_0_0": 1, "steps_0_0": 1, "examples_0_0": 6, "back_0_0": 4}
     # The answer at 4 finds a worker that has gone on, and is ready since 1: it gives what it made since.
     happens, values = fragment_round(0, values, waiting, [4], [6], 4)
-    assert happens == [Answered(4, {0: True}), Taken(4, {0: 30.0**2 / 5}, 9)]
+    assert happens == [Answered(4, {0: True}), Sent(4, {0: 30.0**2 / 5}, 9)]
     assert values == {"ready_0_0": 2, "steps_0_0": 0, "examples_0_0": 0, "back_0_0": 5}
 
 
@@ -143,10 +145,10 @@ def test_an_answer_may_come_in_a_round_to_come():
 )
 def test_the_table_of_the_page(quorum, grace, expected):
     """Speeds 1, 0.5 and 0.25 in two rounds of 12, with steps 4; weights are counted over both."""
-    values, waiting, own, found = {}, Waiting(4, 4, quorum, Fraction(grace), Fraction(0)), [12, 6, 3], {}
+    values, waiting, own, found = {}, Server(4, 4, quorum, Fraction(grace), Fraction(0)), [12, 6, 3], {}
     for begins in (0, 12):
         happens, values = fragment_round(0, values, waiting, own, [2, 2, 2], 12)
-        found |= {begins + each.stop: each for each in happens if isinstance(each, Taken)}
+        found |= {begins + each.stop: each for each in happens if isinstance(each, Sent)}
     assert {stop: "".join(map(str, each.weights)) for stop, each in found.items() if stop <= 16} == expected
     assert quorum < 3 or found[16].weights == {0: 32**2 / 16, 1: 16**2 / 8, 2: 8**2 / 4}
     first = leg_round(dict(enumerate(own)), 12, 4, {})

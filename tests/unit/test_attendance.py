@@ -308,7 +308,7 @@ def accepted(name: str, **values) -> bool:
 
 @every_method
 def test_every_method_stands_lost_messages_or_refuses_them_by_name(name):
-    method = (METHODS | matrix.OWN)[name]
+    method = (METHODS | matrix.OWN)[name]()
     starts_together = method.keeps == "shared"
     assert accepted(name, message_loss=0.4) == (starts_together and not method.capabilities.exchanges_gradients)
     assert accepted(name, participants=0.5) == starts_together

@@ -21,7 +21,7 @@ from tests.support.helpers import (
     tiny_data,
 )
 
-PLANNABLE = [name for name, method in METHODS.items() if method.capabilities.one_exchange]
+PLANNABLE = [name for name, method in METHODS.items() if method().capabilities.one_exchange]
 
 
 def spent(name: str, **values):

@@ -7,14 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from algorithms.synchronisation.encodings.encoding import (
-    ADAPTIVE,
     BFLOAT16,
     COMMUNICATION_DTYPES,
     INT4,
     INT8,
     PLAIN,
-    integers,
-    integers_with_levels,
+    Integers,
 )
 from fabrics.data.examples import PackedSequences
 from fabrics.training.worker import ERROR
@@ -51,10 +49,11 @@ def blocks_of(tensor: torch.Tensor) -> np.ndarray:
     return padded.reshape(-1, 256)
 
 
-@pytest.mark.parametrize("levels", [1, 2, 7, 12, 31, 127])
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("count", [256, 300, 1000])
-def test_integers_equal_numpy(count, levels):
-    tensor, encoding = values(count), integers_with_levels(levels)
+def test_integers_equal_numpy(count, bits):
+    levels = 2 ** (bits - 1) - 1
+    tensor, encoding = values(count), Integers(bits=bits)
     blocks = blocks_of(tensor)
     scales = (np.abs(blocks).max(1, keepdims=True) / np.float32(levels)).astype(np.float32)
     expected = (np.round(blocks / scales) * scales).ravel()[:count]
@@ -81,7 +80,7 @@ def test_int4_has_two_values_in_a_byte_the_first_in_its_lower_half():
     assert INT4.round_trip(tensor).tolist() == [7.0, -7.0, 1.0, -1.0, 0.0, 4.0]
 
 
-@pytest.mark.parametrize("encoding", [INT8, INT4, integers(3)])
+@pytest.mark.parametrize("encoding", [INT8, INT4, Integers(bits=3)])
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
 def test_a_block_with_something_that_is_no_number_arrives_without_any(encoding, wrong):
     tensor = values(1000)
@@ -94,30 +93,16 @@ def test_a_block_with_something_that_is_no_number_arrives_without_any(encoding, 
 
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_integers_waste_no_bit(bits):
-    encoding, levels = integers(bits), 2 ** (bits - 1) - 1
-    assert encoding is integers_with_levels(levels)
+    encoding, levels = Integers(bits=bits), 2 ** (bits - 1) - 1
     assert encoding.encode(values(512)).shape == (2, 256 * bits // 8 + 4)
     tensor = torch.arange(-levels, levels + 1).float()  # every value that these bits can tell
     assert torch.equal(encoding.round_trip(tensor), tensor)
-    if bits < 8:
-        assert integers_with_levels(levels + 1).row_bytes(torch.float32) == 256 * (bits + 1) // 8 + 4
 
 
-@pytest.mark.parametrize("wrong", [lambda: integers(1), lambda: integers(9), lambda: integers_with_levels(128)])
-def test_integers_of_other_sizes_are_refused(wrong):
-    with pytest.raises(ValueError, match="from"):
-        wrong()
-
-
-def test_adaptive_has_more_levels_as_the_loss_falls():
-    assert ADAPTIVE.adapts
-    assert ADAPTIVE.encoding_for(8.0, 8.0) is INT4
-    assert ADAPTIVE.encoding_for(8.0, 2.0) is integers_with_levels(14)  # 7 * sqrt(4)
-    assert ADAPTIVE.encoding_for(8.0, 0.001) is INT8
-    assert torch.equal(ADAPTIVE.encode(values(600)), INT4.encode(values(600)))
-    for encoding in (PLAIN, BFLOAT16, INT8, INT4):
-        assert not encoding.adapts
-        assert encoding.encoding_for(8.0, 2.0) is encoding
+@pytest.mark.parametrize("bits", [1, 9])
+def test_integers_of_other_sizes_are_refused(bits):
+    with pytest.raises(ValueError, match="from 2 to 8 bits"):
+        Integers(bits=bits)
 
 
 @given(st.integers(1, 900), st.integers(0, 3), st.floats(-30, 30))
@@ -129,7 +114,7 @@ def test_encodings_hold_their_error_bounds(count, seed, exponent):
             assert (arrived - block).abs().max() <= block.abs().max() / (2 * levels) * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("encoding", [PLAIN, BFLOAT16, INT8, INT4, integers(5)])
+@pytest.mark.parametrize("encoding", [PLAIN, BFLOAT16, INT8, INT4, Integers(bits=5)])
 def test_any_range_of_rows_decodes_by_itself(encoding):
     tensor = values(1000)
     rows = encoding.encode(tensor)
@@ -146,8 +131,8 @@ def test_bytes_on_paper():
     assert INT8.sent_bytes(1000, torch.float32) == 1000 + 4 * 4
     assert INT4.sent_bytes(1000, torch.float32) == 500 + 4 * 4
     assert INT4.sent_bytes(1001, torch.float64) == 501 + 4 * 4
-    assert integers(2).sent_bytes(1000, torch.float32) == 250 + 4 * 4
-    assert integers(3).sent_bytes(257, torch.float32) == 97 + 2 * 4  # 771 bits
+    assert Integers(bits=2).sent_bytes(1000, torch.float32) == 250 + 4 * 4
+    assert Integers(bits=3).sent_bytes(257, torch.float32) == 97 + 2 * 4  # 771 bits
     assert [encoding.row_bytes(torch.float32) for encoding in (PLAIN, BFLOAT16, INT8, INT4)] == [64, 32, 260, 132]
     assert PLAIN.row_bytes(torch.float64) == 128
     # Of four workers, three parts of each one's tensor go to the others, and three of each mean come back.
@@ -155,7 +140,7 @@ def test_bytes_on_paper():
     assert BFLOAT16.reduction_bytes(4, 1000, torch.float32) == 3 * (2000 + 2000)
     assert INT8.reduction_bytes(4, 1000, torch.float32) == 3 * (1016 + 2000)
     assert INT4.reduction_bytes(4, 1000, torch.float32) == 3 * (516 + 2000)
-    assert set(COMMUNICATION_DTYPES) == {"float32", "bfloat16", "int8", "int4", "adaptive"}
+    assert set(COMMUNICATION_DTYPES) == {"float32", "bfloat16", "int8", "int4"}
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "int8", "int4"])
@@ -247,18 +232,3 @@ def test_a_new_worker_has_the_first_ones_moments_and_no_error_to_send():
     for worker in new:
         assert torch.equal(first.state_dict()["exp_avg"], worker.state_dict()["exp_avg"])
         assert not worker.state[ERROR].any()
-
-
-def test_levels_follow_the_loss_of_a_trainer_and_come_back_with_its_state():
-    config = make_config(communication_dtype="adaptive", sampling_method="none")
-    trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(60)), nodes=2)
-    first, second = train(trainer, 2)
-    size = trainer.worker_group.parameter_count
-    assert first.bytes_synchronised == COMMUNICATION_DTYPES["int4"].reduction_bytes(2, size, torch.float64)
-    assert first.train_loss > second.train_loss
-    expected = COMMUNICATION_DTYPES["adaptive"].encoding_for(first.train_loss, second.train_loss)
-    assert trainer.worker_group.encoding == expected != COMMUNICATION_DTYPES["adaptive"]
-    again = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(60)), nodes=2)
-    groups = trainer.tensors()
-    again.load_state_dict(trainer.state_dict(), lambda group, name: groups[group][name])
-    assert again.worker_group.encoding == expected

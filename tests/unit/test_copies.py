@@ -7,7 +7,7 @@ from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.method import Capabilities, Method
 from fabrics.config_checks import CHECKS
 from fabrics.training.inner_loop import InnerLoop
-from fabrics.training.method_config import method_settings
+from fabrics.training.method_config import method_of
 from fabrics.training.worker import COPY, NodeFailedError
 from tests.support.helpers import Recorder, make_config, tiny_cluster, train
 from tests.support.synchronising import trainer_of
@@ -199,11 +199,11 @@ def test_corrections_cancel_again_after_a_worker_was_lost(monkeypatch):
 
 
 def test_a_method_whose_stops_leave_steps_out_is_told_so(monkeypatch):
-    monkeypatch.setattr(METHODS["DiLoCo"], "stops", lambda self, group: (group.inner_steps - 2,))
+    monkeypatch.setattr(METHODS["DiLoCo"], "stops", lambda self, group: (group.clock.inner_steps - 2,))
     with pytest.raises(ValueError, match="DiLoCo: the last stop must be the round's last inner step"):
         train(trainer_of(2), 1, 4)
 
 
 def test_a_switch_is_no_number():
     with pytest.raises(ConfigError, match=r"synchronisation\.fragments: should not be true or false, got True"):
-        method_settings(make_config(distributed_algo="StreamingDiLoCo", synchronisation={"fragments": True}))
+        method_of(make_config(distributed_algo="StreamingDiLoCo", synchronisation={"fragments": True}))

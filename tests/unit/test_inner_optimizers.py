@@ -255,7 +255,7 @@ def test_muon_learns_with_gradients_of_a_real_loss():
 
 def test_a_method_whose_settings_give_its_state_the_name_of_a_moment_is_refused(monkeypatch):
     name, working = "exp_avg_sq", FlatModel(tiny_llama(), CPU)
-    monkeypatch.setattr(METHODS["DiLoCo"], "__init__", lambda self, *_: setattr(self, "worker_state", (name,)))
+    monkeypatch.setattr(METHODS["DiLoCo"], "worker_state", (name,))
     check_state(make_config(inner_optimizer="sgd"), working)
     with pytest.raises(ConfigError, match="distributed_algo: DiLoCo: worker_state has 'exp_avg_sq', which is kept"):
         check_state(make_config(), working)

@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.synchronisation.group import Deliveries, LocalWorker
+from algorithms.synchronisation.encodings.encoding import PLAIN
+from algorithms.synchronisation.flat import random_positions
+from algorithms.synchronisation.group import Inner, LocalWorker, WorkerMessages
 from algorithms.synchronisation.locodl import LoCoDL
-from algorithms.synchronisation.method import Outer
-from algorithms.synchronisation.random_part import random_part
 from utils.distributed.reductions import Messages
 
 MU, L = 0.5, 2.0
@@ -47,7 +47,7 @@ def hessians(workers: int, size: int) -> torch.Tensor:
 
 
 def method_of(count: int, size: int, probability: float, rho=None, chi=None) -> LoCoDL:
-    return LoCoDL(LoCoDL.Settings(probability, count / size, rho, chi), Outer(0.7, 0.9), ())
+    return LoCoDL(probability, count / size, rho, chi)
 
 
 def stepped(
@@ -68,13 +68,11 @@ def stepped(
         shared={"parameters": y[0], "control": control[0]},
         values={},
         weights=[1 / workers] * workers,
-        learning_rate=lr,
-        model=SimpleNamespace(whole_size=y.shape[1], here=lambda places: places),
-        local=members,
+        inner=Inner(0.0, None, lr),
+        model=SimpleNamespace(whole_size=y.shape[1], local_places=lambda places: places),
+        local_workers=members,
         generator=lambda: generator,
-        messages=lambda size, counted: Deliveries(
-            SimpleNamespace(sent=lambda event: None), Messages(torch.device("cpu")), None
-        ),
+        messages=lambda size, total_size: WorkerMessages(Messages(torch.device("cpu")), None, [], PLAIN, 0, y),
     )
     method.exchange(group)
     return torch.cat([x, y, corrections, control])
@@ -86,7 +84,7 @@ def outcomes(workers: int, size: int, count: int, probability: float) -> list[tu
     for seed in itertools.count():
         generator = torch.Generator().manual_seed(seed)
         communicates = torch.rand((), generator=generator, dtype=torch.float64).item() < probability
-        drawn = [random_part(size, count, generator).tolist() for _ in range(workers * communicates)]
+        drawn = [random_positions(size, count, generator).tolist() for _ in range(workers * communicates)]
         found.setdefault(str(drawn if count < size else communicates), (communicates, seed))
         if len(found) == messages + (probability < 1):
             return [(probability / messages if talk else 1 - probability, seed) for talk, seed in found.values()]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from algorithms.synchronisation import METHODS
-from algorithms.synchronisation.group import Deliveries
+from algorithms.synchronisation.group import WorkerMessages
 from cluster import Cluster
 from fabrics.data.examples import PackedSequences
 from fabrics.pool import node_pool
@@ -232,10 +232,10 @@ def test_a_process_beside_others_holds_its_workers_pseudo_gradients():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.capabilities.message_tensors])
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method().capabilities.message_tensors])
 def test_a_process_holds_the_messages_of_its_workers(monkeypatch, name, dtype):
     """Decoded or not, as many tensors of model size as the method says of each worker; and they are counted."""
-    held, result = [], Deliveries.result
+    held, result = [], WorkerMessages.result
 
     def noting(self):
         arrived = result(self)
@@ -243,10 +243,10 @@ def test_a_process_holds_the_messages_of_its_workers(monkeypatch, name, dtype):
         held.append(sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
         return arrived
 
-    monkeypatch.setattr(Deliveries, "result", noting)
+    monkeypatch.setattr(WorkerMessages, "result", noting)
     trainer = trainer_of(4, distributed_algo=name, communication_dtype=dtype)
     train(trainer, 1)
-    tensors = METHODS[name].capabilities.message_tensors * 4
+    tensors = METHODS[name]().capabilities.message_tensors * 4
     assert held == [tensors * trainer.parameters.nbytes]
     assert node_pool.round_tensors(trainer._config, workers=4, several_processes=False) > tensors
 

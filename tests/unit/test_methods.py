@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from algorithms.synchronisation import METHODS
-from algorithms.synchronisation.method import Block
+from algorithms.synchronisation.flat import Block
 from fabrics.config_checks import CHECKS
 from fabrics.training.method_config import method_of
 from tests.support import oracles

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from algorithms.synchronisation import noloco
-from algorithms.synchronisation.method import Block, Outer
+from algorithms.synchronisation.flat import layer_fragments
 from algorithms.synchronisation.streaming import StreamingDiLoCo
 from fabrics.config_checks import CHECKS
 from fabrics.training.worker import COPY, ERROR, Node
@@ -83,13 +83,6 @@ def test_streaming_everything_at_once_is_diloco():
     assert_equals_diloco(3, "StreamingDiLoCo", {"fragments": 1, "delay": 0, "mixing": 0.0})
 
 
-def streaming(**values) -> StreamingDiLoCo:
-    """Of two layers and what is in none, of 3 numbers each."""
-    names = ["embedding.weight", "layers.0.a.weight", "layers.1.a.weight"]
-    blocks = [Block(name, 16 * place, 16 * place + 16, (3,)) for place, name in enumerate(names)]
-    return StreamingDiLoCo(StreamingDiLoCo.Settings(**values), Outer(0.7, 0.9), blocks)
-
-
 @pytest.mark.parametrize(
     ("inner_steps", "pending", "expected"),
     [
@@ -101,8 +94,8 @@ def streaming(**values) -> StreamingDiLoCo:
     ],
 )
 def test_streaming_stops_in_rounds_of_any_length(inner_steps, pending, expected):
-    group = SimpleNamespace(inner_steps=inner_steps, values=pending)
-    assert list(streaming(fragments=2, delay=1).stops(group)) == expected
+    group = SimpleNamespace(clock=SimpleNamespace(inner_steps=inner_steps), values=pending)
+    assert list(StreamingDiLoCo(fragments=2, delay=1).stops(group)) == expected
 
 
 def test_a_fragment_that_is_under_way_arrives_in_the_next_round_however_long_that_is():
@@ -110,9 +103,11 @@ def test_a_fragment_that_is_under_way_arrives_in_the_next_round_however_long_tha
     settings = {"fragments": 2, "delay": 2, "mixing": 0.0}
     trainer = trainer_of(2, distributed_algo="StreamingDiLoCo", synchronisation=settings)
 
+    parts = layer_fragments(trainer.worker_group.first_model.blocks, 2)
+
     def agree() -> list[bool]:
         one, other = (worker.state[COPY] for worker in trainer.workers.values())
-        return [all(torch.equal(one[p], other[p]) for p in part) for part in trainer.worker_group.method._parts]
+        return [all(torch.equal(one[p], other[p]) for p in part) for part in parts]
 
     states = []
     for inner_steps in (6, 1, 1, 2, 5):
@@ -125,10 +120,7 @@ def test_a_fragment_that_is_under_way_arrives_in_the_next_round_however_long_tha
         ([False, True], {"fragment_0": 1, "fragment_1": 2}),
         ([True, False], {"fragment_1": 2}),
     ]
-    assert all(
-        torch.equal(trainer.workers[1].state[COPY][p], trainer.parameters[p])
-        for p in trainer.worker_group.method._parts[0]
-    )
+    assert all(torch.equal(trainer.workers[1].state[COPY][p], trainer.parameters[p]) for p in parts[0])
 
 
 def test_a_new_worker_goes_on_from_the_shared_parameters_while_a_fragment_is_under_way():
@@ -188,7 +180,7 @@ def test_streaming_keeps_the_error_of_every_fragment():
     )
     for each in (trainer, exact):
         train(each, 1, 4)
-    parts, error = trainer.worker_group.method._parts, trainer.workers[0].state[ERROR]
+    parts, error = layer_fragments(trainer.worker_group.first_model.blocks, 2), trainer.workers[0].state[ERROR]
     assert all(error[place].abs().max() > 0 for part in parts for place in part[:1])
     assert 0 < (trainer.parameters - exact.parameters).abs().max() < 1e-3
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.synchronisation.fda import linear_numbers, sketched_numbers, variance_of_workers
-from algorithms.synchronisation.random_part import random_part
+from algorithms.synchronisation.fda import linear_state, sketch_state, variance_estimate
+from algorithms.synchronisation.flat import random_positions
 from fabrics.config_checks import CHECKS
 from tests.support import oracles, oracles_sparse
 from tests.support.helpers import make_config, make_trainer, tiny_llama, train
@@ -63,7 +63,7 @@ def generator_at(step: int, inner_steps: int) -> torch.Generator:
 def test_sparta(nodes, share, every, with_diloco):
     def oracle(problem):
         size = len(problem.start)
-        places = lambda step: random_part(size, round(share * size), generator_at(step, 4)).numpy()  # noqa: E731
+        places = lambda step: random_positions(size, round(share * size), generator_at(step, 4)).numpy()  # noqa: E731
         return oracles_sparse.sparta(problem, places, every, with_diloco)
 
     assert_equals_oracle(
@@ -103,12 +103,12 @@ def test_methods_that_average_at_every_step(method, parameters):
 def test_a_random_part_has_different_places_all_equally_likely():
     generator, counts = torch.Generator().manual_seed(0), torch.zeros(23)
     for _ in range(5000):
-        part = random_part(23, 7, generator)
+        part = random_positions(23, 7, generator)
         assert len(part.unique()) == 7
         counts[part] += 1
     # 1522 of 5000 each; the standard deviation is 33 at most.
     assert (counts - 5000 * 7 / 23).abs().max() < 130
-    assert random_part(23, 23, generator).unique().tolist() == list(range(23))
+    assert random_positions(23, 23, generator).unique().tolist() == list(range(23))
 
 
 def test_a_random_part_is_all_that_sparta_sends():
@@ -202,13 +202,13 @@ def test_spread_is_never_below_the_variance():
         direction = torch.nn.functional.normalize(drifts.mean(0) + torch.randn(600, generator=generator), dim=0)
         variance = (drifts - drifts.mean(0)).square().sum(1).mean()
         blind, linear = (
-            torch.stack([linear_numbers(u, xi) for u in drifts]).mean(0) for xi in (0 * direction, direction)
+            torch.stack([linear_state(u, xi) for u in drifts]).mean(0) for xi in (0 * direction, direction)
         )
-        assert variance < variance_of_workers(linear) < variance_of_workers(blind)
-        above += variance_of_workers(torch.stack([sketched_numbers(u) for u in drifts]).mean(0)) > variance
+        assert variance < variance_estimate(linear) < variance_estimate(blind)
+        above += variance_estimate(torch.stack([sketch_state(u) for u in drifts]).mean(0)) > variance
     assert 60 > above > 45
     exact = torch.nn.functional.normalize(drifts.mean(0), dim=0)
-    assert variance_of_workers(torch.stack([linear_numbers(u, exact) for u in drifts]).mean(0)) == pytest.approx(
+    assert variance_estimate(torch.stack([linear_state(u, exact) for u in drifts]).mean(0)) == pytest.approx(
         variance.item(), rel=1e-3
     )
 
@@ -265,7 +265,7 @@ def test_locodl(nodes, parameters):
         def compressor(worker, step, vector):
             generator, found = generator_at(step, 4), np.zeros_like(vector)
             torch.rand((), generator=generator, dtype=torch.float64)
-            places = [random_part(size, count, generator) for _ in range(worker + 1)][-1]
+            places = [random_positions(size, count, generator) for _ in range(worker + 1)][-1]
             found[places] = vector[places] * size / count
             return found
 

@@ -106,7 +106,7 @@ def test_what_bfloat16_loses_of_a_coefficient_stays_in_the_momentum():
     for index, worker in trainer.workers.items():
         before = 0.01 * torch.from_numpy(problem.gradient(index, 0, problem.start.copy()))
         method = trainer.worker_group.method
-        for each in method._cut(method.blocks):
+        for each in method.matrices(trainer.worker_group.first_model.blocks):
             coefficients = each.coefficients(before)
             left = each.coefficients(worker.state["momentum"])
             torch.testing.assert_close(left, coefficients - coefficients.bfloat16(), rtol=0, atol=1e-15)

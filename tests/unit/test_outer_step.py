@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from algorithms.synchronisation import METHODS
-from algorithms.synchronisation.method import Outer
+from algorithms.synchronisation.group import Outer
 from algorithms.synchronisation.outer_step import nesterov_step
 
 
@@ -39,18 +39,18 @@ def test_nesterov_step_equals_torch_sgd_with_nesterov(lr, momentum):
 def exchange(name: str, x: torch.Tensor, workers: list[torch.Tensor], **state: torch.Tensor) -> None:
     """A method's exchange among workers with these parameters; lr 0.5, momentum 0.8."""
     mean = torch.stack([x - worker for worker in workers]).mean(0) if workers else None
-    group = SimpleNamespace(shared={"parameters": x} | state)
-    method = METHODS[name]
+    group = SimpleNamespace(shared={"parameters": x} | state, outer=Outer(0.5, 0.8))
+    method = METHODS[name]()
     assert set(method.state) == set(state)
     if mean is not None:
-        method(method.Settings(), Outer(0.5, 0.8), ()).apply(group, mean)
+        method.apply(group, mean)
 
 
 def test_local_sgd_takes_the_mean_of_the_workers_has_no_velocity_and_uses_sgd_inside():
     x = torch.tensor([1.0, 2.0])
     exchange("LocalSGD", x, [torch.tensor([0.0, 4.0]), torch.tensor([2.0, 1.0])])
     assert x.tolist() == [1.0, 2.5]
-    assert METHODS["LocalSGD"].capabilities.inner_optimizer == "sgd"
+    assert METHODS["LocalSGD"]().capabilities.inner_optimizer == "sgd"
 
 
 def test_diloco_takes_the_mean_of_the_workers_for_a_gradient():

@@ -1,4 +1,4 @@
-"""Bins with a table of means against numpy, packed codes against the sum of their bits, levels on paper."""
+"""Bins with a table of means against numpy, and packed codes against the sum of their bits."""
 
 import math
 
@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from algorithms.synchronisation.encodings.quantisation import (
-    adaptive_levels,
     dequantise,
     pack,
     packed_bytes,
@@ -82,14 +81,3 @@ def test_packed_bytes_on_paper():
     assert pack(torch.tensor([200, 3], dtype=torch.uint8), 8).tolist() == [200, 3]
     # 12 bits are 8 and 4.
     assert pack(torch.tensor([0xABC, 0x123]), 12).tolist() == [0xBC, 0x23, 0x1A]
-
-
-def test_levels_grow_with_the_root_of_how_far_the_loss_fell():
-    assert adaptive_levels(8.0, 8.0, 7) == 7
-    assert adaptive_levels(8.0, 2.0, 7) == 14
-    assert adaptive_levels(8.0, 4.0, 7) == 10  # 9.9
-    assert adaptive_levels(2.0, 8.0, 7) == 4  # 3.5: a loss that rises asks for fewer
-    assert adaptive_levels(1.0, 1e12, 7) == 1
-    assert adaptive_levels(1e6, 1.0, 7) == 127
-    assert adaptive_levels(8.0, 0.0, 7) == 127
-    assert adaptive_levels(float("inf"), 2.0, 7) == adaptive_levels(8.0, float("nan"), 7) == 7

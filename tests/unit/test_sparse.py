@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from algorithms.synchronisation.encodings.quantisation import dequantise, quantise
-from algorithms.synchronisation.encodings.sparse import TopK, add_at, largest
+from algorithms.synchronisation.encodings.sparse import Chunks, TopK, add_at, largest
 from tests.support import oracles_sparse
 
 # Chunks of 16, and what is left of a row.
-PIECES = ((3, 16, 4), (1, 5, 1))
+CHUNKS = (Chunks(3, 16, 4), Chunks(1, 5, 1))
 
 
 @given(st.lists(st.integers(-2, 2), min_size=12, max_size=12), st.integers(1, 6))
@@ -27,9 +27,9 @@ def random_rows(seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("bits", [2, 5, 32])
 def test_a_message_brings_each_chunks_largest_numbers(bits):
-    rows, top_k = random_rows(), TopK(2, PIECES, bits)
+    rows, top_k = random_rows(), TopK(2, CHUNKS, bits)
     message = top_k.encode(rows, torch.float64)
-    assert [len(message)] == [sum(top_k.sizes(torch.float64))]
+    assert [len(message)] == [top_k.bytes(torch.float64)]
     places, values = top_k.decode(message, torch.float64)
     starts = [0, 16, 32, 48]
     for row, found, arrived in zip(rows, places, values, strict=True):
@@ -48,14 +48,14 @@ def test_a_message_brings_each_chunks_largest_numbers(bits):
 
 def test_a_message_is_as_large_as_its_numbers_on_paper():
     """A chunk of 4,096 of which 64 are sent: 14 bits each, against 4,096 of 32 bits a 146th, and a table of four."""
-    assert TopK(3, ((10, 4096, 64),), 2).sizes(torch.float32) == [3 * 4 * 4, 30 * 64 * 2 // 8, 30 * 64 * 12 // 8]
-    assert TopK(1, ((1, 4097, 8),)).sizes(torch.bfloat16) == [8 * 2, 13]
-    assert TopK(1, ((1, 1, 1),)).sizes(torch.float32) == [4, 1]
+    assert TopK(3, (Chunks(10, 4096, 64),), 2).sizes(torch.float32) == [3 * 4 * 4, 30 * 64 * 2 // 8, 30 * 64 * 12 // 8]
+    assert TopK(1, (Chunks(1, 4097, 8),)).sizes(torch.bfloat16) == [8 * 2, 13]
+    assert TopK(1, (Chunks(1, 1, 1),)).sizes(torch.float32) == [4, 1]
 
 
 @pytest.mark.parametrize("over_senders", [False, True])
 def test_a_mean_weights_those_who_sent_a_place_or_all(over_senders):
-    top_k = TopK(1, ((1, 4, 2),))
+    top_k = TopK(1, (Chunks(1, 4, 2),))
     rows = torch.tensor([[[6.0, 0.0, 1.0, 9.0]], [[3.0, 5.0, 0.0, 1.0]]])
     messages = [top_k.encode(row, torch.float32) for row in rows]  # places 0 and 3; 0 and 1
     mean = top_k.mean(messages, [0.75, 0.25], torch.float32, torch.float32, over_senders)
@@ -63,7 +63,7 @@ def test_a_mean_weights_those_who_sent_a_place_or_all(over_senders):
 
 
 def test_what_was_sent_and_what_is_left_are_what_there_was():
-    rows, top_k = random_rows(), TopK(2, PIECES, 2)
+    rows, top_k = random_rows(), TopK(2, CHUNKS, 2)
     sent = top_k.decode(top_k.encode(rows, torch.float64), torch.float64)
     left = add_at(rows.clone(), sent, -1.0)
     torch.testing.assert_close(add_at(left.clone(), sent), rows, rtol=0, atol=1e-15)

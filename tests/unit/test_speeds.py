@@ -17,7 +17,7 @@ from algorithms.nodes.traffic import Link
 from algorithms.nodes.virtual_clock import Clocks, Sending, Uniform, together
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.delayed_nesterov import DelayedNesterov
-from algorithms.synchronisation.method import Outer
+from algorithms.synchronisation.group import Outer
 from fabrics.config_checks import CHECKS
 from fabrics.data.examples import PackedSequences
 from fabrics.training import inner_loop
@@ -159,7 +159,7 @@ def test_rounds_cut_at_stops_find_slower_workers_as_far_as_they_are(monkeypatch)
     seen, exchange = [], METHODS["StreamingDiLoCo"].exchange
 
     def looking(self, group):
-        seen.append((group.step, [loop.done for loop in loops]))
+        seen.append((group.clock.step, [loop.done for loop in loops]))
         exchange(self, group)
 
     loops, init = [], InnerLoop.__init__
@@ -296,10 +296,11 @@ def test_workers_arrive_as_their_nodes_are_done():
         values={},
         weights=[1 / 3] * 3,
         clock=SimpleNamespace(seconds=[4.0, 4.0, 3.0]),
-        local=[SimpleNamespace(index=index, start=start) for index, start in enumerate(starts)],
+        outer=Outer(0.5, 0.9),
+        local_workers=[SimpleNamespace(index=index, start=start) for index, start in enumerate(starts)],
     )
     arrived = {worker: [torch.tensor([value], dtype=torch.float64)] for worker, value in moved.items()}
-    method = DelayedNesterov(DelayedNesterov.Settings(buffer=1, dynamic_steps=True), Outer(0.5, 0.9), ())
+    method = DelayedNesterov(buffer=1, dynamic_steps=True)
     method.apply(group, arrived)
     expected, parameters, velocity = {}, 0.0, 0.0
     for worker in (2, 0, 1):

@@ -10,7 +10,7 @@ import torch
 from algorithms.batch.gradient_statistics import GradientStatistics
 from algorithms.nodes.policies import MergePlan
 from algorithms.nodes.traffic import Move
-from algorithms.synchronisation.method import Event
+from algorithms.synchronisation.group import Event
 from fabrics.data.examples import TaskData
 from fabrics.pool.eval_tool import Evaluation, Metric
 from fabrics.pool.run_counters import RunCounters

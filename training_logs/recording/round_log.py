@@ -7,7 +7,7 @@ import numpy as np
 
 from algorithms.batch.gradient_statistics import GradientStatistics
 from algorithms.nodes.traffic import Move
-from algorithms.synchronisation.method import Event
+from algorithms.synchronisation.group import Event
 from fabrics.data.examples import DataShares
 from fabrics.models.continuations import Continuation
 from fabrics.pool.eval_tool import Evaluation, Metric

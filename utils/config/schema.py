@@ -411,8 +411,7 @@ class Outer(Section):
     outer_momentum: BelowOne = key(0.9, "Momentum of the outer step.")
     communication_dtype: str = key(
         "float32",
-        "Encoding of pseudo-gradients: as they are, rounded, or integers of 8 or 4 bits with a scale per block; "
-        "adaptive: more bits as the loss falls.",
+        "Encoding of pseudo-gradients: as they are, rounded, or integers of 8 or 4 bits with a scale per block.",
     )
 
 

@@ -1,4 +1,4 @@
-"""The largest numbers of rows: which they are, how they travel, and the mean of what several workers sent."""
+"""Messages of the largest elements of rows, and the mean of the messages of several workers."""
 
 import math
 from collections.abc import Sequence
@@ -8,14 +8,16 @@ import torch
 
 from algorithms.synchronisation.encodings.quantisation import dequantise, pack, packed_bytes, quantise, unpack
 
-PLAIN_BITS = 32  # of a value that travels as a floating-point number, whatever its type
-Sent = tuple[torch.Tensor, torch.Tensor]  # places [..., k], different ones in a row, and values [..., k]
+PLAIN_BITS = 32  # of a value that is sent as a floating-point number, whatever its type
+
+# Positions [..., k], distinct within a row, and values [..., k].
+Sparse = tuple[torch.Tensor, torch.Tensor]
 
 
 def largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Places of each row's largest magnitudes, int64 [..., count], ascending; of equal ones the first are taken.
+    """Return the positions of each row's largest magnitudes, int64 [..., count], ascending; the first of equal ones.
 
-    torch.topk promises nothing about equal ones: rows where they compete for the last place are sorted.
+    torch.topk promises nothing about equal ones: rows in which they compete for the last place are sorted.
     """
     magnitudes = values.abs()
     greatest, places = magnitudes.topk(count)
@@ -24,64 +26,99 @@ def largest(values: torch.Tensor, count: int) -> torch.Tensor:
     return places.sort(-1).values
 
 
-def add_at(rows: torch.Tensor, sent: Sent, factor: float = 1.0) -> torch.Tensor:
+def add_at(rows: torch.Tensor, sparse: Sparse, factor: float = 1.0) -> torch.Tensor:
     """Add factor * values to rows [..., n], in place.
 
-    A call writes every number once, so that a sum of several has their order, on GPUs as well.
+    A call writes every element at most once, so that a sum of several calls has their order, on GPUs as well.
     """
-    places, values = sent
+    places, values = sparse
     return rows.scatter_(-1, places, rows.gather(-1, places).add_(values, alpha=factor))
 
 
 @dataclass(frozen=True)
-class TopK:
-    """Messages of the largest numbers of so many rows, each cut into chunks.
+class Chunks:
+    """Equal chunks of a row, one after the other.
 
     Attributes:
-        rows: how many.
-        pieces: of a row, one after another: (chunks, length of each, largest numbers that are sent of each).
-        bits: of a value; PLAIN_BITS: as it is, else as the bin of the row's values, with a table (`quantise`).
+        number: of chunks.
+        length: elements of a chunk.
+        kept: largest elements of each chunk that are sent.
+    """
+
+    number: int
+    length: int
+    kept: int
+
+    @property
+    def elements(self) -> int:
+        """Elements of all chunks."""
+        return self.number * self.length
+
+    @property
+    def position_bits(self) -> int:
+        """Bits of a position in a chunk."""
+        return max(1, (self.length - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Messages of the largest elements of rows, each cut into chunks.
+
+    Attributes:
+        rows: number of rows.
+        chunks: of a row, one kind after the other.
+        bits: of a value; PLAIN_BITS: exact, else the bin of the row's values, with a table (`quantise`).
     """
 
     rows: int
-    pieces: tuple[tuple[int, int, int], ...]
+    chunks: tuple[Chunks, ...]
     bits: int = PLAIN_BITS
 
-    def sizes(self, sent_as: torch.dtype) -> list[int]:
-        """Bytes of the parts of a message: values, or tables and bins; then the places in each piece's chunks."""
-        kept = self.rows * sum(chunks * count for chunks, _, count in self.pieces)
-        values = [kept * sent_as.itemsize]
-        if self.bits != PLAIN_BITS:
-            values = [self.rows * 2**self.bits * sent_as.itemsize, packed_bytes(kept, self.bits)]
-        places = [packed_bytes(self.rows * chunks * count, _bits(length)) for chunks, length, count in self.pieces]
-        return values + places
+    @property
+    def kept(self) -> int:
+        """Elements of a row that are sent."""
+        return sum(each.number * each.kept for each in self.chunks)
 
-    def encode(self, values: torch.Tensor, sent_as: torch.dtype) -> torch.Tensor:
-        """The message of these rows [rows, n], whose numbers travel in this type."""
-        split = values.split([chunks * length for chunks, length, _ in self.pieces], 1)
-        chosen = [
-            largest(part.unflatten(1, (chunks, length)), count)
-            for part, (chunks, length, count) in zip(split, self.pieces, strict=True)
+    def sizes(self, dtype: torch.dtype) -> list[int]:
+        """Return the bytes of a message's parts: values, or tables and bins; then positions in each kind of chunk."""
+        kept = self.rows * self.kept
+        if self.bits == PLAIN_BITS:
+            values = [kept * dtype.itemsize]
+        else:
+            values = [self.rows * 2**self.bits * dtype.itemsize, packed_bytes(kept, self.bits)]
+        positions = [packed_bytes(self.rows * each.number * each.kept, each.position_bits) for each in self.chunks]
+        return values + positions
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a message."""
+        return sum(self.sizes(dtype))
+
+    def encode(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the message, uint8 [bytes], of rows [rows, n], whose values are sent in this type."""
+        parts = rows.split([each.elements for each in self.chunks], 1)
+        positions = [
+            largest(part.unflatten(1, (each.number, each.length)), each.kept)
+            for part, each in zip(parts, self.chunks, strict=True)
         ]
-        numbers = values.gather(1, self._in_row(chosen))
-        places = [pack(own.flatten(), _bits(length)) for own, (_, length, _) in zip(chosen, self.pieces, strict=True)]
+        values = rows.gather(1, self._in_rows(positions))
+        packed = [pack(own.flatten(), each.position_bits) for own, each in zip(positions, self.chunks, strict=True)]
         if self.bits == PLAIN_BITS:
-            return torch.cat([numbers.to(sent_as).flatten().view(torch.uint8), *places])
-        bins, tables = quantise(numbers, self.bits)
-        return torch.cat([tables.to(sent_as).flatten().view(torch.uint8), pack(bins.flatten(), self.bits), *places])
+            return torch.cat([values.to(dtype).flatten().view(torch.uint8), *packed])
+        bins, tables = quantise(values, self.bits)
+        return torch.cat([tables.to(dtype).flatten().view(torch.uint8), pack(bins.flatten(), self.bits), *packed])
 
-    def decode(self, message: torch.Tensor, sent_as: torch.dtype) -> Sent:
-        """What arrives of a message, whose numbers travelled in this type."""
-        first, *others = message.split(self.sizes(sent_as))
-        numbers = first.clone().view(sent_as).view(self.rows, -1)  # only where it begins by itself can it be viewed so
-        chosen = []
-        for packed, (chunks, length, count) in zip(others[-len(self.pieces) :], self.pieces, strict=True):
-            places = unpack(packed, _bits(length), self.rows * chunks * count)
-            chosen.append(places.long().view(self.rows, chunks, count))
-        places = self._in_row(chosen)
+    def decode(self, message: torch.Tensor, dtype: torch.dtype) -> Sparse:
+        """Return the positions in rows and the values of a message, whose values were sent in this type."""
+        first, *rest = message.split(self.sizes(dtype))
+        values = first.clone().view(dtype).view(self.rows, -1)  # a view needs the alignment of its own storage
+        positions = []
+        for packed, each in zip(rest[-len(self.chunks) :], self.chunks, strict=True):
+            own = unpack(packed, each.position_bits, self.rows * each.number * each.kept)
+            positions.append(own.long().view(self.rows, each.number, each.kept))
+        places = self._in_rows(positions)
         if self.bits == PLAIN_BITS:
-            return places, numbers
-        return places, dequantise(unpack(others[0], self.bits, places.numel()).view_as(places), numbers)
+            return places, values
+        return places, dequantise(unpack(rest[0], self.bits, places.numel()).view_as(places), values)
 
     def mean(
         self,
@@ -91,13 +128,13 @@ class TopK:
         dtype: torch.dtype,
         over_senders: bool,
     ) -> torch.Tensor:
-        """The weighted mean of at least one worker's message, as rows [rows, n]; workers are summed in this order.
+        """Return the weighted mean of at least one worker's message, [rows, n]; workers are summed in this order.
 
-        over_senders: at each place over those who sent it, and 0 where nobody did; else over all these workers, of whom
+        over_senders: at each position over those who sent it, and 0 if nobody did; else over all these workers, of whom
             the others sent 0.
         """
-        shares = [weight / max(weights) for weight in weights]  # equal ones leave no trace
-        shape = self.rows, sum(chunks * length for chunks, length, _ in self.pieces)
+        shares = [weight / max(weights) for weight in weights]  # equal weights leave no rounding error
+        shape = (self.rows, sum(each.elements for each in self.chunks))
         total = torch.zeros(shape, dtype=dtype, device=messages[0].device)
         senders = torch.zeros_like(total) if over_senders else None
         for message, share in zip(messages, shares, strict=True):
@@ -109,16 +146,12 @@ class TopK:
             return total.mul_(senders.add_(senders == 0.0).reciprocal_())
         return total.mul_(1.0 / math.fsum(shares))
 
-    def _in_row(self, chosen: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Places in chunks, [rows, chunks, count] of each piece, as places in rows, [rows, k]."""
-        found, begin = [], 0
-        for places, (chunks, length, _) in zip(chosen, self.pieces, strict=True):
-            starts = torch.arange(begin, begin + chunks * length, length, device=places.device)
-            found.append((places + starts[:, None]).flatten(1))
-            begin += chunks * length
+    def _in_rows(self, positions: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Turn positions in chunks, [rows, number, kept] for each kind, into positions in rows, [rows, k]."""
+        found = []
+        start = 0
+        for own, each in zip(positions, self.chunks, strict=True):
+            starts = torch.arange(start, start + each.elements, each.length, device=own.device)
+            found.append((own + starts[:, None]).flatten(1))
+            start += each.elements
         return torch.cat(found, 1)
-
-
-def _bits(length: int) -> int:
-    """Of a place in a chunk of this length."""
-    return max(1, (length - 1).bit_length())

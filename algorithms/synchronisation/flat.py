@@ -1,0 +1,123 @@
+"""Flat tensors: all trainable tensors of a model one after the other, and the parts of them that methods exchange."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+# A part of a flat tensor, as slices one after the other.
+Part = Sequence[slice]
+
+
+@dataclass(frozen=True)
+class Block:
+    """The place of one tensor of the model in flat tensors.
+
+    Attributes:
+        name: the tensor's name in the model.
+        start: its first element.
+        stop: the start of the next block, or the end; zeros may fill the gap.
+        shape: the tensor's shape.
+    """
+
+    name: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements of the tensor, without the gap."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def slice(self) -> slice:
+        """The tensor's elements, without the gap."""
+        return slice(self.start, self.start + self.size)
+
+
+class FullTensors:
+    """Access to full tensors of the model, for methods that need their shapes.
+
+    With one device per node every tensor is full on that device. If several devices share the model, each tensor is
+    full on one of them.
+
+    Attributes:
+        blocks: the tensors that are full on this device, and their places in the result of `gather`.
+    """
+
+    def __init__(self, blocks: Sequence[Block]):
+        self.blocks = tuple(blocks)
+
+    def gather(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of `blocks` from a flat tensor [n]; the result may be that tensor itself."""
+        return flat
+
+    def scatter(self, full: torch.Tensor, flat: torch.Tensor) -> None:
+        """Write a result of `gather`, changed in place, back into the flat tensor [n]."""
+
+
+def read_part(flat: torch.Tensor, part: Part | None) -> torch.Tensor:
+    """Return a copy of a part of a flat tensor, or the tensor itself for None."""
+    return flat if part is None else torch.cat([flat[piece] for piece in part])
+
+
+def write_part(flat: torch.Tensor, part: Part | None, values: torch.Tensor) -> None:
+    """Write values into a part of a flat tensor, or into all of it for None."""
+    if part is None:
+        flat.copy_(values)
+        return
+    start = 0
+    for piece in part:
+        stop = start + piece.stop - piece.start
+        flat[piece] = values[start:stop]
+        start = stop
+
+
+def layers(blocks: Sequence[Block]) -> list[list[Block]]:
+    """Return the blocks outside all layers, then those of each layer, whose name ends with its first number."""
+    found: dict[tuple[str, ...], list[Block]] = {(): []}
+    for block in blocks:
+        words = block.name.split(".")
+        number = next((place for place, word in enumerate(words) if word.isdigit()), -1)
+        found.setdefault(tuple(words[: number + 1]), []).append(block)
+    return list(found.values())
+
+
+def layer_fragments(blocks: Sequence[Block], count: int, order: str = "strided") -> list[Part | None]:
+    """Split a model into fragments of whole layers (Streaming DiLoCo, arXiv 2501.18512).
+
+    Group 0 is everything outside layers, groups 1, 2, ... are the layers. Group g of G is in fragment g % count
+    ("strided") or g * count // G ("sequential").
+
+    Returns:
+        The part of each fragment; None for the only one.
+    """
+    if count == 1:
+        return [None]
+    groups = layers(blocks)
+    parts: list[list[slice]] = [[] for _ in range(count)]
+    for number, group in enumerate(groups):
+        fragment = number % count if order == "strided" else number * count // len(groups)
+        parts[fragment] += [block.slice for block in group]
+    return parts
+
+
+def fragment_problems(blocks: Sequence[Block], count: int) -> list[str]:
+    """Return what is wrong with this number of fragments of a model."""
+    groups = len(layers(blocks))
+    if count <= groups:
+        return []
+    return [f"synchronisation.fragments: must be at most {groups}, one more than layers, got {count}"]
+
+
+def random_positions(size: int, count: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw [count] distinct positions of a flat tensor of this size, each equally likely, on the CPU.
+
+    One position from each of `count` pieces of nearly equal length, all shifted cyclically by a random offset. The cost
+    is proportional to `count`; a permutation of a large model would take longer than an inner step.
+    """
+    bounds = torch.arange(count + 1) * size // count
+    offsets = (torch.rand(count, generator=generator, dtype=torch.float64) * bounds.diff()).long()
+    shift = torch.randint(size, (), generator=generator)
+    return offsets.add_(bounds[:-1]).add_(shift).remainder_(size)
