@@ -159,7 +159,6 @@ _TEXT = {"dataset": ("imdb",)}
 _C4 = {"dataset": ("python_docs", "text", "imdb")}
 _FILES = {"dataset": ("python_docs", "c4", "imdb")}
 _REVIEWS = {"dataset": ("python_docs", "c4", "text")}
-_LINK = {"time_budget": (None,), "node_speeds": (None,)}
 NOT_READ_WITH: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "val_size": _TEXT,
     "val_sequences": _TEXT,
@@ -177,8 +176,7 @@ NOT_READ_WITH: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "single_seed": {"need_to_reinit_output_layers": (False,)},
     "project_name": {"clearml": ("off",)},
     "task_name": {"clearml": ("off",)},
-    "link_bits_per_second": _LINK,
-    "link_latency_seconds": _LINK,
+    "link": {"time_budget": (None,), "node_speeds": (None,)},
 }
 
 

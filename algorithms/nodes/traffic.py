@@ -6,6 +6,7 @@ nodes. An `Exchange` is the summary that budgets and clocks read.
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -114,12 +115,41 @@ class Exchange:
     link: float = 0.0
 
 
+_LINK = re.compile(
+    r"((?P<rate>\d+(\.\d+)?)(?P<prefix>[kMGT]?)(?P<unit>[bB])/s)?((^|,)(?P<latency>\d+(\.\d+)?)(?P<time>s|ms|us))?"
+)
+
+
 @dataclass(frozen=True)
 class Link:
-    """The link of a node. latency: seconds from when all nodes are ready until the exchange is over, without bytes."""
+    """The link between a node and the others.
 
-    bits_per_second: float
-    latency: float
+    Attributes:
+        bits_per_second: its rate.
+        latency: seconds from when all nodes are ready until an exchange without bytes is over.
+    """
+
+    bits_per_second: float = math.inf
+    latency: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> "Link":
+        """Return a link from a rate in bits (b) or bytes (B), a latency, or both: "1Gb/s,20ms", "100MB/s", "20ms".
+
+        Raises:
+            ValueError: it is not written like that.
+        """
+        found = _LINK.fullmatch(text)
+        if not text or found is None or float(found["rate"] or 1.0) == 0.0:
+            raise ValueError("must be a rate in bits (b) or bytes (B) and a latency, such as 1Gb/s,20ms or 100MB/s")
+        bits_per_second = math.inf
+        latency = 0.0
+        if found["rate"]:
+            bits_per_second = float(found["rate"]) * 1000.0 ** " kMGT".index(found["prefix"] or " ")
+            bits_per_second *= 8.0 if found["unit"] == "B" else 1.0
+        if found["latency"]:
+            latency = float(found["latency"]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[found["time"]]
+        return cls(bits_per_second, latency)
 
     def seconds(self, link_bytes: float) -> float:
         """Seconds of an exchange that sends this many bytes through each link."""

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from fabrics.planning.estimate import Estimate
 
 _POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-_LINK = re.compile(r"(\d+(?:\.\d+)?)([kMGT]?)(b|B)/s(?:,(\d+(?:\.\d+)?)(s|ms|us))?")
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)([kMGT]?)(i?)B")
 
 _PARTS = {
@@ -31,12 +29,11 @@ _PARTS = {
 
 
 def parse_link(text: str) -> tuple[str, Link]:
-    """A link's rate in bits (b) or bytes (B) per second and its latency, 0 if it is missing; with the text as name."""
-    found = _LINK.fullmatch(text)
-    if found is None or not float(found[1]):
-        raise _wrong("a rate in bits (b) or bytes (B) and a latency, such as 1Gb/s,20ms or 100MB/s", text)
-    bits = float(found[1]) * 1000.0 ** _POWERS[found[2]] * (8.0 if found[3] == "B" else 1.0)
-    return text, Link(bits, float(found[4]) * _SECONDS[found[5]] if found[4] else 0.0)
+    """A link, with the text as its name."""
+    try:
+        return text, Link.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
 
 
 def parse_memory(text: str) -> int:

@@ -27,7 +27,7 @@ def budget_of(config: Config) -> Budget | None:
     amount = getattr(config, config.budget)
     if unit != "seconds":
         return Budget(unit, amount)
-    return Budget(unit, amount, Link(config.link_bits_per_second, config.link_latency_seconds))
+    return Budget(unit, amount, Link.parse(config.link))
 
 
 def check_budget(config: Config, nodes: int) -> None:

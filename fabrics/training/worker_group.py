@@ -227,8 +227,7 @@ class WorkerGroup:
         there = self.encoding
         back = PLAIN if self.method.capabilities.message_tensors else there.way_back
         sent = there.sent_bytes(elements, self.dtype) + back.sent_bytes(elements, self.dtype)
-        bits_per_second = self._config.link_bits_per_second or math.inf
-        return Link(bits_per_second, self._config.link_latency_seconds).seconds(sent)
+        return Link.parse(self._config.link).seconds(sent) if self._config.link else 0.0
 
     def turns(self, values: Mapping[str, float]) -> Turns:
         """Return when workers make their inner steps in the next round; values: of the method."""

@@ -32,7 +32,7 @@ ALLOWED = {
 FORBIDDEN_IN_ALGORITHMS = ("torch.distributed", "logging", "os", "yaml", "clearml")
 ALLOWED_IN_ALGORITHMS = {
     "torch", "math", "bisect", "fractions", "functools", "heapq", "itertools", "numbers", "statistics", "collections",
-    "dataclasses", "typing", "algorithms",
+    "re", "dataclasses", "typing", "algorithms",
 }  # fmt: skip
 
 

@@ -814,7 +814,7 @@ class Clock:
 
 
 # Computing takes 333 / 4 + 6 seconds; a synchronisation of four workers takes 1.55.
-TIME = {"time_budget": 110.0, "link_bits_per_second": 3e5, "link_latency_seconds": 0.3}
+TIME = {"time_budget": 110.0, "link": "300kb/s,0.3s"}
 TIME |= {"max_tokens": 3000, "sampling_method": "none"}
 
 
@@ -865,7 +865,7 @@ def test_clusters_that_measure_the_same_decide_the_same(monkeypatch):
     [
         # A round of four trainers with two nodes each.
         ({"communication_budget": 3}, "1 communications are missing"),
-        ({"time_budget": 0.1, "link_bits_per_second": 1e9, "link_latency_seconds": 1.0}, "seconds are missing"),
+        ({"time_budget": 0.1, "link": "1Gb/s,1s"}, "seconds are missing"),
     ],
 )
 def test_a_budget_that_cannot_be_kept_is_told_of_once_and_before_work_starts(settings, missing):

@@ -142,8 +142,8 @@ PARAMETERS: dict[str, dict] = {
 # steps of the first ones, three examples long; 1.3 where workers wait for it, which make two steps of a round then.
 _SPEEDS = {"node_speeds": [1, 0.6, 0.3, 1]}
 _CLOCKS = {
-    "Decoupled": _SPEEDS | {"link_latency_seconds": 10.0},
-    "RepeatedArrivals": _SPEEDS | {"link_latency_seconds": 4.0},
+    "Decoupled": _SPEEDS | {"link": "10s"},
+    "RepeatedArrivals": _SPEEDS | {"link": "4s"},
 }
 INNER_STEPS = 4
 

@@ -223,20 +223,18 @@ def assert_equals(oracle, trainer: Trainer, times: Sequence[Sequence[Fraction]],
 @pytest.mark.parametrize(
     ("leg", "buffer", "link"),
     [
-        (3, None, {}),
-        (4, 1, {}),
-        (8, 2, {}),
-        (3, None, {"link_latency_seconds": 3.0}),  # an inner step and a half of the fastest
-        (2, 1, {"link_bits_per_second": 5e5, "link_latency_seconds": 0.1}),
-        (1, 3, {"link_latency_seconds": 4.0}),  # a worker with two steps a round waits the half of one each time
+        (3, None, None),
+        (4, 1, None),
+        (8, 2, None),
+        (3, None, "3s"),  # an inner step and a half of the fastest
+        (2, 1, "500kb/s,100ms"),
+        (1, 3, "4s"),  # a worker with two steps a round waits the half of one each time
     ],
 )
 def test_delayed_nesterov_with_repeated_arrivals(leg, buffer, link):
     settings = {"steps": leg, "buffer": buffer}
-    trainer = of_speeds(distributed_algo="DelayedNesterov", synchronisation=settings, **link)
-    seconds = link.get("link_latency_seconds", 0.0) + 2 * 64 * parameter_count(trainer) / link.get(
-        "link_bits_per_second", math.inf
-    )
+    trainer = of_speeds(distributed_algo="DelayedNesterov", synchronisation=settings, link=link)
+    seconds = Link.parse(link).seconds(2 * 8 * parameter_count(trainer)) if link else 0.0
     step_seconds = 2 / 1.0  # examples of a worker, speed of the fastest
     times = oracles_clock.step_times(OWN, H, ROUNDS, leg, Fraction(seconds / step_seconds).limit_denominator(10**6))
     assert_equals(
@@ -254,22 +252,21 @@ def test_delayed_nesterov_with_repeated_arrivals(leg, buffer, link):
 @pytest.mark.parametrize(
     ("settings", "link"),
     [
-        ({"fragments": 1, "quorum": 1, "steps": 8}, {}),
-        ({"fragments": 2, "quorum": 2, "steps": 5, "grace_window": 5.0}, {}),
-        ({"fragments": 2, "steps": 5}, {"link_latency_seconds": 1.0}),  # by default three of four
-        ({"fragments": 3, "quorum": 3, "steps": 4, "mixing": 0.25}, {"link_latency_seconds": 3.0}),
-        ({"fragments": 2, "quorum": 4, "steps": 6}, {"link_bits_per_second": 5e5, "link_latency_seconds": 1.0}),
+        ({"fragments": 1, "quorum": 1, "steps": 8}, None),
+        ({"fragments": 2, "quorum": 2, "steps": 5, "grace_window": 5.0}, None),
+        ({"fragments": 2, "steps": 5}, "1s"),  # by default three of four
+        ({"fragments": 3, "quorum": 3, "steps": 4, "mixing": 0.25}, "3s"),
+        ({"fragments": 2, "quorum": 4, "steps": 6}, "500kb/s,1s"),
     ],
 )
 def test_decoupled_diloco(settings, link):
-    trainer = of_speeds(distributed_algo="Decoupled", synchronisation=settings, **link)
+    trainer = of_speeds(distributed_algo="Decoupled", synchronisation=settings, link=link)
     values = {"mixing": 0.5, "grace_window": 0.0, "quorum": 3} | settings
     step_seconds = 2 / 1.0  # examples of a worker, speed of the fastest
     blocks, fragments = trainer.worker_group.first_model.blocks, settings["fragments"]
     shapes = [(block.name, block.start, block.start + block.size, block.shape) for block in blocks]
     sizes = oracles.fragment_indices(oracles.Problem(None, 4, H, 3, None, shapes=shapes), fragments, "strided")
-    bits = link.get("link_bits_per_second", math.inf)
-    travel = [(link.get("link_latency_seconds", 0.0) + 8 * 2 * 8 * len(each) / bits) / step_seconds for each in sizes]
+    travel = [Link.parse(link).seconds(2 * 8 * len(each)) / step_seconds if link else 0.0 for each in sizes]
     assert_equals(
         lambda problem: oracles_clock.decoupled_diloco(
             problem, OWN, fragments, values["quorum"], values["grace_window"] / step_seconds, travel,

@@ -155,7 +155,7 @@ def test_they_are_resumed_with_the_same_bits(balance, rounds):
 
 def test_who_rests_has_no_row_and_loses_no_time(tmp_path):
     """Nobody waits but for others of its round; what comes to nodes and what they send takes two seconds each."""
-    cluster, recorder = light_cluster(**CHANGING, link_latency_seconds=2.0), Recorder()
+    cluster, recorder = light_cluster(**CHANGING, link="2s"), Recorder()
     cluster.train(recorder)
     log = NodeLog(tmp_path, cluster.config)
     for result in recorder.rounds:

@@ -332,9 +332,9 @@ TOKENS = {"max_tokens": 10**6, "number_of_outer_steps": None}
                 "number_of_outer_steps: null byte_budget",
             ],
         ),
-        (TOKENS | {"time_budget": 60}, ["time_budget: link_bits_per_second"]),
+        (TOKENS | {"time_budget": 60}, ["time_budget: link"]),
         (
-            TOKENS | {"time_budget": 60, "link_bits_per_second": 1e9, "deterministic": True},
+            TOKENS | {"time_budget": 60, "link": "1Gb/s", "deterministic": True},
             ["deterministic: time_budget"],
         ),
     ],
@@ -351,10 +351,11 @@ SPEEDS = TOKENS | {"node_speeds": [1, 1, 0.5, 0.25]}
     [
         ({"node_speeds": [1, 0, -2]}, ["node_speeds[1]: greater 0 [1, 0, -2]"]),
         ({"node_speeds": []}, ["node_speeds: []"]),
+        (SPEEDS | {"link": "fast"}, ["link: 1Gb/s,20ms fast"]),
         ({"node_speeds": [1, float("inf")]}, ["node_speeds[1]: finite inf"]),
         ({"balance": "speed"}, ["balance: 'equal', 'batch' 'steps', 'speed'"]),
         (
-            SPEEDS | {"time_budget": 60, "link_bits_per_second": 1e9},
+            SPEEDS | {"time_budget": 60, "link": "1Gb/s"},
             ["time_budget: null node_speeds 60.0"],
         ),
         (
@@ -375,17 +376,17 @@ def test_speeds_and_balances_that_cannot_be_are_refused(values, expected):
 
 
 def test_a_link_is_read_with_speeds():
-    link = {"link_bits_per_second": 1e9, "link_latency_seconds": 0.1}
+    link = {"link": "1Gb/s,100ms"}
     assert parse_config(SPEEDS | link | {"balance": "batch"}, (), CHECKS)[1] == []
 
 
 def test_a_run_has_the_budget_that_is_given_and_a_link_only_with_seconds():
     assert parse_config({"number_of_outer_steps": 2})[0].budget is None
-    link = {"link_bits_per_second": 1e9}
+    link = {"link": "1Gb/s"}
     config, warnings = parse_config(TOKENS | link | {"time_budget": 60, "deterministic": False}, (), CHECKS)
     assert (config.budget, warnings) == ("time_budget", [])
     config, warnings = parse_config(TOKENS | link | {"byte_budget": 10**9}, (), CHECKS)
     assert (config.budget, warnings) == (
         "byte_budget",
-        ["link_bits_per_second: has no effect with time_budget null and node_speeds null"],
+        ["link: has no effect with time_budget null and node_speeds null"],
     )

@@ -388,7 +388,7 @@ def test_the_log_of_nodes_on_paper(tmp_path, balance, busy, share):
 
 
 def test_the_log_of_nodes_goes_on_where_it_stopped_and_counts_exchanges(tmp_path):
-    values = {"INITIAL_BATCH_SIZE": 44, "node_speeds": SPEEDS, "link_bits_per_second": 8e4, "link_latency_seconds": 1}
+    values = {"INITIAL_BATCH_SIZE": 44, "node_speeds": SPEEDS, "link": "80kb/s,1s"}
     values |= {"number_of_initial_trainers": 2, "merge_frequency": 1}
     rows, log, rounds = logged(tmp_path, **values)
     assert sum(row["exchanging"] for row in rows) > 16
@@ -416,7 +416,7 @@ def test_the_log_of_nodes_goes_on_where_it_stopped_and_counts_exchanges(tmp_path
 def test_a_round_without_a_barrier_takes_all_nodes_as_long(tmp_path):
     """Four rounds of eight inner steps of 2 s: but for a step of its own, and an answer that is under way."""
     values = {"number_of_initial_trainers": 1, "INITIAL_BATCH_SIZE": 8, "number_of_inner_steps_between_outers": 8}
-    method = {"distributed_algo": "DelayedNesterov", "synchronisation": {"steps": 3}, "link_latency_seconds": 3.0}
+    method = {"distributed_algo": "DelayedNesterov", "synchronisation": {"steps": 3}, "link": "3s"}
     rows, log, _ = logged(tmp_path, node_speeds=SPEEDS, number_of_outer_steps=4, **values | method)
     for node, row in enumerate(rows[-4:]):
         assert abs(row["ends"] - 4 * 8 * 2) < 2 / SPEEDS[node] + 3

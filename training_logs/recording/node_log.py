@@ -6,7 +6,6 @@ exchange takes the time of the configured link, so times are the same in every r
 take their measured time, and exchanges no time.
 """
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -53,8 +52,7 @@ class NodeLog:
     def __init__(self, folder: Path, config: Config, state: Mapping | None = None):
         self._log = CsvLog(folder / "node_log.csv", COLUMNS, state and state["log"])
         self._speeds = config.node_speeds
-        link = Link(config.link_bits_per_second or math.inf, config.link_latency_seconds)
-        self._connection = Uniform(link) if self._speeds else Uniform()
+        self._connection = Uniform(Link.parse(config.link)) if self._speeds and config.link else Uniform()
         self._clocks: Clocks | None = None
         # By node: seconds at which its last row ended, and its seconds busy, waiting and exchanging until then.
         self._marks: dict[int, tuple[float, ...]] = {}

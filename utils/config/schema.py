@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from algorithms.nodes.traffic import Link
+
 
 class ConfigError(ValueError):
     """One or more problems in a configuration; `problems` holds one line for each."""
@@ -50,6 +52,11 @@ def _auto_or_a_bool(value):
 def _parameter_dtype(value):
     if value not in ("float32", "float64"):
         raise ValueError("Input should be float32 or float64 (autocast: bfloat16 computes in bfloat16 over float32)")
+    return value
+
+
+def _link(value: str) -> str:
+    Link.parse(value)
     return value
 
 
@@ -334,10 +341,11 @@ class Nodes(Section):
         "Fewest examples of a worker in an inner step; a trainer with a smaller request uses fewer nodes; null: always "
         "all nodes.",
     )
-    link_bits_per_second: PositiveFloat | None = key(
-        None, "Simulated bandwidth between nodes, for time_budget and node_speeds; null: sending takes no time."
+    link: Annotated[str, AfterValidator(_link)] | None = key(
+        None,
+        "Simulated link of every node, as rate and latency, for time_budget and node_speeds: `1Gb/s,20ms`; null: "
+        "sending takes no time.",
     )
-    link_latency_seconds: NonNegativeFloat = key(0.0, "Simulated latency of an exchange between nodes.")
 
     def check(self) -> list[str]:
         found = []
@@ -520,8 +528,8 @@ class Budget(Section):
                         f"in every round, got {getattr(self, key_name)}"
                     )
         if self.time_budget is not None:
-            if self.link_bits_per_second is None:
-                found.append("time_budget: needs link_bits_per_second, by which communications take time")
+            if self.link is None:
+                found.append("time_budget: needs a link, over which communications take time")
             if self.deterministic:
                 found.append("deterministic: a run with a time_budget follows the clock and never has the same bits")
         return found
