@@ -4,7 +4,6 @@ Workers are numbered from 0; a process has those whose nodes it owns. All proces
 and in the same order.
 """
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
