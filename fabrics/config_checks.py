@@ -175,7 +175,6 @@ NOT_READ_WITH: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "dirichlet_alpha": {"data_split": ("iid", "clusters", "sources")},
     "single_seed": {"need_to_reinit_output_layers": (False,)},
     "project_name": {"clearml": ("off",)},
-    "task_name": {"clearml": ("off",)},
     "link": {"time_budget": (None,), "node_speeds": (None,)},
 }
 

@@ -42,9 +42,7 @@ def folder(tmp_path_factory):
     """A run with an offline session."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CLEARML_CONFIG_FILE", str(tmp_path_factory.getbasetemp() / "no-clearml.conf"))
-        folder = record_run(
-            tmp_path_factory.mktemp("logs"), plot_at_end=True, clearml="offline", project_name="P", task_name="T"
-        )
+        folder = record_run(tmp_path_factory.mktemp("logs"), plot_at_end=True, clearml="offline", project_name="P")
     assert "ClearML: offline session in " in (folder / "training_log.log").read_text().splitlines()[-1]
     return folder
 
@@ -100,7 +98,7 @@ def test_the_session_holds_config_plots_texts_summary_and_model(folder):
     run = read_run(folder)
     session = session_of(folder)
     task = json.loads(session.read("task.json"))
-    assert (task["name"], task["project_name"]) == ("T", "P")
+    assert (task["name"], task["project_name"]) == (folder.name, "P")
     assert task["hyperparams"]["config"]["ETA"]["value"] == "0.3"
     log = session.read("log.jsonl").decode()
     for merge in run.merges:

@@ -209,7 +209,7 @@ def test_the_report_says_where_the_run_comes_from(folder, run):
     assert (folder / invocation["patch"]).read_text() == "+1\n"
     resumed = invocation | {"first_round": 1234, "commit": "<b>unknown</b>", "changed": None, "patch": None}
     page = run_body(dataclasses.replace(run, summary=run.summary | {"invocations": [invocation, resumed]}))
-    begun = "<td>2026-01-02T03:04:05+01:00</td><td>{}</td><td>python run.py &#x27;task_name=&lt;i&gt;&#x27;</td>"
+    begun = "<td>2026-01-02T03:04:05+01:00</td><td>{}</td><td>python run.py &#x27;run_name=&lt;i&gt;&#x27;</td>"
     assert begun.format("1") + "<td>c0ffee</td><td>in changes.patch</td>" in page
     assert begun.format("1,234") + "<td>&lt;b&gt;unknown&lt;/b&gt;</td><td>not known</td>" in page
     cuda = f" for CUDA {torch.version.cuda}" if torch.version.cuda else ""

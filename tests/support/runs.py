@@ -130,7 +130,7 @@ def record_run(folder: Path, **values) -> Path:
     started = recording.time.perf_counter()
     folder = make_run_folder(cluster.config, cluster.data.dataset)
     here = machines([machine(cluster.devices)])
-    origin = Origin("python run.py 'task_name=<i>'", "2026-01-02T03:04:05+01:00", Code("c0ffee", True, b"+1\n"), here)
+    origin = Origin("python run.py 'run_name=<i>'", "2026-01-02T03:04:05+01:00", Code("c0ffee", True, b"+1\n"), here)
     recorder = RunRecorder(cluster.config, folder, kept, started, None, origin)
     final = cluster.train(recorder)
     models = cluster.save_models(folder / "model_weights", recorder)

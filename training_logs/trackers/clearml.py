@@ -85,7 +85,7 @@ class ClearML(Tracker):
         Task.set_offline(self._mode == "offline")
         self._task = Task.init(
             project_name=config.get("project_name") or "AdLoCo",
-            task_name=config.get("task_name") or self._folder.name,
+            task_name=self._folder.name,
             reuse_last_task_id=known or False,
             continue_last_task=0 if known else False,  # 0: iterations keep their numbers
             auto_connect_arg_parser=False,

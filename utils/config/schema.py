@@ -569,9 +569,6 @@ class Log(Section):
         changes_training=False,
     )
     project_name: str | None = key(None, "Project in the ClearML dashboard; null: AdLoCo.", changes_training=False)
-    task_name: str | None = key(
-        None, "Task in the ClearML dashboard; null: the name of the run folder.", changes_training=False
-    )
     eval_every: PositiveInt = key(1, "Evaluate the trainers every n rounds, and at the end.", changes_training=False)
     eval_batch_size: PositiveInt = key(16, "Examples per batch in evaluation.", changes_training=False)
 
