@@ -21,12 +21,13 @@ from fabrics.data.examples import TaskData
 from fabrics.models.export import save_models
 from fabrics.pool.checkpoint_policy import CheckpointPolicy, Vote
 from fabrics.pool.device_errors import explained
-from fabrics.pool.eval_tool import Evaluation, EvaluationPart
-from fabrics.pool.node_assignment import NodeAssigner, NoNodeLeftError, requests_of
-from fabrics.pool.node_pool import NodePool, check_modules, check_statistics, measured_max_batches
+from fabrics.pool.eval_tool import Evaluation, EvaluationPart, Validation
+from fabrics.pool.max_batch import measured_max_batches
+from fabrics.pool.node_assignment import NodeAssigner, NoNodeLeftError, requested_batches
+from fabrics.pool.node_pool import NodePool
 from fabrics.pool.round_scheduler import RoundScheduler
+from fabrics.pool.run_checks import check_model, check_statistics
 from fabrics.pool.run_counters import RunCounters
-from fabrics.pool.validation import Validation
 from fabrics.training.device_models import FlatModels
 from fabrics.training.worker import Node
 from trainers import Trained, Trainer, first_trainers
@@ -76,7 +77,7 @@ class Cluster:
         self.devices = list(self.models)
         self.validation = Validation(data, self.models, config.eval_batch_size)
         self.metric = self.validation.metric
-        check_modules(config, self.models.first)
+        check_model(config, self.models.first)
         self.scheduler = RoundScheduler(config, len(data.train), len(self.nodes))
         self._assigner = NodeAssigner(config, self.pool, processes.groups, self.scheduler)
         first_requests = dict.fromkeys(range(config.number_of_initial_trainers), config.INITIAL_BATCH_SIZE)
@@ -87,7 +88,7 @@ class Cluster:
             # Now that everything is there which lives between rounds.
             groups = (group for trainer in self.trainers.values() for group in trainer.tensors().values())
             size = sum(tensor.nbytes for group in groups for tensor in group.values())
-            self.pool.limit(measured_max_batches(config, self.models, data.train, processes, size))
+            self.pool.set_max_batches(measured_max_batches(config, self.models, data.train, processes, size))
             self.distribute()
         smallest = min(trainer.cursor.smallest for trainer in self.trainers.values())
         check_statistics(config, self.pool.working(0.0), smallest)
@@ -118,14 +119,14 @@ class Cluster:
         Raises:
             NoNodeLeftError: as it says.
         """
-        self._assign(self._assignment(requests_of(self.trainers)))
+        self._assign(self._assignment(requested_batches(self.trainers)))
 
     def _assign(self, assignment: Mapping[int, Sequence[int]]) -> None:
         self._assigner.assign(assignment, self.trainers, self.counters)
 
     def _merge(self) -> Merge:
         """Merge the trainers that the policy picks; communications and bytes are counted."""
-        plan, _ = self._assigner.merge(self.trainers, self.counters)
+        plan = self._assigner.merge(self.trainers, self.counters)
         merge = Merge(self.counters.outer_steps, plan)
         self.merges.append(merge)
         return merge
@@ -146,7 +147,7 @@ class Cluster:
 
     def evaluate(self) -> dict[int, Evaluation]:
         """Every living trainer on the validation examples, shared out over the processes."""
-        return self.validation.combined(self.processes.gather(self._evaluation_parts()), list(self.trainers))
+        return self.validation.combine(self.processes.gather(self._evaluation_parts()), list(self.trainers))
 
     def best(self, evaluations: dict[int, Evaluation]) -> int:
         """The trainer with the best metric; ties go to the smaller id."""
@@ -205,15 +206,14 @@ class Cluster:
         self.scheduler.count(
             self.counters, synchronisation_exchange((len(r.workers), r.bytes_synchronised) for r in reports.values())
         )
-        self.pool.look_after([run for report in reports.values() for run in report.workers.values()])
-        evaluations = self.validation.combined([share.evaluations for share in shares], list(trainers)) if due else {}
+        self.pool.update([run for report in reports.values() for run in report.workers.values()])
+        evaluations = self.validation.combine([share.evaluations for share in shares], list(trainers)) if due else {}
         merge = None
         if len(trainers) > 1 and counters.outer_steps % self.config.merge_frequency == 0:
             merge = self._merge()
-        notes = tuple(self.pool.balance({t.id: (t.nodes, t.work) for t in trainers.values()}))
         now, memory = dataclasses.replace(counters), [share.memory for share in shares]
-        moves = self._assigner.new_moves()
-        return ClusterRound(counters.outer_steps, progress, reports, evaluations, merge, now, memory, notes, moves)
+        moves = self._assigner.take_moves()
+        return ClusterRound(counters.outer_steps, progress, reports, evaluations, merge, now, memory, moves)
 
     def train(
         self, observer: Observer, folder: Path | None = None, stop: StopRequest | None = None
@@ -295,8 +295,7 @@ class Cluster:
             "counters": dataclasses.asdict(self.counters),
             "merges": [dataclasses.asdict(merge) for merge in self.merges],
             "trainers": {str(trainer.id): trainer.state_dict() for trainer in self.trainers.values()},
-            "max_batches": self.pool.state_dict(),
-            "speeds": self.pool.speeds_state(),
+            "nodes": self.pool.state_dict(),
             "threads": torch.get_num_threads(),
             "compiled": self.models.compiled,
             "parameters": self.parameter_count,
@@ -318,17 +317,16 @@ class Cluster:
         self.models.resume(state.get("compiled", False))
         part = self.models.first.local_part
         self.merges = [Merge.from_values(merge) for merge in state["merges"]]
-        self.pool.load_state_dict(state["max_batches"])
-        self.pool.load_speeds(state.get("speeds"))
+        self.pool.load_state_dict(state["nodes"])
         counters = RunCounters(**state["counters"])
         living = {int(trainer): values for trainer, values in state["trainers"].items()}
         self.trainers = {trainer: self.trainers[trainer] for trainer in living}
         assignment = {trainer: values["nodes"] for trainer, values in living.items()}
-        if len(state["max_batches"]) != len(self.nodes):  # other nodes than those of the checkpoint
+        if len(state["nodes"]["max_batches"]) != len(self.nodes):  # other nodes than those of the checkpoint
             requests = {trainer: values["requested_batch"] for trainer, values in living.items()}
             assignment = self._assigner.assignment(requests, {}, self.scheduler.progress(counters))
         self._assign(assignment)
-        self._assigner.new_moves()  # nodes begin here, and nothing is sent
+        self._assigner.take_moves()  # nodes begin here, and nothing is sent
         self.counters = counters
         for trainer, values in living.items():
             self.trainers[trainer].load_state_dict(values, lambda group, name: part(name, read(group, name)))

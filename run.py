@@ -149,7 +149,7 @@ def set_up(
     from cluster import Cluster
     from fabrics.data.dataset_loader import load_data
     from fabrics.pool import device_errors
-    from fabrics.pool.node_pool import check_nodes
+    from fabrics.pool.run_checks import check_nodes
     from training_logs.recording.provenance import Origin, code_of, machine
     from training_logs.recording.recorder import RunRecorder
     from training_logs.recording.records import Observer

@@ -184,12 +184,6 @@ class Trainer:
         fewer_steps, turns = self.worker_group.fewer_steps, self.worker_group.turns(self._values)
         return Shares(self._config, self.requested_batch, self.nodes, self.participants, fewer_steps, turns=turns)
 
-    def work(self, speeds: Sequence[float | None]) -> list[int]:
-        """Examples of every worker in a whole round in which all take part, if their nodes had these speeds."""
-        everybody, fewer_steps = range(len(self.nodes)), self.worker_group.fewer_steps
-        shares = Shares(self._config, self.requested_batch, self.nodes, everybody, fewer_steps, speeds)
-        return shares.examples_each(self._config.number_of_inner_steps_between_outers)
-
     @property
     def largest_request(self) -> int:
         """In examples over all its workers."""

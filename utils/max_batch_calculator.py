@@ -1,10 +1,12 @@
-"""The largest micro-batch that fits: a linear memory model from two or three probes, confirmed where it can be.
+"""The largest micro-batch that fits into a device's memory.
 
-The memory of a training step grows linearly with its examples, so probes of 1, 2 and 4 examples tell the slope
-and one more run at the predicted size confirms it. On CUDA a probe is the allocator's peak. On the CPU, where a
-process's peak cannot be reset, it is the bytes that autograd keeps for the backward pass, which are exactly linear,
-doubled as a margin for the temporaries of that pass; nothing is confirmed there. Measured: a probed step of the
-demo model with 256 examples raised the resident peak by 1178 MB where this says 1206 MB.
+The memory of a training step grows linearly with its examples. Probes of 1, 2 and 4 examples give the line, and one
+more run at the predicted size confirms it.
+
+On CUDA a probe measures the allocator's peak. On a CPU, where the peak of a process cannot be reset, it counts the
+bytes that autograd keeps for the backward pass, doubled for the temporaries of that pass. These bytes are exactly
+linear, so two probes suffice and no prediction is confirmed. A step of the demo model with 256 examples raised the
+resident peak by 1178 MB, where this estimate is 1206 MB.
 """
 
 import contextlib
@@ -16,41 +18,44 @@ import torch
 from utils.distributed.devices import is_out_of_memory
 from utils.distributed.shard_groups import ShardGroup
 
-# Probing on the CPU says nothing new beyond this; batches as large as a dataset are refused elsewhere.
+# From a number of examples to the bytes of a step; None: the device ran out of memory.
+Measure = Callable[[int], int | None]
+
 _CPU_PROBES = (1, 2)
 _CUDA_PROBES = (1, 2, 4)
 
 
 def fit_line(points: list[tuple[int, int]]) -> tuple[float, float]:
-    """Least-squares (intercept, slope) of bytes against examples; one point is taken as all slope."""
+    """Fit bytes = intercept + slope * examples by least squares; a single point gives no intercept."""
     if len(points) == 1:
         batch, size = points[0]
         return 0.0, size / batch
-    count = len(points)
-    mean_x = sum(x for x, _ in points) / count
-    mean_y = sum(y for _, y in points) / count
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
-    return mean_y - slope * mean_x, slope
+    mean_batch = sum(batch for batch, _ in points) / len(points)
+    mean_size = sum(size for _, size in points) / len(points)
+    spread = sum((batch - mean_batch) ** 2 for batch, _ in points)
+    slope = sum((batch - mean_batch) * (size - mean_size) for batch, size in points) / spread
+    return mean_size - slope * mean_batch, slope
 
 
 def find_max_batch(
-    measure: Callable[[int], int | None],
-    budget_bytes: int,
-    probes: tuple[int, ...] = _CUDA_PROBES,
-    confirm: bool = True,
+    measure: Measure, budget_bytes: int, probes: tuple[int, ...] = _CUDA_PROBES, confirm: bool = True
 ) -> int:
-    """The largest batch whose step stays within the budget.
+    """Find the largest batch whose step stays within the budget.
 
     Args:
-        measure: bytes that a step with so many examples needs, or None where the device ran out of memory.
-        budget_bytes: what it may need.
-        probes: batches to measure for the fit.
-        confirm: measure the prediction too, and shrink it until it holds.
+        measure: the bytes of a step.
+        budget_bytes: the bytes that a step may need.
+        probes: batches to measure for the fit, in growing order.
+        confirm: measure the prediction too, and shrink it until it fits.
 
     Raises:
         MemoryError: not even one example fits.
     """
+
+    def fits(batch: int) -> bool:
+        size = measure(batch)
+        return size is not None and size <= budget_bytes
+
     points: list[tuple[int, int]] = []
     for batch in probes:
         size = measure(batch)
@@ -61,25 +66,21 @@ def find_max_batch(
         raise MemoryError(f"one example does not fit into {budget_bytes:,} bytes")
     largest_seen = points[-1][0]
     if len(points) < len(probes):
-        failed = probes[len(points)]
-        candidates = range(failed - 1, largest_seen, -1)
-        return next((b for b in candidates if (size := measure(b)) is not None and size <= budget_bytes), largest_seen)
+        too_large = probes[len(points)]
+        return next((batch for batch in range(too_large - 1, largest_seen, -1) if fits(batch)), largest_seen)
     intercept, slope = fit_line(points)
     if slope <= 0.0:
         return largest_seen
     # A millionth of an example forgives the rounding of the fit.
     candidate = max(largest_seen, int((budget_bytes - intercept) / slope + 1e-6))
-    while confirm and candidate > largest_seen:
-        size = measure(candidate)
-        if size is not None and size <= budget_bytes:
-            break
+    while confirm and candidate > largest_seen and not fits(candidate):
         candidate = max(largest_seen, int(candidate * 0.9))
     return candidate
 
 
 @contextlib.contextmanager
-def _no_trace(gradient: torch.Tensor, device: torch.device):
-    """Random numbers and gradients as before, and the allocator's cache emptied, when the context ends."""
+def _without_traces(gradient: torch.Tensor, device: torch.device):
+    """Restore random numbers, the gradient and the allocator's cache when the context ends."""
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
         try:
@@ -91,7 +92,7 @@ def _no_trace(gradient: torch.Tensor, device: torch.device):
                 torch.cuda.reset_peak_memory_stats(device)
 
 
-def _measure_cuda(step: Callable[[int], None], device: torch.device) -> Callable[[int], int | None]:
+def _measure_cuda(step: Callable[[int], None], device: torch.device) -> Measure:
     def measure(batch: int) -> int | None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -107,9 +108,9 @@ def _measure_cuda(step: Callable[[int], None], device: torch.device) -> Callable
     return measure
 
 
-def _measure_cpu(step: Callable[[int], None]) -> Callable[[int], int | None]:
+def _measure_cpu(step: Callable[[int], None]) -> Measure:
     def measure(batch: int) -> int:
-        # By storage and not by address: weights that FSDP2 has gathered are freed in the pass, and their places taken.
+        # By storage and not by address: weights gathered by FSDP2 are freed during the pass, and addresses reused.
         storages: dict[int, torch.UntypedStorage] = {}
         sizes: dict[int, int] = {}
 
@@ -126,8 +127,8 @@ def _measure_cpu(step: Callable[[int], None]) -> Callable[[int], int | None]:
     return measure
 
 
-def _together(measure: Callable[[int], int | None], shard_group: ShardGroup) -> Callable[[int], int | None]:
-    """The most that a device of a shard group needs; None where one of them has not the memory."""
+def _measure_together(measure: Measure, shard_group: ShardGroup) -> Measure:
+    """The most bytes that a device of the shard group needs; None if one of them runs out of memory."""
 
     def most(batch: int) -> int | None:
         size = measure(batch)
@@ -147,41 +148,43 @@ def calculate_max_batch(
     reserved_bytes: int,
     shard_group: ShardGroup | None = None,
 ) -> int:
-    """The max batch of a device's nodes; of a shard group, in examples of each of its devices, which measure together.
+    """Return the largest micro-batch of a device; for a shard group in examples of each of its devices.
 
     Args:
-        step: runs one forward and backward pass with so many examples on the device.
-        gradient: the flat gradient that the steps fill; zero again afterwards.
+        step: runs one forward and backward pass with this number of examples on the device.
+        gradient: the flat gradient that the steps fill; zero afterwards.
         padding_percentage: share of the device's memory that may be used, 0 to 1.
-        sharing: processes that run steps on the device at one time; the nodes of a process take turns.
-        reserved_bytes: what will be allocated besides, by all of them.
-        shard_group: the devices that make the steps together; None: this one alone.
+        sharing: processes that run steps on the device at the same time.
+        reserved_bytes: bytes that all of them will allocate besides.
+        shard_group: the devices that make steps together, and measure together; None: this device alone.
 
     Raises:
-        MemoryError: naming the keys to change, when one example does not fit.
+        MemoryError: not even one example fits; names the keys to change.
     """
     on_gpu = device.type == "cuda"
-    together = (
-        shard_group is not None and shard_group.size > 1
-    )  # a pass that one of them has not the memory for ends the run
+    several = shard_group is not None and shard_group.size > 1
     measure = _measure_cuda(step, device) if on_gpu else _measure_cpu(step)
-    if shard_group is not None:
-        measure = _together(measure, shard_group)
-    with _no_trace(gradient, device):
-        # What comes with the first steps is not to be measured: a model that is compiled makes a pass of its own, and
-        # libraries of a GPU take memory to work with, which they keep.
+    if several:
+        measure = _measure_together(measure, shard_group)
+    with _without_traces(gradient, device):
+        # The first steps also compile the model, and allocate workspaces of GPU libraries that stay.
         for count in (1, 2) if on_gpu else (2,):
             measure(count)
         if on_gpu:
             free, memory = torch.cuda.mem_get_info(device)
-            taken = memory - free - (torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+            cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            taken = memory - free - cached
         else:
             state = psutil.virtual_memory()
-            memory, taken = state.total, state.total - state.available
+            memory = state.total
+            taken = state.total - state.available
         budget = int((padding_percentage * memory - taken - reserved_bytes) / sharing)
-        budget = budget if shard_group is None else shard_group.least(budget)
+        if several:
+            budget = shard_group.least(budget)
+        # A shard group cannot try a batch that may not fit: running out of memory within a pass ends its run.
+        confirm = on_gpu and not several
         try:
-            return find_max_batch(measure, budget, _CUDA_PROBES if on_gpu else _CPU_PROBES, on_gpu and not together)
+            return find_max_batch(measure, budget, _CUDA_PROBES if on_gpu else _CPU_PROBES, confirm)
         except MemoryError as error:
             raise MemoryError(
                 f"no example fits on {device}: {error} (padding_percentage {padding_percentage} of "

@@ -1,1 +1,1 @@
-"""Merge policies, the distribution of nodes, speeds and the simulated clock."""
+"""Nodes and trainers: distribution, merges, unequal speeds, simulated clocks and traffic."""

@@ -1,4 +1,4 @@
-"""How much each worker of a trainer does, where nodes differ: its share of a batch, or its inner steps of a round."""
+"""The division of work among workers of unequal speed: shares of a batch, or inner steps of a round."""
 
 import functools
 import heapq
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 @functools.lru_cache(maxsize=64)
 def batch_shares(examples: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
-    """The examples of an inner step, shared out so that the last worker is done as early as can be; one each at least.
+    """Divide the examples of an inner step so that the last worker finishes as early as possible.
 
-    One example after the other goes to whoever would be done with it first, ties to the smaller number: as nearly in
-    proportion to speed as whole examples can be, and equal speeds have shares that differ by one at most.
+    Each worker gets one example. Every further example goes to the worker that would finish it first; ties go to the
+    smaller number. Equal speeds give shares that differ by at most one.
 
     Args:
-        examples: as many as workers, or more; the shares sum to them.
-        speeds: of every worker, positive, in any unit.
+        examples: at least as many as workers.
+        speeds: of every worker, in any unit.
     """
     if examples < len(speeds):
         raise ValueError(f"there must be an example for each of {len(speeds)} workers, got {examples}")
@@ -30,33 +30,35 @@ def batch_shares(examples: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
 
 
 def steps_each(inner_steps: int, speeds: Sequence[float], least: int = 1) -> list[int]:
-    """Inner steps of every worker in a round in which the fastest makes so many: floor(H s_m / max s), `least` at least
-    (arXiv 2401.09135, dynamic local updates)."""
+    """Inner steps of every worker while the fastest makes `inner_steps`: floor(H s_m / max s), but at least `least`.
+
+    This is dynamic local updates (arXiv 2401.09135).
+    """
     fastest = max(speeds)
     return [min(inner_steps, max(least, math.floor(inner_steps * speed / fastest + 1e-9))) for speed in speeds]
 
 
 def turns(own: int, inner_steps: int) -> tuple[int, ...]:
-    """During which inner steps of a round, from 0, a worker that makes `own` of them does so: its last in the last.
+    """The inner steps of the round, from 0, during which a worker makes its `own` steps; the last in the last.
 
-    A worker is done with floor(n own / H) of its steps when the fastest has made n of H.
+    When the fastest worker has made n of H steps, this worker has made floor(n own / H).
     """
     return tuple(-(-number * inner_steps // own) - 1 for number in range(1, own + 1))
 
 
 def places(batches: Sequence[int], workers_turns: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Where each worker's slice of every inner step of its own begins among the examples of a round.
+    """The offsets, within the examples of a round, at which each worker's slices begin.
 
-    Slices follow each other by inner step of the round, and in it by worker; who makes none has no slice.
+    Slices follow each other by inner step of the round, and within a step by worker.
+
+    Args:
+        batches: examples of an inner step of each worker.
+        workers_turns: the inner steps of the round during which each worker makes its own.
     """
     order = sorted((turn, worker) for worker, own in enumerate(workers_turns) for turn in own)
-    found, first = [[] for _ in batches], 0
+    found: list[list[int]] = [[] for _ in batches]
+    first = 0
     for _, worker in order:
         found[worker].append(first)
         first += batches[worker]
     return found
-
-
-def throughput(work: Sequence[int], speeds: Sequence[float]) -> float:
-    """Examples per second of workers side by side that have so many examples each, and wait for the last one."""
-    return sum(work) / max(examples / speed for examples, speed in zip(work, speeds, strict=True))

@@ -1,54 +1,50 @@
-"""The distribution of nodes: who works for whom, and what has to move when that changes.
-
-Pure functions of the living trainers' requested batches (AdLoCo, section 3) and of where their nodes are now.
-"""
+"""The distribution of nodes over trainers, and the state that moves when it changes (AdLoCo, section 3)."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-# By how much requests per node have to differ before a node moves, whose new trainer has to send it its state.
+# By this share the requests per node must differ before a node changes trainers, because the new trainer has to send
+# it its state.
 HYSTERESIS = 0.25
 
 
-def useful_workers(request: int, smallest_batch: int, present: int, hysteresis: float) -> int:
-    """How many workers a trainer has use for: as many as its request gives `smallest_batch` examples each.
+def useful_workers(request: int, smallest_batch: int, present: int) -> int:
+    """The number of workers to which a request gives at least `smallest_batch` examples each.
 
-    A batch that is cut into very small ones wastes them: AdamW divides a worker's step by the noise of its own few
-    examples. Those that are there stay until the request is smaller than what they need by more than `hysteresis`.
+    Very small batches waste workers, because AdamW divides a worker's step by the noise of its own examples. Present
+    workers stay until the request is too small for them by more than HYSTERESIS.
     """
     wanted = max(1, request // smallest_batch)
-    return present if wanted < present and request * (1.0 + hysteresis) >= present * smallest_batch else wanted
+    if wanted < present and request * (1.0 + HYSTERESIS) >= present * smallest_batch:
+        return present
+    return wanted
 
 
 def node_counts(
-    requests: Mapping[int, int],
-    nodes: int,
-    present: Mapping[int, int],
-    hysteresis: float,
-    smallest_batch: int | None = None,
+    requests: Mapping[int, int], nodes: int, present: Mapping[int, int], smallest_batch: int | None = None
 ) -> dict[int, int]:
-    """How many of the nodes every trainer gets: at least one, and otherwise in proportion to its request.
+    """The number of nodes of every trainer: at least one, and otherwise in proportion to its request.
 
-    No trainer gets more than it has use for (`useful_workers`); nodes that nobody has use for are idle.
-
-    Nodes that nobody has go one by one to the trainer with the largest request per node that it would then have (the
-    method of D'Hondt). A node moves from one trainer to another only where the taker's request per node, the new one
-    included, exceeds the giver's by more than `hysteresis`, because the taker's state has to be sent to it. So in the
-    end r_t / (n_t + 1) <= (1 + hysteresis) r_g / n_g for all trainers t and g with n_g > 1. Without nodes at present,
-    or with a hysteresis of 0, a larger request never gets fewer nodes; with one, a request that is more than
-    1 + hysteresis times as large never does. Ties go to the smaller id.
+    Free nodes go one by one to the trainer that then has the largest request per node (the method of D'Hondt). A node
+    moves from one trainer to another only if the taker's request per node, including the new one, exceeds the giver's
+    by more than HYSTERESIS. In the end r_t / (n_t + 1) <= (1 + HYSTERESIS) r_g / n_g for all trainers t and g with
+    n_g > 1. Ties go to the smaller id. Nodes for which no trainer has use (`useful_workers`) are idle.
 
     Args:
-        requests: trainer id -> requested batch, in examples; fewer of them than nodes.
-        present: trainer id -> nodes that it has; together at most `nodes`.
-        smallest_batch: of a worker, in examples; None: trainers have use for all.
+        requests: trainer id -> requested batch, in examples; fewer trainers than nodes.
+        nodes: number of nodes.
+        present: trainer id -> number of its nodes now, together at most `nodes`.
+        smallest_batch: fewest examples of a worker; None: trainers have use for all nodes.
     """
     trainers = sorted(requests)
-    counts = {trainer: max(present.get(trainer, 0), 1) for trainer in trainers}
-    most = dict.fromkeys(trainers, nodes)
-    if smallest_batch is not None:
-        most = {t: useful_workers(requests[t], smallest_batch, counts[t], hysteresis) for t in trainers}
-    counts = {trainer: min(count, most[trainer]) for trainer, count in counts.items()}
+    counts = {}
+    most = {}
+    for trainer in trainers:
+        counts[trainer] = max(present.get(trainer, 0), 1)
+        most[trainer] = nodes
+        if smallest_batch is not None:
+            most[trainer] = useful_workers(requests[trainer], smallest_batch, counts[trainer])
+            counts[trainer] = min(counts[trainer], most[trainer])
 
     def taker() -> int | None:
         able = [trainer for trainer in trainers if counts[trainer] < most[trainer]]
@@ -60,23 +56,78 @@ def node_counts(
 
     while sum(counts.values()) > nodes:
         counts[giver()] -= 1
-    while sum(counts.values()) < nodes and (target := taker()) is not None:
-        counts[target] += 1
-    while (source := giver()) is not None and (target := taker()) is not None:
-        has, would_have = requests[source] * (counts[target] + 1), requests[target] * counts[source]
-        if source == target or would_have <= (1.0 + hysteresis) * has:
+    while sum(counts.values()) < nodes:
+        target = taker()
+        if target is None:
             break
+        counts[target] += 1
+    while True:
+        source = giver()
+        target = taker()
+        if source is None or target is None or source == target:
+            return counts
+        present_load = requests[source] * (counts[target] + 1)
+        new_load = requests[target] * counts[source]
+        if new_load <= (1.0 + HYSTERESIS) * present_load:
+            return counts
         counts[source] -= 1
         counts[target] += 1
-    return counts
 
 
-def _in_turn(
+def distribute_nodes(
+    requests: Mapping[int, int],
+    groups: Mapping[int, int],
+    present: Mapping[int, Sequence[int]] | None = None,
+    smallest_batch: int | None = None,
+) -> dict[int, tuple[int, ...]]:
+    """The nodes of every trainer, by worker: as many as `node_counts` says, with as few changes as possible.
+
+    Workers keep their nodes, the last workers leave first, and new nodes take the places of those that are gone. If
+    there are no more nodes than trainers, a node serves several trainers in turn. New nodes come from few groups: the
+    trainer with the most nodes chooses first, from groups in which it has nodes, then from the fullest group that has
+    enough, otherwise from the emptiest.
+
+    Args:
+        requests: trainer id -> requested batch, in examples.
+        groups: node -> its group; communication within a group is cheap.
+        present: trainer id -> its nodes now, by worker; nodes that are not in `groups` are gone.
+        smallest_batch: see `node_counts`.
+    """
+    if not groups:
+        raise ValueError(f"there must be at least one node, got {len(groups)}")
+    present = present or {}
+    trainers = sorted(requests)
+    nodes = sorted(groups)
+    if len(trainers) >= len(nodes):
+        return _nodes_in_turn(trainers, nodes, present)
+
+    kept: dict[int, list[int]] = {}
+    taken: set[int] = set()
+    for trainer in sorted(trainers, key=lambda trainer: (-requests[trainer], trainer)):
+        kept[trainer] = [node for node in present.get(trainer, ()) if node in groups and node not in taken]
+        taken |= set(kept[trainer])
+    counts = node_counts(requests, len(nodes), {t: len(own) for t, own in kept.items()}, smallest_batch)
+    places = {t: _worker_places(present.get(t, ()), kept[t], count) for t, count in counts.items()}
+
+    taken = {node for own in places.values() for node in own if node is not None}
+    free: dict[int, list[int]] = {}
+    for node in nodes:
+        if node not in taken:
+            free.setdefault(groups[node], []).append(node)
+    for trainer in sorted(trainers, key=lambda trainer: (-counts[trainer], trainer)):
+        own = places[trainer]
+        own_groups = [groups[node] for node in own if node is not None]
+        _fill(own, sorted(_take_nodes(free, own.count(None), own_groups)))
+    return {trainer: tuple(places[trainer]) for trainer in trainers}
+
+
+def _nodes_in_turn(
     trainers: Sequence[int], nodes: Sequence[int], present: Mapping[int, Sequence[int]]
 ) -> dict[int, tuple[int, ...]]:
-    """A node for every trainer where there are no more nodes than trainers; all nodes have near-equally many."""
+    """One node for every trainer; nodes serve nearly equal numbers of trainers."""
     served: dict[int, list[int]] = {node: [] for node in nodes}
-    most, homeless = -(-len(trainers) // len(nodes)), []
+    most = -(-len(trainers) // len(nodes))
+    homeless = []
     for trainer in trainers:
         home = next((node for node in present.get(trainer, ()) if node in served), None)
         if home is None or len(served[home]) == most:
@@ -93,75 +144,30 @@ def _in_turn(
         served[emptiest].append(served[fullest].pop())
 
 
-def distribute_nodes(
-    requests: Mapping[int, int],
-    groups: Mapping[int, int],
-    present: Mapping[int, Sequence[int]] | None = None,
-    hysteresis: float = 0.0,
-    smallest_batch: int | None = None,
-) -> dict[int, tuple[int, ...]]:
-    """Nodes of every trainer, worker by worker: so many as `node_counts` says, and as few changes as that allows.
-
-    Workers keep their nodes, the last ones go first, and new nodes take the places of those that are gone. With no more
-    nodes than trainers, a node serves several trainers in turn. How many nodes a trainer gets does not depend on the
-    groups; which new ones are as few groups' as a greedy choice finds: the trainer with the most nodes first, into
-    groups where it has some, then into the fullest one that still holds what is missing, else into the emptiest.
-
-    Args:
-        requests: trainer id -> requested batch, in examples.
-        groups: node -> its group; between groups communication is dear.
-        present: trainer id -> its nodes now, by worker; those not in `groups` are gone.
-        hysteresis, smallest_batch: as in `node_counts`.
-    """
-    if not groups:
-        raise ValueError(f"there must be at least one node, got {len(groups)}")
-    present = present or {}
-    trainers, nodes = sorted(requests), sorted(groups)
-    if len(trainers) >= len(nodes):
-        return _in_turn(trainers, nodes, present)
-    kept: dict[int, list[int]] = {}
-    taken: set[int] = set()
-    for trainer in sorted(trainers, key=lambda trainer: (-requests[trainer], trainer)):
-        kept[trainer] = [node for node in present.get(trainer, ()) if node in groups and node not in taken]
-        taken |= set(kept[trainer])
-    counts = node_counts(requests, len(nodes), {t: len(own) for t, own in kept.items()}, hysteresis, smallest_batch)
-    places = {t: worker_places(present.get(t, ()), kept[t], count) for t, count in counts.items()}
-    taken = {node for own in places.values() for node in own if node is not None}
-    free: dict[int, list[int]] = {}
-    for node in nodes:
-        if node not in taken:
-            free.setdefault(groups[node], []).append(node)
-    for trainer in sorted(trainers, key=lambda trainer: (-counts[trainer], trainer)):
-        own = places[trainer]
-        fill(own, sorted(_choose(free, own.count(None), [groups[node] for node in own if node is not None])))
-    return {trainer: tuple(places[trainer]) for trainer in trainers}
-
-
-def worker_places(present: Sequence[int], staying: Collection[int], count: int) -> list[int | None]:
-    """The node of each of so many workers: those stay that can, the last go first; None: one is missing."""
+def _worker_places(present: Sequence[int], staying: Collection[int], count: int) -> list[int | None]:
+    """The node of each of `count` workers, or None; nodes that stay keep their workers, the last ones move up."""
     workers: list[int | None] = [node if node in staying else None for node in present]
     workers += [None] * (count - len(workers))
-    places, surplus = workers[:count], [node for node in workers[count:] if node is not None]
-    fill(places, surplus)
+    places = workers[:count]
+    _fill(places, [node for node in workers[count:] if node is not None])
     return places
 
 
-def fill(places: list[int | None], nodes: Sequence[int]) -> None:
-    """Put nodes into empty places as far as there are some."""
+def _fill(places: list[int | None], nodes: Sequence[int]) -> None:
     for node in nodes[: places.count(None)]:
         places[places.index(None)] = node
 
 
-def _choose(free: dict[int, list[int]], count: int, own: Sequence[int]) -> list[int]:
-    """Take so many nodes out of `free` (group -> nodes). own: the group of every node that the trainer has."""
+def _take_nodes(free: dict[int, list[int]], count: int, own_groups: Sequence[int]) -> list[int]:
+    """Take nodes out of `free` (group -> nodes). own_groups: the group of every node that the trainer has."""
     chosen: list[int] = []
     while len(chosen) < count:
         missing = count - len(chosen)
         left = [group for group in free if free[group]]
-        known = [group for group in left if group in own]
+        known = [group for group in left if group in own_groups]
         fitting = [group for group in left if len(free[group]) >= missing]
         if known:
-            group = min(known, key=lambda group: (-own.count(group), group))
+            group = min(known, key=lambda group: (-own_groups.count(group), group))
         elif fitting:
             group = min(fitting, key=lambda group: (len(free[group]), group))
         else:
@@ -171,15 +177,18 @@ def _choose(free: dict[int, list[int]], count: int, own: Sequence[int]) -> list[
     return chosen
 
 
-# What moves
+# State that moves
 
 
 @dataclass(frozen=True)
 class HandOver:
-    """The state of a worker that goes to others.
+    """A worker's state that goes to other workers.
 
-    worker: the old number of whom it is of. source: its node. takers: new number of a worker -> its node. whole: it is
-    the same worker in another place, so that what was lost when it sent goes with it; else a new one gets a copy.
+    Attributes:
+        worker: the old number of the worker.
+        source: its node.
+        takers: new number of a worker -> its node.
+        whole: the worker itself moves, with its encoding error; otherwise new workers get a copy of its moments.
     """
 
     worker: int
@@ -190,8 +199,13 @@ class HandOver:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Sizes. trainer: its tensors; worker: the inner optimiser's state; personal: what goes with a worker alone, as
-    what encodings lost."""
+    """Sizes of state.
+
+    Attributes:
+        trainer: the trainer's tensors.
+        worker: the inner optimizer's state.
+        personal: state that moves only with its worker, such as an encoding error.
+    """
 
     trainer: int
     worker: int
@@ -199,21 +213,25 @@ class StateBytes:
 
 
 def hand_overs(old: Sequence[int], new: Sequence[int], lost: frozenset[int]) -> list[HandOver]:
-    """What workers need of each other's state when a trainer's nodes change.
+    """The state that moves when a trainer's nodes change.
 
-    Workers keep their numbers, so far as there are nodes for them, and their state goes where they go. One that is new,
-    or whose state is lost, gets a copy of that of the first worker that has one.
+    Workers keep their numbers as far as there are nodes for them, and take their state along. A worker that is new, or
+    whose state is lost, gets a copy of the state of the first worker that has one.
 
     Args:
-        old, new: the node of each worker before and after.
+        old: the node of each worker before.
+        new: the node of each worker after.
         lost: old workers whose state is lost.
     """
     healthy = [worker for worker in range(len(old)) if worker not in lost]
+    if not healthy:
+        return []
     found: dict[tuple[int, bool], HandOver] = {}
     for worker, node in enumerate(new):
         stays = worker in healthy
-        if not healthy or (stays and old[worker] == node):
+        if stays and old[worker] == node:
             continue
         source = worker if stays else healthy[0]
-        found.setdefault((source, stays), HandOver(source, old[source], {}, stays)).takers[worker] = node
+        hand_over = found.setdefault((source, stays), HandOver(source, old[source], whole=stays))
+        hand_over.takers[worker] = node
     return list(found.values())

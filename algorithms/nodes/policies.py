@@ -1,4 +1,4 @@
-"""Merge policies: who merges with whom, as a pure function of the requested batches (AdLoCo, section 3)."""
+"""Merge policies: which trainers merge, as a function of their requested batches (AdLoCo, section 3)."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -9,17 +9,20 @@ from algorithms.registry import Registry
 
 @dataclass(frozen=True)
 class MergePlan:
-    """One merge: the trainers in `weights` become one, which keeps the identity of `representative`.
+    """A merge of several trainers into one.
 
-    weights: trainer id -> share of the weighted average, in proportion to the requested batches; sums to 1.
+    Attributes:
+        representative: the trainer whose identity is kept.
+        weights: trainer id -> weight in the average, in proportion to the requested batches; they sum to 1.
     """
 
     representative: int
     weights: dict[int, float]
 
     def problem(self, trainers: Collection[int]) -> str | None:
-        """What is wrong with it as a merge of some of these trainers."""
-        if unknown := self.weights.keys() - set(trainers):
+        """Why this is not a merge of some of these trainers; None if it is."""
+        unknown = self.weights.keys() - set(trainers)
+        if unknown:
             return f"merges trainers {sorted(unknown)}, and there are {sorted(trainers)}"
         if len(self.weights) < 2 or self.representative not in self.weights:
             return (
@@ -36,12 +39,11 @@ class MergePlan:
 
 
 def _plan(requests: Mapping[int, int], chosen: list[int]) -> MergePlan:
-    total = sum(requests[trainer] for trainer in chosen)
-    weights = {trainer: requests[trainer] / total for trainer in sorted(chosen)}
-    return MergePlan(min(chosen, key=lambda trainer: (-requests[trainer], trainer)), weights)
+    representative = min(chosen, key=lambda trainer: (-requests[trainer], trainer))
+    return MergePlan(representative, dict.fromkeys(sorted(chosen), 0.0)).weighted(requests)
 
 
-def _check(requests: Mapping[int, int], count: int) -> int:
+def _checked_count(requests: Mapping[int, int], count: int) -> int:
     if count < 2:
         raise ValueError(f"a merge needs a count of at least 2, got {count}")
     if len(requests) < 2:
@@ -52,20 +54,20 @@ def _check(requests: Mapping[int, int], count: int) -> int:
 
 
 def worst_with_worst(requests: Mapping[int, int], count: int = 2) -> MergePlan:
-    """The `count` trainers with the smallest requests (the paper's policy).
+    """Merge the `count` trainers with the smallest requests (the paper's policy).
 
     Args:
         requests: trainer id -> requested batch, in examples.
-        count: how many trainers merge into one; all of them where fewer live. Ties go to the smaller id.
+        count: trainers that become one; all of them if fewer live. Ties go to the smaller id.
     """
-    count = _check(requests, count)
+    count = _checked_count(requests, count)
     ranked = sorted(requests, key=lambda trainer: (requests[trainer], trainer))
     return _plan(requests, ranked[:count])
 
 
 def best_with_worst(requests: Mapping[int, int], count: int = 2) -> MergePlan:
-    """The trainer with the largest request together with the `count - 1` smallest; ties as above."""
-    count = _check(requests, count)
+    """Merge the trainer with the largest request with the `count - 1` smallest; see `worst_with_worst`."""
+    count = _checked_count(requests, count)
     best = min(requests, key=lambda trainer: (-requests[trainer], trainer))
     others = sorted((t for t in requests if t != best), key=lambda trainer: (requests[trainer], trainer))
     return _plan(requests, [best, *others[: count - 1]])

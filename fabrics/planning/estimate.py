@@ -28,11 +28,13 @@ from algorithms.nodes.traffic import Exchange, ExchangeSizes, Link, even_split, 
 from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
 from algorithms.synchronisation.method import Method
 from fabrics.models.meta_model import META, flops_per_token, meta_model
-from fabrics.pool.node_pool import check_modules, probes_examples, round_tensors
+from fabrics.pool.max_batch import round_tensors
+from fabrics.pool.run_checks import check_model
 from fabrics.sharding.layers import gathered_elements
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.method_config import check_method, method_of, round_bytes
 from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
+from fabrics.training.statistics import probes_examples
 from fabrics.training.worker import personal_tensors
 from utils.config.schema import Config, ConfigError
 
@@ -132,7 +134,7 @@ class _Run:
 
         module, self.assumed = meta_model(config)
         self.model = FlatModel(module, META)
-        check_modules(config, self.model)
+        check_model(config, self.model)
         self.method: Method = method_of(config, self.model)
         check_method(config, self.workers[-1])
         self.flat_bytes = self.model.parameter_count * self.model.parameters.element_size()

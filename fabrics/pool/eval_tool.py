@@ -1,7 +1,12 @@
-"""Evaluation: mean loss and the task's metric on held-out examples, in batches, padding excluded."""
+"""Evaluation: mean loss and the task's metric on held-out examples, in batches, without padding.
 
+`Validation` divides the batches among the workers of a trainer, which evaluate them on their own devices. Sums are
+added in the order of the batches, so that the result does not depend on who evaluated them.
+"""
+
+import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,16 +14,21 @@ from torch import nn
 
 from algorithms.batch.losses import example_loss_sums, logits_of
 from algorithms.registry import Registry
-from fabrics.data.examples import Examples
+from fabrics.data.examples import Examples, TaskData
 from fabrics.models.attention import unmasked
+from fabrics.training.flat_model import FlatModel
+from fabrics.training.worker_group import WorkerGroup
 
 
 @dataclass(frozen=True)
 class ClassScores:
-    """How well one class is found, each between 0 and 1; what nothing was counted for is 0.
+    """How well a classifier finds one class; scores are between 0 and 1, and 0 if nothing was counted.
 
-    precision: share of what was taken for the class that is of it. recall: share of the class that was found. f1:
-    their harmonic mean. examples: how many of the class there are.
+    Attributes:
+        precision: correct share of the examples assigned to the class.
+        recall: share of the class's examples that were found.
+        f1: harmonic mean of precision and recall.
+        examples: number of examples of the class.
     """
 
     precision: float
@@ -29,10 +39,13 @@ class ClassScores:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """loss: mean over predicted targets, in nats. metric: perplexity, or accuracy between 0 and 1.
+    """The evaluation of one model.
 
-    classes: the scores of each class; empty for a language model. shares: the same on the validation examples of each
-    share of the data, None where a share has none; empty where there are no shares.
+    Attributes:
+        loss: mean over predicted targets, in nats.
+        metric: perplexity, or accuracy between 0 and 1.
+        classes: the scores of each class; empty for a language model.
+        shares: the evaluation on each data share's validation examples; None for a share that has none.
     """
 
     loss: float
@@ -43,7 +56,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Metric:
-    """How a task is judged. value: from (mean loss, share of correct targets) to the metric."""
+    """The metric of a task. value: from (mean loss, share of correct targets) to the metric."""
 
     name: str
     higher_is_better: bool
@@ -66,24 +79,27 @@ METRICS = Registry(
 def class_scores(confusion: torch.Tensor) -> tuple[ClassScores, ...]:
     """The scores of each class from counts [true class, predicted class]."""
     found = confusion.diagonal().tolist()
-    rows, columns = confusion.sum(1).tolist(), confusion.sum(0).tolist()
+    true = confusion.sum(1).tolist()
+    predicted = confusion.sum(0).tolist()
     return tuple(
         ClassScores(
-            precision=hits / predicted if predicted else 0.0,
-            recall=hits / true if true else 0.0,
-            f1=2 * hits / (true + predicted) if true + predicted else 0.0,
-            examples=int(true),
+            precision=hits / assigned if assigned else 0.0,
+            recall=hits / present if present else 0.0,
+            f1=2 * hits / (present + assigned) if present + assigned else 0.0,
+            examples=int(present),
         )
-        for hits, true, predicted in zip(found, rows, columns, strict=True)
+        for hits, present, assigned in zip(found, true, predicted, strict=True)
     )
 
 
 @dataclass(frozen=True)
 class EvaluationPart:
-    """Sums over some batches of the evaluation examples; small enough to send to everybody.
+    """Sums over some batches of the evaluation examples, which processes send each other.
 
-    sums: per batch the sum of the losses of its targets and how many targets it has. confusion: counts of
-    [true class, predicted class]; None for a language model. shares: the same of each share's examples.
+    Attributes:
+        sums: per batch the summed loss of its targets and their number.
+        confusion: counts [true class, predicted class]; None for a language model.
+        shares: the parts of each data share's examples.
     """
 
     sums: dict[int, tuple[float, float]]
@@ -91,38 +107,47 @@ class EvaluationPart:
     shares: tuple["EvaluationPart", ...] = ()
 
     @classmethod
-    def joined(cls, parts: Sequence["EvaluationPart"]) -> "EvaluationPart":
-        """Several parts, of different batches, as one."""
-        sums = {number: pair for part in parts for number, pair in part.sums.items()}
+    def join(cls, parts: Sequence["EvaluationPart"]) -> "EvaluationPart":
+        """Join parts of different batches."""
+        sums = {}
+        for part in parts:
+            sums |= part.sums
         confusions = [part.confusion for part in parts if part.confusion is not None]
-        shares = tuple(cls.joined(own) for own in zip(*(part.shares for part in parts if part.shares), strict=True))
-        return cls(sums, torch.stack(confusions).sum(0) if confusions else None, shares)
+        confusion = torch.stack(confusions).sum(0) if confusions else None
+        by_share = zip(*(part.shares for part in parts if part.shares), strict=True)
+        return cls(sums, confusion, tuple(cls.join(share) for share in by_share))
 
 
 @dataclass(frozen=True)
-class BegunBatches:
-    """Batches that a device is evaluating. sums: [batches, 2] there; confusion: likewise, or None."""
+class RunningBatches:
+    """Batches under evaluation on a device.
+
+    Attributes:
+        numbers: the batches.
+        sums: summed loss and number of targets of each batch [batches, 2], on the device.
+        confusion: counts [true class, predicted class] on the device, or None.
+    """
 
     numbers: Sequence[int]
     sums: torch.Tensor
     confusion: torch.Tensor | None
 
     def wait(self) -> EvaluationPart:
-        """The sums, when the device has them."""
+        """Wait for the device and return the sums."""
         values = {number: tuple(pair) for number, pair in zip(self.numbers, self.sums.tolist(), strict=True)}
         return EvaluationPart(values, None if self.confusion is None else self.confusion.cpu())
 
 
 def batch_count(examples: Examples, batch_size: int) -> int:
-    """Batches that the examples make."""
+    """The number of batches that the examples make."""
     return -(-len(examples) // batch_size)
 
 
 @torch.no_grad()
 def begin_batches(
     module: nn.Module, examples: Examples, batch_size: int, device: torch.device, batches: Sequence[int]
-) -> BegunBatches:
-    """Evaluate a module (in eval mode) on some batches of the examples, without waiting for the device."""
+) -> RunningBatches:
+    """Evaluate a module in eval mode on some batches of the examples, without waiting for the device."""
     sums = torch.zeros(len(batches), 2, dtype=torch.float64, device=device)
     confusion: torch.Tensor | None = None
     for row, number in enumerate(batches):
@@ -140,33 +165,113 @@ def begin_batches(
                 confusion = torch.zeros(classes, classes, dtype=torch.int64, device=device)
             cells = labels * classes + logits.argmax(-1)
             confusion.view(-1).scatter_add_(0, cells, torch.ones_like(cells))
-    return BegunBatches(batches, sums, confusion)
+    return RunningBatches(batches, sums, confusion)
 
 
-def combined(parts: Iterable[EvaluationPart], task: str) -> Evaluation:
-    """The evaluation that these parts make up together.
+def combine(parts: Iterable[EvaluationPart], task: str) -> Evaluation:
+    """Combine the parts of an evaluation.
 
-    The loss is the sum of the losses of all predicted targets divided by their number (not a mean of batch means),
-    summed in the order of the batches whoever evaluated them.
+    The loss is the summed loss of all predicted targets divided by their number, not a mean of batch means.
 
     Raises:
-        ValueError: there is nothing to predict in the examples.
+        ValueError: the examples have no target to predict.
     """
-    return _evaluation(EvaluationPart.joined(list(parts)), task)
+    return _evaluation(EvaluationPart.join(list(parts)), task)
 
 
 def _evaluation(part: EvaluationPart, task: str) -> Evaluation:
-    loss, count = (sum(part.sums[number][entry] for number in sorted(part.sums)) for entry in (0, 1))
+    loss = 0.0
+    count = 0.0
+    for number in sorted(part.sums):
+        loss += part.sums[number][0]
+        count += part.sums[number][1]
     if count == 0:
-        raise ValueError("the evaluation examples hold no target to predict")
-    scores, correct = (), 0.0
+        raise ValueError("the evaluation examples have no target to predict")
+    scores: tuple[ClassScores, ...] = ()
+    correct = 0.0
     if part.confusion is not None:
-        scores, correct = class_scores(part.confusion), part.confusion.trace().item() / count
+        scores = class_scores(part.confusion)
+        correct = part.confusion.trace().item() / count
     shares = tuple(_evaluation(share, task) if share.sums else None for share in part.shares)
     return Evaluation(loss / count, METRICS[task].value(loss / count, correct), scores, shares)
 
 
 def evaluate(module: nn.Module, examples: Examples, task: str, batch_size: int, device: torch.device) -> Evaluation:
-    """Evaluate a module (in eval mode) on all of `examples`; see `combined`."""
-    everything = range(batch_count(examples, batch_size))
-    return combined([begin_batches(module, examples, batch_size, device, everything).wait()], task)
+    """Evaluate a module in eval mode on all `examples`; see `combine`."""
+    batches = range(batch_count(examples, batch_size))
+    return combine([begin_batches(module, examples, batch_size, device, batches).wait()], task)
+
+
+class Validation:
+    """Evaluates trainers on the validation examples, divided among each trainer's workers.
+
+    Args:
+        data: the data of the run.
+        models: the flat model of each device of this process.
+        batch_size: examples per batch.
+
+    Attributes:
+        metric: the task's metric.
+    """
+
+    def __init__(self, data: TaskData, models: Mapping[torch.device, FlatModel], batch_size: int):
+        self.metric = METRICS[data.task]
+        self._task = data.task
+        self._models = models
+        self._batch_size = batch_size
+        # All validation examples, then those of each data share.
+        self._sets = (data.validation, *(data.shares.validation if data.shares else ()))
+
+    def part(self, worker_group: WorkerGroup, parameters: torch.Tensor | None) -> EvaluationPart | None:
+        """Evaluate a trainer on the batches of this process's workers; None if there are none.
+
+        parameters: of the trainer, flat [n]; None in a process without a worker.
+        """
+        running = []
+        for device, batches in self._local_batches(worker_group).items():
+            model = self._models[device]
+            with model.evaluating(parameters) as module:
+                running.append(
+                    [
+                        self._begin(model, module, examples, numbers)
+                        for examples, numbers in zip(self._sets, batches, strict=True)
+                    ]
+                )
+        # Wait only after all devices have work.
+        parts = []
+        for of_device in running:
+            everything, *shares = (batches.wait() for batches in of_device)
+            parts.append(dataclasses.replace(everything, shares=tuple(shares)))
+        return EvaluationPart.join(parts) if parts else None
+
+    def _local_batches(self, worker_group: WorkerGroup) -> dict[torch.device, list[list[int]]]:
+        """The batches of each set of examples that the devices of this process evaluate; workers take turns."""
+        found: dict[torch.device, list[list[int]]] = {}
+        turn = 0
+        for place, examples in enumerate(self._sets):
+            for batch in range(batch_count(examples, self._batch_size)):
+                worker = worker_group.local.get(turn % len(worker_group))
+                if worker is not None:
+                    found.setdefault(worker.node.device, [[] for _ in self._sets])[place].append(batch)
+                turn += 1
+        return found
+
+    def _begin(self, model: FlatModel, module: nn.Module, examples: Examples, numbers: list[int]) -> RunningBatches:
+        own, others = model.local_batches(numbers)
+        begun = begin_batches(module, examples, self._batch_size, model.device, own)
+        if others:  # all devices that share a model make every forward pass together
+            begin_batches(module, examples, self._batch_size, model.device, others)
+        return begun
+
+    def combine(self, parts: Sequence[Mapping[int, EvaluationPart]], trainers: Sequence[int]) -> dict[int, Evaluation]:
+        """Combine the parts that each process has evaluated, by trainer, into each trainer's evaluation."""
+        found = {}
+        for trainer in trainers:
+            own = [of_process[trainer] for of_process in parts if trainer in of_process]
+            found[trainer] = combine(own, self._task)
+        return found
+
+    def best(self, evaluations: Mapping[int, Evaluation]) -> int:
+        """The trainer with the best metric; ties go to the smaller id."""
+        sign = -1.0 if self.metric.higher_is_better else 1.0
+        return min(evaluations, key=lambda trainer: (sign * evaluations[trainer].metric, trainer))

@@ -18,7 +18,7 @@ from algorithms.batch.across_workers import (
     gradient_moments,
 )
 from algorithms.batch.batch_control import BatchControl, BatchControlSettings
-from algorithms.batch.calc_batch import NEED_INNER_PRODUCTS
+from algorithms.batch.calc_batch import BATCH_TESTS, NEED_INNER_PRODUCTS
 from algorithms.batch.gradient_statistics import SampleEstimate
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.encodings.encoding import PLAIN
@@ -68,6 +68,11 @@ class StatisticsPlan:
     def sent_bytes(self, workers: int, parameter_count: int, dtype: torch.dtype) -> int:
         """Bytes that all workers together send for the comparison."""
         return PLAIN.reduction_bytes(workers, self.elements(parameter_count), dtype)
+
+
+def probes_examples(config: Config) -> bool:
+    """Return whether the batch test takes per-example statistics."""
+    return BATCH_TESTS[config.sampling_method] is not None and config.statistics_estimator == "per_example"
 
 
 def plan_statistics(config: Config, workers: int, tested: bool) -> StatisticsPlan:

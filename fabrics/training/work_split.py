@@ -11,7 +11,6 @@ from algorithms.batch.switch_mode import execution_plans
 from algorithms.nodes.balance import places, steps_each, turns
 from fabrics.data.examples import Examples
 from fabrics.data.sampler import Reading
-from fabrics.pool.node_speeds import MEASURABLE
 from fabrics.training.statistics import StatisticsPlan
 from fabrics.training.worker import Assignment, Node, Place
 from utils.config.schema import Config
@@ -26,6 +25,8 @@ def even_turns(own_steps: Mapping[int, int], inner_steps: int, step_seconds: flo
     return {worker: turns(own, inner_steps) for worker, own in own_steps.items()}
 
 
+# The first inner step of a round is not measured, so a speed needs a second one.
+_LEAST_MEASURED_STEPS = 2
 # Spawn keys: participants and lost messages are drawn independently of everything else that uses the seed.
 _PARTICIPANTS = (2,)
 _LOST_MESSAGES = (3,)
@@ -71,7 +72,6 @@ class Shares:
         nodes: of all its workers, in order.
         present: the numbers of those that take part, in order.
         fewer_steps: whether those on slower nodes make fewer inner steps of a round.
-        speeds: of all nodes, in order, None of one that is not known; without any those in use.
         turns: when those that make fewer inner steps do so.
 
     Attributes:
@@ -86,11 +86,9 @@ class Shares:
         nodes: Sequence[Node],
         present: Sequence[int],
         fewer_steps: bool,
-        speeds: Sequence[float | None] | None = None,
         turns: Turns = even_turns,
     ):
-        known = [node.speed for node in nodes] if speeds is None else speeds
-        own = [known[worker] for worker in present]
+        own = [nodes[worker].speed for worker in present]
         self.speeds = dict(zip(present, [1.0] * len(own) if None in own else own, strict=True))
         plans = execution_plans(
             config.switch_mode,
@@ -102,7 +100,7 @@ class Shares:
         self.plans = dict(zip(present, plans, strict=True))
         self._workers, self._fewer_steps, self._turns = len(nodes), fewer_steps, turns
         given = config.node_speeds is not None
-        self._least_steps = 1 if given else MEASURABLE
+        self._least_steps = 1 if given else _LEAST_MEASURED_STEPS
         seconds = (plan.effective_batch / self.speeds[worker] for worker, plan in self.plans.items())
         self._step_seconds = min(seconds) if given else 0.0
 

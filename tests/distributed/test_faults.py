@@ -218,7 +218,7 @@ def test_a_resumed_run_takes_the_smaller_max_batch_asked_for_and_leaves_a_larger
     saved = [64, 2]
     for asked, expected in ((4, [4, 2]), (128, [64, 2])):
         pool = NodePool([CPU] * 2, make_config(max_batch_size=asked))
-        pool.load_state_dict(saved)
+        pool.load_state_dict({"max_batches": saved, "measured": {}})
         assert [node.max_batch for node in pool.nodes] == expected
     cluster = light_cluster(number_of_initial_trainers=1)
     tensors = {name: group for trainer in cluster.trainers.values() for name, group in trainer.tensors().items()}
@@ -229,10 +229,10 @@ def test_a_resumed_run_takes_the_smaller_max_batch_asked_for_and_leaves_a_larger
 
 def test_a_resumed_run_takes_a_measured_max_batch_where_less_memory_is_left():
     pool = NodePool([CPU] * 3, make_config(max_batch_size=None))
-    pool.limit({0: 16, 1: 32, 2: 64})
-    pool.load_state_dict([32, 32, 32])
+    pool.set_max_batches({0: 16, 1: 32, 2: 64})
+    pool.load_state_dict({"max_batches": [32, 32, 32], "measured": {}})
     assert [node.max_batch for node in pool.nodes] == [16, 32, 32]
-    pool.load_state_dict([1, 1])  # of other nodes
+    pool.load_state_dict({"max_batches": [1, 1], "measured": {}})  # of other nodes
     assert [node.max_batch for node in pool.nodes] == [16, 32, 32]
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from algorithms.batch.losses import IGNORE_INDEX
 from fabrics.data.examples import PackedSequences
-from fabrics.pool.eval_tool import batch_count, begin_batches, class_scores, combined, evaluate
+from fabrics.pool.eval_tool import batch_count, begin_batches, class_scores, combine, evaluate
 from fabrics.training.forward_backward import probed_backward
 from tests.support.helpers import CPU, VOCABULARY, make_config, make_trainer, padded, tiny_bert, tiny_llama, train
 
@@ -134,4 +134,4 @@ def test_an_evaluation_in_parts_is_the_whole_one_bit_for_bit(workers):
     ):
         shares = [range(worker, batch_count(examples, 7), workers) for worker in range(workers)]
         parts = [begin_batches(model, examples, 7, CPU, list(share)).wait() for share in shares]
-        assert combined(reversed(parts), task) == evaluate(model, examples, task, 7, CPU)
+        assert combine(reversed(parts), task) == evaluate(model, examples, task, 7, CPU)

@@ -22,9 +22,9 @@ SPEEDS = [1.0, 1.0, 0.5, 0.25]
 NODES = [Node(number, CPU, 64, speed) for number, speed in enumerate(SPEEDS)]
 
 
-def shares_of(present, nodes=NODES, speeds=None, **values) -> Shares:
+def shares_of(present, nodes=NODES, **values) -> Shares:
     config = make_config(**values)
-    return Shares(config, 12, nodes, present, config.balance == "steps", speeds)
+    return Shares(config, 12, nodes, present, config.balance == "steps")
 
 
 # On paper
@@ -51,7 +51,8 @@ def test_nodes_are_alike_until_all_of_them_are_known():
     nodes = [Node(0, CPU, 64, 100.0), Node(1, CPU, 64, 25.0), Node(2, CPU, 64)]
     assert shares_of((0, 1, 2), nodes, balance="batch").examples_each(1) == [4, 4, 4]
     assert shares_of((0, 1), nodes, balance="batch").examples_each(1) == [10, 2, 0]
-    assert shares_of((0, 1, 2), nodes, [100.0, 25.0, 25.0], balance="batch").examples_each(1) == [8, 2, 2]
+    nodes[2] = Node(2, CPU, 64, 25.0)
+    assert shares_of((0, 1, 2), nodes, balance="batch").examples_each(1) == [8, 2, 2]
 
 
 @pytest.mark.parametrize("balance", ["equal", "batch", "steps"])

@@ -1,4 +1,4 @@
-"""The max batch: the linear memory model on synthetic devices, and what it leaves behind on a real one."""
+"""The max batch: the search on synthetic devices, its measurement on a CPU, and the memory that is set aside."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,7 @@ from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.group import WorkerMessages
 from cluster import Cluster
 from fabrics.data.examples import PackedSequences
-from fabrics.pool import node_pool
+from fabrics.pool import max_batch
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.forward_backward import backward
 from tests.support.helpers import (
@@ -31,22 +31,17 @@ from utils.config.schema import ConfigError
 from utils.distributed.processes import LocalProcesses
 from utils.max_batch_calculator import calculate_max_batch, find_max_batch, fit_line
 
+INNER_PRODUCTS = {"sampling_method": "inner_product_test", "nodes_per_gpu": 8}
 
-def test_a_line_through_points():
+
+def test_least_squares_line():
     assert fit_line([(1, 130), (2, 160), (4, 220)]) == pytest.approx((100.0, 30.0))
     assert fit_line([(2, 50)]) == (0.0, 25.0)
 
 
 @pytest.mark.parametrize(
     ("fixed", "per_example", "budget", "expected"),
-    [
-        (100, 30, 1000, 30),
-        (0, 10, 1000, 100),
-        (100, 30, 130, 1),
-        (100, 30, 199, 3),
-        (100, 30, 190, 3),
-        (50, 7, 10**6, 142850),
-    ],
+    [(100, 30, 1000, 30), (0, 10, 1000, 100), (100, 30, 130, 1), (100, 30, 199, 3), (50, 7, 10**6, 142850)],
 )
 def test_the_largest_batch_of_a_linear_device(fixed, per_example, budget, expected):
     measured = []
@@ -59,21 +54,17 @@ def test_the_largest_batch_of_a_linear_device(fixed, per_example, budget, expect
     assert len(measured) <= 6
 
 
-def test_a_prediction_that_does_not_hold_is_shrunk_until_it_does():
+def test_a_prediction_that_does_not_fit_is_shrunk_until_it_does():
     def measure(batch):  # steeper beyond 40 examples than the probes can tell
-        size = 10 * batch if batch <= 40 else 10 * 40 + 30 * (batch - 40)
-        return None if size > 900 else size
+        return 10 * batch if batch <= 40 else 10 * 40 + 30 * (batch - 40)
 
     batch = find_max_batch(measure, 700)
-    assert measure(batch) <= 700
     assert batch >= 40
+    assert measure(batch) <= 700
 
 
-def test_running_out_of_memory_in_a_probe_is_no_failure():
+def test_a_probe_may_run_out_of_memory_but_not_with_one_example():
     assert find_max_batch(lambda batch: None if batch > 3 else 100 * batch, 10_000) == 3
-
-
-def test_not_even_one_example():
     with pytest.raises(MemoryError, match="one example does not fit into 99 bytes"):
         find_max_batch(lambda batch: 100 * batch, 99)
 
@@ -105,15 +96,15 @@ def test_a_measurement_on_the_cpu_leaves_nothing_behind():
 
 
 def test_more_processes_on_a_device_and_longer_sequences_mean_smaller_batches():
-    def max_batch(length, sharing, share=0.9):
+    def largest(length, sharing):
         working = FlatModel(tiny_llama(dtype=torch.float32), CPU)
         examples = PackedSequences(random_sequences(8, length))
         return calculate_max_batch(
-            lambda count: backward(working, examples, np.arange(count) % 8), working.gradient, CPU, share, sharing, 0
+            lambda count: backward(working, examples, np.arange(count) % 8), working.gradient, CPU, 0.9, sharing, 0
         )
 
-    assert max_batch(16, 1) == pytest.approx(4 * max_batch(16, 4), rel=0.1)
-    assert max_batch(64, 1) < 0.5 * max_batch(16, 1)
+    assert largest(16, 1) == pytest.approx(4 * largest(16, 4), rel=0.1)
+    assert largest(64, 1) < 0.5 * largest(16, 1)
 
 
 def test_a_model_that_does_not_fit_names_the_keys():
@@ -122,46 +113,37 @@ def test_a_model_that_does_not_fit_names_the_keys():
         calculate_max_batch(lambda count: None, working.gradient, CPU, 0.9, 4, reserved_bytes=10**15)
 
 
-def test_a_max_batch_of_one_cannot_hold_a_sample():
-    with pytest.raises(ConfigError, match="max_batch_size: statistics_estimator per_example needs at least 2"):
-        tiny_cluster(max_batch_size=1)
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"max_batch_size": 1}, "max_batch_size: .* at least 2"),
+        ({"statistics_batch_size": 25}, "statistics_batch_size: .* 24 .* got 25"),
+        ({"statistics_estimator": "across_workers"}, "statistics_estimator: .* got 4"),
+        (INNER_PRODUCTS | {"batch_test_confidence": 2.0}, "batch_test_confidence: .* 0 "),
+        (INNER_PRODUCTS | {"statistics_batch_size": 4}, "statistics_batch_size: .* 5 "),
+        (INNER_PRODUCTS | {"statistics_estimator": "across_workers", "debias": True}, "debias: .* false"),
+        (INNER_PRODUCTS | {"statistics_estimator": "across_workers"}, "statistics_estimator: .* got 2"),
+    ],
+)
+def test_statistics_that_could_never_be_taken_are_refused(settings, key):
+    with pytest.raises(ConfigError, match=f"^{key}"):
+        tiny_cluster(**settings)
+
+
+def test_a_max_batch_of_one_is_allowed_without_a_batch_test():
     assert tiny_cluster(max_batch_size=1, sampling_method="none").nodes[0].max_batch == 1
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"batch_test_confidence": 2.0}, "batch_test_confidence: must be 0 for inner_product_test without"),
-        ({"statistics_batch_size": 4}, "statistics_batch_size: must be at least 5 for inner_product_test"),
-        ({"statistics_estimator": "across_workers", "debias": True}, "debias: must be false for inner_product_test"),
-        ({"statistics_estimator": "across_workers"}, "across_workers needs three nodes per trainer, got 2"),
-    ],
-)
-def test_inner_products_that_could_never_be_known_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        tiny_cluster(sampling_method="inner_product_test", nodes_per_gpu=8, **settings)
-
-
-def test_across_workers_needs_two_nodes_per_trainer():
-    with pytest.raises(ConfigError, match="statistics_estimator: across_workers needs two nodes per trainer, got 4"):
-        tiny_cluster(statistics_estimator="across_workers")
-
-
-def test_a_sample_must_fit_into_a_trainers_data():
-    with pytest.raises(ConfigError, match=r"statistics_batch_size: must be at most the 24 examples .* got 25"):
-        tiny_cluster(statistics_batch_size=25)
-
-
 @pytest.mark.parametrize(("method", "expected"), [("norm_test", "probed"), ("none", "plain")])
-def test_the_memory_of_a_probed_step_is_measured_where_steps_are_probed(monkeypatch, method, expected):
+def test_probed_steps_are_measured_if_the_run_probes_steps(monkeypatch, method, expected):
     steps = set()
-    for name, step in (("plain", node_pool.backward), ("probed", node_pool.probed_backward)):
+    for name, step in (("plain", max_batch.backward), ("probed", max_batch.probed_backward)):
 
         def recorded(*arguments, name=name, step=step):
             steps.add(name)
             return step(*arguments)
 
-        monkeypatch.setattr(node_pool, step.__name__, recorded)
+        monkeypatch.setattr(max_batch, step.__name__, recorded)
     tiny_cluster(max_batch_size=None, sampling_method=method)
     assert steps == {expected}
 
@@ -186,7 +168,7 @@ def test_memory_is_measured_with_the_longest_example():
 
 
 class _Sharing(LocalProcesses):
-    """One process that says that the four nodes of its device belong to several."""
+    """One process that claims that the four nodes of its device belong to several."""
 
     def __init__(self, owners):
         super().__init__([CPU], 4)
@@ -200,20 +182,20 @@ class _Sharing(LocalProcesses):
     ("values", "owners", "sums"),
     [
         ({}, (0, 0, 0, 0), 1),  # the sum of the pseudo-gradients
-        ({"communication_dtype": "int8"}, (0, 0, 0, 0), 4),  # with what encoding needs on the way
+        ({"communication_dtype": "int8"}, (0, 0, 0, 0), 4),  # and temporaries of the encoding
         ({"statistics_estimator": "across_workers", "number_of_initial_trainers": 1}, (0, 0, 0, 0), 5),
         ({}, (0, 0, 1, 1), 1),
     ],
 )
-def test_the_max_batch_is_measured_beside_all_that_will_be_there(monkeypatch, values, owners, sums):
-    """x, velocity and moments of all trainers are there, as bytes of a CPU reserved, which has not touched them yet."""
+def test_the_memory_of_state_and_rounds_is_set_aside(monkeypatch, values, owners, sums):
+    """On a CPU the state of all trainers is reserved, because it has not been written yet."""
     asked = []
 
     def calculate(step, gradient, device, share, sharing, reserved, shard_group):
         asked.append((sharing, reserved))
         return 64
 
-    monkeypatch.setattr(node_pool, "calculate_max_batch", calculate)
+    monkeypatch.setattr(max_batch, "calculate_max_batch", calculate)
     config = make_config(model_config=TINY_ARCHITECTURE, max_batch_size=None, **values)
     cluster = Cluster(config, tiny_data(), _Sharing(owners))
     size = cluster.models[CPU].parameters.nbytes
@@ -225,16 +207,16 @@ def test_the_max_batch_is_measured_beside_all_that_will_be_there(monkeypatch, va
     assert {node.max_batch for trainer in cluster.trainers.values() for node in trainer.nodes} == {64}
 
 
-def test_a_process_beside_others_holds_its_workers_pseudo_gradients():
+def test_one_of_several_processes_holds_the_pseudo_gradients_of_its_workers():
     config = make_config()
-    assert node_pool.round_tensors(config, workers=4, several_processes=False) == 1
-    assert node_pool.round_tensors(config, workers=4, several_processes=True) == 5
+    assert max_batch.round_tensors(config, workers=4, several_processes=False) == 1
+    assert max_batch.round_tensors(config, workers=4, several_processes=True) == 5
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method().capabilities.message_tensors])
 def test_a_process_holds_the_messages_of_its_workers(monkeypatch, name, dtype):
-    """Decoded or not, as many tensors of model size as the method says of each worker; and they are counted."""
+    """As many model-sized tensors per worker as the method declares, in any encoding."""
     held, result = [], WorkerMessages.result
 
     def noting(self):
@@ -248,20 +230,20 @@ def test_a_process_holds_the_messages_of_its_workers(monkeypatch, name, dtype):
     train(trainer, 1)
     tensors = METHODS[name]().capabilities.message_tensors * 4
     assert held == [tensors * trainer.parameters.nbytes]
-    assert node_pool.round_tensors(trainer._config, workers=4, several_processes=False) > tensors
+    assert max_batch.round_tensors(trainer._config, workers=4, several_processes=False) > tensors
 
 
 def test_messages_to_and_from_other_processes_are_counted():
-    """Of pairs each worker hears one other; through a server all are heard."""
+    """In pairs each worker receives one message; through a server all of them."""
     pairs, server = make_config(distributed_algo="NoLoCo"), make_config(distributed_algo="DelayedNesterov")
-    assert node_pool.round_tensors(pairs, 2, False) == 1 + 2 * (2 + 1)
-    assert node_pool.round_tensors(pairs, 2, True, elsewhere=6) == 1 + 2 * (2 + 1 + 2 + 2)
-    assert node_pool.round_tensors(pairs, 2, True, elsewhere=1) == 1 + 2 * (2 + 1 + 2 + 1)
-    assert node_pool.round_tensors(server, 2, True, elsewhere=6) == 1 + 1 * (2 + 1 + 2 + 6)
+    assert max_batch.round_tensors(pairs, 2, False) == 1 + 2 * (2 + 1)
+    assert max_batch.round_tensors(pairs, 2, True, elsewhere=6) == 1 + 2 * (2 + 1 + 2 + 2)
+    assert max_batch.round_tensors(pairs, 2, True, elsewhere=1) == 1 + 2 * (2 + 1 + 2 + 1)
+    assert max_batch.round_tensors(server, 2, True, elsewhere=6) == 1 + 1 * (2 + 1 + 2 + 6)
 
 
-def test_memory_of_gpu_libraries_is_not_counted_as_memory_of_examples(monkeypatch):
-    """A made-up GPU: 64 MB that stay come with the first step, and examples take 4 MB each."""
+def test_workspaces_of_gpu_libraries_do_not_count_as_memory_of_examples(monkeypatch):
+    """A fake GPU on which the first step allocates 64 MB that stay, and an example takes 4 MB."""
     memory = {"allocated": 0, "peak": 0, "steps": 0}
 
     def step(count):

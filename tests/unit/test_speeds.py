@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from algorithms.nodes.balance import throughput
 from algorithms.nodes.traffic import Link
 from algorithms.nodes.virtual_clock import Clocks, Sending, Uniform, together
 from algorithms.synchronisation import METHODS
@@ -228,22 +227,18 @@ def slow_node(monkeypatch):
 
 
 @pytest.mark.usefixtures("slow_node")
-def test_measured_speeds_bring_a_slow_node_to_its_share():
-    """And so to 0.9 of the ideal."""
+def test_a_slow_node_gets_its_measured_share():
+    """Three nodes make 100 examples per second, one makes 25."""
     cluster, rounds = trained(INITIAL_BATCH_SIZE=32, sampling_method="none", balance="batch")
     shares = [[worker.plan.effective_batch for worker in result.reports[0].workers.values()] for result in rounds]
     assert shares == [[8] * 4, [10, 10, 10, 2], [10, 10, 10, 2], [10, 10, 10, 2]]
-    assert 32 / max(10 * 0.01, 2 * 0.04) >= 0.9 * (3 / 0.01 + 1 / 0.04)
-    (note,) = rounds[0].notes
-    assert note.startswith("trainer 0: nodes 0, 1, 2, 3 make 100, 100, 100, 25 examples per second; ")
-    assert not any(result.notes for result in rounds[1:])
     again = light_cluster(**(GROWING | {"balance": "batch"}))
-    again.pool.load_speeds(json.loads(json.dumps(cluster.pool.speeds_state())))
+    again.pool.load_state_dict(json.loads(json.dumps(cluster.pool.state_dict())))
     assert [node.speed for node in again.nodes] == pytest.approx([100, 100, 100, 25])
 
 
-def test_a_node_that_is_really_slowed_gets_its_share(monkeypatch):
-    """By the machine's own clock: four nodes that sleep make 0.8 of what they could, 200 + 200 + 200 + 50 a second."""
+def test_a_node_that_is_really_slow_gets_its_share(monkeypatch):
+    """On the machine's clock: four nodes that sleep make 0.8 of the ideal 200 + 200 + 200 + 50 examples a second."""
     step, slept = InnerLoop._step, [0.005, 0.005, 0.005, 0.02]  # for an example
 
     def sleeping(self, probe):
@@ -252,23 +247,23 @@ def test_a_node_that_is_really_slowed_gets_its_share(monkeypatch):
 
     monkeypatch.setattr(InnerLoop, "_step", sleeping)
     values = {"INITIAL_BATCH_SIZE": 32, "sampling_method": "none", "number_of_inner_steps_between_outers": 2}
-    cluster, speeds = light_cluster(**GROWING | values, balance="batch", eval_every=999), [1 / each for each in slept]
+    cluster = light_cluster(**GROWING | values, balance="batch", eval_every=999)
 
-    def made() -> float:
-        """Of the ideal, in the next round, by what nodes sleep."""
-        report = cluster.run_round(Recorder()).reports[0]
-        return throughput([worker.plan.effective_batch for worker in report.workers.values()], speeds) / sum(speeds)
+    def share_of_the_ideal() -> float:
+        """In the next round."""
+        workers = cluster.run_round(Recorder()).reports[0].workers.values()
+        seconds = max(worker.plan.effective_batch * slept[worker.node] for worker in workers)
+        return 32 / seconds / sum(1 / each for each in slept)
 
-    assert made() == pytest.approx(32 / (8 * 0.02) / 650)
-    wait_until(lambda: made() >= 0.8, "shares that follow the sleep")  # in the next round, where the machine is idle
+    assert share_of_the_ideal() == pytest.approx(32 / (8 * 0.02) / 650)
+    wait_until(lambda: share_of_the_ideal() >= 0.8, "shares that follow the sleep")
 
 
 @pytest.mark.usefixtures("slow_node")
-def test_the_run_folder_says_why_shares_changed_and_how_long_nodes_waited(tmp_path):
+def test_the_run_folder_says_how_long_nodes_waited(tmp_path):
     values = {"INITIAL_BATCH_SIZE": 32, "max_batch_size": 64, "sampling_method": "none", "balance": "batch"}
     values |= {"max_requested_batch": 32, "number_of_initial_trainers": 1, "number_of_outer_steps": 2}
     run = read_run(record_run(tmp_path, **values))
-    assert "after round 1: trainer 0: nodes 0, 1, 2, 3 make 100," in (run.folder / "training_log.log").read_text()
     # Rounds of 3 steps, 8 examples each: 0.24 and 0.96 s; then 10 and 2: 0.3 and 0.24 s.
     expected = (3 * 0.72 + 0.06) / (4 * (0.96 + 0.3))
     assert run.summary["waiting_share"] == pytest.approx(expected)

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from fabrics.data.sampler import DataCursor, Subsets
-from fabrics.pool import validation
-from fabrics.pool.eval_tool import evaluate
-from fabrics.pool.validation import Validation
+from fabrics.pool import eval_tool
+from fabrics.pool.eval_tool import Validation, evaluate
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.worker import Node
 from tests.support.helpers import CPU, make_config, tiny_data, tiny_llama
@@ -21,13 +20,13 @@ def test_every_device_evaluates_the_share_of_its_workers(monkeypatch):
     data, module, elsewhere = tiny_data(validation=40), tiny_llama(vocab_size=300), torch.device("cpu", 0)
     working = {CPU: FlatModel(copy.deepcopy(module), CPU), elsewhere: FlatModel(copy.deepcopy(module), elsewhere)}
     config, begun = make_config(), []
-    begin = validation.begin_batches
+    begin = eval_tool.begin_batches
 
     def recorded(module, examples, size, device, batches):
         begun.append((module, str(device), list(batches)))
         return begin(module, examples, size, device, batches)
 
-    monkeypatch.setattr(validation, "begin_batches", recorded)
+    monkeypatch.setattr(eval_tool, "begin_batches", recorded)
     parameters = working[CPU].parameters.detach().clone().mul_(1.5)
     processes = LocalProcesses([CPU, elsewhere], 2)
     cursor = DataCursor(Subsets(1, len(data.train), 1, 1.0), 0)
@@ -38,7 +37,7 @@ def test_every_device_evaluates_the_share_of_its_workers(monkeypatch):
     assert [entry[1:] for entry in begun] == [("cpu", [0, 2, 3, 5, 6]), ("cpu:0", [1, 4])]
     assert begun[0][0] is working[CPU].module
     assert begun[1][0] is working[elsewhere].module
-    found = judge.combined([{0: part}], [0])[0]
+    found = judge.combine([{0: part}], [0])[0]
     working[CPU].load(parameters)
     expected = evaluate(working[CPU].module.eval(), data.validation, data.task, 6, CPU)
     assert found.loss == pytest.approx(expected.loss, rel=1e-12)

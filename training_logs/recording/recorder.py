@@ -230,8 +230,6 @@ class RunRecorder(Observer):
         if placement != self._placement:
             self._placement = placement
             logger.info("round %d: %s", result.outer_step, placement_line(placement))
-        for note in result.notes:
-            logger.info("after round %d: %s", result.outer_step, note)
         for report in result.reports.values():
             logger.info(round_line(result, report, run.metric))
         if result.merge is not None:

@@ -105,7 +105,6 @@ class ClusterRound:
         evaluations: by trainer, before the merge; empty if the round was not evaluated.
         counters: of the run so far.
         memory: memory use of each process after the round.
-        notes: further lines for the log.
         moves: transfers because nodes changed trainers before the round, and for the merge.
     """
 
@@ -116,7 +115,6 @@ class ClusterRound:
     merge: Merge | None
     counters: RunCounters
     memory: list[list[Use]]
-    notes: tuple[str, ...] = ()
     moves: tuple[Move, ...] = ()
 
 

@@ -1,0 +1,111 @@
+"""Checks of a configuration that need the run's model, its nodes or the size of its data."""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from algorithms.batch.calc_batch import BATCH_TESTS, NEED_INNER_PRODUCTS
+from algorithms.batch.per_example import PerExampleProbe, UnsupportedModuleError
+from fabrics.pool.node_pool import NodePool
+from fabrics.pool.round_scheduler import check_budget
+from fabrics.training.flat_model import FlatModel
+from fabrics.training.method_config import check_state
+from fabrics.training.optimizers import check_inner_optimizer
+from fabrics.training.statistics import probes_examples
+from fabrics.training.work_split import participant_count
+from fabrics.training.worker import Node
+from utils.config.schema import Config, ConfigError
+
+
+def check_model(config: Config, model: FlatModel) -> None:
+    """Raise ConfigError if the model does not suit the inner optimizer, the method or the batch test."""
+    check_inner_optimizer(config, model)
+    check_state(config, model)
+    if probes_examples(config):
+        try:
+            PerExampleProbe(model.module, batch_size=1)
+        except UnsupportedModuleError as error:
+            raise ConfigError(f"statistics_estimator: {error}") from None
+
+
+def check_nodes(config: Config, devices: Sequence[torch.device]) -> None:
+    """Raise ConfigError if these nodes, one per device, do not suit the run, as far as that is known without data."""
+    pool = NodePool(devices, config)
+    check_budget(config, len(pool.nodes))
+    nodes = pool.working(0.0)
+    if config.max_batch_size is None:  # it is measured later
+        nodes = [dataclasses.replace(node, max_batch=sys.maxsize) for node in nodes]
+    check_statistics(config, nodes, smallest_subset=sys.maxsize)
+
+
+def check_statistics(config: Config, nodes: Sequence[Node], smallest_subset: int) -> None:
+    """Raise ConfigError if there are too few nodes, or too few data, for the statistics of the batch test.
+
+    Args:
+        smallest_subset: examples of the smallest data subset of a trainer, or share of a worker.
+    """
+    if BATCH_TESTS[config.sampling_method] is None:
+        return
+    trainers = config.number_of_initial_trainers
+    workers = len(nodes) // trainers
+    participants = participant_count(config.participants, workers)
+    if config.sampling_method in NEED_INNER_PRODUCTS:
+        _check_inner_products(config, participants)
+    smallest_batch = min(node.max_batch for node in nodes)
+    if config.compares_devices:
+        if config.smallest_worker_batch is not None:
+            workers = 1
+        if config.INITIAL_BATCH_SIZE <= workers or smallest_batch < 2:
+            raise ConfigError(
+                f"statistics_estimator: across_devices needs two examples of a micro-batch in every worker from the "
+                f"first round on, got INITIAL_BATCH_SIZE {config.INITIAL_BATCH_SIZE} for {workers} workers "
+                f"and max_batch_size {config.max_batch_size}"
+            )
+    elif config.compares_workers:
+        if len(nodes) < 2 * trainers:
+            raise ConfigError(
+                f"statistics_estimator: across_workers needs two nodes per trainer, got {len(nodes)} nodes "
+                f"for {trainers} trainers; use per_example, or more nodes_per_gpu"
+            )
+        if participants < 2:
+            raise ConfigError(
+                f"participants: across_workers needs two workers of a trainer in every round, got "
+                f"{config.participants} of {workers}; use per_example, or a larger share"
+            )
+    elif smallest_batch < 2:
+        raise ConfigError(
+            "max_batch_size: statistics_estimator per_example needs at least 2 examples at a time, got 1; "
+            "use across_workers, or sampling_method: none"
+        )
+    elif config.statistics_batch_size > smallest_subset:
+        raise ConfigError(
+            f"statistics_batch_size: must be at most the {smallest_subset} examples of a trainer's subset or share, "
+            f"got {config.statistics_batch_size}"
+        )
+
+
+def _check_inner_products(config: Config, nodes_per_trainer: int) -> None:
+    """Raise ConfigError if the variance of inner products, or its error, could never be estimated."""
+    method = config.sampling_method
+    if config.batch_test_confidence > 0.0 and config.statistics_smoothing == 0.0:
+        raise ConfigError(
+            f"batch_test_confidence: must be 0 for {method} without statistics_smoothing, "
+            f"got {config.batch_test_confidence}: one round does not tell the error"
+        )
+    if config.statistics_estimator == "per_example":
+        if config.statistics_batch_size < 5:
+            raise ConfigError(
+                f"statistics_batch_size: must be at least 5 for {method}, which needs samples of two sizes, "
+                f"got {config.statistics_batch_size}"
+            )
+    elif config.debias:
+        raise ConfigError(
+            f"debias: must be false for {method} with statistics_estimator {config.statistics_estimator}, "
+            f"which sees only the gradient of the whole batch"
+        )
+    elif nodes_per_trainer < 3:
+        raise ConfigError(
+            f"statistics_estimator: {method} across_workers needs three nodes per trainer, got {nodes_per_trainer}"
+        )
