@@ -1,4 +1,4 @@
-"""A trainer's rounds held against the oracles: the same model, data and values in both."""
+"""A trainer's rounds compared with an oracle's: the same model, data and values in both."""
 
 import copy
 import itertools
@@ -41,50 +41,51 @@ class Stack(nn.Module):
         return SimpleNamespace(logits=self.head(hidden))
 
 
-def trainer_of(nodes: int = 4, max_batches: Sequence[int] = (), **values) -> Trainer:
-    """A trainer of a tiny model in float64 with a fixed batch of two examples for each of its workers.
+def trainer_of(nodes: int = 4, max_batches: Sequence[int] = (), speeds: Sequence[float] = (), **values) -> Trainer:
+    """Return a trainer of a tiny model in float64 with a fixed batch of two examples for each of its workers.
 
-    max_batches: of the nodes, where they differ; a worker whose node holds fewer than it is to have has as many.
+    max_batches: of the nodes, where they differ; a worker whose node holds fewer examples has as many as fit.
     """
-    config = make_config(
-        **({"sampling_method": "none", "INITIAL_BATCH_SIZE": 2 * nodes, "max_requested_batch": 2 * nodes} | values)
-    )
+    batches = {"INITIAL_BATCH_SIZE": 2 * nodes, "max_requested_batch": 2 * nodes}
+    config = make_config(**{"sampling_method": "none"} | batches | values)
     torch.default_generator.manual_seed(0)
     trainer = make_trainer(Stack(), config, EXAMPLES, nodes)
-    if max_batches:
-        trainer.assign_nodes(tuple(Node(index, CPU, size) for index, size in enumerate(max_batches)))
+    if max_batches or speeds:
+        sizes = max_batches or [64] * nodes
+        speeds = speeds or [1.0] * nodes
+        trainer.assign_nodes(tuple(Node(index, CPU, sizes[index], speeds[index]) for index in range(nodes)))
     return trainer
 
 
 def problem_of(trainer: Trainer, rounds: int, inner_steps: int, ends: Sequence[Sequence[int]] | None = None) -> Problem:
-    """The same as a problem of the oracles; gradients come from a copy of the model, one worker and step at a time.
+    """Return the same as a problem of the oracles; gradients come from a copy of the model.
 
-    ends: inner steps of the run after which every worker has made its own; None: it makes all of them. A worker's steps
-    are counted by itself.
+    ends: inner steps of the run after which each worker has made its own; None: it makes all of them.
     """
-    working, config = trainer.worker_group.first_model, trainer._config
-    module, workers = copy.deepcopy(working.module), len(trainer.nodes)
-    plans = trainer.shares.plans
-    sizes = [plans[worker].effective_batch for worker in range(workers)]
-    ends, peek = ends or [range(rounds * inner_steps)] * workers, copy.deepcopy(trainer.cursor).peek
+    model = trainer.worker_group.first_model
+    config = trainer._config
+    module = copy.deepcopy(model.module)
+    named = dict(module.named_parameters())
+    workers = len(trainer.nodes)
+    sizes = [trainer.shares.plans[worker].effective_batch for worker in range(workers)]
+    ends = ends or [range(rounds * inner_steps)] * workers
+    peek = copy.deepcopy(trainer.cursor).peek
     # Examples are read in the order in which steps end, and of the workers.
     in_order = sorted((end, worker, step) for worker, own in enumerate(ends) for step, end in enumerate(own))
     firsts = itertools.accumulate((sizes[worker] for _, worker, _ in in_order), initial=0)
     places = {(worker, step): first for (_, worker, step), first in zip(in_order, firsts, strict=False)}
-    named = dict(module.named_parameters())
 
     def gradient(worker: int, step: int, theta: np.ndarray) -> np.ndarray:
-        for block in working.blocks:
-            values = torch.from_numpy(theta[block.start : block.start + block.size].copy())
-            named[block.name].data = values.view(block.shape)
+        for block in model.blocks:
+            named[block.name].data = torch.from_numpy(theta[block.slice].copy()).view(block.shape)
         module.zero_grad()
         batch = EXAMPLES.batch(peek(places[worker, step], sizes[worker]), CPU)
         labels = batch.pop("labels")[:, 1:]
         logits = module(**batch).logits[:, :-1]  # the module's own loss would be float32
         F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)).backward()
         found = np.zeros_like(theta)
-        for block in working.blocks:
-            found[block.start : block.start + block.size] = named[block.name].grad.flatten().numpy()
+        for block in model.blocks:
+            found[block.slice] = named[block.name].grad.flatten().numpy()
         return found
 
     return Problem(
@@ -96,34 +97,37 @@ def problem_of(trainer: Trainer, rounds: int, inner_steps: int, ends: Sequence[S
         weights=sizes,
         learning_rate=config.learning_rate_for_inner_opt,
         betas=tuple(config.adam_betas),
-        epsilon=1e-8,
         weight_decay=config.weight_decay,
         clip=config.gradient_clipping,
-        shapes=[(block.name, block.start, block.start + block.size, block.shape) for block in working.blocks],
+        shapes=[(block.name, block.start, block.slice.stop, block.shape) for block in model.blocks],
     )
 
 
 def history_of(trainer: Trainer, rounds: int, inner_steps: int) -> History:
-    """Its rounds, as an oracle records them."""
-    found = History()
+    """Train, and return the rounds as an oracle records them."""
+    found = []
     for _ in range(rounds):
         train(trainer, 1, inner_steps)
         trainer.refresh()
         shared = trainer.parameters
-        workers = [worker.state.get(COPY, shared) for worker in trainer.workers.values()]
-        found.add(shared.numpy(), [own.numpy() for own in workers])
+        workers = [worker.state.get(COPY, shared).numpy().copy() for worker in trainer.workers.values()]
+        found.append((shared.numpy().copy(), workers))
     return found
+
+
+def assert_same(found: History, expected: History, tolerance: float = 1e-10) -> None:
+    """The parameters of the trainer and of each worker after every round."""
+    for (shared, workers), (expected_shared, expected_workers) in zip(found, expected, strict=True):
+        np.testing.assert_allclose(shared, expected_shared, rtol=0, atol=tolerance)
+        np.testing.assert_allclose(workers, expected_workers, rtol=0, atol=tolerance)
 
 
 def assert_equals_oracle(
     oracle: Callable[[Problem], History], nodes: int = 4, inner_steps: int = 4, rounds: int = 3, **values
 ) -> None:
-    """Parameters of the trainer and of each worker after every round, to 1e-10."""
+    """A trainer's rounds are those of the oracle."""
     trainer = trainer_of(nodes, number_of_inner_steps_between_outers=inner_steps, **values)
     problem = problem_of(trainer, rounds, inner_steps)
-    expected, found = oracle(problem), history_of(trainer, rounds, inner_steps)
-    assert np.abs(expected.shared[-1] - problem.start).max() > 1e-3  # something happened
-    for number in range(rounds):
-        np.testing.assert_allclose(found.shared[number], expected.shared[number], rtol=0, atol=1e-10)
-        for own, their in zip(found.workers[number], expected.workers[number], strict=True):
-            np.testing.assert_allclose(own, their, rtol=0, atol=1e-10)
+    expected = oracle(problem)
+    assert np.abs(expected[-1][0] - problem.start).max() > 1e-3  # something happened
+    assert_same(history_of(trainer, rounds, inner_steps), expected)

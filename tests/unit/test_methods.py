@@ -1,42 +1,60 @@
-"""The synchronisation methods that average everything at once, against independent implementations of their papers."""
+"""The synchronisation methods with a barrier, against independent implementations of their papers."""
 
+import dataclasses
+import inspect
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 import yaml
 
-from algorithms.synchronisation import METHODS
-from algorithms.synchronisation.flat import Block
+from algorithms.synchronisation import METHODS, Method, noloco
+from algorithms.synchronisation.fda import linear_state, sketch_state, variance_estimate
+from algorithms.synchronisation.flat import Block, layer_fragments, random_positions
+from algorithms.synchronisation.group import Group
+from algorithms.synchronisation.streaming import StreamingDiLoCo
 from fabrics.config_checks import CHECKS
 from fabrics.training.method_config import method_of
+from fabrics.training.worker import COPY, ERROR, Node
 from tests.support import oracles
-from tests.support.helpers import make_config
-from tests.support.synchronising import assert_equals_oracle
+from tests.support.helpers import CPU, make_config, make_trainer, tiny_cluster, tiny_llama, train, use_torch_norms
+from tests.support.synchronising import (
+    EXAMPLES,
+    assert_equals_oracle,
+    assert_same,
+    history_of,
+    problem_of,
+    trainer_of,
+)
+from trainers import Trainer
 from utils.config.reading import parse_config
+from utils.config.schema import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-_BLOCKS = [Block(f"layers.{layer}.weight", 16 * layer, 16 * layer + 16, (4, 4)) for layer in range(3)]
-_WORKING = SimpleNamespace(blocks=_BLOCKS)
 
 
-def test_diloco():
-    assert_equals_oracle(lambda problem: oracles.diloco(problem, lr=0.7, momentum=0.9))
+# The interface
 
 
-def test_local_sgd():
-    assert_equals_oracle(oracles.local_sgd, distributed_algo="LocalSGD")
+def public_members(instance: object) -> set[str]:
+    names = {name for name, _ in inspect.getmembers(instance)} | set(vars(instance))
+    return {name for name in names if not name.startswith("_")}
 
 
-def test_synchronous_training():
-    assert_equals_oracle(oracles.synchronous, distributed_algo="Synchronous")
+def test_a_method_has_at_most_ten_members_and_a_group_twelve():
+    group = Group(None, None, {}, {}, [1.0], None, None, None, None, [])
+    assert len(public_members(Method())) <= 10
+    assert len(public_members(group)) <= 12
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_page_of_methods_has_what_each_keeps(name):
-    """By tensors of model size beside parameters and moments, with its default values; and a config in three lines."""
-    method = method_of(make_config(distributed_algo=name), _WORKING)
+def test_the_page_of_methods_agrees_with_the_code(name):
+    """Model-sized tensors beside parameters and moments, with default parameters; and a valid example."""
+    method = METHODS[name]()
     page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
     kept = len(method.state), len(method.worker_state) + (method.keeps != "shared")
     assert f"| {name} | {kept[0]} | {kept[1]} |" in page.splitlines()
@@ -47,3 +65,690 @@ def test_the_page_of_methods_has_what_each_keeps(name):
     assert len(lines.splitlines()) == 3
     config, warnings = parse_config({"max_tokens": 1} | yaml.safe_load(lines), (), CHECKS)
     assert (config.distributed_algo, warnings) == (name, [])
+
+
+# Equal to the oracles
+
+UNEVEN = {"max_batches": (64, 1, 64)}  # one of three workers has half the examples of the others
+UNEVEN_3_2_3 = {"INITIAL_BATCH_SIZE": 9, "max_requested_batch": 9, "max_batches": (64, 2, 64)}
+
+
+def generator_at(step: int, inner_steps: int = 4) -> torch.Generator:
+    """Return the generator that a method has after an inner step of the run, counted from 0."""
+    place = [make_config().training_seed, 0, step // inner_steps, step % inner_steps + 1]
+    seed = np.random.SeedSequence(place, spawn_key=(1,)).generate_state(1, np.uint64)[0]
+    return torch.Generator().manual_seed(int(seed))
+
+
+def test_diloco():
+    assert_equals_oracle(oracles.diloco)
+
+
+def test_local_sgd():
+    assert_equals_oracle(oracles.local_sgd, distributed_algo="LocalSGD")
+
+
+def test_synchronous_training():
+    assert_equals_oracle(oracles.synchronous, distributed_algo="Synchronous")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "kind", "parameters"),
+    [
+        (4, "avg", {}),
+        (2, "adam", {}),
+        (1, "adagrad", {"beta1": 0.5, "tau": 0.05}),
+        (3, "yogi", {"beta2": 0.9, "tau": 0.01}),
+    ],
+)
+def test_fed_opt(nodes, kind, parameters):
+    assert_equals_oracle(
+        lambda problem: oracles.fed_opt(problem, kind, 0.03, **parameters),
+        nodes,
+        inner_steps=2,
+        INITIAL_BATCH_SIZE=2 * nodes - (nodes == 3),  # 5 examples for 3 workers
+        distributed_algo="FedOpt",
+        synchronisation={"server_optimizer": kind, **parameters},
+        learning_rate_for_outer_opt=0.03,
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "inner_steps", "parameters"),
+    [
+        (3, 4, {"fragments": 2, "delay": 1, "mixing": 0.25}),
+        (2, 6, {"fragments": 3, "delay": 1, "order": "sequential"}),
+        (2, 6, {"fragments": 2, "delay": 2, "merge": "progress"}),
+        (2, 2, {"fragments": 1, "delay": 0, "merge": "progress"}),
+        (1, 3, {"fragments": 1, "delay": 2, "mixing": 0.0}),
+    ],
+)
+def test_streaming_diloco(nodes, inner_steps, parameters):
+    assert_equals_oracle(
+        lambda problem: oracles.streaming_diloco(problem, **parameters),
+        nodes,
+        inner_steps,
+        distributed_algo="StreamingDiLoCo",
+        synchronisation=parameters,
+        **(UNEVEN if nodes == 3 else {}),
+    )
+
+
+@pytest.mark.parametrize(("nodes", "values"), [(2, {}), (3, UNEVEN)])
+def test_eager_diloco(nodes, values):
+    assert_equals_oracle(oracles.eager_diloco, nodes, 2, distributed_algo="EagerDiLoCo", **values)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "parameters", "values"),
+    [
+        (4, {}, {}),
+        (3, {"momentum": 0.3, "consensus": 0.3}, UNEVEN),
+        (1, {}, {}),
+        (3, {"group": 3, "momentum": 0.0}, {}),
+    ],
+)
+def test_noloco(monkeypatch, nodes, parameters, values):
+    values = values | {"distributed_algo": "NoLoCo", "synchronisation": parameters, "outer_momentum": 0.5}
+    momentum = parameters.get("momentum", 0.5)
+    consensus = parameters.get("consensus", 0.7)
+    drawn, draw = [], noloco.draw_groups
+
+    def recorded(*arguments):
+        drawn.append(draw(*arguments))
+        return drawn[-1]
+
+    monkeypatch.setattr(noloco, "draw_groups", recorded)
+    train(trainer_of(nodes, **values), 3, 2)
+    groups = drawn[::2]  # a round draws them twice: to send, and to apply
+    assert len(groups) == 3
+    assert drawn[::2] == drawn[1::2]
+    assert_equals_oracle(
+        lambda problem: oracles.noloco(problem, groups, momentum, consensus), nodes, inner_steps=2, **values
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "parameters", "values"),
+    [
+        (2, {"density": 0.1, "chunk": 48, "error_decay": 0.95, "bits": 32, "mean_over": "workers"}, {}),
+        (3, {"density": 0.25, "chunk": 100, "error_decay": 0.5, "bits": 2, "mean_over": "senders"}, UNEVEN_3_2_3),
+        (1, {"density": 0.02, "chunk": 4096, "error_decay": 1.0, "bits": 3, "mean_over": "senders"}, {}),
+    ],
+)
+def test_sparse_loco(nodes, parameters, values):
+    assert_equals_oracle(
+        lambda problem: oracles.sparse_loco(problem, **parameters),
+        nodes,
+        inner_steps=2,
+        distributed_algo="SparseLoCo",
+        synchronisation=parameters,
+        **values,
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "parameters", "values"),
+    [
+        (2, {"chunk": 64, "top_k": 32, "decay": 0.999}, {"gradient_clipping": None}),
+        (3, {"chunk": 16, "top_k": 1, "decay": 0.9}, UNEVEN_3_2_3 | {"gradient_clipping": 0.05, "weight_decay": 0.5}),
+        (1, {"chunk": 8, "top_k": 1, "decay": 0.5}, {}),
+    ],
+)
+def test_demo(nodes, parameters, values):
+    """No tile sends all its coefficients: the sign of what is left of a token without a gradient would be noise."""
+    assert_equals_oracle(
+        lambda problem: oracles.demo(problem, **parameters),
+        nodes,
+        inner_steps=2,
+        distributed_algo="DeMo",
+        synchronisation=parameters,
+        **values,
+    )
+
+
+@pytest.mark.parametrize("with_diloco", [False, True])
+@pytest.mark.parametrize(("nodes", "share", "every"), [(4, 0.1, 1), (3, 0.3, 3), (2, 1.0, 5), (1, 0.5, 2)])
+def test_sparta(nodes, share, every, with_diloco):
+    def oracle(problem):
+        size = len(problem.start)
+
+        def positions(step):
+            return random_positions(size, round(share * size), generator_at(step)).numpy()
+
+        return oracles.sparta(problem, positions, every, with_diloco)
+
+    parameters = {"share": share, "every": every, "with_diloco": with_diloco}
+    assert_equals_oracle(oracle, nodes, distributed_algo="SPARTA", synchronisation=parameters)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "parameters"),
+    [
+        (4, {"threshold": 0.05}),
+        (3, {"threshold": 0.6, "check_every": 3, "max_inner_steps": 5}),
+        (4, {"threshold": 1e9, "check_every": 2, "max_inner_steps": 3}),
+        (1, {"threshold": 0.02, "check_every": 2}),
+    ],
+)
+def test_fda(nodes, parameters):
+    monitor = "sketch" if parameters["threshold"] == 1e9 else "linear"  # which decides nothing then
+    assert_equals_oracle(
+        lambda problem: oracles.fda(problem, **parameters),
+        nodes,
+        distributed_algo="FDA",
+        synchronisation={"monitor": monitor} | parameters,
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "parameters"),
+    [
+        (4, {"probability": 0.5, "density": 0.25, "rho": 0.5, "chi": 0.3}),
+        (3, {"probability": 0.4, "density": 1, "rho": 1, "chi": 1}),
+        (2, {"probability": 0.7, "density": 0.1}),
+        (1, {"probability": 1, "density": 0.5}),
+    ],
+)
+def test_locodl(nodes, parameters):
+    probability = parameters["probability"]
+    coins = []
+
+    def coin(step):
+        coins.append(torch.rand((), generator=generator_at(step), dtype=torch.float64).item() < probability)
+        return coins[-1]
+
+    def oracle(problem):
+        size = len(problem.start)
+        count = round(parameters["density"] * size)
+        omega = size / count - 1
+
+        def compressor(worker, step, vector):
+            generator, found = generator_at(step), np.zeros_like(vector)
+            torch.rand((), generator=generator, dtype=torch.float64)
+            places = [random_positions(size, count, generator) for _ in range(worker + 1)][-1]
+            found[places] = vector[places] * size / count
+            return found
+
+        rho, chi = (parameters.get(name, 1 / (1 + omega / nodes)) for name in ("rho", "chi"))
+        return oracles.locodl(problem, probability, compressor, coin, rho, chi, omega)
+
+    assert_equals_oracle(
+        oracle,
+        nodes,
+        INITIAL_BATCH_SIZE=2 * nodes - (nodes == 3),
+        distributed_algo="LoCoDL",
+        synchronisation=parameters,
+        gradient_clipping=None,
+        learning_rate_for_inner_opt=0.1,
+    )
+    assert 0 < sum(coins) < 12 or probability == 1
+
+
+# Equal to each other
+
+
+def assert_same_bits(first: dict, second: dict, nodes: int = 3, rounds: int = 3, inner_steps: int = 4) -> None:
+    histories = [history_of(trainer_of(nodes, **values), rounds, inner_steps) for values in (first, second)]
+    assert_same(*histories, tolerance=0)
+
+
+def test_streaming_everything_at_once_is_diloco():
+    parameters = {"fragments": 1, "delay": 0, "mixing": 0.0}
+    assert_same_bits({}, {"distributed_algo": "StreamingDiLoCo", "synchronisation": parameters})
+
+
+@pytest.mark.parametrize("method", ["EagerDiLoCo", "DelayedNesterov"])
+def test_one_worker_alone_is_diloco(method):
+    assert_same_bits({}, {"distributed_algo": method}, nodes=1)
+
+
+def test_fed_opt_that_averages_is_local_sgd_with_adamw_inside():
+    values = {"inner_optimizer": "adamw", "learning_rate_for_outer_opt": 1.0}
+    average = values | {"distributed_algo": "FedOpt", "synchronisation": {"server_optimizer": "avg"}}
+    assert_same_bits(average, values | {"distributed_algo": "LocalSGD"}, rounds=2, inner_steps=1)
+
+
+@pytest.mark.parametrize("mean_over", ["workers", "senders"])
+def test_sparse_loco_that_sends_everything_is_averaging(mean_over):
+    values = {"inner_optimizer": "adamw", "learning_rate_for_outer_opt": 1.0} | UNEVEN_3_2_3
+    everything = {"density": 1.0, "chunk": 100, "bits": 32, "mean_over": mean_over}
+    sparse = values | {"distributed_algo": "SparseLoCo", "synchronisation": everything}
+    assert_same_bits(sparse, values | {"distributed_algo": "LocalSGD"}, rounds=2, inner_steps=2)
+
+
+def test_demo_that_sends_everything_is_the_sign_of_the_mean_gradient():
+    values = {"gradient_clipping": None, "weight_decay": 0.0} | UNEVEN_3_2_3
+    trainer = trainer_of(3, distributed_algo="DeMo", synchronisation={"chunk": 8, "top_k": 64}, **values)
+    problem = problem_of(trainer, 1, 1)
+    gradient = problem.mean([problem.gradient(worker, 0, problem.start) for worker in range(3)])
+    ((shared, _),) = history_of(trainer, 1, 1)
+    np.testing.assert_allclose(shared - problem.start, -0.01 * np.sign(gradient), rtol=0, atol=1e-12)
+    for worker in trainer.workers.values():
+        assert worker.state["momentum"].abs().max() < 1e-15
+
+
+def averaging_at_every_step(problem):
+    each = dataclasses.replace(problem, inner_steps=1, rounds=problem.rounds * problem.inner_steps)
+    return oracles.local_sgd(each, sgd=False)[problem.inner_steps - 1 :: problem.inner_steps]
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [("SPARTA", {"share": 1}), ("FDA", {"threshold": 0}), ("FDA", {"threshold": 0, "outer": "nesterov"})],
+)
+def test_methods_that_average_at_every_step(method, parameters):
+    assert_equals_oracle(
+        averaging_at_every_step,
+        inner_steps=3,
+        distributed_algo=method,
+        synchronisation=parameters,
+        learning_rate_for_outer_opt=1.0,
+        outer_momentum=0.0,
+    )
+
+
+_ADAPTIVE = {"beta1": 0.8, "beta2": 0.9, "tau": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("oracle", "outer", "lr"),
+    [
+        (oracles.diloco, {"outer": "nesterov"}, 0.7),
+        *(
+            (partial(oracles.fed_opt, kind=kind, lr=0.03, **_ADAPTIVE), {"outer": kind} | _ADAPTIVE, 0.03)
+            for kind in ("adam", "adagrad", "yogi")
+        ),
+    ],
+)
+def test_fda_with_an_outer_step_is_its_method_over_longer_rounds(oracle, outer, lr):
+    values = {"threshold": 1e9, "max_inner_steps": 4} | outer
+    trainer = trainer_of(distributed_algo="FDA", synchronisation=values, learning_rate_for_outer_opt=lr)
+    assert_same(history_of(trainer, 4, 2)[1::2], oracle(problem_of(trainer_of(), 2, 4)))
+
+
+def test_noloco_with_all_workers_in_one_group_is_heavy_ball():
+    parameters = {"group": 2, "consensus": 0.2}
+    trainer = trainer_of(2, distributed_algo="NoLoCo", synchronisation=parameters, outer_momentum=0.5)
+    problem = problem_of(trainer, 3, 2)
+    workers, phi, velocity = oracles.Workers(problem), problem.start, 0.0
+    for number, (shared, copies) in enumerate(history_of(trainer, 3, 2)):
+        velocity = 0.5 * velocity + phi - problem.mean(workers.round(number, [phi] * 2))
+        phi = phi - 0.7 * velocity
+        np.testing.assert_allclose(shared, phi, rtol=0, atol=1e-10)
+        assert np.array_equal(*copies)
+
+
+# Fragments under way
+
+
+@pytest.mark.parametrize(
+    ("inner_steps", "pending", "expected"),
+    [
+        (4, {}, [2, 3, 4]),  # sent after 2 and 4, and the first one applied after 3
+        (4, {"fragment_1": 1}, [1, 2, 3, 4]),
+        (5, {}, [3, 4, 5]),
+        (1, {"fragment_1": 1}, [1]),
+        (1, {"fragment_1": 3}, [1]),
+    ],
+)
+def test_streaming_stops_in_rounds_of_any_length(inner_steps, pending, expected):
+    group = SimpleNamespace(clock=SimpleNamespace(inner_steps=inner_steps), values=pending)
+    assert list(StreamingDiLoCo(fragments=2, delay=1).stops(group)) == expected
+
+
+def test_a_fragment_under_way_arrives_in_the_next_round_however_long_that_is():
+    """With mixing 0 workers agree on a fragment once it has arrived, and differ before and later."""
+    parameters = {"fragments": 2, "delay": 2, "mixing": 0.0}
+    trainer = trainer_of(2, distributed_algo="StreamingDiLoCo", synchronisation=parameters)
+    parts = layer_fragments(trainer.worker_group.first_model.blocks, 2)
+    states = []
+    for inner_steps in (6, 1, 1, 2, 5):
+        train(trainer, 1, inner_steps)
+        one, other = (worker.state[COPY] for worker in trainer.workers.values())
+        agree = [all(torch.equal(one[piece], other[piece]) for piece in part) for part in parts]
+        states.append((agree, trainer.state_dict()["synchronisation"]))
+    assert states == [
+        ([False, False], {"fragment_1": 2}),
+        ([False, True], {"fragment_0": 2, "fragment_1": 2}),  # at the latest when it is sent again
+        ([True, True], {"fragment_0": 2, "fragment_1": 2}),
+        ([False, True], {"fragment_0": 1, "fragment_1": 2}),
+        ([True, False], {"fragment_1": 2}),
+    ]
+    assert all(torch.equal(other[piece], trainer.parameters[piece]) for piece in parts[0])
+
+
+def test_a_new_worker_starts_from_the_shared_parameters_while_a_fragment_is_under_way():
+    parameters = {"fragments": 2, "delay": 1, "merge": "progress"}
+    trainer = trainer_of(2, distributed_algo="StreamingDiLoCo", synchronisation=parameters)
+    train(trainer, 1, 4)
+    assert trainer.workers[0].state["offset"].abs().max() > 1e-3
+    trainer.assign_nodes(tuple(Node(index, CPU, 64) for index in range(3)))
+    assert torch.equal(trainer.workers[2].state[COPY], trainer.parameters)
+    train(trainer, 1, 4)
+    shared = trainer.parameters
+    apart = [((worker.state[COPY] - shared).norm() / shared.norm()).item() for worker in trainer.workers.values()]
+    assert apart[2] < 2 * max(apart[:2]) < 0.5
+
+
+def test_a_worker_that_a_checkpoint_does_not_know_starts_from_its_shared_parameters():
+    saved, resumed = (trainer_of(nodes, distributed_algo="StreamingDiLoCo") for nodes in (2, 3))
+    train(saved, 1, 4)
+    groups = saved.tensors()
+    resumed.load_state_dict(saved.state_dict(), lambda group, name: groups[group][name])
+    copies = [worker.state[COPY] for worker in resumed.workers.values()]
+    assert torch.equal(copies[2], saved.parameters)
+    assert all(torch.equal(copies[index], saved.workers[index].state[COPY]) for index in range(2))
+
+
+def merged(**values) -> tuple[Trainer, torch.Tensor]:
+    """Return a trainer that has absorbed another one, both after a round, and the weighted mean of their parameters."""
+    config = make_config(INITIAL_BATCH_SIZE=4, sampling_method="none", **values)
+    models = [use_torch_norms(tiny_llama(seed)) for seed in range(2)]
+    first, second = (make_trainer(model, config, EXAMPLES, 2, trainer_id=i) for i, model in enumerate(models))
+    for trainer in (first, second):
+        train(trainer, 1, 4)
+        trainer.refresh()
+    expected = 0.25 * first.parameters + 0.75 * second.parameters
+    first.absorb([second], {0: 0.25, 1: 0.75})
+    return first, expected
+
+
+def test_a_merge_drops_what_is_under_way():
+    parameters = {"fragments": 2, "delay": 1, "merge": "progress"}
+    trainer, expected = merged(distributed_algo="StreamingDiLoCo", synchronisation=parameters)
+    assert trainer.state_dict()["synchronisation"] == {}
+    for worker in trainer.workers.values():
+        torch.testing.assert_close(worker.state[COPY], expected, rtol=0, atol=1e-15)
+
+
+def test_fda_continues_from_the_merged_parameters():
+    parameters = {"threshold": 1e9, "outer": "nesterov"}
+    trainer, expected = merged(distributed_algo="FDA", synchronisation=parameters)
+    torch.testing.assert_close(trainer.parameters, expected)
+    for own in (trainer.shared["synchronised"], *(worker.state[COPY] for worker in trainer.workers.values())):
+        assert torch.equal(own, trainer.parameters)
+
+
+def test_streaming_keeps_the_error_of_every_fragment():
+    """What int8 lost of one fragment is still there after another was sent."""
+    parameters = {"fragments": 2, "delay": 0, "mixing": 0.0}
+    values = {"distributed_algo": "StreamingDiLoCo", "synchronisation": parameters}
+    trainer, exact = trainer_of(2, communication_dtype="int8", **values), trainer_of(2, **values)
+    for each in (trainer, exact):
+        train(each, 1, 4)
+    error = trainer.workers[0].state[ERROR]
+    for part in layer_fragments(trainer.worker_group.first_model.blocks, 2):
+        assert error[part[0]].abs().max() > 0
+    assert 0 < (trainer.parameters - exact.parameters).abs().max() < 1e-3
+
+
+def test_a_new_worker_counts_as_one_that_moved_like_the_mean():
+    trainer = trainer_of(2, distributed_algo="EagerDiLoCo")
+    train(trainer, 2, 2)
+    mean = trainer.shared["mean"].clone()
+    trainer.assign_nodes(tuple(Node(index, CPU, 64) for index in range(3)))
+    start = trainer.workers[2].state[COPY].clone()
+    assert torch.equal(start, trainer.parameters)
+    train(trainer, 1, 2)
+    new = trainer.workers[2].state
+    own = new["deviation"] + trainer.shared["mean"]  # D_m of the round
+    eager = mean + (own - mean) / 3
+    torch.testing.assert_close(new["velocity"], eager, rtol=0, atol=1e-12)
+    torch.testing.assert_close(start - new[COPY], 0.7 * 1.9 * eager, rtol=0, atol=1e-12)
+
+
+# Bytes
+
+
+def parameter_count(trainer: Trainer) -> int:
+    return trainer.worker_group.parameter_count
+
+
+def test_streaming_sends_as_many_bytes_as_diloco_in_parts_that_hide_behind_the_delay():
+    trainer = trainer_of(2, distributed_algo="StreamingDiLoCo", synchronisation={"fragments": 2, "delay": 1})
+    events = train(trainer, 1, 4)[0].events
+    assert [(event.kind, event.step, event.behind) for event in events] == [
+        ("synchronisation", 2, 1),
+        ("synchronisation", 4, 1),
+    ]
+    whole = 8 * parameter_count(trainer)
+    assert sum(event.sent for event in events) == whole == train(trainer_of(2), 1, 4)[0].events[0].sent
+    assert min(event.sent for event in events) > 0.2 * whole
+
+
+def test_the_mean_of_eager_diloco_hides_behind_the_next_round():
+    events = train(trainer_of(3, distributed_algo="EagerDiLoCo"), 1, 2)[0].events
+    assert [(event.kind, event.behind) for event in events] == [("synchronisation", 2)]
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 8), ("bfloat16", 2)])
+def test_noloco_sends_two_models_to_every_peer(dtype, size):
+    trainer = trainer_of(4, distributed_algo="NoLoCo", communication_dtype=dtype)
+    for report in train(trainer, 2, 1):
+        (event,) = report.events
+        assert event.sent == event.received == 2 * size * parameter_count(trainer)
+        assert (event.kind, event.through) == ("synchronisation", "groups")
+    exact = trainer_of(4, distributed_algo="NoLoCo")
+    train(exact, 2, 1)
+    for ours, theirs in zip(trainer.workers.values(), exact.workers.values(), strict=True):
+        apart = (ours.state[COPY] - theirs.state[COPY]).abs().max()
+        assert apart == 0 if dtype == "float32" else 0 < apart < 0.01
+
+
+def test_sparse_methods_send_few_bits():
+    sizes = [block.size for block in trainer_of().worker_group.first_model.blocks]
+    chunks = sum(sizes) / 16  # 16 divides all
+
+    def sent(method: str, parameters: dict, **values) -> float:
+        trainer = trainer_of(3, distributed_algo=method, synchronisation=parameters, **values)
+        return train(trainer, 1, 1)[0].events[0].sent / 2  # to two others
+
+    # 4 of 16, each with a code of 2 bits and a position of 4, and a table of four numbers in float64.
+    parameters = {"density": 0.25, "chunk": 16, "bits": 2}
+    assert sent("SparseLoCo", parameters) == chunks * 4 * (2 + 4) / 8 + len(sizes) * 4 * 8
+    assert sent("SparseLoCo", parameters | {"bits": 32}) == chunks * 4 * (64 + 4) / 8
+    # Tiles of 4 x 4 in matrices of 1536 elements, and of 4 in 2 vectors of 16 and 2 matrices of 61 x 16: 61 is prime.
+    expected = 1536 / 16 * (2 + 4 / 8) + (2 * 4 + 2 * 61 * 4) * (2 + 2 / 8)
+    assert sent("DeMo", {"chunk": 4, "top_k": 1}, communication_dtype="bfloat16") == expected
+
+
+def test_the_rounding_error_of_a_coefficient_stays_in_the_momentum():
+    values = {"gradient_clipping": None, "communication_dtype": "bfloat16"}
+    trainer = trainer_of(2, distributed_algo="DeMo", synchronisation={"chunk": 8, "top_k": 64}, **values)
+    problem = problem_of(trainer, 1, 1)
+    train(trainer, 1, 1)
+    for index, worker in trainer.workers.items():
+        before = 0.01 * torch.from_numpy(problem.gradient(index, 0, problem.start))
+        for each in trainer.worker_group.method.matrices(trainer.worker_group.first_model.blocks):
+            coefficients = each.coefficients(before)
+            left = each.coefficients(worker.state["momentum"])
+            torch.testing.assert_close(left, coefficients - coefficients.bfloat16(), rtol=0, atol=1e-15)
+            assert left.abs().max() > 1e-8
+
+
+def test_sparta_sends_a_random_part_alone():
+    trainer = trainer_of(distributed_algo="SPARTA", synchronisation={"share": 0.1, "every": 2})
+    events = [[(event.step, event.kind) for event in report.events] for report in train(trainer, 2, 3)]
+    assert events == [[(2, "parameters")], [(1, "parameters"), (3, "parameters")]]
+    count = round(0.1 * len(trainer.parameters))
+    assert train(trainer, 1, 1)[0].events == ()
+    event = train(trainer, 1, 1)[0].events[0]
+    assert event.sent == event.received == 2 * 3 / 4 * 8 * count  # there and back, of float64
+
+
+@pytest.mark.parametrize(("monitor", "elements"), [("linear", 2), ("sketch", 1 + 5 * 250)])
+def test_a_check_of_fda_sends_a_few_elements(monitor, elements):
+    trainer = trainer_of(2, distributed_algo="FDA", synchronisation={"threshold": 1e9, "monitor": monitor})
+    events = train(trainer, 1, 2)[0].events
+    assert [(event.kind, event.sent) for event in events] == [("monitor", elements * 8)] * 2
+    assert not any(event.communicates for event in events)
+
+
+def test_locodl_sends_values_alone_and_its_corrections_cancel():
+    trainer = trainer_of(4, distributed_algo="LoCoDL", synchronisation={"probability": 1, "density": 0.1})
+    count = round(0.1 * len(trainer.parameters))
+    events = train(trainer, 1)[0].events
+    assert [(event.sent, event.received) for event in events] == [(3 * count * 8, 3 * count * 8)] * 3
+    control = trainer.shared["control"]
+    for workers in (4, 3):  # with another number of workers they start at zero again
+        trainer.assign_nodes(trainer.nodes[:workers])
+        train(trainer, 1, 1)
+        assert control.abs().max() > 1e-3
+        corrections = [worker.state["correction"] for worker in trainer.workers.values()]
+        torch.testing.assert_close(sum(corrections) / workers, control, rtol=0, atol=1e-12)
+
+
+# Random draws
+
+
+def test_all_workers_are_in_one_group_and_groups_change():
+    generator = torch.Generator().manual_seed(0)
+    draws = [noloco.draw_groups(7, 3, generator) for _ in range(20)]
+    for groups in draws:
+        assert [len(group) for group in groups] == [3, 3, 1]
+        assert sorted(worker for group in groups for worker in group) == list(range(7))
+    assert len({str(groups) for groups in draws}) > 10
+
+
+def test_random_positions_are_distinct_and_equally_likely():
+    generator, counts = torch.Generator().manual_seed(0), torch.zeros(23)
+    for _ in range(5000):
+        positions = random_positions(23, 7, generator)
+        assert len(positions.unique()) == 7
+        counts[positions] += 1
+    # 1522 of 5000 each; the standard deviation is 33 at most.
+    assert (counts - 5000 * 7 / 23).abs().max() < 130
+    assert random_positions(23, 23, generator).unique().tolist() == list(range(23))
+
+
+# The threshold of FDA
+
+
+def synchronised_after(trainer, rounds, inner_steps=4):
+    reports = train(trainer, rounds, inner_steps)
+    return [[event.step for event in report.events if event.communicates] for report in reports]
+
+
+def test_fda_calibrates_its_threshold_in_the_first_rounds():
+    """Two rounds of averaging with AdamW inside: (1 Var_1 + 2^(1/3) Var_2) / (1 + 2^(1/3))."""
+    trainer = trainer_of(nodes=3, distributed_algo="FDA", synchronisation={"calibrate": 2})
+    problem = problem_of(trainer, 2, 3)
+    assert synchronised_after(trainer, 2, 3) == [[3], [3]]
+    workers, phi, variances = oracles.Workers(problem), problem.start, []
+    for number in range(2):
+        thetas = workers.round(number, [phi] * 3)
+        phi = np.mean(thetas, axis=0)
+        variances.append(np.mean([((theta - phi) ** 2).sum() for theta in thetas]))
+    expected = (variances[0] + 2 ** (1 / 3) * variances[1]) / (1 + 2 ** (1 / 3))
+    assert trainer._values["threshold"] == pytest.approx(expected, rel=1e-9)
+    assert 0 < len(synchronised_after(trainer, 1, 12)[0]) < 12
+
+
+def test_a_resumed_run_may_calibrate_for_fewer_rounds_than_it_has_seen():
+    begun = trainer_of(nodes=2, distributed_algo="FDA", synchronisation={"calibrate": 3})
+    train(begun, 2, 3)
+    trainer = trainer_of(nodes=2, distributed_algo="FDA", synchronisation={"calibrate": 1})
+    tensors = begun.tensors()
+    trainer.load_state_dict(begun.state_dict(), lambda group, name: tensors[group][name])
+    assert synchronised_after(trainer, 1, 3) == [[3]]
+    weights = [number ** (1 / 3) for number in (1, 2, 3)]
+    assert trainer._values["threshold"] == pytest.approx(trainer._values["weighted"] / sum(weights))
+
+
+def test_the_linear_estimate_is_never_below_the_variance_and_the_sketch_hardly_ever():
+    generator = torch.Generator().manual_seed(1)
+    above = 0
+    for _ in range(60):
+        drifts = torch.randn(4, 600, generator=generator) + 2 * torch.randn(600, generator=generator)
+        direction = torch.nn.functional.normalize(drifts.mean(0) + torch.randn(600, generator=generator), dim=0)
+        variance = (drifts - drifts.mean(0)).square().sum(1).mean()
+
+        def linear(xi, drifts=drifts):
+            return variance_estimate(torch.stack([linear_state(u, xi) for u in drifts]).mean(0))
+
+        assert variance < linear(direction) < linear(0 * direction)
+        above += variance_estimate(torch.stack([sketch_state(u) for u in drifts]).mean(0)) > variance
+    assert 60 > above > 45
+    exact = torch.nn.functional.normalize(drifts.mean(0), dim=0)
+    assert linear(exact) == pytest.approx(variance.item(), rel=1e-3)
+
+
+# Parameters that make no sense
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters", "problem"),
+    [
+        ("FedOpt", {"beta1": 1.0}, "beta1: must be at least 0 and less than 1, got 1.0"),
+        ("FedOpt", {"tau": 0.0}, "tau: must be a positive number, got 0.0"),
+        ("StreamingDiLoCo", {"fragments": 0}, "fragments: must be a positive integer, got 0"),
+        ("StreamingDiLoCo", {"fragments": 5}, "fragments: must divide number_of_inner_steps_between_outers, 12, got 5"),
+        ("StreamingDiLoCo", {"delay": -1}, "delay: must not be negative, got -1"),
+        ("StreamingDiLoCo", {"delay": 6}, "delay: must be less than number_of_inner_steps_between_outers / fragments"),
+        ("StreamingDiLoCo", {"mixing": 1.0}, "mixing: must be at least 0 and less than 1, got 1.0"),
+        ("StreamingDiLoCo", {"merge": "progress", "mixing": 0.5}, "mixing: must be null where merge is progress"),
+        ("StreamingDiLoCo", {"order": "random"}, "order: should be 'strided' or 'sequential', got 'random'"),
+        ("NoLoCo", {"group": 1}, "group: must be at least 2, got 1"),
+        ("NoLoCo", {"consensus": -0.1}, "consensus: must be a number that is not negative, got -0.1"),
+        ("NoLoCo", {"momentum": float("nan")}, "momentum: must be at least 0 and less than 1, got nan"),
+        ("NoLoCo", {"pairs": 2}, "pairs: NoLoCo has no such parameter; it has group, momentum, consensus"),
+        ("SparseLoCo", {"density": 0}, "density: must be above 0 and at most 1, got 0.0"),
+        ("SparseLoCo", {"chunk": 0}, "chunk: must be from 1 to 2^31, got 0"),
+        ("SparseLoCo", {"error_decay": 1.1}, "error_decay: must be from 0 to 1, got 1.1"),
+        ("SparseLoCo", {"bits": 9}, "bits: must be from 1 to 8, or 32, got 9"),
+        ("DeMo", {"top_k": 0}, "top_k: must be a positive integer, got 0"),
+        ("DeMo", {"chunk": 8, "top_k": 65}, "top_k: must be at most chunk x chunk, 64, got 65"),
+        ("DeMo", {"decay": 2}, "decay: must be from 0 to 1, got 2.0"),
+        ("SPARTA", {"share": 0.0}, "share: must be larger than 0 and at most 1, got 0.0"),
+        ("SPARTA", {"every": 0}, "every: must be a positive number of inner steps, got 0"),
+        ("FDA", {"threshold": float("inf")}, "threshold: must be a number that is not negative, got inf"),
+        ("FDA", {"threshold": 1, "calibrate": 2}, "calibrate: must be null with a threshold, got 2"),
+        ("FDA", {"tau": 0.1}, "tau: must be left out with mean, which has none"),
+        ("FDA", {"check_every": 9, "max_inner_steps": 8}, "check_every: must be at most max_inner_steps, 8, got 9"),
+        ("LoCoDL", {"density": 1.5}, "density: must be larger than 0 and at most 1, got 1.5"),
+    ],
+)
+def test_a_wrong_parameter_is_refused(method, parameters, problem):
+    values = {"max_tokens": 1, "number_of_inner_steps_between_outers": 12, "gradient_clipping": None}
+    with pytest.raises(ConfigError) as refused:
+        parse_config(values | {"distributed_algo": method, "synchronisation": parameters}, (), CHECKS)
+    (line,) = refused.value.problems
+    assert line.startswith(f"synchronisation.{problem}")
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype", "allowed"),
+    [
+        ("NoLoCo", "int8", "float32 or bfloat16"),
+        ("DelayedNesterov", "int8", "float32 or bfloat16"),
+        ("DeMo", "int8", "float32 or bfloat16"),
+        ("SparseLoCo", "bfloat16", "float32"),
+        ("LoCoDL", "int8", "float32"),
+    ],
+)
+def test_an_encoding_that_a_method_does_not_support_is_refused(method, dtype, allowed):
+    values = {"max_tokens": 1, "gradient_clipping": None, "distributed_algo": method, "communication_dtype": dtype}
+    with pytest.raises(ConfigError) as refused:
+        parse_config(values, (), CHECKS)
+    assert refused.value.problems == [f"communication_dtype: must be {allowed} with {method}, got {dtype}"]
+
+
+def test_locodl_needs_plain_sgd():
+    config = {"max_tokens": 1, "distributed_algo": "LoCoDL", "inner_optimizer": "adamw"}
+    with pytest.raises(ConfigError) as refused:
+        parse_config(config, (), CHECKS)
+    assert [line.split(":")[0] for line in refused.value.problems] == ["inner_optimizer", "gradient_clipping"]
+
+
+def test_more_fragments_than_layers_are_refused():
+    blocks = [Block(f"layers.{layer}.weight", 16 * layer, 16 * layer + 16, (4, 4)) for layer in range(2)]
+    config = make_config(distributed_algo="StreamingDiLoCo", synchronisation={"fragments": 4})
+    with pytest.raises(ConfigError, match=r"^synchronisation.fragments: must be at most 3, one more than layers"):
+        method_of(config, SimpleNamespace(blocks=blocks))
+
+
+def test_workers_that_groups_do_not_divide_are_refused_before_work_starts():
+    values = {"number_of_initial_trainers": 1, "devices": ["cpu"], "smallest_worker_batch": None}
+    with pytest.raises(ConfigError, match=r"^synchronisation.group: must divide the 3 workers of a trainer, got 2$"):
+        tiny_cluster(distributed_algo="NoLoCo", nodes_per_gpu=3, **values)

@@ -15,7 +15,7 @@ from algorithms.synchronisation.encodings.quantisation import (
     quantise,
     unpack,
 )
-from tests.support.oracles_sparse import table_quantised
+from tests.support.oracles import table_quantised
 
 
 def values(count: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

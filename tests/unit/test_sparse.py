@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from algorithms.synchronisation.encodings.quantisation import dequantise, quantise
 from algorithms.synchronisation.encodings.sparse import Chunks, TopK, add_at, largest
-from tests.support import oracles_sparse
+from tests.support import oracles
 
 # Chunks of 16, and what is left of a row.
 CHUNKS = (Chunks(3, 16, 4), Chunks(1, 5, 1))
@@ -17,7 +17,7 @@ CHUNKS = (Chunks(3, 16, 4), Chunks(1, 5, 1))
 @given(st.lists(st.integers(-2, 2), min_size=12, max_size=12), st.integers(1, 6))
 def test_of_equal_magnitudes_the_first_are_the_largest(numbers, count):
     rows = torch.tensor(numbers, dtype=torch.float32).view(2, 6)
-    expected = [sorted(oracles_sparse.largest(row, count).tolist()) for row in rows.numpy()]
+    expected = [sorted(oracles.largest(row, count).tolist()) for row in rows.numpy()]
     assert largest(rows, count).tolist() == expected
 
 
@@ -37,7 +37,7 @@ def test_a_message_brings_each_chunks_largest_numbers(bits):
         kept = [4, 4, 4, 1]
         expected = np.concatenate(
             [
-                start + np.sort(oracles_sparse.largest(chunk, count))
+                start + np.sort(oracles.largest(chunk, count))
                 for start, chunk, count in zip(starts, chunks, kept, strict=True)
             ]
         )

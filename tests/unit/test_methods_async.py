@@ -1,0 +1,394 @@
+"""Methods without a barrier: their simulated clocks, and DelayedNesterov and Decoupled against oracles."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from algorithms.nodes.async_clock import forget, in_steps
+from algorithms.nodes.balance import turns
+from algorithms.nodes.traffic import Link
+from algorithms.nodes.virtual_clock import Clocks, Sending, Uniform
+from algorithms.synchronisation.decoupled import Answered, Sent, Server, fragment_round
+from algorithms.synchronisation.delayed_nesterov import Arrival, leg_round, legs_of
+from algorithms.synchronisation.group import Event
+from fabrics.config_checks import CHECKS
+from fabrics.training.worker import COPY
+from tests.support import oracles
+from tests.support.helpers import train
+from tests.support.synchronising import assert_equals_oracle, assert_same, history_of, problem_of, trainer_of
+from trainers import Trainer
+from utils.config.reading import parse_config
+from utils.config.schema import ConfigError
+
+H = 8
+SPEEDS = [1.0, 1.0, 0.5, 0.3]
+OWN = [8, 8, 4, 2]  # floor(8 speed)
+
+
+# The clock
+
+
+@pytest.mark.parametrize(
+    ("own", "inner_steps", "leg", "begun", "expected"),
+    [
+        # One worker alone, after every second step; three steps a round from the middle of a leg.
+        ([4], 4, 2, [0], [(2, 0), (4, 0)]),
+        ([3], 3, 2, [1], [(1, 0), (3, 0)]),
+        # The fast one three times while the slow one, with steps of 4, 8 and 12, once; ties in worker order.
+        ([12, 3], 12, 4, [0, 1], [(4, 0), (8, 0), (12, 0), (12, 1)]),
+        ([3, 12], 12, 3, [0, 0], [(3, 1), (6, 1), (9, 1), (12, 0), (12, 1)]),
+        # Steps of 5/3: the second is made at 10/3, before the other's fourth.
+        ([5, 3], 5, 2, [0, 0], [(2, 0), (Fraction(10, 3), 1), (4, 0)]),
+        ([2, 1], 2, 5, [0, 3], []),
+    ],
+)
+def test_arrivals_of_a_round(own, inner_steps, leg, begun, expected):
+    values = {f"begun_{worker}": steps for worker, steps in enumerate(begun)}
+    found = leg_round(dict(enumerate(own)), inner_steps, leg, values)
+    assert [(arrival.time, arrival.worker) for arrival in found.arrivals] == expected
+    assert [own.active_steps for own in found.legs.values()] == [turns(each, inner_steps) for each in own]
+    total = [before + each for before, each in zip(begun, own, strict=True)]
+    assert found.values == {f"begun_{worker}": made % leg for worker, made in enumerate(total)}
+
+
+def test_a_worker_arrives_at_the_first_stop_that_is_not_earlier():
+    assert [arrival.stop for arrival in leg_round({0: 5, 1: 3}, 5, 1, {}).arrivals] == [1, 2, 2, 3, 4, 4, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("own", "made", "ends"),
+    [  # in rounds of 12 with exchanges of 2, after legs of 4 steps of 1, 2 or 4
+        (12, [[1, 2, 3, 4, 7, 8, 9, 10]] * 3, [[4, 10]] * 3),
+        (6, [[2, 4, 6, 8, 12], [2, 4, 6, 10, 12], [2, 4, 8, 10, 12]], [[8], [6], [4]]),
+        (3, [[4, 8, 12], [4, 10], [2, 6, 10]], [[], [4], [10]]),
+    ],
+)
+def test_a_worker_that_waits_for_answers_makes_fewer_steps(own, made, ends):
+    values = {}
+    for number in range(3):
+        found = leg_round({0: own}, 12, 4, values, Fraction(2))
+        values = found.values
+        assert (list(found.legs[0].made), list(found.legs[0].ends)) == (made[number], ends[number])
+        assert list(found.legs[0].active_steps) == [time - 1 for time in made[number]]
+
+
+@pytest.mark.parametrize(("own", "server_steps"), [(1, Fraction(1, 4)), (2, Fraction(9)), (4, Fraction(100))])
+def test_every_worker_makes_a_step_in_every_round(own, server_steps):
+    values = {}
+    for _ in range(3):
+        found = leg_round({7: own}, 4, 1, values, server_steps)
+        values = found.values
+        assert len(found.legs[7].made) == 1
+    assert found.legs[7].made == (4,)
+    assert values == {"begun_7": 0, "late_7": server_steps}
+
+
+def test_a_step_never_ends_before_its_round():
+    """The answer leaves so little of the next step that it is not remembered."""
+    values = leg_round({0: 1}, 4, 1, {}, Fraction(1, 10**6)).values
+    assert values == {"begun_0": 0, "late_0": 1e-6}
+    each = legs_of(1, 4, 2, 0, Fraction(-1 + 10**-9))
+    assert legs_of(1, 4, 2, 0, each.late).active_steps[0] >= 0
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        # Workers of 8, 4 and 2 steps, ready with every second: at 2, at 4, and at 8.
+        ({"quorum": 1}, [(2, (0,)), (4, (0, 1)), (6, (0,)), (8, (0, 1, 2))]),
+        ({"quorum": 2}, [(4, (0, 1)), (8, (0, 1, 2))]),
+        ({"quorum": 3}, [(8, (0, 1, 2))]),
+        ({"quorum": 9}, [(8, (0, 1, 2))]),  # of three, all
+        ({"quorum": 1, "grace": 2}, [(4, (0, 1)), (8, (0, 1, 2))]),
+        ({"quorum": 1, "grace": 1.5}, [(4, (0,)), (6, (1,)), (8, (0,))]),  # closes at 3.5, 5.5 and 7.5
+        ({"quorum": 1, "grace": 100}, [(8, (0, 1, 2))]),  # not longer than until all are ready
+        ({"quorum": 1, "server_steps": 2.5}, [(2, (0,)), (5, (0, 1)), (8, (0, 1, 2))]),  # there and back at 5 and 8
+        ({"quorum": 1, "back": 3}, [(3, (0,)), (4, (1,)), (5, (0,)), (7, (0,)), (8, (1, 2))]),
+        ({"quorum": 2, "ready": [-1, 1, 2]}, [(2, (0, 1)), (6, (0, 1)), (8, (0, 2))]),
+    ],
+)
+def test_when_a_server_takes_a_fragment_and_from_whom(values, expected):
+    values = {"ready": [2, 2, 2], "back": 0, "grace": 0, "server_steps": 0} | values
+    before = {f"ready_0_{worker}": steps for worker, steps in enumerate(values["ready"])} | {"back_0_0": values["back"]}
+    server = Server(2, 2, values["quorum"], Fraction(values["grace"]), Fraction(values["server_steps"]))
+    events, _ = fragment_round(0, before, server, [8, 4, 2], [1, 1, 1], 8)
+    sent = [event for event in events if isinstance(event, Sent)]
+    assert [(event.stop, tuple(event.weights)) for event in sent] == expected
+    assert all(event.back == math.ceil(event.stop + server.server_steps) for event in sent)
+
+
+def test_an_answer_may_arrive_in_a_later_round():
+    server = Server(3, 2, 1, Fraction(0), Fraction(5))
+    events, values = fragment_round(0, {}, server, [4], [6], 4)
+    assert events == [Sent(3, {0: 18.0**2 / 3}, 8)]
+    assert values == {"ready_0_0": 1, "steps_0_0": 1, "examples_0_0": 6, "back_0_0": 4}
+    # The answer at 4 finds a worker that has made steps and is ready since 1: it sends what it made since.
+    events, values = fragment_round(0, values, server, [4], [6], 4)
+    assert events == [Answered(4, {0: True}), Sent(4, {0: 30.0**2 / 5}, 9)]
+    assert values == {"ready_0_0": 2, "steps_0_0": 0, "examples_0_0": 0, "back_0_0": 5}
+
+
+@pytest.mark.parametrize(
+    ("quorum", "grace", "expected"),
+    [
+        (1, 0, {4: "0", 8: "01", 12: "0", 16: "012"}),
+        (2, 0, {8: "01", 16: "012"}),
+        (3, 0, {16: "012"}),
+        (1, 4, {8: "01", 16: "012"}),
+    ],
+)
+def test_the_table_of_the_page_of_methods(quorum, grace, expected):
+    """Speeds 1, 0.5 and 0.25 in two rounds of 12, with steps 4; weights are counted over both."""
+    values, server, own, found = {}, Server(4, 4, quorum, Fraction(grace)), [12, 6, 3], {}
+    for begins in (0, 12):
+        events, values = fragment_round(0, values, server, own, [2, 2, 2], 12)
+        found |= {begins + event.stop: event for event in events if isinstance(event, Sent)}
+    assert {stop: "".join(map(str, each.weights)) for stop, each in found.items() if stop <= 16} == expected
+    assert quorum < 3 or found[16].weights == {0: 32**2 / 16, 1: 16**2 / 8, 2: 8**2 / 4}
+    first = leg_round(dict(enumerate(own)), 12, 4, {})
+    assert [(arrival.stop, arrival.worker) for arrival in first.arrivals] == [(4, 0), (8, 0), (8, 1), (12, 0)]
+    second = leg_round(dict(enumerate(own)), 12, 4, first.values)
+    assert second.arrivals[:3] == tuple(Arrival(Fraction(4), worker) for worker in range(3))
+
+
+def test_the_row_of_the_page_with_a_link():
+    """Speeds 1, 0.5 and 0.25 in two rounds of 12, with steps 4 and exchanges of 2."""
+    values, found = {}, []
+    for begins in (0, 12):
+        legs = leg_round({0: 12, 1: 6, 2: 3}, 12, 4, values, Fraction(2))
+        values = legs.values
+        found += [(begins + arrival.stop, arrival.worker) for arrival in legs.arrivals]
+    assert found == [(4, 0), (8, 1), (10, 0), (16, 0), (16, 2), (18, 1), (22, 0)]
+
+
+def test_seconds_are_counted_in_inner_steps_of_the_fastest():
+    assert in_steps(1.5, 0.5) == 3
+    assert in_steps(0.1 + 0.2, 0.1) == 3  # not a little more
+    assert in_steps(1.5, 0.0) == 0
+
+
+def test_values_of_workers_are_dropped_by_their_numbers():
+    values = {"waiting": 2, "begun_1": 1, "ready_0_1": 2, "ready_1_0": 3, "begun_11": 4}
+    forget(values, [1, 5])
+    assert values == {"waiting": 2, "ready_1_0": 3, "begun_11": 4}
+    forget(values)
+    assert values == {"waiting": 2}
+
+
+def test_a_node_waits_only_for_exchanges_in_which_it_takes_part():
+    clocks = Clocks(Uniform(Link(8.0, 0.5)), 3)
+    clocks.round(0, [0, 2], 4, [2.0, 1.0], [0.0, 0.0], [Sending(2, 0.5, 0.25, through="server", by=(1,))])
+    assert [(spent.busy, spent.waiting, spent.exchanging) for spent in clocks.spent] == [
+        (8, 0, 0),
+        (0, 0, 0),
+        (4, 0, 1.25),
+    ]
+    # Node 2 is done with its step at 6.25, and does not wait for node 0 to make its own, until 10.
+    clocks.round(0, [0, 2], 1, [2.0, 1.0], [0.0, 0.0], [Sending(1, 0.5, 0.0, through="server", by=(0, 1))])
+    assert [clocks.ready(node) for node in (0, 2)] == [11, 7.25]
+    # Workers 1, 4 and 7 take part; 4 alone sends 30 bytes, 10 on average.
+    assert Event("synchronisation", 2, 10.0, 5.0, by=(4,)).sending([1, 4, 7]) == Sending(2, 30.0, 15.0, by=(1,))
+
+
+# Against the oracles
+
+
+def of_speeds(method: str, parameters: dict, speeds: Sequence[float] = SPEEDS, **values) -> Trainer:
+    values = {"node_speeds": list(speeds), "number_of_inner_steps_between_outers": H} | values
+    return trainer_of(len(speeds), (), speeds, distributed_algo=method, synchronisation=parameters, **values)
+
+
+ROUNDS = 3
+STEP_SECONDS = 2 / 1.0  # examples of a worker, speed of the fastest
+
+
+def assert_equals(oracle, trainer: Trainer, times: Sequence[Sequence[Fraction]]) -> None:
+    """The rounds of a trainer whose workers make their steps at these times are the oracle's."""
+    problem = problem_of(trainer, ROUNDS, H, [list(map(math.ceil, each)) for each in times])
+    expected = oracle(problem)
+    assert np.abs(expected[-1][0] - problem.start).max() > 1e-3
+    assert_same(history_of(trainer, ROUNDS, H), expected)
+
+
+@pytest.mark.parametrize(("nodes", "buffer"), [(3, None), (3, 1), (2, 3), (1, 2)])
+def test_delayed_nesterov(nodes, buffer):
+    times = oracles.step_times([2] * nodes, 2, 3)
+    assert_equals_oracle(
+        lambda problem: oracles.delayed_nesterov(problem, times, 2, buffer or nodes),
+        nodes,
+        inner_steps=2,
+        distributed_algo="DelayedNesterov",
+        synchronisation={"buffer": buffer},
+    )
+
+
+@pytest.mark.parametrize(
+    ("leg", "buffer", "link"),
+    [
+        (3, None, None),
+        (4, 1, None),
+        (8, 2, None),
+        (3, None, "3s"),  # an inner step and a half of the fastest
+        (2, 1, "500kb/s,100ms"),
+        (1, 3, "4s"),  # a worker with two steps a round waits half of one each time
+    ],
+)
+def test_delayed_nesterov_with_repeated_arrivals(leg, buffer, link):
+    trainer = of_speeds("DelayedNesterov", {"steps": leg, "buffer": buffer}, link=link)
+    seconds = Link.parse(link).seconds(2 * 8 * parameter_count(trainer)) if link else 0.0
+    wait = Fraction(seconds / STEP_SECONDS).limit_denominator(10**6)
+    times = oracles.step_times(OWN, H, ROUNDS, leg, wait)
+    assert_equals(lambda problem: oracles.delayed_nesterov(problem, times, leg, buffer or 4), trainer, times)
+    steps = [len(each) for each in times]
+    assert not wait or sum(steps) < ROUNDS * sum(OWN)
+    values = trainer.state_dict()["synchronisation"]
+    assert [values[f"begun_{worker}"] for worker in range(4)] == [made % leg for made in steps]
+    assert values["waiting"] == sum(made // leg for made in steps) % (buffer or 4)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "link"),
+    [
+        ({"fragments": 1, "quorum": 1, "steps": 8}, None),
+        ({"fragments": 2, "quorum": 2, "steps": 5, "grace_window": 5.0}, None),
+        ({"fragments": 2, "steps": 5}, "1s"),  # by default three of four
+        ({"fragments": 3, "quorum": 3, "steps": 4, "mixing": 0.25}, "3s"),
+        ({"fragments": 2, "quorum": 4, "steps": 6}, "500kb/s,1s"),
+    ],
+)
+def test_decoupled_diloco(parameters, link):
+    trainer = of_speeds("Decoupled", parameters, link=link)
+    values = {"mixing": 0.5, "grace_window": 0.0, "quorum": 3} | parameters
+    values["grace"] = values.pop("grace_window") / STEP_SECONDS
+
+    def oracle(problem):
+        sizes = [len(each) for each in oracles.fragment_indices(problem.shapes, parameters["fragments"])]
+        travel = [Link.parse(link).seconds(2 * 8 * size) / STEP_SECONDS if link else 0.0 for size in sizes]
+        return oracles.decoupled(problem, OWN, travel=travel, **values)
+
+    assert_equals(oracle, trainer, oracles.step_times(OWN, H, ROUNDS))
+
+
+# Equal to methods with a barrier where all are equally fast
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters", "other", "other_parameters"),
+    [
+        ("Decoupled", {"fragments": 1, "quorum": 1}, "DiLoCo", {}),
+        ("Decoupled", {"fragments": 1, "quorum": 3}, "DiLoCo", {}),
+        ("Decoupled", {"fragments": 2}, "StreamingDiLoCo", {"fragments": 2, "delay": 0, "mixing": 0.0}),
+        ("DelayedNesterov", {"steps": 4}, "DelayedNesterov", {}),
+        ("DelayedNesterov", {"steps": 4, "buffer": 2}, "DelayedNesterov", {"buffer": 2}),
+    ],
+)
+def test_equally_fast_workers_make_it_another_method(method, parameters, other, other_parameters):
+    trainers = [
+        trainer_of(3, distributed_algo=method, synchronisation=parameters),
+        trainer_of(3, distributed_algo=other, synchronisation=other_parameters),
+    ]
+    first, second = (history_of(trainer, 3, 4) for trainer in trainers)
+    for (shared, workers), (other_shared, other_workers) in zip(first, second, strict=True):
+        assert np.array_equal(shared, other_shared)
+        assert other == "DiLoCo" or np.array_equal(workers, other_workers)
+
+
+def test_workers_count_as_the_squares_of_their_examples():
+    """In as many steps: DiLoCo with other weights."""
+    parameters = {"fragments": 1, "quorum": 3}
+    trainer = trainer_of(3, (64, 1, 64), distributed_algo="Decoupled", synchronisation=parameters)
+    problem = problem_of(trainer, 3, 4)
+    squares = dataclasses.replace(problem, weights=[weight**2 for weight in problem.weights])
+    expected = oracles.diloco(squares)[-1][0]
+    assert np.abs(oracles.diloco(problem)[-1][0] - expected).max() > 1e-6
+    np.testing.assert_allclose(history_of(trainer, 3, 4)[-1][0], expected, rtol=0, atol=1e-10)
+
+
+# Bytes and values
+
+
+def parameter_count(trainer: Trainer) -> int:
+    return trainer.worker_group.parameter_count
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 8), ("bfloat16", 2)])
+def test_the_server_receives_a_model_from_every_worker_and_sends_one_back(dtype, size):
+    trainer = trainer_of(3, distributed_algo="DelayedNesterov", communication_dtype=dtype)
+    (event,) = train(trainer, 1, 1)[0].events
+    elements = parameter_count(trainer)
+    assert (event.sent, event.received, event.through) == (size * elements, 8 * elements, "server")
+
+
+def test_only_ready_workers_send_and_receive():
+    trainer = of_speeds("Decoupled", {"fragments": 1, "quorum": 1, "steps": 4})
+    (report,) = train(trainer, 1, H)
+    whole = 8 * parameter_count(trainer)
+    assert [(event.step, event.by, event.sent, event.received) for event in report.events] == [
+        (4, (0, 1), whole / 2, whole / 2),
+        (8, (0, 1, 2), 3 * whole / 4, 3 * whole / 4),
+    ]
+    assert {event.through for event in report.events} == {"server"}
+    assert (report.communications, report.bytes_synchronised) == (2, (2 + 3) * 2 * whole)
+    assert [len(worker.losses) for worker in report.workers.values()] == OWN
+
+
+@pytest.mark.parametrize(
+    ("speeds", "expected"),
+    [([1.0, 0.25], [(8, (0, 1))]), ([1.0, 0.5, 0.25], [(4, (0, 1)), (8, (0, 1, 2))])],
+)
+def test_by_default_a_server_waits_for_more_than_half(speeds, expected):
+    (report,) = train(of_speeds("Decoupled", {"fragments": 1, "steps": 2}, speeds), 1, H)
+    assert [(event.step, event.by) for event in report.events] == expected
+
+
+def test_a_fast_worker_arrives_several_times_while_a_slow_one_computes_once():
+    trainer = of_speeds("DelayedNesterov", {"steps": 2}, [1.0, 0.25])
+    (report,) = train(trainer, 1, H)
+    whole = 8 * parameter_count(trainer)
+    expected = [(2, (0,), whole / 2), (4, (0,), whole / 2), (6, (0,), whole / 2), (8, (0, 1), whole)]
+    assert [(event.step, event.by, event.sent) for event in report.events] == expected
+
+
+def test_a_worker_that_replaces_another_begins_a_leg():
+    trainer = of_speeds("DelayedNesterov", {"steps": 5}, [1.0] * 4)
+    nodes = trainer.nodes
+    train(trainer, 1, H)
+    trainer.assign_nodes(nodes[:2])
+    train(trainer, 1, H)
+    assert trainer.state_dict()["synchronisation"] == {"begun_0": 1, "begun_1": 1, "waiting": 0}
+    trainer.assign_nodes(nodes)
+    start = trainer.parameters.clone()
+    train(trainer, 1, 1)
+    assert all(torch.equal(trainer.workers[worker].state["start"], start) for worker in (2, 3))
+    assert not torch.equal(trainer.workers[0].state["start"], start)
+    assert not torch.equal(trainer.workers[2].state[COPY], start)
+    values = trainer.state_dict()["synchronisation"]
+    assert [values[f"begun_{worker}"] for worker in range(4)] == [2, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters", "problem"),
+    [
+        ("Decoupled", {"fragments": 13}, ".fragments: must be at most the inner steps of a round, 12, got 13"),
+        ("Decoupled", {"fragments": 5, "steps": 4}, ".fragments: must be at most steps, 4, got 5"),
+        ("Decoupled", {"quorum": 0}, ".quorum: must be a positive integer, got 0"),
+        ("Decoupled", {"mixing": 1.0}, ".mixing: must be at least 0 and less than 1, got 1.0"),
+        ("Decoupled", {"grace_window": -1.0}, ".grace_window: must be a number of seconds, not negative, got -1.0"),
+        ("Decoupled", {"grace_window": 1.0}, ": Decoupled needs node_speeds to count the seconds of grace_window"),
+        ("Decoupled", {"qorum": 1}, ".qorum: Decoupled has no such parameter; did you mean quorum?"),
+        ("DelayedNesterov", {"buffer": 0}, ".buffer: must be a positive integer, got 0"),
+        ("DelayedNesterov", {"steps": 2, "dynamic_steps": True}, ".steps: must be null with dynamic_steps, got 2"),
+        ("DelayedNesterov", {"dynamic_steps": True}, ": DelayedNesterov needs node_speeds to let slower workers make"),
+    ],
+)
+def test_a_wrong_parameter_is_refused(method, parameters, problem):
+    values = {"max_tokens": 1, "number_of_inner_steps_between_outers": 12, "distributed_algo": method}
+    with pytest.raises(ConfigError) as refused:
+        parse_config(values | {"synchronisation": parameters}, (), CHECKS)
+    (line,) = refused.value.problems
+    assert line.startswith(f"synchronisation{problem}")
