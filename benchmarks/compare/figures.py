@@ -43,7 +43,7 @@ def _draw_curves(axes: Axes, results: Results, axis: str) -> None:
             continue
         xs, values = mean_curve(runs, axis)
         axes.fill_between(xs, values.min(0), values.max(0), color=colour(index), alpha=0.13, lw=0)
-        axes.plot(xs, np.exp(np.log(values).mean(0)), label=name, **_line(index))
+        axes.plot(xs, np.exp(np.log(values).mean(0)), label=results.labelled(name), **_line(index))
     _limit_metric(axes, results, 3.0)
     name = results.raw["metric"]["name"]
     axes.set_title(f"{name} over {LABELS.get(axis, 'simulated time')}")
@@ -89,7 +89,8 @@ def draw_frontier(results: Results) -> Figure:
             mean = statistics.fmean(finals)
             spread = [[mean - min(finals)], [max(finals) - mean]]
             shape = ("o", "s", "^")[index // 10 % 3]
-            axes.errorbar(made[name], mean, spread, fmt=shape, color=colour(index), capsize=3, label=name)
+            style = {"fmt": shape, "color": colour(index), "capsize": 3, "label": results.labelled(name)}
+            axes.errorbar(made[name], mean, spread, **style)
         for members in results.families.values():
             line: list[tuple[float, float]] = []
             for x, y in sorted((made[name], results.mean_final(name)) for name in members):

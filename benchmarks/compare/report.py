@@ -60,13 +60,13 @@ def final_table(results: Results) -> str:
     for name in results.methods:
         runs = results.runs[name]
         if not runs:
-            rows.append((name, "diverged in every run"))
+            rows.append((results.labelled(name),))
             continue
         first = statistics.fmean(run["first_batch"] for run in runs)
         last = statistics.fmean(run["last_batch"] for run in runs)
         rows.append(
             (
-                name,
+                results.labelled(name),
                 _spread([run["final_metric"] for run in runs]),
                 f"{first:.0f} → {last:.0f}",
                 _count(results.ends(name, "inner_steps")),
@@ -104,7 +104,7 @@ def equal_table(results: Results, axes: Sequence[str]) -> str:
 
 def _equal_cell(results: Results, name: str, axis: str) -> str:
     if not results.runs[name]:
-        return ""
+        return results.stopped(name)
     limit = results.limit(axis)
     cell = _spread(list(results.at(name, axis, limit).values()))
     ends = results.ends(name, axis)
@@ -112,8 +112,15 @@ def _equal_cell(results: Results, name: str, axis: str) -> str:
         cell += " (at its end)"
     elif min(ends) > 1.02 * limit and name != results.reference:
         cell += " (cut off)"
-    difference = None if name == results.reference else results.difference(name, axis)
-    return cell if difference is None else f"{cell}; {difference}, {difference.verdict}"
+    stopped = results.stopped(name)
+    if stopped:
+        return f"{cell}; {stopped}"
+    if name == results.reference:
+        return cell
+    difference = results.difference(name, axis)
+    if difference is None:
+        return f"{cell}; {results.reference}: {results.stopped(results.reference)}"
+    return f"{cell}; {difference}, {difference.verdict}"
 
 
 def frontier_table(results: Results) -> str:
@@ -125,7 +132,7 @@ def frontier_table(results: Results) -> str:
         for budget, frontier in columns.items():
             name, metrics = frontier[family]
             made = round(min(statistics.fmean(results.ends(name, "communications")), budget))
-            which = f"{name}, " if len(members) > 1 else ""
+            which = f"{results.labelled(name)}, " if len(members) > 1 or results.stopped(name) else ""
             cells.append(f"{_spread(list(metrics.values()))} ({which}{made:,})")
         rows.append((family, *cells))
     return _table(("family", *(f"at most {budget}" for budget in BUDGETS)), rows)
@@ -136,8 +143,7 @@ def target_table(results: Results, target: float) -> str:
     axes = ["tokens", "communications", *results.simulated]
     rows = []
     for name in results.methods:
-        runs = results.runs[name]
-        reached = [run for run in runs if used_until(run, "tokens", target, results.sign) is not None]
+        reached = [run for run in results.runs[name] if used_until(run, "tokens", target, results.sign) is not None]
         cells = []
         for axis in axes:
             used = [used_until(run, axis, target, results.sign) for run in reached]
@@ -147,7 +153,7 @@ def target_table(results: Results, target: float) -> str:
                 cells.append(_count([round(value, 1) for value in used]))
             else:
                 cells.append(_seconds(statistics.fmean(used)))
-        rows.append((name, f"{len(reached)} of {len(runs)}", *cells))
+        rows.append((name, f"{len(reached)} of {len(results.seeds)}", *cells))
     columns = ("method", "runs that reach it", *(LABELS.get(axis) or short(axis) for axis in axes))
     return _table(columns, rows)
 
@@ -199,7 +205,7 @@ def headline(results: Results) -> str:
     if not results.runs[reference]:
         return f"{reference} completed no run."
     own = (
-        f"{reference}: {results.raw['metric']['name']} "
+        f"{results.labelled(reference)}: {results.raw['metric']['name']} "
         f"{_spread([run['final_metric'] for run in results.runs[reference]])}, "
         f"{_count(results.ends(reference, 'communications'))} communications, "
         f"{_bytes(results.ends(reference, 'bytes_communicated'))}."

@@ -155,8 +155,18 @@ class Results:
         """Names of the curves of simulated seconds with synchronisations that overlap the next round."""
         return [name for name in self._simulated if name.endswith(_OVERLAPPED)]
 
+    def stopped(self, method: str) -> str:
+        """Return in words how many seeds of a method diverged or failed; empty if none did."""
+        count = len(self.seeds) - len(self.runs[method])
+        return f"{count} of {len(self.seeds)} seeds stopped" if count else ""
+
+    def labelled(self, method: str) -> str:
+        """Return the name of a method, with the number of its stopped seeds."""
+        stopped = self.stopped(method)
+        return f"{method} ({stopped})" if stopped else method
+
     def mean_final(self, method: str) -> float:
-        """Return the mean final metric of a method."""
+        """Return the mean final metric of a method's completed runs."""
         return statistics.fmean(run["final_metric"] for run in self.runs[method])
 
     def ends(self, method: str, axis: str) -> list[float]:
@@ -172,39 +182,44 @@ class Results:
         return {run["seed"]: metric_where(run, axis, limit) for run in self.runs[method]}
 
     def difference(self, method: str, axis: str) -> Difference | None:
-        """Return the difference from the reference at the limit; None without a common seed."""
+        """Return the difference from the reference at the limit; None if a seed of one of the two stopped."""
+        if self.stopped(method) or self.stopped(self.reference):
+            return None
         limit = self.limit(axis)
-        ours = self.at(method, axis, limit)
-        theirs = self.at(self.reference, axis, limit)
-        return paired_difference(ours, theirs, self.sign > 0) if ours.keys() & theirs.keys() else None
+        return paired_difference(self.at(method, axis, limit), self.at(self.reference, axis, limit), self.sign > 0)
 
     @property
     def baselines(self) -> list[str]:
-        """Names of the baselines that completed a run."""
-        return [m["name"] for m in self.raw["comparison"]["methods"] if m["baseline"] and self.runs[m["name"]]]
+        """Names of the baselines that completed all runs."""
+        methods = self.raw["comparison"]["methods"]
+        return [method["name"] for method in methods if method["baseline"] and not self.stopped(method["name"])]
 
     def best_baseline(self) -> str | None:
         """Return the baseline with the best mean final metric."""
         return min(self.baselines, key=lambda name: self.sign * self.mean_final(name), default=None)
 
     def closest(self, axis: str) -> str | None:
-        """Return the best baseline at the limit; without baselines, the best method but the reference."""
-        others = [name for name in self.methods if name != self.reference and self.runs[name]]
+        """Return the best baseline at the limit; without baselines, the best method but the reference.
+
+        Methods of which a seed stopped are not considered.
+        """
+        others = [name for name in self.methods if name != self.reference and not self.stopped(name)]
         names = [name for name in others if name in self.baselines] or others
         limit = self.limit(axis)
-        return min(names, key=lambda name: self._mean_loss(self.at(name, axis, limit)), default=None)
+        return min(names, key=lambda name: self._loss(name, self.at(name, axis, limit)), default=None)
 
     def frontier(self, budget: float) -> dict[str, tuple[str, dict[int, float]]]:
         """Return the best method of every family with at most this many communications, and its metric by seed."""
         found = {}
         for family, methods in self.families.items():
             metrics = {name: self.at(name, "communications", budget) for name in methods}
-            best = min(methods, key=lambda name: self._mean_loss(metrics[name]))
+            best = min(methods, key=lambda name: self._loss(name, metrics[name]))
             found[family] = (best, metrics[best])
         return found
 
-    def _mean_loss(self, metrics: Mapping[int, float]) -> float:
-        return self.sign * statistics.fmean(metrics.values())
+    def _loss(self, method: str, metrics: Mapping[int, float]) -> float:
+        """Rank a method by its mean metric; a stopped seed counts as the worst outcome."""
+        return math.inf if self.stopped(method) else self.sign * statistics.fmean(metrics.values())
 
 
 def metric_where(run: Mapping[str, Any], axis: str, x: float) -> float:

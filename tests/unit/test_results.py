@@ -1,11 +1,12 @@
 """Results of comparisons: curves, paired differences and frontiers on paper, and the published pages."""
 
+import json
 import math
 
 import pytest
 
 from benchmarks.compare.compare import with_new_words
-from benchmarks.compare.report import EQUAL_AXES, equal_table, frontier_table, headline, pages
+from benchmarks.compare.report import EQUAL_AXES, equal_table, final_table, frontier_table, headline, pages
 from benchmarks.compare.results import Results, mean_curve, metric_where, paired_difference, used_until
 from benchmarks.compare.spec import COMPARISONS, ROOT
 
@@ -13,9 +14,10 @@ from benchmarks.compare.spec import COMPARISONS, ROOT
 def made_outcome(metric, tokens, method="a", final=None, seed=1):
     curves = {"metric": metric, "tokens": tokens, "communications": [t / 10 for t in tokens]}
     curves["bytes_communicated"] = [50 * t for t in tokens]
+    curves["inner_steps"] = tokens
     return {
         "method": method, "seed": seed, "id": f"{method}{seed}", "completed": True,
-        "final_metric": final or metric[-1], "curves": curves,
+        "final_metric": final or metric[-1], "first_batch": 1, "last_batch": 1, "curves": curves,
     }  # fmt: skip
 
 
@@ -109,6 +111,53 @@ def test_methods_are_compared_with_the_reference_at_equal_usage():
         "a: perplexity 22.00 ± 1.00, 20 communications, 10.0 kB. "
         f"Best baseline at equal tokens {worse}; at equal communications {worse}; at equal bytes {worse}."
     )
+
+
+def stop(results: Results, method: str, *seeds: int) -> None:
+    """Record the runs of a method with these seeds as stopped."""
+    for run in results.raw["outcomes"]:
+        if run["method"] == method and run["seed"] in seeds:
+            run["completed"] = False
+            del run["final_metric"], run["curves"]
+
+
+def test_a_stopped_seed_counts_as_the_worst_outcome():
+    results = made_results(("F", "F", ""))
+    for run in results.raw["outcomes"]:
+        if run["method"] == "b":  # by far the best, while it lasts
+            run["curves"]["metric"] = [2.0, 2.0, 2.0]
+            run["final_metric"] = 2.0
+    for method in results.raw["comparison"]["methods"]:
+        method["baseline"] = method["name"] != "a"
+    assert (results.best_baseline(), results.closest("tokens"), results.frontier(200)["F"][0]) == ("b", "b", "b")
+    stop(results, "b", 3)
+    results = Results(results.raw)
+    assert (results.best_baseline(), results.closest("tokens"), results.frontier(200)["F"][0]) == ("c", "c", "a")
+    assert results.difference("b", "tokens") is None
+    assert "| b | 2.00 ± 0.00; 1 of 3 seeds stopped |" in equal_table(results, ["tokens"])
+    assert "| b (1 of 3 seeds stopped) |" in final_table(results)
+
+
+def test_without_all_seeds_of_the_reference_nothing_is_compared():
+    results = made_results()
+    stop(results, "a", 2)
+    results = Results(results.raw)
+    assert results.difference("c", "tokens") is None
+    assert "| c | 24.20 ± 1.10 (at its end); a: 1 of 3 seeds stopped |" in equal_table(results, ["tokens"])
+    assert "better" not in headline(results)
+    assert "worse" not in headline(results)
+
+
+def test_a_stopped_run_of_a_published_comparison_takes_away_its_verdict():
+    raw = json.loads((ROOT / "docs" / "results" / "decay_packages.json").read_text(encoding="utf-8"))
+    results = Results(raw)
+    best = "DiLoCo, batch 16, 200 communications"
+    assert results.best_baseline() == best
+    assert results.difference("DiLoCo, batch 32, 50 communications", "tokens").verdict == "worse"
+    stop(results, best, 3)
+    results = Results(raw)
+    assert results.best_baseline() == "DiLoCo, batch 16, 100 communications"
+    assert results.difference(best, "tokens") is None
 
 
 def test_a_run_that_goes_on_beyond_the_limit_is_marked_as_cut_off():
