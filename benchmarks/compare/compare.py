@@ -120,24 +120,47 @@ def carry_out(path: Path, runner: Runner, results: Path) -> dict[str, Any]:
     runs = [make_run(tuned, method, seed) for method in tuned.methods for seed in spec.seeds]
     known = recorded.outcomes()
     common = {key: recorded.raw[key] for key in ("metric", "parameters", "versions") if key in recorded.raw}
-    runner.make([run for run in runs if identity(tuned, run) not in known], path.stem)
+    missing = [run for run in runs if identity(tuned, run) not in known]
+    kept = [known[identity(tuned, run)] for run in runs if identity(tuned, run) in known]
+    if missing and any(entry["completed"] and "data" not in entry for entry in kept):
+        raise ComparisonError(
+            f"{results / path.stem}.json: its outcomes have no digest of their data, so new runs cannot be compared "
+            "with them; remove the file to make all runs again"
+        )
+    runner.make(missing, path.stem)
     outcomes = []
     for run in runs:
         found = known.get(identity(tuned, run)) or outcome(run, tuned, runner)
         outcomes.append(found | {"method": run.method, "seed": run.seed})
         if not common and found["completed"]:
             data = runner.data(run)
-            common = {
-                "metric": vars(data.metric),
-                "parameters": data.summary["parameters"],
-                "versions": data.summary["versions"],
-            }
+            common = {"metric": vars(data.metric), "parameters": data.summary["parameters"]}
     if not common:
         raise ComparisonError("no run completed")
+    check_same_data(outcomes)
     comparison = spec.model_dump(mode="json")
     return {
         "name": path.stem, "comparison": comparison, **common, **tuning, "changed": [], "outcomes": outcomes
     }  # fmt: skip
+
+
+def check_same_data(outcomes: Iterable[dict[str, Any]]) -> None:
+    """Check that runs with the same seed used the same data.
+
+    Raises:
+        ComparisonError: they did not.
+    """
+    by_seed: dict[int, dict[str | None, list[str]]] = {}
+    for entry in outcomes:
+        if entry["completed"]:
+            by_seed.setdefault(entry["seed"], {}).setdefault(entry.get("data"), []).append(entry["method"])
+    problems = []
+    for seed, by_data in by_seed.items():
+        if len(by_data) > 1:
+            groups = "; ".join(f"{', '.join(methods)}: {data}" for data, methods in by_data.items())
+            problems.append(f"seed {seed}: runs of different data cannot be compared ({groups})")
+    if problems:
+        raise ComparisonError("\n".join([*problems, "remove the recorded results or the runs of the other data"]))
 
 
 def _searched(spec: ComparisonSpec, method: MethodSpec, recorded: Recorded, runner: Runner) -> dict[str, Any]:

@@ -119,7 +119,8 @@ def _equal_cell(results: Results, name: str, axis: str) -> str:
         return cell
     difference = results.difference(name, axis)
     if difference is None:
-        return f"{cell}; {results.reference}: {results.stopped(results.reference)}"
+        stopped = results.stopped(results.reference)
+        return f"{cell}; {f'{results.reference}: {stopped}' if stopped else 'other data'}"
     return f"{cell}; {difference}, {difference.verdict}"
 
 
@@ -249,12 +250,18 @@ def _settings(results: Results) -> str:
 def _origin(results: Results) -> str:
     outcomes = results.raw["outcomes"]
     machines = " and ".join(sorted({run["machine"] for run in outcomes}))
-    versions = ", ".join(f"{key} {value}" for key, value in results.raw["versions"].items())
+    versions: dict[str, set[str]] = {}
+    for run in outcomes:
+        for library, version in run.get("versions", results.raw.get("versions", {})).items():
+            versions.setdefault(library, set()).add(version)
+    libraries = ", ".join(f"{library} {' and '.join(sorted(found))}" for library, found in versions.items())
     text = (
         f"Made by `python benchmarks/compare/compare.py benchmarks/comparisons/{results.raw['name']}.yaml` with commit "
-        f"{', '.join(sorted({run['commit'] for run in outcomes}))} on {machines}; {versions}. "
+        f"{', '.join(sorted({run['commit'] for run in outcomes}))} on {machines}; {libraries}. "
         f"Seeds {', '.join(map(str, results.seeds))}."
     )
+    if any(run["completed"] and "data" not in run for run in outcomes):
+        text += "\n\nThese outcomes were recorded without a digest of their data, and are shown as recorded."
     if changed := results.raw["changed"]:
         text += f"\n\nThe comparison file has changed since ({'; '.join(changed)}); these runs are of that commit."
     return text

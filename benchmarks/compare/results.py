@@ -165,6 +165,10 @@ class Results:
         stopped = self.stopped(method)
         return f"{method} ({stopped})" if stopped else method
 
+    def _data(self, method: str) -> dict[int, str | None]:
+        """Digest of the data by seed; None where it was not recorded."""
+        return {run["seed"]: run.get("data") for run in self.runs[method]}
+
     def mean_final(self, method: str) -> float:
         """Return the mean final metric of a method's completed runs."""
         return statistics.fmean(run["final_metric"] for run in self.runs[method])
@@ -182,8 +186,11 @@ class Results:
         return {run["seed"]: metric_where(run, axis, limit) for run in self.runs[method]}
 
     def difference(self, method: str, axis: str) -> Difference | None:
-        """Return the difference from the reference at the limit; None if a seed of one of the two stopped."""
-        if self.stopped(method) or self.stopped(self.reference):
+        """Return the difference from the reference at the limit.
+
+        None if a seed of one of the two stopped, or if they used different data with a seed.
+        """
+        if self.stopped(method) or self.stopped(self.reference) or self._data(method) != self._data(self.reference):
             return None
         limit = self.limit(axis)
         return paired_difference(self.at(method, axis, limit), self.at(self.reference, axis, limit), self.sign > 0)

@@ -146,6 +146,8 @@ def outcome(run: Run, spec: ComparisonSpec, runner: Runner) -> dict[str, Any]:
                 curves[name] = [0.0, *(elapsed[step] for step in evaluated)]
     batches = [sum(row["effective_batch"] for row in rows) for rows in data.by_round.values()]
     return found | {
+        "data": data.summary["data_digest"],
+        "versions": data.summary["versions"],
         "final_metric": data.summary["final_metric"],
         "rounds": len(used),
         "first_batch": batches[0],

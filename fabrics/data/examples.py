@@ -220,6 +220,7 @@ class TaskData:
         skipped: skipped records of the source, by reason.
         class_names: names of the classes of a classification.
         shares: the shares of non-IID data; None: trainers read random subsets.
+        content: digest of all documents and of the tokenizer, however training divides and cuts them; None: unknown.
     """
 
     task: str
@@ -232,6 +233,7 @@ class TaskData:
     skipped: Mapping[str, int] = field(default_factory=dict)
     class_names: tuple[str, ...] = ()
     shares: DataShares | None = None
+    content: str | None = None
 
     def fingerprint(self) -> str:
         """Return a digest of the sizes and of 32 examples of each part, to compare processes and resumed runs."""

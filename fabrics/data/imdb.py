@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from fabrics.data.documents import EMPTY, DatasetError, Skipped, document_hash, matching_files
 from fabrics.data.examples import PaddedSequences, TaskData
 from fabrics.data.partition import Corpus, DocumentLabels, cut_single, partitioned
-from fabrics.data.token_store import TokenisedPart
+from fabrics.data.token_store import TokenisedPart, content_digest
 from fabrics.data.tokenization import describe, named_tokenizer, padding, train_tokenizer, vocabulary_size
 from utils.config.schema import Config, ConfigError
 from utils.text import first_line
@@ -179,6 +179,7 @@ def load_imdb(config: Config) -> TaskData:
         skipped=skipped.counts,
         class_names=CLASS_NAMES,
         shares=shares,
+        content=content_digest(encoded.values(), tokenizer),
     )
     logger.info(
         "data: %s; %s training reviews (%s pos), %s evaluation reviews, balanced; tokenizer %s",

@@ -13,7 +13,7 @@ from fabrics.data.documents import DatasetError, Source
 from fabrics.data.examples import DataShares, Examples, PackedSequences, PaddedSequences, TaskData
 from fabrics.data.held_out import sizes, split
 from fabrics.data.partition import Corpus, cut_packed, cut_single, labels_by_origin, partitioned
-from fabrics.data.token_store import Recipe, TokenisedPart, TokenisedSet, is_written, write_tokenised
+from fabrics.data.token_store import Recipe, TokenisedPart, TokenisedSet, content_digest, is_written, write_tokenised
 from fabrics.data.tokenization import describe, fingerprint, named_tokenizer, padding, train_tokenizer, vocabulary_size
 from utils.config.schema import Config, ConfigError
 from utils.files import nearest_existing_folder
@@ -89,6 +89,7 @@ def task_data(config: Config, dataset: str, source: str, documents: TokenisedSet
         documents={name: len(part) for name, part in parts.items()},
         skipped={reason: entry["documents"] for reason, entry in documents.metadata["skipped"].items()},
         shares=shares,
+        content=content_digest(parts.values(), documents.tokenizer),
     )
     logger.info(
         "data: %s; %s training documents in %s sequences, %s validation documents in %s; tokenizer %s",

@@ -13,13 +13,14 @@ and renamed when complete. An interrupted run is continued: state.json describes
 after it are cut off. Memory: one block of documents.
 """
 
+import hashlib
 import itertools
 import json
 import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,14 @@ class TokenisedPart:
     def packed(self, sequence_length: int) -> np.ndarray:
         """Return a view [sequences, sequence_length] of all tokens; the last partial sequence is lost."""
         return self.tokens[: len(self.tokens) // sequence_length * sequence_length].reshape(-1, sequence_length)
+
+
+def content_digest(parts: Iterable[TokenisedPart], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a digest of the documents of these parts and of the tokenizer."""
+    digest = hashlib.sha256(fingerprint(tokenizer).encode())
+    for part in parts:
+        digest.update(np.asarray(part.hashes, _HASH).tobytes())
+    return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from benchmarks.compare import runs, spec
-from benchmarks.compare.compare import Recorded, carry_out, identity, main, tuned_values
+from benchmarks.compare.compare import Recorded, carry_out, check_same_data, identity, main, tuned_values
 from benchmarks.compare.results import Results
-from benchmarks.compare.runs import ComparisonError, Runner
+from benchmarks.compare.runs import ComparisonError, Runner, outcome
 from benchmarks.compare.spec import COMPARISONS, ROOT, ComparisonSpec, load_spec, make_run
 from tests.support.helpers import Recorder, light_cluster
 from training_logs.showing.run_data import read_run
@@ -107,7 +108,7 @@ def test_a_run_is_identified_by_the_settings_of_its_file(tmp_path):
 
 
 def recorded_outcomes(comparison: ComparisonSpec) -> dict:
-    outcomes = [{"method": name, "seed": 1} for name in ("AdLoCo", "DiLoCo")]
+    outcomes = [{"method": name, "seed": 1, "completed": True} for name in ("AdLoCo", "DiLoCo")]
     return {"comparison": comparison.model_dump(mode="json"), "outcomes": outcomes}
 
 
@@ -151,6 +152,50 @@ def test_recorded_outcomes_hold_for_the_same_settings_hardware_and_networks(tmp_
     assert Recorded(tmp_path / "none.json", comparison).outcomes() == {}
 
 
+# Identity of the data
+
+
+def text_run(runner: Runner, folder: Path, comparison: ComparisonSpec, method: str, text: str) -> dict:
+    """Outcome of a run on text files with this content."""
+    (folder / "text").mkdir(exist_ok=True)
+    (folder / "text" / "one.txt").write_text(text)
+    run = make_run(comparison, comparison.method(method), 1)
+    runner.make([run], "text")
+    return outcome(run, comparison, runner)
+
+
+@pytest.mark.usefixtures("programs")
+def test_runs_of_different_data_are_never_paired(tmp_path):
+    paragraphs = [f"A paragraph of the number {number} and of little else." for number in range(60)]
+    common = {"dataset": "text", "text_files": [str(tmp_path / "text" / "*.txt")], "text_documents": "blank_lines"}
+    common |= {"cache_dir": str(tmp_path / "cache"), "sequence_length": 16, "vocab_size": 300, "val_size": 10}
+    common |= {"number_of_outer_steps": 1, "max_tokens": None, "number_of_inner_steps_between_outers": 1}
+    comparison = load_spec(small_comparison(tmp_path, common=common, seeds=[1]))
+    runner = Runner(tmp_path / "runs", 1)
+    first = text_run(runner, tmp_path, comparison, "AdLoCo", "\n\n".join(paragraphs))
+    paragraphs[30] = paragraphs[30].replace("little", "nothing")
+    second = text_run(runner, tmp_path, comparison, "DiLoCo", "\n\n".join(paragraphs))
+    assert first["data"] != second["data"]
+    assert first["versions"]["torch"] == torch.__version__
+    with pytest.raises(ComparisonError, match=r"seed 1: .*AdLoCo.*DiLoCo"):
+        check_same_data([first, second])
+    shared = second | {"data": first["data"]}
+    check_same_data([first, shared])
+    raw = {"comparison": comparison.model_dump(mode="json"), "metric": {"higher_is_better": False}}
+    assert Results(raw | {"outcomes": [first, shared]}).difference("DiLoCo", "tokens") is not None
+    assert Results(raw | {"outcomes": [first, second]}).difference("DiLoCo", "tokens") is None
+
+
+def test_outcomes_without_a_digest_of_their_data_are_not_extended(tmp_path):
+    path = small_comparison(tmp_path)
+    comparison = load_spec(path)
+    (tmp_path / "small.json").write_text(json.dumps(recorded_outcomes(comparison)))
+    runner = Runner(tmp_path / "runs", 1)
+    with pytest.raises(ComparisonError, match=r"small\.json"):
+        carry_out(path, runner, tmp_path)
+    assert not runner.folder.exists()
+
+
 # Runs
 
 
@@ -169,15 +214,15 @@ def test_a_small_comparison_through_its_command(programs, tmp_path, cache_dir, c
     found = json.loads(json_file.read_text())
     results = Results(found)
     assert {name: len(runs) for name, runs in results.runs.items()} == {"AdLoCo": 2, "DiLoCo": 2}
-    for outcome in found["outcomes"]:
-        folder = tmp_path / "runs" / outcome["id"]
+    for entry in found["outcomes"]:
+        folder = tmp_path / "runs" / entry["id"]
         run = read_run(folder / json.loads((folder / "run.json").read_text())["folder"])
-        assert run.config["training_seed"] == outcome["seed"]
-        assert outcome["final_metric"] == run.summary["final_metric"]
-        assert 6000 <= outcome["curves"]["tokens"][-1] == run.summary["tokens"]
-        assert outcome["curves"]["communications"][-1] == run.summary["communications"] > 0
-        assert outcome["curves"]["metric"][-1] == pytest.approx(run.summary["final_metric"], rel=1e-5)
-        blocking, overlapped = (outcome["curves"][axis][-1] for axis in (*results.simulated, *results.overlapped))
+        assert run.config["training_seed"] == entry["seed"]
+        assert entry["final_metric"] == run.summary["final_metric"]
+        assert 6000 <= entry["curves"]["tokens"][-1] == run.summary["tokens"]
+        assert entry["curves"]["communications"][-1] == run.summary["communications"] > 0
+        assert entry["curves"]["metric"][-1] == pytest.approx(run.summary["final_metric"], rel=1e-5)
+        blocking, overlapped = (entry["curves"][axis][-1] for axis in (*results.simulated, *results.overlapped))
         assert overlapped < blocking
     text = page.read_text()
     assert f"| DiLoCo | {results.mean_final('DiLoCo'):.2f} ±" in text
@@ -192,6 +237,7 @@ def test_a_small_comparison_through_its_command(programs, tmp_path, cache_dir, c
     assert main(arguments) == 0
     assert [file for file, before in times.items() if file.stat().st_mtime_ns != before] == [lost]
     # Recorded outcomes are not made again.
+    assert all(entry["data"] and entry["versions"] for entry in found["outcomes"])
     shutil.rmtree(tmp_path / "runs")
     published = json_file.read_text()
     assert main(arguments) == 0
@@ -277,10 +323,10 @@ def test_a_search_and_a_comparison_that_uses_its_values(programs, tmp_path, cach
     for entry in found.values():
         assert [run["rung"] for run in entry["runs"]] == [0, 0, 0, 1]
         assert entry["metric"] == entry["runs"][-1]["metric"]
-    for outcome in results["judged"]["outcomes"]:
-        settings = json.loads((tmp_path / "runs" / outcome["id"] / "run.json").read_text())["settings"]
+    for entry in results["judged"]["outcomes"]:
+        settings = json.loads((tmp_path / "runs" / entry["id"] / "run.json").read_text())["settings"]
         assert settings["dataset"] == "text"
-        best = found[outcome["method"]]["best"]
+        best = found[entry["method"]]["best"]
         assert settings["learning_rate_for_inner_opt"] == best["learning_rate_for_inner_opt"]
     assert "## Tuning" in (folder / "judged.md").read_text()
     assert "Tuning runs of LocalSGD" in (folder / "searched.md").read_text()

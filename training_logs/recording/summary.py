@@ -90,6 +90,7 @@ def run_summary(run: RunView, final: dict[int, Evaluation], status: str, recorde
         "model_type": config.model_type,
         "dataset": run.data.dataset,
         "data_source": run.data.source,
+        "data_digest": run.data.content or run.data.fingerprint(),
         "documents": dict(run.data.documents),
         "skipped_documents": dict(run.data.skipped),
         "data_shares": share_summary(run.data.shares, best),
