@@ -228,8 +228,24 @@ def test_resume_auto_needs_a_name(tmp_path, cache_dir, capsys, name, expected):
 
 
 def test_another_log_dir_moves_no_run(whole):
-    _, warnings = resumed_config(whole, ["log_dir=elsewhere"], False, CHECKS)
-    assert warnings == [f"log_dir: has no effect with --resume, the run goes on in {whole}"]
+    _, (warning,) = resumed_config(whole, ["log_dir=elsewhere"], False, CHECKS)
+    assert warning.startswith("log_dir: has no effect with --resume")
+
+
+def test_a_run_folder_cannot_make_the_run_write_elsewhere(stopped, tmp_path, capsys):
+    """As that of somebody else might try, by its configuration or by a link."""
+    with (stopped / "config.yaml").open("a") as file:
+        file.write("log_file: ../../precious\nmodel_weights_dir: /precious\n")
+    _, warnings = resumed_config(stopped, [], False, CHECKS)
+    assert [warning.split(":")[0] for warning in warnings] == ["log_file", "model_weights_dir"]
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    log = stopped / "training_log.log"
+    log.unlink()
+    log.symlink_to(precious)
+    assert program.main(["--resume", str(stopped)]) == 2
+    assert f"error: {log}: is a link" in capsys.readouterr().err
+    assert precious.read_text() == "mine"
 
 
 def test_which_changes_need_force():

@@ -242,11 +242,35 @@ def test_a_learning_rate_of_sgd_has_an_effect_wherever_inner_steps_are_sgd(asked
     assert parse_config({"number_of_outer_steps": 1, "lr_sgd": 0.1} | asked, (), CHECKS)[1] == []
 
 
-def test_mappings_that_are_merged_and_merged_again_have_no_key_twice():
+def test_a_merged_mapping_may_be_merged_again():
     text = "a: &a {x: 1}\nb: [{c: &c {<<: *a, x: 2}}]\nd: {<<: *c, y: 3}"
     assert yaml_value(text) == {"a": {"x": 1}, "b": [{"c": {"x": 2}}], "d": {"x": 2, "y": 3}}
-    assert yaml_value("a: &a [1, *a]")["a"][0] == 1
-    assert yaml_value("") is None
+
+
+def aliases(count: int, repetitions: int) -> str:
+    """Return YAML of lists of aliases of the list before."""
+    first = "a0: &a0 [x]\n"
+    return first + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * repetitions)}]\n" for n in range(1, count))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 20_000, "[" * 200_000 + "]" * 200_000, aliases(10, 10), aliases(3000, 1), "a: &a [1, *a]"],
+    ids=["deep", "deep and closed", "ten to the tenth values", "a chain of aliases", "an alias of itself"],
+)
+def test_yaml_of_strangers_neither_crashes_nor_fills_the_memory(tmp_path, text):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"not valid YAML: (nested too deeply|too large)"):
+        load_config(path)
+    with pytest.raises(ConfigError, match=r"^model_config: value is not valid YAML"):
+        parse_config({}, [f"model_config={text}"])
+
+
+@pytest.mark.parametrize("text", ["2026-02-31", "!!bool maybe", "!!timestamp now", "9" * 5000])
+def test_a_value_that_is_not_of_its_yaml_type_is_a_problem(text):
+    with pytest.raises(ConfigError, match=r"^ETA: "):
+        parse_config({}, [f"ETA={text}"])
 
 
 @pytest.mark.parametrize(

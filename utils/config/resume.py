@@ -71,9 +71,10 @@ def resumed_config(
 
     Raises:
         ConfigError: there is no run in the folder, the overrides are wrong or change how the run trains without
-            `force`, or the run names plugins that came with its folder.
+            `force`, the run names plugins that came with its folder, or a file in it is a link.
     """
     path = folder / "config.yaml"
+    _refuse_links(folder)
     # Plugins that have moved are not where the run had them.
     plugins = [override for override in overrides if override.startswith("plugins=")]
     if not plugins:
@@ -93,3 +94,10 @@ def resumed_config(
     if problems:
         raise ConfigError(problems)
     return after, [*warnings, *(f"resumed with another {change}" for change in changes)]
+
+
+def _refuse_links(folder: Path) -> None:
+    """Refuse files that are links: a folder of somebody else's could let the run write to any file of the user."""
+    for path in folder.rglob("*"):
+        if path.is_symlink() and not path.is_dir():
+            raise ConfigError(f"{path}: is a link to {path.readlink()}; a run continues files of its own only")

@@ -1,5 +1,6 @@
-"""YAML from people: files and values, read without being run."""
+"""YAML from people, perhaps from strangers: it cannot run code, crash the process or fill its memory."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,46 +11,12 @@ from utils.config.schema import ConfigError
 # libyaml where PyYAML was built with it: a tenth of the time.
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-
-def yaml_value(text: str) -> Any:
-    """What a YAML document says; a key that a mapping has twice, of which PyYAML would take the last, is an error.
-
-    Raises:
-        yaml.YAMLError: it is no YAML, or has such a key.
-    """
-    loader = _Loader(text)
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _refuse_repeated_keys(node)
-        return loader.construct_document(node)
-    finally:
-        loader.dispose()
-
-
-def _refuse_repeated_keys(root: yaml.Node) -> None:
-    """Before anything is made of it: mappings that are merged into others (`<<`) have more keys afterwards."""
-    waiting, seen = [root], set()
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, yaml.ScalarNode) or id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            waiting += node.value
-            continue
-        keys = set()
-        for key, value in node.value:
-            waiting += [key, value]
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if key.value in keys:
-                    raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
-                keys.add(key.value)
+_MOST_LEVELS = 100
+_MOST_CHARACTERS = 1_000_000
 
 
 def read_mapping(path: Path) -> dict:
-    """A YAML file's keys and values.
+    """Return the keys and values of a YAML file.
 
     Raises:
         ConfigError: it cannot be read, or is not a YAML mapping.
@@ -68,3 +35,78 @@ def read_mapping(path: Path) -> dict:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must be a mapping of keys to values, got {type(values).__name__}")
     return values
+
+
+def yaml_value(text: str) -> Any:
+    """Return the value of a YAML document; unlike in PyYAML, a key given twice in a mapping is an error.
+
+    Raises:
+        yaml.YAMLError: it is not valid YAML, has a key twice, is nested too deeply, or becomes too large where its
+            aliases are expanded.
+    """
+    _refuse_deep_nesting(text)
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check(node, {})
+        return loader.construct_document(node)
+    except (ValueError, LookupError, AttributeError) as error:  # such as the date 2026-02-31 or !!bool maybe
+        raise yaml.YAMLError(f"a value is not of its type: {error}") from None
+    finally:
+        loader.dispose()
+
+
+def _refuse_deep_nesting(text: str) -> None:
+    """Check before nodes are built, which takes recursive calls in C: these can overflow the stack."""
+    level = 0
+    for event in yaml.parse(text, _Loader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            level += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            level -= 1
+        if level > _MOST_LEVELS:
+            raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=event.start_mark)
+
+
+def _check(node: yaml.Node, known: dict[int, tuple[float, float]]) -> tuple[float, float]:
+    """Refuse repeated keys, and aliases that expand to too much.
+
+    Merges (`<<`) are not done yet: afterwards a mapping may have given a merged key again.
+
+    Args:
+        node: the root of what is checked.
+        known: results by the id of a node, to which several aliases may refer.
+
+    Returns:
+        The characters and the levels of the node with its aliases expanded; infinite inside the node itself.
+    """
+    if id(node) in known:
+        return known[id(node)]
+    known[id(node)] = (math.inf, math.inf)
+    characters = 1.0
+    levels = 0.0
+    if isinstance(node, yaml.ScalarNode):
+        characters += len(node.value)
+    else:
+        children = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
+        if isinstance(node, yaml.MappingNode):
+            _refuse_repeated_keys(node)
+        found = [_check(child, known) for child in children]
+        characters += sum(count for count, _ in found)
+        levels = 1.0 + max((level for _, level in found), default=0.0)
+    if characters > _MOST_CHARACTERS or levels > _MOST_LEVELS:
+        raise yaml.MarkedYAMLError(problem="too large where aliases are expanded", problem_mark=node.start_mark)
+    known[id(node)] = (characters, levels)
+    return characters, levels
+
+
+def _refuse_repeated_keys(mapping: yaml.MappingNode) -> None:
+    keys = set()
+    for key, _ in mapping.value:
+        if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+            continue
+        if key.value in keys:
+            raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
+        keys.add(key.value)
