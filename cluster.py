@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from algorithms.nodes.traffic import synchronisation_exchange
+from algorithms.schedule.limits import RunCounters
 from fabrics.data.examples import TaskData
 from fabrics.models.export import save_models
 from fabrics.pool.checkpoint_policy import CheckpointPolicy, Vote
@@ -27,7 +28,6 @@ from fabrics.pool.node_assignment import NodeAssigner, NoNodeLeftError, requeste
 from fabrics.pool.node_pool import NodePool
 from fabrics.pool.round_scheduler import RoundScheduler
 from fabrics.pool.run_checks import check_model, check_statistics
-from fabrics.pool.run_counters import RunCounters
 from fabrics.training.device_models import FlatModels
 from fabrics.training.worker import Node
 from trainers import Trained, Trainer, first_trainers
@@ -198,12 +198,14 @@ class Cluster:
             took = max(share.seconds.get(trainer.id, 0.0) for share in shares)
             reports[trainer.id] = trainer.conclude_round(schedule, trained, tokens[trainer.id], took)
         for report in reports.values():
-            counters.count(report.communications, report.bytes_synchronised, report.left_out, report.lost_messages)
+            counters.add_synchronisations(
+                report.communications, report.bytes_synchronised, report.left_out, report.lost_messages
+            )
             for warning in report.warnings:
                 observer.warn(f"trainer {report.trainer}: {warning}")
-        counters.took(max(sum(share.seconds.values()) for share in shares), examples)
+        counters.add_time(max(sum(share.seconds.values()) for share in shares), examples)
         self.counters = counters
-        self.scheduler.count(
+        self.scheduler.count_link_seconds(
             self.counters, synchronisation_exchange((len(r.workers), r.bytes_synchronised) for r in reports.values())
         )
         self.pool.update([run for report in reports.values() for run in report.workers.values()])
@@ -254,7 +256,7 @@ class Cluster:
             observer.on_round(self, result)
             self.stopped = checkpoint_policy.stopping
             checkpoint_policy.after_round(self)
-        if self.finished and (warning := self.scheduler.unspent(self.counters)) is not None:
+        if self.finished and (warning := self.scheduler.unspent_warning(self.counters)) is not None:
             observer.warn(warning)
         return result
 

@@ -10,10 +10,10 @@ import torch
 from algorithms.batch.gradient_statistics import GradientStatistics
 from algorithms.nodes.policies import MergePlan
 from algorithms.nodes.traffic import Move
+from algorithms.schedule.limits import RunCounters
 from algorithms.synchronisation.group import Event
 from fabrics.data.examples import TaskData
 from fabrics.pool.eval_tool import Evaluation, Metric
-from fabrics.pool.run_counters import RunCounters
 from fabrics.training.device_models import FlatModels
 from fabrics.training.worker import WorkerRound
 from training_logs.recording.memory_monitor import Use
