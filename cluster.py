@@ -21,7 +21,7 @@ from algorithms.schedule.limits import RunCounters
 from fabrics.data.examples import TaskData
 from fabrics.models.export import save_models
 from fabrics.pool.checkpoint_policy import CheckpointPolicy, Vote
-from fabrics.pool.device_errors import explained
+from fabrics.pool.device_errors import explain_training_errors
 from fabrics.pool.eval_tool import Evaluation, EvaluationPart, Validation
 from fabrics.pool.max_batch import measured_max_batches
 from fabrics.pool.node_assignment import NodeAssigner, NoNodeLeftError, requested_batches
@@ -231,7 +231,7 @@ class Cluster:
             TrainingError: training cannot go on. Where no node is left, a checkpoint is written before.
         """
         checkpoint_policy = CheckpointPolicy(self.config, self.processes, observer, folder, stop)
-        with explained():
+        with explain_training_errors():
             result = self._rounds(observer, checkpoint_policy)
             evaluations = {}
             if not self.stopped:
