@@ -19,6 +19,7 @@ from utils.config.schema import BUDGETS, Config, ConfigError
 
 if TYPE_CHECKING:
     from fabrics.pool.node_pool import NodePool
+    from fabrics.training.work_split import WorkSplit
     from trainers import Trainer
 
 # Less than this share of a budget of seconds, which is an estimate, is not reported as missing.
@@ -70,28 +71,35 @@ class RoundScheduler:
         return self._limits.progress(counters)
 
     def next_round(
-        self, counters: RunCounters, trainers: Collection["Trainer"], pool: "NodePool", warn: Callable[[str], None]
+        self,
+        counters: RunCounters,
+        trainers: Collection["Trainer"],
+        splits: Collection["WorkSplit"],
+        pool: "NodePool",
+        warn: Callable[[str], None],
     ) -> RoundSchedule:
         """Return the next round, with the inner steps of the configuration, or those that the budget allows."""
         steps = self._config.number_of_inner_steps_between_outers
-        remaining = self.remaining(counters, trainers, pool, warn)
+        remaining = self.remaining(counters, trainers, splits, pool, warn)
         if remaining is not None:
             for trainer in trainers:
                 trainer.batch.observe_growth(remaining.log_examples)
-            steps = self._budgeted_steps(trainers, remaining)
+            steps = self._budgeted_steps(trainers, splits, remaining)
         return self._limits.next_round(
             counters,
             steps,
-            lambda steps: sum(trainer.shares.examples(steps) for trainer in trainers),
-            lambda steps: sum(trainer.tokens_ahead(steps) for trainer in trainers),
+            lambda steps: sum(split.examples(steps) for split in splits),
+            lambda steps: sum(split.tokens(steps) for split in splits),
         )
 
-    def _budgeted_steps(self, trainers: Collection["Trainer"], remaining: Remaining) -> int:
+    def _budgeted_steps(
+        self, trainers: Collection["Trainer"], splits: Collection["WorkSplit"], remaining: Remaining
+    ) -> int:
         """Inner steps of a round if all rounds left have as many and use up the examples left."""
         whole_round = self._config.number_of_inner_steps_between_outers
         if all(len(trainer.nodes) == 1 for trainer in trainers):
             return whole_round  # nothing is communicated, and the round costs nothing
-        batch = sum(trainer.shares.examples(whole_round) for trainer in trainers) / whole_round
+        batch = sum(split.examples(whole_round) for split in splits) / whole_round
         exponent = max(trainer.batch.growth for trainer in trainers)
         decay_begins = learning_rate_schedule(self._config).decay_begins
         steps = remaining_steps(remaining, batch, exponent, decay_begins, _largest_request(trainers))
@@ -114,13 +122,18 @@ class RoundScheduler:
             counters.link_seconds += self._budget.cost(exchange)
 
     def remaining(
-        self, counters: RunCounters, trainers: Collection["Trainer"], pool: "NodePool", warn: Callable[[str], None]
+        self,
+        counters: RunCounters,
+        trainers: Collection["Trainer"],
+        splits: Collection["WorkSplit"],
+        pool: "NodePool",
+        warn: Callable[[str], None],
     ) -> Remaining | None:
         """Return the rest of a run with a budget, None without one; `warn` is told once if the budget is too small."""
         if self._budget is None:
             return None
         config = self._config
-        examples_left = self._examples_left(counters, trainers)
+        examples_left = self._examples_left(counters, splits)
         healthy = len(pool.nodes) - len(pool.failed)
         working = healthy
         if config.smallest_worker_batch is not None:  # the other nodes are idle
@@ -146,15 +159,15 @@ class RoundScheduler:
                 warn(warning)
         return Remaining(counters.outer_steps, affordable.rounds, counters.examples, examples_left)
 
-    def _examples_left(self, counters: RunCounters, trainers: Collection["Trainer"]) -> float:
+    def _examples_left(self, counters: RunCounters, splits: Collection["WorkSplit"]) -> float:
         """Examples until the first limit in tokens or epochs."""
         limits = []
         if self._config.max_tokens:
             examples = counters.examples
             tokens = counters.tokens
             if not examples:
-                examples = sum(trainer.shares.batch for trainer in trainers)
-                tokens = sum(trainer.tokens_ahead(1) for trainer in trainers)
+                examples = sum(split.batch for split in splits)
+                tokens = sum(split.tokens(1) for split in splits)
             limits.append((self._config.max_tokens - counters.tokens) / (tokens / examples))
         if self._epoch_examples:
             limits.append(self._epoch_examples - counters.examples)
@@ -204,7 +217,7 @@ def exchange_sizes(trainer: "Trainer") -> ExchangeSizes:
     group = trainer.worker_group
     return ExchangeSizes(
         round=lambda workers, number: group.round_bytes(workers, trainer.batch.tests_after(number)),
-        merge=len(group.given_tensors) * group.parameter_bytes,
+        merge=len(group.merged_tensors) * group.parameter_bytes,
         joining=group.sizes.trainer + group.sizes.worker,
     )
 

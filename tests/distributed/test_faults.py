@@ -53,17 +53,16 @@ EXAMPLES = PackedSequences(random_sequences(80))
 @pytest.fixture
 def diverging(monkeypatch):
     """A function that makes some workers' losses NaN: from (round, worker) to whether."""
-    steps = InnerLoop._steps
+    step = InnerLoop._step
 
     def install(diverges):
-        def diverged(self, *arguments):
-            steps(self, *arguments)
-            place, worker = self._assignment.place, self.worker
-            if diverges(place.round, place.worker):
-                worker.model.parameters.data.fill_(float("nan"))
-                worker.moments["exp_avg"].fill_(float("nan"))
+        def diverged(self):
+            step(self)
+            if diverges(self._assignment.key.round, self._assignment.key.worker):
+                self.worker.model.parameters.data.fill_(float("nan"))
+                self.worker.moments["exp_avg"].fill_(float("nan"))
 
-        monkeypatch.setattr(InnerLoop, "_steps", diverged)
+        monkeypatch.setattr(InnerLoop, "_step", diverged)
 
     return install
 
@@ -351,15 +350,15 @@ def test_a_device_of_a_shard_group_that_fails_ends_the_run_and_is_named(monkeypa
 @pytest.fixture
 def failing(monkeypatch):
     """A function that makes nodes fail: from (round, node) to whether."""
-    steps = InnerLoop._steps
+    step = InnerLoop._step
 
     def install(fails):
-        def failed(self, *arguments):
-            if fails(self._assignment.place.round, self.worker.node.id):
+        def failed(self):
+            if fails(self._assignment.key.round, self.worker.node.id):
                 raise NodeFailedError("injected")
-            steps(self, *arguments)
+            step(self)
 
-        monkeypatch.setattr(InnerLoop, "_steps", failed)
+        monkeypatch.setattr(InnerLoop, "_step", failed)
 
     return install
 

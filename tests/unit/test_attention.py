@@ -112,12 +112,13 @@ def test_inner_steps_and_evaluation_read_no_values():
     trainer = make_trainer(tiny_llama(dtype=torch.float32), config, examples, nodes=1, max_batch=4)
     train(trainer, 1)
     trainer.assign_nodes(trainer.nodes)
-    steps = InnerLoop(
-        trainer.workers[0], trainer.assignments(RoundSchedule(5, 0.0, 0.5))[0], trainer.parameters, False, lambda: None
-    )
+    assignment = trainer.assignments(trainer.split_work(), RoundSchedule(5, 0.0, 0.5))[0]
+    steps = InnerLoop(trainer.workers[0], assignment, trainer.parameters, False, lambda: None)
     working = trainer.workers[0].model
     with Readings() as readings:
-        steps._steps(5)
+        steps._load_start()
+        for _ in range(5):
+            steps._step()
         accumulate_gradients(working, examples, ExecutionPlan((4, 4)), np.arange(8), True)
         with working.evaluating(trainer.parameters) as module:
             begin_batches(module, examples, 4, CPU, [0, 1])

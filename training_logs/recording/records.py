@@ -66,7 +66,7 @@ class RoundReport:
     @property
     def lost_messages(self) -> int:
         """The number of workers whose message was lost, so that they are not in the mean."""
-        return sum(worker.unheard for worker in self.workers.values())
+        return sum(worker.message_lost for worker in self.workers.values())
 
     @property
     def train_loss(self) -> float:
