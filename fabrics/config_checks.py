@@ -185,6 +185,16 @@ def idle_keys(config: Config) -> list[str]:
     It is not an error, as comparisons give the same keys to many methods. Synchronisation methods declare the
     `outer_keys` that they read, inner optimizers their `keys`; None: unknown.
     """
+    default = Config()
+    return [
+        f"{key}: has no effect with {reason}"
+        for key, reason in sorted(_without_effect(config).items())
+        if getattr(config, key) != getattr(default, key)
+    ]
+
+
+def _without_effect(config: Config) -> dict[str, str]:
+    """Return the keys that nothing in this run reads, each with the reason."""
     reasons = {}
     for key, others in NOT_READ_WITH.items():
         if all(getattr(config, other) in values for other, values in others.items()):
@@ -199,12 +209,24 @@ def idle_keys(config: Config) -> list[str]:
         reasons |= dict.fromkeys(optimizer_keys - {"weight_decay"}, method)
     elif (read := INNER_OPTIMIZERS[optimizer].keys) is not None:
         reasons |= dict.fromkeys(optimizer_keys - set(read), f"inner_optimizer {optimizer}")
-    default = Config()
-    return [
-        f"{key}: has no effect with {reason}"
-        for key, reason in sorted(reasons.items())
-        if getattr(config, key) != getattr(default, key)
-    ]
+    return reasons
+
+
+# Keys that the published configurations do not give, although results depend on them.
+_LEFT_OPEN = ("sequence_length", "outer_momentum", "weight_decay", "gradient_clipping", "merge_count")
+
+
+def left_open(given: Collection[str], config: Config) -> list[str]:
+    """Return one line with the defaults that a published configuration takes from this project, if they matter.
+
+    Args:
+        given: the keys of the file, by the names of this project.
+        config: the whole configuration.
+    """
+    idle = _without_effect(config)
+    keys = [key for key in _LEFT_OPEN if key not in given and key not in idle]
+    values = ", ".join(f"{key} {getattr(config, key)}" for key in keys)
+    return [f"published configuration: it does not give {values}: defaults of this project"] if keys else []
 
 
 def _shown(value: Any) -> str:
@@ -216,4 +238,5 @@ CHECKS = Checks(
     choices=CHOICES,
     problems=(_model_problems, _method_problems, split_problems, participation_problems, _sharding_problems),
     warnings=idle_keys,
+    left_open=left_open,
 )

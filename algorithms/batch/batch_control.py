@@ -36,7 +36,7 @@ class BatchControlSettings:
         first_round: the first round with a test, counted from 1; before it the request stays.
         smoothing: weight of the past in the average of the statistics over rounds.
         confidence: standard errors by which the test's answer is lowered.
-        largest_growth: factor per round.
+        largest_growth: factor per round; None: no bound.
         schedule: pairs of (share of the run, request from there on), for a request that no test moves.
         frozen_from: share of the run after which no test moves the request. A learning rate that falls makes the noise
             scale rise, and then steps are worth more than larger batches.
@@ -51,7 +51,7 @@ class BatchControlSettings:
     first_round: int
     smoothing: float
     confidence: float
-    largest_growth: float
+    largest_growth: float | None
     schedule: Sequence[Sequence[float]] | None = None
     frozen_from: float = 1.0
 

@@ -150,19 +150,21 @@ BATCH_TESTS: Registry[BatchTest | None] = Registry(
 NEED_INNER_PRODUCTS = ("inner_product_test", "augmented_inner_product_test")
 
 
-def bounded_request(current: int, test: int | None, max_growth: float, max_request: int) -> int:
+def bounded_request(current: int, test: int | None, max_growth: float | None, max_request: int) -> int:
     """The next requested batch: never below the current one, and growing within the config's bounds.
 
     Args:
         current: requested batch of this round.
         test: what the batch test asks for; None: nothing.
-        max_growth: largest factor per round, at least 1. A request of 1 may still become 2.
+        max_growth: largest factor per round, at least 1; None: no bound. A request of 1 may still become 2.
         max_request: largest request ever; a current request above it stays.
     """
     if test is None:
         return current
-    ceiling = max(math.floor(current * max_growth), current + 1 if max_growth > 1.0 else current)
-    return max(current, min(test, ceiling, max_request))
+    if max_growth is not None:
+        smallest_growth = 1 if max_growth > 1.0 else 0
+        test = min(test, max(math.floor(current * max_growth), current + smallest_growth))
+    return max(current, min(test, max_request))
 
 
 def scheduled_request(schedule: Sequence[tuple[float, float]], progress: float, current: int) -> int:

@@ -16,6 +16,7 @@ from algorithms.batch.losses import example_losses
 from algorithms.batch.per_example import per_example_statistics
 from fabrics.data.examples import PackedSequences
 from fabrics.pool.eval_tool import evaluate
+from tests.support import published
 from tests.support.helpers import (
     CPU,
     Recorder,
@@ -255,46 +256,9 @@ def test_a_failure_to_save_is_not_swallowed(tmp_path):
 
 # 10. Its own config.yaml is not what it seems; its max-batch search refuses a CPU.
 
-PUBLISHED_CONFIG = """
-project_name: 'Multi instance training'
-task_name: 'AdLoCo'
-training_seed: 42
-CUDA_VISIBLE_DEVICES: "3"
-log_dir: "logs"
-dataset: "c4"
-data_sample_size: 2048
-val_size: 100
-samples_per_class: 500
-c4_language: "en"
-c4_streaming: true
-c4_tokenized_path: /data/c4_en_tokenized
-model_type: 'microllama'
-model_config: {"name": "keeeeenw/MicroLlama", pretrained=True}
-num_outer_steps: 20
-lr_inner: "2e-5"
-lr_outer: "0.5"
-lr_sgd: "2e-5"
-nodes_per_gpu: 4
-num_init_trainers: 4
-num_inner_steps: 200
-save_weights_every: 4
-initial_batch_size: 1
-distributed_algo: "DiLoCo"
-padding_percentage: 0.9
-single_seed: true
-need_to_reinit_output_layers: true
-merging_policy: "worst_with_worst"
-merge_frequency: 2
-sampling_method: "augmented_inner_product_test"
-switch_mode: "threshold_switch_mode"
-ETA: 0.8
-vartheta: 0.01
-nu: 0.3
-"""
-
 
 def test_the_published_config_gives_typed_values():
-    config, warnings = parse_config(yaml.safe_load(PUBLISHED_CONFIG))
+    config, warnings = parse_config(yaml.safe_load(published.CONFIG))
     assert config.model_config == {"name": "keeeeenw/MicroLlama", "pretrained": True}
     assert any("pretrained=True" in warning for warning in warnings)
     assert (config.learning_rate_for_inner_opt, config.learning_rate_for_outer_opt) == (2e-5, 0.5)

@@ -301,7 +301,7 @@ def test_request_is_bounded_and_never_shrinks():
 
 
 def test_the_batch_test_begins_when_it_is_told_to():
-    settings = {"ETA": 0.05, "number_of_initial_trainers": 1, "number_of_outer_steps": 5}
+    settings = {"ETA": 0.05, "max_batch_growth": 2.0, "number_of_initial_trainers": 1, "number_of_outer_steps": 5}
     cluster, recorder = light_cluster(batch_test_start=3, **settings), Recorder()
     cluster.train(recorder)
     reports = [result.reports[0] for result in recorder.rounds]

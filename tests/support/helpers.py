@@ -35,18 +35,6 @@ CPU = torch.device("cpu")
 VOCABULARY = 61
 
 
-# The papers' form of the norm test in every round, so that a few rounds are enough to see it work.
-PLAIN_TEST = {
-    "ETA": 0.8,
-    "ETA_at_end": None,
-    "debias": False,
-    "statistics_smoothing": 0.0,
-    "batch_test_confidence": 0.0,
-    "batch_test_start": 1,
-    "identical_initialisation": False,
-}
-
-
 # Checks types and names, not whether values go together.
 NAMES_ONLY = dataclasses.replace(CHECKS, problems=(), warnings=lambda config: [])
 
@@ -61,7 +49,8 @@ def make_config(**values) -> Config:
         "sequence_length": 9,
         "learning_rate_for_inner_opt": 0.01,
         "plot_at_end": False,
-    } | PLAIN_TEST
+        "identical_initialisation": False,
+    }
     return parse_config(defaults | values, checks=NAMES_ONLY)[0]
 
 

@@ -13,6 +13,15 @@ from algorithms.batch.gradient_statistics import Comparison, SampleEstimate, sam
 from algorithms.batch.switch_mode import threshold_switch_mode
 from utils.config.schema import Config
 
+# The batch test of config.yaml.
+ADDITIONS = {
+    "debias": True,
+    "statistics_smoothing": 0.9,
+    "batch_test_confidence": 2.0,
+    "batch_test_start": 3,
+    "max_batch_growth": 2.0,
+}
+
 
 def noise_variances(spectrum: str, noise_scale: float) -> np.ndarray:
     """Variances of the noise per dimension; their sum is noise_scale."""

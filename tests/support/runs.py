@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file
 
 from fabrics.models.continuations import Continuation
-from tests.support.helpers import PLAIN_TEST, tiny_cluster
+from tests.support.helpers import tiny_cluster
 from tests.support.programs import Popen, Programs, wait_until
 from training_logs.recording import recorder as recording
 from training_logs.recording.provenance import Code, Origin, machine, machines
@@ -37,7 +37,8 @@ SHORT = {
     "max_batch_size": 4,
     "max_requested_batch": 24,
     "merge_frequency": 2,
-    **PLAIN_TEST,
+    "identical_initialisation": False,
+    "max_batch_growth": 2.0,
     "ETA": 0.4,
     "learning_rate_for_inner_opt": 5e-3,
     "save_weights_every": 2,

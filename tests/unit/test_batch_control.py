@@ -10,7 +10,7 @@ from algorithms.batch.batch_control import BatchControl, BatchControlSettings
 from algorithms.batch.calc_batch import BATCH_TESTS
 from algorithms.batch.gradient_statistics import SampleEstimate
 from algorithms.schedule.learning_rate import LearningRateSchedule
-from tests.support.noise import last_request
+from tests.support.noise import ADDITIONS, last_request
 from utils.config.schema import Config
 
 SETTINGS = BatchControlSettings(
@@ -148,7 +148,7 @@ def test_the_largest_of_300_requests_does_not_drift_above_the_right_one(spectrum
     """One worker that starts with 8; without a lower bound the same runs end 1.1 to 2.6 times too high."""
     ends = {}
     for confidence in (0.0, 2.0):
-        config = Config(batch_test_confidence=confidence)
+        config = Config(**(ADDITIONS | {"batch_test_confidence": confidence}))
         requests = [last_request(spectrum, noise_scale, 1, 32, 300, seed, config) for seed in range(3)]
         ends[confidence] = np.array(requests) / noise_scale
     assert 0.8 < np.median(ends[2.0]) < 1.25
@@ -158,5 +158,5 @@ def test_the_largest_of_300_requests_does_not_drift_above_the_right_one(spectrum
 
 def test_sixteen_workers_see_as_much_as_one_with_their_examples():
     """Products within a worker alone would leave the request at a third of the right one."""
-    end = last_request("decaying", 500, 16, 8, 150, 0, Config()) / 500
+    end = last_request("decaying", 500, 16, 8, 150, 0, Config(**ADDITIONS)) / 500
     assert 2 / 3 < end < 1.5

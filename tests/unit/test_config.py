@@ -11,41 +11,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fabrics.config_checks import CHECKS
+from tests.support import published
 from utils.config.reading import ALIASES, IGNORED, dump_config, load_config, parse_config
 from utils.config.schema import FIELDS, Config, ConfigError
 from utils.config.yaml_reading import yaml_value
 from utils.distributed.devices import resolve_devices
 
 ROOT = Path(__file__).resolve().parents[2]
-
-README_BLOCK = """
-training_seed: 42             # Random seed
-CUDA_VISIBLE_DEVICES: "1,3"   # GPUs for CUDA_VISIBLE_DEVICES
-devices: ["cuda:1"]           # GPUs used for training
-real_device_ids: ['4']
-log_dir: "logs"
-log_file: "training_log.log"
-memory_report_dir: "memory_report"
-model_training_report_dir: "model_training_report"
-model_weights_dir: "model_weights"
-dataset: "c4"
-data_sample_size: 2048
-model_type: 'microllama'
-model_config: {"name": "keeeeenw/MicroLlama"}
-number_of_training_epochs: 2
-learning_rate_for_inner_opt: 1e-5
-learning_rate_for_outer_opt: 1e-4
-nodes_per_gpu: 4
-number_of_initial_trainers: 4
-number_of_inner_steps_between_outers: 5
-INITIAL_BATCH_SIZE: 3
-ETA: 0.1
-vartheta: 0.01
-nu: 0.15
-sampling_method: "norm_test"
-distributed_algo: "LocalSGD"
-padding_percentage: 0.85
-"""
 
 
 def problems(raw, overrides=(), checks=CHECKS) -> list[str]:
@@ -63,9 +35,9 @@ def assert_lines(found: list[str], expected: list[str]) -> None:
 
 def test_the_readme_block_of_adloco_gives_typed_values(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text(README_BLOCK)
+    path.write_text(published.README)
     config, warnings = load_config(path)
-    given = yaml.safe_load(README_BLOCK)
+    given = yaml.safe_load(published.README)
     assert_lines(warnings, [f"{name}: effect" for name in given if name in IGNORED])
     assert len(warnings) == 5
     expected = {name: value for name, value in given.items() if name not in IGNORED} | {

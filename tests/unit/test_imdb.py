@@ -11,7 +11,7 @@ from fabrics.config_checks import CHECKS
 from fabrics.data.dataset_loader import load_data
 from fabrics.data.documents import DatasetError, Skipped
 from fabrics.data.imdb import Reviews, choose, hub_reviews, local_reviews
-from tests.support.helpers import CPU, PLAIN_TEST, Recorder, parameters_of, without_privileges
+from tests.support.helpers import CPU, Recorder, parameters_of, without_privileges
 from utils.config.reading import parse_config
 from utils.config.schema import ConfigError
 
@@ -147,7 +147,9 @@ def test_bert_learns_merges_and_accumulates(folder):
         max_requested_batch=32,
         learning_rate_for_inner_opt=2e-3,
         outer_momentum=0.5,
-        **PLAIN_TEST | {"ETA": 0.5},
+        identical_initialisation=False,
+        max_batch_growth=2.0,
+        ETA=0.5,
     )
     cluster, recorder = Cluster(config, load_data(config)), Recorder()
     final = cluster.train(recorder)

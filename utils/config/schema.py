@@ -431,14 +431,14 @@ class Batch(Section):
         8, "Requested batch of every trainer in the first round, in examples over all its workers."
     )
     sampling_method: str = key("norm_test", "Batch test that sets the requested batch.")
-    ETA: PositiveFloat = key(2.0, "eta of the norm test.")
+    ETA: PositiveFloat = key(0.8, "eta of the norm test.")
     ETA_at_end: PositiveFloat | None = key(
-        0.9, "eta of the norm test at the end of the run, approached linearly from ETA; null: ETA throughout."
+        None, "eta of the norm test at the end of the run, approached linearly from ETA; null: ETA throughout."
     )
     vartheta: PositiveFloat = key(0.9, "theta of the inner product test.")
     nu: PositiveFloat = key(5.84, "nu of the augmented inner product test.")
     debias: bool = key(
-        True,
+        False,
         "Divide by an unbiased estimate of the squared gradient norm instead of the batch gradient's squared norm.",
     )
     statistics_estimator: str = key(
@@ -447,12 +447,16 @@ class Batch(Section):
     statistics_batch_size: AtLeastTwo = key(
         8, "Smallest sample of per_example; workers with smaller micro-batches use a probe batch of this size."
     )
-    batch_test_start: PositiveInt = key(3, "First round with a batch test.")
+    batch_test_start: PositiveInt = key(1, "First round with a batch test.")
     batch_test_confidence: NonNegativeFloat = key(
-        2.0, "Standard errors by which a batch test's answer is lowered; 0: the estimate itself, as in the papers."
+        0.0, "Standard errors by which a batch test's answer is lowered; 0: the estimate itself, as in the papers."
     )
-    statistics_smoothing: BelowOne = key(0.9, "Weight of the past in the moving average of the statistics.")
-    max_batch_growth: AtLeastOne = key(2.0, "Largest factor by which a request grows in a round.")
+    statistics_smoothing: BelowOne = key(
+        0.0, "Weight of the past in a moving average of the statistics over rounds; 0: those of this round alone."
+    )
+    max_batch_growth: AtLeastOne | None = key(
+        None, "Largest factor by which a request grows in a round; null: no bound."
+    )
     max_requested_batch: PositiveInt | None = key(None, "Largest request; null: the size of the trainer's data subset.")
     batch_schedule: Annotated[list[Pair], Field(min_length=1)] | None = key(
         None,
