@@ -35,9 +35,9 @@ are [accepted as well](published_code.md).
 
 
 def _literals(annotation) -> list[str]:
-    """The values of a Literal type, also inside Annotated or a union."""
+    """Return the names in a Literal type, also inside Annotated or a union."""
     if typing.get_origin(annotation) is typing.Literal:
-        return [value for value in typing.get_args(annotation) if value != "auto"]
+        return [value for value in typing.get_args(annotation) if value != "auto" and isinstance(value, str)]
     return [value for part in typing.get_args(annotation) for value in _literals(part)]
 
 

@@ -1,15 +1,14 @@
-"""Plugins: files of the user's own, imported before a configuration's words are checked so that they may add some.
+"""Plugins: Python files of the user's own that add names to the registries.
 
-A file is imported once in a process, however often and by whatever path it is named. One that fails is not tried again,
-as what it had registered by then is there: its problem is reported again.
+They are imported before the names in a configuration are checked. A file is imported once per process, by whatever path
+it is named. A file that fails is not tried again, as part of what it registers is there already.
 """
 
 import hashlib
-import importlib.abc
-import importlib.util
 import os
 import sys
 import traceback
+import types
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,76 +19,65 @@ from utils.config.yaml_reading import read_mapping
 
 @dataclass(frozen=True)
 class Plugin:
-    """A plugin that has been imported. path: absolute. sha256: of the source that was run."""
+    """An imported plugin.
+
+    Attributes:
+        path: absolute.
+        sha256: digest of the source that was run.
+    """
 
     path: str
     sha256: str
 
     @property
     def name(self) -> str:
-        """The file's, which is the same wherever it is."""
+        """Name of the file."""
         return Path(self.path).name
 
 
-# By the real path: the plugin, or what is wrong with it.
+# By the real path: the plugin, or its problem.
 _tried: dict[str, Plugin | str] = {}
 
 
-class _Loader(importlib.abc.SourceLoader):
-    """Runs a source that has been read already: what is run is what was hashed, and nothing is cached beside it."""
-
-    def __init__(self, path: str, source: bytes):
-        self._path, self._source = path, source
-
-    def get_filename(self, fullname: str) -> str:
-        return self._path
-
-    def get_data(self, path: str) -> bytes:
-        return self._source
-
-    def path_stats(self, path: str):
-        raise OSError("its bytecode is not kept")
-
-
 def import_plugins(paths: Iterable[str]) -> list[Plugin]:
-    """Import these files, each once in this process; what is known of them, in their order.
+    """Import these files, each once in this process, and return them in their order.
 
     Raises:
-        ConfigError: one line for each that cannot be read or imported, with the line in it that failed.
+        ConfigError: one line for each file that cannot be read or imported, with the line in it that failed.
     """
     results = []
     for path in dict.fromkeys(map(os.path.realpath, paths)):
         if path not in _tried:
-            _tried[path] = _imported(path)
+            _tried[path] = _import(path)
         results.append(_tried[path])
     if problems := [result for result in results if isinstance(result, str)]:
         raise ConfigError(problems)
     return results
 
 
-def _imported(path: str) -> Plugin | str:
+def _import(path: str) -> Plugin | str:
     try:
         source = Path(path).read_bytes()
     except OSError as error:
         return f"plugins: cannot read {path}: {error.strerror}"
     plugin = Plugin(path, hashlib.sha256(source).hexdigest())
-    # Equal in all processes of a run, wherever they have the file: what it defines can be sent between them.
-    name = f"plugin_{Path(path).stem}_{plugin.sha256[:16]}"
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, _Loader(path, source)))
-    sys.modules[name] = module
+    # The same name in all processes of a run, so that objects of the plugin can be pickled between them.
+    module = types.ModuleType(f"plugin_{Path(path).stem}_{plugin.sha256[:16]}")
+    module.__file__ = path
+    sys.modules[module.__name__] = module
     try:
-        module.__spec__.loader.exec_module(module)
+        exec(compile(source, path, "exec"), vars(module))
     except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        line = _line(error, path)
+        del sys.modules[module.__name__]
+        line = _failing_line(error, path)
         place = _shown(path) if line is None else f"{_shown(path)}, line {line}"
         said = error.msg if isinstance(error, SyntaxError) else error
         return f"plugins: {place}: {type(error).__name__}: {' '.join(str(said).split())}"
     return plugin
 
 
-def _line(error: BaseException, path: str) -> int | None:
-    """The line of the file that an error comes from, itself or through what it called."""
+def _failing_line(error: BaseException, path: str) -> int | None:
+    """Return the line of the file from which an error comes, directly or through a call."""
     if isinstance(error, SyntaxError) and error.filename == path:
         return error.lineno
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
@@ -97,7 +85,7 @@ def _line(error: BaseException, path: str) -> int | None:
 
 
 def _shown(path: str) -> str:
-    """The path as seen from the working directory, where it lies in there."""
+    """Return the path relative to the working directory if it lies in there."""
     folder = os.path.realpath(os.curdir)
     return os.path.relpath(path, folder) if path.startswith(folder + os.sep) else path
 

@@ -1,8 +1,8 @@
 """All configuration keys, by section: name, type, default, meaning, and the checks of each section.
 
 `Config` inherits from every section, so that all keys are attributes of one flat object: `config.ETA`. A section's
-`check` is called on the whole `Config` and may use the keys of other sections. What only registries know (the names of
-datasets, what a method supports) is checked in fabrics/config_checks.py. utils/config/reading.py reads files.
+`check` is called on the whole `Config` and may use the keys of other sections. Checks that need the registries (names
+of datasets, abilities of a method) are in fabrics/config_checks.py. utils/config/reading.py reads files.
 
 pydantic converts and checks the type of each value; docs/configuration.md is generated from this file.
 """
@@ -43,18 +43,6 @@ def _auto_or_a_count(value):
     return value
 
 
-def _auto_or_a_bool(value):
-    if not (value == "auto" or isinstance(value, bool)):
-        raise ValueError("Input should be auto, true or false")
-    return value
-
-
-def _parameter_dtype(value):
-    if value not in ("float32", "float64"):
-        raise ValueError("Input should be float32 or float64 (autocast: bfloat16 computes in bfloat16 over float32)")
-    return value
-
-
 def _link(value: str) -> str:
     Link.parse(value)
     return value
@@ -86,9 +74,9 @@ def key(default, meaning: str, *, changes_training: bool = True):
     """Declare a configuration key.
 
     Args:
-        default: the value without a configuration; `null` in the meaning is Python's None.
-        meaning: one sentence for docs/configuration.md.
-        changes_training: whether a run resumed with another value trains differently.
+        default: its value where the configuration does not give it.
+        meaning: one sentence for docs/configuration.md; `null` is Python's None.
+        changes_training: whether a run that is resumed with another value trains differently.
     """
     metadata = {"meaning": meaning, "changes_training": changes_training}
     if isinstance(default, list | dict):
@@ -104,10 +92,10 @@ def _is_schedule(pairs: Sequence[Sequence[float]]) -> bool:
 
 
 class Section:
-    """Some keys of the configuration, and what must hold for them."""
+    """Some keys of the configuration."""
 
     def check(self) -> list[str]:
-        """Return one line per problem. `self` is the whole Config; all types are right."""
+        """Return one line for each problem with these keys. `self` is the whole Config; all types are right."""
         return []
 
 
@@ -167,10 +155,8 @@ class Computation(Section):
     autocast: Literal["bfloat16"] | None = key(
         None, "Type in which models compute (torch.autocast); parameters, moments and sums stay float32; null: float32."
     )
-    parameter_dtype: Annotated[Literal["float32", "float64"], BeforeValidator(_parameter_dtype)] = key(
-        "float32", "Type of parameters, gradients, moments and sums."
-    )
-    compile_model: Annotated[Literal["auto"] | bool, BeforeValidator(_auto_or_a_bool)] = key(
+    parameter_dtype: Literal["float32", "float64"] = key("float32", "Type of parameters, gradients, moments and sums.")
+    compile_model: Literal["auto", True, False] = key(
         "auto", "Compile the model (torch.compile); auto: on CPUs, if the run is long enough to save time."
     )
     activation_checkpointing: bool = key(
