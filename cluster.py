@@ -31,7 +31,7 @@ from trainers import TrainedRound, Trainer, first_trainers
 from training_logs.recording.memory_monitor import Use, memory_use
 from training_logs.recording.records import ClusterRound, Merge, Observer, RoundReport
 from utils.checkpoint.checkpoint import Checkpoint, check_state
-from utils.checkpoint.parts import FilePart
+from utils.checkpoint.tensor_file import FilePart
 from utils.config.schema import Config
 from utils.distributed.processes import Processes, join_processes
 from utils.distributed.signals import StopRequest

@@ -88,7 +88,7 @@ def run(options: argparse.Namespace, started: float, launch: Launch | None) -> i
     """Be one of the processes of the run: meet the others, set up, train; the exit status of this one."""
     from training_logs.recording.run_folder import start_logging
     from utils.checkpoint.checkpoint import CheckpointError
-    from utils.checkpoint.run_lock import claimed_by_main
+    from utils.checkpoint.run_lock import lock_run_in_main
     from utils.config.resume import folder_to_resume
     from utils.config.schema import ConfigError
     from utils.distributed.collective_checks import agree_on_config, decided, done_by_all
@@ -104,12 +104,12 @@ def run(options: argparse.Namespace, started: float, launch: Launch | None) -> i
         try:
             resume = decided(processes, lambda: folder_to_resume(options.resume, options.config, options.overrides))
             config, warnings = done_by_all(processes, lambda: configured(options, resume))
-            claims.enter_context(claimed_by_main(processes, resume))
+            claims.enter_context(lock_run_in_main(processes, resume))
             agree_on_config(processes, config)
             warnings += place_nodes(processes, config)
             cluster, recorder, folder = set_up(config, processes, resume, kept, started)
             if not resume:
-                claims.enter_context(claimed_by_main(processes, folder))
+                claims.enter_context(lock_run_in_main(processes, folder))
         except (ConfigError, CheckpointError, PeerLostError) as error:
             processes.failed(str(error))
             return refused(error)

@@ -29,7 +29,7 @@ from fabrics.sharding.shard_layout import ShardLayout
 from fabrics.sharding.sharded_statistics import DeviceProbe, ShardedProbe, devices_estimate
 from fabrics.training.flat_model import FlatModel, StateDictError, blocks_of
 from fabrics.training.worker import TrainingError
-from utils.checkpoint.parts import FilePart
+from utils.checkpoint.tensor_file import FilePart
 from utils.distributed.placement import share_of
 from utils.distributed.shard_groups import ShardGroup
 

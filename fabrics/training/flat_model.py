@@ -16,7 +16,7 @@ from algorithms.batch.gradient_statistics import SampleEstimate
 from algorithms.batch.losses import logits_of
 from algorithms.batch.per_example import PerExampleProbe, step_estimate
 from algorithms.synchronisation.flat import Block, FullTensors
-from utils.checkpoint.parts import FilePart
+from utils.checkpoint.tensor_file import FilePart
 from utils.distributed.devices import is_out_of_memory
 from utils.distributed.shard_groups import ShardGroup
 

@@ -13,9 +13,9 @@ from fabrics.sharding.shard_layout import ShardLayout
 from tests.support.helpers import without_privileges
 from tests.support.threads import together
 from training_logs.recording.csv_log import CsvLog
-from utils.checkpoint import checkpoint, parts
+from utils.checkpoint import checkpoint, tensor_file
 from utils.checkpoint.checkpoint import Checkpoint, CheckpointError, Checkpoints, newest_checkpoint
-from utils.checkpoint.parts import FilePart, whole, write_parts
+from utils.checkpoint.tensor_file import FilePart, whole, write_parts
 from utils.distributed.processes import LocalProcesses
 
 ALONE = LocalProcesses([torch.device("cpu")], 1)
@@ -274,7 +274,7 @@ def parts_of(group: dict[str, torch.Tensor], index: int, devices: int) -> dict[s
 def test_a_file_written_in_parts_has_the_bytes_of_one_written_whole(tmp_path, monkeypatch, devices, at_once):
     """Whoever comes first, and however little the system takes at once."""
     pwrite = os.pwrite
-    monkeypatch.setattr(parts.os, "pwrite", lambda file, data, at: pwrite(file, data[:at_once], at))
+    monkeypatch.setattr(tensor_file.os, "pwrite", lambda file, data, at: pwrite(file, data[:at_once], at))
     group = whole_group(0)
     save_file(group, tmp_path / "whole")
     for index in reversed(range(devices)):

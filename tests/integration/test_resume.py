@@ -19,7 +19,7 @@ from fabrics.config_checks import CHECKS
 from tests.support.helpers import warnings_of
 from tests.support.programs import LIMIT_SECONDS
 from tests.support.runs import assert_same_run, report, start_training, summary, write_config
-from utils.checkpoint.run_lock import held
+from utils.checkpoint.run_lock import lock_run
 from utils.config.reading import parse_config
 from utils.config.resume import resumed_config, training_changes
 from utils.config.schema import ConfigError
@@ -158,17 +158,17 @@ def test_one_process_at_a_time_trains_a_run(stopped, capsys):
         return {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file() and path.name != ".lock"}
 
     before = files()
-    with held(stopped):
+    with lock_run(stopped):
         assert program.main(["--resume", str(stopped)]) == 2
     assert "another process is training this run" in capsys.readouterr().err
     assert files() == before
     assert program.main(["--resume", str(stopped)]) == 0
-    with held(stopped):
+    with lock_run(stopped):
         pass
 
 
 def test_several_processes_are_refused_at_once_as_one_is(programs, stopped):
-    with held(stopped):
+    with lock_run(stopped):
         said = programs.run("run.py", "--resume", stopped, "processes=2", status=2)
     assert "another process is training this run" in said.stderr
     assert "waiting" not in said.stdout
@@ -178,7 +178,7 @@ def test_who_is_about_to_end_is_waited_for(tmp_path, monkeypatch):
     holding, waiting = threading.Event(), threading.Event()
 
     def hold():
-        with held(tmp_path):
+        with lock_run(tmp_path):
             holding.set()
             waiting.wait(LIMIT_SECONDS)
 
@@ -186,8 +186,8 @@ def test_who_is_about_to_end_is_waited_for(tmp_path, monkeypatch):
     holder.start()
     holding.wait(LIMIT_SECONDS)
     monkeypatch.setattr("utils.checkpoint.run_lock._logger", SimpleNamespace(info=lambda *words: waiting.set()))
-    with held(tmp_path, patience=LIMIT_SECONDS), pytest.raises(ConfigError, match="another process"):
-        held(tmp_path)
+    with lock_run(tmp_path, patience=LIMIT_SECONDS), pytest.raises(ConfigError, match="another process"):
+        lock_run(tmp_path)
     assert waiting.is_set()
     holder.join()
 
@@ -197,7 +197,7 @@ def test_where_nothing_can_be_locked_runs_are_resumed(tmp_path, monkeypatch):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", unknown)
-    with held(tmp_path), held(tmp_path):
+    with lock_run(tmp_path), lock_run(tmp_path):
         pass
 
 

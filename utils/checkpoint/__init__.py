@@ -1,1 +1,1 @@
-"""Checkpoints on disk."""
+"""Checkpoints."""

@@ -1,14 +1,13 @@
 """Checkpoints of a run: `checkpoints/round_NNNNN/`, complete or not there.
 
-A checkpoint holds safetensors files named by trainer and worker, never by process, `config.yaml`, and `state.json` with
-all plain values and the size of every file. Reading one executes nothing.
+A checkpoint holds safetensors files named by trainer and worker, never by process; `config.yaml`; and `state.json` with
+all plain values and the size of every file. Reading one executes no code.
 
-All processes save together, and training waits: each writes the tensors that it holds into a hidden folder; when all
-have said that they succeeded, the main process writes `state.json` and renames the folder. Until then the checkpoints
-before are all there is, whoever dies when. With several machines the run folder must be on a file system that they
-share.
+Training waits while all processes save together. Each writes its own tensors into a hidden folder. When all have
+succeeded, the main process writes `state.json` and renames the folder, so that a process may die at any time. With
+several machines the run folder must be on a file system that they share.
 
-On resume every process opens the files that it needs. They are mapped into memory, so a device that needs a part of a
+On resume every process opens the files that it needs. They are memory-mapped, so that a device that needs a part of a
 tensor reads that part alone.
 """
 
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from utils.checkpoint.parts import FilePart, whole, write_parts
+from utils.checkpoint.tensor_file import FilePart, whole, write_parts
 
 if TYPE_CHECKING:
     from utils.distributed.processes import Processes
@@ -38,15 +37,45 @@ _NAME = re.compile(r"round_(\d{5,})")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is damaged, or there is none."""
+    """A checkpoint is damaged, missing, or of another run."""
+
+
+# Reading
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint.
+
+    Attributes:
+        folder: its folder.
+        state: its plain values.
+        problems: messages about newer checkpoints, which are damaged.
+    """
+
+    folder: Path
+    state: Mapping[str, Any]
+    problems: tuple[str, ...] = ()
+
+    def read(self, group: str, name: str) -> torch.Tensor:
+        """Return a tensor on the CPU, memory-mapped from its file.
+
+        Raises:
+            CheckpointError: it is not in the checkpoint.
+        """
+        try:
+            with safe_open(self.folder / f"{group}.safetensors", framework="pt") as file:
+                return file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self.folder}: cannot read {name} of {group}: {error}") from None
 
 
 def check_state(state: Mapping, data: object, parameters: int) -> None:
     """Check that the state of a cluster belongs to this data and model.
 
     Args:
-        state: that of the cluster in the checkpoint.
-        data: the fingerprint of this run's data.
+        state: state of the cluster in the checkpoint.
+        data: fingerprint of this run's data.
         parameters: elements of this run's model.
 
     Raises:
@@ -60,72 +89,8 @@ def check_state(state: Mapping, data: object, parameters: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A complete checkpoint.
-
-    Attributes:
-        folder: where it is.
-        state: its plain values.
-        problems: messages about newer checkpoints, which are damaged and were passed over.
-    """
-
-    folder: Path
-    state: Mapping[str, Any]
-    problems: tuple[str, ...] = ()
-
-    def read(self, group: str, name: str) -> torch.Tensor:
-        """One tensor, on the CPU, mapped from its file.
-
-        Raises:
-            CheckpointError: it is not in the checkpoint.
-        """
-        try:
-            with safe_open(self.folder / f"{group}.safetensors", framework="pt") as file:
-                return file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{self.folder}: cannot read {name} of {group}: {error}") from None
-
-
-def finished_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest first."""
-    if not folder.is_dir():
-        return []
-    named = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(named)]
-
-
-def _read_state(path: Path) -> dict:
-    """The plain values of a checkpoint; CheckpointError where a file is missing or not whole."""
-    try:
-        content = json.loads((path / STATE).read_text(encoding="utf-8"))
-        for name, size in content["files"].items():
-            found = (path / name).stat().st_size
-            if found != size:
-                raise CheckpointError(f"{path}: {name} has {found:,} bytes instead of {size:,}")
-        return content["state"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise error if isinstance(error, CheckpointError) else CheckpointError(f"{path}: {error}") from None
-
-
-def _newest(folder: Path) -> Checkpoint | str:
-    """The newest complete checkpoint, or why there is none. Damaged ones that are newer are renamed."""
-    damaged: dict[Path, str] = {}
-    for path in reversed(finished_checkpoints(folder)):
-        try:
-            state = _read_state(path)
-        except CheckpointError as error:
-            damaged[path] = str(error)
-            continue
-        for other in damaged:  # lest they count among the newest that are kept
-            with contextlib.suppress(OSError):
-                other.rename(other.with_name(f"damaged_{other.name}"))
-        return Checkpoint(path, state, tuple(damaged.values()))
-    return f"no checkpoint in {folder}: {'; '.join(damaged.values()) or 'none was written'}"
-
-
 def newest_checkpoint(folder: Path, processes: Processes) -> Checkpoint:
-    """The newest complete checkpoint in a folder, as the main process finds it; all processes call this.
+    """Return the newest complete checkpoint in a folder, as the main process finds it; all processes call this.
 
     Raises:
         CheckpointError: there is none; in all processes.
@@ -136,16 +101,57 @@ def newest_checkpoint(folder: Path, processes: Processes) -> Checkpoint:
     return found
 
 
+def _newest(folder: Path) -> Checkpoint | str:
+    """Return the newest complete checkpoint, or why there is none. Newer ones, which are damaged, are renamed."""
+    damaged: dict[Path, str] = {}
+    for path in reversed(_finished_checkpoints(folder)):
+        try:
+            state = _read_state(path)
+        except CheckpointError as error:
+            damaged[path] = str(error)
+            continue
+        for other in damaged:  # so that they do not count as the newest that are kept
+            with contextlib.suppress(OSError):
+                other.rename(other.with_name(f"damaged_{other.name}"))
+        return Checkpoint(path, state, tuple(damaged.values()))
+    return f"no checkpoint in {folder}: {'; '.join(damaged.values()) or 'none was written'}"
+
+
+def _finished_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    numbered = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(numbered)]
+
+
+def _read_state(path: Path) -> dict:
+    try:
+        content = json.loads((path / STATE).read_text(encoding="utf-8"))
+        for name, size in content["files"].items():
+            actual = (path / name).stat().st_size
+            if actual != size:
+                raise CheckpointError(f"{path}: {name} has {actual:,} bytes instead of {size:,}")
+        return content["state"]
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+# Writing
+
+
 class Checkpoints:
     """Writes the checkpoints of one run; all processes call `save` at the same places of the run.
 
-    A checkpoint that cannot be written is a warning, and the checkpoints before stay as they are.
+    A checkpoint that cannot be written is a warning. Earlier checkpoints stay as they are.
 
     Args:
-        folder: where they are; made when it is needed.
-        keep: number of the newest checkpoints that stay.
-        minutes: after which one is due; None: never.
-        processes: those of the run.
+        folder: receives the checkpoints; it is created when needed.
+        keep: number of newest checkpoints to keep.
+        minutes: age of the last checkpoint at which the next one is due; None: never.
+        processes: processes of the run.
         warn: takes a warning, in the main process.
     """
 
@@ -157,16 +163,16 @@ class Checkpoints:
         self._minutes = minutes
         self._processes = processes
         self._warn = warn
-        self._last = time.monotonic()
-        if processes.is_main:  # what a killed run has left
+        self._saved_at = time.monotonic()
+        if processes.is_main:  # remains of a run that was killed
             for path in folder.glob(".round_*"):
                 shutil.rmtree(path, ignore_errors=True)
-        processes.gather(None)  # before anybody writes there again
+        processes.gather(None)  # no process writes before that is done
 
     @property
     def due(self) -> bool:
-        """Whether so many minutes have passed by this process's clock."""
-        return self._minutes is not None and time.monotonic() - self._last >= 60 * self._minutes
+        """Whether the last checkpoint is old enough, by the clock of this process."""
+        return self._minutes is not None and time.monotonic() - self._saved_at >= 60 * self._minutes
 
     def save(
         self,
@@ -178,23 +184,22 @@ class Checkpoints:
         """Write a checkpoint.
 
         Args:
-            number: the round after which it is written.
-            groups: the tensors that this process holds, or its parts of them, by file and name.
-            state: JSON values; those of the main process count.
-            text_files: more files to keep with it, likewise.
+            number: the finished round.
+            groups: tensors of this process, or its parts of them, by file and name.
+            state: JSON values, of the main process.
+            text_files: content of further files by name, of the main process.
         """
         temporary = self._folder / f".round_{number:05d}.new"
         own_problem = _problem_of(lambda: self._write_tensors(temporary, groups))
-        problems = sorted({problem for problem in self._processes.gather(own_problem) if problem is not None})
+        problems = {problem for problem in self._processes.gather(own_problem) if problem is not None}
         if self._processes.is_main:
-            problem = "; ".join(problems) or _problem_of(lambda: self._complete(temporary, state, text_files))
+            problem = "; ".join(sorted(problems))
+            if not problem:
+                problem = _problem_of(lambda: self._complete(temporary, state, text_files))
             if problem:
                 shutil.rmtree(temporary, ignore_errors=True)
-                self._warn(
-                    f"no checkpoint after round {number}: {problem}; training goes on, and the checkpoints before are "
-                    f"as they were"
-                )
-        self._last = time.monotonic()
+                self._warn(f"no checkpoint after round {number}: {problem}; training continues")
+        self._saved_at = time.monotonic()
 
     def _write_tensors(self, temporary: Path, groups: Mapping[str, Mapping[str, torch.Tensor | FilePart]]) -> None:
         temporary.mkdir(parents=True, exist_ok=True)
@@ -215,14 +220,14 @@ class Checkpoints:
         os.replace(temporary, final)
         shutil.rmtree(old, ignore_errors=True)
         _sync_folder(self._folder)
-        # Newer checkpoints are of a future that a resume has passed over: they do not count, and stay.
-        finished = finished_checkpoints(self._folder)
+        # Checkpoints of later rounds, before which a resume began, neither count nor are removed.
+        finished = _finished_checkpoints(self._folder)
         for path in finished[: finished.index(final) + 1][: -self._keep]:
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _problem_of(work: Callable[[], None]) -> str | None:
-    """What keeps this process from its part of a checkpoint: a disk, or memory for a copy on the host."""
+    """Return why this process cannot write: the disk, or memory for a copy on the host."""
     try:
         work()
     except OSError as error:
@@ -240,7 +245,6 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Write the names in a folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

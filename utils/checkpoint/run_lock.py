@@ -14,7 +14,7 @@ from utils.distributed.processes import Processes
 _logger = logging.getLogger("adloco")
 
 
-def held(folder: Path, patience: float = 0.0) -> contextlib.AbstractContextManager:
+def lock_run(folder: Path, patience: float = 0.0) -> contextlib.AbstractContextManager:
     """Lock a run folder until the end of this context, or of this process.
 
     On file systems without locks this does nothing.
@@ -24,23 +24,24 @@ def held(folder: Path, patience: float = 0.0) -> contextlib.AbstractContextManag
         patience: seconds to wait for a process that is about to end.
 
     Raises:
-        ConfigError: another process is training it.
+        ConfigError: another process is training this run.
     """
     lock = FileLock(folder / ".lock", fallback_to_soft=False)
-    for seconds in (0.0, patience):
-        try:
-            return lock.acquire(timeout=seconds)
-        except Timeout:
-            if patience and not seconds:
-                _logger.info("waiting %.0f s for the process that is training this run to end", patience)
-        except OSError:
-            return contextlib.nullcontext()
-    raise ConfigError(f"{folder}: another process is training this run; let it end, or stop it, first")
+    try:
+        with contextlib.suppress(Timeout):
+            return lock.acquire(timeout=0.0)
+        if patience:
+            _logger.info("waiting %.0f s for the process that is training this run to end", patience)
+        return lock.acquire(timeout=patience)
+    except Timeout:
+        raise ConfigError(f"{folder}: another process is training this run; wait for its end, or stop it") from None
+    except OSError:
+        return contextlib.nullcontext()
 
 
-def claimed_by_main(processes: Processes, folder: str | Path | None) -> contextlib.AbstractContextManager:
-    """The main process claims a run folder, if there is one; ConfigError in all processes where it cannot."""
+def lock_run_in_main(processes: Processes, folder: str | Path | None) -> contextlib.AbstractContextManager:
+    """Lock a run folder, if there is one, in the main process; ConfigError in all processes where it cannot."""
     # torchrun may start processes again before a machine has noticed that it has lost the others.
     patience = 60.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
-    claims = folder is not None and processes.is_main
-    return done_by_all(processes, lambda: held(Path(folder), patience) if claims else contextlib.nullcontext())
+    locks = folder is not None and processes.is_main
+    return done_by_all(processes, lambda: lock_run(Path(folder), patience) if locks else contextlib.nullcontext())
