@@ -275,13 +275,13 @@ def draw_batch_law(axes: Axes, run: RunData, x: str) -> None:
 
 def draw_prediction(axes: Axes, run: RunData, x: str) -> None:
     """Communications over examples: measured, and predicted for up to three times as many, with a 90% interval."""
-    _, examples, communications = measured(run)
+    examples, communications = measured(run)
     points = thinned(np.array([0, *examples]), np.array([0, *communications]))
     axes.plot(*points, line_style(points), color="black", label="measured")
     found = _fitted(axes, run)
     if found is not None:
         ahead = np.linspace(examples[-1], 3.0 * examples[-1], 9)
-        values = [found.communications(count) for count in ahead]
+        values = [found.predict(count) for count in ahead]
         axes.plot(ahead, [value.value for value in values], color=colour(0), label="predicted")
         low = [value.low for value in values]
         high = [value.high for value in values]
