@@ -10,7 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from algorithms.batch.calc_batch import augmented_inner_product_test, inner_product_test, norm_test
+from algorithms.batch.calc_batch import (
+    BatchTestParameters,
+    augmented_inner_product_test,
+    inner_product_test,
+    norm_test,
+)
 from algorithms.batch.gradient_statistics import GradientStatistics
 from algorithms.batch.per_example import SampleStatistics
 
@@ -131,13 +136,16 @@ def requests(
     )
     rows = []
     for eta in grids["eta"]:
-        rows.append(("norm_test", eta, norm_test(estimates, eta, batch) or batch))
-        rows.append(("norm_test, debias", eta, norm_test(estimates, eta, batch, debias=True) or batch))
+        plain = norm_test(estimates, BatchTestParameters(eta=eta), batch)
+        debiased = norm_test(estimates, BatchTestParameters(eta=eta, debias=True), batch)
+        rows.append(("norm_test", eta, plain or batch))
+        rows.append(("norm_test, debias", eta, debiased or batch))
     for theta in grids["theta"]:
-        rows.append(("inner_product_test", theta, inner_product_test(estimates, theta, batch, debias=True) or batch))
+        request = inner_product_test(estimates, BatchTestParameters(theta=theta, debias=True), batch)
+        rows.append(("inner_product_test", theta, request or batch))
     for nu in grids["nu"]:
         # A huge theta disables the inner product test, so that only orthogonality is tested.
-        request = augmented_inner_product_test(estimates, 1e9, nu, batch, debias=True)
+        request = augmented_inner_product_test(estimates, BatchTestParameters(theta=1e9, nu=nu, debias=True), batch)
         rows.append(("augmented_inner_product_test, orthogonality", nu, request or batch))
     return sorted(rows, key=lambda row: (row[0], row[1]))
 

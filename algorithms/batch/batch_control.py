@@ -1,8 +1,7 @@
-"""The requested batch of one trainer: its state, and the decision that moves it at the end of a round.
+"""The requested batch of one trainer: its state, and the decision that changes it at the end of a round.
 
-What the workers measured goes in, the next request comes out (AdLoCo, section 3, step 6): the statistics are averaged
-over the rounds, the batch test answers what its lower confidence bound asks for, and the answer is kept within bounds.
-Without a batch test the request stays, or follows a schedule by hand.
+AdLoCo, section 3, step 6: the statistics are averaged over the rounds, the batch test answers, and the answer is kept
+within bounds. Without a batch test the request stays, or follows a schedule.
 """
 
 import dataclasses
@@ -21,24 +20,27 @@ from algorithms.batch.gradient_statistics import GradientStatistics, SampleEstim
 from algorithms.schedule.budget import BatchGrowth
 from algorithms.schedule.learning_rate import eta_during
 
-# The gradients that are compared: of single examples, of whole workers, or of the devices of a node.
+# The values of statistics_estimator: gradients of single examples, of whole workers, or of the devices of a node.
 ESTIMATORS = ("per_example", "across_workers", "across_devices")
 
 
 @dataclass(frozen=True)
 class BatchControlSettings:
-    """How a request may move.
+    """The configuration of a trainer's requested batch.
 
     Attributes:
-        test: a key of BATCH_TESTS.
-        eta, theta, nu, debias: parameters of the tests, as in BatchTestParameters.
-        eta_at_end: eta at the end of the run; None: it stays.
+        test: a name in BATCH_TESTS.
+        eta: see BatchTestParameters.
+        eta_at_end: eta at the end of the run; None: constant.
+        theta: see BatchTestParameters.
+        nu: see BatchTestParameters.
+        debias: see BatchTestParameters.
         first_round: the first round with a test, counted from 1; before it the request stays.
         smoothing: weight of the past in the average of the statistics over rounds.
-        confidence: standard errors by which the test's answer is lowered.
+        confidence: see BatchTestParameters.
         largest_growth: factor per round; None: no bound.
-        schedule: pairs of (share of the run, request from there on), for a request that no test moves.
-        frozen_from: share of the run after which no test moves the request. A learning rate that falls makes the noise
+        schedule: pairs of (share of the run, request from there on), for a request that no test changes.
+        frozen_from: share of the run after which no test changes the request. A falling learning rate makes the noise
             scale rise, and then steps are worth more than larger batches.
     """
 
@@ -57,14 +59,10 @@ class BatchControlSettings:
 
 
 class BatchControl:
-    """The requested batch and what it depends on.
-
-    Args:
-        settings: how it may move.
-        initial_request: in examples over all workers of the trainer.
+    """The requested batch and the state that it depends on.
 
     Attributes:
-        requested_batch: the present request, in examples over all workers.
+        requested_batch: the present request, in examples over all workers of the trainer.
     """
 
     def __init__(self, settings: BatchControlSettings, initial_request: int):
@@ -74,17 +72,17 @@ class BatchControl:
         self._sums = StatisticsSums()
         self._growth = BatchGrowth()
 
-    def observe_growth(self, log_examples: float) -> None:
-        """Observe the request before a round; log_examples: logarithm of the examples of the run so far."""
-        self._growth = self._growth.observe(log_examples, self.requested_batch)
+    def observe_growth(self, position: float) -> None:
+        """Record the request before a round; position: logarithm of the examples of the run so far."""
+        self._growth = self._growth.after(position, self.requested_batch)
 
     @property
     def growth(self) -> float:
-        """The power of the examples with which the request grows, as far as it can be told; 0: it stays."""
+        """The power of the examples with which the request has grown so far; 0: it stays."""
         return self._growth.exponent if self._test is not None or self._settings.schedule else 0.0
 
     def tests_after(self, round_number: int) -> bool:
-        """Whether a batch test follows this round, counted from 1."""
+        """Return whether a batch test follows this round, counted from 1."""
         return self._test is not None and round_number >= self._settings.first_round
 
     def conclude(
@@ -95,20 +93,20 @@ class BatchControl:
         progress: float,
         largest_request: int,
     ) -> tuple[GradientStatistics | None, str | None]:
-        """Move the request at the end of a round.
+        """Change the request at the end of a round.
 
         Args:
-            samples: what the round's samples say; none where nothing was measured.
-            between: what products between the workers say, if they are known beside the samples.
+            samples: estimates of the round's samples; empty if nothing was measured.
+            between: an estimate from products between the workers, if there is one besides the samples.
             effective_batch: examples of an inner step over all workers.
-            progress: how much of the run is done, 0 to 1.
-            largest_request: ever, in examples.
+            progress: share of the run that is done, 0 to 1.
+            largest_request: the configured maximum, in examples.
 
         Returns:
-            The statistics that the test saw, averaged over the rounds, and what to warn of; None where there is none.
+            The statistics that the test saw, averaged over the rounds, and a warning; None if there is none.
 
         Raises:
-            TypeError: the test gives no number.
+            TypeError: the test returned something else than a number or None.
         """
         settings = self._settings
         if settings.schedule:
@@ -116,23 +114,23 @@ class BatchControl:
             self.requested_batch = min(scheduled, largest_request)
         if self._test is None or not samples:
             return None, None
-        alone = StatisticsSums().after(samples, 0.0, between).statistics
-        if not alone.decisive:
-            return alone, "gradient statistics are zero or not finite: the requested batch stays as it is"
+        of_round = StatisticsSums().after(samples, 0.0, between).statistics
+        if not of_round.decisive:
+            return of_round, "gradient statistics are zero or not finite: the requested batch stays as it is"
         self._sums = self._sums.after(samples, settings.smoothing, between)
-        eta = eta_during(settings.eta, settings.eta_at_end, progress)
-        parameters = BatchTestParameters(eta, settings.theta, settings.nu, settings.debias, settings.confidence)
         statistics = self._sums.statistics
         if progress > settings.frozen_from:
             return statistics, None
-        asked = self._test(statistics, parameters, effective_batch)
-        if not (asked is None or (isinstance(asked, Real) and not math.isnan(asked))):
-            raise TypeError(f"sampling_method: {settings.test} must give a number of examples or None, got {asked!r}")
-        self.requested_batch = bounded_request(self.requested_batch, asked, settings.largest_growth, largest_request)
+        eta = eta_during(settings.eta, settings.eta_at_end, progress)
+        parameters = BatchTestParameters(eta, settings.theta, settings.nu, settings.debias, settings.confidence)
+        answer = self._test(statistics, parameters, effective_batch)
+        if not (answer is None or (isinstance(answer, Real) and not math.isnan(answer))):
+            raise TypeError(f"sampling_method: {settings.test} must give a number of examples or None, got {answer!r}")
+        self.requested_batch = bounded_request(self.requested_batch, answer, settings.largest_growth, largest_request)
         return statistics, None
 
     def state_dict(self) -> dict:
-        """As plain values."""
+        """Return the state as plain values."""
         return {
             "requested_batch": self.requested_batch,
             "statistics": dataclasses.asdict(self._sums),

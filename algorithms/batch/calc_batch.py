@@ -1,15 +1,15 @@
-"""Batch tests: from gradient statistics to the batch that a trainer should request.
+"""Batch tests: from gradient statistics to the batch that a trainer should request, in examples over all its workers.
 
-Every test answers in examples of the whole trainer. The tests never see the config: `bounded_request` applies what it
-allows.
+A batch test is a function of the statistics, the parameters of all tests and the trainer's effective batch; None: the
+statistics say nothing, and the batch stays. `bounded_request` keeps the answer within the configured bounds.
 
-Notation as in algorithms.batch.gradient_statistics: G the true gradient, V, P and R; B the trainer's effective
-batch, whose
-mean gradient g has E ||g||^2 = ||G||^2 + V/B, and other examples E Var <g_i, g> = P + R/B. The papers divide by ||g||^2
-and take the variance of <g_i, g>: that is the plain form. The debiased form has what B tends to: ||G||^2 and P.
+Notation as in algorithms.batch.gradient_statistics: G the true gradient, V, P and R; B the effective batch, whose mean
+gradient g has E ||g||^2 = ||G||^2 + V / B, and, with other examples, E Var <g_i, g> = P + R / B. The papers divide by
+||g||^2 and take the variance of <g_i, g>: that is the plain form. The debiased form has the limits for large B: ||G||^2
+and P.
 
-An estimate that is lowered by its error: with `confidence` z a test answers with the smallest batch that is not ruled
-out at z standard errors. As a request never shrinks, the largest of many point estimates would decide otherwise.
+With `confidence` z a test answers with the smallest batch that is not ruled out at z standard errors. As a request
+never shrinks, the largest of many point estimates would decide otherwise.
 """
 
 import math
@@ -20,31 +20,54 @@ from algorithms.batch.gradient_statistics import GradientStatistics
 from algorithms.registry import Registry
 
 
-def _ceil(value: float) -> int:
-    """Ceiling that forgives rounding: 6.4 / 0.8**2 is 10 on paper and 9.999999999999998 or more here."""
-    return max(1, math.ceil(value * (1.0 - 1e-12)))
+@dataclass(frozen=True)
+class BatchTestParameters:
+    """The parameters of all batch tests; each test reads its own.
+
+    Attributes:
+        eta: of the norm test: allowed ratio of the noise to the norm of the gradient.
+        theta: of the inner product test.
+        nu: of the orthogonality test.
+        debias: divide by ||G||^2 instead of ||g||^2. The noise V / B in ||g||^2 keeps the answer of the plain norm test
+            below B / eta^2.
+        confidence: standard errors by which the answer is lowered.
+    """
+
+    eta: float = 1.0
+    theta: float = 1.0
+    nu: float = 1.0
+    debias: bool = False
+    confidence: float = 0.0
 
 
-def _decide(value: float) -> int | None:
-    """ceil(value), or None where the value says nothing."""
-    return _ceil(value) if math.isfinite(value) else None
+BatchTest = Callable[[GradientStatistics, BatchTestParameters, int], int | None]
+
+
+def _ceil(value: float) -> int | None:
+    """Return the ceiling, at least 1; None if the value is not finite.
+
+    It forgives rounding: 6.4 / 0.8**2 is 10 on paper and 9.999999999999998 or more in floating point.
+    """
+    return max(1, math.ceil(value * (1.0 - 1e-12))) if math.isfinite(value) else None
 
 
 def lower_ratio(
     numerator: float, numerator_error: float, denominator: float, denominator_error: float, confidence: float
 ) -> float:
-    """The smallest ratio r of two estimated numbers with numerator - r denominator <= confidence * its error (Fieller).
+    """Return the smallest ratio r of two estimates with numerator - r denominator <= confidence * its error (Fieller).
 
-    What is estimated is not negative: a denominator below zero counts as zero, and its error alone bounds the ratio.
+    The true values are not negative: a negative denominator counts as zero, and its error alone bounds the ratio.
 
     Args:
-        confidence: z; with 0 the ratio itself.
+        confidence: z; with 0 the result is the ratio itself.
 
     Returns:
-        0 where the numerator is not above its own error; infinite for a denominator of zero without an error.
+        0 if the numerator is not above its own error; infinity for a denominator of zero without an error.
     """
-    n, d = max(numerator, 0.0), max(denominator, 0.0)
-    upper, lower = confidence * denominator_error, n**2 - (confidence * numerator_error) ** 2
+    n = max(numerator, 0.0)
+    d = max(denominator, 0.0)
+    upper = confidence * denominator_error
+    lower = n**2 - (confidence * numerator_error) ** 2
     if math.isnan(lower) or lower <= 0.0:
         return lower if math.isnan(lower) else 0.0
     # The smaller root of r^2 (d^2 - upper^2) - 2 r n d + lower = 0, in the form that holds for any sign of the first.
@@ -52,96 +75,67 @@ def lower_ratio(
     return lower / scale if scale != 0.0 else math.inf
 
 
-def _squared_norm(statistics: GradientStatistics, batch: int, debias: bool) -> tuple[float, float]:
-    """The squared norm that the tests divide by, and its error."""
-    squared_norm = max(statistics.squared_norm, 0.0)
+def _squared_norm(s: GradientStatistics, batch: int, debias: bool) -> tuple[float, float]:
+    """Return the squared norm that the tests divide by, and its error."""
+    squared_norm = max(s.squared_norm, 0.0)
     if debias:
-        return squared_norm, statistics.squared_norm_error
-    error = math.hypot(statistics.squared_norm_error, statistics.variance_error / batch)
-    return squared_norm + statistics.variance / batch, error
+        return squared_norm, s.squared_norm_error
+    error = math.hypot(s.squared_norm_error, s.variance_error / batch)
+    return squared_norm + s.variance / batch, error
 
 
-def norm_test(
-    statistics: GradientStatistics, eta: float, batch: int, debias: bool = False, confidence: float = 0.0
-) -> int | None:
-    """Norm test (Byrd et al. 2012; arXiv 2402.11215): the batch at which V / B <= eta^2 ||grad||^2.
-
-    Args:
-        statistics: of all workers.
-        eta: allowed ratio of the noise to the norm of the gradient.
-        batch: the trainer's effective batch B, in examples over all its workers.
-        debias: divide by ||G||^2 instead of ||g||^2, which holds V/B of noise, so that the papers' form asks for at
-            most B / eta^2.
-        confidence: by how many standard errors the answer is lowered.
-
-    Returns:
-        Requested batch in examples; None where the statistics say nothing.
-    """
-    s = statistics
-    ratio = lower_ratio(s.variance, s.variance_error, s.squared_norm, s.squared_norm_error, confidence)
-    if not debias and ratio > 0.0:
-        ratio = 1.0 / (1.0 / ratio + 1.0 / batch)  # V / (||G||^2 + V/B)
-    return _decide(ratio / eta**2) if s.decisive else None
+def norm_test(s: GradientStatistics, parameters: BatchTestParameters, batch: int) -> int | None:
+    """Norm test (Byrd et al. 2012; arXiv 2402.11215): the batch at which V / B <= eta^2 ||g||^2."""
+    if not s.decisive:
+        return None
+    ratio = lower_ratio(s.variance, s.variance_error, s.squared_norm, s.squared_norm_error, parameters.confidence)
+    if not parameters.debias and ratio > 0.0:
+        ratio = 1.0 / (1.0 / ratio + 1.0 / batch)  # V / (||G||^2 + V / B)
+    return _ceil(ratio / parameters.eta**2)
 
 
-def inner_product_test(
-    statistics: GradientStatistics, theta: float, batch: int, debias: bool = False, confidence: float = 0.0
-) -> int | None:
+def inner_product_test(s: GradientStatistics, parameters: BatchTestParameters, batch: int) -> int | None:
     """Inner product test (arXiv 1710.11258, eq. 2.6): ceil(Var <g_i, g> / (theta^2 ||g||^4))."""
-    variance, error = statistics.inner_product_variance_at(math.inf if debias else batch)
+    z = parameters.confidence
+    variance, error = s.inner_product_variance_at(math.inf if parameters.debias else batch)
+    if not s.decisive or math.isnan(variance):
+        return None
     # The square root of the ratio has the squared norm itself in the denominator.
-    root, lowest = math.sqrt(max(variance, 0.0)), math.sqrt(max(variance - confidence * error, 0.0))
-    root_error = (root - lowest) / confidence if confidence > 0.0 else 0.0
-    ratio = lower_ratio(root, root_error, *_squared_norm(statistics, batch, debias), confidence)
-    return _decide((ratio / theta) ** 2) if statistics.decisive and not math.isnan(variance) else None
+    root = math.sqrt(max(variance, 0.0))
+    lowest = math.sqrt(max(variance - z * error, 0.0))
+    root_error = (root - lowest) / z if z > 0.0 else 0.0
+    ratio = lower_ratio(root, root_error, *_squared_norm(s, batch, parameters.debias), z)
+    return _ceil((ratio / parameters.theta) ** 2)
 
 
-def augmented_inner_product_test(
-    statistics: GradientStatistics, theta: float, nu: float, batch: int, debias: bool = False, confidence: float = 0.0
-) -> int | None:
-    """Inner product test augmented by orthogonality (arXiv 1710.11258, section 2.2), the larger of the two.
+def augmented_inner_product_test(s: GradientStatistics, parameters: BatchTestParameters, batch: int) -> int | None:
+    """Inner product test augmented by orthogonality (arXiv 1710.11258, section 2.2): the larger of the two.
 
     The second is ceil(O / (nu^2 ||g||^2)) with O the variance orthogonal to g, V - Var <g_i, g> / ||g||^2.
     """
-    inner = inner_product_test(statistics, theta, batch, debias, confidence)
-    squared_norm, error = _squared_norm(statistics, batch, debias)
-    along, along_error = statistics.inner_product_variance_at(math.inf if debias else batch)
-    largest = squared_norm + confidence * error
-    if not statistics.decisive or math.isnan(along) or largest <= 0.0:
+    z = parameters.confidence
+    inner = inner_product_test(s, parameters, batch)
+    squared_norm, error = _squared_norm(s, batch, parameters.debias)
+    along, along_error = s.inner_product_variance_at(math.inf if parameters.debias else batch)
+    largest = squared_norm + z * error
+    if not s.decisive or math.isnan(along) or largest <= 0.0:
         return inner
     along = max(along, 0.0) / largest
-    if confidence > 0.0:
+    if z > 0.0:
         # No direction holds more of the variance than the root of R, which is known long before P is.
-        overlap = max(statistics.overlap, 0.0) + confidence * statistics.overlap_error
-        along = min(along + confidence * along_error / largest, math.sqrt(overlap))
-    orthogonal = max(statistics.variance - along, 0.0)
-    ratio = lower_ratio(orthogonal, statistics.variance_error, squared_norm, error, confidence)
-    return max(filter(None, (inner, _decide(ratio / nu**2))), default=None)
+        overlap = max(s.overlap, 0.0) + z * s.overlap_error
+        along = min(along + z * along_error / largest, math.sqrt(overlap))
+    ratio = lower_ratio(max(s.variance - along, 0.0), s.variance_error, squared_norm, error, z)
+    answers = [answer for answer in (inner, _ceil(ratio / parameters.nu**2)) if answer is not None]
+    return max(answers, default=None)
 
 
-@dataclass(frozen=True)
-class BatchTestParameters:
-    """The parameters of all batch tests; each reads its own."""
-
-    eta: float
-    theta: float
-    nu: float
-    debias: bool = False
-    confidence: float = 0.0
-
-
-# How the config names the tests: request(statistics, parameters, batch), which may say nothing; None: the batch stays.
-BatchTest = Callable[[GradientStatistics, BatchTestParameters, int], int | None]
-
+# The values of sampling_method.
 BATCH_TESTS: Registry[BatchTest | None] = Registry(
     {
-        "norm_test": lambda statistics, p, batch: norm_test(statistics, p.eta, batch, p.debias, p.confidence),
-        "inner_product_test": lambda statistics, p, batch: inner_product_test(
-            statistics, p.theta, batch, p.debias, p.confidence
-        ),
-        "augmented_inner_product_test": lambda statistics, p, batch: augmented_inner_product_test(
-            statistics, p.theta, p.nu, batch, p.debias, p.confidence
-        ),
+        "norm_test": norm_test,
+        "inner_product_test": inner_product_test,
+        "augmented_inner_product_test": augmented_inner_product_test,
         "none": None,
     }
 )
@@ -150,29 +144,29 @@ BATCH_TESTS: Registry[BatchTest | None] = Registry(
 NEED_INNER_PRODUCTS = ("inner_product_test", "augmented_inner_product_test")
 
 
-def bounded_request(current: int, test: int | None, max_growth: float | None, max_request: int) -> int:
-    """The next requested batch: never below the current one, and growing within the config's bounds.
+def bounded_request(current: int, answer: int | None, max_growth: float | None, max_request: int) -> int:
+    """Return the next requested batch: never below the current one, and growing within the configured bounds.
 
     Args:
         current: requested batch of this round.
-        test: what the batch test asks for; None: nothing.
+        answer: of the batch test; None: the request stays.
         max_growth: largest factor per round, at least 1; None: no bound. A request of 1 may still become 2.
         max_request: largest request ever; a current request above it stays.
     """
-    if test is None:
+    if answer is None:
         return current
     if max_growth is not None:
         smallest_growth = 1 if max_growth > 1.0 else 0
-        test = min(test, max(math.floor(current * max_growth), current + smallest_growth))
-    return max(current, min(test, max_request))
+        answer = min(answer, max(math.floor(current * max_growth), current + smallest_growth))
+    return max(current, min(answer, max_request))
 
 
 def scheduled_request(schedule: Sequence[tuple[float, float]], progress: float, current: int) -> int:
-    """The request of a schedule by hand.
+    """Return the request of a batch schedule.
 
     Args:
         schedule: (share of the run, requested batch from there on), the shares growing.
-        progress: how much of the run is done, 0 to 1.
-        current: the request before the first of them.
+        progress: share of the run that is done, 0 to 1.
+        current: the request before the first entry.
     """
     return [current, *(int(batch) for share, batch in schedule if share <= progress)][-1]

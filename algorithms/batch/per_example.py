@@ -1,4 +1,4 @@
-"""Exact per-example quantities out of one ordinary backward pass, for the batch tests and the gradient analysis.
+"""Exact per-example gradient statistics from one ordinary backward pass, for the batch tests and the gradient analysis.
 
 For a sample of b examples with gradients g_i and mean g:
 
@@ -7,41 +7,183 @@ For a sample of b examples with gradients g_i and mean g:
     inner-product variance   P = sample variance of the d_i
     orthogonal variance      O = sum (n_i - d_i^2 / ||g||^2) / (b - 1)
 
-How: a hook on every supported layer keeps the layer's input x and the gradient delta of its output. As soon
-as a parameter's own gradient G has been accumulated, both its shares are computed and dropped again:
-n_i += ||P_i||^2 and d_i += <P_i, G>, where P_i is the example's share of G. For y = W x it is
-P_i = sum_t delta_it x_it^T, and when T (out + in) <= out * in the same numbers come from products of activations
-(||P_i||^2 = sum_tt' <delta_t, delta_t'> <x_t, x_t'>) without ever building it. So the extra memory stays in the
-order of a layer's own activations, nothing runs per example, and a parameter with several uses (a module called
-twice, an embedding tied to the head) is exact, cross terms included; x and delta of such a parameter are held until
-its last use has been differentiated.
+How: a hook on every supported layer keeps the layer's input x and the gradient delta of its output. As soon as a
+parameter's own gradient G has been accumulated, n_i += ||P_i||^2 and d_i += <P_i, G>, where P_i is the example's share
+of G. For y = W x it is P_i = sum_t delta_it x_it^T. When T (out + in) <= out * in, the same numbers come from products
+of activations, ||P_i||^2 = sum_tt' <delta_t, delta_t'> <x_t, x_t'>, without ever building it. So the extra memory is of
+the order of a layer's own activations, and nothing runs per example. A parameter with several uses (a module called
+twice, an embedding tied to the head) is exact, cross terms included; its x and delta are held until its last use has
+been differentiated.
 
-An accumulated step is probed micro-batch by micro-batch into one gradient, and `step_estimate` makes estimates of the
-true gradient out of that (algorithms.batch.gradient_statistics). Inner products, with the gradient as far as it has
-been accumulated, are taken only where they are needed, in the first micro-batch and in the last.
-
-Measured: see benchmarks/performance/throughput.py, which prints the cost of a step with the hooks against a plain one.
+An accumulated step is probed micro-batch by micro-batch into one gradient, and `step_estimate` turns that into
+estimates of the true gradient (algorithms.batch.gradient_statistics). Inner products, with the gradient as accumulated
+so far, are taken only where they are needed. benchmarks/performance/throughput.py measures the cost of a probed step.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from algorithms.batch.gradient_statistics import Comparison, SampleEstimate, sample_estimate
 from algorithms.batch.losses import example_losses, logits_of
-from algorithms.batch.parameter_uses import SUPPORTED_MODULES, Dense, Lookup, Outer, cross_term
+from algorithms.registry import Registry
+
+
+class UnsupportedModuleError(ValueError):
+    """A trainable parameter whose per-example gradients hooks cannot yield."""
+
+    def __init__(self, problem: str):
+        super().__init__(f"{problem}; set statistics_estimator: across_workers")
+
+
+# The examples' shares P_i of one parameter's gradient, in three forms. All tensors have the batch first. Each form has
+#   joined(other)                               the shares of two uses of the parameter together
+#   squares_and_products(gradient, products)    ||P_i||^2 [b], and <P_i, gradient> [b] if wanted
+
+
+@dataclass
+class Outer:
+    """Shares of the weight [out, in] of a linear layer: P_i = sum_t delta_it x_it^T.
+
+    Attributes:
+        x: inputs, [b, T, in].
+        delta: gradients of the outputs, [b, T, out].
+    """
+
+    x: torch.Tensor
+    delta: torch.Tensor
+
+    def joined(self, other: "Outer") -> "Outer":
+        return Outer(torch.cat((self.x, other.x), 1), torch.cat((self.delta, other.delta), 1))
+
+    def squares_and_products(self, gradient: torch.Tensor, products: bool) -> tuple[torch.Tensor, torch.Tensor | float]:
+        steps = self.x.shape[1]
+        out, inputs = gradient.shape
+        if steps * (out + inputs) > out * inputs:
+            share = torch.bmm(self.delta.transpose(1, 2), self.x).flatten(1)
+            return share.square().sum(1), torch.mv(share, gradient.flatten()) if products else 0.0
+        squares = torch.bmm(self.delta, self.delta.transpose(1, 2))
+        squares.mul_(torch.bmm(self.x, self.x.transpose(1, 2)))
+        found = (self.x @ gradient.t()).mul_(self.delta).sum((1, 2)) if products else 0.0
+        return squares.sum((1, 2)), found
+
+
+@dataclass
+class Lookup:
+    """Shares of the weight [vocabulary, width] of an embedding: row k of P_i is the sum of delta_it over tokens k.
+
+    Attributes:
+        tokens: [b, T].
+        delta: gradients of the outputs, [b, T, width].
+    """
+
+    tokens: torch.Tensor
+    delta: torch.Tensor
+
+    def joined(self, other: "Lookup") -> "Lookup":
+        return Lookup(torch.cat((self.tokens, other.tokens), 1), torch.cat((self.delta, other.delta), 1))
+
+    def squares_and_products(self, gradient: torch.Tensor, products: bool) -> tuple[torch.Tensor, torch.Tensor | float]:
+        ordered, order = self.tokens.sort(1)
+        new_token = torch.zeros_like(ordered)
+        new_token[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+        row = new_token.cumsum(1).unsqueeze(2).expand_as(self.delta)
+        delta = self.delta.gather(1, order.unsqueeze(2).expand_as(self.delta))
+        rows = torch.zeros_like(delta).scatter_add_(1, row, delta)
+        found = (gradient[self.tokens] * self.delta).sum((1, 2)) if products else 0.0
+        return rows.square().sum((1, 2)), found
+
+
+@dataclass
+class Dense:
+    """Shares [b, ...] of a parameter small enough to build them: biases and norms."""
+
+    share: torch.Tensor
+
+    def joined(self, other: "Dense") -> "Dense":
+        return Dense(self.share + other.share)
+
+    def squares_and_products(self, gradient: torch.Tensor, products: bool) -> tuple[torch.Tensor, torch.Tensor | float]:
+        share = self.share.flatten(1)
+        return share.square().sum(1), torch.mv(share, gradient.flatten()) if products else 0.0
+
+
+Shares = Outer | Lookup | Dense
+
+
+def cross_term(outer: Outer, lookup: Lookup) -> torch.Tensor:
+    """Return <P_i of the head, P_i of the embedding> [b] for one weight used as both."""
+    b, steps, _ = outer.delta.shape
+    tokens = lookup.tokens.unsqueeze(1).expand(b, steps, lookup.tokens.shape[1])
+    return outer.delta.gather(2, tokens).mul_(torch.bmm(outer.x, lookup.delta.transpose(1, 2))).sum((1, 2))
+
+
+# From one call of a layer, with input x [b, ..., in] and the gradient delta of its output, to its parameters, each with
+# a function that computes its shares.
+Uses = Iterator[tuple[nn.Parameter, Callable[[], Shares]]]
+
+
+def _with_steps(tensor: torch.Tensor) -> torch.Tensor:
+    """Return [b, ..., width] as [b, T, width]."""
+    return tensor.reshape(tensor.shape[0], -1, tensor.shape[-1])
+
+
+def _linear_uses(module: nn.Linear, x: torch.Tensor, delta: torch.Tensor) -> Uses:
+    x = _with_steps(x)
+    delta = _with_steps(delta)
+    yield module.weight, lambda: Outer(x, delta)
+    if module.bias is not None:
+        yield module.bias, lambda: Dense(delta.sum(1))
+
+
+def _embedding_uses(module: nn.Embedding, x: torch.Tensor, delta: torch.Tensor) -> Uses:
+    tokens = x.flatten(1)
+    delta = _with_steps(delta)
+    if module.padding_idx is not None:  # autograd gives this row no gradient
+        delta = delta.masked_fill((tokens == module.padding_idx).unsqueeze(2), 0.0)
+    yield module.weight, lambda: Lookup(tokens, delta)
+
+
+def _norm_uses(module: nn.Module, x: torch.Tensor, delta: torch.Tensor) -> Uses:
+    # With a weight of ones the module itself yields the normalised input, in exactly the arithmetic of its class.
+    neutral = {
+        name: torch.zeros_like(p) if name == "bias" else torch.ones_like(p) for name, p in module.named_parameters()
+    }
+    with torch.no_grad():
+        normalised = functional_call(module, neutral, (x,))
+    shape = (delta.shape[0], -1, *delta.shape[delta.dim() - module.weight.dim() :])
+    yield module.weight, lambda: Dense((delta * normalised).reshape(shape).sum(1))
+    if getattr(module, "bias", None) is not None:
+        yield module.bias, lambda: Dense(delta.reshape(shape).sum(1))
+
+
+# By class name, so that the Llama norm is known without importing transformers. Exactly these classes: a subclass may
+# compute something else.
+SUPPORTED_MODULES: Registry[Callable[[nn.Module, torch.Tensor, torch.Tensor], Uses]] = Registry(
+    {
+        "Linear": _linear_uses,
+        "Embedding": _embedding_uses,
+        "LayerNorm": _norm_uses,
+        "RMSNorm": _norm_uses,
+        "LlamaRMSNorm": _norm_uses,
+    }
+)
 
 
 @dataclass(frozen=True)
 class SampleStatistics:
-    """One sample of examples as it is, noise included; squared norms are in squared units of the gradient.
+    """The statistics of one sample as it is, noise included, in squared units of the gradient.
 
-    sample_size: examples in the sample. squared_norm: ||g||^2 of their mean gradient. variance, V:
-    trace of the covariance of one example's gradient. inner_product_variance, P. orthogonal_variance, O. The last
-    three are NaN for a sample of one, which has no variance.
+    Attributes:
+        sample_size: examples in the sample.
+        squared_norm: ||g||^2 of their mean gradient.
+        variance: V; NaN for a sample of one, like the following.
+        inner_product_variance: P.
+        orthogonal_variance: O.
     """
 
     sample_size: int
@@ -50,42 +192,37 @@ class SampleStatistics:
     inner_product_variance: float
     orthogonal_variance: float
 
-
-class UnsupportedModuleError(ValueError):
-    """A trainable parameter whose per-example gradients cannot be had from hooks."""
-
-
-def _statistics(squared_norms: torch.Tensor, inner_products: torch.Tensor, squared_norm: float) -> SampleStatistics:
-    """From n_i [b] and d_i [b] in float64 and ||g||^2 to the statistics."""
-    b = squared_norms.numel()
-    if b < 2:
-        return SampleStatistics(b, squared_norm, float("nan"), float("nan"), float("nan"))
-    variance = (squared_norms.sum().item() - b * squared_norm) / (b - 1)
-    if squared_norm > 0.0:
-        orthogonal = (squared_norms - inner_products.square() / squared_norm).sum().item() / (b - 1)
-    else:
+    @classmethod
+    def of(cls, norms: torch.Tensor, products: torch.Tensor, squared_norm: float) -> "SampleStatistics":
+        """Return the statistics from n_i [b] and d_i [b] in float64 and ||g||^2."""
+        b = norms.numel()
+        if b < 2:
+            return cls(b, squared_norm, math.nan, math.nan, math.nan)
+        variance = (norms.sum().item() - b * squared_norm) / (b - 1)
         orthogonal = variance
-    # Rounding may leave a tiny negative number where examples are equal; a NaN must stay one.
-    return SampleStatistics(
-        sample_size=b,
-        squared_norm=squared_norm,
-        variance=0.0 if variance < 0.0 else variance,
-        inner_product_variance=inner_products.var().item(),
-        orthogonal_variance=0.0 if orthogonal < 0.0 else orthogonal,
-    )
+        if squared_norm > 0.0:
+            orthogonal = (norms - products.square() / squared_norm).sum().item() / (b - 1)
+        # Rounding may leave a tiny negative number where examples are equal; a NaN must stay one.
+        return cls(
+            sample_size=b,
+            squared_norm=squared_norm,
+            variance=0.0 if variance < 0.0 else variance,
+            inner_product_variance=products.var().item(),
+            orthogonal_variance=0.0 if orthogonal < 0.0 else orthogonal,
+        )
 
 
 def _kind(module: nn.Module) -> str:
-    """The name of a module's class. What is sharded by itself has one of FSDP2's making, FSDP and that name."""
+    """Return the name of a module's class; FSDP2 derives classes of its own from those of sharded modules."""
     kind = type(module)
     original = kind.__bases__[-1].__name__
     return original if kind.__name__ == f"FSDP{original}" else kind.__name__
 
 
 class _Kept(torch.autograd.Function):
-    """Keeps a tensor as autograd keeps what a backward pass needs: where activations are computed anew, it is as well.
+    """Keeps a tensor as autograd keeps what a backward pass needs: with recomputed activations it is recomputed, too.
 
-    Nothing is differentiated through it: what is wanted is the node of its output, and `saved_tensors` there.
+    Nothing is differentiated through it: it is there for its output's node, which has the tensor in `saved_tensors`.
     """
 
     @staticmethod
@@ -95,17 +232,22 @@ class _Kept(torch.autograd.Function):
 
 
 class PerExampleProbe:
-    """Context in which one backward pass also yields the statistics of the examples in it.
+    """A context in which one backward pass also yields the statistics of its examples.
 
     Every loss must depend on one example only. The batch is the first dimension of every layer's input. The gradients
-    (`.grad`) may hold those of earlier micro-batches on entry: inner products are with what they hold in the end.
+    (`.grad`) may hold those of earlier micro-batches on entry; inner products are with their final values.
 
     Args:
         model: its trainable parameters must belong to modules in SUPPORTED_MODULES.
         batch_size: b, examples in the pass.
-        direction: by parameter; inner products are then taken with it instead of the accumulated gradient, and
-            `squared_norms_by_parameter` is known.
-        products: whether inner products and the gradient's squared norm are wanted.
+        direction: by parameter; inner products are with it instead of the accumulated gradient.
+        products: whether to take inner products and the gradient's squared norm.
+
+    Attributes:
+        squared_norms: ||g_i||^2 of each example's loss as it enters the differentiated sum, [b], float64.
+        inner_products: <g_i, direction>, [b], float64.
+        squared_norm: of the accumulated gradient, float64.
+        squared_norms_by_parameter: the sum of squared norms of each parameter, if there is a direction.
 
     Raises:
         UnsupportedModuleError: naming the module that owns a trainable parameter and is not supported.
@@ -119,11 +261,11 @@ class PerExampleProbe:
         products: bool = True,
     ):
         self.batch_size = batch_size
+        self.squared_norms_by_parameter: dict[nn.Parameter, torch.Tensor] = {}
         self._direction = direction
         self._with_products = products
-        self.squared_norms_by_parameter: dict[nn.Parameter, torch.Tensor] = {}
         self._handles: list = []
-        self._uses: dict[nn.Parameter, list] = {}
+        self._uses: dict[nn.Parameter, list[Shares]] = {}
         self._names: dict[nn.Parameter, str] = {}
         self._anchor = torch.empty(0, requires_grad=True)
         self._layers: list[tuple[str, nn.Module]] = []
@@ -136,25 +278,24 @@ class PerExampleProbe:
             for name, parameter in parameters.items():
                 self._names.setdefault(parameter, f"{path}.{name}" if path else name)
         device = next((parameter.device for parameter in self._names), None)
-        self._squared_norms = torch.zeros(batch_size, dtype=torch.float64, device=device)
-        self._inner_products = torch.zeros_like(self._squared_norms)
-        self._squared_norm = torch.zeros((), dtype=torch.float64, device=device)
+        self.squared_norms = torch.zeros(batch_size, dtype=torch.float64, device=device)
+        self.inner_products = torch.zeros_like(self.squared_norms)
+        self.squared_norm = torch.zeros((), dtype=torch.float64, device=device)
 
     @staticmethod
     def _check_supported(path: str, module: nn.Module) -> None:
         kind = _kind(module)
-        advice = "set statistics_estimator: across_workers"
         if kind not in SUPPORTED_MODULES:
+            known = ", ".join(SUPPORTED_MODULES)
             raise UnsupportedModuleError(
-                f"per-example statistics do not know the module '{path}' of class {kind} "
-                f"(known: {', '.join(SUPPORTED_MODULES)}); {advice}"
+                f"per-example statistics do not know the module '{path}' of class {kind} (known: {known})"
             )
         if isinstance(module, nn.Embedding) and (
             module.sparse or module.scale_grad_by_freq or module.max_norm is not None
         ):
             raise UnsupportedModuleError(
                 f"per-example statistics need the embedding '{path}' to be dense, without max_norm and "
-                f"scale_grad_by_freq; {advice}"
+                f"scale_grad_by_freq"
             )
 
     def __enter__(self) -> "PerExampleProbe":
@@ -176,7 +317,7 @@ class PerExampleProbe:
         self._uses.clear()
 
     def _expand_shared_index(self, module: nn.Module, args: tuple):
-        """Positions looked up once for the whole batch, [1, T], are looked up per example instead."""
+        """Look up positions, [1, T] for the whole batch, for every example."""
         if args[0].shape[0] == 1 and self.batch_size > 1:
             return (args[0].expand(self.batch_size, *args[0].shape[1:]), *args[1:])
         return None
@@ -188,8 +329,7 @@ class PerExampleProbe:
             if args[0].shape[0] != self.batch_size:
                 raise UnsupportedModuleError(
                     f"per-example statistics need the batch of {self.batch_size} examples as first dimension "
-                    f"of every input, but '{path}' got {tuple(args[0].shape)}; "
-                    f"set statistics_estimator: across_workers"
+                    f"of every input, but '{path}' got {tuple(args[0].shape)}"
                 )
             kept = _Kept.apply(self._anchor, args[0].detach())  # before PyTorch 2.13 its node does not live without it
             output.register_hook(lambda delta: self._on_output_gradient(module, *kept.grad_fn.saved_tensors, delta))
@@ -201,112 +341,100 @@ class PerExampleProbe:
         dtype = self._dtype_of(module)
         x = x.to(dtype) if x.is_floating_point() else x
         with torch.autocast(delta.device.type, enabled=False):
-            uses = SUPPORTED_MODULES[_kind(module)](module, x, delta.to(dtype))
-            for parameter, use in uses:
+            for parameter, shares in SUPPORTED_MODULES[_kind(module)](module, x, delta.to(dtype)):
                 if parameter.requires_grad:
-                    self._uses.setdefault(parameter, []).append(use())
+                    self._uses.setdefault(parameter, []).append(shares())
 
     def _dtype_of(self, module: nn.Module) -> torch.dtype:
-        """That its parameters' gradients have, and shares in these."""
+        """Return the type of the module's gradients."""
         return module.weight.dtype
 
     @torch.no_grad()
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
-        before = self._squared_norms.sum() if self._direction is not None else None
-        against = gradient if self._direction is None else self._direction[parameter]
-        self._add(self._names[parameter], self._uses.pop(parameter, ()), against)
-        if before is not None:
-            self.squared_norms_by_parameter[parameter] = self._squared_norms.sum() - before
+        uses = self._uses.pop(parameter, ())
+        if self._direction is None:
+            self._add(self._names[parameter], uses, gradient)
+        else:
+            before = self.squared_norms.sum()
+            self._add(self._names[parameter], uses, self._direction[parameter])
+            self.squared_norms_by_parameter[parameter] = self.squared_norms.sum() - before
         if self._with_products:
-            self._squared_norm += gradient.square().sum()
+            self.squared_norm += gradient.square().sum()
 
-    def _add(self, name: str, uses: Sequence[Outer | Lookup | Dense], against: torch.Tensor) -> None:
-        """Add what the uses of a parameter say; against: what products are taken with."""
-        joined: dict[type, Outer | Lookup | Dense] = {}
+    def _add(self, name: str, uses: Sequence[Shares], direction: torch.Tensor) -> None:
+        """Add the squared norms of a parameter's shares, and their products with a direction."""
+        joined: dict[type, Shares] = {}
         for use in uses:
             known = joined.get(type(use))
             joined[type(use)] = known.joined(use) if known else use
         if not joined or (Dense in joined and len(joined) > 1):
-            raise UnsupportedModuleError(
-                f"the parameter '{name}' got a gradient from outside the modules that own it; "
-                f"set statistics_estimator: across_workers"
-            )
-        with torch.autocast(against.device.type, enabled=False):
+            raise UnsupportedModuleError(f"the parameter '{name}' got a gradient from outside the modules that own it")
+        with torch.autocast(direction.device.type, enabled=False):
             for use in joined.values():
-                squares, products = use.squares_and_products(against, self._with_products)
-                self._squared_norms += squares
-                self._inner_products += products
+                squares, products = use.squares_and_products(direction, self._with_products)
+                self.squared_norms += squares
+                self.inner_products += products
             if len(joined) == 2:
-                self._squared_norms += 2.0 * cross_term(joined[Outer], joined[Lookup])
-
-    @property
-    def squared_norms(self) -> torch.Tensor:
-        """||g_i||^2 of each example's loss as it stands in the sum that was differentiated, [b], float64."""
-        return self._squared_norms
-
-    @property
-    def inner_products(self) -> torch.Tensor:
-        """<g_i, direction>, likewise."""
-        return self._inner_products
-
-    @property
-    def squared_norm(self) -> torch.Tensor:
-        """Of the accumulated gradient, float64."""
-        return self._squared_norm
+                self.squared_norms += 2.0 * cross_term(joined[Outer], joined[Lookup])
 
     def statistics(self, loss_weight: float = 1.0) -> SampleStatistics:
-        """Statistics of the only backward pass into the gradient, of losses not multiplied by loss_weight.
+        """Return the statistics after the only backward pass into the gradient.
 
-        The loss was `loss_weight` times the mean over the batch.
+        loss_weight: the loss was so many times the mean over the batch; the statistics are those of the mean.
 
         Raises:
-            UnsupportedModuleError: the examples' shares do not add up to the gradient, which means that a part
-                of it did not pass through the hooked modules.
+            UnsupportedModuleError: the examples' shares do not add up to the gradient, a part of which therefore did
+                not pass through the hooked modules.
         """
-        b, scale = self.batch_size, 1.0 / loss_weight
-        squared_norms = self._squared_norms * (b * scale) ** 2
-        inner_products = self._inner_products * (b * scale**2)
-        squared_norm = self._squared_norm.item() * scale**2
-        _check_sum(squared_norms.sum().item() / b**2, inner_products.sum().item() / b, squared_norm, b)
-        return _statistics(squared_norms, inner_products, squared_norm)
+        b = self.batch_size
+        scale = 1.0 / loss_weight
+        norms = self.squared_norms * (b * scale) ** 2
+        products = self.inner_products * (b * scale**2)
+        squared_norm = self.squared_norm.item() * scale**2
+        _check_sum(norms.sum().item() / b**2, products.sum().item() / b, squared_norm, b)
+        return SampleStatistics.of(norms, products, squared_norm)
 
 
 def _check_sum(squares: float, products: float, squared_norm: float, count: int) -> None:
-    """The shares P_i of `count` examples in the gradient have sum <P_i, g> = ||g||^2, exactly on paper."""
+    """Check that the shares P_i of `count` examples in the gradient have sum <P_i, g> = ||g||^2."""
     # By Cauchy-Schwarz rounding is relative to this bound.
     if abs(products - squared_norm) > 0.05 * (count * squares * squared_norm) ** 0.5:
         raise UnsupportedModuleError(
             "the per-example gradients do not add up to the batch gradient: a parameter is used outside the "
-            "module that owns it, or an example's loss depends on another example; "
-            "set statistics_estimator: across_workers"
+            "module that owns it, or an example's loss depends on another example"
         )
 
 
 def compared_micro_batches(sizes: Sequence[int]) -> set[int]:
-    """Which micro-batches of a step need inner products: the first, which is checked, the last, and one that is both
-    early and has at least three examples behind it, for P and R."""
+    """Return the micro-batches of a step that need inner products.
+
+    The first, whose sum is checked; the last; and for P and R the earliest one that ends after three examples or more.
+    """
     early = next((index for index in range(len(sizes)) if sum(sizes[: index + 1]) > 2), 0)
     return {0, early, len(sizes) - 1}
 
 
 def step_estimate(probes: Sequence[PerExampleProbe]) -> SampleEstimate:
-    """What the examples of one step say, all with one weight, from the probes of its micro-batches in their order.
+    """Return the estimates of one step with equal weights of all examples; waits for the device.
 
-    Those of `compared_micro_batches` have products; of a single one P and R stay unknown. Waits for the device.
+    Args:
+        probes: of the step's micro-batches, in order; those of `compared_micro_batches` have products. With a single
+            one P and R stay unknown.
 
     Raises:
-        UnsupportedModuleError: as PerExampleProbe.statistics.
+        UnsupportedModuleError: see PerExampleProbe.statistics.
     """
     sizes = [probe.batch_size for probe in probes]
-    b, compared = sum(sizes), sorted(compared_micro_batches(sizes))
+    b = sum(sizes)
+    compared = sorted(compared_micro_batches(sizes))
     tensors = [probe.squared_norms for probe in probes]
     for index in compared:
         tensors += [probes[index].inner_products, probes[index].squared_norm.reshape(1)]
     numbers = iter(torch.cat(tensors).tolist())
-    # Every example entered with weight 1 / b: what the probes know is g_i / b, and sums over these.
+    # Every example entered with weight 1 / b: the probes have g_i / b, and sums of these.
     raw = [next(numbers) for _ in range(b)]
-    squares = [number * b**2 for number in raw]
+    norms = [number * b**2 for number in raw]
     comparisons = []
     for index in compared:
         n = sum(sizes[: index + 1])
@@ -318,17 +446,17 @@ def step_estimate(probes: Sequence[PerExampleProbe]) -> SampleEstimate:
             Comparison(
                 examples=n,
                 squared_norm=squared_norm * (b / n) ** 2,
-                total=math.fsum(squares[:n]),
-                squared_norms=squares[n - sizes[index] : n],
+                total=math.fsum(norms[:n]),
+                squared_norms=norms[n - sizes[index] : n],
                 inner_products=[product * b**2 / n for product in products],
             )
         )
     part = next((comparison for comparison in comparisons if 2 < comparison.examples < b), None)
-    return sample_estimate(comparisons[-1], math.fsum(square**2 for square in squares), part)
+    return sample_estimate(comparisons[-1], math.fsum(norm**2 for norm in norms), part)
 
 
 def per_example_statistics(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SampleStatistics:
-    """Exact statistics of the examples of one batch, from one forward and one backward pass.
+    """Return the exact statistics of the examples of one batch, from one forward and one backward pass.
 
     Args:
         model: a Hugging Face model (Llama, BERT, tied or not, some parameters frozen or not), left in its train
@@ -340,14 +468,12 @@ def per_example_statistics(model: nn.Module, batch: Mapping[str, torch.Tensor]) 
     Raises:
         UnsupportedModuleError: a trainable parameter belongs to a module that the hooks do not know.
     """
-    if "labels" not in batch:
-        raise ValueError("per_example_statistics needs labels in the batch")
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     labels = batch["labels"]
+    b = labels.shape[0]
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.zero_()
-    b = labels.shape[0]
     with PerExampleProbe(model, batch_size=b) as probe:
         # The sum, not the mean: a factor 1 / b would round differently inside layers that compute in float32
         # whatever the model's type (Llama's norm), and float64 would agree with single examples to 1e-8 only.

@@ -1,10 +1,10 @@
 """Switch mode: from a worker's requested batch to the micro-batches of one inner step (AdLoCo, section 3).
 
-A plan that accumulates runs exactly what was requested, in near-equal parts: 17 with a maximum of 8 is
-(6, 6, 5). Only the two cases in which the paper asks for less than was requested run less.
+A plan that accumulates runs exactly the request, in near-equal parts: 17 with a max batch of 8 is (6, 6, 5). The two
+cases in which the paper asks for less than was requested run less.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from algorithms.nodes.balance import batch_shares
@@ -32,13 +32,6 @@ class ExecutionPlan:
         return len(self.micro_batches)
 
 
-def _check(request: int, max_batch: int) -> None:
-    if request < 1:
-        raise ValueError(f"request must be at least 1, got {request}")
-    if max_batch < 1:
-        raise ValueError(f"max_batch must be at least 1, got {max_batch}")
-
-
 def _near_equal_parts(request: int, max_batch: int) -> ExecutionPlan:
     parts = -(-request // max_batch)
     size, larger = divmod(request, parts)
@@ -46,44 +39,39 @@ def _near_equal_parts(request: int, max_batch: int) -> ExecutionPlan:
 
 
 def in_parts(plan: ExecutionPlan, parts: int) -> ExecutionPlan:
-    """The same examples in at least so many near-equal micro-batches, as far as there are examples."""
+    """Return a plan of the same examples in at least this number of near-equal micro-batches, if there are enough."""
     if plan.accumulation_steps >= min(parts, plan.effective_batch):
         return plan
     return _near_equal_parts(plan.effective_batch, -(-plan.effective_batch // parts))
 
 
-def only_data_loader(request: int, max_batch: int) -> ExecutionPlan:
+def only_data_loader(request: int, max_batch: int, multiplier: int = 2) -> ExecutionPlan:
     """One micro-batch, never more than fits: min(request, max_batch)."""
-    _check(request, max_batch)
     return ExecutionPlan((min(request, max_batch),))
 
 
-def only_gradient_accumulation(request: int, max_batch: int) -> ExecutionPlan:
+def only_gradient_accumulation(request: int, max_batch: int, multiplier: int = 2) -> ExecutionPlan:
     """Exactly `request` examples, in ceil(request / max_batch) near-equal micro-batches."""
-    _check(request, max_batch)
     return _near_equal_parts(request, max_batch)
 
 
 def threshold_switch_mode(request: int, max_batch: int, multiplier: int = 2) -> ExecutionPlan:
-    """The paper's switch: accumulate only when the request exceeds `multiplier` times what fits.
+    """The paper's switch: accumulate only if the request exceeds `multiplier` times what fits.
 
     Between max_batch and multiplier * max_batch one full micro-batch is run, which is less than requested.
     """
-    _check(request, max_batch)
-    if multiplier < 1:
-        raise ValueError(f"multiplier must be at least 1, got {multiplier}")
     if request <= multiplier * max_batch:
         return only_data_loader(request, max_batch)
     return _near_equal_parts(request, max_batch)
 
 
-SWITCH_MODES = Registry(
+# The values of switch_mode: from a worker's request, its max batch and the multiplier to a plan.
+SwitchMode = Callable[[int, int, int], ExecutionPlan]
+SWITCH_MODES: Registry[SwitchMode] = Registry(
     {
         "threshold_switch_mode": threshold_switch_mode,
-        "only_gradient_accumulation": lambda request, max_batch, multiplier: only_gradient_accumulation(
-            request, max_batch
-        ),
-        "only_data_loader": lambda request, max_batch, multiplier: only_data_loader(request, max_batch),
+        "only_gradient_accumulation": only_gradient_accumulation,
+        "only_data_loader": only_data_loader,
     }
 )
 
@@ -91,17 +79,16 @@ SWITCH_MODES = Registry(
 def execution_plans(
     mode: str, request: int, max_batches: Sequence[int], multiplier: int, speeds: Sequence[float] | None = None
 ) -> list[ExecutionPlan]:
-    """Each worker's plan for a trainer's request: ceil(B / M) examples through the switch mode.
+    """Return each worker's plan for a trainer's request: ceil(B / M) examples through the switch mode.
 
     Args:
-        mode: a key of SWITCH_MODES.
+        mode: a name in SWITCH_MODES.
         request: B, in examples over all M workers.
         max_batches: largest micro-batch of each worker's node.
-        speeds: of each worker's node, where the same M ceil(B / M) examples go to workers in proportion to them.
+        speeds: of each worker's node, if the same M ceil(B / M) examples are distributed in proportion to them.
     """
     workers = len(max_batches)
     each = -(-request // workers)
     shares = [each] * workers if speeds is None else batch_shares(workers * each, tuple(speeds))
-    return [
-        SWITCH_MODES[mode](share, max_batch, multiplier) for share, max_batch in zip(shares, max_batches, strict=True)
-    ]
+    switch = SWITCH_MODES[mode]
+    return [switch(share, max_batch, multiplier) for share, max_batch in zip(shares, max_batches, strict=True)]

@@ -7,8 +7,8 @@ from fractions import Fraction
 
 import torch
 
+from algorithms.flat import Block, Part, fragment_problems, layer_fragments, read_part, write_part
 from algorithms.nodes.async_clock import forget, in_steps, made_at, time_of
-from algorithms.synchronisation.flat import Block, Part, fragment_problems, layer_fragments, read_part, write_part
 from algorithms.synchronisation.group import Group
 from algorithms.synchronisation.method import Capabilities, Method
 from algorithms.synchronisation.outer_step import fragment_step

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from algorithms.flat import Block, Part, read_part, write_part
 from algorithms.synchronisation.encodings.sparse import Chunks, TopK, add_at
-from algorithms.synchronisation.flat import Block, Part, read_part, write_part
 from algorithms.synchronisation.group import Group, LocalWorker, WorkerMessages
 from algorithms.synchronisation.method import Capabilities, Method
 

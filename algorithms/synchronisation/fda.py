@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from algorithms.batch.across_workers import inner_product, sketch
+from algorithms.flat import inner_product, sketch
 from algorithms.synchronisation.group import Group
 from algorithms.synchronisation.method import OUTER_KEYS, Capabilities, Method
 from algorithms.synchronisation.outer_step import OUTER_STATE, AdaptiveParameters, outer_step

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 import torch
 
+from algorithms.flat import Part, read_part, write_part
 from algorithms.nodes.async_clock import in_steps
 from algorithms.nodes.virtual_clock import Sending
 from algorithms.synchronisation.encodings.encoding import PLAIN, Encoding
-from algorithms.synchronisation.flat import Part, read_part, write_part
 from algorithms.synchronisation.method import ERROR
 
 # These are sent exactly, whatever communication_dtype says.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from algorithms.synchronisation.flat import random_positions
+from algorithms.flat import random_positions
 from algorithms.synchronisation.group import Group
 from algorithms.synchronisation.method import Capabilities, Method
 

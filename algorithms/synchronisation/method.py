@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
+from algorithms.flat import Block
 from algorithms.nodes.balance import turns
-from algorithms.synchronisation.flat import Block
 
 if TYPE_CHECKING:
     from algorithms.synchronisation.group import Group, LocalWorker

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from algorithms.synchronisation.flat import Block
+from algorithms.flat import Block
 from algorithms.synchronisation.group import Group, LocalWorker, WorkerMessages
 from algorithms.synchronisation.method import Capabilities, Method
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from algorithms.synchronisation.flat import Part, read_part, write_part
+from algorithms.flat import Part, read_part, write_part
 
 _MOMENTS = ("first_moment", "second_moment")
 # The flat tensors that each outer step keeps.

@@ -6,8 +6,8 @@ from typing import Literal
 
 import torch
 
+from algorithms.flat import Block, Part, read_part, write_part
 from algorithms.synchronisation.encodings.sparse import PLAIN_BITS, Chunks, TopK, add_at
-from algorithms.synchronisation.flat import Block, Part, read_part, write_part
 from algorithms.synchronisation.group import Group, LocalWorker, WorkerMessages
 from algorithms.synchronisation.method import Capabilities, Method
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from algorithms.synchronisation.flat import random_positions
+from algorithms.flat import random_positions
 from algorithms.synchronisation.group import Group
 from algorithms.synchronisation.method import OUTER_KEYS, Capabilities, Method
 from algorithms.synchronisation.outer_step import nesterov_step

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from algorithms.synchronisation.flat import Block, Part, fragment_problems, layer_fragments, read_part, write_part
+from algorithms.flat import Block, Part, fragment_problems, layer_fragments, read_part, write_part
 from algorithms.synchronisation.group import Group
 from algorithms.synchronisation.method import Capabilities, Method
 from algorithms.synchronisation.outer_step import fragment_step
@@ -23,7 +23,7 @@ class StreamingDiLoCo(Method):
         mix       x_m,p = mixing x_m,p + (1 - mixing) x_p
         progress  x_m,p = x_p + (x_m,p - x_m,p as it was sent)      (arXiv 2605.20866)
 
-    `flat.layer_fragments` says which layers are in which fragment. If P does not divide the H of a round,
+    `layer_fragments` says which layers are in which fragment. If P does not divide the H of a round,
     (p + 1) H / P is rounded up. A fragment that is on its way arrives at the latest when it is sent again, and not at
     all after a merge. The default values are from memory.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from algorithms.synchronisation.flat import Block
+from algorithms.flat import Block
 from fabrics.training.flat_model import blocks_of, laid_out
 from utils.distributed.shard_groups import ShardGroup
 

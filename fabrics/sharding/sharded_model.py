@@ -20,10 +20,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from algorithms.batch.across_workers import SKETCH_SIZE, sketch
 from algorithms.batch.gradient_statistics import SampleEstimate
 from algorithms.batch.losses import logits_of
-from algorithms.synchronisation.flat import Block, FullTensors
+from algorithms.flat import SKETCH_SIZE, Block, FullTensors, sketch
 from fabrics.sharding.layers import CompiledLayers, sharded_layers, sharded_parts
 from fabrics.sharding.shard_layout import ShardLayout
 from fabrics.sharding.sharded_statistics import DeviceProbe, ShardedProbe, devices_estimate

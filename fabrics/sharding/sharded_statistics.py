@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from algorithms.batch.across_workers import GradientMoments, across_devices_estimate, inner_product
-from algorithms.batch.gradient_statistics import SampleEstimate
+from algorithms.batch.gradient_statistics import GradientMoments, SampleEstimate, across_devices_estimate
 from algorithms.batch.per_example import PerExampleProbe
+from algorithms.flat import inner_product
 from utils.distributed.placement import share_of
 
 if TYPE_CHECKING:
@@ -68,15 +68,15 @@ class ShardedProbe(PerExampleProbe):
         if self._with_products:
             for block, gradient in self._model.gather(self._model.gradient):
                 self._add_uses(block.name, gradient)
-                self._squared_norm += gradient.square().sum()
+                self.squared_norm += gradient.square().sum()
         else:
             for name, parameter in self._gathered.items():
                 self._add_uses(name, parameter)
-        numbers = self._squared_norms.new_zeros(2, self._examples)
+        numbers = self.squared_norms.new_zeros(2, self._examples)
         if self._counts:
-            numbers[0, self._own] = self._squared_norms
-            numbers[1, self._own] = self._inner_products
-        self._squared_norms, self._inner_products = self._model.shard_group.sum(numbers)
+            numbers[0, self._own] = self.squared_norms
+            numbers[1, self._own] = self.inner_products
+        self.squared_norms, self.inner_products = self._model.shard_group.sum(numbers)
         self.batch_size = self._examples
 
     def _add_uses(self, name: str, against: torch.Tensor) -> None:

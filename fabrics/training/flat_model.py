@@ -11,11 +11,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from algorithms.batch.across_workers import SKETCH_SIZE, sketch
 from algorithms.batch.gradient_statistics import SampleEstimate
 from algorithms.batch.losses import logits_of
 from algorithms.batch.per_example import PerExampleProbe, step_estimate
-from algorithms.synchronisation.flat import Block, FullTensors
+from algorithms.flat import SKETCH_SIZE, Block, FullTensors, sketch
 from utils.checkpoint.tensor_file import FilePart
 from utils.distributed.devices import is_out_of_memory
 from utils.distributed.shard_groups import ShardGroup
@@ -60,7 +59,7 @@ class FlatModel:
 
     Attributes:
         compiled: whether the module runs through torch.compile; it may change at any time.
-        optimizer_slot: see `fabrics.training.offload`; None: each worker has its moments on the device.
+        seat: see `fabrics.training.offload`; None: each worker has its moments on the device.
         module: the nn.Module to call.
         parameters: flat nn.Parameter of all trainable parameters; its `.grad` is the flat gradient.
         parameter_count: trainable numbers in it, without the gaps.
@@ -81,7 +80,7 @@ class FlatModel:
         self.compiled = compiled
         self._compiled: Callable | None = None
         self._serves_all = False
-        self.optimizer_slot: Any = None
+        self.seat: Any = None
         named = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         if not named:
             raise ValueError("the model has no trainable parameter")

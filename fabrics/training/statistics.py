@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from algorithms.batch.across_workers import (
+from algorithms.batch.batch_control import BatchControl, BatchControlSettings
+from algorithms.batch.calc_batch import BATCH_TESTS, NEED_INNER_PRODUCTS
+from algorithms.batch.gradient_statistics import (
     MINIMUM_WORKERS,
-    SKETCH_SIZE,
+    SampleEstimate,
     across_workers_estimate,
     gradient_moments,
 )
-from algorithms.batch.batch_control import BatchControl, BatchControlSettings
-from algorithms.batch.calc_batch import BATCH_TESTS, NEED_INNER_PRODUCTS
-from algorithms.batch.gradient_statistics import SampleEstimate
+from algorithms.flat import SKETCH_SIZE
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.encodings.encoding import PLAIN
 from fabrics.training.optimizers import learning_rate_schedule
@@ -84,7 +84,7 @@ def plan_statistics(config: Config, workers: int, tested: bool) -> StatisticsPla
     if config.compares_workers:
         return StatisticsPlan(compared="gradient" if workers > 1 else "nothing")
     # Workers that start from different parameters differ by more than noise.
-    start_together = METHODS[config.distributed_algo].keeps == "shared" and not config.message_loss
+    start_together = METHODS[config.distributed_algo]().keeps == "shared" and not config.message_loss
     return StatisticsPlan(
         probed_parts=2 if config.sampling_method in NEED_INNER_PRODUCTS else 1,
         compared="sketch" if start_together and workers >= MINIMUM_WORKERS else "nothing",
@@ -96,16 +96,17 @@ def compare_workers(
     plan: StatisticsPlan,
     records: Mapping[int, "WorkerRound"],
     vectors: Mapping[int, torch.Tensor | None],
+    parameters: torch.Tensor,
 ) -> dict[int, "WorkerRound"]:
     """Compare the workers' gradients or sketches with their mean, and add the moments to the local records.
 
     Args:
         records: of the local workers, by number. Workers that are left out of the round are not compared.
         vectors: gradient or sketch of each local worker, flat.
+        parameters: of the trainer, flat.
     """
     if plan.compared == "nothing":
         return dict(records)
-    parameters = group.shared["parameters"]
     like = parameters if plan.compared == "gradient" else parameters.new_zeros(SKETCH_SIZE)
     incoming = group.mean(like)
     present = [index for index, record in sorted(records.items()) if not record.left_out and vectors[index] is not None]

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from algorithms.batch.across_workers import MINIMUM_WORKERS
+from algorithms.batch.gradient_statistics import MINIMUM_WORKERS
 from algorithms.synchronisation.encodings.encoding import BFLOAT16, INT4, INT8, PLAIN
 from tests.support import matrix, spmd
 from tests.support.runs import assert_same_run, summary

@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from algorithms.batch.across_workers import across_workers_estimate, gradient_moments, sketch
+from algorithms.batch.gradient_statistics import across_workers_estimate, gradient_moments
 from algorithms.batch.losses import example_losses
+from algorithms.flat import sketch
 from fabrics.config_checks import CHECKS
 from fabrics.planning.estimate import estimate
 from fabrics.sharding.layers import layers_of, sharded_layers

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 
-from algorithms.batch.calc_batch import inner_product_test
+from algorithms.batch.calc_batch import BatchTestParameters, inner_product_test
 from algorithms.batch.gradient_statistics import GradientStatistics
 from algorithms.batch.losses import example_losses
 from algorithms.batch.per_example import per_example_statistics
@@ -112,7 +112,7 @@ def test_the_outer_step_has_nesterov_momentum():
 def test_after_a_merge_the_outer_step_moves_the_merged_parameters():
     cluster = tiny_cluster(number_of_initial_trainers=2, merge_frequency=1, number_of_outer_steps=2)
     cluster.run_round(Recorder())
-    cluster.assign_nodes()
+    cluster.distribute()
     (trainer,) = cluster.trainers.values()
     merged, velocity = trainer.parameters.clone(), trainer.shared["velocity"].clone()
     for worker in trainer.workers.values():
@@ -146,7 +146,7 @@ def test_the_orthogonal_variance_is_a_trace():
 
 def test_vartheta_decides():
     statistics = GradientStatistics(examples=8, squared_norm=2.0, variance=8.0, inner_product_variance=6.0, overlap=4.0)
-    assert inner_product_test(statistics, 0.1, 4, debias=True) == 150
+    assert inner_product_test(statistics, BatchTestParameters(theta=0.1, debias=True), 4) == 150
     requests = []
     for theta in (0.05, 50.0):
         cluster = light_cluster(sampling_method="inner_product_test", vartheta=theta, merge_frequency=100)

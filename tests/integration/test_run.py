@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import run as program
-from algorithms.batch.across_workers import MINIMUM_WORKERS, SKETCH_SIZE
+from algorithms.batch.gradient_statistics import MINIMUM_WORKERS
+from algorithms.flat import SKETCH_SIZE
 from cluster import Cluster
 from fabrics.config_checks import CHECKS
 from fabrics.data import dataset_loader
@@ -201,7 +202,7 @@ def test_what_goes_wrong_while_texts_are_continued_is_a_warning(tmp_path, cache_
     def out_of_memory(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(continuations, "sample_tokens", out_of_memory)
+    monkeypatch.setattr(continuations, "sampled", out_of_memory)
     config = write_config(tmp_path, cache_dir, number_of_outer_steps=1, save_weights_every=None)
     assert program.main(["--config", str(config)]) == 0
     (folder,) = (tmp_path / "logs").iterdir()

@@ -143,9 +143,8 @@ def train(trainer: Trainer, rounds: int, inner_steps: int = 3) -> list:
     reports, schedule = [], RoundSchedule(inner_steps, 0.0, 0.0)
     for _ in range(rounds):
         trainer.assign_nodes(trainer.nodes)
-        split = trainer.split_work()
-        trained = trainer.train_round(split, schedule, lambda: None)
-        reports.append(trainer.conclude_round(split, schedule, trained))
+        tokens = trainer.tokens_ahead(inner_steps)
+        reports.append(trainer.conclude_round(schedule, trainer.train_round(schedule, lambda: None), tokens, 1.0))
     return reports
 
 

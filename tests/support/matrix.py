@@ -24,8 +24,7 @@ from fabrics.config_checks import CHECKS, participation_problems
 from fabrics.data.examples import PackedSequences
 from fabrics.models import initialisation
 from fabrics.training.inner_loop import InnerLoop
-from fabrics.training.worker import NodeFailedError, RoundKey
-from fabrics.training.worker_group import WorkerGroup
+from fabrics.training.worker import NodeFailedError, Place
 from tests.support.helpers import (
     NAMES_ONLY,
     TINY_ARCHITECTURE,
@@ -289,17 +288,16 @@ class Following(Recorder):
         super().__init__()
         self.state: dict = {}
         self.refreshed, self._moving = 0, False
-        places = ((Trainer, "assign_nodes"), (Trainer, "absorb"), (WorkerGroup, "_settle"))
-        self._originals = {(owner, name): getattr(owner, name) for owner, name in places}
+        self._originals = {name: getattr(Trainer, name) for name in ("assign_nodes", "absorb", "_settle")}
 
     def __enter__(self):
-        for (owner, name), original in self._originals.items():
-            setattr(owner, name, self._followed(name, original))
+        for name, original in self._originals.items():
+            setattr(Trainer, name, self._followed(name, original))
         return self
 
     def __exit__(self, *exception):
-        for (owner, name), original in self._originals.items():
-            setattr(owner, name, original)
+        for name, original in self._originals.items():
+            setattr(Trainer, name, original)
 
     def _followed(self, name, original):
         def call(trainer, *arguments):
@@ -361,24 +359,24 @@ def run(config: Config, processes=None, recorder: Following | None = None, resum
 
 
 @contextlib.contextmanager
-def losing(lost: Callable[[RoundKey], bool] = lambda key: (key.round, key.worker) == LOST, fails: bool = False):
+def losing(lost: Callable[[Place], bool] = lambda place: (place.round, place.worker) == LOST, fails: bool = False):
     """Meanwhile workers diverge in the second inner step of a round, or their nodes fail there."""
-    accumulate = InnerLoop._accumulate
+    step = InnerLoop._step
 
-    def failing(self, *arguments):
-        plan, loss, probes = accumulate(self, *arguments)
-        if self.done == 1 and lost(self._assignment.key):
+    def failing(self, probe):
+        found = step(self, probe)
+        if self.done == 1 and lost(self._assignment.place):
             if fails:
                 raise NodeFailedError("pulled out")
-            loss = loss * float("nan")
+            self._losses[self.done] = float("nan")
             self._model.gradient.fill_(float("nan"))
-        return plan, loss, probes
+        return found
 
-    InnerLoop._accumulate = failing
+    InnerLoop._step = failing
     try:
         yield
     finally:
-        InnerLoop._accumulate = accumulate
+        InnerLoop._step = step
 
 
 @functools.cache

@@ -7,10 +7,17 @@ batch test and switch mode are those of a run.
 import numpy as np
 import torch
 
-from algorithms.batch.across_workers import MINIMUM_WORKERS, across_workers_estimate, gradient_moments, sketch
 from algorithms.batch.batch_control import BatchControl, BatchControlSettings
-from algorithms.batch.gradient_statistics import Comparison, SampleEstimate, sample_estimate
+from algorithms.batch.gradient_statistics import (
+    MINIMUM_WORKERS,
+    Comparison,
+    SampleEstimate,
+    across_workers_estimate,
+    gradient_moments,
+    sample_estimate,
+)
 from algorithms.batch.switch_mode import threshold_switch_mode
+from algorithms.flat import sketch
 from utils.config.schema import Config
 
 # The batch test of config.yaml.

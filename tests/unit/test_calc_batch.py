@@ -1,6 +1,5 @@
-"""Batch tests on numbers that anyone can recompute."""
+"""Batch tests on numbers that can be recomputed on paper."""
 
-import dataclasses
 import itertools
 import math
 
@@ -24,6 +23,10 @@ def statistics(squared_norm, variance, inner=0.0, overlap=0.0, error=0.0, varian
     return GradientStatistics(8, squared_norm, variance, inner, overlap, error, variance_error, inner_error)
 
 
+P = BatchTestParameters
+TESTS = (norm_test, inner_product_test, augmented_inner_product_test)
+
+
 # ||G||^2 = 2, V = 8.
 @pytest.mark.parametrize(
     ("eta", "batch", "debias", "expected"),
@@ -37,53 +40,46 @@ def statistics(squared_norm, variance, inner=0.0, overlap=0.0, error=0.0, varian
     ],
 )
 def test_norm_test_on_paper(eta, batch, debias, expected):
-    assert norm_test(statistics(2.0, 8.0), eta, batch, debias) == expected
+    assert norm_test(statistics(2.0, 8.0), P(eta=eta, debias=debias), batch) == expected
 
 
 def test_norm_test_grows_at_most_by_one_over_eta_squared():
     """A gradient that is all noise: its estimate is clamped at zero, T = V / (eta^2 V / B) = B / eta^2."""
-    assert norm_test(statistics(-0.5, 8.0), 0.8, 16) == 25
+    assert norm_test(statistics(-0.5, 8.0), P(eta=0.8), 16) == 25
 
 
 def test_norm_test_does_not_round_up_a_whole_number():
     """16 / 0.8^2 is 25 on paper; in floating point the quotient may lie a little above."""
-    assert [norm_test(statistics(0.0, 7.0), 0.8, batch) for batch in (16, 32, 64)] == [25, 50, 100]
+    assert [norm_test(statistics(0.0, 7.0), P(eta=0.8), batch) for batch in (16, 32, 64)] == [25, 50, 100]
 
 
-@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
-@pytest.mark.parametrize("debias", [False, True])
-@pytest.mark.parametrize("confidence", [0.0, 2.0])
-def test_a_zero_or_non_finite_gradient_leaves_the_batch(bad, debias, confidence):
-    sample = statistics(bad, 0.0 if bad == 0.0 else 1.0, inner=1.0)
+@pytest.mark.parametrize(
+    "sample",
+    [
+        statistics(0.0, 0.0),
+        statistics(math.nan, 1.0),
+        statistics(math.inf, 1.0),
+        statistics(2.0, 8.0, error=math.nan),
+        statistics(2.0, 8.0, variance_error=math.inf),
+    ],
+)
+@pytest.mark.parametrize("parameters", [P(), P(debias=True), P(confidence=2.0)])
+def test_statistics_that_are_zero_or_not_finite_decide_nothing(sample, parameters):
     assert not sample.decisive
-    assert norm_test(sample, 0.8, 12, debias, confidence) is None
-    assert inner_product_test(sample, 0.9, 12, debias, confidence) is None
-    assert augmented_inner_product_test(sample, 0.9, 0.3, 12, debias, confidence) is None
+    assert [test(sample, parameters, 12) for test in TESTS] == [None] * 3
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_an_error_that_is_not_finite_is_not_decisive(bad):
-    """It would stay in the average over rounds."""
-    assert not dataclasses.replace(statistics(2.0, 8.0), squared_norm_error=bad).decisive
-    assert not dataclasses.replace(statistics(2.0, 8.0), variance_error=bad).decisive
-
-
-def test_a_test_that_says_nothing_moves_no_request():
-    """Not even to what the workers run, which is a multiple of their number."""
-    assert bounded_request(5, None, 2.0, 100) == 5
-
-
-def test_unknown_inner_products_leave_the_batch():
+@pytest.mark.parametrize("parameters", [P(debias=True), P(confidence=2.0)])
+def test_unknown_inner_products_decide_nothing(parameters):
     sample = statistics(2.0, 8.0, inner=math.nan, overlap=math.nan)
-    for confidence in (0.0, 2.0):
-        assert inner_product_test(sample, 0.1, 5, True, confidence) is None
-        assert augmented_inner_product_test(sample, 0.1, 0.1, 5, False, confidence) is None
+    assert inner_product_test(sample, parameters, 5) is None
+    assert augmented_inner_product_test(sample, parameters, 5) is None
 
 
 def test_debiased_norm_test_without_a_visible_gradient():
     """As an estimate it says nothing; with an error of 0.5 it says that the squared norm is at most 1: 8 / 1."""
-    assert norm_test(statistics(-0.5, 8.0), 0.8, 16, debias=True) is None
-    assert norm_test(statistics(-0.5, 8.0, error=0.5), 1.0, 4, debias=True, confidence=2.0) == 8
+    assert norm_test(statistics(-0.5, 8.0), P(debias=True), 16) is None
+    assert norm_test(statistics(-0.5, 8.0, error=0.5), P(debias=True, confidence=2.0), 4) == 8
 
 
 # P = 6, ||G||^2 = 2, and at a batch of 4 P + R/4 = 7, ||G||^2 + V/4 = 4.
@@ -93,7 +89,8 @@ def test_debiased_norm_test_without_a_visible_gradient():
 )
 def test_inner_product_test_on_paper(theta, debias, expected):
     """6 / (theta^2 4), and 7 / (theta^2 16)."""
-    assert inner_product_test(statistics(2.0, 8.0, inner=6.0, overlap=4.0), theta, 4, debias) == expected
+    sample = statistics(2.0, 8.0, inner=6.0, overlap=4.0)
+    assert inner_product_test(sample, P(theta=theta, debias=debias), 4) == expected
 
 
 @pytest.mark.parametrize(
@@ -103,10 +100,10 @@ def test_inner_product_test_on_paper(theta, debias, expected):
 )
 def test_augmented_inner_product_test_on_paper(theta, nu, debias, expected):
     sample = statistics(2.0, 8.0, inner=6.0, overlap=4.0)
-    assert augmented_inner_product_test(sample, theta, nu, 4, debias) == expected
+    assert augmented_inner_product_test(sample, P(theta=theta, nu=nu, debias=debias), 4) == expected
 
 
-def test_the_published_quantities_are_what_the_plain_form_divides():
+def test_the_plain_form_divides_by_the_published_quantities():
     """Over all batches of 4 of three gradients: mean ||g||^2, and mean variance of <g_i, g> for i not in the batch."""
     population, batch = np.array([[2.0, 1.0], [0.0, -1.0], [1.0, 1.5]]), 4
     mean, covariance = population.mean(0), np.cov(population.T, ddof=0)
@@ -114,11 +111,10 @@ def test_the_published_quantities_are_what_the_plain_form_divides():
     norm = np.mean([g @ g for g in means])
     inner = np.mean([(population @ g).var() for g in means])
     exact = statistics(mean @ mean, np.trace(covariance), mean @ covariance @ mean, np.trace(covariance @ covariance))
-    eta = theta = 0.1
-    assert norm_test(exact, eta, batch) == math.ceil(np.trace(covariance) / (eta**2 * norm))
-    assert inner_product_test(exact, theta, batch) == math.ceil(inner / (theta**2 * norm**2))
+    assert norm_test(exact, P(eta=0.1), batch) == math.ceil(np.trace(covariance) / (0.1**2 * norm))
+    assert inner_product_test(exact, P(theta=0.1), batch) == math.ceil(inner / (0.1**2 * norm**2))
     orthogonal = np.trace(covariance) - inner / norm
-    augmented = augmented_inner_product_test(exact, 1e6, 0.1, batch)
+    augmented = augmented_inner_product_test(exact, P(theta=1e6, nu=0.1), batch)
     assert augmented == math.ceil(orthogonal / (0.1**2 * norm))
 
 
@@ -129,7 +125,7 @@ def test_the_published_quantities_are_what_the_plain_form_divides():
     ("numerator", "denominator", "confidence"),
     [((8.0, 1.0), (2.0, 0.5), 2.0), ((8.0, 1.0), (0.1, 0.5), 2.0), ((8.0, 0.0), (2.0, 0.5), 1.0), ((5, 1), (0, 3), 2)],
 )
-def test_the_lower_ratio_is_where_the_data_stop_to_refute(numerator, denominator, confidence):
+def test_the_lower_ratio_is_the_smallest_that_is_not_refuted(numerator, denominator, confidence):
     """At r the difference n - r d is just `confidence` of its errors above zero; below r it is more."""
     (n, n_error), (d, d_error) = numerator, denominator
 
@@ -151,28 +147,41 @@ def test_the_lower_ratio_at_its_limits():
     assert lower_ratio(8.0, 0.0, 0.0, 0.0, 2.0) == math.inf
 
 
-def test_what_a_test_asks_for_falls_with_the_error():
-    """V = 8 over 2 + 2 * 1 and over that plus 8/8; P = 6 of error 1 over 2 squared is (2 - ...)."""
-    sample = statistics(2.0, 8.0, inner=6.0, overlap=4.0, error=1.0)
-    assert norm_test(sample, 0.5, 8, debias=True, confidence=2.0) == 8
-    assert norm_test(sample, 0.5, 8, debias=False, confidence=2.0) == 7  # 4 * 8 / (4 + 1) = 6.4
-    # sqrt(6) / (2 + 2): squared and over 0.01 that is 37.5.
-    assert inner_product_test(sample, 0.1, 8, debias=True, confidence=2.0) == 38
-    # P at least 6 - 2 * 2 = 2: sqrt(2) / 2 squared over 0.01.
-    less = statistics(2.0, 8.0, inner=6.0, overlap=4.0, inner_error=2.0)
-    assert inner_product_test(less, 0.1, 8, debias=True, confidence=2.0) == 50
-    nothing = statistics(2.0, 8.0, inner=6.0, overlap=4.0, inner_error=math.inf)
-    assert inner_product_test(nothing, 0.1, 8, debias=True, confidence=2.0) == 1
+@pytest.mark.parametrize(
+    ("test", "parameters", "sample", "expected"),
+    [
+        (norm_test, P(eta=0.5, debias=True), {"error": 1.0}, 8),  # 4 * 8 / (2 + 2)
+        (norm_test, P(eta=0.5), {"error": 1.0}, 7),  # 4 * 8 / (2 + 2 + 8/8) = 6.4
+        (inner_product_test, P(theta=0.1, debias=True), {"error": 1.0}, 38),  # (sqrt(6) / (2 + 2))^2 / 0.01
+        (inner_product_test, P(theta=0.1, debias=True), {"inner_error": 2.0}, 50),  # (sqrt(6 - 2 * 2) / 2)^2 / 0.01
+        (inner_product_test, P(theta=0.1, debias=True), {"inner_error": math.inf}, 1),
+        # With P unknown no direction holds more than the root of R = 16: (8 - 4) / (0.01 * 2).
+        (
+            augmented_inner_product_test,
+            P(theta=1e6, nu=0.1, debias=True),
+            {"inner": 0.0, "overlap": 16.0, "inner_error": math.inf},
+            200,
+        ),
+    ],
+)
+def test_an_answer_falls_with_the_error(test, parameters, sample, expected):
+    found = statistics(2.0, 8.0, **({"inner": 6.0, "overlap": 4.0} | sample))
+    assert test(found, P(parameters.eta, parameters.theta, parameters.nu, parameters.debias, 2.0), 8) == expected
 
 
-def test_orthogonality_knows_a_bound_where_the_inner_products_do_not():
-    """With P unknown no direction holds more than the root of R = 16: (8 - 4) / (0.01 * 2)."""
-    sample = statistics(2.0, 8.0, inner=0.0, overlap=16.0, inner_error=math.inf)
-    assert augmented_inner_product_test(sample, 1e6, 0.1, 8, debias=True, confidence=2.0) == 200
+def test_each_registered_test_reads_its_own_parameters():
+    sample = statistics(1.0, 8.0, inner=6.0, overlap=4.0, error=0.5)
+    parameters = P(eta=0.5, theta=0.5, nu=0.5, debias=True)
+    answers = {name: test and test(sample, parameters, 4) for name, test in BATCH_TESTS.items()}
+    # 8 / 0.25 = 32.  6 / (0.25 * 1) = 24.  (8 - 6) / (0.25 * 1) = 8.
+    assert answers == {"norm_test": 32, "inner_product_test": 24, "augmented_inner_product_test": 24, "none": None}
+
+
+# Bounds
 
 
 @pytest.mark.parametrize(
-    ("current", "test", "growth", "maximum", "expected"),
+    ("current", "answer", "growth", "maximum", "expected"),
     [
         (8, 5, 2.0, 100, 8),  # never shrinks
         (8, 12, 2.0, 100, 12),
@@ -182,25 +191,15 @@ def test_orthogonality_knows_a_bound_where_the_inner_products_do_not():
         (1, 40, 1.2, 100, 2),  # a request of one can grow at all
         (8, 40, 10.0, 20, 20),  # maximum
         (30, 40, 10.0, 20, 30),  # never shrinks, not even to the maximum
+        (5, None, 2.0, 100, 5),
+        (8, 40, None, 100, 40),
     ],
 )
-def test_bounded_request(current, test, growth, maximum, expected):
-    assert bounded_request(current, test, growth, maximum) == expected
+def test_bounded_request(current, answer, growth, maximum, expected):
+    assert bounded_request(current, answer, growth, maximum) == expected
 
 
-def test_each_registered_test_reads_its_own_parameters():
-    sample = statistics(1.0, 8.0, inner=6.0, overlap=4.0, error=0.5)
-    parameters = BatchTestParameters(eta=0.5, theta=0.5, nu=0.5, debias=True)
-    answers = {name: test and test(sample, parameters, 4) for name, test in BATCH_TESTS.items()}
-    # 8 / 0.25 = 32.  6 / (0.25 * 1) = 24.  (8 - 6) / (0.25 * 1) = 8.
-    assert answers == {"norm_test": 32, "inner_product_test": 24, "augmented_inner_product_test": 24, "none": None}
-    lowered = BatchTestParameters(eta=0.5, theta=0.5, nu=0.1, debias=True, confidence=2.0)
-    answers = {name: test and test(sample, lowered, 4) for name, test in BATCH_TESTS.items()}
-    # With a squared norm of 2: 16, 6, and with nothing more than sqrt(4) = 2 along it (8 - 2) / (0.01 * 2) = 300.
-    assert answers == {"norm_test": 16, "inner_product_test": 6, "augmented_inner_product_test": 300, "none": None}
-
-
-def test_a_schedule_by_hand_sets_the_request():
+def test_a_schedule_sets_the_request():
     schedule = [(0.0, 8.0), (0.5, 64.0), (0.9, 16.0)]
     assert [scheduled_request(schedule, progress, 4) for progress in (0.0, 0.49, 0.5, 0.9, 1.0)] == [8, 8, 64, 16, 16]
     assert scheduled_request(schedule, 0.6, 80) == 64

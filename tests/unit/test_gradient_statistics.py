@@ -7,20 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.batch.across_workers import (
-    GradientMoments,
-    across_workers_estimate,
-    gradient_moments,
-    inner_product,
-    sketch,
-)
 from algorithms.batch.gradient_statistics import (
     Comparison,
+    GradientMoments,
     GradientStatistics,
     SampleEstimate,
     StatisticsSums,
+    across_workers_estimate,
+    gradient_moments,
     sample_estimate,
 )
+from algorithms.flat import inner_product, sketch
 
 # Gradients of three examples in the plane, drawn with replacement: every sample of b of them has probability 3^-b.
 POPULATION = np.array([[2.0, 1.0], [0.0, -1.0], [1.0, 1.5]])
@@ -156,7 +153,7 @@ def test_a_sketch_is_linear_and_depends_on_the_place_alone(monkeypatch):
     a, b = torch.randn(2, 300, generator=generator, dtype=torch.float64)
     torch.testing.assert_close(sketch(a + 2.0 * b, 5, 16), sketch(a, 5, 16) + 2.0 * sketch(b, 5, 16))
     whole = sketch(a, 5, 16)
-    monkeypatch.setattr("algorithms.batch.across_workers._CHUNK", 32)  # in parts, as a large model
+    monkeypatch.setattr("algorithms.flat._SKETCH_CHUNK", 32)  # in parts, as a large model
     torch.testing.assert_close(sketch(a, 5, 16), whole)
     assert not torch.equal(sketch(a, 6, 16), whole)
 

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 import torch
 
+from algorithms.flat import random_positions
 from algorithms.synchronisation.encodings.encoding import PLAIN
-from algorithms.synchronisation.flat import random_positions
 from algorithms.synchronisation.group import Inner, LocalWorker, WorkerMessages
 from algorithms.synchronisation.locodl import LoCoDL
 from utils.distributed.reductions import Messages

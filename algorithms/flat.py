@@ -121,3 +121,44 @@ def random_positions(size: int, count: int, generator: torch.Generator) -> torch
     offsets = (torch.rand(count, generator=generator, dtype=torch.float64) * bounds.diff()).long()
     shift = torch.randint(size, (), generator=generator)
     return offsets.add_(bounds[:-1]).add_(shift).remainder_(size)
+
+
+def inner_product(a: torch.Tensor, b: torch.Tensor, chunk: int = 2**20) -> torch.Tensor:
+    """Return <a, b>, summed in float64, so that differences of such sums cancel to float32's last digits only.
+
+    By chunks: no copy of model size is made, and no vector is too long for torch.dot, which takes 2^31 - 1 elements.
+    """
+    parts = zip(a.split(chunk), b.split(chunk), strict=True)
+    return torch.stack([x.double().dot(y.double()) for x, y in parts]).sum()
+
+
+# Elements of the sketch of a gradient.
+SKETCH_SIZE = 1024
+_SKETCH_CHUNK = 2**20
+
+
+@torch.no_grad()
+def sketch(vector: torch.Tensor, seed: int, size: int = SKETCH_SIZE, rows: int = 1, first: int = 0) -> torch.Tensor:
+    """Return a count sketch, [rows * size]: sums of every size-th element with random signs (Charikar et al. 2002).
+
+    The map is linear and keeps inner products in expectation. The signs are a function of seed, row and position, so
+    that they are equal on all devices, and the sketch of a vector is the sum of the sketches of its parts.
+
+    Args:
+        first: the position of the vector's first element.
+    """
+    if before := first % size:
+        vector = torch.nn.functional.pad(vector, (before, 0))
+    found = torch.zeros(rows, size, dtype=torch.float64, device=vector.device)
+    chunk = max(_SKETCH_CHUNK // size, 1) * size
+    for start in range(0, len(vector), chunk):
+        part = vector[start : start + chunk]
+        place = torch.arange(start, start + len(part), dtype=torch.int64, device=vector.device)
+        place.add_(first - before)
+        place.add_(seed * 0x9E3779B97F4A7C1 % 2**62)
+        for factor in (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85):  # int64 wraps around
+            place.bitwise_xor_(place >> 29).mul_(factor)
+        for row, sums in enumerate(found):
+            signed = part.double() * (1 - 2 * (place >> 40 + row & 1))
+            sums += torch.nn.functional.pad(signed, (0, -len(part) % size)).view(-1, size).sum(0)
+    return found.flatten().to(vector.dtype)
