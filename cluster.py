@@ -1,15 +1,11 @@
-"""The cluster: devices, nodes and trainers, and the outer loop over rounds.
+"""The cluster: all devices, nodes and trainers of a run, and the outer loop over rounds.
 
-A round redistributes the nodes, trains every living trainer, evaluates and merges (AdLoCo, section 3). The
-cluster decides nothing about batches or parameters itself: decisions are in `algorithms`, the work is in
-`trainers`. What happens is told to an observer, which writes it down.
-
-Every process of a run has a cluster and takes the same decisions: what workers and evaluations say is gathered once per
-round. Only tensors, and the work on them, are shared out.
+`Cluster.run_round` is one round. Decisions are pure functions in `algorithms`; the work on a model is in `trainers`; an
+observer records what happens. Every process of a run has a cluster and takes the same decisions, because all processes
+gather the same reports once per round. Tensors, and the work on them, are divided over the processes.
 """
 
 import dataclasses
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,22 +13,23 @@ from pathlib import Path
 import torch
 
 from algorithms.nodes.traffic import synchronisation_exchange
+from algorithms.schedule.limits import RoundSchedule, RunCounters
 from fabrics.data.examples import TaskData
 from fabrics.models.export import save_models
 from fabrics.pool.checkpoint_policy import CheckpointPolicy, Vote
-from fabrics.pool.device_errors import explained
+from fabrics.pool.device_errors import explain_training_errors
 from fabrics.pool.eval_tool import Evaluation, EvaluationPart, Validation
 from fabrics.pool.max_batch import measured_max_batches
 from fabrics.pool.node_assignment import NodeAssigner, NoNodeLeftError, requested_batches
 from fabrics.pool.node_pool import NodePool
 from fabrics.pool.round_scheduler import RoundScheduler
 from fabrics.pool.run_checks import check_model, check_statistics
-from fabrics.pool.run_counters import RunCounters
 from fabrics.training.device_models import FlatModels
+from fabrics.training.work_split import WorkSplit
 from fabrics.training.worker import Node
-from trainers import Trained, Trainer, first_trainers
+from trainers import TrainedRound, Trainer, first_trainers
 from training_logs.recording.memory_monitor import Use, memory_use
-from training_logs.recording.records import ClusterRound, Merge, Observer
+from training_logs.recording.records import ClusterRound, Merge, Observer, RoundReport
 from utils.checkpoint.checkpoint import Checkpoint, check_state
 from utils.checkpoint.tensor_file import FilePart
 from utils.config.schema import Config
@@ -41,12 +38,18 @@ from utils.distributed.signals import StopRequest
 
 
 @dataclass(frozen=True)
-class _Share:
-    """What one process tells all others, once per round."""
+class ProcessReport:
+    """What one process sends to all others, once per round.
 
-    trained: dict[int, Trained]  # by trainer
-    seconds: dict[int, float]  # by trainer
-    evaluations: dict[int, EvaluationPart]  # by trainer
+    Attributes:
+        trained: its part of each trainer's round, by trainer.
+        evaluations: its part of each trainer's evaluation, by trainer; empty if the round is not evaluated.
+        memory: memory use of its devices.
+        vote: whether it wants a checkpoint, or the run to stop.
+    """
+
+    trained: dict[int, TrainedRound]
+    evaluations: dict[int, EvaluationPart]
     memory: list[Use]
     vote: Vote
 
@@ -57,7 +60,14 @@ class Cluster:
     Args:
         config: the run's configuration.
         data: what to train and evaluate on.
-        processes: those of the run; None: as the environment says, which is one where nobody started more.
+        processes: of the run; None: join those that the environment names, or be the only one.
+
+    Attributes:
+        trainers: the living trainers, by id.
+        counters: what the run has used so far.
+        merges: all merges so far.
+        stopped: True if the run was asked to stop before its end.
+        models: the flat model of each device of this process.
 
     Raises:
         ConfigError: the config does not fit the data, the model or the machine.
@@ -66,30 +76,30 @@ class Cluster:
     def __init__(self, config: Config, data: TaskData, processes: Processes | None = None):
         self.config = config
         self.data = data
-        processes = processes or join_processes(config)
-        self.processes = processes
-        self.pool = NodePool(processes.devices, config)
+        self.processes = processes or join_processes(config)
         self.counters = RunCounters()
         self.merges: list[Merge] = []
         self.stopped = False
         self.warnings: list[str] = []
-        self.models = FlatModels(config, data, processes)
+        self.pool = NodePool(self.processes.devices, config)
+        self.models = FlatModels(config, data, self.processes)
         self.devices = list(self.models)
+        check_model(config, self.models.first)
         self.validation = Validation(data, self.models, config.eval_batch_size)
         self.metric = self.validation.metric
-        check_model(config, self.models.first)
         self.scheduler = RoundScheduler(config, len(data.train), len(self.nodes))
-        self._assigner = NodeAssigner(config, self.pool, processes.groups, self.scheduler)
-        first_requests = dict.fromkeys(range(config.number_of_initial_trainers), config.INITIAL_BATCH_SIZE)
+        self._assigner = NodeAssigner(config, self.pool, self.processes.groups, self.scheduler)
         self.trainers: dict[int, Trainer] = {}
-        self.trainers = first_trainers(config, data, self._assignment(first_requests), self.models, processes)
-        self.distribute()
+        requests = dict.fromkeys(range(config.number_of_initial_trainers), config.INITIAL_BATCH_SIZE)
+        self.trainers = first_trainers(config, data, self._assignment(requests), self.models, self.processes)
+        self.assign_nodes()
         if config.max_batch_size is None:
-            # Now that everything is there which lives between rounds.
-            groups = (group for trainer in self.trainers.values() for group in trainer.tensors().values())
-            size = sum(tensor.nbytes for group in groups for tensor in group.values())
-            self.pool.set_max_batches(measured_max_batches(config, self.models, data.train, processes, size))
-            self.distribute()
+            # Measured last, when everything that lives between rounds has its memory.
+            groups = [group for trainer in self.trainers.values() for group in trainer.tensors().values()]
+            state_bytes = sum(tensor.nbytes for group in groups for tensor in group.values())
+            max_batches = measured_max_batches(config, self.models, data.train, self.processes, state_bytes)
+            self.pool.set_max_batches(max_batches)
+            self.assign_nodes()
         smallest = min(trainer.cursor.smallest for trainer in self.trainers.values())
         check_statistics(config, self.pool.working(0.0), smallest)
 
@@ -100,7 +110,7 @@ class Cluster:
 
     @property
     def failed_nodes(self) -> set[int]:
-        """Those that work no more."""
+        """Ids of the nodes that have failed for good."""
         return self.pool.failed
 
     @property
@@ -108,21 +118,170 @@ class Cluster:
         """Trainable parameters of one model."""
         return self.models.first.parameter_count
 
-    # Decisions carried out
+    @property
+    def finished(self) -> bool:
+        """True if a limit of the run has been reached."""
+        return self.scheduler.progress(self.counters) >= 1.0
+
+    # The outer loop
+
+    def train(
+        self, observer: Observer, folder: Path | None = None, stop: StopRequest | None = None
+    ) -> dict[int, Evaluation]:
+        """Train until a limit is reached, and return the final evaluations of the living trainers.
+
+        Args:
+            folder: the run folder, for checkpoints and models on the way; None: nothing is written.
+            stop: asks the run to end after the current round with a checkpoint. Then `stopped` is true, and nothing is
+                evaluated.
+
+        Raises:
+            TrainingError: training cannot continue. If no node is left, a checkpoint is written before.
+        """
+        checkpoint_policy = CheckpointPolicy(self.config, self.processes, observer, folder, stop)
+        with explain_training_errors():
+            self._start(observer)
+            result = None
+            while not self.finished and not self.stopped:
+                try:
+                    result = self.run_round(observer, checkpoint_policy)
+                except NoNodeLeftError:
+                    checkpoint_policy.save_checkpoint(self)
+                    raise
+                observer.on_round(self, result)
+                self.stopped = checkpoint_policy.stopping
+                checkpoint_policy.after_round(self)
+            if self.finished and (warning := self.scheduler.unspent_warning(self.counters)) is not None:
+                observer.warn(warning)
+            if self.stopped:
+                return {}
+            if result is None or result.merge is not None:
+                return self.evaluate()
+            return result.evaluations
+
+    def _start(self, observer: Observer) -> None:
+        for warning in self.warnings:
+            observer.warn(warning)
+        if not self.finished:  # a budget that cannot be kept is reported before the work starts
+            splits = self._split_work()
+            self.scheduler.remaining(self.counters, self.trainers.values(), splits.values(), self.pool, observer.warn)
+        observer.on_start(self, self.evaluate() if self.counters.outer_steps == 0 else {})
+
+    # One round
+
+    def run_round(self, observer: Observer, checkpoint_policy: CheckpointPolicy | None = None) -> ClusterRound:
+        """Run one round of AdLoCo (arXiv 2508.18182, Algorithm 1).
+
+        Raises:
+            TrainingError: training cannot continue.
+        """
+        checkpoint_policy = checkpoint_policy or CheckpointPolicy(self.config, self.processes, observer)
+
+        # What the round is: nodes, examples and inner steps.
+        self.assign_nodes()
+        splits = self._split_work()
+        schedule = self.scheduler.next_round(
+            self.counters, self.trainers.values(), splits.values(), self.pool, observer.warn
+        )
+        evaluates = self._evaluates_after(schedule)
+
+        # The work of this process, and the reports of all processes.
+        local_steps = self._local_steps(splits, schedule)
+        observer.on_round_start(self.counters.outer_steps + 1, schedule.progress_before, local_steps)
+        trained = self._train(splits, schedule, observer.on_step)
+        evaluated = self._evaluate_locally() if evaluates else {}
+        report = ProcessReport(trained, evaluated, memory_use(self.devices), checkpoint_policy.vote())
+        processes = self.processes.gather(report)
+
+        # Decisions, the same in every process.
+        checkpoint_policy.decide([process.vote for process in processes])
+        reports = self._conclude(splits, schedule, processes, observer.warn)
+        evaluations = {}
+        if evaluates:
+            evaluations = self.validation.combine([process.evaluations for process in processes], list(self.trainers))
+        merge = None
+        if len(self.trainers) > 1 and self.counters.outer_steps % self.config.merge_frequency == 0:
+            merge = self._merge()
+
+        return ClusterRound(
+            outer_step=self.counters.outer_steps,
+            progress=schedule.progress_after,
+            reports=reports,
+            evaluations=evaluations,
+            merge=merge,
+            counters=dataclasses.replace(self.counters),
+            memory=[process.memory for process in processes],
+            moves=self._assigner.take_moves(),
+        )
+
+    def assign_nodes(self) -> None:
+        """Give every trainer its nodes, in proportion to the requested batches; the bytes are counted.
+
+        Raises:
+            NoNodeLeftError: all nodes have failed.
+        """
+        self._assign(self._assignment(requested_batches(self.trainers)))
 
     def _assignment(self, requests: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
         return self._assigner.assignment(requests, self.trainers, self.scheduler.progress(self.counters))
 
-    def distribute(self) -> None:
-        """Give every living trainer its nodes, in proportion to the requested batches; bytes are counted.
-
-        Raises:
-            NoNodeLeftError: as it says.
-        """
-        self._assign(self._assignment(requested_batches(self.trainers)))
-
     def _assign(self, assignment: Mapping[int, Sequence[int]]) -> None:
         self._assigner.assign(assignment, self.trainers, self.counters)
+
+    def _split_work(self) -> dict[int, WorkSplit]:
+        return {trainer.id: trainer.split_work() for trainer in self.trainers.values()}
+
+    def _evaluates_after(self, schedule: RoundSchedule) -> bool:
+        return schedule.progress_after >= 1.0 or (self.counters.outer_steps + 1) % self.config.eval_every == 0
+
+    def _local_steps(self, splits: Mapping[int, WorkSplit], schedule: RoundSchedule) -> int:
+        """Return the inner steps that the workers of this process make in the round, all together."""
+        steps = 0
+        for trainer in self.trainers.values():
+            for worker, active in splits[trainer.id].active_steps(schedule.inner_steps).items():
+                if worker in trainer.workers:
+                    steps += len(active)
+        return steps
+
+    def _train(
+        self, splits: Mapping[int, WorkSplit], schedule: RoundSchedule, on_step: Callable[[], None]
+    ) -> dict[int, TrainedRound]:
+        """Train every trainer that has a worker in this process, one after the other."""
+        trained = {}
+        for trainer in self.trainers.values():
+            result = trainer.train_round(splits[trainer.id], schedule, on_step)
+            if result is not None:
+                trained[trainer.id] = result
+        return trained
+
+    def _conclude(
+        self,
+        splits: Mapping[int, WorkSplit],
+        schedule: RoundSchedule,
+        processes: Sequence[ProcessReport],
+        warn: Callable[[str], None],
+    ) -> dict[int, RoundReport]:
+        """Let every trainer conclude its round, and count what the round has used."""
+        reports = {}
+        for trainer in self.trainers.values():
+            parts = [process.trained[trainer.id] for process in processes if trainer.id in process.trained]
+            reports[trainer.id] = trainer.conclude_round(splits[trainer.id], schedule, TrainedRound.join(parts))
+        counters = self.counters
+        counters.outer_steps += 1
+        for report in reports.values():
+            counters.examples += report.examples
+            counters.tokens += report.tokens
+            counters.add_synchronisations(
+                report.communications, report.bytes_synchronised, report.left_out, report.lost_messages
+            )
+            for warning in report.warnings:
+                warn(f"trainer {report.trainer}: {warning}")
+        seconds = max(sum(part.seconds for part in process.trained.values()) for process in processes)
+        counters.add_time(seconds, sum(report.examples for report in reports.values()))
+        sent = [(len(report.workers), report.bytes_synchronised) for report in reports.values()]
+        self.scheduler.count_link_seconds(counters, synchronisation_exchange(sent))
+        self.pool.update([worker for report in reports.values() for worker in report.workers.values()])
+        return reports
 
     def _merge(self) -> Merge:
         """Merge the trainers that the policy picks; communications and bytes are counted."""
@@ -131,145 +290,38 @@ class Cluster:
         self.merges.append(merge)
         return merge
 
-    # The outer loop
-
-    @property
-    def finished(self) -> bool:
-        """Whether a limit of the run has been reached."""
-        return self.scheduler.progress(self.counters) >= 1.0
-
-    def _evaluation_parts(self) -> dict[int, EvaluationPart]:
-        """What the workers of this process evaluate, by trainer."""
-        for trainer in self.trainers.values():
-            trainer.refresh()
-        parts = {t.id: self.validation.part(t.worker_group, t.parameters) for t in self.trainers.values()}
-        return {trainer: part for trainer, part in parts.items() if part is not None}
+    # Evaluation
 
     def evaluate(self) -> dict[int, Evaluation]:
-        """Every living trainer on the validation examples, shared out over the processes."""
-        return self.validation.combine(self.processes.gather(self._evaluation_parts()), list(self.trainers))
+        """Evaluate every living trainer on the validation examples, which are divided over the workers."""
+        return self.validation.combine(self.processes.gather(self._evaluate_locally()), list(self.trainers))
+
+    def _evaluate_locally(self) -> dict[int, EvaluationPart]:
+        parts = {}
+        for trainer in self.trainers.values():
+            trainer.worker_group.refresh()
+        for trainer in self.trainers.values():
+            part = self.validation.part(trainer.worker_group, trainer.parameters)
+            if part is not None:
+                parts[trainer.id] = part
+        return parts
 
     def best(self, evaluations: dict[int, Evaluation]) -> int:
-        """The trainer with the best metric; ties go to the smaller id."""
+        """Return the trainer with the best metric; ties go to the smaller id."""
         return self.validation.best(evaluations)
-
-    def run_round(self, observer: Observer, checkpoint_policy: CheckpointPolicy | None = None) -> ClusterRound:
-        """Redistribute the nodes, train every living trainer for one round, evaluate, merge.
-
-        Raises:
-            TrainingError: training cannot go on.
-        """
-        checkpoint_policy = checkpoint_policy or CheckpointPolicy(self.config, self.processes, observer)
-        self.distribute()
-        trainers = self.trainers
-        schedule = self.scheduler.next_round(self.counters, trainers.values(), self.pool, observer.warn)
-        own_steps = sum(
-            steps
-            for trainer in trainers.values()
-            for worker, steps in trainer.shares.steps(schedule.inner_steps).items()
-            if worker in trainer.workers
-        )
-        observer.on_round_start(self.counters.outer_steps + 1, self.scheduler.progress(self.counters), own_steps)
-        tokens = {trainer.id: trainer.tokens_ahead(schedule.inner_steps) for trainer in trainers.values()}
-        examples = sum(trainer.shares.examples(schedule.inner_steps) for trainer in trainers.values())
-
-        local: dict[int, Trained] = {}
-        seconds: dict[int, float] = {}
-        for trainer in trainers.values():
-            started = time.perf_counter()
-            if (trained := trainer.train_round(schedule, observer.on_step)) is not None:
-                local[trainer.id], seconds[trainer.id] = trained, time.perf_counter() - started
-        counters = dataclasses.replace(
-            self.counters,
-            outer_steps=self.counters.outer_steps + 1,
-            examples=self.counters.examples + examples,
-            tokens=self.counters.tokens + sum(tokens.values()),
-        )
-        progress = self.scheduler.progress(counters)
-        due = progress >= 1.0 or counters.outer_steps % self.config.eval_every == 0
-        parts = self._evaluation_parts() if due else {}
-        shares = self.processes.gather(
-            _Share(local, seconds, parts, memory_use(self.devices), checkpoint_policy.vote())
-        )
-        checkpoint_policy.decide([share.vote for share in shares])
-        reports = {}
-        for trainer in trainers.values():
-            trained = Trained.joined([share.trained[trainer.id] for share in shares if trainer.id in share.trained])
-            took = max(share.seconds.get(trainer.id, 0.0) for share in shares)
-            reports[trainer.id] = trainer.conclude_round(schedule, trained, tokens[trainer.id], took)
-        for report in reports.values():
-            counters.count(report.communications, report.bytes_synchronised, report.left_out, report.lost_messages)
-            for warning in report.warnings:
-                observer.warn(f"trainer {report.trainer}: {warning}")
-        counters.took(max(sum(share.seconds.values()) for share in shares), examples)
-        self.counters = counters
-        self.scheduler.count(
-            self.counters, synchronisation_exchange((len(r.workers), r.bytes_synchronised) for r in reports.values())
-        )
-        self.pool.update([run for report in reports.values() for run in report.workers.values()])
-        evaluations = self.validation.combine([share.evaluations for share in shares], list(trainers)) if due else {}
-        merge = None
-        if len(trainers) > 1 and counters.outer_steps % self.config.merge_frequency == 0:
-            merge = self._merge()
-        now, memory = dataclasses.replace(counters), [share.memory for share in shares]
-        moves = self._assigner.take_moves()
-        return ClusterRound(counters.outer_steps, progress, reports, evaluations, merge, now, memory, moves)
-
-    def train(
-        self, observer: Observer, folder: Path | None = None, stop: StopRequest | None = None
-    ) -> dict[int, Evaluation]:
-        """Train until a limit is reached; the final evaluations of the living trainers.
-
-        Args:
-            folder: the run folder, for checkpoints and models on the way; None: nothing is written.
-            stop: where it asks to stop, the run ends after the round with a checkpoint; `stopped` is true then, and
-                nothing is evaluated.
-
-        Raises:
-            TrainingError: training cannot go on. Where no node is left, a checkpoint is written before.
-        """
-        checkpoint_policy = CheckpointPolicy(self.config, self.processes, observer, folder, stop)
-        with explained():
-            result = self._rounds(observer, checkpoint_policy)
-            evaluations = {}
-            if not self.stopped:
-                evaluations = self.evaluate() if result is None or result.merge is not None else result.evaluations
-        return evaluations
-
-    def _rounds(self, observer: Observer, checkpoint_policy: CheckpointPolicy) -> ClusterRound | None:
-        """All rounds that are left; the last one."""
-        for warning in self.warnings:
-            observer.warn(warning)
-        if not self.finished:
-            # Warn of a budget that cannot be kept before work starts.
-            self.scheduler.remaining(self.counters, self.trainers.values(), self.pool, observer.warn)
-        observer.on_start(self, self.evaluate() if self.counters.outer_steps == 0 else {})
-        result = None
-        while not self.finished and not self.stopped:
-            try:
-                result = self.run_round(observer, checkpoint_policy)
-            except NoNodeLeftError:
-                checkpoint_policy.save_checkpoint(self)
-                raise
-            observer.on_round(self, result)
-            self.stopped = checkpoint_policy.stopping
-            checkpoint_policy.after_round(self)
-        if self.finished and (warning := self.scheduler.unspent(self.counters)) is not None:
-            observer.warn(warning)
-        return result
 
     # Models and state
 
     def save_models(self, folder: Path, observer: Observer) -> dict[int, Path]:
-        """Every living trainer as a Hugging Face folder `trainer_<id>`; where each was written.
+        """Write every living trainer as a Hugging Face folder `trainer_<id>`, and return the folders.
 
-        What cannot be written is a warning.
+        A failure to write is a warning.
         """
-        first = self.nodes[0]  # the main process's
+        main_node = self.nodes[0]
         folders, problem = save_models(
             folder,
             self.trainers,
-            lambda trainer: self.trainers[trainer].parameters_for(first),
+            lambda trainer: self.trainers[trainer].worker_group.parameters_for(main_node),
             self.models.first,
             self.data.tokenizer,
             self.processes,
@@ -279,15 +331,15 @@ class Cluster:
         return folders
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor | FilePart]]:
-        """The trainers' tensors that are in this process, by reference, in groups named by trainer and worker.
+        """Return the trainers' tensors in this process by reference, in groups named by trainer and worker.
 
-        Where a shard group's devices have parts of them, each has a part in all groups of the shard group.
+        If devices share a model, each device has its part of every tensor.
         """
         groups = {name: group for trainer in self.trainers.values() for name, group in trainer.tensors().items()}
         return self.models.first.checkpoint_tensors(groups)
 
     def state_dict(self) -> dict:
-        """What the run's future depends on, besides the trainers' tensors, as JSON values; the same in every process.
+        """Return the JSON values on which the run's future depends, besides tensors; the same in every process.
 
         Random numbers need no state: they are functions of the seed and of the place in the run.
         """
@@ -303,7 +355,7 @@ class Cluster:
         }
 
     def load_state_dict(self, state: Mapping, read: Callable[[str, str], torch.Tensor]) -> None:
-        """Continue from a state of a cluster of the same data and model, on any number of processes.
+        """Restore the state of a cluster of the same data and model, on any number of processes.
 
         Nodes that had failed work again.
 
@@ -314,24 +366,25 @@ class Cluster:
             CheckpointError: the state is of another model or of other data.
         """
         check_state(state, self.data.fingerprint(), self.parameter_count)
-        self.models.resume(state.get("compiled", False))
-        part = self.models.first.local_part
+        self.models.resume(state["compiled"])
         self.merges = [Merge.from_values(merge) for merge in state["merges"]]
         self.pool.load_state_dict(state["nodes"])
         counters = RunCounters(**state["counters"])
         living = {int(trainer): values for trainer, values in state["trainers"].items()}
         self.trainers = {trainer: self.trainers[trainer] for trainer in living}
-        assignment = {trainer: values["nodes"] for trainer, values in living.items()}
-        if len(state["nodes"]["max_batches"]) != len(self.nodes):  # other nodes than those of the checkpoint
-            requests = {trainer: values["requested_batch"] for trainer, values in living.items()}
+        assignment = {trainer: values["workers"]["nodes"] for trainer, values in living.items()}
+        if len(state["nodes"]["max_batches"]) != len(self.nodes):  # the checkpoint's run had other nodes
+            requests = {trainer: values["batch"]["requested_batch"] for trainer, values in living.items()}
             assignment = self._assigner.assignment(requests, {}, self.scheduler.progress(counters))
         self._assign(assignment)
-        self._assigner.take_moves()  # nodes begin here, and nothing is sent
+        # What the nodes hold is read from the checkpoint, not sent.
+        self._assigner.take_moves()
         self.counters = counters
+        local_part = self.models.first.local_part
         for trainer, values in living.items():
-            self.trainers[trainer].load_state_dict(values, lambda group, name: part(name, read(group, name)))
+            self.trainers[trainer].load_state_dict(values, lambda group, name: local_part(name, read(group, name)))
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint; see load_state_dict. What is wrong with newer ones becomes a warning."""
+        """Restore a checkpoint; problems of newer checkpoints become warnings."""
         self.load_state_dict(checkpoint.state["cluster"], checkpoint.read)
         self.warnings += [f"a checkpoint was passed over: {problem}" for problem in checkpoint.problems]

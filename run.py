@@ -172,7 +172,7 @@ def set_up(
             threads = checkpoint.state["cluster"]["threads"]
     torch.set_num_threads(threads)
     data = load_data(config, processes)
-    with device_errors.set_up():
+    with device_errors.explain_setup_errors():
         cluster = Cluster(config, data, processes)
         if checkpoint is not None:
             cluster.resume(checkpoint)

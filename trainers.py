@@ -1,26 +1,22 @@
-"""A trainer: one model instance: its round, its decisions, its merge.
+"""A trainer: one model instance with its workers, its data and its requested batch.
 
-State (everything else is computed): the flat parameters x and what the synchronisation method keeps beside them, the
-requested batch with the smoothed statistics (`BatchControl`), the data cursor, counters, and per worker the state of
-its inner optimiser, which survives from round to round (arXiv 2311.08105, Algorithm 1). Workers pass one after the
-other through the working model of their device: no other copy of a model exists, but where the method needs one.
-
-Every process has every trainer, for its decisions; its tensors are only where its workers are. A round is cut in two
-there: `train_round` is work and needs the workers, `conclude_round` is decisions and needs what all of them report.
+Every process has every trainer and takes the same decisions; a trainer's tensors are only where its workers are. A
+round therefore has two parts. `train_round` is the work, done by the processes that have workers. `conclude_round` is
+the decisions, taken by all processes from the reports of all workers.
 """
 
-import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from algorithms.nodes.traffic import Transfer, averaging_transfers
+from algorithms.nodes.traffic import Transfer
 from algorithms.schedule.limits import RoundSchedule
 from algorithms.synchronisation.group import Event
 from fabrics.data.examples import Examples, TaskData
 from fabrics.data.partition_sampler import ShareCursor
-from fabrics.data.sampler import DataCursor, share_sizes, tokens_ahead
+from fabrics.data.sampler import DataCursor
 from fabrics.models.initialisation import initial_cursors, initial_parameters
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.method_config import check_method
@@ -33,9 +29,9 @@ from fabrics.training.statistics import (
     plan_statistics,
     samples_for_test,
 )
-from fabrics.training.work_split import Shares, assignments, participants
-from fabrics.training.worker import COPY, Assignment, Node, Place, TrainingError, Worker, WorkerRound
-from fabrics.training.worker_group import WorkerGroup, merge
+from fabrics.training.work_split import WorkSplit, draw_participants
+from fabrics.training.worker import Assignment, Node, RoundKey, TrainingError, Worker, WorkerRound
+from fabrics.training.worker_group import WorkerGroup
 from training_logs.recording.records import RoundReport
 from utils.config.schema import Config
 from utils.distributed.processes import Processes
@@ -43,42 +39,29 @@ from utils.distributed.processes import Processes
 # The inner learning rate is halved at most this often, each time after all workers of a trainer diverged.
 MAX_HALVINGS = 3
 
-# A trainer's plain state besides its parts'.
-_COUNTERS = ("inner_steps", "tokens", "rounds", "halvings")
-
 
 @dataclass(frozen=True)
-class Trained:
-    """What a process says of a trainer's round: its workers, what all of them sent, and what the method remembers.
+class TrainedRound:
+    """One process's part of a trainer's round.
 
-    The latter two are the same wherever the trainer has a worker.
+    Attributes:
+        workers: reports of the participants, by number.
+        events: what all workers sent; the same in every process.
+        values: of the method; the same in every process.
+        seconds: that the process worked on it.
     """
 
     workers: dict[int, WorkerRound]
     events: tuple[Event, ...]
     values: dict[str, float]
+    seconds: float
 
     @classmethod
-    def joined(cls, parts: Sequence["Trained"]) -> "Trained":
-        """What all processes with a worker say together."""
+    def join(cls, parts: Sequence["TrainedRound"]) -> "TrainedRound":
+        """Return the whole round; parts: of all processes that have a worker of the trainer."""
         workers = {index: worker for part in parts for index, worker in part.workers.items()}
-        return cls(dict(sorted(workers.items())), parts[0].events, parts[0].values)
-
-
-def _copy_weights(trainer: "Trainer") -> list[float]:
-    """Of what workers keep of the round at hand: its examples. None of them where all have the shared parameters."""
-    if not trainer.worker_group.method.capabilities.averages_copies:
-        return []
-    weights = trainer.shares.examples_each(trainer._config.number_of_inner_steps_between_outers)
-    return list(
-        share_sizes(trainer.cursor.readings(len(weights)), weights) if trainer._config.weigh_shares else weights
-    )
-
-
-def _weights_in(state: Mapping, workers: int) -> list[float]:
-    """Those of a trainer's state; equal ones for other workers, and from a version that did not write them down."""
-    weights = state.get("stale") or []
-    return [1.0] * workers if weights is True or (weights and len(weights) != workers) else list(weights)
+        seconds = max(part.seconds for part in parts)
+        return cls(dict(sorted(workers.items())), parts[0].events, parts[0].values, seconds)
 
 
 class Trainer:
@@ -87,11 +70,19 @@ class Trainer:
     Args:
         trainer_id: its identity, kept through merges in which it is the representative.
         config: the run's configuration.
-        parameters: flat initial parameters x, which become the trainer's own; None in a process without a worker.
-        cursor: its walk through its own data, or through its shares of them.
+        parameters: flat initial parameters, which become the trainer's own; None in a process without a worker.
+        cursor: its position in its data.
         examples: all training examples.
-        working: the working model of each device of this process, the first of which keeps the trainer's tensors.
-        processes: those of the run.
+        models: the flat model of each device of this process; the first device keeps the trainer's tensors.
+        processes: of the run.
+
+    Attributes:
+        batch: its requested batch, and the statistics behind it.
+        worker_group: its workers and tensors.
+        inner_steps: made in the run so far.
+        tokens: trained on so far.
+        rounds: finished so far.
+        halvings: how often its learning rate was halved.
     """
 
     def __init__(
@@ -101,209 +92,180 @@ class Trainer:
         parameters: torch.Tensor | None,
         cursor: DataCursor | ShareCursor,
         examples: Examples,
-        working: Mapping[torch.device, FlatModel],
+        models: Mapping[torch.device, FlatModel],
         processes: Processes,
     ):
         self.id = trainer_id
         self.cursor = cursor
         self.batch = batch_control(config)
-        self.worker_group = WorkerGroup(config, working, processes)
-        self.inner_steps = self.tokens = self.rounds = self.halvings = 0
+        self.worker_group = WorkerGroup(config, parameters, models, processes)
+        self.inner_steps = 0
+        self.tokens = 0
+        self.rounds = 0
+        self.halvings = 0
         self._config = config
         self._examples = examples
-        self._values: dict[str, float] = {}
-        self._rested: frozenset[int] = frozenset()  # nodes that did not hear of the last round
-        self._weights: list[float] = []  # of workers' copies, where they have gone on since `refresh`
-        self.shared = None if parameters is None else self.worker_group.first_tensors(parameters)
 
     @property
     def requested_batch(self) -> int:
-        """In examples over all its workers."""
+        """The requested batch, in examples over all workers."""
         return self.batch.requested_batch
 
-    # Workers
+    @property
+    def largest_request(self) -> int:
+        """The largest batch that may be requested, in examples over all workers."""
+        return self._config.max_requested_batch or len(self.cursor)
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """Of all its workers, in order."""
+        """The node of each worker, in order."""
         return self.worker_group.nodes
 
     @property
     def workers(self) -> dict[int, Worker]:
-        """Those of this process, by number."""
+        """The workers of this process, by number."""
         return self.worker_group.local
 
     @property
-    def participants(self) -> tuple[int, ...]:
-        """The numbers of those, of all processes, that take part in the round at hand."""
-        place = Place(self._config.training_seed, self.id, 0, self.rounds)
-        return participants(self._config.participants, place, len(self.nodes))
+    def shared(self) -> dict[str, torch.Tensor] | None:
+        """The trainer's tensors by name, flat; None in a process without a worker."""
+        return self.worker_group.shared
 
     @property
     def parameters(self) -> torch.Tensor | None:
-        """Flat, as of when `refresh` was last called; None in a process without a worker."""
+        """Flat parameters, as of the last `worker_group.refresh`; None in a process without a worker."""
         return None if self.shared is None else self.shared["parameters"]
-
-    def refresh(self) -> None:
-        """Bring the parameters up to date where workers have copies of their own.
-
-        Every process that owns a worker takes part. Looking at a run is no part of it: nothing is counted.
-        """
-        if self._weights and self.workers:
-            self.worker_group.average_copies(self.parameters, self._weights)
-
-    def _settle(self) -> list[Transfer]:
-        """Go on with the parameters up to date; what is sent for it, by all workers."""
-        self.refresh()
-        stale, self._weights = bool(self._weights), []
-        return averaging_transfers([node.id for node in self.nodes], self.worker_group.plain_bytes * stale)
-
-    def assign_nodes(self, nodes: tuple[Node, ...]) -> list[Transfer]:
-        """Let these nodes work for the trainer from now on; what arrives at them. See WorkerGroup.assign.
-
-        A node whose worker has rested and takes part again gets what a new one does, but for the worker's own state.
-        """
-        sent = self._settle() if self.worker_group.changes(nodes) else []
-        self.shared, arrived = self.worker_group.assign(nodes, self.shared)
-        back = self._rested & {nodes[worker].id for worker in self.participants}
-        up_to_date = [node.id for node in nodes if node.id not in self._rested]
-        self._rested -= back
-        holder = (up_to_date or [node.id for node in nodes])[:1]
-        woken = [Transfer(tuple(holder), tuple(sorted(back)), self.worker_group.sizes.trainer)] if back else []
-        return sent + arrived + woken
-
-    def parameters_for(self, node: Node) -> torch.Tensor | None:
-        """The parameters in the process that owns the node, None elsewhere; all processes ask together."""
-        self.refresh()
-        provided = self.worker_group.provide(self.shared, self.nodes, (node,), ("parameters",))
-        return None if provided is None else provided["parameters"]
-
-    @property
-    def shares(self) -> Shares:
-        """Who does how much in the round at hand."""
-        fewer_steps, turns = self.worker_group.fewer_steps, self.worker_group.turns(self._values)
-        return Shares(self._config, self.requested_batch, self.nodes, self.participants, fewer_steps, turns=turns)
-
-    @property
-    def largest_request(self) -> int:
-        """In examples over all its workers."""
-        return self._config.max_requested_batch or len(self.cursor)
-
-    def tokens_ahead(self, inner_steps: int) -> int:
-        """Tokens of a round of so many inner steps over all workers."""
-        each = self.shares.examples_each(inner_steps)
-        return tokens_ahead(self.cursor.readings(len(each)), each, self._examples)
 
     # A round
 
-    def train_round(self, schedule: RoundSchedule, on_step: Callable[[], None]) -> Trained | None:
-        """Inner steps on every worker of this process, and what they send each other (AdLoCo, section 3, steps 1 to 5).
+    def assign_nodes(self, nodes: tuple[Node, ...]) -> list[Transfer]:
+        """Let these nodes work for the trainer from now on, and return the bytes that arrive at them."""
+        return self.worker_group.assign(nodes, self._participants(len(nodes)))
 
-        None in a process without a worker. Workers whose parameters became NaN or infinite, and those whose
-        node failed, are left out of means; with nobody left the trainer keeps its parameters.
+    def split_work(self) -> WorkSplit:
+        """Divide the next round over the workers; valid until the nodes or the requested batch change."""
+        return WorkSplit(
+            self._config,
+            self.requested_batch,
+            self.nodes,
+            self._participants(len(self.nodes)),
+            self.cursor.readings(len(self.nodes)),
+            self._examples,
+            self.worker_group.step_times,
+        )
+
+    def train_round(
+        self, split: WorkSplit, schedule: RoundSchedule, on_step: Callable[[], None]
+    ) -> TrainedRound | None:
+        """Run the inner steps of this process's workers and the outer step (AdLoCo, section 3, steps 1 to 5).
+
+        Workers whose parameters are no longer finite, or whose node failed, are left out of the mean. If all are, the
+        parameters stay.
 
         Args:
+            split: the division of the round over the workers.
+            schedule: its inner steps, and its place in the run.
             on_step: called after every inner step of every worker.
+
+        Returns:
+            None in a process without a worker.
 
         Raises:
             TrainingError: not even one example fits into a device's memory.
         """
-        self._weights = _copy_weights(self)
+        group = self.worker_group
+        group.begin_round(split.weights(schedule.inner_steps))
         if not self.workers:
             return None
-        outer_round = OuterRound(
-            self._config, self.worker_group, self.shared, dict(self._values), self.assignments(schedule), on_step
-        )
+        started = time.perf_counter()
+        statistics = self._plan_statistics(split)
+        outer_round = OuterRound(self._config, group, split, self.assignments(split, schedule), on_step)
         outer_round.run()
+        records = outer_round.records()
+        group.lost = frozenset(index for index, record in records.items() if record.left_out)
         vectors = {index: loop.vector for index, loop in outer_round.loops.items()}
-        records = {index: loop.record() for index, loop in outer_round.loops.items()}
-        local = {i: dataclasses.replace(record, unheard=i in outer_round.unheard) for i, record in records.items()}
-        self.worker_group.lost = frozenset(index for index, worker in local.items() if worker.left_out)
-        plan = self._statistics_plan
-        local = compare_workers(self.worker_group, plan, local, vectors, self.parameters)
-        workers = len(self.participants)
-        sent = plan.sent_bytes(workers, self.worker_group.parameter_count, self.worker_group.dtype)
+        records = compare_workers(group, statistics, records, vectors)
+        workers = len(split.participants)
+        sent = statistics.sent_bytes(workers, group.parameter_count, group.dtype)
         if sent:
             outer_round.events.append(Event("statistics", schedule.inner_steps, sent / workers, sent / workers))
-        return Trained(local, tuple(outer_round.events), outer_round.group.values)
+        return TrainedRound(records, tuple(outer_round.events), outer_round.group.values, time.perf_counter() - started)
 
-    def assignments(self, schedule: RoundSchedule) -> dict[int, Assignment]:
-        """What each worker that takes part is to do in the round."""
-        config = self._config
-        tokens = self.tokens_ahead(schedule.inner_steps) if config.warmup_tokens else 0
-        factors = learning_rate_schedule(config).factors(schedule, self.inner_steps, self.tokens, tokens)
-        base = base_learning_rate(config) * 0.5**self.halvings
-        rates = [base * factor for factor in factors]
-        place = Place(config.training_seed, self.id, 0, self.rounds)
-        readings = self.cursor.readings(len(self.nodes))
-        return assignments(config, self.shares, rates, self._examples, readings, place, self._statistics_plan)
-
-    @property
-    def _statistics_plan(self) -> StatisticsPlan:
-        """The statistics of the next round."""
-        return plan_statistics(self._config, len(self.participants), self.batch.tests_after(self.rounds + 1))
-
-    # Decisions, the same in every process
-
-    def conclude_round(self, schedule: RoundSchedule, trained: Trained, tokens: int, seconds: float) -> RoundReport:
-        """Advance, and turn the statistics into the next requested batch (AdLoCo, section 3, step 6).
+    def conclude_round(self, split: WorkSplit, schedule: RoundSchedule, trained: TrainedRound) -> RoundReport:
+        """Turn the statistics into the next requested batch, and move on in the data (AdLoCo, section 3, step 6).
 
         Args:
-            trained: what all processes say of it.
-            tokens: of the round, over all workers.
-            seconds: that the round took.
+            split: as given to `train_round`.
+            schedule: likewise.
+            trained: the round as all processes report it.
 
         Raises:
             TrainingError: all workers diverged once more than the learning rate may be halved.
         """
-        workers, self._values = trained.workers, trained.values
-        step_examples = sum(worker.plan.effective_batch for worker in workers.values())
-        warnings = self._look_after(workers)
-        if self.worker_group.lost:
-            self.worker_group.method.restarted(self._values, self.worker_group.lost)
+        workers = trained.workers
         requested = self.requested_batch
-        adapts = self.batch.tests_after(self.rounds + 1)
-        samples, between, problem = samples_for_test(self._config, workers) if adapts else ([], None, None)
-        progress = schedule.progress_after
-        statistics, warning = self.batch.conclude(samples, between, step_examples, progress, self.largest_request)
-        each = [workers[index].examples if index in workers else 0 for index in range(len(self.nodes))]
-        self.cursor.advance(each)
+        warnings = self._warnings(workers)
+        if self.batch.tests_after(self.rounds + 1):
+            samples, between, problem = samples_for_test(self._config, workers)
+        else:
+            samples, between, problem = [], None, None
+        statistics, doubt = self.batch.conclude(
+            samples, between, split.batch, schedule.progress_after, self.largest_request
+        )
+        examples = split.examples_each(schedule.inner_steps)
+        tokens = split.tokens(schedule.inner_steps)
+        self.cursor.advance(examples)
         self.inner_steps += schedule.inner_steps
         self.tokens += tokens
         self.rounds += 1
-        report = RoundReport(
+        self.worker_group.end_round(workers, trained.values)
+        return RoundReport(
             trainer=self.id,
             requested_batch=requested,
             next_requested_batch=self.requested_batch,
             workers=workers,
             statistics=statistics,
             inner_steps=schedule.inner_steps,
-            examples=sum(each),
+            examples=sum(examples),
             tokens=tokens,
             events=trained.events,
-            seconds=seconds,
-            warnings=(*warnings, *filter(None, (problem, warning))),
+            seconds=trained.seconds,
+            warnings=(*warnings, *filter(None, (problem, doubt))),
         )
-        self._rested = frozenset(node.id for worker, node in enumerate(self.nodes) if worker not in workers)
-        return report
 
-    def _look_after(self, workers: Mapping[int, WorkerRound]) -> list[str]:
-        """Remember whose state is lost, and halve the learning rate if nobody's is not; what to warn of."""
+    def assignments(self, split: WorkSplit, schedule: RoundSchedule) -> dict[int, Assignment]:
+        """Return what each participant does in the round, by number."""
+        tokens = split.tokens(schedule.inner_steps) if self._config.warmup_tokens else 0
+        factors = learning_rate_schedule(self._config).factors(schedule, self.inner_steps, self.tokens, tokens)
+        base = base_learning_rate(self._config) * 0.5**self.halvings
+        learning_rates = [base * factor for factor in factors]
+        return split.assignments(learning_rates, self._round_key, self._plan_statistics(split))
+
+    def _plan_statistics(self, split: WorkSplit) -> StatisticsPlan:
+        return plan_statistics(self._config, len(split.participants), self.batch.tests_after(self.rounds + 1))
+
+    @property
+    def _round_key(self) -> RoundKey:
+        return RoundKey(self._config.training_seed, self.id, 0, self.rounds)
+
+    def _participants(self, workers: int) -> tuple[int, ...]:
+        return draw_participants(self._config.participants, self._round_key, workers)
+
+    def _warnings(self, workers: Mapping[int, WorkerRound]) -> list[str]:
+        """Return what went wrong in the round; halve the learning rate if all workers diverged."""
         place = f"round {self.rounds + 1}"
-        lost = frozenset(index for index, worker in workers.items() if worker.left_out)
-        self.worker_group.lost = lost
-        warnings = [
-            f"worker {index} is left out of the average: {worker.left_out}"
-            for index, worker in workers.items()
-            if worker.left_out
-        ]
-        warnings += [
-            f"node {worker.node} ran out of memory; its max batch is {worker.max_batch} from now on, "
-            f"and worker {index} ran the same examples in smaller parts"
-            for index, worker in workers.items()
-            if worker.max_batch < self.nodes[index].max_batch
-        ]
-        if len(lost) == len(workers) and not all(worker.failed for worker in workers.values()):
+        warnings = []
+        for index, worker in workers.items():
+            if worker.left_out:
+                warnings.append(f"worker {index} is left out of the average: {worker.left_out}")
+        for index, worker in workers.items():
+            if worker.max_batch < self.nodes[index].max_batch:
+                warnings.append(
+                    f"node {worker.node} ran out of memory; its max batch is {worker.max_batch} from now on, "
+                    f"and worker {index} ran the same examples in smaller parts"
+                )
+        none_healthy = all(worker.left_out for worker in workers.values())
+        if none_healthy and not all(worker.failed for worker in workers.values()):
             warnings.append(self._halve_learning_rate(place))
         return [f"{place}: {warning}" for warning in warnings]
 
@@ -323,83 +285,87 @@ class Trainer:
     # Merging and state
 
     def absorb(self, others: list["Trainer"], weights: Mapping[int, float]) -> list[Transfer]:
-        """Become the merge of this trainer, the representative, with others (AdLoCo, section 3, step 7).
+        """Merge other trainers into this one, the representative (AdLoCo, section 3, step 7).
 
-        Parameters and outer velocity become the weighted averages, data subsets are united; requested batch,
+        Parameters and outer momentum become the weighted averages; data subsets are united. The requested batch,
         statistics and workers stay the representative's.
 
-        Returns what arrives at nodes.
+        Args:
+            weights: of all these trainers, by id; they sum to 1.
+
+        Returns:
+            The bytes that arrive at nodes.
         """
-        together = (self, *others)
-        sent = [transfer for trainer in together for transfer in trainer._settle()]
-        given = [(trainer.worker_group, trainer.shared) for trainer in together]
-        arrived = merge(given, [weights[trainer.id] for trainer in together])
-        self.worker_group.begin_merged(self.shared, self._values)
-        self._rested = frozenset()
+        groups = [other.worker_group for other in others]
+        transfers = self.worker_group.absorb(groups, [weights[trainer.id] for trainer in (self, *others)])
         self.cursor.unite([other.cursor for other in others])
-        return sent + arrived
+        return transfers
 
     def state_dict(self) -> dict:
-        """What the trainer's future depends on, besides its tensors, as plain values."""
+        """Return the plain values on which the trainer's future depends; its tensors are in `tensors`."""
         return {
-            **self.batch.state_dict(),
-            **{name: getattr(self, name) for name in _COUNTERS},
+            "batch": self.batch.state_dict(),
             "cursor": self.cursor.state_dict(),
-            "synchronisation": self._values,
-            "stale": self._weights,
-            "rested": sorted(self._rested),
-            **self.worker_group.state_dict(),
+            "workers": self.worker_group.state_dict(),
+            "inner_steps": self.inner_steps,
+            "tokens": self.tokens,
+            "rounds": self.rounds,
+            "halvings": self.halvings,
         }
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Its tensors, by reference, in groups named by trainer and worker; each group in one process only.
+        """Return the tensors of this process by reference, in groups named by trainer and worker.
 
-        All processes ask together, as in `refresh`.
+        The trainer's own are in the process of worker 0. All processes ask together.
         """
-        self.refresh()
+        self.worker_group.refresh()
         groups = {f"trainer_{self.id}_worker_{index}": worker.state_dict() for index, worker in self.workers.items()}
         if 0 in self.workers:
             groups[f"trainer_{self.id}"] = dict(self.shared)
         return groups
 
     def load_state_dict(self, state: Mapping, read: Callable[[str, str], torch.Tensor]) -> None:
-        """Continue from a state on the nodes that the trainer has; see WorkerGroup.load_state_dict for its workers.
+        """Restore a state on the nodes that the trainer has now.
 
         Args:
             read: from the name of a group and of a tensor to that tensor.
         """
-        self.batch.load_state_dict(state)
-        for name in _COUNTERS:
-            setattr(self, name, state.get(name, 0))  # tokens were not counted from the beginning
-        group = f"trainer_{self.id}"
+        self.batch.load_state_dict(state["batch"])
         self.cursor.load_state_dict(state["cursor"])
-        self._values = dict(state.get("synchronisation", {}))
-        self._weights = _weights_in(state, len(self.nodes))
-        self._rested = frozenset(state.get("rested", ()))
-        if self.workers:
-            for name, tensor in self.shared.items():
-                tensor.copy_(read(group, name))
-            for worker in self.workers.values():  # those that are new have no copy of their own
-                worker.load_state_dict({COPY: self.parameters})
-        self.worker_group.load_state_dict(state, lambda index, name: read(f"{group}_worker_{index}", name))
+        self.inner_steps = state["inner_steps"]
+        self.tokens = state["tokens"]
+        self.rounds = state["rounds"]
+        self.halvings = state["halvings"]
+        group = f"trainer_{self.id}"
+        self.worker_group.load_state_dict(
+            state["workers"],
+            lambda name: read(group, name),
+            lambda index, name: read(f"{group}_worker_{index}", name),
+        )
 
 
 def first_trainers(
     config: Config,
     data: TaskData,
     assignment: Mapping[int, tuple[int, ...]],
-    working: Mapping[torch.device, FlatModel],
+    models: Mapping[torch.device, FlatModel],
     processes: Processes,
 ) -> dict[int, Trainer]:
-    """The trainers that a run begins with; assignment: the nodes of each, which are not given to them yet."""
-    trainers, first = {}, next(iter(working.values()))
+    """Return the trainers at the start of a run.
+
+    Args:
+        assignment: the nodes that each will get.
+    """
     cursors = initial_cursors(config, len(data.train), data.shares and data.shares.sizes)
-    if len(cursors) == 1 and config.smallest_worker_batch is None:  # it has all nodes, whenever they come
+    if len(cursors) == 1 and config.smallest_worker_batch is None:  # the only trainer gets every scheduled node
         for _, nodes in config.node_schedule or ():
             check_method(config, int(nodes))
+    first_model = next(iter(models.values()))
+    trainers = {}
     for trainer, cursor in enumerate(cursors):
         check_method(config, len(assignment[trainer]))
-        here = any(map(processes.owns, assignment[trainer]))
-        start = initial_parameters(config, data, trainer, first) if here else None
-        trainers[trainer] = Trainer(trainer, config, start, cursor, data.train, working, processes)
+        parameters = None
+        if any(processes.owns(node) for node in assignment[trainer]):
+            parameters = initial_parameters(config, data, trainer, first_model)
+        trainers[trainer] = Trainer(trainer, config, parameters, cursor, data.train, models, processes)
     return trainers

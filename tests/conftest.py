@@ -30,17 +30,15 @@ sys.dont_write_bytecode = False
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
-# Reading the documentation of Python takes seconds: once in a test process and its forks.
+# Reading the documentation of Python takes seconds.
 documents.standard_library_docstrings = functools.cache(documents.standard_library_docstrings)
 
 
 @pytest.fixture(scope="session")
 def programs():
     """What starts programs; its tests are marked `programs`."""
-    import cluster  # noqa: F401 (for its forks)
     from tests.support.programs import Programs
 
-    documents.standard_library_docstrings()
     return Programs()
 
 

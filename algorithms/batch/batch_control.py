@@ -72,9 +72,9 @@ class BatchControl:
         self._sums = StatisticsSums()
         self._growth = BatchGrowth()
 
-    def observe_growth(self, position: float) -> None:
-        """Record the request before a round; position: logarithm of the examples of the run so far."""
-        self._growth = self._growth.after(position, self.requested_batch)
+    def observe_growth(self, log_examples: float) -> None:
+        """Record the request before a round; log_examples: logarithm of the examples of the run so far."""
+        self._growth = self._growth.observe(log_examples, self.requested_batch)
 
     @property
     def growth(self) -> float:

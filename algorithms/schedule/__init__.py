@@ -1,1 +1,1 @@
-"""Learning rates and the limits of a run."""
+"""Learning rates, the limits and the budget of a run."""

@@ -1,84 +1,142 @@
-"""The length of a run: how much of it is done, and how many inner steps the next round has."""
+"""How far a run is, where it ends, and how many inner steps its next round has."""
 
+import dataclasses
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# Steps that are counted at once where a round would have more.
-_COUNTED = 1024
+# Longer rounds are first tried with this many inner steps.
+_FIRST_TRIED = 1024
 
 
-@dataclass(frozen=True)
-class Done:
-    """What a run has used up, or will have: rounds, examples and tokens, all trainers together."""
+@dataclass
+class RunCounters:
+    """What a run has used so far, over all trainers.
 
-    outer_steps: int
-    examples: int
-    tokens: int
+    Bytes are those that nodes send each other, counted as if every node were a machine of its own.
+
+    Attributes:
+        outer_steps: rounds.
+        bytes_synchronised: of the workers of trainers.
+        bytes_merged: of merges.
+        bytes_redistributed: of state that moves with nodes.
+        left_out: workers whose updates were left out of a mean.
+        lost_messages: workers whose messages were lost.
+        training_seconds: measured.
+        link_seconds: of exchanges over the simulated link, in a run with a `time_budget`.
+        measured_seconds: training seconds without the first round, which also compiles and allocates.
+        measured_examples: examples without the first round.
+    """
+
+    outer_steps: int = 0
+    examples: int = 0
+    tokens: int = 0
+    communications: int = 0
+    bytes_synchronised: int = 0
+    bytes_merged: int = 0
+    bytes_redistributed: int = 0
+    left_out: int = 0
+    lost_messages: int = 0
+    training_seconds: float = 0.0
+    link_seconds: float = 0.0
+    measured_seconds: float = 0.0
+    measured_examples: int = 0
+
+    @property
+    def bytes_communicated(self) -> int:
+        """Bytes of all kinds."""
+        return self.bytes_synchronised + self.bytes_merged + self.bytes_redistributed
+
+    @property
+    def seconds_per_example(self) -> float | None:
+        """Measured training time; None before the second round."""
+        return self.measured_seconds / self.measured_examples if self.measured_examples else None
+
+    def used(self, unit: str) -> float:
+        """What counts towards a budget in this unit: communications, bytes or seconds."""
+        if unit == "communications":
+            return self.communications
+        if unit == "bytes":
+            return self.bytes_communicated
+        return self.training_seconds + self.link_seconds
+
+    def add_time(self, seconds: float, examples: int) -> None:
+        """Add the training time of the round that `outer_steps` already counts."""
+        self.training_seconds += seconds
+        if self.outer_steps > 1:
+            self.measured_seconds += seconds
+            self.measured_examples += examples
+
+    def add_synchronisations(self, communications: int, sent_bytes: int, left_out: int, lost_messages: int) -> None:
+        """Add the synchronisations of a trainer's round."""
+        self.communications += communications
+        self.bytes_synchronised += sent_bytes
+        self.left_out += left_out
+        self.lost_messages += lost_messages
 
 
 @dataclass(frozen=True)
 class RoundSchedule:
-    """One round: its inner steps, and how much of the run is done before and after, 0 to 1."""
+    """One round: its inner steps, and the progress of the run before and after it, 0 to 1."""
 
     inner_steps: int
     progress_before: float
     progress_after: float
 
-    def in_rounds(self, done: int, left: int) -> "RoundSchedule":
-        """The same with its progress counted in rounds, of which so many are done and left; the end stays the end."""
-        after = 1.0 if self.progress_after >= 1.0 else (done + 1) / (done + left)
-        return RoundSchedule(self.inner_steps, done / (done + left), after)
-
 
 @dataclass(frozen=True)
 class Limits:
-    """Where a run ends, at the first limit that is reached; None: no limit of that kind.
+    """The limits of a run, which ends at the first that is reached; None: no such limit.
 
-    outer_steps: rounds. examples: may be a fraction, of a number of epochs. tokens: of training.
+    Attributes:
+        outer_steps: rounds.
+        examples: may be a fraction, from a number of epochs.
+        tokens: training tokens.
     """
 
     outer_steps: int | None
     examples: float | None
     tokens: int | None
 
-    def progress(self, done: Done) -> float:
-        """How much of the run is done, 0 to 1: the largest share of any limit."""
-        shares = [
-            used / limit
-            for used, limit in (
-                (done.outer_steps, self.outer_steps),
-                (done.examples, self.examples),
-                (done.tokens, self.tokens),
-            )
-            if limit
-        ]
-        return min(max(shares, default=0.0), 1.0)
+    def progress(self, counters: RunCounters) -> float:
+        """The progress of the run, 0 to 1: the largest share of any limit."""
+        progress = 0.0
+        if self.outer_steps:
+            progress = max(progress, counters.outer_steps / self.outer_steps)
+        if self.examples:
+            progress = max(progress, counters.examples / self.examples)
+        if self.tokens:
+            progress = max(progress, counters.tokens / self.tokens)
+        return min(progress, 1.0)
 
     def next_round(
-        self, done: Done, inner_steps: int, examples: Callable[[int], int], tokens: Callable[[int], int]
+        self, counters: RunCounters, inner_steps: int, examples: Callable[[int], int], tokens: Callable[[int], int]
     ) -> RoundSchedule:
-        """The next round; the last one is cut short so that a limit is exceeded by less than one inner step.
+        """Return the next round; the last one is cut so that a limit is exceeded by less than one inner step.
 
         Args:
-            done: before it.
+            counters: before the round.
             inner_steps: of a whole round.
-            examples: of the next so many inner steps, all trainers together.
-            tokens: likewise.
+            examples: from a number of inner steps to the examples of all trainers in them.
+            tokens: from a number of inner steps to the tokens of all trainers in them.
         """
         steps = inner_steps
         if self.examples:
-            steps = _steps_until(self.examples - done.examples, steps, examples)
+            steps = _steps_until(self.examples - counters.examples, steps, examples)
         if self.tokens:
-            # Steps differ in their tokens where examples do.
-            steps = _steps_until(self.tokens - done.tokens, steps, tokens)
-        after = Done(done.outer_steps + 1, done.examples + examples(steps), done.tokens + tokens(steps))
-        return RoundSchedule(steps, self.progress(done), self.progress(after))
+            steps = _steps_until(self.tokens - counters.tokens, steps, tokens)
+        after = dataclasses.replace(
+            counters,
+            outer_steps=counters.outer_steps + 1,
+            examples=counters.examples + examples(steps),
+            tokens=counters.tokens + tokens(steps),
+        )
+        return RoundSchedule(steps, self.progress(counters), self.progress(after))
 
 
 def _steps_until(amount: float, most: int, count: Callable[[int], int]) -> int:
-    """The fewest steps, from 1 to `most`, that have so much; `most` may be far more than anybody could count."""
-    end = min(most, _COUNTED)
+    """The fewest steps, from 1 to `most`, that have this amount. `most` may be too large to be counted."""
+    end = min(most, _FIRST_TRIED)
     while end < most and count(end) < amount:
         end = min(most, 2 * end)
     return 1 + bisect_left(range(1, end), amount, key=count)

@@ -117,7 +117,7 @@ def carry_out(path: Path, runner: Runner, results: Path) -> dict[str, Any]:
     elif spec.search is not None:
         tuning["search"] = {method.name: _searched(spec, method, recorded, runner) for method in spec.methods}
     tuned = spec.with_settings(tuned_values(tuning))
-    runs = [make_run(tuned, method, seed) for method in tuned.methods for seed in spec.seeds]
+    runs = [make_run(tuned, method, seed) for method in tuned.methods for seed in spec.reported_seeds]
     known = recorded.outcomes()
     common = {key: recorded.raw[key] for key in ("metric", "parameters", "versions") if key in recorded.raw}
     missing = [run for run in runs if identity(tuned, run) not in known]

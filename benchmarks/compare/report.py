@@ -260,6 +260,11 @@ def _origin(results: Results) -> str:
         f"{', '.join(sorted({run['commit'] for run in outcomes}))} on {machines}; {libraries}. "
         f"Seeds {', '.join(map(str, results.seeds))}."
     )
+    if "search" in results.raw and len(results.raw["comparison"]["seeds"]) == 1:
+        text += (
+            "\n\nIts only seed is the seed of the tuning runs: each result is the best of its method's tuning runs "
+            "and therefore optimistic."
+        )
     if any(run["completed"] and "data" not in run for run in outcomes):
         text += "\n\nThese outcomes were recorded without a digest of their data, and are shown as recorded."
     if changed := results.raw["changed"]:

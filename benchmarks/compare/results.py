@@ -99,8 +99,9 @@ class Results:
 
     @property
     def seeds(self) -> list[int]:
-        """Seeds of the runs."""
-        return self.raw["comparison"]["seeds"]
+        """Seeds of the runs that are reported: not the seed with which values were searched, if there are others."""
+        seeds = self.raw["comparison"]["seeds"]
+        return seeds[1:] if "search" in self.raw and len(seeds) > 1 else seeds
 
     @property
     def reference(self) -> str:

@@ -84,7 +84,7 @@ class ComparisonSpec(Part):
         samples: samples of configs/make_samples.py that the runs read from .cache/samples.
         common: overrides for all methods.
         seeds: seeds of the runs.
-        search: tune every method by random search, with the first seed.
+        search: tune every method by random search with the first seed, which is then not reported.
         tuned_on: the comparison whose tuned values are used, unchanged.
         reference: the method to which the others are compared.
         hardware: devices to simulate.
@@ -107,6 +107,11 @@ class ComparisonSpec(Part):
     reference: str
     hardware: list[Hardware] = Field(min_length=1)
     networks: list[Network] = Field(min_length=1)
+
+    @property
+    def reported_seeds(self) -> list[int]:
+        """Seeds of the runs that are reported; a search with only one seed reports its tuning runs."""
+        return self.seeds[1:] if self.search is not None and len(self.seeds) > 1 else self.seeds
 
     def method(self, name: str) -> MethodSpec:
         """Return the method of that name."""

@@ -152,14 +152,16 @@ def interleaved(functions: dict, device: torch.device, repeats: int) -> dict[str
 
 def inner_steps(trainer: Trainer, schedule: RoundSchedule) -> None:
     """Run the inner steps of a round, without outer step and batch test."""
-    loop = InnerLoop(trainer.workers[0], trainer.assignments(schedule)[0], trainer.parameters, False, lambda: None)
+    assignment = trainer.assignments(trainer.split_work(), schedule)[0]
+    loop = InnerLoop(trainer.workers[0], assignment, trainer.parameters, False, lambda: None)
     loop.run(until=schedule.inner_steps)
 
 
 def whole_round(trainer: Trainer, schedule: RoundSchedule, on_step: Callable[[], None] = lambda: None) -> None:
     """Run a round of a trainer."""
-    trained = trainer.train_round(schedule, on_step)
-    trainer.conclude_round(schedule, trained, trainer.tokens_ahead(schedule.inner_steps), 0.0)
+    split = trainer.split_work()
+    trained = trainer.train_round(split, schedule, on_step)
+    trainer.conclude_round(split, schedule, trained)
 
 
 @dataclass(frozen=True)

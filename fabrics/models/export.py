@@ -1,63 +1,33 @@
-"""Models on the disk: every trainer's in a folder of its own, written by the main process.
+"""Models on disk: each trainer's model in a folder of its own, written by the main process.
 
-That never has a model whole in its own memory where shard groups share it: their tensors come one after the other,
-and are
-kept in files without a name, from which the folder is written as any other.
+The main process never has a whole model of a shard group in memory. Its tensors arrive one after the other and wait in
+mapped files without a name, from which the folder is written like any other.
 """
 
 import functools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from fabrics.models.registry import save_model
+from fabrics.models.model_family import save_plain
 from fabrics.training.flat_model import FlatModel, StateDictError
 from utils.distributed.processes import Processes
 from utils.files import write_folder_atomically
 
-# Tensors of fewer bytes are kept in memory.
+# Smaller tensors wait in memory.
 _LARGE_BYTES = 2**20
 
 
 def round_folder(folder: Path, outer_step: int) -> Path:
-    """Where the models after a round are, in the folder of a run's models."""
+    """Return the folder of the models after a round, in the folder of a run's models."""
     return folder / f"round_{outer_step:05d}"
-
-
-def on_disk(tensor: torch.Tensor, folder: Path) -> torch.Tensor:
-    """A copy of a tensor in a mapped file of its own in the folder, which is gone with it; of a small one in memory.
-
-    Raises:
-        OSError, RuntimeError: there is no room, or no mapping.
-    """
-    if tensor.nbytes < _LARGE_BYTES:
-        return tensor.detach().to("cpu", copy=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        if hasattr(os, "posix_fallocate"):  # later a full disk would end the process
-            os.posix_fallocate(file.fileno(), 0, tensor.nbytes)
-        else:  # macOS, where nothing takes the room at once
-            file.truncate(tensor.nbytes)
-        # Unlike a numpy.memmap this keeps no descriptor, of which a process may have few.
-        numbers = torch.from_file(file.name, shared=True, size=tensor.nbytes, dtype=torch.uint8)
-    return numbers.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
-
-def _write(
-    folder: Path, trainer: Path, working: FlatModel, tokenizer: PreTrainedTokenizerBase | None, is_main: bool
-) -> None:
-    """Write the model that the working model has; what was kept of it on the way is gone afterwards."""
-    given = (
-        None if working.shard_group.size == 1 else working.full_state_dict(functools.partial(on_disk, folder=folder))
-    )
-    if is_main:
-        write_folder_atomically(trainer, functools.partial(save_model, working.module, tokenizer, given=given))
 
 
 def save_models(
@@ -68,30 +38,31 @@ def save_models(
     tokenizer: PreTrainedTokenizerBase | None,
     processes: Processes,
 ) -> tuple[dict[int, Path], str | None]:
-    """Write every trainer's model to `folder/trainer_<id>`; all processes together.
+    """Write every trainer's model to `folder/trainer_<id>`; all processes call this together.
 
-    When all are there, those of other trainers, which a run that went on from a checkpoint may have left, are gone.
+    Models of other trainers, left by a run that was resumed, are removed at the end.
 
     Args:
-        parameters_of: from a trainer to its flat parameters in the main process and its shard group; asked for one
-        after
-            the other.
-        working: what the parameters pass through.
+        parameters_of: returns a trainer's flat parameters in the main process and its shard group, otherwise None; it
+            is called for one trainer after the other.
+        working: the flat model that the parameters pass through.
 
     Returns:
-        Where each was written, and nothing where something could not be, with what is wrong.
+        The folder of each trainer, and None; or no folder, and the problem.
     """
-    folders, problem = {}, None
+    folders = {}
+    problem = None
     if processes.is_main:
         for left_by_a_kill in folder.glob(".trainer_*"):
             shutil.rmtree(left_by_a_kill, ignore_errors=True)
     for trainer in trainers:
-        parameters, folders[trainer] = parameters_of(trainer), folder / f"trainer_{trainer}"
+        folders[trainer] = folder / f"trainer_{trainer}"
+        parameters = parameters_of(trainer)
         if parameters is None:
             continue
         working.load(parameters)
         try:
-            _write(folder, folders[trainer], working, tokenizer, processes.is_main)
+            _write(folders[trainer], working, tokenizer, processes.is_main)
         except (OSError, SafetensorError, StateDictError) as error:
             problem = f"the models could not be written to {folder}: {error}"
     problem = processes.gather(problem)[0]
@@ -99,3 +70,83 @@ def save_models(
         for old in set(folder.glob("trainer_[0-9]*")) - set(folders.values()):
             shutil.rmtree(old, ignore_errors=True)
     return ({} if problem else folders), problem
+
+
+def _write(folder: Path, working: FlatModel, tokenizer: PreTrainedTokenizerBase | None, is_main: bool) -> None:
+    """Write the current model. The gathered state of a shard group is freed when this returns."""
+    state = None
+    if working.shard_group.size > 1:
+        state = working.full_state_dict(functools.partial(on_disk, folder=folder.parent))
+    if is_main:
+        write_folder_atomically(folder, functools.partial(save_model, working.module, tokenizer, state=state))
+
+
+def on_disk(tensor: torch.Tensor, folder: Path) -> torch.Tensor:
+    """Copy a tensor to a mapped file in the folder, which disappears with it; a small one to memory.
+
+    Raises:
+        OSError, RuntimeError: the disk is full, or the file cannot be mapped.
+    """
+    if tensor.nbytes < _LARGE_BYTES:
+        return tensor.detach().to("cpu", copy=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        if hasattr(os, "posix_fallocate"):  # a disk that fills up later would end the process
+            os.posix_fallocate(file.fileno(), 0, tensor.nbytes)
+        else:  # macOS
+            file.truncate(tensor.nbytes)
+        # Unlike numpy.memmap this keeps no file descriptor; a process may have few.
+        mapped = torch.from_file(file.name, shared=True, size=tensor.nbytes, dtype=torch.uint8)
+    return mapped.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def save_model(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: str | os.PathLike,
+    state: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Write a model to a folder, which `pretrained: true` loads with the folder as its name.
+
+    A module of transformers writes itself (`save_pretrained`: safetensors and config). Of any other module the state is
+    written as safetensors.
+
+    Args:
+        state: the state on the CPU, in which tied parameters are one tensor; None: the module's own.
+    """
+    state = _copied(model.state_dict()) if state is None else dict(state)
+    if hasattr(model, "save_pretrained"):
+        _save_pretrained(model, state, folder)
+    else:
+        save_plain(model, state, Path(folder))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _copied(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy tensors to the CPU; tied tensors stay tied.
+
+    The flat model's parameters are views of one buffer, which the file format would take for tied tensors. A tensor
+    without elements has no address, and is never tied.
+    """
+    copies: dict[object, torch.Tensor] = {}
+    found = {}
+    for name, tensor in state.items():
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
+        if place not in copies:
+            copies[place] = tensor.detach().to("cpu", copy=True)
+        found[name] = copies[place]
+    return found
+
+
+def _save_pretrained(model: nn.Module, state: Mapping[str, torch.Tensor], folder: str | os.PathLike) -> None:
+    """Save with `use_cache` on, which is off in training."""
+    config = getattr(model, "config", None)
+    use_cache = getattr(config, "use_cache", None)
+    if use_cache is not None:
+        config.use_cache = True
+    try:
+        model.save_pretrained(folder, state_dict=state)
+    finally:
+        if use_cache is not None:
+            config.use_cache = use_cache

@@ -1,4 +1,4 @@
-"""What trainers start from: their models' initial weights and their shares of the training examples."""
+"""The start of trainers: their models' initial weights, and their subsets of the training examples."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from utils.config.schema import Config, ConfigError
 
 
 def initial_model(config: Config, data: TaskData, trainer: int) -> torch.nn.Module:
-    """The model that a trainer starts with, on the CPU.
+    """Build or load the model that a trainer starts with, on the CPU.
 
     Raises:
         ConfigError: it cannot be built or loaded.
@@ -36,15 +36,16 @@ def initial_model(config: Config, data: TaskData, trainer: int) -> torch.nn.Modu
 
 
 def architecture_settings(config: Config) -> dict:
-    """The `model_config` of the model without its weights."""
+    """Return the `model_config` of the model without its weights."""
     settings = dict(config.model_config)
-    if not isinstance(MODELS[config.model_type], ModelFamily):  # that reads its architecture where its weights are
+    # A ModelFamily reads the architecture of a pretrained model from the same folder as its weights.
+    if not isinstance(MODELS[config.model_type], ModelFamily):
         settings.pop("pretrained", None)
     return settings
 
 
 def architecture(config: Config, data: TaskData) -> torch.nn.Module:
-    """The model of every trainer on the meta device, without weights."""
+    """Build the model of every trainer on the meta device, without weights."""
     with torch.device("meta"):
         model = build_model(
             config.model_type,
@@ -58,25 +59,26 @@ def architecture(config: Config, data: TaskData) -> torch.nn.Module:
 
 
 def recompute_activations(model: torch.nn.Module, model_type: str) -> None:
-    """Let the layers of a model keep their inputs alone for the backward pass, and compute the rest anew there.
+    """Let the layers of a model keep only their inputs for the backward pass, and recompute the rest there.
 
     Raises:
-        ConfigError: it is not one of transformers' that can.
+        ConfigError: the model is not of transformers, or cannot.
     """
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise ConfigError(
             f"activation_checkpointing: must be false with model_type {model_type}, whose module is none of "
-            f"transformers' that can compute activations anew"
+            f"transformers' that can recompute activations"
         )
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    # What that adds for adapters over frozen embeddings would have gradients computed that nobody needs.
+    # transformers adds this for adapters over frozen embeddings; it would compute gradients that nothing needs.
     model.disable_input_require_grads()
 
 
 def initial_parameters(config: Config, data: TaskData, trainer: int, first: FlatModel) -> torch.Tensor:
-    """The flat parameters that a trainer starts with, a tensor of its own on the device of `first`.
+    """Return the flat parameters that a trainer starts with, as a new tensor on the device of `first`.
 
-    first: holds those of trainer 0.
+    Args:
+        first: holds the parameters of trainer 0.
     """
     same_body = config.identical_initialisation or is_pretrained(config.model_config)
     same_head = config.single_seed or not config.need_to_reinit_output_layers
@@ -90,20 +92,23 @@ def initial_parameters(config: Config, data: TaskData, trainer: int, first: Flat
 def initial_cursors(
     config: Config, examples: int, sizes: Sequence[int] | None = None
 ) -> list[DataCursor] | list[ShareCursor]:
-    """The beginning of each trainer's way through its own part of so many training examples.
+    """Return each trainer's cursor at the beginning of its own subset of the training examples.
 
-    sizes: of the shares that these consist of, where they differ.
+    Args:
+        examples: number of training examples.
+        sizes: sizes of the shares that the examples are split into; None: they are not split.
 
     Raises:
-        ConfigError: a part is smaller than the first batch.
+        ConfigError: a subset is smaller than the first batch.
     """
-    trainers, seed = config.number_of_initial_trainers, config.training_seed
+    trainers = config.number_of_initial_trainers
+    seed = config.training_seed
     if sizes is None:
         subsets = Subsets(seed, examples, trainers, config.trainer_data_fraction)
         smallest = subsets.smallest
     else:
-        shares, count = OrderedShares(seed, sizes), len(sizes)
-        owned = [first_shares(count, trainer, trainers) for trainer in range(trainers)]
+        shares = OrderedShares(seed, sizes)
+        owned = [first_shares(len(sizes), trainer, trainers) for trainer in range(trainers)]
         smallest = min(sum(shares.sizes[share] for share in own) for own in owned)
     if config.INITIAL_BATCH_SIZE > smallest:
         raise ConfigError(

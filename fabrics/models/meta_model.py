@@ -1,6 +1,6 @@
-"""A run's model on the meta device: its architecture without weights.
+"""A run's model on the meta device: its architecture without weights, for estimates.
 
-No memory of model size is taken, and no weights are downloaded: of a pretrained model only its architecture is read.
+It takes no model-sized memory and downloads no weights: of a pretrained model only the architecture is read.
 """
 
 from collections.abc import Mapping
@@ -22,9 +22,9 @@ _FEW_TOKENS = 258
 
 
 def _stand_in(config: Config, settings: dict) -> tuple[PreTrainedTokenizerBase, bool]:
-    """Return a tokenizer for data that are not read, and whether its vocabulary is taken to be of `vocab_size`.
+    """Return a tokenizer, without reading data, and whether its size is assumed to be `vocab_size`.
 
-    That is so where neither the model nor the name of a tokenizer tells it; the settings have it then.
+    It is assumed if neither the model nor the name of a tokenizer tells it; it is added to the settings then.
     """
     family = MODELS[config.model_type]
     few = train_tokenizer([END_OF_TEXT], _FEW_TOKENS, family.task)
@@ -34,7 +34,7 @@ def _stand_in(config: Config, settings: dict) -> tuple[PreTrainedTokenizerBase, 
         return few, False
     if (named := named_tokenizer(config)) is not None:
         return named, False
-    if isinstance(family, ModelFamily):  # it asks the tokenizer
+    if isinstance(family, ModelFamily):  # reads the size of the tokenizer
         few.add_tokens([f"<token {number}>" for number in range(config.vocab_size - len(few))])
     else:
         settings["vocab_size"] = config.vocab_size
@@ -42,7 +42,7 @@ def _stand_in(config: Config, settings: dict) -> tuple[PreTrainedTokenizerBase, 
 
 
 def meta_model(config: Config) -> tuple[nn.Module, list[str]]:
-    """Return the model of a run on the meta device, and what was assumed of data that are not read, one line each.
+    """Return the model of a run on the meta device, and the assumptions about its data, one line each.
 
     Raises:
         ConfigError: it cannot be built.
@@ -51,11 +51,11 @@ def meta_model(config: Config) -> tuple[nn.Module, list[str]]:
     assumed = []
     tokenizer, assumes_vocabulary = _stand_in(config, settings)
     if assumes_vocabulary:
-        assumed.append(f"the vocabulary: taken to have vocab_size {config.vocab_size} tokens")
+        assumed.append(f"the vocabulary: assumed to have vocab_size {config.vocab_size} tokens")
     class_names = ()
     if isinstance(MODELS[config.model_type], ModelFamily) and DATASETS[config.dataset].task == "classification":
         class_names = ("0", "1")
-        assumed.append("the classes of the data: taken to be 2")
+        assumed.append("the classes of the data: assumed to be 2")
     with META:
         arguments = tokenizer, config.sequence_length, config.training_seed, class_names
         model = build_model(config.model_type, settings, *arguments)
@@ -63,15 +63,16 @@ def meta_model(config: Config) -> tuple[nn.Module, list[str]]:
 
 
 def flops_per_token(model: nn.Module, sequence_length: int) -> float:
-    """FLOPs of training on one token.
+    """Return the FLOPs of training on one token.
 
     6 for every weight of a linear layer, the head included (2 forward, 4 backward), and 6 * layers * width *
-    sequence_length for attention: 12 with all pairs, half of which are masked. A model whose config names no attention
-    heads is taken to have none.
+    sequence_length for attention: 12 for all pairs of tokens, half of which are masked. A model whose config names no
+    attention heads counts as having none.
     """
     linear = 6.0 * sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
     config = getattr(model, "config", None)
-    if (heads := getattr(config, "num_attention_heads", None)) is None:
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
         return linear
     width = heads * getattr(config, "head_dim", config.hidden_size // heads)
     return linear + 6.0 * config.num_hidden_layers * width * sequence_length

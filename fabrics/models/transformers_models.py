@@ -1,4 +1,4 @@
-"""The model families of Hugging Face, built from a preset or from any architecture values, or loaded with weights.
+"""Model families of Hugging Face, built from a preset or other architecture values, or loaded with weights.
 
 `pretrained: true` loads from a hub name or a local folder: safetensors only, no remote code.
 """
@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from fabrics.data.tokenization import padding, vocabulary_size
-from fabrics.models.model_family import OWN_KEYS, Demands, is_pretrained, settings_problems
+from fabrics.models.model_family import Demands, architecture_values, is_pretrained, settings_problems
 from utils.config.schema import ConfigError
 from utils.distributed.devices import is_out_of_memory
 from utils.text import first_line
@@ -73,7 +73,7 @@ _BERT_PRESETS = {
 }
 
 
-# What the libraries raise for architecture values that they did not check beforehand.
+# Errors of the libraries for architecture values that they do not check beforehand.
 _IMPOSSIBLE_ARCHITECTURE = (
     StrictDataclassError, ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError,
 )  # fmt: skip
@@ -81,15 +81,20 @@ _IMPOSSIBLE_ARCHITECTURE = (
 
 @functools.cache
 def _known(config_class: type) -> frozenset[str]:
-    """The names of architecture values."""
+    """Return the names of the architecture values."""
     return frozenset(config_class().to_dict()) | {"num_labels"}
 
 
 @dataclass(frozen=True)
 class TransformersFamily:
-    """A family of the library transformers; see model_family.Family.
+    """A family of the library transformers.
 
-    presets: architecture values by name. config_class, auto_class: of the library.
+    Attributes:
+        task: see model_family.Family.
+        config_class: the library's configuration class.
+        auto_class: the library's class that builds and loads models.
+        presets: architecture values by name.
+        output_layer: see model_family.Family.
     """
 
     task: str
@@ -102,7 +107,7 @@ class TransformersFamily:
         return settings_problems(settings, self.presets, _known(self.config_class), self.config_class.__name__)
 
     def model(self, settings: Mapping[str, Any], demands: Demands) -> nn.Module:
-        """See model_family.Family. The vocabulary is the tokenizer's unless the settings say otherwise."""
+        """See model_family.Family. Unless the settings say otherwise, the vocabulary is the tokenizer's."""
         tokenizer = demands.tokenizer
         if tokenizer is None:
             raise ConfigError("model_type: this model reads text, and the dataset has no tokenizer")
@@ -131,7 +136,7 @@ class TransformersFamily:
     def _pretrained(self, settings: Mapping[str, Any]) -> nn.Module:
         try:
             options = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False}
-            model = self.auto_class.from_pretrained(settings["name"], **options, **_values(settings))
+            model = self.auto_class.from_pretrained(settings["name"], **options, **architecture_values(settings))
         except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
             raise _load_failed(settings["name"], error) from None
         if model.config.model_type != self.config_class.model_type:
@@ -147,7 +152,7 @@ class TransformersFamily:
         values |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
         try:
             model = self.auto_class.from_config(self.config_class(**values), dtype=torch.float32)
-            # Some impossible values show themselves only in use, for which a model on the meta device has no numbers.
+            # Some impossible values fail only in use. A model on the meta device has no values to use.
             if model.device.type != "meta":
                 with torch.no_grad():
                     model.eval()(input_ids=torch.zeros(1, 2, dtype=torch.long))
@@ -160,7 +165,7 @@ class TransformersFamily:
         return model
 
     def _architecture(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The architecture of a model from scratch: preset or name, then the values given on top."""
+        """Return the architecture of a model from scratch: that of its preset or name, updated by the values given."""
         name = settings.get("preset") or settings.get("name") or "demo"
         if name in self.presets:
             base = dict(self.presets[name])
@@ -174,11 +179,7 @@ class TransformersFamily:
                     f"model_config.name: {name!r} is a {base.get('model_type')} model, "
                     f"not {self.config_class.model_type}"
                 )
-        return base | _values(settings)
-
-
-def _values(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in settings.items() if key not in OWN_KEYS}
+        return base | architecture_values(settings)
 
 
 def _load_failed(name: str, error: Exception) -> ConfigError:

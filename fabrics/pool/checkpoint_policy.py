@@ -1,4 +1,4 @@
-"""When a run writes models and checkpoints, and when it stops: decided by all processes together, once per round."""
+"""When a run writes models and checkpoints, and when it stops; all processes decide together, once per round."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Vote:
-    """The wishes of one process after a round.
+    """The vote of one process after a round.
 
     Attributes:
-        stop: the run ends, with a checkpoint, because a signal came.
-        save: a checkpoint is due by the clock.
+        stop: end the run with a checkpoint, because a signal came.
+        save: write a checkpoint, because the last one is too old.
     """
 
     stop: bool = False
@@ -36,14 +36,14 @@ class Vote:
 class CheckpointPolicy:
     """Writes models and checkpoints into a run folder when they are due.
 
-    All processes have one and call it at the same places. What cannot be written is a warning, and training goes on.
+    All processes have one and call it at the same places. A failure to write is a warning, and training continues.
 
     Args:
         config: the run's configuration.
-        processes: those of the run.
-        observer: is warned, and its state goes into checkpoints.
+        processes: the processes of the run.
+        observer: receives warnings; its state is part of checkpoints.
         folder: the run folder; None: nothing is written.
-        stop: asks the run to stop; None: nobody does.
+        stop: a request to stop the run; None: there will be none.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class CheckpointPolicy:
         self._observer = observer
         self._folder = folder
         self._stop = stop
-        self._decided = Vote()
+        self._decision = Vote()
         self._checkpoints = None
         if folder is not None:
             keep = config.keep_checkpoints
@@ -66,29 +66,33 @@ class CheckpointPolicy:
             self._checkpoints = Checkpoints(folder / CHECKPOINTS_FOLDER, keep, minutes, processes, observer.warn)
 
     def vote(self) -> Vote:
-        """The wishes of this process."""
+        """Return the vote of this process."""
         return Vote(
             stop=self._stop is not None and self._stop.requested,
             save=self._checkpoints is not None and self._checkpoints.due,
         )
 
     def decide(self, votes: Sequence[Vote]) -> None:
-        """Adopt what any process wishes."""
-        self._decided = Vote(any(vote.stop for vote in votes), any(vote.save for vote in votes))
+        """Do what any process votes for."""
+        self._decision = Vote(
+            stop=any(vote.stop for vote in votes),
+            save=any(vote.save for vote in votes),
+        )
 
     @property
     def stopping(self) -> bool:
         """Whether the run stops after this round."""
-        return self._decided.stop
+        return self._decision.stop
 
     def after_round(self, run: Cluster) -> None:
         """Write what is due after a round."""
-        every, step = self._config.save_weights_every, run.counters.outer_steps
+        every = self._config.save_weights_every
+        step = run.counters.outer_steps
         due = every is not None and step % every == 0
-        # The models first: a run that is killed in between makes the round again, and them.
+        # Models come first: a run that is killed in between repeats the round and writes them again.
         if due and self._folder is not None:
             run.save_models(round_folder(self._folder / MODELS_FOLDER, step), self._observer)
-        if due or run.finished or self._decided.save or self._decided.stop:
+        if due or run.finished or self._decision.save or self._decision.stop:
             self.save_checkpoint(run)
 
     def save_checkpoint(self, run: Cluster) -> None:

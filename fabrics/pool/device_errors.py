@@ -1,8 +1,8 @@
-"""What errors of devices and models mean for a run.
+"""Errors of devices and models, turned into errors that say what to do.
 
-A node of which a driver says that it failed (NodeFailedError) is done without. A CUDA error is not survived: the
-context of the process is broken, and every later call in it fails likewise. So the process ends and tells the others
-why, who end too; the run goes on from its last checkpoint, with torchrun --max-restarts by itself.
+A node whose driver reports a failure (NodeFailedError) is dropped, and the run continues. A CUDA error breaks the
+context of the whole process, in which every later call fails: the process ends and tells the others, which end too.
+The run resumes from its last checkpoint, by itself under torchrun --max-restarts.
 """
 
 import contextlib
@@ -18,16 +18,16 @@ from utils.text import first_line
 
 
 class DeviceLostError(TrainingError):
-    """A device has broken down, and with it this process's work on all devices of that kind."""
+    """A device broke down; this process can no longer use any device of its kind."""
 
 
 @contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """Turn the errors of a device, or of a model that is passed, into ones that say what to do.
+def explain_training_errors() -> Iterator[None]:
+    """Explain errors of devices and models during training.
 
     Raises:
-        DeviceLostError: the device cannot be used any more. TrainingError: there is no memory left, or the model has no
-            per-example statistics.
+        DeviceLostError: the device cannot be used any more.
+        TrainingError: there is no memory left, or the model has no per-example statistics.
     """
     try:
         yield
@@ -36,30 +36,30 @@ def explained() -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise TrainingError(
-                f"no memory left beside the passes of inner steps, which would have been made smaller: "
-                f"{first_line(error)}; lower padding_percentage, max_batch_size or number_of_initial_trainers"
+                f"out of memory outside of inner steps, which would use smaller micro-batches: {first_line(error)}; "
+                f"lower padding_percentage, max_batch_size or number_of_initial_trainers"
             ) from error
         if isinstance(error, torch.AcceleratorError):
             raise DeviceLostError(
                 f"a device broke down and cannot be used by this process any more: {first_line(error)}; "
-                f"--resume goes on from the last checkpoint"
+                f"--resume continues from the last checkpoint"
             ) from error
         raise
 
 
 @contextlib.contextmanager
-def set_up() -> Iterator[None]:
-    """Say what to do where there is no memory for what lives between rounds.
+def explain_setup_errors() -> Iterator[None]:
+    """Explain that the state between rounds does not fit into memory.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is not enough memory.
     """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise ConfigError(
-                f"no memory for models, moments and what else lives between rounds: {first_line(error)}; "
+                f"no memory for models, moments and other state between rounds: {first_line(error)}; "
                 f"python run.py --plan estimates what the run needs"
             ) from error
         raise

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Literal
 from algorithms.nodes.distribution import distribute_nodes
 from algorithms.nodes.policies import MERGE_POLICIES, MergePlan
 from algorithms.nodes.traffic import Move, Transfer, merge_exchange, redistribution_exchange, total_bytes
+from algorithms.schedule.limits import RunCounters
 from fabrics.pool.node_pool import NodePool
 from fabrics.pool.round_scheduler import RoundScheduler
-from fabrics.pool.run_counters import RunCounters
 from fabrics.training.worker import TrainingError
 from utils.config.schema import Config
 
@@ -68,7 +68,7 @@ class NodeAssigner:
             transfers = trainer.assign_nodes(tuple(self._pool.nodes[node] for node in nodes))
             sent += self._record("redistribution", number, transfers)
         counters.bytes_redistributed += sent
-        self._scheduler.count(counters, redistribution_exchange(new_nodes, sent))
+        self._scheduler.count_link_seconds(counters, redistribution_exchange(new_nodes, sent))
 
     def merge(self, trainers: dict[int, "Trainer"], counters: RunCounters) -> MergePlan:
         """Merge the trainers that the policy selects into their representative, and count the bytes.
@@ -90,7 +90,7 @@ class NodeAssigner:
         sent = self._record("merge", plan.representative, representative.absorb(others, plan.weights))
         counters.bytes_merged += sent
         counters.communications += 1
-        self._scheduler.count(counters, merge_exchange(len(others), len(representative.nodes), sent))
+        self._scheduler.count_link_seconds(counters, merge_exchange(len(others), len(representative.nodes), sent))
         return plan
 
     def take_moves(self) -> tuple[Move, ...]:

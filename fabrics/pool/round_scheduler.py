@@ -1,37 +1,44 @@
-"""How long a run is: the inner steps of the next round, its limits, and what becomes of its budget."""
+"""The length of every round, and of the run: its limits and its budget."""
 
 import math
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from algorithms.nodes.traffic import Exchange, ExchangeSizes, Link, redistribution_exchange, rounds_ahead
-from algorithms.schedule.budget import LONGER, Budget, Outlook, Remaining, rounds_left, steps_left
-from algorithms.schedule.limits import Limits, RoundSchedule
-from fabrics.pool.run_counters import RunCounters
+from algorithms.schedule.budget import (
+    LONGEST_ROUND,
+    AffordableRounds,
+    Budget,
+    Remaining,
+    affordable_rounds,
+    remaining_steps,
+)
+from algorithms.schedule.limits import Limits, RoundSchedule, RunCounters
 from fabrics.training.optimizers import learning_rate_schedule
 from utils.config.schema import BUDGETS, Config, ConfigError
 
 if TYPE_CHECKING:
     from fabrics.pool.node_pool import NodePool
+    from fabrics.training.work_split import WorkSplit
     from trainers import Trainer
 
-# A budget of seconds is only estimated: less than this share of it is not reported as missing.
-_ESTIMATED = 0.05
+# Less than this share of a budget of seconds, which is an estimate, is not reported as missing.
+_ESTIMATION_ERROR = 0.05
+# A run that used less than this share of its budget is told so.
+_SPENT = 0.95
 
 
 def budget_of(config: Config) -> Budget | None:
-    """Return the budget of a run; None where it has none."""
+    """The budget of a run; None without one."""
     if config.budget is None:
         return None
     unit = BUDGETS[config.budget]
-    amount = getattr(config, config.budget)
-    if unit != "seconds":
-        return Budget(unit, amount)
-    return Budget(unit, amount, Link.parse(config.link))
+    link = Link.parse(config.link) if unit == "seconds" else Link()
+    return Budget(unit, getattr(config, config.budget), link)
 
 
 def check_budget(config: Config, nodes: int) -> None:
-    """Raise ConfigError where a run with a budget never communicates."""
+    """Raise ConfigError if a run with a budget never communicates."""
     if config.budget is not None and nodes == 1:
         raise ConfigError(
             f"{config.budget}: a run on one node never communicates; raise nodes_per_gpu, or use more devices"
@@ -39,12 +46,12 @@ def check_budget(config: Config, nodes: int) -> None:
 
 
 class RoundScheduler:
-    """The length of every round. All processes decide alike, from counters that are equal in all of them.
+    """Sets the inner steps of every round. All processes decide alike, from counters that are equal in all of them.
 
     Args:
         config: the run's configuration.
         examples: training examples of one epoch.
-        nodes: nodes of the run.
+        nodes: number of nodes of the run.
 
     Raises:
         ConfigError: the run has a budget and never communicates.
@@ -52,138 +59,157 @@ class RoundScheduler:
 
     def __init__(self, config: Config, examples: int, nodes: int):
         check_budget(config, nodes)
-        self.budget = budget_of(config)
         self._config = config
-        self._examples = examples
-        self._limits = Limits(
-            config.number_of_outer_steps,
-            config.number_of_training_epochs and config.number_of_training_epochs * examples,
-            config.max_tokens,
-        )
+        self._budget = budget_of(config)
+        epochs = config.number_of_training_epochs
+        self._epoch_examples = epochs * examples if epochs else None
+        self._limits = Limits(config.number_of_outer_steps, self._epoch_examples, config.max_tokens)
         self._warned = False
 
     def progress(self, counters: RunCounters) -> float:
-        """Return the share of the run that is done, 0 to 1."""
-        return self._limits.progress(counters.done)
+        """The progress of the run, 0 to 1."""
+        return self._limits.progress(counters)
 
     def next_round(
-        self, counters: RunCounters, trainers: Collection["Trainer"], pool: "NodePool", warn: Callable[[str], None]
+        self,
+        counters: RunCounters,
+        trainers: Collection["Trainer"],
+        splits: Collection["WorkSplit"],
+        pool: "NodePool",
+        warn: Callable[[str], None],
     ) -> RoundSchedule:
-        """Return the inner steps of the next round: those of the configuration, or what the budget allows."""
+        """Return the next round, with the inner steps of the configuration, or those that the budget allows."""
         steps = self._config.number_of_inner_steps_between_outers
-        remaining = self.remaining(counters, trainers, pool, warn)
+        remaining = self.remaining(counters, trainers, splits, pool, warn)
         if remaining is not None:
             for trainer in trainers:
-                trainer.batch.observe_growth(remaining.position)
-            steps = self._planned_steps(trainers, remaining)
+                trainer.batch.observe_growth(remaining.log_examples)
+            steps = self._budgeted_steps(trainers, splits, remaining)
         return self._limits.next_round(
-            counters.done,
+            counters,
             steps,
-            lambda steps: sum(trainer.shares.examples(steps) for trainer in trainers),
-            lambda steps: sum(trainer.tokens_ahead(steps) for trainer in trainers),
+            lambda steps: sum(split.examples(steps) for split in splits),
+            lambda steps: sum(split.tokens(steps) for split in splits),
         )
 
-    def _planned_steps(self, trainers: Collection["Trainer"], remaining: Remaining) -> int:
-        """Inner steps of a round, if all rounds left have as many and use up the examples left."""
+    def _budgeted_steps(
+        self, trainers: Collection["Trainer"], splits: Collection["WorkSplit"], remaining: Remaining
+    ) -> int:
+        """Inner steps of a round if all rounds left have as many and use up the examples left."""
         whole_round = self._config.number_of_inner_steps_between_outers
         if all(len(trainer.nodes) == 1 for trainer in trainers):
             return whole_round  # nothing is communicated, and the round costs nothing
-        batch = sum(trainer.shares.examples(whole_round) for trainer in trainers) / whole_round
-        largest = sum(trainer.largest_request for trainer in trainers)
-        growth = max(trainer.batch.growth for trainer in trainers)
+        batch = sum(split.examples(whole_round) for split in splits) / whole_round
+        exponent = max(trainer.batch.growth for trainer in trainers)
         decay_begins = learning_rate_schedule(self._config).decay_begins
-        steps = steps_left(remaining, batch, growth, decay_begins, largest)
+        steps = remaining_steps(remaining, batch, exponent, decay_begins, _largest_request(trainers))
         last = remaining.rounds_left == 1
         planned = max(1, math.ceil(steps) if last else round(steps / remaining.rounds_left))
         if self._config.time_budget is None:
-            # The last examples may be shorter than those before: the limit ends the last round, not one more round.
+            # The last examples may be shorter than the estimate: the limits end this round, so that none follows it.
             return 2 * planned if last else planned
         if not remaining.rounds_done:
             return planned
-        # Seconds are estimates: one slow round is no reason to make the rest of the run a single round.
-        return min(planned, LONGER * math.ceil(max(trainer.inner_steps / trainer.rounds for trainer in trainers)))
+        # Seconds are estimates: one slow round must not turn the rest of the run into a single round.
+        mean_steps = max(trainer.inner_steps / trainer.rounds for trainer in trainers)
+        return min(planned, LONGEST_ROUND * math.ceil(mean_steps))
 
     # The budget
 
-    def count(self, counters: RunCounters, exchange: Exchange) -> None:
-        """Add the seconds of an exchange to the counters, where a budget counts them."""
+    def count_link_seconds(self, counters: RunCounters, exchange: Exchange) -> None:
+        """Add the simulated seconds of an exchange to the counters of a run with a time budget."""
         if self._config.time_budget is not None:
-            counters.link_seconds += self.budget.cost(exchange)
+            counters.link_seconds += self._budget.cost(exchange)
 
     def remaining(
-        self, counters: RunCounters, trainers: Collection["Trainer"], pool: "NodePool", warn: Callable[[str], None]
+        self,
+        counters: RunCounters,
+        trainers: Collection["Trainer"],
+        splits: Collection["WorkSplit"],
+        pool: "NodePool",
+        warn: Callable[[str], None],
     ) -> Remaining | None:
-        """Return what is left of a run with a budget, None without one; `warn` is told once if it cannot be kept."""
-        if self.budget is None:
+        """Return the rest of a run with a budget, None without one; `warn` is told once if the budget is too small."""
+        if self._budget is None:
             return None
         config = self._config
-        examples = self._examples_left(counters, trainers)
-        able = sum(node.id not in pool.failed for node in pool.nodes)
-        working = able
+        examples_left = self._examples_left(counters, splits)
+        healthy = len(pool.nodes) - len(pool.failed)
+        working = healthy
         if config.smallest_worker_batch is not None:  # the other nodes are idle
-            working = min(able, sum(len(trainer.nodes) for trainer in trainers))
+            working = min(healthy, sum(len(trainer.nodes) for trainer in trainers))
         sizes = exchange_sizes(next(iter(trainers)))
-        to_come = rounds_ahead(
+        ahead = rounds_ahead(
             len(trainers), working, counters.outer_steps + 1, config.merge_frequency, config.merge_count, sizes
         )
-        used = counters.used(self.budget.unit)
-        grows = counters.examples / (counters.examples + examples) < learning_rate_schedule(config).decay_begins
-        if joining := self._joining(trainers, able, working, grows):
-            used += self.budget.cost(redistribution_exchange(joining, joining * sizes.joining))
-        each = counters.seconds_per_example
-        outlook = rounds_left(self.budget, used, None if each is None else each * examples, to_come, examples)
-        if not self._warned and (warning := self._shortfall(outlook)) is not None:
-            self._warned = True
-            warn(warning)
-        return Remaining(counters.outer_steps, outlook.rounds, counters.examples, examples)
 
-    def _examples_left(self, counters: RunCounters, trainers: Collection["Trainer"]) -> float:
+        used = counters.used(self._budget.unit)
+        progress = counters.examples / (counters.examples + examples_left)
+        joining = self._joining_workers(trainers, healthy, working, progress)
+        if joining:
+            used += self._budget.cost(redistribution_exchange(joining, joining * sizes.joining))
+        computing = None
+        if counters.seconds_per_example is not None:
+            computing = counters.seconds_per_example * examples_left
+        affordable = affordable_rounds(self._budget, used, computing, ahead, examples_left)
+        if not self._warned:
+            warning = self._shortfall(affordable)
+            if warning is not None:
+                self._warned = True
+                warn(warning)
+        return Remaining(counters.outer_steps, affordable.rounds, counters.examples, examples_left)
+
+    def _examples_left(self, counters: RunCounters, splits: Collection["WorkSplit"]) -> float:
         """Examples until the first limit in tokens or epochs."""
-        config = self._config
         limits = []
-        if config.max_tokens:
+        if self._config.max_tokens:
             examples = counters.examples
             tokens = counters.tokens
             if not examples:
-                examples = sum(trainer.shares.batch for trainer in trainers)
-                tokens = sum(trainer.tokens_ahead(1) for trainer in trainers)
-            limits.append((config.max_tokens - counters.tokens) / (tokens / examples))
-        if config.number_of_training_epochs:
-            limits.append(config.number_of_training_epochs * self._examples - counters.examples)
+                examples = sum(split.batch for split in splits)
+                tokens = sum(split.tokens(1) for split in splits)
+            limits.append((self._config.max_tokens - counters.tokens) / (tokens / examples))
+        if self._epoch_examples:
+            limits.append(self._epoch_examples - counters.examples)
         return min(limits)
 
-    def _joining(self, trainers: Collection["Trainer"], nodes: int, working: int, grows: bool) -> int:
-        """Workers that will join as batches grow, as far as the largest batch that may come has work for them.
-
-        grows: whether a batch test may still ask for more, which it may not once the learning rate decays.
-        """
+    def _joining_workers(self, trainers: Collection["Trainer"], nodes: int, working: int, progress: float) -> int:
+        """Workers that will join as batches grow: as many as the largest possible batch has work for."""
         config = self._config
-        scheduled = bool(config.batch_schedule)
         if config.smallest_worker_batch is None:
             return 0
-        if not (scheduled or (grows and any(trainer.batch.growth for trainer in trainers))):
+        scheduled = config.batch_schedule
+        # A batch test asks for no more once the learning rate decays.
+        tested = progress < learning_rate_schedule(config).decay_begins and any(t.batch.growth for t in trainers)
+        if not scheduled and not tested:
             return 0
-        largest = sum(trainer.largest_request for trainer in trainers)
+        largest = _largest_request(trainers)
         if scheduled:
-            largest = min(largest, len(trainers) * max(int(batch) for _, batch in config.batch_schedule))
+            largest = min(largest, len(trainers) * max(int(batch) for _, batch in scheduled))
         return max(0, min(nodes, largest // config.smallest_worker_batch) - working)
 
-    def _shortfall(self, outlook: Outlook) -> str | None:
-        budget = self.budget
-        if outlook.missing <= (budget.amount * _ESTIMATED if budget.unit == "seconds" else 0.0):
+    def _shortfall(self, affordable: AffordableRounds) -> str | None:
+        budget = self._budget
+        tolerated = budget.amount * _ESTIMATION_ERROR if budget.unit == "seconds" else 0.0
+        if affordable.missing <= tolerated:
             return None
-        rounds = "one more round" if outlook.rounds == 1 else f"{outlook.rounds} more rounds"
+        rounds = "one more round" if affordable.rounds == 1 else f"{affordable.rounds} more rounds"
         return (
-            f"{self._config.budget}: {budget.amount:,.10g} {budget.unit} cannot be kept: the rest of the run takes "
-            f"{rounds} at least, for which {outlook.missing:,.10g} {budget.unit} are missing"
+            f"{self._config.budget}: {budget.amount:,.10g} {budget.unit} are too few: the rest of the run takes at "
+            f"least {rounds}, for which {affordable.missing:,.10g} {budget.unit} are missing"
         )
 
-    def unspent(self, counters: RunCounters) -> str | None:
-        """Return a warning where a run that is over has left more than a twentieth of its budget."""
-        if self.budget is None or (used := counters.used(self.budget.unit)) >= 0.95 * self.budget.amount:
+    def unspent_warning(self, counters: RunCounters) -> str | None:
+        """A warning for a finished run that left more than a twentieth of its budget; otherwise None."""
+        if self._budget is None:
             return None
-        amounts = f"{used:,.10g} of {self.budget.amount:,.10g} {self.budget.unit}"
-        return f"{self._config.budget}: {amounts} were used: what was left was less than a round's, or had no use"
+        used = counters.used(self._budget.unit)
+        if used >= _SPENT * self._budget.amount:
+            return None
+        return (
+            f"{self._config.budget}: {used:,.10g} of {self._budget.amount:,.10g} {self._budget.unit} were used; the "
+            f"rest was less than a round needs, or had no use"
+        )
 
 
 def exchange_sizes(trainer: "Trainer") -> ExchangeSizes:
@@ -191,6 +217,10 @@ def exchange_sizes(trainer: "Trainer") -> ExchangeSizes:
     group = trainer.worker_group
     return ExchangeSizes(
         round=lambda workers, number: group.round_bytes(workers, trainer.batch.tests_after(number)),
-        merge=len(group.given_tensors) * group.parameter_bytes,
+        merge=len(group.merged_tensors) * group.parameter_bytes,
         joining=group.sizes.trainer + group.sizes.worker,
     )
+
+
+def _largest_request(trainers: Collection["Trainer"]) -> int:
+    return sum(trainer.largest_request for trainer in trainers)

@@ -3,7 +3,7 @@
 import torch
 
 from fabrics.data.examples import TaskData
-from fabrics.models.compilation import can_compile, decided
+from fabrics.models.compilation import can_compile, compiles
 from fabrics.models.initialisation import architecture, initial_model, recompute_activations
 from fabrics.sharding.layers import sharded_layers
 from fabrics.sharding.sharded_model import ShardedModel
@@ -41,7 +41,9 @@ class FlatModels(dict[torch.device, FlatModel]):
         devices = dict.fromkeys(d for node, d in enumerate(processes.devices) if processes.owns(node))
         super().__init__({device: _working_model(config, data, device, processes) for device in devices})
         self._auto, self._processes = config.compile_model == "auto", processes
-        self._compute(decided(config, self.first.parameter_count, len(data.train), processes))
+        device = processes.devices[0].type
+        possible = can_compile(processes)
+        self._compute(compiles(config, self.first.parameter_count, len(data.train), device, possible))
 
     @property
     def first(self) -> FlatModel:

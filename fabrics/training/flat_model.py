@@ -59,7 +59,7 @@ class FlatModel:
 
     Attributes:
         compiled: whether the module runs through torch.compile; it may change at any time.
-        seat: see `fabrics.training.offload`; None: each worker has its moments on the device.
+        optimizer_slot: see `fabrics.training.offload`; None: each worker has its moments on the device.
         module: the nn.Module to call.
         parameters: flat nn.Parameter of all trainable parameters; its `.grad` is the flat gradient.
         parameter_count: trainable numbers in it, without the gaps.
@@ -80,7 +80,7 @@ class FlatModel:
         self.compiled = compiled
         self._compiled: Callable | None = None
         self._serves_all = False
-        self.seat: Any = None
+        self.optimizer_slot: Any = None
         named = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         if not named:
             raise ValueError("the model has no trainable parameter")
@@ -206,7 +206,7 @@ class FlatModel:
         return torch.dist(a, b)
 
     def sketch(self, flat: torch.Tensor, seed: int, size: int = SKETCH_SIZE, rows: int = 1) -> torch.Tensor:
-        """See algorithms.batch.across_workers.sketch."""
+        """See algorithms.flat.sketch."""
         return sketch(flat, seed, size, rows)
 
     @property

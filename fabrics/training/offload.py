@@ -1,7 +1,7 @@
-"""Where tensors live that a device does not need all the time: in its own memory, or in the host's.
+"""State in host memory that a device does not need all the time (key `offload`).
 
-`offload` names the state in host memory: `outer_state` is what a trainer keeps between rounds, `idle_moments` the inner
-optimizer state of a worker that waits for its turn on the device.
+`outer_state` is the trainer's tensors between outer steps; `idle_moments` is the optimizer state of workers that wait
+for their turn on the device.
 """
 
 from collections.abc import Mapping
@@ -15,60 +15,65 @@ from utils.config.schema import Config
 
 
 @dataclass(frozen=True)
-class Home:
-    """Where tensors live. pinned: in memory of the host that stays in place, so that a GPU copies it by itself."""
+class StateMemory:
+    """Memory for state: a device's own, or the host's.
+
+    Attributes:
+        device: where tensors are allocated.
+        pinned: page-locked host memory, which a GPU copies without the CPU.
+    """
 
     device: torch.device
     pinned: bool = False
 
     @classmethod
-    def chosen(cls, offloaded: bool, device: torch.device) -> "Home":
-        """The home of tensors that `device` works with: the host if they are offloaded, otherwise the device."""
+    def choose(cls, offloaded: bool, device: torch.device) -> "StateMemory":
+        """Return the host's memory for offloaded state that `device` works with, otherwise the device's own."""
         return cls(torch.device("cpu"), pinned=device.type == "cuda") if offloaded else cls(device)
 
     def empty(self, like: torch.Tensor) -> torch.Tensor:
-        """A tensor of this shape and type that lives here."""
+        """Return an uninitialised tensor of this shape and type."""
         return torch.empty(like.shape, dtype=like.dtype, device=self.device, pin_memory=self.pinned)
 
     def zeros(self, like: torch.Tensor) -> torch.Tensor:
-        """Likewise, of zeros."""
+        """Return a tensor of zeros of this shape and type."""
         return self.empty(like).zero_()
 
-    def taken_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself, or a copy of it where it is of another kind of device."""
+    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor itself, or a copy here if it is on another kind of device."""
         return tensor if tensor.device.type == self.device.type else self.empty(tensor).copy_(tensor)
 
 
-class Seat:
-    """The inner optimiser of a device, with the state of the worker whose turn it is; all others' waits elsewhere.
+class OptimizerSlot:
+    """The inner optimizer of a device, with the state of one worker at a time; other workers' state is in host memory.
 
-    A worker that goes on where it was the last to work is not moved.
+    The state stays until another worker needs the slot.
     """
 
     def __init__(self, optimizer: InnerOptimizer):
         self.optimizer = optimizer
-        self._taken_by: Mapping[str, torch.Tensor] | None = None
+        self._occupant: Mapping[str, torch.Tensor] | None = None
 
-    def take(self, waiting: Mapping[str, torch.Tensor]) -> None:
-        """Go on with a worker's state, by name; who was here before gets its own back."""
-        if self._taken_by is waiting:
+    def swap_in(self, host_state: Mapping[str, torch.Tensor]) -> None:
+        """Bring a worker's state to the device, after writing the previous worker's state back."""
+        if self._occupant is host_state:
             return
-        if self._taken_by is not None:
-            self.leave(self._taken_by)
+        if self._occupant is not None:
+            self.swap_out(self._occupant)
         for name, tensor in self.optimizer.state_dict().items():
-            tensor.copy_(waiting[name], non_blocking=True)
-        self._taken_by = waiting
+            tensor.copy_(host_state[name], non_blocking=True)
+        self._occupant = host_state
 
-    def leave(self, waiting: Mapping[str, torch.Tensor]) -> None:
-        """Bring a worker's state up to date, if it is the one that is here."""
-        if self._taken_by is waiting:
+    def swap_out(self, host_state: Mapping[str, torch.Tensor]) -> None:
+        """Write a worker's state back to host memory, if it is in the slot."""
+        if self._occupant is host_state:
             for name, tensor in self.optimizer.state_dict().items():
-                waiting[name].copy_(tensor)
-            self._taken_by = None
+                host_state[name].copy_(tensor)
+            self._occupant = None
 
 
-def seat_of(working: FlatModel, config: Config) -> Seat:
-    """The only seat of a working model's device."""
-    if working.seat is None:
-        working.seat = Seat(INNER_OPTIMIZERS[inner_optimizer_name(config)].build(working, config))
-    return working.seat
+def optimizer_slot(model: FlatModel, config: Config) -> OptimizerSlot:
+    """Return the one slot of a model's device."""
+    if model.optimizer_slot is None:
+        model.optimizer_slot = OptimizerSlot(INNER_OPTIMIZERS[inner_optimizer_name(config)].build(model, config))
+    return model.optimizer_slot

@@ -1,7 +1,7 @@
 """One round of a trainer on the workers of this process (Algorithm 1): inner steps, messages, the outer step."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,8 +10,8 @@ from algorithms.synchronisation.encodings.encoding import BFLOAT16
 from algorithms.synchronisation.group import Clock, Event, Group, Inner, LocalWorker, Outer
 from fabrics.training.inner_loop import InnerLoop, clip
 from fabrics.training.optimizers import INNER_OPTIMIZERS, InnerOptimizer, inner_optimizer_name
-from fabrics.training.work_split import lost_messages
-from fabrics.training.worker import COPY, Assignment
+from fabrics.training.work_split import WorkSplit, draw_lost_messages
+from fabrics.training.worker import COPY, Assignment, WorkerRound
 from fabrics.training.worker_group import WorkerGroup
 from utils.config.schema import Config
 
@@ -21,65 +21,71 @@ class OuterRound:
 
     Args:
         config: the run's configuration.
-        workers: the trainer's workers, and its method.
-        shared: the trainer's tensors by name, which change in place.
-        values: the method's plain values, which change in place.
-        assignments: what each participating worker is to do; the others rest.
+        workers: the trainer's workers and tensors; the shared tensors change in place.
+        split: the division of the round over the workers.
+        assignments: what each participant does.
         on_step: called after every inner step of every worker of this process.
 
     Attributes:
-        events: all that the workers have sent each other.
+        events: what the workers have sent each other.
         group: the workers as the method sees them.
-        loops: the inner loop of each participating local worker, by number.
-        unheard: workers whose messages are lost in this round.
+        loops: the inner loop of each local participant, by number.
+        lost_messages: numbers of the workers whose messages are lost in this round.
     """
 
     def __init__(
         self,
         config: Config,
         workers: WorkerGroup,
-        shared: dict[str, torch.Tensor],
-        values: dict[str, float],
+        split: WorkSplit,
         assignments: Mapping[int, Assignment],
         on_step: Callable[[], None],
     ):
         first = next(iter(assignments.values()))
+        inner_steps = len(first.learning_rates)
+        weights = split.weights(inner_steps)
         self._config = config
         self._workers = workers
         self._method = workers.method
-        self._place = first.place
-        self._optimizer: InnerOptimizer | None = None
-        self.unheard = lost_messages(config.message_loss, first.place, assignments)
-        self.events: list[Event] = []
+        self._key = first.key
         self._learning_rates = first.learning_rates
+        self._optimizer: InnerOptimizer | None = None
+        self.events: list[Event] = []
+        self.lost_messages = draw_lost_messages(config.message_loss, first.key, split.participants)
         self.group = Group(
             workers=workers,
             model=workers.first_model,
-            shared=shared,
-            values=values,
-            weights=_weights(assignments, len(workers)),
-            clock=_clock(config, workers, assignments),
-            inner=Inner(config.weight_decay, self._update),
+            shared=workers.shared,
+            values=dict(workers.values),
+            weights=[weight / sum(weights) for weight in weights],
+            clock=_clock(config, workers, split, inner_steps),
+            inner=Inner(config.weight_decay, self._update_shared),
             outer=_outer(config, workers),
             generator=self._generator,
             events=self.events,
         )
         self.loops: dict[int, InnerLoop] = {}
         self._local: dict[int, LocalWorker] = {}
-        for index, worker in workers.local.items():
+        for index in workers.local:
             if index in assignments:
-                start = worker.state.get(COPY, shared["parameters"])
-                replica = self._method.keeps == "replica"
-                keeps_end = replica or index in self.unheard
-                self.loops[index] = InnerLoop(worker, assignments[index], start, keeps_end, on_step)
-                self._local[index] = LocalWorker(
-                    index=index,
-                    parameters=start if replica else worker.model.parameters.data,
-                    # With message_loss a worker starts elsewhere, and is still compared with the shared parameters.
-                    start=shared["parameters"] if self._method.keeps == "shared" else start,
-                    gradient=worker.model.gradient if self._method.capabilities.exchanges_gradients else None,
-                    state=worker.state,
-                )
+                self._add_worker(index, assignments[index], on_step)
+
+    def _add_worker(self, index: int, assignment: Assignment, on_step: Callable[[], None]) -> None:
+        worker = self._workers.local[index]
+        parameters = self._workers.shared["parameters"]
+        start = worker.state.get(COPY, parameters)
+        has_replica = self._method.keeps == "replica"
+        # A worker whose message is lost continues from its own parameters.
+        keeps_end = has_replica or index in self.lost_messages
+        self.loops[index] = InnerLoop(worker, assignment, start, keeps_end, on_step)
+        self._local[index] = LocalWorker(
+            index=index,
+            parameters=start if has_replica else worker.model.parameters.data,
+            # After a lost message a worker starts elsewhere, but its message is relative to the shared parameters.
+            start=parameters if self._method.keeps == "shared" else start,
+            gradient=worker.model.gradient if self._method.capabilities.exchanges_gradients else None,
+            state=worker.state,
+        )
 
     @torch.no_grad()
     def run(self) -> None:
@@ -90,29 +96,33 @@ class OuterRound:
         """
         method = self._method
         group = self.group
-        group.local_workers = self._well()
+        group.local_workers = self._healthy()
         for stop in self._stops():
             group.clock.step = stop
             group.inner.learning_rate = self._learning_rates[stop - 1]
             if method.keeps == "replica":
                 for loop in self.loops.values():
                     loop.run(until=stop)
-                group.local_workers = self._well()
+                group.local_workers = self._healthy()
                 method.exchange(group)
                 continue
             incoming = method.incoming(group)
             for index, loop in self.loops.items():
                 loop.run(until=stop)
-                if loop.left_out is None and index not in self.unheard:
+                if loop.left_out is None and index not in self.lost_messages:
                     incoming.add(self._local[index], self._message(index))
             result = incoming.result()
-            group.local_workers = self._well()
+            group.local_workers = self._healthy()
             if result is not None and len(result):
                 method.apply(group, result)
         if self._config.message_loss:
             for index, worker in self._workers.local.items():
-                if index not in self.unheard:
+                if index not in self.lost_messages:
                     worker.state[COPY].copy_(group.shared["parameters"])
+
+    def records(self) -> dict[int, WorkerRound]:
+        """Return the reports of the local participants, by number."""
+        return {index: loop.record(index in self.lost_messages) for index, loop in self.loops.items()}
 
     def _stops(self) -> Sequence[int]:
         method = self._method
@@ -127,21 +137,21 @@ class OuterRound:
             )
         return stops
 
-    def _well(self) -> list[LocalWorker]:
+    def _healthy(self) -> list[LocalWorker]:
         return [
             worker
             for index, worker in self._local.items()
-            if self.loops[index].left_out is None and index not in self.unheard
+            if self.loops[index].left_out is None and index not in self.lost_messages
         ]
 
-    def _message(self, index: int):
+    def _message(self, index: int) -> Any:
         worker = self._local[index]
         if worker.gradient is not None and self._method.capabilities.inner_optimizer is None:
             clip(self._workers.local[index].model, worker.gradient, self._config.gradient_clipping)
         return self._method.message(worker, self.group)
 
-    def _update(self, gradient: torch.Tensor) -> None:
-        """Make the inner optimizer's step of the shared parameters with this gradient, which is clipped."""
+    def _update_shared(self, gradient: torch.Tensor) -> None:
+        """Update the shared parameters with the inner optimizer and this gradient, which is clipped."""
         model = self._workers.first_model
         parameters = self.group.shared["parameters"]
         if self._optimizer is None:
@@ -154,18 +164,9 @@ class OuterRound:
         parameters.copy_(model.parameters)
 
     def _generator(self, step: int) -> torch.Generator:
-        place = [self._place.seed, self._place.trainer, self._place.round, step]
-        seed = int(np.random.SeedSequence(place, spawn_key=(1,)).generate_state(1, np.uint64)[0])
+        entropy = [self._key.seed, self._key.trainer, self._key.round, step]
+        seed = int(np.random.SeedSequence(entropy, spawn_key=(1,)).generate_state(1, np.uint64)[0])
         return torch.Generator().manual_seed(seed)
-
-
-def _weights(assignments: Mapping[int, Assignment], workers: int) -> list[float]:
-    """The weight of each worker in a mean, by number: by default that of its examples in the round."""
-    weights = [0.0] * workers
-    for worker, own in assignments.items():
-        weights[worker] = own.round_examples if own.weight is None or not own.round_examples else own.weight
-    total = sum(weights)
-    return [weight / total for weight in weights]
 
 
 def _outer(config: Config, workers: WorkerGroup) -> Outer:
@@ -173,20 +174,21 @@ def _outer(config: Config, workers: WorkerGroup) -> Outer:
     return Outer(config.learning_rate_for_outer_opt, config.outer_momentum, dtype)
 
 
-def _clock(config: Config, workers: WorkerGroup, assignments: Mapping[int, Assignment]) -> Clock:
-    speeds = [node.speed if config.node_speeds else math.inf for node in workers.nodes]
+def _clock(config: Config, workers: WorkerGroup, split: WorkSplit, inner_steps: int) -> Clock:
     seconds = [0.0] * len(workers)
     own_steps = [0] * len(workers)
     batches = [0] * len(workers)
-    for worker, own in assignments.items():
-        seconds[worker] = own.round_examples / speeds[worker]
-        own_steps[worker] = own.pace
-        batches[worker] = own.plan.effective_batch
+    examples = split.examples_each(inner_steps)
+    for worker, steps in split.steps_in_time(inner_steps).items():
+        own_steps[worker] = steps
+        batches[worker] = split.plans[worker].effective_batch
+        if config.node_speeds is not None:
+            seconds[worker] = examples[worker] / split.speeds[worker]
     return Clock(
-        inner_steps=len(next(iter(assignments.values())).learning_rates),
+        inner_steps=inner_steps,
         seconds=seconds,
         own_steps=own_steps,
         batches=batches,
-        step_seconds=min(batches[worker] / speeds[worker] for worker in assignments),
+        step_seconds=split.step_seconds,
         server_seconds=workers.server_seconds,
     )

@@ -96,17 +96,16 @@ def compare_workers(
     plan: StatisticsPlan,
     records: Mapping[int, "WorkerRound"],
     vectors: Mapping[int, torch.Tensor | None],
-    parameters: torch.Tensor,
 ) -> dict[int, "WorkerRound"]:
     """Compare the workers' gradients or sketches with their mean, and add the moments to the local records.
 
     Args:
         records: of the local workers, by number. Workers that are left out of the round are not compared.
         vectors: gradient or sketch of each local worker, flat.
-        parameters: of the trainer, flat.
     """
     if plan.compared == "nothing":
         return dict(records)
+    parameters = group.shared["parameters"]
     like = parameters if plan.compared == "gradient" else parameters.new_zeros(SKETCH_SIZE)
     incoming = group.mean(like)
     present = [index for index, record in sorted(records.items()) if not record.left_out and vectors[index] is not None]

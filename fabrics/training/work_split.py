@@ -1,35 +1,30 @@
-"""Who does how much of a trainer's round: who takes part, with how many examples, in how many inner steps, from where.
+"""Division of a trainer's round over its workers: who takes part, with which examples, in which inner steps.
 
-All of it follows from the configuration, the nodes and the place in the run, and needs no model.
+Everything follows from the configuration, the nodes and the place in the run. All processes know it without messages,
+and a run resumes from integers.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
 from algorithms.batch.switch_mode import execution_plans
 from algorithms.nodes.balance import places, steps_each, turns
 from fabrics.data.examples import Examples
-from fabrics.data.sampler import Reading
+from fabrics.data.sampler import Reading, share_sizes, tokens_ahead
 from fabrics.training.statistics import StatisticsPlan
-from fabrics.training.worker import Assignment, Node, Place
+from fabrics.training.worker import Assignment, Node, RoundKey
 from utils.config.schema import Config
-
-# From the inner steps for which each worker has time in a round, by number, those of the round, and the seconds of one
-# of the fastest worker, 0 where speeds are not given, to the inner steps of the round during which each makes its own.
-Turns = Callable[[Mapping[int, int], int, float], Mapping[int, Sequence[int]]]
-
-
-def even_turns(own_steps: Mapping[int, int], inner_steps: int, step_seconds: float) -> dict[int, Sequence[int]]:
-    """Of workers that wait for nothing."""
-    return {worker: turns(own, inner_steps) for worker, own in own_steps.items()}
-
 
 # The first inner step of a round is not measured, so a speed needs a second one.
 _LEAST_MEASURED_STEPS = 2
 # Spawn keys: participants and lost messages are drawn independently of everything else that uses the seed.
 _PARTICIPANTS = (2,)
 _LOST_MESSAGES = (3,)
+
+# From the inner steps that each worker has time for, by number, those of the round, and the seconds of one inner step
+# of the fastest worker, to the inner steps of the round, from 0, in which each worker is active.
+StepTimes = Callable[[Mapping[int, int], int, float], Mapping[int, Sequence[int]]]
 
 
 def scheduled_nodes(schedule: Sequence[Sequence[float]], progress: float) -> int:
@@ -42,41 +37,49 @@ def participant_count(share: float, workers: int) -> int:
     return max(1, int(share * workers + 0.5 + 1e-9))  # 0.29 * 50 is a little less than a half
 
 
-def participants(share: float, place: Place, workers: int) -> tuple[int, ...]:
+def draw_participants(share: float, key: RoundKey, workers: int) -> tuple[int, ...]:
     """Draw the numbers of the workers that take part in a round; all sets of that size are equally likely."""
     count = participant_count(share, workers)
     if count == workers:
         return tuple(range(workers))
-    sequence = np.random.SeedSequence([place.seed, place.trainer, place.round], spawn_key=_PARTICIPANTS)
+    sequence = np.random.SeedSequence([key.seed, key.trainer, key.round], spawn_key=_PARTICIPANTS)
     return tuple(sorted(np.random.default_rng(sequence).permutation(workers)[:count].tolist()))
 
 
-def lost_messages(probability: float, place: Place, workers: Collection[int]) -> frozenset[int]:
+def draw_lost_messages(probability: float, key: RoundKey, workers: Collection[int]) -> frozenset[int]:
     """Draw the participants whose messages are lost, each independently; a lone worker sends no message."""
     if probability == 0.0 or len(workers) < 2:
         return frozenset()
 
     def draw(worker: int) -> float:
-        entropy = [place.seed, place.trainer, place.round, worker]
+        entropy = [key.seed, key.trainer, key.round, worker]
         return np.random.default_rng(np.random.SeedSequence(entropy, spawn_key=_LOST_MESSAGES)).random()
 
     return frozenset(worker for worker in workers if draw(worker) < probability)
 
 
-class Shares:
-    """What the workers of a trainer that take part in a round have of it; the others rest, and have nothing.
+def evenly_spaced(own_steps: Mapping[int, int], inner_steps: int, step_seconds: float) -> dict[int, Sequence[int]]:
+    """Spread each worker's own inner steps evenly over the round."""
+    return {worker: turns(own, inner_steps) for worker, own in own_steps.items()}
+
+
+class WorkSplit:
+    """One round of a trainer, divided over the workers that take part; the others rest.
 
     Args:
-        config: the run's.
+        config: the run's configuration.
         request: the trainer's requested batch.
-        nodes: of all its workers, in order.
-        present: the numbers of those that take part, in order.
-        fewer_steps: whether those on slower nodes make fewer inner steps of a round.
-        turns: when those that make fewer inner steps do so.
+        nodes: of all workers, in order.
+        participants: numbers of the workers that take part, in order.
+        readings: where all workers read their examples.
+        examples: all training examples.
+        step_times: when workers with fewer inner steps make them; None: all workers make every inner step.
 
     Attributes:
-        speeds: of the nodes that take part, by worker; all are 1 as long as one of them is not known.
-        plans: of their inner steps, by worker: shares of M ceil(B / M) examples through the switch mode.
+        plans: the micro-batches of one inner step, by participant. The sum is M ceil(B / M) examples, unless the
+            switch mode gives fewer.
+        speeds: by participant; all 1 if one of them is unknown.
+        step_seconds: of one inner step of the fastest worker; 0 without `node_speeds`.
     """
 
     def __init__(
@@ -84,97 +87,106 @@ class Shares:
         config: Config,
         request: int,
         nodes: Sequence[Node],
-        present: Sequence[int],
-        fewer_steps: bool,
-        turns: Turns = even_turns,
+        participants: Sequence[int],
+        readings: Sequence[Reading],
+        examples: Examples,
+        step_times: StepTimes | None = None,
     ):
-        own = [nodes[worker].speed for worker in present]
-        self.speeds = dict(zip(present, [1.0] * len(own) if None in own else own, strict=True))
+        self._config = config
+        self._workers = len(nodes)
+        self._readings = readings
+        self._examples = examples
+        self._step_times = step_times
+        own = [nodes[worker].speed for worker in participants]
+        if None in own:
+            own = [1.0] * len(own)
+        self.speeds = dict(zip(participants, own, strict=True))
         plans = execution_plans(
             config.switch_mode,
             request,
-            [nodes[worker].max_batch for worker in present],
+            [nodes[worker].max_batch for worker in participants],
             config.switch_multiplier,
-            list(self.speeds.values()) if config.balance == "batch" else None,
+            own if config.balance == "batch" else None,
         )
-        self.plans = dict(zip(present, plans, strict=True))
-        self._workers, self._fewer_steps, self._turns = len(nodes), fewer_steps, turns
-        given = config.node_speeds is not None
-        self._least_steps = 1 if given else _LEAST_MEASURED_STEPS
-        seconds = (plan.effective_batch / self.speeds[worker] for worker, plan in self.plans.items())
-        self._step_seconds = min(seconds) if given else 0.0
+        self.plans = dict(zip(participants, plans, strict=True))
+        self.step_seconds = 0.0
+        if config.node_speeds is not None:
+            self.step_seconds = min(plan.effective_batch / self.speeds[worker] for worker, plan in self.plans.items())
+
+    @property
+    def participants(self) -> tuple[int, ...]:
+        """Numbers of the workers that take part, in order."""
+        return tuple(self.plans)
 
     @property
     def batch(self) -> int:
-        """Examples of an inner step that all of them make."""
+        """Examples of an inner step that all participants make."""
         return sum(plan.effective_batch for plan in self.plans.values())
 
-    def paces(self, inner_steps: int) -> dict[int, int]:
-        """Inner steps for which everyone that takes part has time in a round of so many."""
-        if not self._fewer_steps:
+    def steps_in_time(self, inner_steps: int) -> dict[int, int]:
+        """Inner steps of its own that each participant has time for in a round of `inner_steps`."""
+        if self._step_times is None:
             return dict.fromkeys(self.plans, inner_steps)
-        own = steps_each(inner_steps, list(self.speeds.values()), self._least_steps)
+        least = _LEAST_MEASURED_STEPS if self._config.node_speeds is None else 1
+        own = steps_each(inner_steps, list(self.speeds.values()), least)
         return dict(zip(self.plans, own, strict=True))
 
-    def turns(self, inner_steps: int) -> Mapping[int, Sequence[int]]:
-        """During which inner steps of such a round, from 0, each makes its own."""
-        if not self._fewer_steps:
+    def active_steps(self, inner_steps: int) -> Mapping[int, Sequence[int]]:
+        """The inner steps of the round, from 0, that each participant makes."""
+        if self._step_times is None:
             return dict.fromkeys(self.plans, tuple(range(inner_steps)))
-        return self._turns(self.paces(inner_steps), inner_steps, self._step_seconds)
-
-    def steps(self, inner_steps: int) -> dict[int, int]:
-        """Inner steps of everyone that takes part in a round of so many."""
-        return {worker: len(own) for worker, own in self.turns(inner_steps).items()}
-
-    def examples(self, inner_steps: int) -> int:
-        """Examples of a round of so many inner steps, all together."""
-        return sum(self.examples_each(inner_steps))
+        return self._step_times(self.steps_in_time(inner_steps), inner_steps, self.step_seconds)
 
     def examples_each(self, inner_steps: int) -> list[int]:
-        """Likewise of every worker of the trainer, by number; 0 of those that rest."""
-        steps, found = self.steps(inner_steps), [0] * self._workers
+        """Examples of each worker in a round of `inner_steps`, by number; 0 if it rests."""
+        active = self.active_steps(inner_steps)
+        each = [0] * self._workers
         for worker, plan in self.plans.items():
-            found[worker] = plan.effective_batch * steps[worker]
-        return found
+            each[worker] = plan.effective_batch * len(active[worker])
+        return each
 
+    def examples(self, inner_steps: int) -> int:
+        """Examples of a round of `inner_steps` over all workers."""
+        return sum(self.examples_each(inner_steps))
 
-def assignments(
-    config: Config,
-    shares: Shares,
-    learning_rates: Sequence[float],
-    examples: Examples,
-    readings: Iterable[Reading],
-    place: Place,
-    statistics: StatisticsPlan,
-) -> dict[int, Assignment]:
-    """What everyone that takes part is to do in a round.
+    def tokens(self, inner_steps: int) -> int:
+        """Tokens of a round of `inner_steps` over all workers."""
+        return tokens_ahead(self._readings, self.examples_each(inner_steps), self._examples)
 
-    Args:
-        learning_rates: of every inner step of the round.
-        readings: where all workers read.
-        place: of any worker in the round.
-        statistics: that the round takes.
-    """
-    inner_steps = len(learning_rates)
-    own, paces = shares.turns(inner_steps), shares.paces(inner_steps)
-    each, found = shares.examples_each(inner_steps), {}
-    for reading in readings:
-        here = [worker for worker in reading.workers if worker in own]
-        firsts = places([shares.plans[worker].effective_batch for worker in here], [own[worker] for worker in here])
-        after = sum(each[worker] for worker in here)
-        for worker, first in zip(here, firsts, strict=True):
-            found[worker] = Assignment(
-                plan=shares.plans[worker],
-                learning_rates=learning_rates,
-                turns=own[worker],
-                pace=paces[worker],
-                examples=examples,
-                places=reading.places,
-                first_examples=first,
-                place=place._replace(worker=worker),
-                sample=after + worker * config.statistics_batch_size,
-                probes=statistics.probed_parts,
-                hands_back=statistics.compared,
-                weight=reading.share if config.weigh_shares else None,
-            )
-    return dict(sorted(found.items()))
+    def weights(self, inner_steps: int) -> list[float]:
+        """The weight of each worker in a mean, by number: its examples, or the size of its share of the data."""
+        each = self.examples_each(inner_steps)
+        return share_sizes(self._readings, each) if self._config.weigh_shares else each
+
+    def assignments(
+        self, learning_rates: Sequence[float], key: RoundKey, statistics: StatisticsPlan
+    ) -> dict[int, Assignment]:
+        """Return each participant's part of the round.
+
+        Args:
+            learning_rates: of every inner step of the round.
+            key: of any worker in the round.
+            statistics: that the round takes.
+        """
+        inner_steps = len(learning_rates)
+        active = self.active_steps(inner_steps)
+        each = self.examples_each(inner_steps)
+        found = {}
+        for reading in self._readings:
+            readers = [worker for worker in reading.workers if worker in active]
+            batches = [self.plans[worker].effective_batch for worker in readers]
+            offsets = places(batches, [active[worker] for worker in readers])
+            end = sum(each[worker] for worker in readers)
+            for worker, own_offsets in zip(readers, offsets, strict=True):
+                found[worker] = Assignment(
+                    plan=self.plans[worker],
+                    learning_rates=learning_rates,
+                    active_steps=active[worker],
+                    examples=self._examples,
+                    read=reading.places,
+                    offsets=own_offsets,
+                    probe_offset=end + worker * self._config.statistics_batch_size,
+                    key=key._replace(worker=worker),
+                    statistics=statistics,
+                )
+        return dict(sorted(found.items()))

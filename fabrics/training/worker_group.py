@@ -1,160 +1,170 @@
-"""The workers of a trainer: who they are, how they come and go with the nodes, and how they are reached.
+"""The workers of a trainer and the trainer's tensors: membership, hand-over of state, means, merges.
 
-Workers are numbered from 0; a process has those whose nodes it owns. All processes of a run call these methods together
-and in the same order.
+Workers are numbered from 0; each process has the workers whose nodes it owns. All processes of a run call these methods
+together and in the same order.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from algorithms.nodes.async_clock import in_steps
 from algorithms.nodes.distribution import HandOver, StateBytes, hand_overs
-from algorithms.nodes.traffic import Link, Transfer, merge_transfers, redistribution_transfers
+from algorithms.nodes.traffic import Link, Transfer, averaging_transfers, merge_transfers, redistribution_transfers
 from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES, PLAIN, Encoding
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.method_config import method_of, round_bytes
-from fabrics.training.offload import Home
+from fabrics.training.offload import StateMemory
 from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
-from fabrics.training.work_split import Turns
 from fabrics.training.worker import COPY, Node, Worker, personal_tensors
 from utils.config.schema import Config
-from utils.distributed.processes import Processes
 from utils.distributed.reductions import Mean, Messages, Workers
+
+if TYPE_CHECKING:
+    from fabrics.training.work_split import StepTimes
+    from fabrics.training.worker import WorkerRound
+    from utils.distributed.processes import Processes
 
 
 class WorkerGroup:
-    """The workers of one trainer.
+    """The workers of one trainer, and the trainer's tensors.
 
     Args:
         config: the run's configuration.
-        models: the flat model of each device of this process, the first of which keeps the trainer's tensors.
-        processes: those of the run.
+        parameters: flat initial parameters, which become the trainer's own; None in a process without a worker.
+        models: the flat model of each device of this process; the first device keeps the trainer's tensors.
+        processes: of the run.
 
     Attributes:
         nodes: of all workers, in order.
         local: the workers of this process, by number.
-        lost: workers whose state is lost, until nodes are assigned again.
-        method: how they come together. fewer_steps: whether those on slower nodes make fewer inner steps of a round.
-        trainer_tensors: what a trainer has, by name, on no device: parameters, and what the method keeps of it.
-        given_tensors: the names of those that it gives in a merge; what begins anew is not sent.
-        parameter_bytes: of one model, without the gaps of the flat tensors. sizes: of the state, likewise.
+        shared: the trainer's tensors by name, "parameters" among them; None in a process without a worker.
+        values: the method's plain numbers, the same in every process.
+        lost: numbers of the workers whose state is lost, until nodes are assigned again.
+        method: the synchronisation method.
+        merged_tensors: names of the tensors that a merge averages; the others start anew.
+        parameter_bytes: of one model, without the gaps of flat tensors.
+        sizes: bytes of the state that moves with nodes, without gaps.
     """
 
-    def __init__(self, config: Config, models: Mapping[torch.device, FlatModel], processes: Processes):
+    def __init__(
+        self,
+        config: Config,
+        parameters: torch.Tensor | None,
+        models: Mapping[torch.device, FlatModel],
+        processes: "Processes",
+    ):
         self.nodes: tuple[Node, ...] = ()
         self.local: dict[int, Worker] = {}
+        self.values: dict[str, float] = {}
         self.lost: frozenset[int] = frozenset()
-        self._config, self._models, self._processes = config, models, processes
+        self.first_model = next(iter(models.values()))
+        self.method = method_of(config, self.first_model)
+        self._config = config
+        self._models = models
+        self._processes = processes
+        self._workers = Workers()
+        self._resting: frozenset[int] = frozenset()  # nodes that missed the last round's outer step
+        self._copy_weights: list[float] = []  # of workers' copies that have moved since the last mean; empty: none have
         self._encoding = COMMUNICATION_DTYPES[config.communication_dtype]
-        first = self.first_model = next(iter(models.values()))
-        method = self.method = method_of(config, first)
-        by_itself = config.balance == "equal" and method.capabilities.fewer_steps
-        self.fewer_steps = config.balance == "steps" or by_itself
-        self._home = Home.chosen("outer_state" in config.offload, first.device)
-        self._like = first.parameters.data
-        like = self._like.to("meta")
-        self.parameter_count = first.parameter_count
-        kept = ("parameters", *method.state)
-        self.given_tensors = tuple(name for name in kept if name not in method.capabilities.copies)
-        kind, self.trainer_tensors = inner_optimizer_name(config), dict.fromkeys(kept, like)
-        shapes = {} if kind is None else INNER_OPTIMIZERS[kind].state_shapes(first)
-        self._trainer_moments: tuple[str, ...] = ()
-        if method.capabilities.exchanges_gradients and kind is not None:
-            state = INNER_OPTIMIZERS[kind].state(first, "meta")
-            self.trainer_tensors |= state
-            self._trainer_moments = tuple(state)
-        self.parameter_bytes, moments = self.parameter_count * like.itemsize, sum(t.nbytes for t in shapes.values())
-        together = method.capabilities.exchanges_gradients
+        self._state_memory = StateMemory.choose("outer_state" in config.offload, self.first_model.device)
+        self._describe_state()
+        self.shared = None if parameters is None else self._initial_tensors(parameters)
+
+    def _describe_state(self) -> None:
+        """Set the names, shapes and sizes of the trainer's tensors."""
+        model = self.first_model
+        able = self.method.capabilities
+        names = ("parameters", *self.method.state)
+        self._shapes = dict.fromkeys(names, model.parameters.data.to("meta"))
+        self.merged_tensors = tuple(name for name in names if name not in able.copies)
+        self.parameter_count = model.parameter_count
+        self.parameter_bytes = model.parameter_count * self.dtype.itemsize
+        kind = inner_optimizer_name(self._config)
+        moment_bytes = 0
+        if kind is not None:
+            moment_bytes = sum(tensor.nbytes for tensor in INNER_OPTIMIZERS[kind].state_shapes(model).values())
+        if able.exchanges_gradients and kind is not None:  # the optimizer updates the shared parameters
+            self._shapes |= INNER_OPTIMIZERS[kind].state(model, "meta")
         self.sizes = StateBytes(
-            trainer=len(kept) * self.parameter_bytes + moments * together,
-            worker=moments * (not together),
-            personal=len(personal_tensors(config, method)) * self.parameter_bytes,
+            trainer=len(names) * self.parameter_bytes + (moment_bytes if able.exchanges_gradients else 0),
+            worker=0 if able.exchanges_gradients else moment_bytes,
+            personal=len(personal_tensors(self._config, self.method)) * self.parameter_bytes,
         )
-        self._group = Workers()
+
+    def _initial_tensors(self, parameters: torch.Tensor) -> dict[str, torch.Tensor]:
+        shapes = {name: like for name, like in self._shapes.items() if name != "parameters"}
+        zeros = {name: self._state_memory.zeros(like) for name, like in shapes.items()}
+        tensors = {"parameters": self._state_memory.adopt(parameters)} | zeros
+        for name in self.method.capabilities.copies:
+            tensors[name].copy_(tensors["parameters"])
+        return tensors
 
     def __len__(self) -> int:
         return len(self.nodes)
 
     @property
-    def encoding(self) -> Encoding:
-        """How pseudo-gradients travel; as they are where there is one worker, which sends nothing."""
-        return self._encoding if len(self) > 1 else PLAIN
-
-    @property
     def dtype(self) -> torch.dtype:
-        """Of all flat tensors."""
-        return self._like.dtype
+        """The type of all flat tensors."""
+        return self.first_model.parameters.dtype
 
-    def changes(self, nodes: Sequence[Node | int]) -> bool:
-        """Whether `assign` with these nodes lets workers begin with the trainer's parameters, or lets some go."""
-        return bool(self.lost) or len(nodes) != len(self.nodes) > 0
+    # Nodes
 
-    def first_tensors(self, parameters: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What a trainer with these parameters has at first, by name; they become its own, where they live here."""
-        likes = self.trainer_tensors.items()
-        tensors = {name: self._home.zeros(like) for name, like in likes if name != "parameters"}
-        tensors = {"parameters": self._home.taken_in(parameters), **tensors}
-        self.begin(tensors, self.method.capabilities.copies)
-        return tensors
-
-    def begin(self, tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
-        """Let these of a trainer's tensors be as at first, in place: copies of its parameters, or zeros."""
-        for name in names:
-            if name in self.method.capabilities.copies:
-                tensors[name].copy_(tensors["parameters"])
-            else:
-                tensors[name].zero_()
-
-    def moves(self, nodes: Sequence[int]) -> tuple[list[HandOver], list[Transfer]]:
-        """What workers need of each other's state if these nodes work from now on, and what arrives at them."""
-        before = [node.id for node in self.nodes]
-        found = hand_overs(before, nodes, self.lost)
-        return found, redistribution_transfers(before, nodes, found, self.sizes)
-
-    def assign(
-        self, nodes: tuple[Node, ...], tensors: dict[str, torch.Tensor] | None
-    ) -> tuple[dict[str, torch.Tensor] | None, list[Transfer]]:
-        """Let these nodes work from now on.
+    def assign(self, nodes: tuple[Node, ...], participants: Collection[int]) -> list[Transfer]:
+        """Let these nodes work from now on, and return the bytes that arrive at them.
 
         Workers keep their state as far as there are nodes for them, wherever those are. A new worker, and one whose
-        state is lost, begins with the optimizer state of the trainer's first worker. Surplus workers end.
+        state is lost, begins with the optimizer state of the first worker. Surplus workers end. A node that rested and
+        takes part again receives the trainer's tensors.
 
         Args:
-            tensors: of the trainer, by name; None in a process without a worker.
-
-        Returns:
-            The trainer's tensors in the processes that own the new nodes, and what arrives at nodes.
+            participants: numbers of the workers that take part in the next round.
         """
-        old, lost = self.nodes, self.lost
-        before, after = [node.id for node in old], [node.id for node in nodes]
-        moves, arriving = self.moves(after)
-        self.nodes, self.lost = nodes, frozenset()
+        transfers = []
+        if self.lost or 0 < len(self.nodes) != len(nodes):  # new workers start from the trainer's parameters
+            transfers += self._settle()
+        transfers += self._reassign(nodes)
+        up_to_date = [node.id for node in nodes if node.id not in self._resting] or [node.id for node in nodes]
+        returning = self._resting & {nodes[worker].id for worker in participants}
+        self._resting -= returning
+        if returning:
+            transfers.append(Transfer((up_to_date[0],), tuple(sorted(returning)), self.sizes.trainer))
+        return transfers
+
+    def _reassign(self, nodes: tuple[Node, ...]) -> list[Transfer]:
+        old_nodes = self.nodes
+        old_workers = self.local
+        before = [node.id for node in old_nodes]
+        after = [node.id for node in nodes]
+        lost = self.lost
+        self.nodes = nodes
+        self.lost = frozenset()
         if before == after and not lost:
             for index, worker in self.local.items():
                 worker.node = nodes[index]
-            return tensors, []
-        self._group = self._processes.workers(after)
-        if old:
-            tensors = self.provide(tensors, old, nodes, tuple(self.trainer_tensors))
-        previous, self.local = self.local, {}
+            return []
+        self._workers = self._processes.workers(after)
+        if old_nodes:
+            self.shared = self._provide(self.shared, old_nodes, nodes, tuple(self._shapes))
+        self.local = {}
         for index, node in enumerate(nodes):
             if self._processes.owns(node.id):
-                here = None if index in lost else previous.get(index)
-                if here is None or here.node.device != node.device:
-                    here = Worker(node, self._models[node.device], self._config, self.method)
-                    here.load_state_dict({COPY: tensors["parameters"]})
-                here.node = node
-                self.local[index] = here
+                worker = None if index in lost else old_workers.get(index)
+                if worker is None or worker.node.device != node.device:
+                    worker = Worker(node, self._models[node.device], self._config, self.method)
+                    worker.load_state_dict({COPY: self.shared["parameters"]})
+                worker.node = node
+                self.local[index] = worker
+        moves = hand_overs(before, after, lost)
         for move in moves:
-            self._hand_over(move, previous.get(move.worker))
+            self._hand_over(move, old_workers.get(move.worker))
         if len(after) < len(before) and self.method.capabilities.averages_copies:
-            for worker in self.local.values():  # what those that go have learned stays in the mean
-                worker.load_state_dict({COPY: tensors["parameters"]})
-        return tensors, arriving
+            self._reset_copies()  # the mean keeps what the workers that end have learned
+        return redistribution_transfers(before, after, moves, self.sizes)
 
     def _hand_over(self, move: HandOver, source: Worker | None) -> None:
-        """Copy a worker's state to others, wherever all are. source: None, where it is not in this process."""
+        """Copy a worker's state to others, wherever they are; source: None if it is in another process."""
         takers = [self.local[index] for index in move.takers if index in self.local]
 
         def state(worker: Worker) -> dict[str, torch.Tensor]:
@@ -168,7 +178,7 @@ class WorkerGroup:
             if taker is not source:
                 taker.load_state_dict(dict(zip(state(taker), received, strict=True)))
 
-    def provide(
+    def _provide(
         self,
         tensors: Mapping[str, torch.Tensor] | None,
         holders: Sequence[Node],
@@ -176,31 +186,34 @@ class WorkerGroup:
         names: Sequence[str],
         overwrite: bool = False,
     ) -> dict[str, torch.Tensor] | None:
-        """Tensors of these names that the owners of some nodes have, for those of others; None elsewhere.
+        """Return tensors of the holders in the processes that own a taker; None in the others.
 
-        overwrite: tensors that are there already are filled, wherever they are not those of a holder.
+        overwrite: fill the taker's own `tensors` instead of new ones.
         """
 
-        def into() -> list[torch.Tensor]:
+        def received() -> list[torch.Tensor]:
             if overwrite:
                 return [tensors[name] for name in names]
-            return [self._home.empty(self.trainer_tensors[name]) for name in names]
+            return [self._state_memory.empty(self._shapes[name]) for name in names]
 
         held = None if tensors is None else [tensors[name] for name in names]
-        nodes = [node.id for node in holders], [node.id for node in takers]
-        provided = self._processes.provide(held, *nodes, into)
+        holder_ids = [node.id for node in holders]
+        taker_ids = [node.id for node in takers]
+        provided = self._processes.provide(held, holder_ids, taker_ids, received)
         return None if provided is None else dict(zip(names, provided, strict=True))
 
-    def begin_merged(self, tensors: dict[str, torch.Tensor] | None, values: dict[str, float]) -> None:
-        """Let all workers begin with merged parameters.
+    def parameters_for(self, node: Node) -> torch.Tensor | None:
+        """Return the parameters in the process that owns the node, None in others; all processes ask together."""
+        self.refresh()
+        provided = self._provide(self.shared, self.nodes, (node,), ("parameters",))
+        return None if provided is None else provided["parameters"]
 
-        Args:
-            tensors: of the trainer, by name; None in a process without a worker.
-            values: of the method; they change in place.
-        """
-        self.method.restarted(values, None)
-        for worker in self.local.values():
-            worker.load_state_dict({COPY: tensors["parameters"]})
+    # Communication between the workers
+
+    @property
+    def encoding(self) -> Encoding:
+        """The encoding of pseudo-gradients; plain for a lone worker, which sends nothing."""
+        return self._encoding if len(self) > 1 else PLAIN
 
     def mean(self, like: torch.Tensor, encoding: Encoding = PLAIN, weights: Sequence[float] | None = None) -> Mean:
         """Start a mean over all workers, wherever they are.
@@ -210,115 +223,180 @@ class WorkerGroup:
             encoding: how the added tensors are encoded.
             weights: of all workers, by number; None: equal.
         """
-        return self._group.mean(like, encoding, weights)
+        return self._workers.mean(like, encoding, weights)
 
     def messages(self, size: int, takers: Sequence[Collection[int]]) -> Messages:
         """Start an exchange of messages between workers, of `size` bytes each.
 
         takers: the receivers of every worker's message, by number of the sender.
         """
-        return self._group.messages(size, takers, self._home.device)
+        return self._workers.messages(size, takers, self._state_memory.device)
 
     def server_seconds(self, elements: int) -> float:
-        """Return the seconds until a server has received so many elements of a worker and answered them."""
+        """Return the seconds until a server has received this many elements of a worker and answered them."""
         if len(self) == 1:
             return 0.0
-        there = self.encoding
-        back = PLAIN if self.method.capabilities.message_tensors else there.way_back
-        sent = there.sent_bytes(elements, self.dtype) + back.sent_bytes(elements, self.dtype)
+        answer = PLAIN if self.method.capabilities.message_tensors else self.encoding.way_back
+        sent = self.encoding.sent_bytes(elements, self.dtype) + answer.sent_bytes(elements, self.dtype)
         return Link.parse(self._config.link).seconds(sent) if self._config.link else 0.0
 
-    def turns(self, values: Mapping[str, float]) -> Turns:
-        """Return when workers make their inner steps in the next round; values: of the method."""
+    def round_bytes(self, workers: int, tested: bool) -> int:
+        """Return the bytes that this many workers send in a round; tested: whether a batch test follows it."""
+        return round_bytes(self._config, self.method, self._encoding, self.first_model, workers, tested)
 
-        def found(own_steps: Mapping[int, int], inner_steps: int, step_seconds: float) -> Mapping[int, Sequence[int]]:
+    # Rounds
+
+    @property
+    def fewer_steps(self) -> bool:
+        """True if workers on slower nodes make fewer inner steps of a round."""
+        balance = self._config.balance
+        return balance == "steps" or (balance == "equal" and self.method.capabilities.fewer_steps)
+
+    @property
+    def step_times(self) -> "StepTimes | None":
+        """When workers with fewer inner steps make them in the next round; None: all workers make every step."""
+        if not self.fewer_steps:
+            return None
+        values = self.values  # as they are now
+
+        def active_steps(
+            own_steps: Mapping[int, int], inner_steps: int, step_seconds: float
+        ) -> Mapping[int, Sequence[int]]:
             travel = in_steps(self.server_seconds(self.parameter_count), step_seconds)
             return self.method.capabilities.active_steps(own_steps, inner_steps, values, travel)
 
-        return found
+        return active_steps
 
-    def average_copies(self, parameters: torch.Tensor, weights: Sequence[float]) -> None:
-        """Make these the mean of what the workers keep; as they are where nobody keeps any.
+    def begin_round(self, weights: Sequence[float]) -> None:
+        """Note the weights of the workers' copies, which move in this round, for their mean."""
+        self._copy_weights = list(weights) if self.method.capabilities.averages_copies else []
 
-        weights: of all workers, by number.
-        """
-        replicas = self.method.keeps == "replica"
-
-        def averaged(lost: Collection[int]) -> tuple[torch.Tensor, int]:
-            mean = self.mean(parameters, weights=weights)
-            for index, worker in self.local.items():
-                if index not in lost:
-                    mean.add(index, PLAIN.encode(worker.state[COPY]))
-            return mean.result()
-
-        # What a worker began with is never lost; a replica is as it was when its worker was last well, and counts where
-        # there is no other. In the middle of a round each process knows of its own workers alone who is lost.
-        mean, count = averaged(self.lost if replicas else ())
-        if replicas and not count:
-            mean, count = averaged(())
-        if count:
-            parameters.copy_(mean)
-
-    @property
-    def plain_bytes(self) -> int:
-        """What all workers send for a mean of parameters."""
-        return PLAIN.reduction_bytes(len(self), self.parameter_count, self.dtype)
-
-    def round_bytes(self, workers: int, tested: bool) -> int:
-        """Bytes that so many workers of the trainer send in a round; tested: whether a batch test follows."""
-        return round_bytes(self._config, self.method, self._encoding, self.first_model, workers, tested)
-
-    def state_dict(self) -> dict:
-        """Return the workers' nodes and the workers whose state is lost; each worker has tensors."""
-        return {"nodes": [node.id for node in self.nodes], "lost": sorted(self.lost)}
-
-    def load_state_dict(self, state: Mapping, read: Callable[[int, str], torch.Tensor]) -> None:
-        """Give as many workers as there were their state back; others begin with moments of the first healthy one.
-
-        State that is lost comes back as well, until nodes are assigned again. With fewer workers than there were copies
-        that make up the trainer's parameters do not: what those that are no more have learned stays in the mean.
+    def end_round(self, workers: Mapping[int, "WorkerRound"], values: dict[str, float]) -> None:
+        """Take over what all processes know after a round.
 
         Args:
-            read: from a worker's number and the name of a tensor to that tensor.
+            workers: the reports of the participants, by number.
+            values: of the method.
         """
-        workers, lost = len(state["nodes"]), frozenset(state["lost"])
-        left = {COPY} if len(self.nodes) < workers and self.method.capabilities.averages_copies else set()
-        healthy = [index for index in range(workers) if index not in lost]
-        self.lost = lost & set(range(len(self.nodes)))
+        self.values = values
+        self.lost = frozenset(index for index, worker in workers.items() if worker.left_out)
+        if self.lost:
+            self.method.restarted(self.values, self.lost)
+        self._resting = frozenset(node.id for index, node in enumerate(self.nodes) if index not in workers)
+
+    # Copies: parameters of the workers' own, whose mean is the trainer's
+
+    def refresh(self) -> None:
+        """Update the trainer's parameters from the workers' copies, if these have moved.
+
+        Every process with a worker takes part. Nothing is counted: this serves evaluation and checkpoints.
+        """
+        if not (self._copy_weights and self.local):
+            return
+        # An anchor outlives its worker's failure. A replica is as it was when its worker was last healthy, and counts
+        # only if no worker is healthy. During a round each process knows the lost workers of its own only.
+        lost = self.lost if self.method.keeps == "replica" else frozenset()
+        mean, count = self._mean_of_copies(lost)
+        if lost and not count:
+            mean, count = self._mean_of_copies(frozenset())
+        if count:
+            self.shared["parameters"].copy_(mean)
+
+    def _mean_of_copies(self, without: Collection[int]) -> tuple[torch.Tensor, int]:
+        incoming = self.mean(self.shared["parameters"], weights=self._copy_weights)
         for index, worker in self.local.items():
-            source = index if index < workers else min(healthy, default=None)
-            if source is not None:
-                names = worker.state_dict().keys() - left if source == index else worker.moments
-                worker.load_state_dict({name: read(source, name) for name in names})
+            if index not in without:
+                incoming.add(index, PLAIN.encode(worker.state[COPY]))
+        return incoming.result()
 
+    def _settle(self) -> list[Transfer]:
+        """Continue from up-to-date parameters, and return what the workers send for them."""
+        self.refresh()
+        moved = bool(self._copy_weights)
+        self._copy_weights = []
+        sent = PLAIN.reduction_bytes(len(self), self.parameter_count, self.dtype) if moved else 0
+        return averaging_transfers([node.id for node in self.nodes], sent)
 
-@torch.no_grad()
-def merge(
-    given: Sequence[tuple[WorkerGroup, dict[str, torch.Tensor] | None]], weights: Sequence[float]
-) -> list[Transfer]:
-    """Make the first trainer's flat tensors, in place, the weighted average of all trainers', or let them begin anew.
+    def _reset_copies(self) -> None:
+        for worker in self.local.values():
+            worker.load_state_dict({COPY: self.shared["parameters"]})
 
-    The process of its first worker makes the averages, and those of its other workers have them from there.
+    # Merges
 
-    Args:
-        given: the workers and the tensors of each trainer; None in a process without one of its workers.
-        weights: of each; they sum to 1.
+    @torch.no_grad()
+    def absorb(self, others: Sequence["WorkerGroup"], weights: Sequence[float]) -> list[Transfer]:
+        """Make this trainer's tensors the weighted average of its own and the others', and return what is sent.
 
-    Returns:
-        What arrives at nodes.
-    """
-    (worker_group, average), others = given[0], given[1:]
-    first, names = worker_group.nodes[:1], worker_group.given_tensors
-    if 0 in worker_group.local:
-        for name in names:
-            average[name].mul_(weights[0])
-    for (other, tensors), weight in zip(others, weights[1:], strict=True):
-        theirs = other.provide(tensors, other.nodes, first, names)
-        if 0 in worker_group.local:
-            for name in names:
-                average[name].add_(theirs[name], alpha=weight)
-    worker_group.provide(average, first, worker_group.nodes, names, overwrite=True)
-    if average is not None:
-        worker_group.begin(average, set(worker_group.method.state) - set(names))
-    nodes = [[node.id for node in trainer.nodes] for trainer, _ in given]
-    return merge_transfers(nodes[0], nodes[1:], len(names) * worker_group.parameter_bytes)
+        The process of the first worker computes the averages and sends them to the other workers. Tensors that are
+        not in `merged_tensors` start anew.
+
+        Args:
+            weights: of this trainer, then of the others; they sum to 1.
+        """
+        transfers = [transfer for group in (self, *others) for transfer in group._settle()]
+        first = self.nodes[:1]
+        if 0 in self.local:
+            for name in self.merged_tensors:
+                self.shared[name].mul_(weights[0])
+        for other, weight in zip(others, weights[1:], strict=True):
+            theirs = other._provide(other.shared, other.nodes, first, self.merged_tensors)
+            if 0 in self.local:
+                for name in self.merged_tensors:
+                    self.shared[name].add_(theirs[name], alpha=weight)
+        self._provide(self.shared, first, self.nodes, self.merged_tensors, overwrite=True)
+        if self.shared is not None:
+            for name in self.method.capabilities.copies:
+                self.shared[name].copy_(self.shared["parameters"])
+        self.method.restarted(self.values, None)
+        self._reset_copies()
+        self._resting = frozenset()
+        own_nodes, *other_nodes = ([node.id for node in group.nodes] for group in (self, *others))
+        return transfers + merge_transfers(own_nodes, other_nodes, len(self.merged_tensors) * self.parameter_bytes)
+
+    # State
+
+    def state_dict(self) -> dict:
+        """Return the plain state; tensors are in `shared` and in the workers."""
+        return {
+            "nodes": [node.id for node in self.nodes],
+            "values": self.values,
+            "lost": sorted(self.lost),
+            "resting": sorted(self._resting),
+            "copy_weights": self._copy_weights,
+        }
+
+    def load_state_dict(
+        self,
+        state: Mapping,
+        read_shared: Callable[[str], torch.Tensor],
+        read_worker: Callable[[int, str], torch.Tensor],
+    ) -> None:
+        """Restore the tensors of the trainer and of as many workers as there were.
+
+        New workers begin with the moments of the first healthy one. Lost state comes back as well, until nodes are
+        assigned again. If there are fewer workers than before, the mean keeps what the others have learned.
+
+        Args:
+            read_shared: from a tensor's name to the trainer's tensor.
+            read_worker: from a worker's number and a tensor's name to that tensor.
+        """
+        self.values = dict(state["values"])
+        self._resting = frozenset(state["resting"])
+        self._copy_weights = list(state["copy_weights"])
+        if self._copy_weights and len(self._copy_weights) != len(self):
+            self._copy_weights = [1.0] * len(self)
+        if self.local:
+            for name, tensor in self.shared.items():
+                tensor.copy_(read_shared(name))
+            self._reset_copies()
+        before = len(state["nodes"])
+        lost = frozenset(state["lost"])
+        healthy = [index for index in range(before) if index not in lost]
+        keeps_mean = len(self) < before and self.method.capabilities.averages_copies
+        self.lost = lost & set(range(len(self)))
+        for index, worker in self.local.items():
+            if index < before:
+                names = worker.state_dict().keys() - ({COPY} if keeps_mean else set())
+                worker.load_state_dict({name: read_worker(index, name) for name in names})
+            elif healthy:
+                worker.load_state_dict({name: read_worker(healthy[0], name) for name in worker.moments})

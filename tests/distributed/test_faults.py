@@ -17,7 +17,7 @@ from algorithms.batch.per_example import UnsupportedModuleError
 from cluster import Cluster
 from fabrics.data.examples import PackedSequences
 from fabrics.models import transformers_models
-from fabrics.pool.device_errors import set_up
+from fabrics.pool.device_errors import explain_setup_errors
 from fabrics.pool.node_assignment import NoNodeLeftError
 from fabrics.pool.node_pool import NodePool
 from fabrics.training import forward_backward, inner_loop
@@ -53,17 +53,16 @@ EXAMPLES = PackedSequences(random_sequences(80))
 @pytest.fixture
 def diverging(monkeypatch):
     """A function that makes some workers' losses NaN: from (round, worker) to whether."""
-    steps = InnerLoop._steps
+    step = InnerLoop._step
 
     def install(diverges):
-        def diverged(self, *arguments):
-            steps(self, *arguments)
-            place, worker = self._assignment.place, self.worker
-            if diverges(place.round, place.worker):
-                worker.model.parameters.data.fill_(float("nan"))
-                worker.moments["exp_avg"].fill_(float("nan"))
+        def diverged(self):
+            step(self)
+            if diverges(self._assignment.key.round, self._assignment.key.worker):
+                self.worker.model.parameters.data.fill_(float("nan"))
+                self.worker.moments["exp_avg"].fill_(float("nan"))
 
-        monkeypatch.setattr(InnerLoop, "_steps", diverged)
+        monkeypatch.setattr(InnerLoop, "_step", diverged)
 
     return install
 
@@ -251,7 +250,7 @@ def test_out_of_memory_elsewhere_is_a_clear_error(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand so on")
 
     monkeypatch.setattr(Workers, "mean", mean)
-    with pytest.raises(TrainingError, match=r"no memory left .*allocate 2 GiB; lower padding_percentage"):
+    with pytest.raises(TrainingError, match=r"out of memory .*allocate 2 GiB; lower padding_percentage"):
         light_cluster().train(Recorder())
 
 
@@ -272,7 +271,10 @@ def test_a_layer_without_per_example_gradients_is_a_clear_error(monkeypatch):
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("x")])
 def test_out_of_memory_at_the_start_names_the_plan(error):
     expected = RuntimeError if str(error) == "x" else ConfigError
-    with pytest.raises(expected, match="x" if str(error) == "x" else "no memory for models.*--plan"), set_up():
+    with (
+        pytest.raises(expected, match="x" if str(error) == "x" else "no memory for models.*--plan"),
+        explain_setup_errors(),
+    ):
         raise error
 
 
@@ -281,7 +283,7 @@ def test_a_model_for_which_there_is_no_memory_is_not_called_impossible(monkeypat
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
 
     monkeypatch.setattr(transformers_models.AutoModelForCausalLM, "from_config", full)
-    with pytest.raises(ConfigError, match="no memory for models, moments"), set_up():
+    with pytest.raises(ConfigError, match="no memory for models, moments"), explain_setup_errors():
         tiny_cluster()
 
 
@@ -330,14 +332,11 @@ def test_a_broken_device_ends_the_run_with_a_clear_message(tmp_path, cache_dir, 
 def test_a_device_of_a_shard_group_that_fails_ends_the_run_and_is_named(monkeypatch):
     """The others of the shard group would wait for it."""
 
-    class Pair(ShardGroup):
-        size, index = 2, 1
-
     def broken(*arguments):
         raise NodeFailedError("the driver says so")
 
     monkeypatch.setattr(forward_backward, "backward", broken)
-    monkeypatch.setattr(FlatModel, "shard_group", Pair())
+    monkeypatch.setattr(FlatModel, "shard_group", ShardGroup(size=2, index=1))
     trainer = make_trainer(tiny_llama(), make_config(sampling_method="none"), EXAMPLES, nodes=1)
     with pytest.raises(
         TrainingError, match="node 0 is lost with device 1 of its shard group, cpu: the driver says so; --res"
@@ -351,15 +350,15 @@ def test_a_device_of_a_shard_group_that_fails_ends_the_run_and_is_named(monkeypa
 @pytest.fixture
 def failing(monkeypatch):
     """A function that makes nodes fail: from (round, node) to whether."""
-    steps = InnerLoop._steps
+    step = InnerLoop._step
 
     def install(fails):
-        def failed(self, *arguments):
-            if fails(self._assignment.place.round, self.worker.node.id):
+        def failed(self):
+            if fails(self._assignment.key.round, self.worker.node.id):
                 raise NodeFailedError("injected")
-            steps(self, *arguments)
+            step(self)
 
-        monkeypatch.setattr(InnerLoop, "_steps", failed)
+        monkeypatch.setattr(InnerLoop, "_step", failed)
 
     return install
 

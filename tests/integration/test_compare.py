@@ -59,8 +59,9 @@ def test_comparisons_are_valid_and_their_outcomes_are_recorded(path):
     comparison = load_spec(path)
     recorded = Recorded(RESULTS / path.name.replace(".yaml", ".json"), comparison)
     tuned = comparison.with_settings(tuned_values(recorded.raw))
-    wanted = {identity(tuned, make_run(tuned, method, seed)) for method in tuned.methods for seed in comparison.seeds}
-    assert len(wanted) == len(comparison.methods) * len(comparison.seeds)
+    seeds = comparison.reported_seeds
+    wanted = {identity(tuned, make_run(tuned, method, seed)) for method in tuned.methods for seed in seeds}
+    assert len(wanted) == len(comparison.methods) * len(seeds)
     assert recorded.changed() == []
     assert wanted <= recorded.outcomes().keys()
     if comparison.search is not None:
@@ -302,7 +303,7 @@ def test_a_search_and_a_comparison_that_uses_its_values(programs, tmp_path, cach
         {"name": "LocalSGD", "overrides": fixed | {"distributed_algo": "LocalSGD"}, "baseline": True},
     ]
     search = {"budget": 4, "rungs": 2, "over": {"learning_rate_for_inner_opt": RATE}}
-    path = small_comparison(tmp_path, search=search, methods=methods, seeds=[1])
+    path = small_comparison(tmp_path, search=search, methods=methods, seeds=[1, 2])
     written = yaml.safe_load(path.read_text())
     written["common"]["cache_dir"] = str(cache_dir)
     searched = tmp_path / "searched.yaml"
@@ -323,6 +324,9 @@ def test_a_search_and_a_comparison_that_uses_its_values(programs, tmp_path, cach
     for entry in found.values():
         assert [run["rung"] for run in entry["runs"]] == [0, 0, 0, 1]
         assert entry["metric"] == entry["runs"][-1]["metric"]
+    # The first seed chose the values, so it is not reported where they were chosen.
+    assert {entry["seed"] for entry in results["searched"]["outcomes"]} == {2}
+    assert {entry["seed"] for entry in results["judged"]["outcomes"]} == {1, 2}
     for entry in results["judged"]["outcomes"]:
         settings = json.loads((tmp_path / "runs" / entry["id"] / "run.json").read_text())["settings"]
         assert settings["dataset"] == "text"

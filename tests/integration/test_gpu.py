@@ -115,12 +115,14 @@ def test_the_inner_steps_of_a_round_never_wait_for_the_gpu(autocast):
     trainer.assign_nodes((Node(0, CUDA, 4),))
     train(trainer, 1)  # libraries wait when they are used for the first time
     trainer.assign_nodes(trainer.nodes)
-    assignment = trainer.assignments(RoundSchedule(5, 0.0, 0.5))[0]
+    assignment = trainer.assignments(trainer.split_work(), RoundSchedule(5, 0.0, 0.5))[0]
     assert assignment.plan.micro_batches == (4, 4)
     torch.cuda.set_sync_debug_mode("error")
     try:
         steps = InnerLoop(trainer.workers[0], assignment, trainer.parameters, False, lambda: None)
-        steps._steps(5)
+        steps._load_start()
+        for _ in range(5):
+            steps._step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert steps.done == 5

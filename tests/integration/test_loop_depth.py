@@ -8,7 +8,7 @@ import torch
 from tests.support.helpers import Recorder, tiny_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
-LARGEST_DEPTH = 12
+LARGEST_DEPTH = 11
 
 
 def test_few_frames_lie_between_the_outer_loop_and_the_backward_pass(monkeypatch):

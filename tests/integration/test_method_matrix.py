@@ -65,8 +65,8 @@ def test_a_killed_and_resumed_run_has_the_bits_of_an_uninterrupted_one(name, pro
 def test_runs_are_stopped_while_something_is_under_way():
     late, ring = (matrix.alone(name)["states"]["stopped"] for name in ("Late", "Ring"))
     assert late["tensors"]["trainer_0 under_way"].any()
-    assert json.loads(late["values"])["trainers"]["0"]["synchronisation"] == {"under_way": 1}
-    assert json.loads(ring["values"])["trainers"]["0"]["stale"]
+    assert json.loads(late["values"])["trainers"]["0"]["workers"]["values"] == {"under_way": 1}
+    assert json.loads(ring["values"])["trainers"]["0"]["workers"]["copy_weights"]
 
 
 def test_copies_count_as_they_did_in_the_round_that_made_them():
@@ -81,7 +81,7 @@ def test_copies_count_as_they_did_in_the_round_that_made_them():
     class Looking(Recorder):
         def on_round(self, cluster, result):
             super().on_round(cluster, result)
-            shares.append(cluster.trainers[0].shares.examples_each(1))
+            shares.append(cluster.trainers[0].split_work().examples_each(1))
             other = Cluster(config, matrix.data())
             matrix.resume(other, matrix.state_of(cluster))
             found.extend(each.evaluate()[0].loss for each in (cluster, other))
@@ -109,7 +109,7 @@ def test_a_trainer_that_absorbs_another_goes_on_from_the_weighted_average_alone(
     second.id = 1
     for trainer in (first, second):
         train(trainer, 1, matrix.INNER_STEPS)
-        trainer.refresh()
+        trainer.worker_group.refresh()
     expected = 0.25 * first.parameters + 0.75 * second.parameters
     state = first.worker_group.method.state
     kept = {key: 0.25 * first.shared[key] + 0.75 * second.shared[key] for key in state}
@@ -127,7 +127,7 @@ def test_a_trainer_that_absorbs_another_goes_on_from_the_weighted_average_alone(
 def test_workers_that_join_have_the_shared_parameters_and_cost_what_they_get(name):
     trainer = matrix.trainer_of(name, workers=2)
     train(trainer, 2, matrix.INNER_STEPS)
-    stale, worker_group = trainer.state_dict()["stale"], trainer.worker_group
+    stale, worker_group = trainer.worker_group.state_dict()["copy_weights"], trainer.worker_group
     before = [worker.state_dict() for worker in trainer.workers.values()]
     before = [{key: tensor.clone() for key, tensor in state.items()} for state in before]
     arrived = trainer.assign_nodes(nodes(4))
@@ -166,7 +166,7 @@ def test_one_worker_sends_nothing(name):
     before = trainer.parameters.clone()
     for report in train(trainer, 3, matrix.INNER_STEPS):
         assert (report.events, report.communications, report.bytes_synchronised) == ((), 0, 0)
-    assert trainer._settle() == []
+    assert trainer.worker_group._settle() == []
     assert all_finite(trainer)
     assert not torch.equal(trainer.parameters, before)
 
@@ -179,7 +179,7 @@ def losing():
     """A function that makes workers fail in the second inner step: from (round, worker) to whether, and how."""
     with contextlib.ExitStack() as stack:
         yield lambda lost, how: stack.enter_context(
-            matrix.losing(lambda place: lost(place.round, place.worker), how == "its node fails")
+            matrix.losing(lambda key: lost(key.round, key.worker), how == "its node fails")
         )
 
 
@@ -199,7 +199,7 @@ def test_a_worker_that_is_lost_begins_anew_and_the_others_keep_their_state(name,
     before = trainer.parameters.clone()
     (third,) = train(trainer, 1, matrix.INNER_STEPS)
     assert third.left_out == 0
-    trainer.refresh()
+    trainer.worker_group.refresh()
     assert all_finite(trainer)
     assert not torch.equal(trainer.parameters, before)
 
@@ -210,14 +210,14 @@ def test_with_all_workers_lost_the_parameters_stay_finite_and_training_goes_on(n
     trainer = matrix.trainer_of(name)
     reports = train(trainer, 2, matrix.INNER_STEPS)
     assert [report.left_out for report in reports] == [0, 3]
-    trainer.refresh()
+    trainer.worker_group.refresh()
     before = trainer.parameters.clone()
     trainer.assign_nodes(trainer.nodes)
     assert torch.equal(trainer.parameters, before)
     assert all_finite(trainer)
     for report in train(trainer, 2, matrix.INNER_STEPS):
         assert report.left_out == 0
-    trainer.refresh()
+    trainer.worker_group.refresh()
     assert all_finite(trainer)
     assert not torch.equal(trainer.parameters, before)
 

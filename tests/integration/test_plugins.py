@@ -20,8 +20,9 @@ from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.method import check_registered
 from fabrics.config_checks import CHECKS
 from fabrics.data.dataset_loader import load_data
+from fabrics.models.export import save_model
 from fabrics.models.model_family import ModelFamily
-from fabrics.models.registry import MODELS, build_model, reinitialise_output_layer, save_model
+from fabrics.models.registry import MODELS, build_model, reinitialise_output_layer
 from fabrics.planning.estimate import estimate
 from gradient_analysis.gradient_analysis import AnalysisConfig, resolve_model
 from tests.support.helpers import make_config, tiny_data, warnings_of
@@ -391,7 +392,7 @@ def test_the_settings_of_a_plain_module_are_those_of_its_presets(digits):
 
 def test_an_estimate_of_a_plain_module_says_what_it_takes_its_classes_and_vocabulary_to_be(digits, monkeypatch):
     config = dataclasses.replace(digits, number_of_training_epochs=None, number_of_outer_steps=2)
-    assert any("classes of the data: taken to be 2" in line for line in estimate(config).unknown)
+    assert any("classes of the data: assumed to be 2" in line for line in estimate(config).unknown)
 
     class Words(nn.Module):
         def __init__(self, settings, demands):
@@ -405,7 +406,7 @@ def test_an_estimate_of_a_plain_module_says_what_it_takes_its_classes_and_vocabu
     values = {"model_type": "words", "model_config": {}, "vocab_size": 400, "sampling_method": "none"}
     plan = estimate(make_config(**values))
     assert plan.parameters == 1600
-    assert any("taken to have vocab_size 400" in line for line in plan.unknown)
+    assert any("assumed to have vocab_size 400" in line for line in plan.unknown)
 
 
 def test_the_output_layer_of_a_plain_module_is_drawn_anew(digits):

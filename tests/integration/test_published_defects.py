@@ -112,7 +112,7 @@ def test_the_outer_step_has_nesterov_momentum():
 def test_after_a_merge_the_outer_step_moves_the_merged_parameters():
     cluster = tiny_cluster(number_of_initial_trainers=2, merge_frequency=1, number_of_outer_steps=2)
     cluster.run_round(Recorder())
-    cluster.distribute()
+    cluster.assign_nodes()
     (trainer,) = cluster.trainers.values()
     merged, velocity = trainer.parameters.clone(), trainer.shared["velocity"].clone()
     for worker in trainer.workers.values():

@@ -269,7 +269,7 @@ def test_moments_of_another_optimiser_are_refused_in_a_line(tmp_path, cache_dir,
     assert program.main(["--resume", str(folder), "inner_optimizer=adamw", "number_of_outer_steps=2", "--force"]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
-    assert "inner_optimizer, distributed_algo: what the workers of the run kept as step is of shape [" in errors[0]
+    assert "inner_optimizer, distributed_algo: " in errors[0]
 
 
 @pytest.mark.parametrize(

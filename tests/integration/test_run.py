@@ -202,7 +202,7 @@ def test_what_goes_wrong_while_texts_are_continued_is_a_warning(tmp_path, cache_
     def out_of_memory(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(continuations, "sampled", out_of_memory)
+    monkeypatch.setattr(continuations, "sample_tokens", out_of_memory)
     config = write_config(tmp_path, cache_dir, number_of_outer_steps=1, save_weights_every=None)
     assert program.main(["--config", str(config)]) == 0
     (folder,) = (tmp_path / "logs").iterdir()

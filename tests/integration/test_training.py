@@ -21,6 +21,7 @@ from cluster import Cluster
 from fabrics.data.examples import PackedSequences
 from fabrics.pool.eval_tool import evaluate
 from fabrics.pool.round_scheduler import exchange_sizes
+from fabrics.training.outer_round import OuterRound
 from fabrics.training.worker import Node, TrainingError
 from tests.support.helpers import (
     CPU,
@@ -41,7 +42,6 @@ from tests.support.helpers import (
     train,
     use_torch_norms,
 )
-from trainers import Trainer
 from utils.config.schema import BUDGETS, ConfigError
 
 # Some ten rounds of a tiny cluster.
@@ -131,8 +131,8 @@ def test_an_accumulated_step_equals_one_large_batch(batch, max_batch, plan, prob
     model = use_torch_norms(tiny_llama())
     whole = make_trainer(copy.deepcopy(model), config, examples, nodes=1, max_batch=64)
     parts = make_trainer(copy.deepcopy(model), config, examples, nodes=1, max_batch=max_batch)
-    assert whole.shares.plans[0] == ExecutionPlan((batch,))
-    assert parts.shares.plans[0] == ExecutionPlan(plan)
+    assert whole.split_work().plans[0] == ExecutionPlan((batch,))
+    assert parts.split_work().plans[0] == ExecutionPlan(plan)
     expected, got = train(whole, 2), train(parts, 2)
     torch.testing.assert_close(parts.parameters, whole.parameters, rtol=1e-9, atol=1e-11)
     assert got[1].workers[0].losses == pytest.approx(expected[1].workers[0].losses, rel=1e-10)
@@ -145,7 +145,7 @@ def test_accumulation_weighs_examples_of_different_lengths_alike():
     examples = separable_texts(40)
     whole = make_trainer(tiny_bert(), config, examples, nodes=1)
     parts = make_trainer(tiny_bert(), config, examples, nodes=1, max_batch=2)
-    assert parts.shares.plans[0].micro_batches == (2, 2, 1)
+    assert parts.split_work().plans[0].micro_batches == (2, 2, 1)
     train(whole, 2)
     train(parts, 2)
     torch.testing.assert_close(parts.parameters, whole.parameters, rtol=1e-7, atol=1e-9)
@@ -273,13 +273,15 @@ def test_learning_rate_follows_warm_up_and_schedule():
         INITIAL_BATCH_SIZE=2,
     )
     trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(40)), nodes=1)
-    first_round = trainer.train_round(RoundSchedule(2, 0.0, 0.5), lambda: None)
+    split = trainer.split_work()
+    first_round = trainer.train_round(split, RoundSchedule(2, 0.0, 0.5), lambda: None)
     assert first_round.workers[0].learning_rates == pytest.approx(
         [0.1 * 0.25, 0.1 * 0.5 * 0.5 * (1 + np.cos(np.pi / 4))]
     )
-    trainer.conclude_round(RoundSchedule(2, 0.0, 0.5), first_round, 1, 1.0)
+    trainer.conclude_round(split, RoundSchedule(2, 0.0, 0.5), first_round)
     trainer.batch.requested_batch = 8
-    second = trainer.train_round(RoundSchedule(2, 0.5, 1.0), lambda: None).workers[0].learning_rates
+    second_round = trainer.train_round(trainer.split_work(), RoundSchedule(2, 0.5, 1.0), lambda: None)
+    second = second_round.workers[0].learning_rates
     assert second == pytest.approx([0.1 * 0.75 * 0.5, 0.1 * 0.5 * (1 + np.cos(0.75 * np.pi))])
 
 
@@ -324,15 +326,13 @@ def test_the_test_grows_stricter_towards_the_end():
 def test_a_schedule_by_hand_sets_the_batch_by_the_share_of_the_run_that_is_done():
     cluster = light_cluster(
         sampling_method="none",
-        batch_schedule=[[0.25, 5], [0.5, 9], [1.0, 99]],
+        batch_schedule=[[0.25, 5], [0.5, 9], [0.875, 99]],
         number_of_initial_trainers=1,
         number_of_outer_steps=8,
     )
     recorder = Recorder()
     cluster.train(recorder)
-    assert [result.reports[0].requested_batch for result in recorder.rounds] == [4, 4, 5, 5, 9, 9, 9, 9]
-    # As with a batch test, a request ends at the trainer's 96 examples.
-    assert cluster.trainers[0].requested_batch == 96
+    assert [result.reports[0].requested_batch for result in recorder.rounds] == [4, 4, 5, 5, 9, 9, 9, 96]
 
 
 def bits(cluster) -> dict[int, bytes]:
@@ -479,7 +479,7 @@ def test_unusual_settings_train_to_the_end(settings):
     losses = [report.train_loss for result in recorder.rounds for report in result.reports.values()]
     assert np.isfinite(losses).all()
     assert np.isfinite([evaluation.loss for evaluation in final.values()]).all()
-    cluster.distribute()
+    cluster.assign_nodes()
     workers = [worker for trainer in cluster.trainers.values() for worker in trainer.workers.values()]
     assert {worker.node.id for worker in workers} <= {node.id for node in cluster.nodes}
     assert len(workers) == max(len(cluster.nodes), len(cluster.trainers))
@@ -527,7 +527,7 @@ def test_a_new_worker_starts_with_the_first_workers_moments():
     cluster = light_cluster(number_of_initial_trainers=2, nodes_per_gpu=2, merge_frequency=2)
     for _ in range(2):
         cluster.run_round(Recorder())
-    cluster.distribute()
+    cluster.assign_nodes()
     (trainer,) = cluster.trainers.values()
     first, second = (worker.optimizer.state_dict() for worker in trainer.workers.values())
     assert first["exp_avg"].data_ptr() != second["exp_avg"].data_ptr()
@@ -678,7 +678,8 @@ def test_a_budget_pays_for_who_works_and_for_who_will_join(settings, rounds):
     fixed = {"INITIAL_BATCH_SIZE": 8, "smallest_worker_batch": 4, "sampling_method": "none"}
     cluster = light_cluster(**budget | fixed | settings)
     trainers = cluster.trainers.values()
-    ahead = cluster.scheduler.remaining(cluster.counters, trainers, cluster.pool, Recorder().warn)
+    splits = [trainer.split_work() for trainer in trainers]
+    ahead = cluster.scheduler.remaining(cluster.counters, trainers, splits, cluster.pool, Recorder().warn)
     assert ahead.rounds_left == rounds
 
 
@@ -714,13 +715,13 @@ def test_one_slow_round_does_not_make_the_rest_of_a_run_a_single_one(monkeypatch
     settings = TIME | {"time_budget": 130.0, "number_of_initial_trainers": 1}
     cluster, recorder = light_cluster(**budget_settings(1) | settings), Recorder()
     cluster.run_round(recorder)
-    train_round = Trainer.train_round
+    run = OuterRound.run
 
-    def slow(trainer, schedule, on_step):
-        clock.now += 60.0 * (trainer.rounds == 1)
-        return train_round(trainer, schedule, on_step)
+    def slow(outer_round):
+        clock.now += 60.0 * (outer_round._key.round == 1)
+        run(outer_round)
 
-    monkeypatch.setattr(Trainer, "train_round", slow)
+    monkeypatch.setattr(OuterRound, "run", slow)
     cluster.train(recorder)
     lengths = [result.reports[0].inner_steps for result in recorder.rounds]
     assert len(lengths) >= 5
@@ -802,15 +803,15 @@ class Clock:
 
     def __init__(self, monkeypatch, own: float = 0.0):
         self.now = 0.0
-        train_round = Trainer.train_round
+        run = OuterRound.run
 
-        def timed(trainer, schedule, on_step):
-            examples = schedule.inner_steps * trainer.shares.batch
-            self.now += 0.25 * examples + 1.5 * (trainer.rounds == 0) + own
-            return train_round(trainer, schedule, on_step)
+        def timed(outer_round):
+            examples = outer_round.group.clock.inner_steps * sum(outer_round.group.clock.batches)
+            self.now += 0.25 * examples + 1.5 * (outer_round._key.round == 0) + own
+            run(outer_round)
 
-        monkeypatch.setattr(Trainer, "train_round", timed)
-        monkeypatch.setattr("cluster.time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(OuterRound, "run", timed)
+        monkeypatch.setattr("trainers.time", SimpleNamespace(perf_counter=lambda: self.now))
 
 
 # Computing takes 333 / 4 + 6 seconds; a synchronisation of four workers takes 1.55.
@@ -916,9 +917,8 @@ def test_tokens_are_exceeded_by_less_than_one_inner_step_though_sequences_differ
         assert cluster.counters.outer_steps == 1
         last = 0
         for trainer in cluster.trainers.values():
-            seen, step = trainer.cursor.position, trainer.shares.batch
-            trainer.cursor.position = seen - step
-            last += trainer.tokens_ahead(1)
+            trainer.cursor.position -= trainer.split_work().batch
+            last += trainer.split_work().tokens(1)
         assert 0 <= cluster.counters.tokens - limit < last
 
 
@@ -971,8 +971,8 @@ def test_a_node_on_another_device_takes_the_state_along():
     before = trainer.workers[0].state_dict()
     elsewhere = torch.device("cpu", 0)
     trainer.worker_group._models[elsewhere] = trainer.worker_group._models[CPU]
-    trainer.assign_nodes((Node(9, elsewhere, 64),))
+    trainer.assign_nodes((Node(7, elsewhere, 64),))
     after = trainer.workers[0].state_dict()
-    assert trainer.workers[0].node.id == 9
+    assert trainer.workers[0].node.id == 7
     assert after["step"] == before["step"] == 3
     assert torch.equal(after["exp_avg"], before["exp_avg"])

@@ -143,8 +143,9 @@ def train(trainer: Trainer, rounds: int, inner_steps: int = 3) -> list:
     reports, schedule = [], RoundSchedule(inner_steps, 0.0, 0.0)
     for _ in range(rounds):
         trainer.assign_nodes(trainer.nodes)
-        tokens = trainer.tokens_ahead(inner_steps)
-        reports.append(trainer.conclude_round(schedule, trainer.train_round(schedule, lambda: None), tokens, 1.0))
+        split = trainer.split_work()
+        trained = trainer.train_round(split, schedule, lambda: None)
+        reports.append(trainer.conclude_round(split, schedule, trained))
     return reports
 
 

@@ -24,7 +24,8 @@ from fabrics.config_checks import CHECKS, participation_problems
 from fabrics.data.examples import PackedSequences
 from fabrics.models import initialisation
 from fabrics.training.inner_loop import InnerLoop
-from fabrics.training.worker import NodeFailedError, Place
+from fabrics.training.worker import NodeFailedError, RoundKey
+from fabrics.training.worker_group import WorkerGroup
 from tests.support.helpers import (
     NAMES_ONLY,
     TINY_ARCHITECTURE,
@@ -288,16 +289,17 @@ class Following(Recorder):
         super().__init__()
         self.state: dict = {}
         self.refreshed, self._moving = 0, False
-        self._originals = {name: getattr(Trainer, name) for name in ("assign_nodes", "absorb", "_settle")}
+        places = ((Trainer, "assign_nodes"), (Trainer, "absorb"), (WorkerGroup, "_settle"))
+        self._originals = {(owner, name): getattr(owner, name) for owner, name in places}
 
     def __enter__(self):
-        for name, original in self._originals.items():
-            setattr(Trainer, name, self._followed(name, original))
+        for (owner, name), original in self._originals.items():
+            setattr(owner, name, self._followed(name, original))
         return self
 
     def __exit__(self, *exception):
-        for name, original in self._originals.items():
-            setattr(Trainer, name, original)
+        for (owner, name), original in self._originals.items():
+            setattr(owner, name, original)
 
     def _followed(self, name, original):
         def call(trainer, *arguments):
@@ -359,24 +361,24 @@ def run(config: Config, processes=None, recorder: Following | None = None, resum
 
 
 @contextlib.contextmanager
-def losing(lost: Callable[[Place], bool] = lambda place: (place.round, place.worker) == LOST, fails: bool = False):
+def losing(lost: Callable[[RoundKey], bool] = lambda key: (key.round, key.worker) == LOST, fails: bool = False):
     """Meanwhile workers diverge in the second inner step of a round, or their nodes fail there."""
-    step = InnerLoop._step
+    accumulate = InnerLoop._accumulate
 
-    def failing(self, probe):
-        found = step(self, probe)
-        if self.done == 1 and lost(self._assignment.place):
+    def failing(self, *arguments):
+        plan, loss, probes = accumulate(self, *arguments)
+        if self.done == 1 and lost(self._assignment.key):
             if fails:
                 raise NodeFailedError("pulled out")
-            self._losses[self.done] = float("nan")
+            loss = loss * float("nan")
             self._model.gradient.fill_(float("nan"))
-        return found
+        return plan, loss, probes
 
-    InnerLoop._step = failing
+    InnerLoop._accumulate = failing
     try:
         yield
     finally:
-        InnerLoop._step = step
+        InnerLoop._accumulate = accumulate
 
 
 @functools.cache

@@ -1,28 +1,25 @@
 """Programs that tests start, by the fixture `programs`.
 
-`run` and `torchrun` fork the test process, which has imported PyTorch and transformers already: a program starts in
-milliseconds. With `fresh=True`, and with `start`, it has an interpreter of its own. Tests of the start itself, of
-signals and of kills by a signal need that; so does everything on a machine with GPUs, where PyTorch cannot go on in a
-fork. A fork has what the test has replaced, so fixtures that replace something ask for theirs first.
+Importing PyTorch and transformers takes seconds. So `run` and `torchrun` start programs from a fork server
+(multiprocessing's), which has imported them once. With `fresh=True`, and with `start`, a program has an interpreter of
+its own: tests of the start itself, of signals and of kills need that, and so does every test on a machine with GPUs,
+because CUDA cannot be used in a fork.
 """
 
 import contextlib
-import logging
 import multiprocessing
 import multiprocessing.connection
 import os
 import runpy
-import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess, Popen
-from typing import IO, TypeVar
+from typing import TypeVar
 
 import psutil
 import torch
@@ -31,12 +28,13 @@ from torch import distributed as dist
 ROOT = Path(__file__).resolve().parents[2]
 # A limit that no machine comes near, however busy it is: what has not happened by then never will.
 LIMIT_SECONDS = 1200.0
-# The other processes of a job end by themselves when one has failed, or are killed after this time.
+# When one process of a job has failed, the others end by themselves, or are killed after this time.
 ENDING_SECONDS = 60.0
 TORCHRUN = Path(sysconfig.get_path("scripts"), "torchrun")
 
 T = TypeVar("T")
-_FORKS = multiprocessing.get_context("fork")
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["tests.support.preloaded"])
 
 
 def wait_until(happened: Callable[[], T], what: str, *needed: Popen) -> T:
@@ -64,21 +62,12 @@ def command(*words: str | Path, **keywords) -> CompletedProcess:
     return subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=LIMIT_SECONDS, **keywords)
 
 
-def _become(words: list[str], environment: Mapping[str, str], folder: Path, output: IO, errors: IO) -> None:
-    """In a fork: run what `python *words` would run."""
-    os.dup2(output.fileno(), 1)
-    os.dup2(errors.fileno(), 2)
-    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 (open until the process ends)
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    for logger in (logging.root, logging.getLogger("adloco")):  # as in a new interpreter
-        logger.handlers.clear()
-        logger.propagate = True
-        logger.setLevel(logging.NOTSET if logger.parent else logging.WARNING)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    warnings.simplefilter("ignore")  # pytest makes errors of some
-    given = dict(environment)
+def _program(words: list[str], environment: dict[str, str], folder: Path, outputs: tuple[Path, Path]) -> None:
+    """Do what `python *words` does; runs in a child of the fork server."""
+    for number, path in enumerate(outputs, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
     os.environ.clear()
-    os.environ.update(given)
+    os.environ.update(environment)
     os.chdir(folder)
     if words[0] == "-m":
         sys.argv = words[1:]
@@ -90,23 +79,8 @@ def _become(words: list[str], environment: Mapping[str, str], folder: Path, outp
         runpy.run_path(words[0], run_name="__main__")
 
 
-@contextlib.contextmanager
-def _streams() -> Iterator[tuple[IO, IO]]:
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        yield output, errors
-
-
-def _ended(words: list[str], found: int, wanted: int, output: IO, errors: IO) -> CompletedProcess:
-    said = []
-    for stream in (output, errors):
-        stream.seek(0)
-        said.append(stream.read())
-    assert found == wanted, f"{words}: status {found}\n{said[0]}\n{said[1]}"
-    return CompletedProcess([sys.executable, *words], found, *said)
-
-
 class Programs:
-    """Starts Python programs, in the root of the project unless told otherwise."""
+    """Starts Python programs, by default in the root of the project."""
 
     def __init__(self):
         self._running: list[Popen] = []
@@ -115,7 +89,7 @@ class Programs:
         """Start a new interpreter, which is killed at the end of the test.
 
         Args:
-            apart: output and errors are two streams, and not one.
+            apart: capture output and errors in two streams instead of one.
             keywords: of `subprocess.Popen`.
         """
         errors = subprocess.PIPE if apart else subprocess.STDOUT
@@ -129,17 +103,11 @@ class Programs:
     ) -> CompletedProcess:
         """Run `python *arguments` to its end; its status must be `status`."""
         words = [*map(str, arguments)]
-        with _streams() as (output, errors):
-            if fresh or words[0] == "-c" or torch.cuda.is_available():
-                process = self.start(*words, env=env, cwd=cwd, stdout=output, stderr=errors)
-                process.wait(LIMIT_SECONDS)
-                return _ended(words, process.returncode, status, output, errors)
-            fork = _FORKS.Process(target=_become, args=(words, env, cwd, output, errors))
-            fork.start()
-            fork.join(LIMIT_SECONDS)
-            fork.kill()
-            fork.join()
-            return _ended(words, fork.exitcode, status, output, errors)
+        if not (fresh or words[0] == "-c" or torch.cuda.is_available()):
+            return self._fork(words, [env], cwd, status)
+        process = self.start(*words, env=env, cwd=cwd, apart=True)
+        output, errors = process.communicate(timeout=LIMIT_SECONDS)
+        return _ended(words, process.returncode, status, output, errors)
 
     def torchrun(
         self, count: int, *arguments: object, status: int = 0, options: Sequence[str] = ()
@@ -154,7 +122,6 @@ class Programs:
         if options or torch.cuda.is_available():
             begin = (TORCHRUN, "--standalone", f"--nproc_per_node={count}", *options)
             return self.run(*begin, *arguments, status=status, fresh=True)
-        words = [*map(str, arguments)]
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         shared = {
             "MASTER_ADDR": "127.0.0.1",
@@ -166,25 +133,34 @@ class Programs:
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_RUN_ID": "tests",
         }
-        with _streams() as (output, errors):
-            forks = []
-            for rank in range(count):
-                environment = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                forks.append(_FORKS.Process(target=_become, args=(words, environment, ROOT, output, errors)))
-                forks[-1].start()
+        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+        return self._fork([*map(str, arguments)], [os.environ | shared | own for own in ranks], ROOT, status)
+
+    def _fork(
+        self, words: list[str], environments: Sequence[Mapping[str, str]], folder: Path, status: int
+    ) -> CompletedProcess:
+        """Run a program in one process for each environment; several have status 1 if one fails."""
+        with tempfile.TemporaryDirectory() as written:
+            outputs = Path(written, "output"), Path(written, "errors")
+            processes = [
+                _SERVER.Process(target=_program, args=(words, dict(environment), folder, outputs))
+                for environment in environments
+            ]
+            for process in processes:
+                process.start()
             end = time.monotonic() + LIMIT_SECONDS
-            while running := [fork for fork in forks if fork.exitcode is None]:
-                if any(fork.exitcode for fork in forks):
+            while running := [process for process in processes if process.exitcode is None]:
+                if any(process.exitcode for process in processes):
                     end = min(end, time.monotonic() + ENDING_SECONDS)
                 if time.monotonic() > end:
-                    for fork in running:
-                        fork.kill()
-                multiprocessing.connection.wait([fork.sentinel for fork in running], timeout=1.0)
-            failed = any(fork.exitcode for fork in forks)
-            return _ended(words, int(failed), status, output, errors)
+                    for process in running:
+                        process.kill()
+                multiprocessing.connection.wait([process.sentinel for process in running], timeout=1.0)
+            found = processes[0].exitcode if len(processes) == 1 else int(any(each.exitcode for each in processes))
+            return _ended(words, found, status, *(path.read_text() for path in outputs))
 
     def end(self) -> None:
-        """Kill the programs that still run, and what they have started."""
+        """Kill the interpreters that still run, and what they have started."""
         for process in self._running:
             if process.poll() is None:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -197,3 +173,8 @@ class Programs:
                 if stream is not None:
                     stream.close()
         self._running.clear()
+
+
+def _ended(words: list[str], found: int, wanted: int, output: str, errors: str) -> CompletedProcess:
+    assert found == wanted, f"{words}: status {found}\n{output}\n{errors}"
+    return CompletedProcess([sys.executable, *words], found, output, errors)

@@ -36,7 +36,7 @@ from tests.support.helpers import (
     random_sequences,
     tiny_data,
 )
-from trainers import Trained
+from trainers import TrainedRound
 from utils.config.schema import Config
 from utils.distributed.processes import Processes, join_processes
 from utils.distributed.reductions import Transport
@@ -198,10 +198,10 @@ def run_scenario(name: str, processes: Processes | None = None) -> dict:
     processes = processes or join_processes(config)
     step = InnerLoop._step
 
-    def failing_step(self, probe):
-        if name == "a node fails" and self.worker.node.id == 1 and self._assignment.place.round == 2:
+    def failing_step(self):
+        if name == "a node fails" and self.worker.node.id == 1 and self._assignment.key.round == 2:
             raise NodeFailedError("pulled out")
-        return step(self, probe)
+        step(self)
 
     with (
         patch.object(initialisation, "build_model", _build(name)),
@@ -215,7 +215,7 @@ def run_scenario(name: str, processes: Processes | None = None) -> dict:
     reports = [report for result in recorder.rounds for report in result.reports.values()]
     counters = cluster.counters
     return {
-        "parameters": {t.id: t.parameters_for(cluster.nodes[0]) for t in cluster.trainers.values()},
+        "parameters": {t.id: t.worker_group.parameters_for(cluster.nodes[0]) for t in cluster.trainers.values()},
         "losses": {trainer: evaluation.loss for trainer, evaluation in final.items()},
         "requests": [report.requested_batch for report in reports],
         "train_losses": [report.train_loss for report in reports],
@@ -244,8 +244,9 @@ def bytes_of_a_method(name: str, processes: Processes) -> dict:
     events, schedule = [], RoundSchedule(matrix.INNER_STEPS, 0.0, 0.0)
     with Wire() as wire:
         for _ in range(3):
-            trained = trainer.train_round(schedule, lambda: None)
-            events += trainer.conclude_round(schedule, Trained.joined(processes.gather(trained)), 0, 1.0).events
+            split = trainer.split_work()
+            parts = processes.gather(trainer.train_round(split, schedule, lambda: None))
+            events += trainer.conclude_round(split, schedule, TrainedRound.join(parts)).events
     return {
         "sent": sum(processes.gather(wire.sent)),
         "counted": sum(event.sent for event in events) * len(nodes),

@@ -67,7 +67,7 @@ def problem_of(trainer: Trainer, rounds: int, inner_steps: int, ends: Sequence[S
     module = copy.deepcopy(model.module)
     named = dict(module.named_parameters())
     workers = len(trainer.nodes)
-    sizes = [trainer.shares.plans[worker].effective_batch for worker in range(workers)]
+    sizes = [trainer.split_work().plans[worker].effective_batch for worker in range(workers)]
     ends = ends or [range(rounds * inner_steps)] * workers
     peek = copy.deepcopy(trainer.cursor).peek
     # Examples are read in the order in which steps end, and of the workers.
@@ -108,7 +108,7 @@ def history_of(trainer: Trainer, rounds: int, inner_steps: int) -> History:
     found = []
     for _ in range(rounds):
         train(trainer, 1, inner_steps)
-        trainer.refresh()
+        trainer.worker_group.refresh()
         shared = trainer.parameters
         workers = [worker.state.get(COPY, shared).numpy().copy() for worker in trainer.workers.values()]
         found.append((shared.numpy().copy(), workers))

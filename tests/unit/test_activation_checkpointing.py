@@ -1,4 +1,4 @@
-"""Activations computed anew in the backward pass: the same numbers, fewer tensors. And the type of parameters."""
+"""Recomputed activations: the same bits, fewer tensors. And the type of parameters."""
 
 import functools
 
@@ -31,7 +31,7 @@ MODELS = {
 
 
 def saved_by(work) -> tuple[int, int]:
-    """Storages, and their bytes, that autograd keeps until the backward pass."""
+    """Return the number of storages, and their bytes, that autograd keeps until the backward pass."""
     sizes = {}
 
     def keep(tensor):
@@ -49,11 +49,11 @@ def _pass(run, working, examples, results) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("probed", [False, True], ids=["plain", "with statistics"])
-def test_the_same_bits_with_less_than_half_of_the_tensors(name, probed):
+def test_recomputation_gives_the_same_bits_with_less_than_half_of_the_tensors(name, probed):
     (build, data), found = MODELS[name], []
-    for anew in (False, True):
+    for recomputes in (False, True):
         module, examples = build().train(), data()
-        if anew:
+        if recomputes:
             recompute_activations(module, "microllama")
         working, results = FlatModel(module, CPU), []
         torch.manual_seed(1)  # of dropout
@@ -69,32 +69,34 @@ def test_the_same_bits_with_less_than_half_of_the_tensors(name, probed):
     assert torch.equal(numbers[2], expected[2])
 
 
-def test_frozen_embeddings_need_no_gradient_for_it():
+def test_frozen_embeddings_need_no_gradient():
     model = tiny_llama()
     model.get_input_embeddings().requires_grad_(False)
     recompute_activations(model, "microllama")
     assert not model.get_input_embeddings()(torch.tensor([[1, 2]])).requires_grad
 
 
-def test_a_run_that_computes_activations_anew_has_the_same_bits():
+def test_a_run_that_recomputes_activations_has_the_same_bits():
     found = []
-    for anew in (False, True):
-        cluster = tiny_cluster(activation_checkpointing=anew, number_of_initial_trainers=1, number_of_outer_steps=2)
+    for recomputes in (False, True):
+        cluster = tiny_cluster(
+            activation_checkpointing=recomputes, number_of_initial_trainers=1, number_of_outer_steps=2
+        )
         cluster.train(Recorder())
         layers = [m for m in cluster.models[CPU].module.modules() if hasattr(m, "gradient_checkpointing")]
-        assert all(layer.gradient_checkpointing is anew for layer in layers)
+        assert all(layer.gradient_checkpointing is recomputes for layer in layers)
         found.append((cluster.trainers[0].requested_batch, cluster.trainers[0].parameters))
     assert found[0][0] == found[1][0]
     assert torch.equal(found[0][1], found[1][1])
 
 
-def test_a_module_that_cannot_is_refused():
+def test_a_module_that_cannot_recompute_is_refused():
     with pytest.raises(ConfigError, match="activation_checkpointing: must be false with model_type microllama"):
         light_cluster(activation_checkpointing=True)
 
 
 def test_parameters_of_float64():
-    """Twice the bytes in every exchange, and nearly the same run."""
+    """Every exchange has twice the bytes, and the run is nearly the same."""
     found = []
     for dtype in ("float32", "float64"):
         cluster = tiny_cluster(parameter_dtype=dtype, number_of_initial_trainers=1, identical_initialisation=True)
@@ -110,27 +112,17 @@ def test_parameters_of_float64():
 
 
 @pytest.mark.parametrize(
-    ("values", "problem"),
+    ("values", "key"),
     [
-        (
-            {"parameter_dtype": "bfloat16"},
-            "parameter_dtype: should be float32 or float64 (autocast: bfloat16 computes in bfloat16 over float32), "
-            "got 'bfloat16'",
-        ),
-        (
-            {"parameter_dtype": "float64", "autocast": "bfloat16"},
-            "autocast: must be null with parameter_dtype float64, got bfloat16",
-        ),
-        ({"compile_model": "often"}, "compile_model: should be auto, true or false, got 'often'"),
-        ({"offload": ["model"]}, "offload[0]: should be 'outer_state' or 'idle_moments', got ['model']"),
-        (
-            {"activation_checkpointing": 3},
-            "activation_checkpointing: should be a valid boolean, unable to interpret input",
-        ),
+        ({"parameter_dtype": "bfloat16"}, "parameter_dtype"),
+        ({"parameter_dtype": "float64", "autocast": "bfloat16"}, "autocast"),
+        ({"compile_model": "often"}, "compile_model"),
+        ({"offload": "gpu"}, "offload"),
+        ({"activation_checkpointing": 3}, "activation_checkpointing"),
     ],
 )
-def test_impossible_values_are_refused_by_name(values, problem):
+def test_impossible_values_are_refused_by_key(values, key):
     with pytest.raises(ConfigError) as caught:
         parse_config({"number_of_outer_steps": 1} | values)
-    assert caught.value.problems[0].startswith(problem)
-    assert len(caught.value.problems) == 1
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{key}: ")

@@ -16,8 +16,8 @@ from fabrics.config_checks import CHECKS
 from fabrics.pool.node_pool import NodePool
 from fabrics.training.inner_loop import InnerLoop
 from fabrics.training.outer_round import OuterRound
-from fabrics.training.work_split import lost_messages, participant_count, participants, scheduled_nodes
-from fabrics.training.worker import COPY, Node, Place
+from fabrics.training.work_split import draw_lost_messages, draw_participants, participant_count, scheduled_nodes
+from fabrics.training.worker import COPY, Node, RoundKey
 from tests.support import matrix, matrix_killed
 from tests.support.helpers import (
     CPU,
@@ -41,8 +41,8 @@ def _ready():
         yield
 
 
-def place(number: int = 0, trainer: int = 0, seed: int = 42) -> Place:
-    return Place(seed, trainer, 0, number)
+def round_key(number: int = 0, trainer: int = 0, seed: int = 42) -> RoundKey:
+    return RoundKey(seed, trainer, 0, number)
 
 
 # Who works when
@@ -71,30 +71,32 @@ def test_nodes_over_the_share_of_the_run(progress, nodes):
 )
 def test_how_many_take_part(share, workers, count):
     assert participant_count(share, workers) == count
-    drawn = participants(share, place(), workers)
+    drawn = draw_participants(share, round_key(), workers)
     assert len(set(drawn)) == count
     assert list(drawn) == sorted(drawn)
 
 
 def test_every_worker_takes_part_as_often_and_rounds_and_trainers_draw_for_themselves():
-    drawn = [participants(0.5, place(number), 4) for number in range(3000)]
+    drawn = [draw_participants(0.5, round_key(number), 4) for number in range(3000)]
     pairs = Counter(drawn)
     assert len(pairs) == 6
     assert all(abs(count - 500) < 5 * 500**0.5 for count in pairs.values())
-    assert drawn == [participants(0.5, place(number), 4) for number in range(3000)]
+    assert drawn == [draw_participants(0.5, round_key(number), 4) for number in range(3000)]
     for other in ({"trainer": 1}, {"seed": 43}):
-        assert drawn[:50] != [participants(0.5, place(number, **other), 4) for number in range(50)]
+        assert drawn[:50] != [draw_participants(0.5, round_key(number, **other), 4) for number in range(50)]
 
 
 def test_every_message_is_lost_by_itself_and_one_worker_alone_loses_none():
-    lost = [lost_messages(0.25, place(number), (0, 1, 3)) for number in range(3000)]
+    lost = [draw_lost_messages(0.25, round_key(number), (0, 1, 3)) for number in range(3000)]
     for worker in (0, 1, 3):
         assert abs(sum(worker in each for each in lost) - 750) < 5 * 562**0.5
     both = sum({0, 3} <= each for each in lost)
     assert abs(both - 3000 / 16) < 5 * 176**0.5
     # Who else takes part does not matter.
-    assert all((3 in each) == (3 in lost_messages(0.25, place(n), (3, 7))) for n, each in enumerate(lost[:200]))
-    assert not any(lost_messages(0.99, place(number), (2,)) for number in range(100))
+    assert all(
+        (3 in each) == (3 in draw_lost_messages(0.25, round_key(n), (3, 7))) for n, each in enumerate(lost[:200])
+    )
+    assert not any(draw_lost_messages(0.99, round_key(number), (2,)) for number in range(100))
 
 
 def test_the_first_nodes_that_have_not_failed_work():
@@ -167,7 +169,7 @@ LOSS = {"message_loss": 0.4}
 
 
 def lost_by_round(rounds: int, workers: int = 3) -> list[frozenset[int]]:
-    return [lost_messages(0.4, place(number), range(workers)) for number in range(rounds)]
+    return [draw_lost_messages(0.4, round_key(number), range(workers)) for number in range(rounds)]
 
 
 def test_whom_nobody_hears_goes_on_from_its_own_parameters_and_counts_whole_the_next_time(monkeypatch):
@@ -196,7 +198,7 @@ def test_whom_nobody_hears_goes_on_from_its_own_parameters_and_counts_whole_the_
         ends.clear()
         heard.clear()
         (report,) = train(trainer, 1, matrix.INNER_STEPS)
-        assert {worker for worker, run in report.workers.items() if run.unheard} == missing
+        assert {worker for worker, run in report.workers.items() if run.message_lost} == missing
         assert report.lost_messages == len(missing)
         for start, expected in zip(starts, own, strict=True):
             assert torch.equal(start, expected)
@@ -249,7 +251,7 @@ def test_those_who_rest_keep_their_state_and_cost_nothing():
         position = trainer.cursor.position
         (report,) = train(trainer, 1, matrix.INNER_STEPS)
         drawn.append(tuple(report.workers))
-        assert drawn[-1] == participants(0.5, place(number), 4)
+        assert drawn[-1] == draw_participants(0.5, round_key(number), 4)
         for worker in range(4):
             same = [torch.equal(before[worker][key], t) for key, t in trainer.workers[worker].state_dict().items()]
             assert not any(same) if worker in drawn[-1] else all(same)
@@ -264,7 +266,7 @@ def test_those_who_rest_keep_their_state_and_cost_nothing():
 def test_who_comes_back_gets_what_it_has_missed_and_that_counts():
     trainer, found = matrix.trainer_of(workers=4, participants=0.5), []
     for _ in range(8):
-        found.append((set(trainer.participants), total_bytes(trainer.assign_nodes(trainer.nodes))))
+        found.append((set(trainer.split_work().participants), total_bytes(trainer.assign_nodes(trainer.nodes))))
         assert trainer.assign_nodes(trainer.nodes) == []  # it has it
         train(trainer, 1, matrix.INNER_STEPS)
     model = trainer.worker_group.parameter_bytes  # parameters and velocity
@@ -333,7 +335,7 @@ def test_a_pool_that_changes_is_killed_and_resumed_from_its_files_with_the_same_
     stopped, final = found["states"].values()
     matrix.assert_same_state(resumed, final)
     before, after, again = (json.loads(state["values"]) for state in (stopped, final, resumed))
-    assert bool(before["trainers"]["0"]["rested"]) == accepted(name, participants=0.75)
+    assert bool(before["trainers"]["0"]["workers"]["resting"]) == accepted(name, participants=0.75)
     for what in ("bytes_synchronised", "bytes_merged", "bytes_redistributed", "lost_messages", "examples"):
         assert again["counters"][what] == after["counters"][what] > 0 or what == "lost_messages"
     assert found["workers"] == matrix.POOL_WORKERS[accepted(name, participants=0.75)]

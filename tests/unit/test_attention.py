@@ -1,4 +1,4 @@
-"""Attention without a mask where every token sees all before it: same numbers, and nothing that the host waits for."""
+"""Attention without a mask for sequences without padding: the same bits, and no wait of the host."""
 
 import json
 
@@ -19,7 +19,7 @@ from algorithms.schedule.limits import RoundSchedule
 from fabrics.data.examples import PackedSequences
 from fabrics.models import attention
 from fabrics.models.attention import ARCHITECTURES, needs_no_mask, unmasked, unmasked_name
-from fabrics.models.registry import save_model
+from fabrics.models.export import save_model
 from fabrics.pool.eval_tool import begin_batches
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.forward_backward import accumulate_gradients, backward
@@ -28,7 +28,7 @@ from tests.support.helpers import CPU, make_config, make_trainer, padded, random
 
 IDS = torch.from_numpy(random_sequences(3)).long()
 PACKED = {"input_ids": IDS}
-# What has to know numbers, or how many there are, before the program can go on: on a GPU the host waits for them.
+# Functions that need a tensor's values, or how many there are, before the program continues: a GPU's host waits.
 READING = (
     "item", "tolist", "__bool__", "__float__", "__int__", "__index__", "equal", "is_nonzero", "masked_select",
     "nonzero", "unique",
@@ -36,7 +36,7 @@ READING = (
 
 
 class Readings(TorchFunctionMode):
-    """Functions that read numbers of a tensor, as long as it is entered."""
+    """Context that notes the functions that read values of a tensor."""
 
     def __init__(self):
         super().__init__()
@@ -61,14 +61,14 @@ def language_model(architecture: str, **values):
 
 
 def passed(model) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Logits and gradients of a pass."""
+    """Return logits and gradients of a pass."""
     model.zero_grad()
     logits = model(**PACKED).logits
     logits.square().mean().backward()
     return logits, [parameter.grad for parameter in model.parameters()]
 
 
-def test_what_reads_numbers_is_found():
+def test_readings_are_noted():
     with Readings() as readings:
         assert bool((torch.arange(3) < 3).all())
         torch.ones(2).nonzero()
@@ -76,7 +76,7 @@ def test_what_reads_numbers_is_found():
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
-def test_a_model_has_the_same_bits_without_a_mask_and_reads_nothing(architecture):
+def test_a_model_without_a_mask_has_the_same_bits_and_reads_no_values(architecture):
     model = language_model(architecture)
     logits, gradients = passed(model)
     assert needs_no_mask(model, PACKED)
@@ -89,10 +89,10 @@ def test_a_model_has_the_same_bits_without_a_mask_and_reads_nothing(architecture
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_training_and_evaluation_have_the_bits_of_a_model_that_looks(dtype, monkeypatch):
+def test_training_and_evaluation_have_the_bits_of_a_model_with_masks(dtype, monkeypatch):
     examples, found = PackedSequences(random_sequences(6)), []
-    for looks in (False, True):
-        if looks:
+    for masks in (False, True):
+        if masks:
             monkeypatch.setattr(attention, "needs_no_mask", lambda module, batch: False)
         working = FlatModel(tiny_llama(dtype=dtype), CPU)
         _, probes = accumulate_gradients(working, examples, ExecutionPlan((4, 2)), np.arange(6), True)
@@ -103,8 +103,8 @@ def test_training_and_evaluation_have_the_bits_of_a_model_that_looks(dtype, monk
     assert all(map(torch.equal, *found))
 
 
-def test_inner_steps_and_evaluation_read_no_numbers():
-    """With accumulation, clipping and a warm-up; nor do passes with statistics, before these are read."""
+def test_inner_steps_and_evaluation_read_no_values():
+    """With accumulation, clipping and a warm-up; also passes with statistics, until these are read."""
     config = make_config(
         INITIAL_BATCH_SIZE=8, max_batch_size=4, switch_multiplier=1, warmup_steps=3, sampling_method="none"
     )
@@ -112,12 +112,13 @@ def test_inner_steps_and_evaluation_read_no_numbers():
     trainer = make_trainer(tiny_llama(dtype=torch.float32), config, examples, nodes=1, max_batch=4)
     train(trainer, 1)
     trainer.assign_nodes(trainer.nodes)
-    steps = InnerLoop(
-        trainer.workers[0], trainer.assignments(RoundSchedule(5, 0.0, 0.5))[0], trainer.parameters, False, lambda: None
-    )
+    assignment = trainer.assignments(trainer.split_work(), RoundSchedule(5, 0.0, 0.5))[0]
+    steps = InnerLoop(trainer.workers[0], assignment, trainer.parameters, False, lambda: None)
     working = trainer.workers[0].model
     with Readings() as readings:
-        steps._steps(5)
+        steps._load_start()
+        for _ in range(5):
+            steps._step()
         accumulate_gradients(working, examples, ExecutionPlan((4, 4)), np.arange(8), True)
         with working.evaluating(trainer.parameters) as module:
             begin_batches(module, examples, 4, CPU, [0, 1])
@@ -125,7 +126,7 @@ def test_inner_steps_and_evaluation_read_no_numbers():
     assert readings.found == []
 
 
-def test_padded_texts_are_masked_whatever_was_trained_before():
+def test_padded_texts_are_masked_after_packed_ones():
     texts, examples = padded([[5, 6, 7, 8], [9, 10]]), PackedSequences(random_sequences(4))
     batch = texts.batch([0, 1], CPU)
     batch.pop("labels")
@@ -136,7 +137,7 @@ def test_padded_texts_are_masked_whatever_was_trained_before():
     torch.testing.assert_close(logits[1:, :2], alone)
 
 
-def test_a_window_within_the_sequence_is_masked_and_a_wider_one_is_not():
+def test_only_a_window_narrower_than_the_sequence_is_masked():
     assert not needs_no_mask(language_model("mistral", sliding_window=9), PACKED)
     assert needs_no_mask(language_model("mistral", sliding_window=10), PACKED)
     kinds = ["full_attention", "sliding_attention"]
@@ -146,13 +147,13 @@ def test_a_window_within_the_sequence_is_masked_and_a_wider_one_is_not():
 
 
 class Repositioned(LlamaForCausalLM):
-    """Of somebody who lets positions begin anew within a sequence."""
+    """A derived class that restarts positions within a sequence."""
 
     def forward(self, input_ids, **others):
         return super().forward(input_ids, position_ids=torch.arange(input_ids.shape[1])[None] % 4, **others)
 
 
-def test_all_others_look_as_before():
+def test_other_models_keep_their_masks():
     assert not needs_no_mask(tiny_bert(), PACKED)
     assert not needs_no_mask(torch.nn.Linear(2, 2), PACKED)
     assert not needs_no_mask(Repositioned(tiny_llama().config), PACKED)
@@ -165,12 +166,12 @@ def test_all_others_look_as_before():
 
 
 @pytest.mark.parametrize("interface", [AttentionInterface, AttentionMaskInterface])
-def test_what_somebody_has_put_in_the_place_of_pytorchs_attention_or_masks_is_asked(interface, monkeypatch):
+def test_a_patched_attention_or_mask_function_is_used(interface, monkeypatch):
     monkeypatch.setitem(interface._global_mapping, "sdpa", lambda *arguments, **keywords: None)
     assert not needs_no_mask(tiny_llama(), PACKED)
 
 
-def test_the_name_stays_out_of_what_is_saved_and_ends_with_an_error(tmp_path):
+def test_the_second_name_is_not_saved_and_an_error_ends_it(tmp_path):
     model = tiny_llama(dtype=torch.float32)
     with unmasked(model, PACKED):
         assert model.config._attn_implementation == unmasked_name()

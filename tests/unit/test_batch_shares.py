@@ -13,8 +13,8 @@ from algorithms.synchronisation import METHODS
 from cluster import Cluster
 from fabrics.data.sampler import Reading
 from fabrics.training.statistics import StatisticsPlan
-from fabrics.training.work_split import Shares, assignments, participants
-from fabrics.training.worker import Node, Place
+from fabrics.training.work_split import WorkSplit, draw_participants, evenly_spaced
+from fabrics.training.worker import Node, RoundKey
 from tests.support.helpers import CPU, Recorder, light_cluster, make_config
 from training_logs.recording.node_log import NodeLog
 
@@ -22,9 +22,14 @@ SPEEDS = [1.0, 1.0, 0.5, 0.25]
 NODES = [Node(number, CPU, 64, speed) for number, speed in enumerate(SPEEDS)]
 
 
-def shares_of(present, nodes=NODES, **values) -> Shares:
+def split_of(present, nodes=NODES, readings=(), **values) -> WorkSplit:
     config = make_config(**values)
-    return Shares(config, 12, nodes, present, config.balance == "steps")
+    step_times = evenly_spaced if config.balance == "steps" else None
+    return WorkSplit(config, 12, nodes, present, readings, None, step_times)
+
+
+def steps_of(split: WorkSplit, inner_steps: int) -> dict[int, int]:
+    return {worker: len(active) for worker, active in split.active_steps(inner_steps).items()}
 
 
 # On paper
@@ -32,46 +37,45 @@ def shares_of(present, nodes=NODES, **values) -> Shares:
 
 def test_those_who_take_part_share_the_batch_by_their_own_speeds():
     """12 examples at 1, 0.5 and 0.25 a second: 8, 3 and 1 are done after 8 seconds, as none of 12 can be sooner."""
-    shares = shares_of((1, 2, 3), balance="batch", node_speeds=SPEEDS)
-    assert shares.plans == {1: ExecutionPlan((8,)), 2: ExecutionPlan((3,)), 3: ExecutionPlan((1,))}
-    assert shares.steps(5) == {1: 5, 2: 5, 3: 5}
-    assert shares.examples_each(5) == [0, 40, 15, 5]
-    assert (shares.batch, shares.examples(5)) == (12, 60)
+    split = split_of((1, 2, 3), balance="batch", node_speeds=SPEEDS)
+    assert split.plans == {1: ExecutionPlan((8,)), 2: ExecutionPlan((3,)), 3: ExecutionPlan((1,))}
+    assert steps_of(split, 5) == {1: 5, 2: 5, 3: 5}
+    assert split.examples_each(5) == [0, 40, 15, 5]
+    assert (split.batch, split.examples(5)) == (12, 60)
 
 
 def test_the_fastest_of_those_who_take_part_makes_every_inner_step():
-    assert shares_of((1, 2, 3), balance="steps", node_speeds=SPEEDS).steps(8) == {1: 8, 2: 4, 3: 2}
-    shares = shares_of((2, 3), balance="steps", node_speeds=SPEEDS)
-    assert shares.steps(8) == {2: 8, 3: 4}
-    assert shares.examples_each(8) == [0, 0, 48, 24]
+    assert steps_of(split_of((1, 2, 3), balance="steps", node_speeds=SPEEDS), 8) == {1: 8, 2: 4, 3: 2}
+    split = split_of((2, 3), balance="steps", node_speeds=SPEEDS)
+    assert steps_of(split, 8) == {2: 8, 3: 4}
+    assert split.examples_each(8) == [0, 0, 48, 24]
 
 
 def test_nodes_are_alike_until_all_of_them_are_known():
     """A node that joins where others have been measured at 100 a second has no speed of 1."""
     nodes = [Node(0, CPU, 64, 100.0), Node(1, CPU, 64, 25.0), Node(2, CPU, 64)]
-    assert shares_of((0, 1, 2), nodes, balance="batch").examples_each(1) == [4, 4, 4]
-    assert shares_of((0, 1), nodes, balance="batch").examples_each(1) == [10, 2, 0]
+    assert split_of((0, 1, 2), nodes, balance="batch").examples_each(1) == [4, 4, 4]
+    assert split_of((0, 1), nodes, balance="batch").examples_each(1) == [10, 2, 0]
     nodes[2] = Node(2, CPU, 64, 25.0)
-    assert shares_of((0, 1, 2), nodes, balance="batch").examples_each(1) == [8, 2, 2]
+    assert split_of((0, 1, 2), nodes, balance="batch").examples_each(1) == [8, 2, 2]
 
 
 @pytest.mark.parametrize("balance", ["equal", "batch", "steps"])
 @pytest.mark.parametrize("present", [(0, 1, 2, 3), (1, 3), (2,)])
 def test_the_examples_of_a_round_are_shared_out_without_a_gap(balance, present):
-    config = make_config(balance=balance, node_speeds=SPEEDS)
-    shares = shares_of(present, balance=balance, node_speeds=SPEEDS)
     readings = [Reading(lambda first, count: np.arange(count), (0, 1, 2, 3), 1000)]
-    found = assignments(config, shares, [0.1] * 6, None, readings, Place(1, 2, 0, 3), StatisticsPlan())
+    split = split_of(present, readings=readings, balance=balance, node_speeds=SPEEDS)
+    found = split.assignments([0.1] * 6, RoundKey(1, 2, 0, 3), StatisticsPlan())
     assert tuple(found) == present
     seen = Counter()
     for worker, own in found.items():
-        assert own.place == Place(1, 2, worker, 3)
-        assert own.round_examples == shares.examples_each(6)[worker]
-        for first in own.first_examples:
+        assert own.key == RoundKey(1, 2, worker, 3)
+        assert len(own.offsets) * own.plan.effective_batch == split.examples_each(6)[worker]
+        for first in own.offsets:
             seen.update(range(first, first + own.plan.effective_batch))
-    assert sorted(seen.elements()) == list(range(shares.examples(6)))
+    assert sorted(seen.elements()) == list(range(split.examples(6)))
     # Samples of their own come after the round's examples, of each worker elsewhere.
-    assert {own.sample - worker * config.statistics_batch_size for worker, own in found.items()} == {len(seen)}
+    assert {own.probe_offset - 8 * worker for worker, own in found.items()} == {len(seen)}
 
 
 # All together
@@ -93,7 +97,10 @@ CHANGING = {
 
 def expected_workers(config) -> list[tuple[int, ...]]:
     present = [3] * 4 + [4] * 4 + [2] * 2
-    return [participants(0.6, Place(config.training_seed, 0, 0, number), count) for number, count in enumerate(present)]
+    return [
+        draw_participants(0.6, RoundKey(config.training_seed, 0, 0, number), count)
+        for number, count in enumerate(present)
+    ]
 
 
 @pytest.mark.parametrize("balance", ["equal", "batch", "steps"])

@@ -1,4 +1,4 @@
-"""Rounds that a budget pays for, and their inner steps."""
+"""The rounds that a budget pays for, and their inner steps."""
 
 import math
 
@@ -14,15 +14,14 @@ from algorithms.nodes.traffic import (
     rounds_ahead,
     synchronisation_exchange,
 )
-from algorithms.schedule.budget import BatchGrowth, Budget, Remaining, rounds_left, steps_left
+from algorithms.schedule.budget import BatchGrowth, Budget, Remaining, affordable_rounds, remaining_steps
 
 
-def test_the_growth_of_a_request_is_measured():
-    """Here as the power 0.8 of the examples; before anything is known 0.4 is assumed."""
+def test_the_exponent_of_growth_is_estimated_from_a_prior_of_four_tenths():
     growth = BatchGrowth()
     assert growth.exponent == pytest.approx(0.4)
     for step in range(1, 201):
-        growth = growth.after(math.log(step), 1000 * step**0.8)
+        growth = growth.observe(math.log(step), 1000 * step**0.8)
     assert growth.level == pytest.approx(math.log(1000 * 200**0.8), abs=0.1)
     assert growth.exponent == pytest.approx(0.8, abs=0.06)
 
@@ -41,7 +40,7 @@ def test_the_growth_of_a_request_is_measured():
 )
 def test_rounds_that_a_budget_allows(communications, trainers, nodes, expected):
     to_come = rounds_ahead(trainers, nodes, 1, 3, 4, SIZES)
-    assert outlook(Budget("communications", communications), to_come).rounds == expected
+    assert affordable(Budget("communications", communications), to_come).rounds == expected
 
 
 # A round of M workers sends 100 (M - 1) bytes, 110 (M - 1) from the third on; in a merge a trainer gives 70, and a node
@@ -49,11 +48,11 @@ def test_rounds_that_a_budget_allows(communications, trainers, nodes, expected):
 SIZES = ExchangeSizes(lambda workers, number: (workers - 1) * (110 if number >= 3 else 100), 70, 300)
 
 
-def outlook(budget: Budget, to_come, used=0.0, computing=None, examples=1000.0):
-    return rounds_left(budget, used, computing, to_come, examples)
+def affordable(budget: Budget, ahead, used=0.0, computing=None, examples=1000.0):
+    return affordable_rounds(budget, used, computing, ahead, examples)
 
 
-def test_the_exchanges_to_come_are_those_on_paper():
+def test_future_exchanges_by_hand():
     """Four trainers on eight nodes: merged to two after round 2 and to one after round 4."""
     rounds = rounds_ahead(4, 8, 1, merge_frequency=2, merge_count=3, sizes=SIZES)
     found = [next(rounds) for _ in range(5)]
@@ -67,7 +66,7 @@ def test_the_exchanges_to_come_are_those_on_paper():
     assert found[4][1] == [Exchange(0, 1200, 300.0), Exchange(1, 770, 96.25)]
 
 
-def test_rounds_that_stay_the_same_are_not_counted_one_by_one():
+def test_rounds_of_equal_price_are_not_counted_one_by_one():
     """A merge after the first round; every later one sends 330 bytes, however many of them the budget has."""
 
     def to_come():
@@ -80,14 +79,14 @@ def test_rounds_that_stay_the_same_are_not_counted_one_by_one():
 
     paid = 270 + 930 + 330 * 10**6
     for amount, rounds in ((paid, 2 + 10**6), (paid - 1, 1 + 10**6)):
-        found = rounds_left(Budget("bytes", amount), 0.0, None, to_come(), 1e9)
+        found = affordable_rounds(Budget("bytes", amount), 0.0, None, to_come(), 1e9)
         assert (found.rounds, found.missing) == (rounds, 0)
 
 
-def test_steps_left_are_fewer_where_the_batch_will_grow_but_not_in_the_last_round():
-    """It grows like the square root of the examples, from half of them to all."""
+def test_a_growing_batch_leaves_fewer_steps_except_in_the_last_round():
+    """The batch grows like the square root of the examples, over the second half of them."""
     ahead = [Remaining(9, rounds, 100_000, 100_000.0) for rounds in (2, 1)]
-    steps = [steps_left(each, 8.0, 0.5, 1.0, math.inf) for each in ahead]
+    steps = [remaining_steps(each, 8.0, 0.5, 1.0, math.inf) for each in ahead]
     # The integral of sqrt((100,000 + 2,000) / (x + 2,000)) / 8 from 100,000 to 200,000.
     assert steps[0] == pytest.approx(2 * math.sqrt(102_000) * (math.sqrt(202_000) - math.sqrt(102_000)) / 8, rel=1e-4)
     assert steps[1] == 100_000 / 8
@@ -118,14 +117,14 @@ def test_nodes_that_serve_several_trainers_send_nothing_but_merges():
     ],
 )
 def test_rounds_that_bytes_and_seconds_allow(budget, used, computing, expected):
-    found = outlook(budget, rounds_ahead(1, 4, 3, 2, 2, SIZES), used, computing)
+    found = affordable(budget, rounds_ahead(1, 4, 3, 2, 2, SIZES), used, computing)
     assert (found.rounds, found.missing) == (expected, 0)
 
 
-def test_one_round_is_always_made_and_no_round_is_without_an_example():
+def test_there_is_always_one_round_and_never_one_without_examples():
     def to_come():
         return rounds_ahead(1, 4, 3, 2, 2, SIZES)
 
-    assert outlook(Budget("bytes", 500), to_come(), used=400).missing == 330 - 100
-    assert outlook(Budget("seconds", 3.0, Link(600.0, 1.0)), to_come()).missing == 0  # all may yet be the link's
-    assert outlook(Budget("communications", 10), rounds_ahead(4, 4, 1, 99, 4, SIZES), examples=7).rounds == 7
+    assert affordable(Budget("bytes", 500), to_come(), used=400).missing == 330 - 100
+    assert affordable(Budget("seconds", 3.0, Link(600.0, 1.0)), to_come()).missing == 0  # all may yet be the link's
+    assert affordable(Budget("communications", 10), rounds_ahead(4, 4, 1, 99, 4, SIZES), examples=7).rounds == 7

@@ -224,7 +224,7 @@ def test_a_new_worker_has_the_first_ones_moments_and_no_error_to_send():
     }
     cluster = light_cluster(**settings)
     cluster.run_round(Recorder())
-    cluster.distribute()
+    cluster.assign_nodes()
     (trainer,) = cluster.trainers.values()
     first, _, *new = trainer.workers.values()
     assert len(new) == 2

@@ -1,4 +1,4 @@
-"""What a model says after beginnings of validation texts: the right texts, its own tokens, nothing disturbed."""
+"""Samples of text: the right prompts, the model's distribution, no side effects."""
 
 import dataclasses
 import random
@@ -9,7 +9,7 @@ import torch
 
 from fabrics.data.examples import PackedSequences, PaddedSequences
 from fabrics.models import continuations as module_under_test
-from fabrics.models.continuations import COUNT, NEW_TOKENS, PROMPT_TOKENS, continuations, sampled
+from fabrics.models.continuations import COUNT, NEW_TOKENS, PROMPT_TOKENS, continuations, sample_tokens
 from fabrics.training.flat_model import FlatModel
 from tests.support.helpers import CPU, VOCABULARY, padded, separable_texts, tiny_data, tiny_llama
 
@@ -28,17 +28,17 @@ def prompts(count: int = 3, length: int = 7) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(0).integers(0, VOCABULARY, (count, length)))
 
 
-def test_of_one_candidate_it_is_what_transformers_generates(monkeypatch):
+def test_with_one_candidate_sampling_equals_greedy_generation(monkeypatch):
     model = tiny_llama().eval()
     monkeypatch.setattr(module_under_test, "TOP_K", 1)
     expected = model.generate(
         prompts(), attention_mask=torch.ones_like(prompts()), do_sample=False, max_new_tokens=11, eos_token_id=None
     )
-    assert sampled(model, prompts(), 11, seed=0).tolist() == expected[:, 7:].tolist()
+    assert sample_tokens(model, prompts(), 11, seed=0).tolist() == expected[:, 7:].tolist()
 
 
-def test_the_tokens_are_drawn_from_the_models_distribution(monkeypatch):
-    """The first token of 20,000 equal prompts: shares of the TOP_K likeliest at the temperature, of others none."""
+def test_tokens_are_drawn_from_the_models_distribution(monkeypatch):
+    """The first token of 20,000 equal prompts: the TOP_K most likely tokens at the temperature, and no others."""
     monkeypatch.setattr(module_under_test, "TOP_K", 5)
     model, prompt = tiny_llama().eval(), prompts(1, 2)
     with torch.no_grad():
@@ -46,13 +46,13 @@ def test_the_tokens_are_drawn_from_the_models_distribution(monkeypatch):
     kept = logits.topk(5).indices
     expected = torch.zeros(VOCABULARY, dtype=torch.float64)
     expected[kept] = (logits[kept] / 0.8).softmax(-1)
-    drawn = sampled(model, prompt.repeat(20_000, 1), 1, seed=3)
+    drawn = sample_tokens(model, prompt.repeat(20_000, 1), 1, seed=3)
     shares = torch.bincount(drawn[:, 0], minlength=VOCABULARY) / 20_000
     assert torch.allclose(shares.double(), expected, atol=0.015)  # four standard deviations
     assert shares[expected == 0].sum() == 0
 
 
-def test_nothing_random_is_disturbed_and_the_seed_decides(working):
+def test_the_seed_decides_and_no_global_generator_changes(working):
     model, parameters = working
     texts = data_of(PackedSequences(np.random.default_rng(1).integers(5, VOCABULARY, (50, 64))))
     states = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
@@ -68,7 +68,7 @@ def test_nothing_random_is_disturbed_and_the_seed_decides(working):
     assert model.module.training
 
 
-def test_it_is_the_model_with_these_parameters(working):
+def test_the_given_parameters_are_sampled_from(working):
     model, parameters = working
     texts = data_of(PackedSequences(np.random.default_rng(1).integers(5, VOCABULARY, (9, 64))))
     first = continuations(model, parameters, texts, 64, seed=1)
@@ -80,12 +80,14 @@ def test_it_is_the_model_with_these_parameters(working):
 @pytest.mark.parametrize(
     ("sequence_length", "prompt", "new"), [(9, 4, 5), (64, 32, 32), (128, PROMPT_TOKENS, NEW_TOKENS)]
 )
-def test_packed_texts_are_cut_where_the_sequence_ends(working, monkeypatch, sequence_length, prompt, new):
+def test_packed_texts_end_with_the_sequence(working, monkeypatch, sequence_length, prompt, new):
     model, parameters = working
     tokens = np.random.default_rng(1).integers(5, VOCABULARY, (50, sequence_length))
     data = data_of(PackedSequences(tokens))
     monkeypatch.setattr(type(data.tokenizer), "decode", lambda self, tokens, **_: tuple(tokens))
-    monkeypatch.setattr(module_under_test, "sampled", lambda _, prompts, new, seed: torch.full((len(prompts), new), 7))
+    monkeypatch.setattr(
+        module_under_test, "sample_tokens", lambda _, prompts, new, seed: torch.full((len(prompts), new), 7)
+    )
     found = continuations(model, parameters, data, sequence_length, seed=0)
     assert len(found) == COUNT == 3
     rows = {tuple(row[:prompt]): tuple(row[prompt : prompt + new]) for row in tokens.tolist()}
@@ -93,7 +95,7 @@ def test_packed_texts_are_cut_where_the_sequence_ends(working, monkeypatch, sequ
     assert [len(text.continuation) for text in found] == [new] * 3
 
 
-def test_padded_texts_are_those_that_are_long_enough_and_hold_no_padding(working, monkeypatch):
+def test_long_padded_texts_are_chosen_and_padding_is_cut(working, monkeypatch):
     model, parameters = working
     generator = np.random.default_rng(1)
     texts = [generator.integers(5, VOCABULARY, length).tolist() for length in [3] * 30 + [70, 64, 66] + [5] * 30]
@@ -108,17 +110,17 @@ def test_padded_texts_are_those_that_are_long_enough_and_hold_no_padding(working
     assert sorted(text.reference for text in found) == [[2] * 4, [3] * 3, [8, 9]]
 
 
-def test_what_comes_after_the_end_of_a_text_is_another_text(working, monkeypatch):
+def test_texts_end_at_the_end_of_text_token(working, monkeypatch):
     model, parameters = working
     data = data_of(PackedSequences(np.tile(np.array([[7, 8, 9, 6, 5, 0, 4, 4]]), (4, 1))))
     assert data.tokenizer.eos_token_id == 0
     monkeypatch.setattr(type(data.tokenizer), "decode", lambda self, tokens, **_: list(tokens))
-    monkeypatch.setattr(module_under_test, "sampled", lambda *arguments: torch.tensor([[1, 2, 0, 3]] * 3))
+    monkeypatch.setattr(module_under_test, "sample_tokens", lambda *arguments: torch.tensor([[1, 2, 0, 3]] * 3))
     (text, *_) = continuations(model, parameters, data, 8, seed=0)
     assert (text.prompt, text.continuation, text.reference) == ([7, 8, 9, 6], [1, 2], [5])
 
 
-def test_where_there_is_nothing_to_continue(working):
+def test_classification_and_single_tokens_are_not_continued(working):
     model, parameters = working
     assert continuations(model, parameters, data_of(separable_texts(9), task="classification"), 64, seed=0) == []
     assert continuations(model, parameters, data_of(padded([[1], [2]])), 64, seed=0) == []

@@ -1,4 +1,4 @@
-"""Schedules and scaling of the inner learning rate."""
+"""Schedules of the inner learning rate and of eta."""
 
 import math
 
@@ -30,7 +30,7 @@ def test_warmup_stable_decay_falls_in_the_last_fifth(progress, expected):
 
 
 def test_a_decay_completes_with_the_run():
-    """The last step of the last round is one step's share of the decay above the end, whatever the batch did."""
+    """The last inner step is one step's share of the decay above the end."""
     schedule = LearningRateSchedule("warmup_stable_decay")
     factors = schedule.factors(RoundSchedule(10, 0.95, 1.0), 500, 0, 0)
     assert factors == pytest.approx([(0.05 - 0.005 * step) / 0.2 for step in range(10)])

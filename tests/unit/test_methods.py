@@ -407,7 +407,7 @@ def test_a_fragment_under_way_arrives_in_the_next_round_however_long_that_is():
         train(trainer, 1, inner_steps)
         one, other = (worker.state[COPY] for worker in trainer.workers.values())
         agree = [all(torch.equal(one[piece], other[piece]) for piece in part) for part in parts]
-        states.append((agree, trainer.state_dict()["synchronisation"]))
+        states.append((agree, trainer.worker_group.values))
     assert states == [
         ([False, False], {"fragment_1": 2}),
         ([False, True], {"fragment_0": 2, "fragment_1": 2}),  # at the latest when it is sent again
@@ -448,7 +448,7 @@ def merged(**values) -> tuple[Trainer, torch.Tensor]:
     first, second = (make_trainer(model, config, EXAMPLES, 2, trainer_id=i) for i, model in enumerate(models))
     for trainer in (first, second):
         train(trainer, 1, 4)
-        trainer.refresh()
+        trainer.worker_group.refresh()
     expected = 0.25 * first.parameters + 0.75 * second.parameters
     first.absorb([second], {0: 0.25, 1: 0.75})
     return first, expected
@@ -457,7 +457,7 @@ def merged(**values) -> tuple[Trainer, torch.Tensor]:
 def test_a_merge_drops_what_is_under_way():
     parameters = {"fragments": 2, "delay": 1, "merge": "progress"}
     trainer, expected = merged(distributed_algo="StreamingDiLoCo", synchronisation=parameters)
-    assert trainer.state_dict()["synchronisation"] == {}
+    assert trainer.worker_group.values == {}
     for worker in trainer.workers.values():
         torch.testing.assert_close(worker.state[COPY], expected, rtol=0, atol=1e-15)
 
@@ -641,7 +641,7 @@ def test_fda_calibrates_its_threshold_in_the_first_rounds():
         phi = np.mean(thetas, axis=0)
         variances.append(np.mean([((theta - phi) ** 2).sum() for theta in thetas]))
     expected = (variances[0] + 2 ** (1 / 3) * variances[1]) / (1 + 2 ** (1 / 3))
-    assert trainer._values["threshold"] == pytest.approx(expected, rel=1e-9)
+    assert trainer.worker_group.values["threshold"] == pytest.approx(expected, rel=1e-9)
     assert 0 < len(synchronised_after(trainer, 1, 12)[0]) < 12
 
 
@@ -653,7 +653,8 @@ def test_a_resumed_run_may_calibrate_for_fewer_rounds_than_it_has_seen():
     trainer.load_state_dict(begun.state_dict(), lambda group, name: tensors[group][name])
     assert synchronised_after(trainer, 1, 3) == [[3]]
     weights = [number ** (1 / 3) for number in (1, 2, 3)]
-    assert trainer._values["threshold"] == pytest.approx(trainer._values["weighted"] / sum(weights))
+    values = trainer.worker_group.values
+    assert values["threshold"] == pytest.approx(values["weighted"] / sum(weights))
 
 
 def test_the_linear_estimate_is_never_below_the_variance_and_the_sketch_hardly_ever():

@@ -246,7 +246,7 @@ def test_delayed_nesterov_with_repeated_arrivals(leg, buffer, link):
     assert_equals(lambda problem: oracles.delayed_nesterov(problem, times, leg, buffer or 4), trainer, times)
     steps = [len(each) for each in times]
     assert not wait or sum(steps) < ROUNDS * sum(OWN)
-    values = trainer.state_dict()["synchronisation"]
+    values = trainer.worker_group.values
     assert [values[f"begun_{worker}"] for worker in range(4)] == [made % leg for made in steps]
     assert values["waiting"] == sum(made // leg for made in steps) % (buffer or 4)
 
@@ -360,14 +360,14 @@ def test_a_worker_that_replaces_another_begins_a_leg():
     train(trainer, 1, H)
     trainer.assign_nodes(nodes[:2])
     train(trainer, 1, H)
-    assert trainer.state_dict()["synchronisation"] == {"begun_0": 1, "begun_1": 1, "waiting": 0}
+    assert trainer.worker_group.values == {"begun_0": 1, "begun_1": 1, "waiting": 0}
     trainer.assign_nodes(nodes)
     start = trainer.parameters.clone()
     train(trainer, 1, 1)
     assert all(torch.equal(trainer.workers[worker].state["start"], start) for worker in (2, 3))
     assert not torch.equal(trainer.workers[0].state["start"], start)
     assert not torch.equal(trainer.workers[2].state[COPY], start)
-    values = trainer.state_dict()["synchronisation"]
+    values = trainer.worker_group.values
     assert [values[f"begun_{worker}"] for worker in range(4)] == [2, 2, 1, 1]
 
 

@@ -1,4 +1,8 @@
-"""Model families: architectures, initialisation, pretrained folders, and the working model."""
+"""Model families: architectures, initialisation, pretrained folders, the flat model, and models on disk."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,16 +16,14 @@ from transformers import (
 )
 
 from fabrics.data.tokenization import load_tokenizer
+from fabrics.models import export
+from fabrics.models.export import round_folder, save_model
 from fabrics.models.model_family import is_pretrained
-from fabrics.models.registry import (
-    MODELS,
-    build_model,
-    reinitialise_output_layer,
-    save_model,
-)
+from fabrics.models.registry import MODELS, build_model, reinitialise_output_layer
 from fabrics.training.flat_model import FlatModel
-from tests.support.helpers import CPU, TINY_ARCHITECTURE, tiny_bert, tiny_data, tiny_llama
+from tests.support.helpers import CPU, TINY_ARCHITECTURE, Recorder, tiny_bert, tiny_cluster, tiny_data, tiny_llama
 from utils.config.schema import ConfigError
+from utils.distributed.processes import LocalProcesses
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ def test_microllama_has_the_published_architecture(tokenizer):
     assert sum(p.numel() for p in model.parameters()) == 304_636_928
 
 
-def test_demo_models_are_small_and_take_the_tokenizers_vocabulary(tokenizer):
+def test_demo_models_are_small_and_have_the_tokenizers_vocabulary(tokenizer):
     for model_type in MODELS:
         model = build_model(model_type, {"preset": "demo"}, tokenizer, 128, 0)
         assert model.config.vocab_size == len(tokenizer)
@@ -117,7 +119,7 @@ def test_a_saved_folder_is_a_pretrained_model(tokenizer, tmp_path, model_type, a
     assert auto_class.from_pretrained(tmp_path).config.num_hidden_layers == 1
     assert AutoTokenizer.from_pretrained(tmp_path)("a cluster")["input_ids"] == tokenizer("a cluster")["input_ids"]
     assert working.parameter_count == sum(p.numel() for p in again.parameters())
-    # The folder is also an architecture to start from anew.
+    # The folder is also an architecture to initialise.
     fresh = build_model(model_type, {"name": str(tmp_path)}, tokenizer, 9, 4)
     assert fresh.config.num_hidden_layers == 1
     assert not torch.equal(next(fresh.parameters()), next(model.parameters()))
@@ -129,7 +131,7 @@ def test_another_family_under_that_name_is_refused(tokenizer, tmp_path):
         build_model("microllama", {"name": str(tmp_path)}, tokenizer, 9, 0)
 
 
-def test_the_output_layer_is_drawn_anew_by_seed(tokenizer):
+def test_the_output_layer_is_reinitialised_by_seed(tokenizer):
     model = build_model("bert", {"preset": "demo"}, tokenizer, 9, 3)
     model.classifier.bias.data.fill_(1.0)
     body = model.bert.embeddings.word_embeddings.weight.clone()
@@ -144,7 +146,7 @@ def test_the_output_layer_is_drawn_anew_by_seed(tokenizer):
     assert not torch.equal(model.classifier.weight, first)
 
 
-def test_every_tensor_is_saved_once_and_those_without_elements_are_not_mixed_up(tmp_path):
+def test_tied_tensors_are_saved_once_and_empty_ones_apart(tmp_path):
     model = tiny_llama(tied=True)
     FlatModel(model, CPU)
     for name, columns in (("none", 3), ("nothing", 5)):
@@ -159,14 +161,14 @@ def test_every_tensor_is_saved_once_and_those_without_elements_are_not_mixed_up(
     assert shapes.keys() == set(model.state_dict()) - {"lm_head.weight"}
 
 
-def test_a_tied_output_layer_cannot_be_drawn_anew(tokenizer):
+def test_a_tied_output_layer_cannot_be_reinitialised(tokenizer):
     model = build_model("microllama", {"preset": "demo"}, tokenizer, 9, 3)
     with pytest.raises(ConfigError, match="tied to its embedding"):
         reinitialise_output_layer("microllama", model, 1)
 
 
 @pytest.mark.parametrize("make", [tiny_llama, tiny_bert, lambda: tiny_llama(tied=True)])
-def test_a_working_model_is_views_of_two_buffers(make):
+def test_a_flat_model_consists_of_views_of_two_buffers(make):
     model, reference = make(), make()
     working = FlatModel(model, CPU)
     for parameter, original in zip(model.parameters(), reference.parameters(), strict=True):
@@ -199,3 +201,80 @@ def test_evaluating_restores_the_mode():
         assert not torch.is_grad_enabled()
         assert module.lm_head.weight.abs().sum() == 0
     assert working.module.training
+
+
+# Models on disk
+
+
+def test_the_models_of_all_requested_rounds_stay(tmp_path):
+    cluster = tiny_cluster(
+        number_of_outer_steps=5, number_of_inner_steps_between_outers=1, number_of_initial_trainers=2, nodes_per_gpu=2,
+        sampling_method="none", save_weights_every=2, clearml="off",
+    )  # fmt: skip
+    cluster.train(Recorder(), tmp_path)
+    models = tmp_path / "model_weights"
+    assert {path.name for path in models.iterdir()} == {round_folder(models, step).name for step in (2, 4)}
+    assert all(list(round_folder(models, step).glob("trainer_*/model.safetensors")) for step in (2, 4))
+
+
+@pytest.mark.parametrize("preallocates", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_a_large_tensor_is_mapped_from_a_file_without_a_name(tmp_path, monkeypatch, dtype, preallocates):
+    monkeypatch.setattr(export, "_LARGE_BYTES", 1000)
+    if not preallocates:  # as on macOS
+        monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    tensor = (torch.randn(50, 40) * 100).to(dtype)
+    found = export.on_disk(tensor, tmp_path / "models")
+    assert torch.equal(found, tensor)
+    assert not found.untyped_storage().resizable()  # PyTorch did not allocate it
+    assert list(tmp_path.rglob("*")) == [tmp_path / "models"]
+    assert export.on_disk(tensor[:2], tmp_path).untyped_storage().resizable()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not tell a process's descriptors")
+def test_mapped_tensors_keep_no_descriptor(tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "_LARGE_BYTES", 1000)
+    before = len(os.listdir("/proc/self/fd"))
+    found = [export.on_disk(torch.full((500,), float(number)), tmp_path) for number in range(50)]
+    assert len(os.listdir("/proc/self/fd")) <= before + 10  # others may open theirs meanwhile
+    assert [tensor.sum().item() for tensor in found] == [500.0 * number for number in range(50)]
+
+
+def test_a_model_is_written_from_a_given_state_as_from_its_own(tmp_path):
+    model = tiny_llama(tied=True)
+    tensors = {parameter: export.on_disk(parameter.detach(), tmp_path) for parameter in model.parameters()}
+    given = {name: tensors[parameter] for name, parameter in model.state_dict(keep_vars=True).items()}
+    save_model(model, None, tmp_path / "given", given)
+    save_model(model, None, tmp_path / "own")
+    for path in (tmp_path / "own").iterdir():
+        assert path.read_bytes() == (tmp_path / "given" / path.name).read_bytes()
+
+
+class FirstOfTwo(FlatModel):
+    """The first of two devices; counts the mapped files whenever a model's state is asked for."""
+
+    shard_group = SimpleNamespace(size=2)
+    mapped: tuple[int, ...] = ()
+
+    def full_state_dict(self, keep):
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        self.mapped += (sum("/models/" in line for line in maps),)
+        return {name: keep(tensor) for name, tensor in self.module.state_dict().items()}
+
+
+def _refuse(*_arguments, **_keywords) -> None:
+    raise OSError("no room")
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not tell what is mapped")
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_gathered_model_is_freed_before_the_next_one(tmp_path, monkeypatch, fails):
+    monkeypatch.setattr(export, "_LARGE_BYTES", 1)
+    if fails:
+        monkeypatch.setattr(export, "save_model", _refuse)
+    working = FirstOfTwo(tiny_llama(), CPU)
+    folders, problem = export.save_models(
+        tmp_path / "models", range(3), lambda trainer: working.parameters.data.clone(), working, None, LocalProcesses()
+    )
+    assert working.mapped == (0, 0, 0)
+    assert (len(folders), problem is None) == ((0, False) if fails else (3, True))

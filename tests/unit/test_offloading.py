@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fabrics.config_checks import CHECKS
-from fabrics.training.offload import Home, Seat
+from fabrics.training.offload import OptimizerSlot, StateMemory
 from fabrics.training.optimizers import InnerOptimizer
 from tests.support.helpers import CPU, Recorder, light_cluster, tiny_cluster
 from utils.config.reading import parse_config
@@ -16,38 +16,38 @@ GPU = torch.device("cuda", 1)
 @pytest.mark.parametrize(
     ("offloaded", "device", "home"),
     [
-        (False, CPU, Home(CPU, pinned=False)),
-        (False, GPU, Home(GPU, pinned=False)),
-        (True, CPU, Home(CPU, pinned=False)),
-        (True, GPU, Home(CPU, pinned=True)),
+        (False, CPU, StateMemory(CPU, pinned=False)),
+        (False, GPU, StateMemory(GPU, pinned=False)),
+        (True, CPU, StateMemory(CPU, pinned=False)),
+        (True, GPU, StateMemory(CPU, pinned=True)),
     ],
 )
 def test_where_tensors_live(offloaded, device, home):
-    assert Home.chosen(offloaded, device) == home
+    assert StateMemory.choose(offloaded, device) == home
 
 
 def test_a_home_takes_in_what_is_elsewhere_and_keeps_what_is_there():
     tensor = torch.arange(3.0)
-    assert Home(CPU).taken_in(tensor) is tensor
-    elsewhere = Home(torch.device("meta")).taken_in(tensor)
+    assert StateMemory(CPU).adopt(tensor) is tensor
+    elsewhere = StateMemory(torch.device("meta")).adopt(tensor)
     assert (elsewhere.device.type, elsewhere.shape, elsewhere.dtype) == ("meta", tensor.shape, tensor.dtype)
-    assert torch.equal(Home(CPU).zeros(tensor.double()), torch.zeros(3, dtype=torch.float64))
+    assert torch.equal(StateMemory(CPU).zeros(tensor.double()), torch.zeros(3, dtype=torch.float64))
 
 
 def test_a_seat_holds_the_state_of_one_worker_at_a_time():
     state = {"moment": torch.zeros(2)}
-    seat = Seat(InnerOptimizer([], state))
+    slot = OptimizerSlot(InnerOptimizer([], state))
     first, second = {"moment": torch.tensor([1.0, 2.0])}, {"moment": torch.tensor([5.0, 6.0])}
-    seat.take(first)
+    slot.swap_in(first)
     state["moment"] += 10
-    seat.take(first)  # goes on where it was
+    slot.swap_in(first)  # goes on where it was
     assert state["moment"].tolist() == [11.0, 12.0]
-    seat.leave(second)  # is not there
-    seat.take(second)
+    slot.swap_out(second)  # is not there
+    slot.swap_in(second)
     assert (state["moment"].tolist(), first["moment"].tolist()) == ([5.0, 6.0], [11.0, 12.0])
-    seat.leave(second)
+    slot.swap_out(second)
     second["moment"].fill_(7.0)  # a state that is loaded
-    seat.take(second)
+    slot.swap_in(second)
     assert state["moment"].tolist() == [7.0, 7.0]
 
 

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from benchmarks.compare.compare import with_new_words
-from benchmarks.compare.report import EQUAL_AXES, equal_table, final_table, frontier_table, headline, pages
+from benchmarks.compare.report import EQUAL_AXES, equal_table, final_table, frontier_table, headline, page, pages
 from benchmarks.compare.results import Results, mean_curve, metric_where, paired_difference, used_until
 from benchmarks.compare.spec import COMPARISONS, ROOT
 
@@ -169,6 +169,17 @@ def test_a_run_that_goes_on_beyond_the_limit_is_marked_as_cut_off():
 def test_one_seed_has_no_interval():
     results = made_results(seeds=1)
     assert "| c | 23.10 (at its end); +10.0%, one seed |" in equal_table(results, ["tokens"])
+
+
+def test_the_seed_of_the_search_is_not_reported():
+    results = made_results()
+    results.raw["search"] = {name: {"best": {}} for name in "abc"}
+    assert results.mean_final("a") == 22.5  # of seeds 2 and 3; seed 1 has 21
+    alone = made_results(seeds=1)
+    alone.raw["search"] = results.raw["search"]
+    assert alone.mean_final("a") == 21.0
+    raw = json.loads((ROOT / "docs" / "results" / "equal_tuning.json").read_text(encoding="utf-8"))
+    assert "the seed of the tuning runs" in page(Results(raw))
 
 
 def test_overlapped_time_is_shown_only_if_all_runs_have_it():

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from algorithms.nodes.balance import places
+from algorithms.schedule.limits import RunCounters
 from fabrics.data.examples import PackedSequences
 from fabrics.data.partition_sampler import OrderedShares, ShareCursor, first_shares, next_of_several, shares_of_workers
 from fabrics.data.sampler import share_sizes, tokens_ahead
 from fabrics.pool.node_assignment import NodeAssigner
 from fabrics.pool.node_pool import NodePool
 from fabrics.pool.round_scheduler import RoundScheduler
-from fabrics.pool.run_counters import RunCounters
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.worker import Node
 from tests.support.helpers import (

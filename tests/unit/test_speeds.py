@@ -218,9 +218,9 @@ def slow_node(monkeypatch):
     """Inner steps have a clock of their own: an example takes 10 ms, and 40 ms on node 3."""
     now, step = [0.0], InnerLoop._step
 
-    def timed(self, probe):
+    def timed(self):
         now[0] += self._plan.effective_batch * (0.04 if self.worker.node.id == 3 else 0.01)
-        return step(self, probe)
+        step(self)
 
     monkeypatch.setattr(InnerLoop, "_step", timed)
     monkeypatch.setattr(inner_loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
@@ -241,9 +241,9 @@ def test_a_node_that_is_really_slow_gets_its_share(monkeypatch):
     """On the machine's clock: four nodes that sleep make 0.8 of the ideal 200 + 200 + 200 + 50 examples a second."""
     step, slept = InnerLoop._step, [0.005, 0.005, 0.005, 0.02]  # for an example
 
-    def sleeping(self, probe):
+    def sleeping(self):
         time.sleep(self._plan.effective_batch * slept[self.worker.node.id])
-        return step(self, probe)
+        step(self)
 
     monkeypatch.setattr(InnerLoop, "_step", sleeping)
     values = {"INITIAL_BATCH_SIZE": 32, "sampling_method": "none", "number_of_inner_steps_between_outers": 2}

@@ -10,10 +10,10 @@ import torch
 from algorithms.batch.gradient_statistics import GradientStatistics
 from algorithms.nodes.policies import MergePlan
 from algorithms.nodes.traffic import Move
+from algorithms.schedule.limits import RunCounters
 from algorithms.synchronisation.group import Event
 from fabrics.data.examples import TaskData
 from fabrics.pool.eval_tool import Evaluation, Metric
-from fabrics.pool.run_counters import RunCounters
 from fabrics.training.device_models import FlatModels
 from fabrics.training.worker import WorkerRound
 from training_logs.recording.memory_monitor import Use
@@ -66,7 +66,7 @@ class RoundReport:
     @property
     def lost_messages(self) -> int:
         """The number of workers whose message was lost, so that they are not in the mean."""
-        return sum(worker.unheard for worker in self.workers.values())
+        return sum(worker.message_lost for worker in self.workers.values())
 
     @property
     def train_loss(self) -> float:

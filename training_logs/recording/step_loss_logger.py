@@ -113,7 +113,7 @@ class StepLossLogger:
             for index, worker in report.workers.items():
                 batch = worker.plan.effective_batch
                 # A worker whose node failed has learning rates, but no losses.
-                for (step, loss), rate in zip(worker.losses_by_turn, worker.learning_rates, strict=False):
+                for (step, loss), rate in zip(worker.losses_by_step, worker.learning_rates, strict=False):
                     rows.append((outer_step, report.trainer, index, step + 1, loss, batch, rate))
                     if not worker.left_out:
                         by_step.setdefault(step, []).append(loss)

@@ -7,9 +7,9 @@ from importlib.metadata import version
 
 import torch
 
+from algorithms.schedule.limits import RunCounters
 from fabrics.pool.eval_tool import Evaluation
 from fabrics.pool.round_scheduler import budget_of
-from fabrics.pool.run_counters import RunCounters
 from training_logs.recording.records import RunView
 from training_logs.recording.round_log import share_summary
 from utils.config.schema import Config

@@ -1,4 +1,4 @@
-"""Checkpoints are written when they are due, and a run stops when one process was asked to."""
+"""The checkpoint policy: when checkpoints are written, and when a run stops."""
 
 import os
 import signal
@@ -11,7 +11,6 @@ from tests.support.helpers import Recorder, make_config, tiny_cluster
 from utils.distributed.processes import LocalProcesses
 from utils.distributed.signals import StopRequest
 
-# What is quick to train.
 ALONE = {"number_of_initial_trainers": 1, "nodes_per_gpu": 1, "number_of_inner_steps_between_outers": 1}
 ALONE |= {"sampling_method": "none", "keep_checkpoints": 9}
 
@@ -23,20 +22,20 @@ def checkpoints(folder) -> list[str]:
 @pytest.mark.parametrize(
     ("values", "rounds"),
     [
-        ({}, [4]),  # ten minutes are never over, so only at the end
+        ({}, [4]),  # the default of ten minutes does not pass
         ({"checkpoint_every_minutes": 1e-9}, [1, 2, 3, 4]),
         ({"checkpoint_every_minutes": None, "save_weights_every": 2}, [2, 4]),
         ({"checkpoint_every_minutes": 1e9, "save_weights_every": 3}, [3, 4]),
     ],
 )
-def test_a_checkpoint_is_written_when_rounds_or_minutes_say_so_and_at_the_end(tmp_path, values, rounds):
+def test_checkpoints_are_due_by_rounds_by_minutes_and_at_the_end(tmp_path, values, rounds):
     cluster, recorder = tiny_cluster(number_of_outer_steps=4, **ALONE, **values), Recorder()
     cluster.train(recorder, tmp_path)
     assert checkpoints(tmp_path) == [f"round_{number:05d}" for number in rounds]
     assert recorder.warnings == []
 
 
-def test_minutes_count_from_the_state_that_was_written_last(tmp_path, monkeypatch):
+def test_minutes_count_from_the_last_checkpoint(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("utils.checkpoint.checkpoint.time", SimpleNamespace(monotonic=lambda: now[0]))
     cluster = tiny_cluster(number_of_outer_steps=8, **ALONE)
@@ -51,13 +50,13 @@ def test_minutes_count_from_the_state_that_was_written_last(tmp_path, monkeypatc
     assert checkpoints(tmp_path) == ["round_00003", "round_00006", "round_00008"]
 
 
-@pytest.mark.parametrize("wish", [Vote(stop=True), Vote(save=True)])
-def test_what_one_process_wishes_all_do(wish):
+@pytest.mark.parametrize("vote", [Vote(stop=True), Vote(save=True)])
+def test_all_processes_do_what_one_votes_for(vote):
     policy = CheckpointPolicy(make_config(), LocalProcesses(), Recorder())
-    policy.decide([Vote(), wish, Vote()])
-    assert (policy._decided, policy.stopping) == (wish, wish.stop)
+    policy.decide([Vote(), vote, Vote()])
+    assert (policy._decision, policy.stopping) == (vote, vote.stop)
     policy.decide([Vote(), Vote()])
-    assert policy._decided == Vote()
+    assert policy._decision == Vote()
 
 
 def test_a_signal_ends_the_run_after_its_round_with_a_checkpoint(tmp_path):
