@@ -1,47 +1,33 @@
-"""When every node of a simulated run is done: they compute side by side, and wait for what they send each other.
+"""A virtual clock for every node of a run: nodes compute side by side and wait for what they send each other.
 
-A link carries one exchange at a time, beside the computation of its node. Who waits for an exchange, and how long it
-may take before anybody does, says the exchange; nodes that share none know nothing of each other's time.
+A node's link carries one exchange at a time, while the node computes. Each exchange says which nodes wait for it, and
+after how many further inner steps. Nodes without a common exchange do not affect each other.
 """
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from algorithms.nodes.traffic import Link
 
-_NEXT = float("inf")  # due at the end of the next round
-
-
-class Connection(Protocol):
-    """What connects the nodes. server_bits_per_second: of a server's link; None: it is as wide as it has to be."""
-
-    server_bits_per_second: float | None
-
-    def link(self, nodes: Iterable[int]) -> Link:
-        """The slowest of these nodes' links, for which all of them wait."""
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """The same link for all nodes, and a server that is no bottleneck."""
-
-    each: Link = Link(float("inf"), 0.0)
-    server_bits_per_second: None = None
-
-    def link(self, nodes: Iterable[int]) -> Link:
-        return self.each
+_NEXT_ROUND = float("inf")  # due at the end of the next round
 
 
 @dataclass(frozen=True)
 class Sending:
-    """Exchanges of a trainer's workers at one time.
+    """Messages that the workers of a trainer send at one time.
 
-    step: after which inner step of the round. sent, received: bytes of each worker. behind: after how many more steps
-    it is waited for; None: at the end of the next round. through, kind: see `synchronisation.group.Event`.
-    behind_step: it travels while that very step computes, as the gradient of the last layer is there first. by: the
-    places of those that send among the trainer's nodes, each by itself where it waits at once; None: all of them.
+    Attributes:
+        step: the inner step of the round after which they are sent.
+        sent: bytes that each worker sends.
+        received: bytes that each worker receives.
+        behind: further inner steps until workers wait for them; None: the end of the next round.
+        through: all workers alike, groups (here pairs), or a server.
+        kind: their purpose.
+        behind_step: they travel during the step itself, as the gradient of the last layer is ready first.
+        by: the places of the senders among the trainer's nodes, each of which waits only for itself; None: all nodes,
+            which wait for each other.
     """
 
     step: int
@@ -54,21 +40,25 @@ class Sending:
     by: tuple[int, ...] | None = None
 
 
-def together(sendings: Iterable[Sending]) -> list[Sending]:
-    """The same in the order of their steps; what goes out at one time goes out together."""
+def joined_sendings(sendings: Iterable[Sending]) -> list[Sending]:
+    """Join sendings that travel together into one, and sort them by step."""
     found: dict[tuple, Sending] = {}
     for sending in sendings:
-        place = (sending.step, sending.behind, sending.through, sending.by)
-        if (before := found.get(place)) is not None:
-            sent, received = before.sent + sending.sent, before.received + sending.received
+        key = (sending.step, sending.behind, sending.through, sending.by)
+        if key in found:
+            before = found[key]
+            sent = before.sent + sending.sent
+            received = before.received + sending.received
             sending = dataclasses.replace(before, sent=sent, received=received)
-        found[place] = sending
+        found[key] = sending
     return sorted(found.values(), key=lambda sending: sending.step)
 
 
 def pairs(nodes: Sequence[int], turn: int) -> list[tuple[int, int]]:
-    """Who meets whom in that turn, so that everybody meets everybody: the circle method; of an odd number one rests."""
-    first, *rest = [*nodes, *([None] if len(nodes) % 2 else [])]
+    """The pairs of a turn, so that over the turns every node meets every other (circle method); an odd one rests."""
+    first, *rest = nodes
+    if len(nodes) % 2:
+        rest.append(None)
     turn %= max(len(rest), 1)
     circle = [first, *rest[turn:], *rest[:turn]]
     half = len(circle) // 2
@@ -76,9 +66,14 @@ def pairs(nodes: Sequence[int], turn: int) -> list[tuple[int, int]]:
 
 
 @dataclass
-class Spent:
-    """Seconds of a node. busy: it computes. exchanging: it has nothing to do but wait for what travels to it and from
-    it. waiting: for others, or for a link that is taken."""
+class NodeTime:
+    """Seconds of a node.
+
+    Attributes:
+        busy: it computes.
+        waiting: it waits for other nodes, or for a link that is in use.
+        exchanging: it waits only for its own messages to travel.
+    """
 
     busy: float = 0.0
     waiting: float = 0.0
@@ -86,14 +81,18 @@ class Spent:
 
     @property
     def total(self) -> float:
-        """All of them."""
         return self.busy + self.waiting + self.exchanging
 
 
 @dataclass
-class _Wait:
-    """An exchange under way. due: after which inner step of the round it is waited for. arrives: at each node.
-    seconds: that it travels."""
+class _Exchange:
+    """An exchange under way.
+
+    Attributes:
+        due: the inner step of the round after which its nodes wait for it.
+        arrives: the time at which it arrives, by node.
+        seconds: the seconds that it travels, by node.
+    """
 
     due: float
     arrives: dict[int, float]
@@ -104,73 +103,63 @@ class Clocks:
     """One clock for every node.
 
     Args:
-        connection: what connects them.
-        nodes: how many there are.
+        link: the link of every node.
+        nodes: the number of nodes.
 
     Attributes:
-        spent: what became of the time of each.
+        spent: the time of each node.
     """
 
-    def __init__(self, connection: Connection, nodes: int):
-        self._connection = connection
-        self._ready, self._free = [0.0] * nodes, [0.0] * nodes  # of the node, and of its link
-        self.spent = [Spent() for _ in range(nodes)]
-        self._waits: dict[int, list[_Wait]] = {}
+    def __init__(self, link: Link, nodes: int):
+        self.link = link
+        self.spent = [NodeTime() for _ in range(nodes)]
+        self._ready = [0.0] * nodes  # when a node has done all that it began
+        self._link_free = [0.0] * nodes  # when a node's link is free
+        self._under_way: dict[int, list[_Exchange]] = {}  # by trainer
         self._turns = 0
 
     @property
     def elapsed(self) -> float:
-        """Seconds until the last node has done what it began."""
+        """Seconds until the last node is ready."""
         return max(self._ready)
 
     @property
     def arrived(self) -> float:
-        """Seconds until what travels has arrived as well."""
-        return max(self.elapsed, *self._free)
+        """Seconds until the last node is ready and the last message has arrived."""
+        return max(self.elapsed, *self._link_free)
 
     @property
     def waiting_share(self) -> float:
-        """Which part of all nodes' time they wait for others."""
+        """The share of all nodes' time in which they wait for others."""
         total = sum(spent.total for spent in self.spent)
         return sum(spent.waiting for spent in self.spent) / total if total else 0.0
 
     def ready(self, node: int) -> float:
-        """When the node has done what it began."""
+        """When the node has done all that it began."""
         return self._ready[node]
 
-    def _compute(self, node: int, seconds: float) -> None:
-        self._ready[node] += seconds
-        self.spent[node].busy += seconds
-
-    def _wait(self, node: int, until: float, travelling: float = 0.0) -> None:
-        """Let a node go on at that time at the earliest. travelling: of the seconds before it."""
-        idle = max(until - self._ready[node], 0.0)
-        exchanging = min(idle, travelling)
-        self.spent[node].exchanging += exchanging
-        self.spent[node].waiting += idle - exchanging
-        self._ready[node] = max(self._ready[node], until)
-
-    def meet(self) -> None:
-        """Nobody goes on before all are there."""
+    def barrier(self) -> None:
+        """Let all nodes wait for the last one."""
         end = self.elapsed
         for node in range(len(self._ready)):
             self._wait(node, end)
 
-    def rest(self, nodes: Iterable[int]) -> None:
-        """Let nodes that have nothing to do go on when all others have done what they began; none of it is spent."""
+    def skip(self, nodes: Iterable[int]) -> None:
+        """Advance idle nodes to when all others are ready, without counting it as their time."""
         end = self.elapsed
         for node in nodes:
             self._ready[node] = end
 
-    def together(self, seconds: float, resting: Collection[int] = ()) -> None:
-        """Everybody waits for all that travels, and then for so long; of those that rest none of it is spent."""
+    def exchange_all(self, link_bytes: float, idle: Collection[int] = ()) -> None:
+        """Let all nodes wait for every message under way, and then for an exchange; idle nodes count none of it."""
+        seconds = self.link.seconds(link_bytes)
         end = self.arrived + seconds
         for node in range(len(self._ready)):
-            if node in resting:
+            if node in idle:
                 self._ready[node] = end
             self._wait(node, end, seconds)
-        self._free = [end] * len(self._free)
-        self._waits.clear()
+        self._link_free = [end] * len(self._link_free)
+        self._under_way.clear()
 
     def round(
         self,
@@ -181,80 +170,103 @@ class Clocks:
         first_seconds: Sequence[float],
         sendings: Iterable[Sending],
     ) -> None:
-        """A round of a trainer on these nodes.
+        """Advance the nodes of a trainer through a round.
 
         Args:
-            step_seconds: of each node in an inner step of the round. first_seconds: in the first one, besides.
-            sendings: in the order of their steps.
+            steps: inner steps of the round.
+            step_seconds: of each node in an inner step.
+            first_seconds: of each node in the first inner step, in addition.
+            sendings: sorted by step.
         """
-        waits = self._waits.pop(trainer, [])
-        for wait in waits:
-            wait.due = steps if wait.due == _NEXT else wait.due
-        queue, done, in_a_step = list(sendings), 0, dict(zip(nodes, step_seconds, strict=True))
+        under_way = self._under_way.pop(trainer, [])
+        for exchange in under_way:
+            if exchange.due == _NEXT_ROUND:
+                exchange.due = steps
+        by_node = dict(zip(nodes, step_seconds, strict=True))
+        queue = list(sendings)
+        done = 0
         while done < steps:
-            due = [wait.due for wait in waits] + [sending.step for sending in queue[:1]]
-            point = max(done, min([*due, steps]))
+            events = [exchange.due for exchange in under_way] + [sending.step for sending in queue[:1]]
+            next_event = max(done, min([*events, steps]))
             for node, first in zip(nodes, first_seconds, strict=True):
-                self._compute(node, (point - done) * in_a_step[node] + (first if done == 0 < point else 0.0))
-            done = point
-            for wait in [wait for wait in waits if wait.due <= point]:
-                waits.remove(wait)
-                self._await(wait)
-            while queue and queue[0].step <= point:
+                seconds = (next_event - done) * by_node[node]
+                if done == 0 < next_event:
+                    seconds += first
+                self._ready[node] += seconds
+                self.spent[node].busy += seconds
+            done = next_event
+            for exchange in [exchange for exchange in under_way if exchange.due <= done]:
+                under_way.remove(exchange)
+                self._wait_for(exchange)
+            while queue and queue[0].step <= done:
                 sending = queue.pop(0)
-                wait = self._send(nodes, sending, in_a_step if sending.behind_step else dict.fromkeys(nodes, 0.0))
+                exchange = self._send(nodes, sending, by_node)
                 if sending.behind == 0:
-                    self._await(wait)
+                    self._wait_for(exchange)
                 else:
-                    wait.due = _NEXT if sending.behind is None else point + sending.behind
-                    waits.append(wait)
-        self._waits[trainer] = [dataclasses.replace(wait, due=wait.due - steps) for wait in waits]
+                    exchange.due = _NEXT_ROUND if sending.behind is None else done + sending.behind
+                    under_way.append(exchange)
+        self._under_way[trainer] = [dataclasses.replace(exchange, due=exchange.due - steps) for exchange in under_way]
 
-    def _await(self, wait: _Wait) -> None:
-        for node, arrives in wait.arrives.items():
-            self._wait(node, arrives, wait.seconds[node])
+    def _wait(self, node: int, until: float, travelling: float = 0.0) -> None:
+        """Let a node wait until this time; up to `travelling` seconds of it are its own exchange."""
+        idle = max(until - self._ready[node], 0.0)
+        exchanging = min(idle, travelling)
+        self.spent[node].exchanging += exchanging
+        self.spent[node].waiting += idle - exchanging
+        self._ready[node] = max(self._ready[node], until)
 
-    def _send(self, nodes: Sequence[int], sending: Sending, begun_before: Mapping[int, float]) -> _Wait:
-        """What travels, with so many seconds of every node behind what it has done."""
+    def _wait_for(self, exchange: _Exchange) -> None:
+        for node, arrives in exchange.arrives.items():
+            self._wait(node, arrives, exchange.seconds[node])
+
+    def _send(self, nodes: Sequence[int], sending: Sending, step_seconds: Mapping[int, float]) -> _Exchange:
+        """Start an exchange on the links of the senders."""
         senders = nodes if sending.by is None else [nodes[place] for place in sending.by]
-        alone = sending.by is not None and sending.behind == 0
-        groups: Sequence[Sequence[int]] = [[node] for node in senders] if alone else [senders]
         if sending.through == "groups":
-            groups, self._turns = pairs(nodes, self._turns), self._turns + 1
-        wait = _Wait(0, {}, {})
+            groups: Sequence[Sequence[int]] = pairs(nodes, self._turns)
+            self._turns += 1
+        elif sending.by is not None and sending.behind == 0:
+            groups = [[node] for node in senders]
+        else:
+            groups = [senders]
+        # What comes down from a server depends on all that went up.
+        through_server = sending.through == "server"
+        link_bytes = sending.sent + sending.received if through_server else max(sending.sent, sending.received)
+        seconds = self.link.seconds(link_bytes)
+        exchange = _Exchange(0, {}, {})
         for group in groups:
-            begins = max(max(self._ready[node] - begun_before[node], self._free[node]) for node in group)
-            seconds = self._seconds(group, sending)
+            begins = 0.0
             for node in group:
-                wait.arrives[node] = self._free[node] = begins + seconds
-                wait.seconds[node] = seconds
-        return wait
-
-    def _seconds(self, group: Sequence[int], sending: Sending) -> float:
-        link, server = self._connection.link(group), self._connection.server_bits_per_second
-        if sending.through != "server":
-            return link.seconds(max(sending.sent, sending.received))
-        # What comes down depends on all that went up.
-        bits = min(link.bits_per_second, server / len(group)) if server else link.bits_per_second
-        return Link(bits, link.latency).seconds(sending.sent + sending.received)
+                early = step_seconds[node] if sending.behind_step else 0.0
+                begins = max(begins, self._ready[node] - early, self._link_free[node])
+            for node in group:
+                self._link_free[node] = begins + seconds
+                exchange.arrives[node] = begins + seconds
+                exchange.seconds[node] = seconds
+        return exchange
 
     def state_dict(self) -> dict:
-        """As JSON values."""
+        """The state as JSON values."""
         return {
             "ready": self._ready,
-            "free": self._free,
+            "link_free": self._link_free,
             "spent": [dataclasses.asdict(spent) for spent in self.spent],
-            "waits": [
-                [trainer, wait.due, list(wait.arrives.items()), list(wait.seconds.items())]
-                for trainer, waits in self._waits.items()
-                for wait in waits
+            "under_way": [
+                [trainer, exchange.due, list(exchange.arrives.items()), list(exchange.seconds.items())]
+                for trainer, exchanges in self._under_way.items()
+                for exchange in exchanges
             ],
             "turns": self._turns,
         }
 
     def load_state_dict(self, state: Mapping) -> None:
-        self._ready, self._free, self._turns = list(state["ready"]), list(state["free"]), state["turns"]
-        self.spent = [Spent(**spent) for spent in state["spent"]]
-        self._waits = {}
-        for trainer, due, arrives, seconds in state["waits"]:
-            self._waits.setdefault(trainer, []).append(_Wait(due, dict(arrives), dict(seconds)))
+        """Continue from a state."""
+        self._ready = list(state["ready"])
+        self._link_free = list(state["link_free"])
+        self._turns = state["turns"]
+        self.spent = [NodeTime(**spent) for spent in state["spent"]]
+        self._under_way = {}
+        for trainer, due, arrives, seconds in state["under_way"]:
+            exchange = _Exchange(due, dict(arrives), dict(seconds))
+            self._under_way.setdefault(trainer, []).append(exchange)

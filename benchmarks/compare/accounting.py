@@ -22,7 +22,7 @@ from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from algorithms.nodes.traffic import Link, merge_exchange
-from algorithms.nodes.virtual_clock import Clocks, Sending, Uniform, together
+from algorithms.nodes.virtual_clock import Clocks, Sending, joined_sendings
 from algorithms.synchronisation.encodings.encoding import PLAIN
 from training_logs.showing.comparison import best_per_round
 from training_logs.showing.run_data import Row, Rows, RunData
@@ -181,7 +181,7 @@ def _sendings(run: RunData, row: Row, parameters: float, synchronous_workers: in
         found += [
             Sending(step, sent, received, exchange.behind, exchange.through, exchange.kind) for step in exchange.steps
         ]
-    return together(found)
+    return joined_sendings(found)
 
 
 def _overlapped(sendings: Sequence[Sending]) -> list[Sending]:
@@ -219,7 +219,7 @@ def simulated_seconds(
     scale = parameters / run.summary["parameters"]
     nodes = run.config["nodes_per_gpu"] * len(run.summary["devices"])
     merges = {merge.outer_step: merge for merge in run.merges}
-    clocks = Clocks(Uniform(network.link), nodes)
+    clocks = Clocks(network.link, nodes)
     nodes_before: dict[int, int] = {}
     bytes_before = {"bytes_merged": 0.0, "bytes_redistributed": 0.0}
     found = []
@@ -229,7 +229,7 @@ def simulated_seconds(
         redistributed_bytes = scale * (totals["bytes_redistributed"] - bytes_before["bytes_redistributed"])
         bytes_before = totals
         if redistributed_bytes:
-            clocks.together(network.link.seconds(redistributed_bytes / _new_nodes(rows, nodes_before)))
+            clocks.exchange_all(redistributed_bytes / _new_nodes(rows, nodes_before))
         nodes_before = {int(row["trainer_id"]): int(row["nodes"]) for row in rows}
         taken = 0
         idle = set(range(nodes))
@@ -247,13 +247,13 @@ def simulated_seconds(
                 first_seconds=[seconds.statistics for seconds in computing.values()],
                 sendings=_overlapped(sendings) if overlap else sendings,
             )
-        clocks.rest(idle)
+        clocks.skip(idle)
         if len(rows) > 1:
-            clocks.meet()
+            clocks.barrier()
         if step in merges:
             merge = merges[step]
             others = len(merge.weights) - 1
             link_bytes = merge_exchange(others, nodes_before[merge.representative], merged_bytes).link
-            clocks.together(network.link.seconds(link_bytes))
+            clocks.exchange_all(link_bytes)
         found.append(clocks.arrived if overlap else clocks.elapsed)
     return found

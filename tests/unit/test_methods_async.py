@@ -12,7 +12,7 @@ import torch
 from algorithms.nodes.async_clock import forget, in_steps
 from algorithms.nodes.balance import turns
 from algorithms.nodes.traffic import Link
-from algorithms.nodes.virtual_clock import Clocks, Sending, Uniform
+from algorithms.nodes.virtual_clock import Clocks, Sending
 from algorithms.synchronisation.decoupled import Answered, Sent, Server, fragment_round
 from algorithms.synchronisation.delayed_nesterov import Arrival, leg_round, legs_of
 from algorithms.synchronisation.group import Event
@@ -181,7 +181,7 @@ def test_values_of_workers_are_dropped_by_their_numbers():
 
 
 def test_a_node_waits_only_for_exchanges_in_which_it_takes_part():
-    clocks = Clocks(Uniform(Link(8.0, 0.5)), 3)
+    clocks = Clocks(Link(8.0, 0.5), 3)
     clocks.round(0, [0, 2], 4, [2.0, 1.0], [0.0, 0.0], [Sending(2, 0.5, 0.25, through="server", by=(1,))])
     assert [(spent.busy, spent.waiting, spent.exchanging) for spent in clocks.spent] == [
         (8, 0, 0),

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from algorithms.nodes.traffic import Link
-from algorithms.nodes.virtual_clock import Clocks, Sending, Uniform, together
+from algorithms.nodes.virtual_clock import Clocks, Sending, joined_sendings
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.delayed_nesterov import DelayedNesterov
 from algorithms.synchronisation.group import Outer
@@ -320,7 +320,7 @@ def test_dynamic_steps_let_slow_workers_make_fewer():
 
 def test_clocks_tell_waiting_from_exchanging():
     # Two nodes: 2 and 1 seconds a step, 4 steps; 1 second for what is sent after each second step, 0 behind.
-    clocks = Clocks(Uniform(Link(8.0, 0.5)), 3)
+    clocks = Clocks(Link(8.0, 0.5), 3)
     sent = [Sending(step, 0.5, 0.25) for step in (2, 4)]
     clocks.round(0, [0, 2], 4, [2.0, 1.0], [0.0, 0.0], sent)
     assert [(spent.busy, spent.waiting, spent.exchanging) for spent in clocks.spent] == [
@@ -329,22 +329,22 @@ def test_clocks_tell_waiting_from_exchanging():
         (4, 4, 2),
     ]
     assert clocks.waiting_share == 4 / 20
-    clocks.rest([1])
+    clocks.skip([1])
     assert (clocks.ready(1), clocks.waiting_share) == (10, 4 / 20)
     # Behind one step: what travels from 14 to 15 is there when node 0 has made its third step, at 16.
     clocks.round(0, [0, 2], 4, [2.0, 1.0], [0.0, 0.0], [Sending(2, 0.5, 0.5, behind=1)])
     assert [(spent.busy, spent.waiting, spent.exchanging) for spent in clocks.spent][::2] == [(16, 0, 2), (8, 5, 3)]
-    again = Clocks(Uniform(Link(8.0, 0.5)), 3)
+    again = Clocks(Link(8.0, 0.5), 3)
     again.load_state_dict(json.loads(json.dumps(clocks.state_dict())))
     for each in (clocks, again):
-        each.together(2.0)
+        each.exchange_all(1.5)  # 0.5 + 8 * 1.5 / 8 seconds
     assert again.spent == clocks.spent
     assert again.elapsed == clocks.elapsed == 20
 
 
-def test_what_goes_out_at_one_time_goes_out_together():
+def test_messages_sent_at_one_time_travel_together():
     sent = [Sending(4, 1.0, 2.0), Sending(2, 1.0, 1.0), Sending(4, 8.0, 9.0, kind="statistics")]
-    assert together(sent) == [Sending(2, 1.0, 1.0), Sending(4, 9.0, 11.0)]
+    assert joined_sendings(sent) == [Sending(2, 1.0, 1.0), Sending(4, 9.0, 11.0)]
 
 
 def logged(folder, state=None, **values):

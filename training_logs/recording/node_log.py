@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from algorithms.nodes.traffic import Link, merge_exchange, redistribution_exchange
-from algorithms.nodes.virtual_clock import Clocks, Uniform, together
+from algorithms.nodes.virtual_clock import Clocks, joined_sendings
 from fabrics.training.worker import WorkerRound
 from training_logs.recording.csv_log import CsvLog
 from training_logs.recording.records import ClusterRound, RoundReport
@@ -52,7 +52,7 @@ class NodeLog:
     def __init__(self, folder: Path, config: Config, state: Mapping | None = None):
         self._log = CsvLog(folder / "node_log.csv", COLUMNS, state and state["log"])
         self._speeds = config.node_speeds
-        self._connection = Uniform(Link.parse(config.link)) if self._speeds and config.link else Uniform()
+        self._link = Link.parse(config.link) if self._speeds and config.link else Link()
         self._clocks: Clocks | None = None
         # By node: seconds at which its last row ended, and its seconds busy, waiting and exchanging until then.
         self._marks: dict[int, tuple[float, ...]] = {}
@@ -62,7 +62,7 @@ class NodeLog:
         self._redistributed_bytes = 0
         self._merged_bytes = 0
         if state and state["clocks"]:
-            self._clocks = Clocks(self._connection, len(state["clocks"]["ready"]))
+            self._clocks = Clocks(self._link, len(state["clocks"]["ready"]))
             self._clocks.load_state_dict(state["clocks"])
             self._marks = {node: tuple(mark) for node, mark in state["marks"]}
             self._nodes = dict(state["nodes"])
@@ -94,7 +94,7 @@ class NodeLog:
         """
         if self._clocks is None or len(self._clocks.spent) != nodes:
             # The run begins, or was resumed with another number of nodes.
-            self._clocks = Clocks(self._connection, nodes)
+            self._clocks = Clocks(self._link, nodes)
             self._marks = {}
         clocks = self._clocks
         reports = result.reports.values()
@@ -108,9 +108,9 @@ class NodeLog:
             for index, worker in report.workers.items():
                 workers.append((report.trainer, index, worker))
                 ends.append(self._mark(worker.node))
-        clocks.rest(idle)
+        clocks.skip(idle)
         if len(placed) > 1:
-            clocks.meet()
+            clocks.barrier()
         self._merge(result, placed, idle)
         # The last row of a node includes its wait for the other trainers, and the merge.
         for place in {worker.node: place for place, (_, _, worker) in enumerate(workers)}.values():
@@ -129,7 +129,7 @@ class NodeLog:
         moved = total_bytes - self._redistributed_bytes
         if moved:
             came = sum(len({*own} - {*self._nodes.get(trainer, own)}) for trainer, own in placed.items())
-            self._clocks.together(self._connection.each.seconds(redistribution_exchange(came, moved).link), idle)
+            self._clocks.exchange_all(redistribution_exchange(came, moved).link, idle)
         self._redistributed_bytes = total_bytes
         self._nodes = placed
 
@@ -139,7 +139,7 @@ class NodeLog:
             plan = result.merge.plan
             sent = total_bytes - self._merged_bytes
             exchange = merge_exchange(len(plan.weights) - 1, len(placed[plan.representative]), sent)
-            self._clocks.together(self._connection.each.seconds(exchange.link), idle)
+            self._clocks.exchange_all(exchange.link, idle)
         self._merged_bytes = total_bytes
 
     def _run(self, report: RoundReport) -> None:
@@ -154,7 +154,7 @@ class NodeLog:
             report.inner_steps,
             [seconds / report.inner_steps for seconds in computing],
             [0.0] * len(computing),
-            together(event.sending([*report.workers]) for event in report.events),
+            joined_sendings(event.sending([*report.workers]) for event in report.events),
         )
 
     def _work(self, worker: WorkerRound) -> tuple:
