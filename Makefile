@@ -30,6 +30,6 @@ $(VENV)/.run: requirements.txt | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install -q -r requirements.txt
 	touch $@
 
-$(VENV)/.test: requirements.txt requirements-dev.txt | $(VENV)/bin/python
+$(VENV)/.test: requirements.txt requirements-optional.txt requirements-dev.txt | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install -q -r requirements-dev.txt
 	touch $@

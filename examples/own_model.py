@@ -1,6 +1,6 @@
 """A model and a dataset of one's own: a small network learns the handwritten digits that come with scikit-learn.
 
-pip install scikit-learn==1.7.2  # among the requirements of the tests, not of training
+pip install -r requirements-optional.txt
 python run.py --config examples/own_model.yaml
 """
 

@@ -31,8 +31,6 @@ logger = logging.getLogger("adloco.dataset")
 # Dirichlet proportions are redrawn, at most MOST_DRAWS times, until each share has this fraction of an equal share.
 SMALLEST_SHARE = 0.1
 MOST_DRAWS = 1000
-# The version in requirements-dev.txt. Only `data_split: clusters` needs it.
-SCIKIT_LEARN = "1.7.2"
 # k-means is fitted on a random sample of at most this many documents; the others join the nearest centroid.
 SAMPLED_DOCUMENTS = 20_000
 _BLOCK_DOCUMENTS = 5_000
@@ -114,7 +112,7 @@ def missing_scikit_learn() -> list[str]:
     """Return an error line if scikit-learn is not installed."""
     if importlib.util.find_spec("sklearn") is not None:
         return []
-    return [f"data_split: clusters needs scikit-learn: pip install scikit-learn=={SCIKIT_LEARN}"]
+    return ["data_split: clusters needs scikit-learn: pip install -r requirements-optional.txt"]
 
 
 def _token_counts(part: TokenisedPart, documents: np.ndarray, vocabulary: int):
