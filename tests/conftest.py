@@ -1,10 +1,10 @@
-"""No network, and one thread per test process: tests run in parallel, and small tensors gain nothing from more."""
+"""Fixtures of all tests. Tests use no network, and one thread per process, as they run in parallel."""
 
 import os
 
-# Before any library reads it: no test may depend on the hub, nor wait for it.
+# Set before any library reads it, so that no test depends on the hub or waits for it.
 os.environ["HF_HUB_OFFLINE"] = "1"
-# For the programs that tests start: with more threads than cores PyTorch waits for itself.
+# For the programs that tests start: more threads than cores slow each other down.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import functools
@@ -20,23 +20,22 @@ import pytest
 from algorithms.registry import Registry
 from fabrics.data import documents
 
-# What takes seconds to import is imported where it is used: the process that hands out the tests needs none of it.
+# Slow imports are inside fixtures: the process that distributes the tests does not need them.
 
-# Whoever starts the tests in the background of a shell has SIGINT ignored, which programs would inherit.
+# A shell ignores SIGINT for what it starts in the background, and the programs of tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# Rewriting the assertions of all tests takes each process some seconds: what pytest has rewritten is kept, also where
-# PYTHONDONTWRITEBYTECODE says otherwise.
+# Keep the tests that pytest has rewritten, which takes seconds per process, even with PYTHONDONTWRITEBYTECODE.
 sys.dont_write_bytecode = False
-# How long an example takes says how busy the machine is.
+# Examples have no time limit: their time depends on how busy the machine is.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
-# Reading the documentation of Python takes seconds.
+# Collecting the documentation of Python takes seconds.
 documents.standard_library_docstrings = functools.cache(documents.standard_library_docstrings)
 
 
 @pytest.fixture(scope="session")
 def programs():
-    """What starts programs; its tests are marked `programs`."""
+    """Starts programs; tests with this fixture are marked `programs`."""
     from tests.support.programs import Programs
 
     return Programs()
@@ -54,10 +53,7 @@ def starts_programs(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that start programs, and begin with the files that have them.
-
-    They are the long ones; the others after them, large files before small ones, fill what is left of every process.
-    """
+    """Mark the tests that start programs; run their files first, which are slow, then large files before small."""
     begun_by = set()
     for item in filter(starts_programs, items):
         item.add_marker("programs")
@@ -67,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is imported stays: the garbage collector need not look through it again and again, nor so often."""
+    """Spare the garbage collector everything that is imported by now."""
     gc.freeze()
     gc.set_threshold(200_000)
 
@@ -80,33 +76,34 @@ def _one_thread():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _nobody_waits_for_the_disk():
-    """What is written is there for every reader at once; that it outlives a loss of power, no test asks."""
+def _no_waiting_for_the_disk():
+    """Files are visible to every reader without fsync; no test needs them to survive a loss of power."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
 
 
 @pytest.fixture(autouse=True)
-def _plugins_are_forgotten(monkeypatch):
-    """The words that a test's plugins have added are there for that test alone."""
-    added, add = [], Registry.__setitem__
+def _no_plugin_outlives_its_test(monkeypatch):
+    """Remove the names that a test's plugins have registered."""
+    added = []
+    add = Registry.__setitem__
 
-    def remember(registry, word, value):
-        add(registry, word, value)
-        added.append((registry, word))
+    def remember(registry, name, value):
+        add(registry, name, value)
+        added.append((registry, name))
 
     monkeypatch.setattr(Registry, "__setitem__", remember)
     yield
-    for registry, word in added:
-        registry.pop(word, None)
+    for registry, name in added:
+        registry.pop(name, None)
     if "utils.config.plugins" in sys.modules:
         sys.modules["utils.config.plugins"]._tried.clear()
 
 
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory):
-    """One for all test processes, as for all runs of a user."""
+    """One cache for all test processes."""
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "cache"
     folder.mkdir(exist_ok=True)
@@ -115,7 +112,7 @@ def cache_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def c4_shards(tmp_path_factory):
-    """A repository of C4, as the hub has it, of real text."""
+    """A small copy of the C4 repository on the hub, with real text."""
     from configs import make_samples
 
     folder = tmp_path_factory.mktemp("c4")
@@ -144,7 +141,7 @@ def tokenised_c4(tmp_path_factory, c4_shards, tokenizer_folder):
 
 @pytest.fixture
 def make_c4(cache_dir, tmp_path):
-    """A function from values to a checked configuration with dataset c4."""
+    """Makes a checked configuration with dataset c4 from some values."""
     from fabrics.config_checks import CHECKS
     from utils.config.reading import load_config
 

@@ -55,7 +55,7 @@ def make_config(**values) -> Config:
 
 
 def use_torch_norms(module: nn.Module) -> nn.Module:
-    """Llama's own norm computes in float32 whatever the model's type; PyTorch's computes in float64."""
+    """Replace Llama's norms, which always compute in float32, by PyTorch's, which compute in float64."""
     for name, child in module.named_children():
         if type(child).__name__ == "LlamaRMSNorm":
             norm = nn.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon, dtype=child.weight.dtype)
@@ -101,14 +101,14 @@ def random_sequences(count: int, length: int = 9, seed: int = 0) -> np.ndarray:
 
 
 def padded(texts: Sequence[Sequence[int]], classes: Sequence[int] | None = None, limit: int = 512) -> PaddedSequences:
-    """Token lists as examples of a classification, or of a causal language model, padded with 0."""
+    """Return token lists as examples, padded with 0: of a classification with `classes`, else of a language model."""
     tokens = np.concatenate([np.asarray(text, dtype=np.int32) for text in texts])
     offsets = np.cumsum([0, *(len(text) for text in texts)])
     return PaddedSequences(tokens, offsets, limit, 0, None if classes is None else np.asarray(classes))
 
 
 def separable_texts(count: int, seed: int = 0) -> PaddedSequences:
-    """Texts of class 0 use the lower half of the vocabulary, class 1 the upper: easy to learn."""
+    """Return texts that are easy to classify: class 0 uses the lower half of the vocabulary, class 1 the upper."""
     generator = np.random.default_rng(seed)
     classes = generator.integers(0, 2, count).tolist()
     half = VOCABULARY // 2
@@ -127,7 +127,7 @@ def make_trainer(
     trainer_id: int = 0,
     processes: Processes | None = None,
 ) -> Trainer:
-    """A trainer over all examples on the CPU, with so many workers, or these nodes of given processes."""
+    """Return a trainer on the CPU that owns all examples; nodes: how many workers, or the numbers of their nodes."""
     working = FlatModel(module, CPU)
     cursor = DataCursor(Subsets(config.training_seed, len(examples), trainer_id + 1, 1.0), trainer_id)
     parameters = working.parameters.detach().clone()
@@ -139,8 +139,9 @@ def make_trainer(
 
 
 def train(trainer: Trainer, rounds: int, inner_steps: int = 3) -> list:
-    """Rounds of a trainer by itself; their reports."""
-    reports, schedule = [], RoundSchedule(inner_steps, 0.0, 0.0)
+    """Train one trainer without a cluster; return the reports of the rounds."""
+    reports = []
+    schedule = RoundSchedule(inner_steps, 0.0, 0.0)
     for _ in range(rounds):
         trainer.assign_nodes(trainer.nodes)
         split = trainer.split_work()
@@ -150,7 +151,7 @@ def train(trainer: Trainer, rounds: int, inner_steps: int = 3) -> list:
 
 
 def recorded_pseudo_gradients(monkeypatch) -> list[torch.Tensor]:
-    """From now on what the workers in a mean have moved by, x - x_m, one after the other."""
+    """Record x - x_m of every worker that sends a message from now on."""
     found, message = [], OuterRound._message
 
     def recording(self, index):
@@ -162,7 +163,7 @@ def recorded_pseudo_gradients(monkeypatch) -> list[torch.Tensor]:
 
 
 def parameters_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """The trainer's parameters by name."""
+    """Return the trainer's parameters by name."""
     working = next(iter(trainer.worker_group._models.values()))
     working.load(trainer.parameters)
     return {name: tensor.detach().clone() for name, tensor in working.module.named_parameters()}
@@ -209,7 +210,7 @@ def tiny_cluster(**values) -> Cluster:
 
 
 def examples_of_an_epoch(**values) -> tuple[Cluster, list[int]]:
-    """A cluster after an epoch of 96 examples in rounds of two inner steps, and which of them it has drawn."""
+    """Train an epoch of 96 examples in rounds of two inner steps; return the cluster and the examples that it drew."""
     seen = []
 
     class Noted(PackedSequences):
@@ -232,7 +233,7 @@ def _llama_config(vocabulary: int) -> LlamaConfig:
 
 
 class OneTokenModel(nn.Module):
-    """As many parameters as TINY_ARCHITECTURE has, in a third of its time: every token foretells the next by itself."""
+    """Predicts the next token from one token: the size of TINY_ARCHITECTURE in a third of its time."""
 
     def __init__(self, vocabulary: int):
         super().__init__()
@@ -249,23 +250,26 @@ class OneTokenModel(nn.Module):
 
 
 def build_light(model_type, settings, tokenizer, sequence_length, seed, class_names) -> nn.Module:
-    """A OneTokenModel in place of what `build_model` makes."""
+    """Stand in for `build_model` with a OneTokenModel."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return OneTokenModel(len(tokenizer))
 
 
 def light_cluster(**values) -> Cluster:
-    """`tiny_cluster` with a OneTokenModel, for what does not depend on the model."""
+    """Return a `tiny_cluster` with a OneTokenModel, for tests that do not depend on the model."""
     with patch("fabrics.models.initialisation.build_model", build_light):
         return tiny_cluster(**values)
 
 
 class Recorder(Observer):
-    """An observer that remembers."""
+    """An observer that remembers what it is told."""
 
     def __init__(self):
-        self.rounds, self.warnings, self.initial, self.steps = [], [], None, 0
+        self.rounds = []
+        self.warnings = []
+        self.initial = None
+        self.steps = 0
 
     def on_start(self, cluster, initial):
         self.initial = initial
@@ -281,14 +285,14 @@ class Recorder(Observer):
 
 
 def warnings_of(folder: Path) -> list[str]:
-    """The first warning of every kind in a run folder's summary."""
+    """Return the first warning of every kind in a run folder's summary."""
     summary = json.loads((folder / "model_training_report" / "summary.json").read_text(encoding="utf-8"))
     return [warning["message"] for warning in summary["warnings"]]
 
 
 @contextlib.contextmanager
 def without_privileges(folder: Path):
-    """The permissions of files hold, for the superuser too; the parents of `folder` are opened to everybody."""
+    """Make file permissions hold for the superuser too; the parents of `folder` are opened to everybody."""
     if os.geteuid() != 0:
         yield
         return

@@ -1,4 +1,4 @@
-"""Short runs: their configurations, programs and logs, and the equality of two of them."""
+"""Short runs: their configurations, processes and logs, and the comparison of two of them."""
 
 import csv
 import json
@@ -57,7 +57,7 @@ def write_config(folder: Path, cache_dir: Path, **values) -> Path:
 def start_training(
     programs: Programs, folder: Path, cache_dir: Path, program: Sequence[str] = ("run.py",), **values
 ) -> tuple[Popen, Path]:
-    """A run of its own, as soon as it has logged two rounds; its folder."""
+    """Start a run; return its process and its folder as soon as it has logged two rounds."""
     config = write_config(folder, cache_dir, **{"save_weights_every": None, "number_of_outer_steps": 400} | values)
     process = programs.start(*program, "--config", config)
 
@@ -70,10 +70,10 @@ def start_training(
 
 
 def kill_the_second_process(programs: Programs, folder: Path, cache_dir: Path, **values) -> tuple[str, Path]:
-    """What a run of two processes says when the second is killed, which it names, and the run's folder."""
+    """Kill the second process of a run; return the output, which names it, and the run folder."""
     own = {"processes": 2, "save_weights_every": 1, "max_requested_batch": 16}
     child, run_folder = start_training(programs, folder, cache_dir, **own | values)
-    # Both write it while training goes on.
+    # Both processes have written a checkpoint, and training continues.
     wait_until(lambda: has_checkpoint(run_folder), "a checkpoint", child)
     (other,) = (process.pid for process in psutil.Process(child.pid).children())
     os.kill(other, signal.SIGKILL)
@@ -95,7 +95,7 @@ def summary(folder: Path) -> dict:
 
 
 def assert_same_run(folder: Path, expected: Path, besides: tuple[str, ...] = ()) -> None:
-    """Bit for bit: weights, CSVs but times, summary but times and what is named."""
+    """Assert equal weights, CSVs and summaries, except times and the named entries of the summary."""
     for name in ("training_log.csv", "step_loss_log.csv", "merge_log.csv", "exchange_log.csv"):
         assert report(folder, name) == report(expected, name), name
     models, others = (
@@ -114,7 +114,7 @@ def assert_same_run(folder: Path, expected: Path, besides: tuple[str, ...] = ())
 
 
 def record_run(folder: Path, **values) -> Path:
-    """A small run, recorded as run.py records it; its folder."""
+    """Train a small run and record it as run.py does; return its folder."""
     cluster = tiny_cluster(
         **{
             "log_dir": str(folder),
