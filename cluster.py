@@ -16,6 +16,7 @@ from algorithms.nodes.traffic import synchronisation_exchange
 from algorithms.schedule.limits import RoundSchedule, RunCounters
 from fabrics.data.examples import TaskData
 from fabrics.models.export import save_models
+from fabrics.models.initialisation import DeviceModels
 from fabrics.pool.checkpoint_policy import CheckpointPolicy, Vote
 from fabrics.pool.device_errors import explain_training_errors
 from fabrics.pool.eval_tool import Evaluation, EvaluationPart, Validation
@@ -24,7 +25,6 @@ from fabrics.pool.node_assignment import NodeAssigner, NoNodeLeftError, requeste
 from fabrics.pool.node_pool import NodePool
 from fabrics.pool.round_scheduler import RoundScheduler
 from fabrics.pool.run_checks import check_model, check_statistics
-from fabrics.training.device_models import FlatModels
 from fabrics.training.work_split import WorkSplit
 from fabrics.training.worker import Node
 from trainers import TrainedRound, Trainer, first_trainers
@@ -82,7 +82,7 @@ class Cluster:
         self.stopped = False
         self.warnings: list[str] = []
         self.pool = NodePool(self.processes.devices, config)
-        self.models = FlatModels(config, data, self.processes)
+        self.models = DeviceModels(config, data, self.processes)
         self.devices = list(self.models)
         check_model(config, self.models.first)
         self.validation = Validation(data, self.models, config.eval_batch_size)

@@ -1,4 +1,4 @@
-"""The start of trainers: their models' initial weights, and their subsets of the training examples."""
+"""The start of a run: the models of devices, the initial weights of trainers, and their subsets of the data."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,14 @@ import torch
 from fabrics.data.examples import TaskData
 from fabrics.data.partition_sampler import OrderedShares, ShareCursor, first_shares
 from fabrics.data.sampler import DataCursor, Subsets
+from fabrics.models.compilation import can_compile, compiles
 from fabrics.models.model_family import ModelFamily, is_pretrained
 from fabrics.models.registry import MODELS, build_model, reinitialise_output_layer
+from fabrics.sharding.layers import sharded_layers
+from fabrics.sharding.sharded_model import ShardedModel
 from fabrics.training.flat_model import FlatModel
 from utils.config.schema import Config, ConfigError
+from utils.distributed.processes import Processes
 
 
 def initial_model(config: Config, data: TaskData, trainer: int) -> torch.nn.Module:
@@ -72,6 +76,75 @@ def recompute_activations(model: torch.nn.Module, model_type: str) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     # transformers adds this for adapters over frozen embeddings; it would compute gradients that nothing needs.
     model.disable_input_require_grads()
+
+
+class DeviceModels(dict[torch.device, FlatModel]):
+    """The flat model of each device of this process, with the initial weights of trainer 0.
+
+    Attributes:
+        compiled: whether the models compute through torch.compile.
+
+    Raises:
+        ConfigError: the model cannot be built, loaded, sharded or compiled.
+    """
+
+    def __init__(self, config: Config, data: TaskData, processes: Processes):
+        own = [device for node, device in enumerate(processes.devices) if processes.owns(node)]
+        super().__init__({device: _flat_model(config, data, device, processes) for device in dict.fromkeys(own)})
+        self._config = config
+        self._processes = processes
+        possible = can_compile(processes)
+        elements = self.first.parameter_count
+        self._set_compiled(compiles(config, elements, len(data.train), processes.devices[0].type, possible))
+
+    @property
+    def first(self) -> FlatModel:
+        """The model of the first device."""
+        return next(iter(self.values()))
+
+    def _set_compiled(self, compiled: bool) -> None:
+        size = self._processes.shard_group.size
+        if compiled and size > 1 and not sharded_layers(self.first.module):
+            raise ConfigError(
+                f"compile_model: must be false with devices_per_node {size}, as the model has no layers that can be "
+                f"compiled one by one"
+            )
+        self.compiled = compiled
+        for model in self.values():
+            model.compiled = compiled
+
+    def resume(self, compiled: bool) -> None:
+        """Compile as the run was begun, whatever its length is now, unless the configuration decides.
+
+        Raises:
+            ConfigError: the run was begun with a compiled model, and there is no compiler here.
+        """
+        if self._config.compile_model != "auto":
+            return
+        if compiled and not can_compile(self._processes):
+            raise ConfigError(
+                "compile_model: must be false, as the run was begun with a compiled model and this one cannot be "
+                "compiled here, got auto"
+            )
+        self._set_compiled(compiled)
+
+
+def _flat_model(config: Config, data: TaskData, device: torch.device, processes: Processes) -> FlatModel:
+    # The first device of a node has the weights, and sends the others their parts.
+    has_weights = processes.shard_group.index == 0
+    module = initial_model(config, data, 0) if has_weights else architecture(config, data)
+    if config.activation_checkpointing:
+        recompute_activations(module, config.model_type)
+    autocast = None if config.autocast is None else getattr(torch, config.autocast)
+    if processes.shard_group.size == 1:
+        model = FlatModel(module, device, autocast)
+    else:
+        try:
+            model = ShardedModel(module, device, processes.shard_group, autocast)
+        except ValueError as error:
+            raise ConfigError(f"devices_per_node: {error}") from None
+    model.compares_devices = config.compares_devices
+    return model
 
 
 def initial_parameters(config: Config, data: TaskData, trainer: int, first: FlatModel) -> torch.Tensor:

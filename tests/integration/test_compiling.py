@@ -123,4 +123,4 @@ def test_a_model_without_layers_is_refused_on_shard_groups():
     working = light_cluster().models
     working._processes = SimpleNamespace(shard_group=SimpleNamespace(size=2))
     with pytest.raises(ConfigError, match="must be false with devices_per_node 2, as the model has no layers"):
-        working._compute(True)
+        working._set_compiled(True)

@@ -13,8 +13,8 @@ from algorithms.nodes.traffic import Move
 from algorithms.schedule.limits import RunCounters
 from algorithms.synchronisation.group import Event
 from fabrics.data.examples import TaskData
+from fabrics.models.initialisation import DeviceModels
 from fabrics.pool.eval_tool import Evaluation, Metric
-from fabrics.training.device_models import FlatModels
 from fabrics.training.worker import WorkerRound
 from training_logs.recording.memory_monitor import Use
 from utils.config.schema import Config
@@ -131,7 +131,7 @@ class RunView(Protocol):
     merges: list[Merge]
     counters: RunCounters
     parameter_count: int
-    models: FlatModels
+    models: DeviceModels
     processes: Processes
 
     def best(self, evaluations: dict[int, Evaluation]) -> int:
