@@ -1,4 +1,4 @@
-"""The layers of a model: which of them the devices of a node gather by themselves, and how these are compiled."""
+"""The layers of a model: which of them the devices of a node gather one by one, and how these are compiled."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
-    """The modules in the outermost lists of a model, but for single layers, and those that share a parameter."""
+    """Return the modules in a model's outermost lists, except those without submodules."""
     found: list[nn.Module] = []
     for child in module.children():
         if isinstance(child, nn.ModuleList):
@@ -21,46 +21,46 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
 
 
 def sharded_layers(module: nn.Module) -> list[nn.Module]:
-    """The layers whose parameters are in no other one, nor outside: a tied parameter belongs to the root."""
-    layers, users = layers_of(module), {}
+    """Return the layers that share no parameter with the rest of the model: a tied parameter belongs to the root."""
+    layers = layers_of(module)
     inside = {child: number for number, layer in enumerate(layers) for child in layer.modules()}
+    users: dict[nn.Parameter, set[int]] = {}
     for child in module.modules():
         for parameter in child.parameters(recurse=False):
             users.setdefault(parameter, set()).add(inside.get(child, -1))
     return [layer for layer in layers if all(len(users[parameter]) == 1 for parameter in layer.parameters())]
 
 
-def linear_parts(module: nn.Module) -> list[nn.Module]:
-    """The largest parts of a module in which every parameter belongs to a linear layer: what autocast casts."""
+def _linear_parts(module: nn.Module) -> list[nn.Module]:
+    """Return the largest parts of a module that have parameters of linear layers only."""
     owners = [child for child in module.modules() if next(child.parameters(recurse=False), None) is not None]
     if owners and all(type(owner) is nn.Linear for owner in owners):
         return [module]
-    return [part for child in module.children() for part in linear_parts(child)]
+    return [part for child in module.children() for part in _linear_parts(child)]
 
 
 def sharded_parts(module: nn.Module) -> list[nn.Module]:
-    """The parts of layers that devices gather by themselves, and in another type, where autocast casts them."""
-    return [part for layer in sharded_layers(module) for part in linear_parts(layer)]
+    """Return the parts of sharded layers that autocast casts, and that are gathered in its type."""
+    return [part for layer in sharded_layers(module) for part in _linear_parts(layer)]
 
 
 def gathered_elements(module: nn.Module) -> int:
-    """Elements of a node's model that one of its devices has whole at a time.
+    """Return the largest number of elements of a node's model that one device holds whole at a time.
 
-    What belongs to no layer stays whole during a pass; of layers there are two (the next is gathered ahead) and the
-    gradient of one.
+    The root stays whole during a pass. Of the layers there are two (the next one is gathered ahead) and one gradient.
     """
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in sharded_layers(module)]
-    outside = sum(parameter.numel() for parameter in module.parameters()) - sum(layers)
-    return outside + max(3 * max(layers, default=0), outside)
+    root = sum(parameter.numel() for parameter in module.parameters()) - sum(layers)
+    return root + max(3 * max(layers, default=0), root)
 
 
 class CompiledLayers:
-    """Layers that are alike have one code, for any number of examples, but for a single one.
+    """The forward passes of layers, compiled once for each kind of layer and for any number of examples.
 
-    What is done around their forward passes, such as gathering their parameters, is not compiled.
+    Hooks around a forward pass, which gather its parameters, are not compiled.
 
     Attributes:
-        on: whether passes that begin now run through it; what a backward pass computes anew must be as it was before.
+        on: whether forward passes run compiled. A pass that is recomputed in a backward pass needs the same value.
     """
 
     def __init__(self, layers: Sequence[nn.Module]):
@@ -69,9 +69,9 @@ class CompiledLayers:
         for layer in layers:
             kind = type(layer), tuple(parameter.shape for parameter in layer.parameters())
             if kind not in compiled:
-                compiled[kind] = torch.compile(_forward_of_a_kind(len(compiled)))
-            own = "forward" in vars(layer)  # not that of its class: no other layer has this one
-            run = torch.compile(layer.forward) if own else functools.partial(compiled[kind], layer)
+                compiled[kind] = torch.compile(_forward_of_kind(len(compiled)))
+            has_own_forward = "forward" in vars(layer)
+            run = torch.compile(layer.forward) if has_own_forward else functools.partial(compiled[kind], layer)
             layer.forward = self._either(layer.forward, run)
 
     def _either(self, plain: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,11 +88,11 @@ class CompiledLayers:
         return forward
 
 
-def _forward_of_a_kind(number: int) -> Callable[..., Any]:
-    """`_forward` as a function of its own: of one function PyTorch makes eight codes, and then runs it as it is."""
+def _forward_of_kind(number: int) -> Callable[..., Any]:
+    """Copy `_forward` under a name of its own: PyTorch compiles one function at most eight times."""
     return FunctionType(_forward.__code__.replace(co_name=f"_forward_{number}"), globals())
 
 
 def _forward(layer: nn.Module, *arguments: Any, **named: Any) -> Any:
-    """Of a layer that it is given, lest every one has code of its own."""
+    """Take the layer as an argument, so that layers of one kind share compiled code."""
     return type(layer).forward(layer, *arguments, **named)

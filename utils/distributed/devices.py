@@ -16,7 +16,7 @@ def resolve_devices(requested: list[str] | None) -> tuple[list[torch.device], li
     if requested is None:
         names = [f"cuda:{index}" for index in range(visible)] or ["cpu"]
         return [torch.device(name) for name in names], []
-    # "cuda" is the first GPU, and the same device under two names would be two.
+    # "cuda" is another name of the first GPU.
     devices = [torch.device("cuda:0" if name == "cuda" else name) for name in requested]
     cuda = [device for device in devices if device.type == "cuda"]
     if cuda and not visible:
@@ -38,7 +38,7 @@ def identity(device: torch.device) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device, or a library on it, ran out of memory; the device is still usable."""
+    """True if a device, or a library on it, ran out of memory; the device is still usable."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     # cuBLAS and cuDNN, CUDA outside of PyTorch's allocator, and the CPU's allocator have no type of their own.

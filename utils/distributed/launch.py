@@ -1,8 +1,8 @@
 """The number of processes of a run on one machine, and their start.
 
-The process that the user starts is the first one of the run, and starts the others with the environment that torchrun
-would give them. torch's own launcher would add a process that has imported PyTorch and only waits, and seconds to every
-start. This module imports nothing slow, so that a run can print something at once.
+The process that the user starts is the first of the run. It starts the others with the environment that torchrun would
+give them. PyTorch's own launcher would add a process that only waits, and seconds to every start. This module imports
+nothing slow, so that a run prints its first line at once.
 """
 
 import contextlib
@@ -18,21 +18,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from utils.config.schema import Config
 
-# The library through which PyTorch uses GPUs. It is there in containers without /proc/driver/nvidia.
+# The library through which PyTorch uses GPUs; containers have it, but not always /proc/driver/nvidia.
 _GPU_DRIVER = "libcuda.so.1"
 # Time for the other processes to end by themselves after the run.
 _ENDING_SECONDS = 30.0
-# The variable with the id of the process that started this one.
-STARTED_BY = "ADLOCOSTARTED_BY"
+# The environment variable with the id of the process that started this one.
+STARTED_BY = "ADLOCO_STARTED_BY"
 
 
 def cores() -> int:
-    """Number of CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _gpus() -> int:
-    try:  # before PyTorch, which takes long to import, is asked
+    try:  # without importing PyTorch, which is slow
         ctypes.CDLL(_GPU_DRIVER)
     except OSError:
         return 0
@@ -42,7 +42,7 @@ def _gpus() -> int:
 
 
 def hide_gpus(config: "Config") -> None:
-    """Hide GPUs from this process and its children, except those that the configuration leaves visible.
+    """Apply the configuration's CUDA_VISIBLE_DEVICES to this process and its children.
 
     CUDA reads the environment once, so this comes before GPUs are counted.
     """
@@ -51,10 +51,10 @@ def hide_gpus(config: "Config") -> None:
 
 
 def planned_processes(config: "Config") -> int:
-    """Number of processes on this machine: that of the configuration, or as many as there are nodes for.
+    """Return the number of processes on this machine.
 
-    `processes: auto` means one process per GPU, or without GPUs one per core. With `devices_per_node` it is a multiple
-    of that number.
+    `processes: auto` means one per GPU, or without GPUs one per core, and at most one per node. With `devices_per_node`
+    it is a multiple of that number.
     """
     size = config.devices_per_node
     if config.processes != "auto":
@@ -72,21 +72,21 @@ def _shard_groups_on_cores(config: "Config") -> int:
 
 
 def threads_per_process(config: "Config") -> int:
-    """Intra-op threads on a CPU: those of the configuration, or the share of one process of `processes: auto`.
+    """Return the intra-op threads on a CPU: the configuration's, or the share of one process of `processes: auto`.
 
-    The number depends on the machine and the nodes, not on the real number of processes: the bits of a sum depend on
-    the number of threads, and a run must have the same bits on one process and on four.
+    It depends on the machine and the nodes, not on the real number of processes: the bits of a sum depend on the number
+    of threads, and a run must have the same bits on one process and on four.
     """
     return config.cpu_threads or max(1, cores() // (_shard_groups_on_cores(config) * config.devices_per_node))
 
 
 class Launch:
-    """The processes of a run on this machine with ranks 1 and up; the process that starts them is rank 0.
+    """Context of the other processes of a run on this machine; this one is rank 0.
 
-    A context. At its end the other processes have ended: by themselves if it ends without an error, otherwise killed.
+    After it they have ended: by themselves, or killed if the context ends with an error.
 
     Args:
-        count: processes including this one.
+        count: number of processes, this one included.
         program: arguments of the Python interpreter.
 
     Attributes:
@@ -103,7 +103,7 @@ class Launch:
             "GROUP_RANK": "0",
         }
         if Path("/sys/class/net/lo").exists():
-            shared["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the host's name resolves to
+            shared["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name may resolve to another interface
         self._before = {key: os.environ.get(key) for key in [*shared, "RANK", "LOCAL_RANK"]}
         self.processes = {
             rank: subprocess.Popen(
@@ -116,7 +116,7 @@ class Launch:
         os.environ.update(shared | {"RANK": "0", "LOCAL_RANK": "0"})
 
     def detach_socket(self) -> int:
-        """Hand over the descriptor of the listening socket at MASTER_PORT."""
+        """Return the descriptor of the listening socket at MASTER_PORT, which the caller closes."""
         return self._socket.detach()
 
     def __enter__(self) -> "Launch":
@@ -148,8 +148,8 @@ def start_processes(
     """Start the other processes that the configuration asks for.
 
     Args:
-        config: the configuration file. Errors in it are left to the checks of the whole configuration.
-        overrides: values that win over the file's.
+        config: the configuration file. Its errors are reported later, by the checks of the whole configuration.
+        overrides: key=value pairs that replace values of the file.
         program: arguments of the Python interpreter.
 
     Returns:
@@ -174,10 +174,10 @@ def start_processes(
 
 
 def started_by_others() -> bool:
-    """Whether torchrun or a Launch started this process."""
+    """True if torchrun or a Launch started this process."""
     return "RANK" in os.environ
 
 
 def is_main() -> bool:
-    """Whether this is the first process, which writes logs and prints."""
+    """True for the first process, which writes logs and prints."""
     return os.environ.get("RANK", "0") == "0"

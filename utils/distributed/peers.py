@@ -1,8 +1,8 @@
-"""Why a run of several processes ended: who of them died.
+"""Detection of lost processes, and the reason for an error.
 
-A process that dies breaks the connections to the others, so that their next collective fails, but not with a message
-that names anybody, and collectives of GPUs may wait instead. Under torchrun the agents notice a dead process and end
-the others. `python run.py` starts its processes without an agent: the first one watches those that it has started.
+A process that dies breaks the connections to the others. Their next collective fails with a message that names no
+process, and a collective on GPUs may wait instead. Under torchrun the agents notice a dead process and end the others.
+`python run.py` starts its processes without an agent, so its first process watches the ones that it has started.
 """
 
 import contextlib
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _INTERVAL_SECONDS = 0.5
-# For the operating system to report a death after a connection has broken.
+# Time for the operating system to report a death after a connection has broken.
 _NAMING_SECONDS = 5.0
-# For writing down what there is after a process has died.
+# Time to write the results after a process has died.
 _GRACE_SECONDS = 25.0
 
 
 class PeerLostError(RuntimeError):
-    """Another process of the run has died or does not answer; the message names it where that is known."""
+    """Another process of the run has died or does not answer; the message names it if it is known."""
 
 
 def exit_reason(code: int) -> str:
-    """An exit status in words."""
+    """Describe an exit status in words."""
     if code >= 0:
         return f"ended with status {code}"
     try:
@@ -40,7 +40,7 @@ def exit_reason(code: int) -> str:
 
 
 def is_lost_connection(error: RuntimeError) -> bool:
-    """Whether a collective failed because of another process."""
+    """True if a collective failed because of another process."""
     return type(error).__name__.startswith("Dist") or "gloo" in str(error).lower()
 
 
@@ -48,7 +48,7 @@ class PeerWatch:
     """Watches the processes that this one has started, and explains failed collectives.
 
     Args:
-        children: by rank; none under torchrun.
+        children: the started processes by rank; none under torchrun.
         store: where a process that ends by itself leaves the reason.
     """
 
@@ -65,18 +65,19 @@ class PeerWatch:
     def _watch(self) -> None:
         while not self._closing.wait(_INTERVAL_SECONDS):
             ended = {rank: child for rank, child in self._children.items() if child.poll() not in (None, 0)}
-            if ended:
-                # A process that was killed comes before those that ended because they lost it.
-                rank = min(ended, key=lambda rank: ended[rank].returncode)
-                self._killed = ended[rank].returncode < 0
-                self._lost = f"rank {rank} (process {ended[rank].pid}) {exit_reason(ended[rank].returncode)}"
-                self._found.set()
-                if not self._closing.wait(_GRACE_SECONDS):
-                    self._end()
-                return
+            if not ended:
+                continue
+            # A process that was killed comes before those that ended because they lost it.
+            rank = min(ended, key=lambda rank: ended[rank].returncode)
+            self._killed = ended[rank].returncode < 0
+            self._lost = f"rank {rank} (process {ended[rank].pid}) {exit_reason(ended[rank].returncode)}"
+            self._found.set()
+            if not self._closing.wait(_GRACE_SECONDS):
+                self._end()
+            return
 
     def _end(self) -> None:
-        print(f"error: {self._lost}; --resume goes on from the last checkpoint", file=sys.stderr, flush=True)
+        print(f"error: {self._lost}; --resume continues from the last checkpoint", file=sys.stderr, flush=True)
         for child in self._children.values():
             child.kill()
         os._exit(1)
@@ -96,19 +97,19 @@ class PeerWatch:
             self._found.wait(_NAMING_SECONDS)
         if self._lost is not None and self._killed:
             return self._lost
-        with contextlib.suppress(RuntimeError):  # the first process, which keeps the store, is gone
+        with contextlib.suppress(RuntimeError):  # the first process, which keeps the store, may be gone
             if self._store is not None and self._store.check(["ended"]):
                 return self._store.get("ended").decode()
         text = " ".join(str(error).split())
         return self._lost or f"another process of the run is gone: {text}"
 
     def failed(self, rank: int, reason: str) -> None:
-        """This process ends by itself: let the others know why."""
+        """Tell the other processes why this one ends by itself."""
         self.close()
         with contextlib.suppress(RuntimeError):
             if self._store is not None and not self._store.check(["ended"]):
                 self._store.set("ended", f"rank {rank} ended: {reason}")
 
     def close(self) -> None:
-        """Stop watching: the processes end by themselves from now on."""
+        """Stop watching: from now on the processes end by themselves."""
         self._closing.set()

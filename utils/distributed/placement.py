@@ -1,8 +1,7 @@
 """Placement of nodes: the process that owns each node, and the device on which it runs.
 
-The processes of a machine either all see the same devices (torchrun), or each has its own (SLURM wrappers that set
-CUDA_VISIBLE_DEVICES per rank). In the second case every process calls its GPU cuda:0, and only the identities of the
-devices tell them apart.
+The processes of a machine either all see the same devices (torchrun), or each sees its own (SLURM wrappers that set
+CUDA_VISIBLE_DEVICES per rank). Then every process calls its GPU cuda:0, and only the devices' identities differ.
 """
 
 import os
@@ -15,12 +14,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rank:
-    """The place of this process among all, from the environment that torchrun or `utils.distributed.launch` sets.
+    """The place of this process among all processes.
 
     Attributes:
-        number: from 0.
+        number: its rank.
         count: number of processes.
-        local: number of this process on its machine.
+        local: its number on its machine.
         local_count: number of processes on its machine.
         machine: number of its machine.
     """
@@ -33,12 +32,18 @@ class Rank:
 
     @classmethod
     def from_environment(cls) -> "Rank | None":
-        """Read the environment; None for a single process."""
+        """Read the variables that torchrun or `utils.distributed.launch` set; None for a single process."""
         if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", 1)) == 1:
             return None
-        value = {name: int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-        machine = int(os.environ.get("GROUP_RANK", value["RANK"] // value["LOCAL_WORLD_SIZE"]))
-        return cls(*value.values(), machine)
+        number = int(os.environ["RANK"])
+        local_count = int(os.environ["LOCAL_WORLD_SIZE"])
+        return cls(
+            number=number,
+            count=int(os.environ["WORLD_SIZE"]),
+            local=int(os.environ["LOCAL_RANK"]),
+            local_count=local_count,
+            machine=int(os.environ.get("GROUP_RANK", number // local_count)),
+        )
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Slot:
     Attributes:
         owner: rank of the process.
         device: name of the device in that process.
-        identity: unique on the machine, for GPUs in the whole run.
+        identity: identity of the device, unique on the machine; of a GPU, in the whole run.
         group: number of the device in the run.
     """
 
@@ -91,21 +96,22 @@ def share_out(sites: Sequence[Site], nodes_per_device: int) -> tuple[Slot, ...]:
     slots: list[Slot] = []
     groups = 0
     for machine in sorted({site.machine for site in sites}):
-        here = sorted((site for site in sites if site.machine == machine), key=lambda site: site.rank)
-        while here:
-            first = here[0]
-            together = [site for site in here if site.devices.keys() == first.devices.keys()]
-            here = [site for site in here if site not in together]
-            for other in here:
+        left = sorted((site for site in sites if site.machine == machine), key=lambda site: site.rank)
+        while left:
+            first = left[0]
+            together = [site for site in left if site.devices.keys() == first.devices.keys()]
+            left = [site for site in left if site not in together]
+            for other in left:
                 if other.devices.keys() & first.devices.keys():
                     raise ValueError(
                         f"rank {first.rank} sees {', '.join(sorted(first.devices))} and rank {other.rank} of the same "
                         f"machine {', '.join(sorted(other.devices))}; let CUDA_VISIBLE_DEVICES give all processes of a "
                         f"machine the same devices, or each its own"
                     )
-            nodes = [(identity, groups + index) for index, identity in enumerate(first.devices)]
-            groups += len(nodes)
-            nodes = [node for node in nodes for _ in range(nodes_per_device)]
+            nodes = []
+            for group, identity in enumerate(first.devices, start=groups):
+                nodes += [(identity, group)] * nodes_per_device
+            groups += len(first.devices)
             if len(together) > len(nodes):
                 raise ValueError(
                     f"{len(together)} processes on a machine with {len(nodes)} nodes "
@@ -117,34 +123,33 @@ def share_out(sites: Sequence[Site], nodes_per_device: int) -> tuple[Slot, ...]:
     return tuple(slots)
 
 
-def shard_group_sites(sites: Sequence[Site], size: int, lane: int) -> list[Site]:
-    """Join every `size` processes with consecutive ranks to a shard group, and return one site for each shard group.
+def shard_group_sites(sites: Sequence[Site], size: int, place: int) -> list[Site]:
+    """Join every `size` processes with consecutive ranks to a shard group, and return one site for each.
 
-    The site is that of process `lane` of the shard group. The identity of its device joins those of all devices of the
-    shard group.
+    It is the site of the process at the given place in the shard group. The identity of its device joins those of all
+    devices of the shard group.
 
     Args:
         sites: one for each process, by rank, with one device each.
         size: devices of a shard group.
-        lane: number of this process in its shard group.
+        place: number of this process in its shard group.
 
     Raises:
-        ValueError: the processes do not make whole shard groups, each on one machine and with devices that differ.
+        ValueError: the processes do not make whole shard groups, each on one machine and with distinct devices.
     """
     if len(sites) % size:
         raise ValueError(
             f"{len(sites)} processes do not make shard groups of devices_per_node {size}; start a multiple of it"
         )
-    found, used = [], {}
+    found = []
+    used: dict[tuple[int, str], int] = {}
     for first in range(0, len(sites), size):
         shard_group = sites[first : first + size]
-        ranks = f"ranks {first} to {first + size - 1}"
         machines = sorted({site.machine for site in shard_group})
         if len(machines) > 1:
             raise ValueError(
-                f"the shard group of {ranks} would lie across machines {', '.join(map(str, machines))}; start a "
-                f"multiple of "
-                f"devices_per_node {size} on every machine"
+                f"the shard group of ranks {first} to {first + size - 1} would lie across machines "
+                f"{', '.join(map(str, machines))}; start a multiple of devices_per_node {size} on every machine"
             )
         identities = [identity for site in shard_group for identity in site.devices]
         for site, identity in zip(shard_group, identities, strict=True):
@@ -154,10 +159,9 @@ def shard_group_sites(sites: Sequence[Site], size: int, lane: int) -> list[Site]
                     f"ranks {other} and {site.rank} have one device, {identity}; with devices_per_node {size} every "
                     f"process needs one of its own"
                 )
-        own = shard_group[lane]
-        found.append(
-            Site(own.rank, own.machine, {"+".join(dict.fromkeys(identities)): next(iter(own.devices.values()))})
-        )
+        own = shard_group[place]
+        (name,) = own.devices.values()
+        found.append(Site(own.rank, own.machine, {"+".join(dict.fromkeys(identities)): name}))
     return found
 
 
@@ -165,7 +169,7 @@ def own_device(devices: Sequence[T], rank: Rank) -> T:
     """Return the only device that a process sees, or the one with its number on the machine.
 
     Raises:
-        ValueError: there are not as many processes on the machine as it has devices.
+        ValueError: the machine has another number of devices than of processes.
     """
     if len(devices) == 1:
         return devices[0]
@@ -178,7 +182,7 @@ def own_device(devices: Sequence[T], rank: Rank) -> T:
 
 
 def gpus_of_their_own(slots: Sequence[Slot]) -> bool:
-    """Whether every process has GPUs only, shared with no other process, as nccl requires."""
+    """True if all devices are GPUs and no two processes share one, as nccl requires."""
     users: dict[str, set[int]] = {}
     for slot in slots:
         users.setdefault(slot.identity, set()).add(slot.owner)
