@@ -1,4 +1,4 @@
-"""Nodes of several devices: two and four processes that share models give what one gives that has them whole."""
+"""Nodes of several devices: processes that share models give the results of one that has them whole."""
 
 import dataclasses
 import functools
@@ -21,10 +21,11 @@ from algorithms.flat import sketch
 from fabrics.config_checks import CHECKS
 from fabrics.planning.estimate import estimate
 from fabrics.sharding.layers import layers_of, sharded_layers
+from fabrics.sharding.sharded_model import ShardedModel
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.worker import TrainingError
 from tests.support import matrix, shard_groups
-from tests.support.helpers import tiny_bert, tiny_data, tiny_llama
+from tests.support.helpers import CPU, tiny_bert, tiny_data, tiny_llama
 from tests.support.runs import summary, write_config
 from utils.config.reading import ConfigError, parse_config
 from utils.distributed.processes import LocalProcesses
@@ -32,9 +33,11 @@ from utils.distributed.processes import LocalProcesses
 
 @pytest.fixture(scope="module")
 def together(programs, alone, tmp_path_factory):
-    """What two and four processes make of the scenarios, by the number of the part, and where models are."""
-    folder, results = tmp_path_factory.mktemp("shard_groups"), {}
+    """The results of two and four processes, by part, and the folder of their models."""
+    folder = tmp_path_factory.mktemp("shard_groups")
     torch.save({name: alone(name)["stopped"] for name in shard_groups.RESUMED}, folder / "stopped.pt")
+    shard_groups.write_pretrained(folder)
+    results = {}
     for count in (2, 4):
         programs.torchrun(count, "tests/support/shard_groups.py", "scenarios", folder)
         results |= torch.load(folder / "results.pt", weights_only=True)
@@ -44,7 +47,7 @@ def together(programs, alone, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The same in this process: from the name of a scenario to what it makes; models are in its folder."""
+    """The results of this process alone, by scenario; models are in its folder."""
     folder = tmp_path_factory.mktemp("alone")
 
     @functools.cache
@@ -56,7 +59,7 @@ def alone(tmp_path_factory):
 
 
 def assert_close(found, expected, tolerance: float) -> None:
-    """Numbers, in lists of any depth, or tensors by name."""
+    """Compare numbers, in lists of any depth, or tensors by name."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys()
         found, expected = [found[name] for name in expected], list(expected.values())
@@ -66,8 +69,8 @@ def assert_close(found, expected, tolerance: float) -> None:
 @pytest.mark.parametrize(
     ("part", "name"), [(part, name) for part, (_, _, names) in enumerate(shard_groups.PARTS) for name in names]
 )
-def test_shard_groups_train_as_whole_devices_do(together, alone, part, name):
-    """Losses, evaluations, statistics, requests, and all that a checkpoint holds, after three rounds and a merge."""
+def test_shard_groups_train_like_single_devices(together, alone, part, name):
+    """Losses, evaluations, statistics, requests and the checkpoint's tensors, after three rounds and a merge."""
     expected, found = alone(name), together[0][part][name]
     tested = name not in ("autocast", "autocast compiled", "int8")
     assert found["graphs"] == shard_groups.GRAPHS.get(name, 0)
@@ -77,25 +80,25 @@ def test_shard_groups_train_as_whole_devices_do(together, alone, part, name):
     assert len(expected["statistics"]) == (len(expected["requests"]) if tested else 0)
     for what in ("requests", "bytes", "warnings"):
         assert found[what] == expected[what], what
-    # Where what is computed or sent is rounded, the parts are rounded apart.
+    # Values that are rounded when computed or sent may be rounded differently in parts.
     tolerance = {"float32": 1e-5, "autocast": 3e-3, "autocast compiled": 3e-3, "int8": 3e-4}.get(name, 1e-9)
     for what in ("losses", "recalls", "train_losses", "statistics", "inner", "tensors"):
         if tested or what != "tensors":
             assert_close(found[what], expected[what], tolerance)
     if name == "int8":
-        # A code is off by half a step of its scale at most, which is what workers keep of their own errors; of numbers
-        # that are nearly the same one may be rounded up and one down, in each of three rounds.
+        # A worker's error is at most half a step of the scale. Of two nearly equal numbers one may be rounded up and
+        # one down, in each of three rounds.
         step = 2 * max(tensor.abs().max().item() for key, tensor in expected["tensors"].items() if "error" in key)
         assert step < 2e-4 < 0.01 * expected["tensors"]["trainer_0 velocity"].abs().max().item()
-        steps = {"error": 1.0, "parameters": 3.0, "velocity": 3.0, "step": 0.0}  # others are moments
+        steps = {"error": 1.0, "parameters": 3.0, "velocity": 3.0, "step": 0.0}  # the others are moments
         for key, tensor in expected["tensors"].items():
             off = (found["tensors"][key] - tensor).abs().max().item()
             assert off <= steps.get(key.split()[-1], 0.3) * step, key
 
 
-def test_methods_do_on_parts_what_they_do_on_whole_models(together):
-    """All that say that they do, with two shard groups: parameters, what workers keep, and events."""
-    found = next(part["methods"] for part in together[0].values() if part["methods"])
+def test_methods_do_the_same_on_parts_as_on_whole_models(together):
+    """All methods that support it, with two shard groups: parameters, worker state and events."""
+    found = next(part["methods"] for part in together[0].values() if "methods" in part)
     for name, expected in shard_groups.methods(shard_groups.alone()).items():
         assert found[name]["requests"] == expected["requests"], name
         assert found[name]["events"] == expected["events"], name
@@ -104,12 +107,12 @@ def test_methods_do_on_parts_what_they_do_on_whole_models(together):
 
 
 @pytest.mark.parametrize("part", range(len(shard_groups.PARTS)))
-def test_statistics_within_a_shard_group_are_those_of_its_devices_gradients(together, part):
-    """Against the gradient of each device's part of every micro-batch, by itself, in float64."""
+def test_across_devices_compares_the_gradients_of_a_shard_groups_devices(together, part):
+    """The reference: the gradient of each device's part of every micro-batch by itself, in float64."""
     devices, model, examples = shard_groups.PARTS[part][1], shard_groups.model_of_devices(), tiny_data().train
 
     def gradient_sum(indices):
-        batch = examples.batch(indices, torch.device("cpu"))
+        batch = examples.batch(indices, CPU)
         labels = batch.pop("labels")
         loss = example_losses(model(**batch).logits, labels).sum()
         return torch.cat([each.flatten() for each in torch.autograd.grad(loss, list(model.parameters()))])
@@ -130,7 +133,7 @@ def test_statistics_within_a_shard_group_are_those_of_its_devices_gradients(toge
         weight = sum(len(parts[i]) * len(parts[j]) for i, j in pairs)
         squared_norm = sum((sums[i] @ sums[j]).item() for i, j in pairs) / weight
         assert found["squared_norm"] == pytest.approx(squared_norm, rel=1e-9)
-        if len(micro_batches) == 1:  # parts of one size: what the paper divides by, and errors as across workers
+        if len(micro_batches) == 1:  # parts of one size: the paper's formula, and the errors of across_workers
             plain = found["squared_norm"] + found["variance"] / total
             assert plain == pytest.approx(mean.square().sum().item(), rel=1e-9)
             of_all = sum(sums) / len(sums)
@@ -141,12 +144,12 @@ def test_statistics_within_a_shard_group_are_those_of_its_devices_gradients(toge
 
 
 @pytest.mark.parametrize("part", range(len(shard_groups.PARTS)))
-def test_what_methods_ask_of_flat_tensors_is_that_of_whole_ones(together, part):
-    """A sketch of several rows, a distance, and where some places are: each in one device, those in gaps in none."""
-    found, size = together[0][part]["parts"], shard_groups.PARTS[part][1]
-    whole = FlatModel(shard_groups.model_with_gaps(), torch.device("cpu"))
+def test_operations_on_flat_parts_equal_those_on_whole_tensors(together, part):
+    """A sketch, a distance, and places: each place is on one device, and a gap on none."""
+    found, size = together[0][part]["flat operations"], shard_groups.PARTS[part][1]
+    whole = FlatModel(shard_groups.model_with_gaps(), CPU)
     flat = whole.parameters.detach()
-    for name, dtype in found["gathered as"].items():  # with autocast
+    for name, dtype in found["gathered types"].items():  # with autocast
         assert dtype == ("torch.bfloat16" if "_proj" in name else "torch.float32"), name
     assert found["size"] == len(flat) > whole.parameter_count  # there are gaps
     assert_close(found["sketch"], sketch(flat, 3, 250, 5), 1e-9)
@@ -154,17 +157,17 @@ def test_what_methods_ask_of_flat_tensors_is_that_of_whole_ones(together, part):
     places = shard_groups.some_places(len(flat))
     filled = torch.tensor([any(0 <= place - block.start < block.size for block in whole.blocks) for place in places])
     expected = flat[places[filled]]
-    for first in range(0, len(found["here"]), size):  # of every shard group
-        values = torch.cat(found["here"][first : first + size])
+    for first in range(0, len(found["places"]), size):  # of every shard group
+        values = torch.cat(found["places"][first : first + size])
         assert torch.equal(values.sort().values, expected.sort().values)
     order = {value: number for number, value in reversed(list(enumerate(expected.tolist()))) if value not in (0.0, 1.0)}
-    for values in found["here"]:
+    for values in found["places"]:
         numbers = [order[value] for value in values.tolist() if value in order]
         assert numbers == sorted(numbers)
 
 
 def test_fsdp_norm_in_small(together):
-    """Every request is the paper's rule on what the devices' gradients of that round say: V / (eta^2 ||g||^2)."""
+    """Every request follows the paper's rule, V / (eta^2 ||g||^2), from the statistics of its round."""
     found, config, workers = together[0][0]["recipe"], shard_groups.recipe(), 4
     requests, statistics = found["requests"], found["statistics"]
     assert requests[0] == config["INITIAL_BATCH_SIZE"]
@@ -185,7 +188,7 @@ def test_fsdp_norm_in_small(together):
         if name in names
     ],
 )
-def test_a_run_goes_on_with_shard_groups_of_another_size(together, alone, part, name):
+def test_a_run_resumes_with_shard_groups_of_another_size(together, alone, part, name):
     """From one device to shard groups, and back."""
     expected, results = alone(name), together[0][part]
     back = shard_groups.run_scenario(name, shard_groups.alone(shard_groups.nodes_of(name)), results[name]["stopped"])
@@ -196,7 +199,7 @@ def test_a_run_goes_on_with_shard_groups_of_another_size(together, alone, part, 
 
 @pytest.mark.parametrize(("part", "name"), list(itertools.product((0, 2), shard_groups.WRITTEN)))
 def test_models_are_written_whole(together, alone, part, name):
-    """The same files, tied parameters once and frozen ones among them; the class is the model's own."""
+    """The same files as from one device, with tied parameters once, frozen ones, and the model's own class."""
     alone(name)
     (expected,) = (alone.folder / name).glob("trainer_*")
     written = together[1] / f"models_{part}" / name / expected.name
@@ -204,8 +207,8 @@ def test_models_are_written_whole(together, alone, part, name):
     assert (written / "config.json").read_text() == (expected / "config.json").read_text()
 
 
-def test_a_run_starts_its_shard_groups_itself_and_goes_on_without(programs, tmp_path, cache_dir):
-    """Two processes from one command; the whole model goes on from there as it would have got there alone."""
+def test_a_run_starts_its_shard_groups_and_resumes_without_them(programs, tmp_path, cache_dir):
+    """One command starts two processes; the resumed whole model ends like one that was never sharded."""
     few = FEW_STEPS | {"nodes_per_gpu": 1, "number_of_outer_steps": 3}
     config = write_config(tmp_path, cache_dir, processes="auto", devices_per_node=2, cpu_threads=1, **few)
     said = programs.run("run.py", "--config", config).stdout
@@ -226,7 +229,7 @@ FEW_STEPS = {
     "number_of_inner_steps_between_outers": 2,
     "max_requested_batch": 8,
 }
-# Llama's own norm computes in float32.
+# A plugin in float64: Llama's own norm computes in float32.
 DOUBLE = """
 from fabrics.models.registry import MODELS
 from fabrics.models.transformers_models import MICROLLAMA, TransformersFamily
@@ -242,7 +245,7 @@ MODELS["double"] = Double(**vars(MICROLLAMA))
 
 @pytest.fixture(scope="module")
 def killed(programs, cache_dir, tmp_path_factory):
-    """What configures a run that processes are killed of, and the folder of one that had one device throughout."""
+    """The configuration of the runs to kill, and the folder of a run on one device."""
     folder = tmp_path_factory.mktemp("killed")
     (folder / "double.py").write_text(DOUBLE)
     config = write_config(
@@ -262,10 +265,10 @@ def killed(programs, cache_dir, tmp_path_factory):
         (2, 4, 4, ("processes=2", "devices_per_node=1")),
     ],
 )
-def test_a_device_that_dies_ends_the_run_which_goes_on_with_shard_groups_of_another_size(
+def test_a_run_whose_device_dies_resumes_with_shard_groups_of_another_size(
     rank, processes, devices, then, programs, killed, tmp_path
 ):
-    """As if it had been one device from the beginning, in float64. The device is killed in round 4."""
+    """It ends like a run on one device, in float64. The device is killed in round 4."""
     config, expected = killed
     own = f"processes={processes}", f"devices_per_node={devices}", f"log_dir={tmp_path}"
     ended = 1 if rank > 0 else -signal.SIGKILL  # the first one is the command
@@ -285,10 +288,7 @@ def test_a_device_that_dies_ends_the_run_which_goes_on_with_shard_groups_of_anot
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell a process's peak")
 def test_a_device_of_two_needs_little_more_than_half_of_the_memory(programs, tmp_path):
-    """A run of 30M parameters, statistics and an outer step included: beyond what the process has before.
-
-    That is what is planned. With what is copied for a checkpoint it needs half.
-    """
+    """Training 30M parameters needs the estimated memory, and with a checkpoint not much more."""
     programs.run("tests/support/shard_groups.py", "memory", tmp_path, fresh=True)
     programs.torchrun(2, "tests/support/shard_groups.py", "memory", tmp_path, options=["--max-restarts=0"])
     found = {devices: json.loads((tmp_path / f"peaks_{devices}.json").read_text()) for devices in (1, 2)}
@@ -302,17 +302,39 @@ def test_a_device_of_two_needs_little_more_than_half_of_the_memory(programs, tmp
     assert max(together) <= 0.6 * alone
 
 
-def test_a_device_that_runs_out_of_memory_in_a_pass_ends_the_run_with_a_line():
-    from fabrics.sharding.sharded_model import ShardedModel
-
+def test_a_device_that_runs_out_of_memory_in_a_pass_ends_the_run():
     def pass_through():
         raise torch.OutOfMemoryError("no memory left")
 
-    working = object.__new__(ShardedModel)
-    working.device = torch.device("cpu")
-    working.shard_group = SimpleNamespace(index=1, size=2)
-    with pytest.raises(TrainingError, match="max_batch_size: cpu, device 1 of a node of 2, ran out of memory; lower"):
-        working.attempt(pass_through)
+    model = object.__new__(ShardedModel)
+    model.device = CPU
+    model.shard_group = SimpleNamespace(index=1, size=2)
+    with pytest.raises(TrainingError, match="max_batch_size: cpu, device 1 of a node of 2, ran out of memory"):
+        model.attempt(pass_through)
+
+
+# The start of a run
+
+
+def test_the_max_batch_of_a_shard_group_fits_its_smallest_device(together):
+    """Each of two devices has half of the examples, and half of the memory."""
+    small, large = together[0][0]["max batches"]
+    assert large == pytest.approx(2 * small, rel=0.05)
+    assert small % 2 == 0
+    single = shard_groups.measured_max_batch(shard_groups.alone(2), shard_groups.FREE_BYTES)
+    assert small == pytest.approx(single, rel=0.05)
+
+
+@pytest.mark.parametrize("name", shard_groups.INITIAL)
+def test_sharded_models_start_with_the_bits_of_whole_ones(together, name):
+    """Two trainers with different seeds; tied, frozen, recast and pretrained models, and their buffers."""
+    results, folder = together
+    expected = shard_groups.initial_tensors(name, shard_groups.alone(2), folder)
+    found = results[0]["initial"][name]
+    for what in ("model", "trainers"):
+        assert found[what].keys() == expected[what].keys()
+        for key, tensor in expected[what].items():
+            assert torch.equal(found[what][key], tensor), key
 
 
 # What is refused
@@ -321,33 +343,28 @@ _ACROSS_DEVICES = {"statistics_estimator": "across_devices"}
 
 
 @pytest.mark.parametrize(
-    ("values", "problem"),
+    ("values", "key"),
     [
-        ({"processes": 3}, "processes: must be a multiple of devices_per_node, 2, got 3"),
-        (
-            {"sampling_method": "inner_product_test"} | _ACROSS_DEVICES | {"debias": False},
-            "statistics_estimator: must not be across_devices with inner_product_test",
-        ),
-        (
-            {"distributed_algo": "Signs"},
-            "distributed_algo: Signs does not support parts of flat tensors; with devices_per_node 2",
-        ),
-        ({"inner_optimizer": "muon"}, "inner_optimizer: muon needs whole matrices; with devices_per_node 2 use adamw"),
-        *(({"distributed_algo": name}, f"distributed_algo: {name} does not say") for name in ("DeMo", "SparseLoCo")),
+        ({"processes": 3}, "processes"),
+        ({"sampling_method": "inner_product_test"} | _ACROSS_DEVICES | {"debias": False}, "statistics_estimator"),
+        ({"distributed_algo": "Signs"}, "distributed_algo"),
+        ({"distributed_algo": "DeMo"}, "distributed_algo"),
+        ({"distributed_algo": "SparseLoCo"}, "distributed_algo"),
+        ({"inner_optimizer": "muon"}, "inner_optimizer"),
     ],
 )
-def test_what_shard_groups_do_not_do_is_refused(values, problem):
+def test_what_shard_groups_cannot_do_is_refused_by_key(values, key):
     config = {"number_of_outer_steps": 1, "max_batch_size": 4} | values
     with matrix.ready():
         checks = dataclasses.replace(CHECKS, choices=CHECKS.choices | {"distributed_algo": matrix.NAMES})
         parse_config({name: value for name, value in config.items() if name not in _ACROSS_DEVICES}, (), checks)
         with pytest.raises(ConfigError) as caught:
             parse_config(config | {"devices_per_node": 2}, (), checks)
-    (said,) = caught.value.problems
-    assert said.startswith(problem)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{key}: ")
 
 
-def test_one_device_has_one_gradient():
+def test_one_device_cannot_compare_gradients():
     config = {"number_of_outer_steps": 1, "max_batch_size": 4} | _ACROSS_DEVICES
     with pytest.raises(ConfigError, match="statistics_estimator: must not be across_devices with devices_per_node 1"):
         parse_config(config, (), CHECKS)
@@ -355,13 +372,13 @@ def test_one_device_has_one_gradient():
 
 def test_one_process_is_no_shard_group():
     with pytest.raises(ValueError, match="1 processes do not make shard groups of devices_per_node 2"):
-        LocalProcesses().place([torch.device("cpu")], 4, True, 2)
+        LocalProcesses().place([CPU], 4, True, 2)
 
 
 # How a model is cut
 
 
-def test_the_layers_of_a_model_are_what_its_lists_hold():
+def test_the_layers_of_a_model_are_in_its_lists():
     llama, bert = tiny_llama(), tiny_bert()
     assert layers_of(llama) == list(llama.model.layers)
     assert layers_of(bert) == list(bert.bert.encoder.layer)
@@ -377,7 +394,7 @@ def test_layers_that_share_a_parameter_belong_to_the_root():
     assert sharded_layers(llama) == [layers[1]]
 
 
-def test_a_sketch_is_the_sum_of_those_of_its_parts():
+def test_a_sketch_is_the_sum_of_its_parts_sketches():
     vector = torch.randn(5000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     parts = [sketch(vector[start:end], 7, first=start) for start, end in ((0, 3), (3, 1500), (1500, 5000))]
     torch.testing.assert_close(sum(parts), sketch(vector, 7), rtol=1e-12, atol=1e-12)

@@ -1,9 +1,6 @@
-"""A program that several processes run as shard groups: torchrun ... tests/support/shard_groups.py scenarios FOLDER;
-see
-test_shard_groups.py.
+"""The program behind test_shard_groups.py: torchrun ... tests/support/shard_groups.py scenarios|memory FOLDER.
 
-Every scenario is a small run through growing batches and a merge. The main process writes what came out to FOLDER,
-where what the run goes on from is that was stopped on one device.
+Its processes are shard groups, in which they train small runs. The main process writes the results to FOLDER.
 """
 
 import contextlib
@@ -18,6 +15,7 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
+import psutil
 import torch
 import yaml
 from torch.distributed.fsdp import FSDPModule
@@ -52,7 +50,7 @@ _RUN = {
     "number_of_inner_steps_between_outers": 2,
     "number_of_initial_trainers": 2,
     "merge_frequency": 2,
-    "INITIAL_BATCH_SIZE": 3,  # two workers of two examples: in shard groups of four there is nothing to do for some
+    "INITIAL_BATCH_SIZE": 3,  # two workers with two examples: in shard groups of four some devices have none
     "ETA": 0.3,
     "max_batch_size": 2,
     "statistics_batch_size": 3,
@@ -63,19 +61,19 @@ _RUN = {
     "cpu_threads": 1,
     "gradient_clipping": 0.5,
 }
-_INNER_PRODUCTS = {
-    "sampling_method": "augmented_inner_product_test",
-    "statistics_batch_size": 5,
-    "batch_test_confidence": 0.0,
-}
+_TWO_LAYERS = {"model_config": TINY_ARCHITECTURE | {"num_hidden_layers": 2}}
 SCENARIOS = {
     "norm test": {},
     "float32": {},
     "untied": {"model_config": TINY_ARCHITECTURE | {"tie_word_embeddings": False}, "statistics_batch_size": 2},
-    "inner product test": _INNER_PRODUCTS,
     "across workers": {"statistics_estimator": "across_workers", "INITIAL_BATCH_SIZE": 4},
     "sketches": {"number_of_initial_trainers": 1},
-    "recomputed": _INNER_PRODUCTS | {"activation_checkpointing": True},
+    "recomputed": {
+        "activation_checkpointing": True,
+        "sampling_method": "augmented_inner_product_test",
+        "statistics_batch_size": 5,
+        "batch_test_confidence": 0.0,
+    },
     "on the host": {"offload": ["outer_state", "idle_moments"]},
     "classification": {
         "distributed_algo": "LocalSGD",
@@ -84,18 +82,18 @@ SCENARIOS = {
         "max_batch_size": 4,
     },
     "autocast": {"autocast": "bfloat16", "activation_checkpointing": True, "sampling_method": "none"},
-    "compiled": {
+    "compiled": _TWO_LAYERS
+    | {
         "compile_model": True,
-        "model_config": TINY_ARCHITECTURE | {"num_hidden_layers": 2},
         "activation_checkpointing": True,
         "INITIAL_BATCH_SIZE": 8,
         "max_batch_size": 6,
         "statistics_batch_size": 2,
     },
-    "autocast compiled": {
+    "autocast compiled": _TWO_LAYERS
+    | {
         "autocast": "bfloat16",
         "compile_model": True,
-        "model_config": TINY_ARCHITECTURE | {"num_hidden_layers": 2},
         "sampling_method": "none",
         "INITIAL_BATCH_SIZE": 4,
         "batch_schedule": [[0.0, 4], [0.3, 8], [0.6, 12]],
@@ -103,36 +101,22 @@ SCENARIOS = {
     },
     "int8": {"communication_dtype": "int8", "sampling_method": "none"},
 }
-# Of configs/fsdp_norm.yaml, what makes it small.
-SMALL_RECIPE = {
-    "model_config": TINY_ARCHITECTURE,
-    "max_tokens": None,
-    "number_of_outer_steps": 4,
-    "sequence_length": 9,
-    "warmup_tokens": 0,
-    "autocast": None,
-    "ETA": 0.5,
-    "INITIAL_BATCH_SIZE": 6,
-    "max_requested_batch": 80,
-    "max_batch_size": 8,
-    "save_weights_every": None,
-    "devices_per_node": 1,  # what is said of processes says it here
-}
-# What is about what workers are to each other has four nodes; others have two, which are together from the merge on.
+# The others have two nodes, which a trainer has together after the merge.
 OF_FOUR_NODES = ("across workers", "sketches", "int8")
-ROUNDED = ("float32", "autocast", "autocast compiled", "int8")  # others are in float64
-GRAPHS = {"compiled": 1, "autocast compiled": 2}  # that layers share; of their attention and their MLP
+ROUNDED = ("float32", "autocast", "autocast compiled", "int8")  # the others are in float64
+GRAPHS = {"compiled": 1, "autocast compiled": 2}  # graphs that layers share: one layer, or attention and MLP
 METHODS = [name for name in matrix.METHODS if matrix.METHODS[name]().capabilities.shards]
-STOPPED_AFTER = 1  # which round
-# Processes, how many of them are a shard group, and what these shard groups run: one, two, and one with devices that
-# lack rows.
+STOPPED_AFTER = 1  # round
+# Processes, the size of their shard groups, and scenarios: one shard group, two, and one whose last devices lack rows.
 PARTS = (
     (2, 2, tuple(SCENARIOS)),
     (4, 2, ("norm test", "float32", "across workers", "sketches", "on the host", "int8")),
     (4, 4, ("norm test", "float32", "classification")),
 )
-RESUMED = ("norm test",)  # that go on with shard groups of another size
-WRITTEN = ("norm test", "classification")  # whose models are
+RESUMED = ("norm test",)  # scenarios resumed with shard groups of another size
+WRITTEN = ("norm test", "classification")  # scenarios whose models are written
+
+BUILD = initialisation.build_model
 
 
 def double(*arguments) -> torch.nn.Module:
@@ -140,7 +124,7 @@ def double(*arguments) -> torch.nn.Module:
 
 
 def build_bert(*arguments) -> torch.nn.Module:
-    """With an odd vocabulary, two classes, texts of several lengths, and embeddings and a layer that stay."""
+    """A classifier with an odd vocabulary and frozen embeddings and layer."""
     with torch.random.fork_rng():
         model = tiny_bert(seed=arguments[4])
     for part in (model.bert.embeddings, model.bert.encoder.layer[0]):
@@ -148,23 +132,21 @@ def build_bert(*arguments) -> torch.nn.Module:
     return model
 
 
-BUILD = initialisation.build_model
-
-
 @contextlib.contextmanager
 def front_end(processes: Processes) -> Iterator[list]:
-    """On shard groups PyTorch's compiler makes graphs, which are counted, and no code of them, which takes long."""
-    made, compile_model = [], torch.compile
+    """Let PyTorch's compiler make graphs on shard groups, which are counted, but no code, which takes long."""
+    graphs = []
+    compile_model = torch.compile
 
     def backend(graph, inputs):
-        made.append(graph)
+        graphs.append(graph)
         return graph
 
     def compiled(called, **keywords):
         return called if processes.shard_group.size == 1 else compile_model(called, backend=backend, **keywords)
 
     with patch("torch.compile", compiled):
-        yield made
+        yield graphs
     torch.compiler.reset()
 
 
@@ -178,6 +160,8 @@ def data_of(name: str) -> TaskData:
 class _Stopping(Recorder):
     """Remembers the state after a round, as a checkpoint has it."""
 
+    state = None
+
     def on_round(self, cluster, result):
         super().on_round(cluster, result)
         if result.outer_step == STOPPED_AFTER:
@@ -187,13 +171,31 @@ class _Stopping(Recorder):
 def recipe() -> dict:
     """The values of configs/fsdp_norm.yaml, in small."""
     path = Path(__file__).resolve().parents[2] / "configs" / "fsdp_norm.yaml"
-    return yaml.safe_load(path.read_text()) | SMALL_RECIPE
+    return yaml.safe_load(path.read_text()) | {
+        "model_config": TINY_ARCHITECTURE,
+        "max_tokens": None,
+        "number_of_outer_steps": 4,
+        "sequence_length": 9,
+        "warmup_tokens": 0,
+        "autocast": None,
+        "ETA": 0.5,
+        "INITIAL_BATCH_SIZE": 6,
+        "max_requested_batch": 80,
+        "max_batch_size": 8,
+        "save_weights_every": None,
+        "devices_per_node": 1,  # the processes are shard groups already
+    }
 
 
 def run_scenario(name: str, processes: Processes, state: dict | None = None, folder: Path | None = None) -> dict:
-    """Train, from a state if there is one; what came out. folder: where to write the models."""
+    """Train, and return the results.
+
+    Args:
+        state: where to resume.
+        folder: where to write the models.
+    """
     config = make_config(**(_RUN | SCENARIOS[name] if name in SCENARIOS else recipe()))
-    build = {"classification": build_bert}.get(name, BUILD if name in ROUNDED else double)
+    build = build_bert if name == "classification" else BUILD if name in ROUNDED else double
     with patch("fabrics.models.initialisation.build_model", build), front_end(processes) as graphs:
         cluster = Cluster(config, data_of(name), processes)
         if state is not None:
@@ -201,16 +203,11 @@ def run_scenario(name: str, processes: Processes, state: dict | None = None, fol
         recorder = _Stopping() if name in RESUMED else Recorder()
         final = cluster.train(recorder)
         if folder is not None:
-            with patch("fabrics.models.export._LARGE_BYTES", 1):
-                assert cluster.save_models(folder, recorder)
-                if processes.shard_group.size > 1:
-                    for error in (OSError, RuntimeError, MemoryError):
-                        with patch("torch.from_file", side_effect=error):
-                            assert cluster.save_models(folder / "full", recorder) == {}
-                        assert re.search(rf"could not be written .*: {error.__name__}", recorder.warnings.pop())
+            write_models(cluster, recorder, folder)
     reports = [report for result in recorder.rounds for report in result.reports.values()]
     statistics = [report.statistics for report in reports if report.statistics is not None]
     evaluations = [e for result in recorder.rounds for e in result.evaluations.values()] + list(final.values())
+    counters = cluster.counters
     return {
         "tensors": matrix.state_of(cluster)["tensors"],
         "stopped": getattr(recorder, "state", None),
@@ -220,11 +217,7 @@ def run_scenario(name: str, processes: Processes, state: dict | None = None, fol
         "statistics": [[s.variance, s.squared_norm, s.squared_norm_error, s.variance_error] for s in statistics],
         "inner": [[s.inner_product_variance, s.overlap] for s in statistics],
         "requests": [report.requested_batch for report in reports],
-        "bytes": [
-            cluster.counters.bytes_synchronised,
-            cluster.counters.bytes_merged,
-            cluster.counters.bytes_redistributed,
-        ],
+        "bytes": [counters.bytes_synchronised, counters.bytes_merged, counters.bytes_redistributed],
         "merges": len(cluster.merges),
         "warnings": recorder.warnings,
         "graphs": len(graphs),
@@ -232,24 +225,32 @@ def run_scenario(name: str, processes: Processes, state: dict | None = None, fol
     }
 
 
+def write_models(cluster: Cluster, recorder: Recorder, folder: Path) -> None:
+    with patch("fabrics.models.export._LARGE_BYTES", 1):
+        assert cluster.save_models(folder, recorder)
+        if cluster.processes.shard_group.size > 1:
+            with patch("torch.from_file", side_effect=OSError):
+                assert cluster.save_models(folder / "full", recorder) == {}
+            assert re.search(r"could not be written .*: OSError", recorder.warnings.pop())
+
+
 class _Following(matrix.Following):
     stopped_after = None
 
 
 def run_method(name: str, processes: Processes) -> dict:
-    """A run in which two trainers merge after a round, with a synchronisation method, in float64.
-
-    What is sent in round 2 arrives.
-    """
+    """A run with a synchronisation method in float64 in which two trainers merge after a round."""
     config = matrix.merging(name, number_of_outer_steps=3, number_of_initial_trainers=2, merge_count=2)
     found = matrix.run(config, processes, _Following())
-    return {
-        "tensors": found["states"]["final"]["tensors"],
-        "losses": found["losses"],
-        "train_losses": found["train_losses"],
-        "requests": found["requests"],
-        "events": found["events"],
-    }
+    kept = {what: found[what] for what in ("losses", "train_losses", "requests", "events")}
+    return kept | {"tensors": found["states"]["final"]["tensors"]}
+
+
+def methods(processes: Processes) -> dict[str, dict]:
+    with matrix.ready():
+        build = initialisation.build_model
+        with patch("fabrics.models.initialisation.build_model", lambda *arguments: build(*arguments).double()):
+            return {name: run_method(name, processes) for name in METHODS}
 
 
 MICRO_BATCHES = ((8,), (5, 4, 1))
@@ -260,14 +261,15 @@ def model_of_devices() -> torch.nn.Module:
 
 
 def devices_statistics(processes: Processes) -> list[dict]:
-    """What the gradients of a shard group's devices say of a step of these micro-batches."""
-    working, found = ShardedModel(model_of_devices(), CPU, processes.shard_group), []
-    working.compares_devices = True
+    """Statistics of a step of these micro-batches from the gradients of a shard group's devices."""
+    model = ShardedModel(model_of_devices(), CPU, processes.shard_group)
+    model.compares_devices = True
+    found = []
     for micro_batches in MICRO_BATCHES:
         plan = ExecutionPlan(micro_batches)
-        working.gradient.zero_()
-        _, probes = accumulate_gradients(working, tiny_data().train, plan, np.arange(plan.effective_batch), True)
-        found.append(dataclasses.asdict(working.estimate(probes, plan.effective_batch)))
+        model.gradient.zero_()
+        _, probes = accumulate_gradients(model, tiny_data().train, plan, np.arange(plan.effective_batch), True)
+        found.append(dataclasses.asdict(model.estimate(probes, plan.effective_batch)))
     return found
 
 
@@ -279,20 +281,20 @@ def some_places(size: int) -> torch.Tensor:
     return torch.arange(size - 1, -1, -3)
 
 
-def numbers_of_parts(processes: Processes) -> dict:
-    """What methods ask about flat tensors that are in parts; `here` of every process."""
-    working = ShardedModel(model_with_gaps(), CPU, processes.shard_group)
-    flat = working.parameters.detach()
+def flat_operations(processes: Processes) -> dict:
+    """What methods ask about flat tensors in parts, and the types of gathered parameters with autocast."""
+    model = ShardedModel(model_with_gaps(), CPU, processes.shard_group)
+    flat = model.parameters.detach()
     llama = ShardedModel(tiny_llama(dtype=torch.float32), CPU, processes.shard_group, torch.bfloat16)
     for part in llama.module.modules():
         if isinstance(part, FSDPModule):
             part.unshard()
     return {
-        "gathered as": {name: str(parameter.dtype) for name, parameter in llama.module.named_parameters()},
-        "size": working.whole_size,
-        "sketch": working.sketch(flat, 3, 250, 5),
-        "distance": working.distance(flat, -flat).item(),
-        "here": processes.gather(flat[working.local_places(some_places(working.whole_size))]),
+        "gathered types": {name: str(parameter.dtype) for name, parameter in llama.module.named_parameters()},
+        "size": model.whole_size,
+        "sketch": model.sketch(flat, 3, 250, 5),
+        "distance": model.distance(flat, -flat).item(),
+        "places": processes.gather(flat[model.local_places(some_places(model.whole_size))]),
     }
 
 
@@ -304,12 +306,68 @@ def alone(nodes: int = 4) -> LocalProcesses:
     return LocalProcesses([CPU], nodes)
 
 
-def methods(processes: Processes) -> dict[str, dict]:
-    with matrix.ready():
-        build = initialisation.build_model
-        with patch("fabrics.models.initialisation.build_model", lambda *arguments: build(*arguments).double()):
-            return {name: run_method(name, processes) for name in METHODS}
+# The start of a run
 
+_START = {
+    "nodes_per_gpu": 2,
+    "number_of_initial_trainers": 1,
+    "number_of_outer_steps": 1,
+    "number_of_inner_steps_between_outers": 2,
+    "INITIAL_BATCH_SIZE": 8,  # four examples for each of two workers
+    "max_requested_batch": 8,
+    "max_batch_size": 8,
+    "switch_mode": "only_gradient_accumulation",
+    "cpu_threads": 1,
+    "deterministic": True,
+} | _TWO_LAYERS
+FREE_BYTES = 40_000_000
+
+
+def measured_max_batch(processes: Processes, free: int) -> int:
+    """The max batch of a run whose last device has so many free bytes, and the others twice as many."""
+    size = processes.shard_group.size
+    free *= 1 if processes.shard_group.index == size - 1 else 2
+    memory = psutil.virtual_memory()._replace(total=free, available=free)
+    with patch("utils.max_batch_calculator.psutil.virtual_memory", lambda: memory):
+        cluster = Cluster(make_config(**(_START | {"max_batch_size": None})), tiny_data(), processes)
+    (found,) = {node.max_batch for node in cluster.nodes}
+    return found
+
+
+def build_frozen(*arguments) -> torch.nn.Module:
+    model = BUILD(*arguments)
+    model.model.layers[0].requires_grad_(False)
+    return model
+
+
+INITIAL = {
+    "untied": (double, {"model_config": TINY_ARCHITECTURE | {"tie_word_embeddings": False}}),
+    "tied": (double, {}),
+    "frozen": (build_bert, {"distributed_algo": "LocalSGD"}),
+    "pretrained": (BUILD, {}),
+    "pretrained, frozen, to float64": (build_frozen, {"parameter_dtype": "float64"}),
+}
+
+
+def write_pretrained(folder: Path) -> None:
+    """Write tied weights in bfloat16, in several files."""
+    model = tiny_llama(dtype=torch.bfloat16, tied=True, vocab_size=300)
+    model.save_pretrained(folder / "pretrained", max_shard_size="4KB")
+    assert len(list(folder.glob("pretrained/*.safetensors"))) > 1
+
+
+def initial_tensors(name: str, processes: Processes, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors that two trainers and the working model start with; the folder has the pretrained weights."""
+    build, values = INITIAL[name]
+    if name.startswith("pretrained"):
+        values = values | {"model_config": {"name": str(folder / "pretrained"), "pretrained": True}}
+    config = make_config(**(_START | {"number_of_initial_trainers": 2} | values))
+    with patch("fabrics.models.initialisation.build_model", build):
+        cluster = Cluster(config, data_of("classification" if name == "frozen" else ""), processes)
+    return {"model": cluster.models.first.full_state_dict(), "trainers": matrix.state_of(cluster)["tensors"]}
+
+
+# Memory
 
 MODEL_OF_30M = {
     "preset": "demo",
@@ -323,7 +381,7 @@ MODEL_OF_30M = {
 
 
 def memory_config(devices_per_node: int = 1) -> Config:
-    """Of a run of one node, with micro-batches of four sequences of 64 tokens."""
+    """A run of one node, with micro-batches of four sequences of 64 tokens."""
     batches = dict.fromkeys(("max_batch_size", "INITIAL_BATCH_SIZE", "max_requested_batch", "statistics_batch_size"), 4)
     return make_config(
         model_config=MODEL_OF_30M,
@@ -339,42 +397,40 @@ def memory_config(devices_per_node: int = 1) -> Config:
     )
 
 
-def memory(folder: Path) -> None:
-    """What each process of a run of 30M parameters needs at most, beyond what it has before, to FOLDER.
+def _peak_bytes() -> int:
+    return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
 
-    Without a checkpoint, and with one. Of what is freed nothing is kept for later, as on shard groups.
-    """
-    _return_freed_memory()
+
+def memory(folder: Path) -> None:
+    """Write the peak memory of each process of a run of 30M parameters, without and with a checkpoint."""
+    _return_freed_memory()  # as shard groups do
     torch.set_num_threads(1)
     processes = meet()
     size = processes.count
     processes.place([CPU], 1, True, size)
-    data, before = tiny_data(train=16, validation=4, length=64), resident_peak()
+    data = tiny_data(train=16, validation=4, length=64)
+    before = _peak_bytes()
     cluster = Cluster(memory_config(), data, processes)
     cluster.train(Recorder())
     assert cluster.parameter_count == 29_893_120
-    trained = processes.gather(resident_peak() - before)
-    checkpoints = Checkpoints(folder, 1, None, processes, print)
-    checkpoints.save(1, cluster.tensors(), {}, {})
-    peaks = processes.gather(resident_peak() - before)
+    trained = processes.gather(_peak_bytes() - before)
+    Checkpoints(folder, 1, None, processes, print).save(1, cluster.tensors(), {}, {})
+    saved = processes.gather(_peak_bytes() - before)
     if processes.is_main:
-        (folder / f"peaks_{size}.json").write_text(json.dumps([trained, peaks]))
+        (folder / f"peaks_{size}.json").write_text(json.dumps([trained, saved]))
     processes.close()
 
 
-def resident_peak() -> int:
-    """In bytes, of this process."""
-    return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
-
-
-def main(folder: Path) -> None:
+def scenarios(folder: Path) -> None:
     torch.set_num_threads(1)
     processes = join_processes(make_config(nodes_per_gpu=4))
-    results, stopped = {}, torch.load(folder / "stopped.pt", weights_only=True)
+    stopped = torch.load(folder / "stopped.pt", weights_only=True)
+    results: dict = {}
     for number, (count, size, names) in enumerate(PARTS):
         if count != processes.count:
             continue
-        found, resumed = {}, {}
+        found = {}
+        resumed = {}
         for nodes in (2, 4):
             processes.place([CPU], nodes, True, size)
             for name in (name for name in names if nodes_of(name) == nodes):
@@ -383,10 +439,15 @@ def main(folder: Path) -> None:
                 if name in RESUMED:
                     resumed[name] = run_scenario(name, processes, stopped[name])
         found["resumed"] = resumed
-        found["methods"] = methods(processes) if (count, size) == (4, 2) else {}
-        found["recipe"] = run_scenario("recipe", processes) if count == 2 else None
-        found["parts"] = numbers_of_parts(processes)
+        found["flat operations"] = flat_operations(processes)
         found["devices"] = devices_statistics(processes)
+        if (count, size) == (4, 2):
+            found["methods"] = methods(processes)
+        if count == 2:
+            found["recipe"] = run_scenario("recipe", processes)
+            processes.place([CPU], 2, True, size)
+            found["initial"] = {name: initial_tensors(name, processes, folder) for name in INITIAL}
+            found["max batches"] = [measured_max_batch(processes, free) for free in (FREE_BYTES, 2 * FREE_BYTES)]
         results[number] = found
     if processes.is_main:
         torch.save(results, folder / "results.pt")
@@ -394,4 +455,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"scenarios": main, "memory": memory}[sys.argv[1]](Path(sys.argv[2]))
+    {"scenarios": scenarios, "memory": memory}[sys.argv[1]](Path(sys.argv[2]))
