@@ -1,21 +1,20 @@
 """Measure one GPU in at most ten minutes: python benchmarks/performance/gpu.py [--parts ...], or make gpu.
 
-Writes docs/results/gpu.json and a table in docs/speed.md; without a GPU it writes nothing. Each part is a process of
-its own with a time limit. A part that fails leaves the reason in its place, and the others continue.
+Writes docs/results/gpu.json and a table in docs/speed.md; without a GPU it writes nothing. Each part runs in its own
+process with a time limit. A part that fails leaves the reason in its place, and the others continue.
 
-- tests: tests/integration/test_gpu.py, among it that no inner step waits for the GPU;
-- eager, compiled, graphs: MicroLlama (305M parameters) at sequence 512 in bfloat16 beside a bare loop, with the model
-  FLOPs utilisation (MFU); the last with what takes the launching of kernels away (CUDA graphs), which no run does yet;
-- statistics: what they add to a round of 200 inner steps of it;
-- trainers: several of it in turn in one process; processes: four small ones, in processes that share the GPU;
-- large: 1.1B parameters, plainly, and with activations computed anew and the outer state in host memory, with the
-  allocator's peak beside what is planned;
-- exchange: the mean of 100M parameters over two GPUs (nccl), in every encoding; with one GPU it says so;
-- demo: config.yaml, on the GPU.
+- tests: tests/integration/test_gpu.py, which also checks that no inner step waits for the GPU.
+- eager, compiled: MicroLlama (305M parameters) at sequence length 512 in bfloat16 against a bare loop, with the model
+  FLOPs utilisation (MFU).
+- statistics: what the per-example statistics add to a round of 200 inner steps.
+- large: 1.1B parameters; large_with_less: with activation checkpointing and the outer state in host memory. Both
+  compare the allocator's peak with the plan.
+- trainers: several trainers in turn in one process. processes: several processes that share the GPU.
+- demo: config.yaml on the GPU.
+- exchange: the mean of 100M parameters over two GPUs (NCCL) in every encoding.
 """
 
 import argparse
-import functools
 import json
 import os
 import re
@@ -32,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from algorithms.schedule.limits import RoundSchedule
 from benchmarks.performance import scaling
 from benchmarks.performance.throughput import (
     DEFAULTS,
@@ -41,6 +39,7 @@ from benchmarks.performance.throughput import (
     inner_steps,
     make_data,
     peak_flops,
+    schedule_of,
     seconds,
     statistics_ratio,
     step_times,
@@ -58,12 +57,11 @@ from utils.files import write_json_atomically, write_text_atomically
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results" / "gpu.json"
 PAGE = ROOT / "docs" / "speed.md"
-# This program writes the section of the page between these lines.
+# The section of the page between these lines is written by this program.
 BEGIN = "<!-- gpu: written by benchmarks/performance/gpu.py -->"
 END = "<!-- end of gpu -->"
 TOTAL_SECONDS = 540.0  # ten minutes with start and end
-_LARGE = {"large": "1.1B parameters", "large_with_less": "1.1B, with less memory"}
-_TIMES = {"bare loop": "bare_loop", "inner steps": "inner_steps", "whole round": "whole_round"}
+_LARGE = {"large": "1.1B parameters", "large_with_less": "1.1B parameters with less memory"}
 
 MICROLLAMA = {
     "devices": ["cuda:0"],
@@ -74,13 +72,8 @@ MICROLLAMA = {
     "compile_model": False,
 }
 LARGE = MICROLLAMA | {
-    "model_config": {
-        "preset": "keeeeenw/MicroLlama",
-        "vocab_size": 32000,
-        "hidden_size": 2048,
-        "num_hidden_layers": 22,
-        "num_attention_heads": 32,
-    },
+    "model_config": MICROLLAMA["model_config"]
+    | {"hidden_size": 2048, "num_hidden_layers": 22, "num_attention_heads": 32},
     "INITIAL_BATCH_SIZE": 16,
     "eval_batch_size": 16,
     "number_of_inner_steps_between_outers": 30,
@@ -88,13 +81,15 @@ LARGE = MICROLLAMA | {
 
 
 def configured(values: Mapping, **more) -> Config:
+    """Return the configuration of a measured training run."""
     return parse_config(DEFAULTS | dict(values) | more, checks=CHECKS)[0]
 
 
-# The parts: each returns JSON values.
+# The parts; each returns JSON values.
 
 
 def tests() -> dict:
+    """Run the GPU tests: counts of passed, failed and skipped ones."""
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "tests/integration/test_gpu.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}
@@ -102,40 +97,59 @@ def tests() -> dict:
 
 
 def speeds(config: Config, repeats: int = 3) -> dict:
+    """Measure the bare loop, inner steps and whole rounds: tokens/s and MFU."""
     found = step_times(config, repeats)
     peak, source = peak_flops(found.device, config.autocast)
-    times = {key: found.speed(name) for name, key in _TIMES.items()}
+    names = {"bare_loop": "bare loop", "inner_steps": "inner steps", "whole_round": "whole round"}
+    tokens_per_second = {key: found.speed(name) for key, name in names.items()}
     return {
-        "tokens_per_second": times,
-        "mfu": {key: speed * found.flops / peak for key, speed in times.items()},
-        "inner_steps_of_bare_loop": times["inner_steps"] / times["bare_loop"],
+        "tokens_per_second": tokens_per_second,
+        "mfu": {key: speed * found.flops / peak for key, speed in tokens_per_second.items()},
+        "inner_steps_of_bare_loop": tokens_per_second["inner_steps"] / tokens_per_second["bare_loop"],
         "peak_flops": peak,
         "peak_from": source,
     }
 
 
-def graphs(config: Config) -> dict:
-    """Speeds with CUDA graphs (torch.compile, mode reduce-overhead)."""
-    compile_model = torch.compile
-    torch.compile = functools.partial(compile_model, mode="reduce-overhead")
-    try:
-        return speeds(config)
-    finally:
-        torch.compile = compile_model
-
-
 def statistics_share(config: Config, repeats: int = 2, steps: int = 200) -> dict:
+    """Measure what the statistics add to a round."""
     ratio, added = statistics_ratio(config, repeats)
     return {"plain_steps": ratio, "share_of_round": added / steps, "steps": steps}
 
 
+def large(config: Config) -> dict:
+    """Measure a round, and its inner steps alone, after a warm-up round: tokens/s, MFU and the allocator's peak."""
+    cluster = Cluster(config, make_data(config, build_vocabulary(config)))
+    device = cluster.devices[0]
+    (trainer,) = cluster.trainers.values()
+    schedule = schedule_of(config)
+    whole_round(trainer, schedule)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    tokens = schedule.inner_steps * config.INITIAL_BATCH_SIZE * config.sequence_length
+    tokens_per_second = {
+        "whole_round": tokens / seconds(lambda: whole_round(trainer, schedule), device),
+        "inner_steps": tokens / seconds(lambda: inner_steps(trainer, schedule), device),
+    }
+    flops = flops_per_token(cluster.models[device].module, config.sequence_length)
+    peak, _ = peak_flops(device, config.autocast)
+    return {
+        "parameters": cluster.parameter_count,
+        "tokens_per_second": tokens_per_second,
+        "mfu": {name: speed * flops / peak for name, speed in tokens_per_second.items()},
+        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "planned_bytes": estimate(config).device_bytes,
+    }
+
+
 def trainers_in_turn(config: Config, repeats: int = 2) -> dict:
+    """Measure several trainers that share the GPU in one process."""
     found = trainers_together(config, repeats, (1, 2, 4))
     return {str(count): {"tokens_per_second": speed, "of_one": ratio} for count, (speed, ratio) in found.items()}
 
 
-def run_of(**values) -> dict:
-    """Return the summary of a run of run.py with the demo's model."""
+def run_summary(**values) -> dict:
+    """Return the summary of a run of the demo with other values."""
     with tempfile.TemporaryDirectory() as folder:
         keys = {"devices": "[cuda:0]", "clearml": "off", "plot_at_end": "false", "log_dir": folder} | values
         command = [sys.executable, "run.py", *(f"{key}={value}" for key, value in keys.items())]
@@ -147,63 +161,33 @@ def run_of(**values) -> dict:
 
 
 def processes_that_share() -> dict:
+    """Measure the demo's training in several processes that share the GPU."""
     fixed = {"sampling_method": "none", "smallest_worker_batch": "null", "merge_frequency": 10**6, "eval_every": 1000}
     length = {"number_of_outer_steps": 15, "number_of_inner_steps_between_outers": 40, "max_tokens": "null"}
-    found = {n: run_of(processes=n, **fixed, **length)["tokens_per_second"] for n in (1, 2, 4)}
-    return {str(n): {"tokens_per_second": speed, "of_one": speed / found[1]} for n, speed in found.items()}
+    found = {count: run_summary(processes=count, **fixed, **length)["tokens_per_second"] for count in (1, 2, 4)}
+    return {str(count): {"tokens_per_second": speed, "of_one": speed / found[1]} for count, speed in found.items()}
 
 
-def large(config: Config) -> dict:
-    """Measure a round and its inner steps alone, after a warm-up round: tokens/s, MFU and the allocator's peak."""
-    cluster = Cluster(config, make_data(config, build_vocabulary(config)))
-    device = cluster.devices[0]
-    (trainer,) = cluster.trainers.values()
-    schedule = RoundSchedule(config.number_of_inner_steps_between_outers, 0.0, 0.0)
-    whole_round(trainer, schedule)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    tokens = schedule.inner_steps * config.INITIAL_BATCH_SIZE * config.sequence_length
-    speeds = {
-        "whole_round": tokens / seconds(lambda: whole_round(trainer, schedule), device),
-        "inner_steps": tokens / seconds(lambda: inner_steps(trainer, schedule), device),
-    }
-    flops = flops_per_token(cluster.models[device].module, config.sequence_length)
-    peak, _ = peak_flops(device, config.autocast)
-    return {
-        "parameters": cluster.parameter_count,
-        "tokens_per_second": speeds,
-        "mfu": {name: speed * flops / peak for name, speed in speeds.items()},
-        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        "planned_bytes": estimate(config).device_bytes,
-    }
+def demo() -> dict:
+    """Run the demo."""
+    summary = run_summary()
+    return {key: summary[key] for key in ("wall_seconds", "tokens_per_second", "final_metric", "communications")}
 
 
 def exchange(parameters: int = 100_000_000, repeats: int = 3, gpus: int = 2) -> dict:
     """Measure the mean of a model over two processes: median seconds and bytes sent by both, for each encoding.
 
     Args:
-        gpus: GPUs that take part; 0: two processes on the CPU.
+        gpus: GPUs to use; 0: two processes on the CPU.
     """
     if gpus > torch.cuda.device_count():
         return {"problem": f"needs {gpus} GPUs"}
-    arguments = parameters, repeats, 1, gpus
+    arguments = (parameters, repeats, 1, gpus)
     with Launch(2, [scaling.__file__, "--synchronisation", *map(str, arguments)]) as launch:
         found = scaling.synchronise(*arguments, launch)
     return {
-        f"{one.encoding}, {one.how}": {"seconds": statistics.median(one.seconds), "bytes": one.sent} for one in found
+        f"{one.encoding}, {one.order}": {"seconds": statistics.median(one.seconds), "bytes": one.sent} for one in found
     }
-
-
-def begun(where: dict) -> dict:
-    """Return the stored results if they are of the same GPU and PyTorch, else empty ones."""
-    there = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    same = all(there.get(key) == value for key, value in where.items())
-    return where | {"parts": there["parts"] if same else {}}
-
-
-def demo() -> dict:
-    summary = run_of()
-    return {key: summary[key] for key in ("wall_seconds", "tokens_per_second", "final_metric", "communications")}
 
 
 # The parts, in order of importance, each with its time limit in seconds.
@@ -221,12 +205,11 @@ PARTS: dict[str, tuple[Callable[[], dict], float]] = {
     "processes": (processes_that_share, 150.0),
     "demo": (demo, 120.0),
     "exchange": (exchange, 60.0),
-    "graphs": (lambda: graphs(configured(MICROLLAMA, compile_model=True)), 240.0),
 }
 
 
 def measured(name: str, limit: float) -> dict:
-    """Run a part in a process of its own; return its result, or the problem."""
+    """Run a part in its own process; return its result, or the problem."""
     if limit < 10.0:
         return {"problem": "no time was left"}
     command = [sys.executable, __file__, "--part", name]
@@ -242,37 +225,47 @@ def measured(name: str, limit: float) -> dict:
     return json.loads(output.splitlines()[-1])
 
 
-# Name, measured value, target, whether the target is met.
-Bar = tuple[str, float, float, bool]
+# Results and their presentation
 
 
-def bars(parts: Mapping[str, Mapping]) -> list[Bar]:
-    """Compare the results with their targets; parts without numbers are left out."""
+def recorded(gpu: dict) -> dict:
+    """Return the recorded results if they are of this GPU and PyTorch, otherwise empty ones."""
+    known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    same = all(known.get(key) == value for key, value in gpu.items())
+    return gpu | {"parts": known["parts"] if same else {}}
+
+
+def targets(parts: Mapping[str, Mapping]) -> list[tuple[str, bool]]:
+    """Compare the results with their targets: a sentence and True if the target is met; parts without numbers: none."""
     found = []
+
+    def compare(name: str, value: float, target: float, met: bool) -> None:
+        found.append((f"{name}: {value:.3f}, target {target:g}, {'met' if met else 'missed'}", met))
+
     part = parts.get("tests", {})
     if "status" in part:
         failed = max(part.get("failed", 0) + part.get("error", 0), int(part["status"] != 0))
-        found.append(("tests that fail, of inner steps that wait for the GPU among them", failed, 0, failed == 0))
+        compare("failed tests, including that no inner step waits for the GPU", failed, 0, failed == 0)
     models = [parts[name] for name in ("eager", "compiled") if "mfu" in parts.get(name, {})]
     if models:
-        best = max(part["mfu"]["inner_steps"] for part in models)
-        beside = min(part["inner_steps_of_bare_loop"] for part in models)
-        found.append(("MFU of MicroLlama", best, 0.45, best >= 0.45))
-        found.append(("of the bare loop", beside, 0.97, beside >= 0.97))
+        mfu = max(part["mfu"]["inner_steps"] for part in models)
+        ratio = min(part["inner_steps_of_bare_loop"] for part in models)
+        compare("MFU of MicroLlama", mfu, 0.45, mfu >= 0.45)
+        compare("inner steps, ratio to the bare loop", ratio, 0.97, ratio >= 0.97)
     share = parts.get("statistics", {}).get("share_of_round")
     if share is not None:
-        found.append(("statistics in a round of 200 steps", share, 0.03, share < 0.03))
-    for name in ("large", "large_with_less"):
+        compare("statistics, share of a round of 200 steps", share, 0.03, share < 0.03)
+    for name, label in _LARGE.items():
         part = parts.get(name, {})
         if part.get("peak_bytes"):
-            beside = abs(part["peak_bytes"] / part["planned_bytes"] - 1.0)
-            found.append((f"memory of {_LARGE[name]} beside its estimate", beside, 0.25, beside <= 0.25))
+            error = abs(part["peak_bytes"] / part["planned_bytes"] - 1.0)
+            compare(f"planned memory of {label}, relative error", error, 0.25, error <= 0.25)
     return found
 
 
 def rows(parts: Mapping[str, Mapping]) -> Iterator[tuple[str, float, float | None]]:
     """Yield the rows of the table: description, tokens per second, and MFU (None: unknown)."""
-    for name in ("eager", "compiled", "graphs"):
+    for name in ("eager", "compiled"):
         part = parts.get(name, {})
         for key, speed in part.get("tokens_per_second", {}).items():
             yield f"MicroLlama, {name}, {key.replace('_', ' ')}", speed, part["mfu"][key]
@@ -292,16 +285,11 @@ def section(results: Mapping) -> str:
     lines = [f"On {results['gpu']}, with PyTorch {results['torch']} (`make gpu`):", ""]
     lines += ["| what | tokens/s | MFU |", "| --- | --- | --- |"]
     lines += [f"| {what} | {speed:,.0f} | {'' if mfu is None else f'{mfu:.1%}'} |" for what, speed, mfu in rows(parts)]
-    lines += ["", *(f"- {said(bar)}" for bar in bars(parts))]
+    lines += ["", *(f"- {sentence}" for sentence, _ in targets(parts))]
     for name, found in parts.get("exchange", {}).items():
         if name != "problem":
             lines.append(f"- 100M parameters, {name}: {found['seconds']:.3f} s for {found['bytes'] / 1e6:.0f} MB")
     return "\n".join(lines + [f"- {name}: {part['problem']}" for name, part in parts.items() if "problem" in part])
-
-
-def said(bar: Bar) -> str:
-    name, value, aim, kept = bar
-    return f"{name}: {value:.3f}, aimed at {aim:g}, {'kept' if kept else 'missed'}"
 
 
 def with_section(page: str, text: str) -> str:
@@ -322,14 +310,14 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(PARTS[options.part][0]()))
         return 0
     started = time.monotonic()
-    results = begun({"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__})
+    results = recorded({"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__})
     for name in options.parts:
         found = measured(name, min(PARTS[name][1], TOTAL_SECONDS - (time.monotonic() - started)))
         print(f"{name}: {json.dumps(found)}", flush=True)
         results["parts"][name] = found
         write_json_atomically(RESULTS, results)  # an interruption loses one part
         write_text_atomically(PAGE, with_section(PAGE.read_text(encoding="utf-8"), section(results)))
-    print("\n".join(said(bar) for bar in bars(results["parts"])))
+    print("\n".join(sentence for sentence, _ in targets(results["parts"])))
     return 0
 
 

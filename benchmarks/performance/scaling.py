@@ -1,25 +1,17 @@
-"""Measure processes, shard groups, synchronisation and checkpoints: python benchmarks/performance/scaling.py [--parts
-...].
+"""Measure processes, shard groups and synchronisation: python benchmarks/performance/scaling.py [--parts ...].
 
-- processes: tokens/s of the demo's training on this machine with one process and a thread per core, with one process
-  and one thread, and with two processes of one thread each; runs of the program itself, interleaved, and with them
-  the loop that a good engineer would write without a framework, with a thread per core.
-- shard groups: likewise of one trainer, for each of two models, on one device, on two devices with a whole model
-  each, on
-  one shard group of two devices, and on two such shard groups. The third against the second is what it costs to share
-  a model.
-- synchronisation: seconds, and bytes sent, of the mean of 100M parameters over two processes, for every encoding,
-  summed in worker order and with one all-reduce; encoding and decoding included.
-- exchange: the same between two shard groups of two devices, each of which has its share of a model of so many
-  parameters.
-  What a process has written meanwhile, headers of messages included, is the system's count (Linux).
-- checkpoint: GB/s of writing and reading one, checksums and fsync included, beside copying the same bytes to a file
-  with fsync; and of the copy in memory, for which training stands still.
+- processes: tokens/s of the demo's training with one process and a thread per core, one process and one thread, two
+  processes of one thread each, and a loop without the framework. All but the last are runs of run.py, interleaved.
+- shard_groups: tokens/s of one trainer, for two model sizes: on one device, on two devices with a whole model each, on
+  one shard group of two devices, and on two such shard groups. The third against the second is the cost of sharding.
+- synchronisation: seconds and bytes of the mean of 100M parameters over two processes, for every encoding, summed in
+  worker order or by one all-reduce, encoding and decoding included.
+- exchange: the same between two shard groups of two devices, each with its shard of the model. On Linux, the bytes that
+  a process has written, message headers included, are read from the operating system.
 """
 
 import argparse
 import json
-import os
 import re
 import resource
 import statistics
@@ -39,14 +31,12 @@ from torch import nn
 from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
 from benchmarks.performance.throughput import BareLoop, build_vocabulary, make_data, seconds
 from fabrics.config_checks import CHECKS
-from utils.checkpoint.checkpoint import Checkpoints, newest_checkpoint
 from utils.config.reading import load_config
 from utils.distributed.launch import Launch, cores
-from utils.distributed.processes import LocalProcesses, Processes, meet
+from utils.distributed.processes import Processes, meet
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-
 
 # Settings of every measured run: CPU, constant batches.
 RUN = {
@@ -64,6 +54,8 @@ _MODELS = {
     "0.22M parameters": {},
     "3.5M parameters": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4},
 }
+
+# Tokens per second of short runs
 
 
 @dataclass(frozen=True)
@@ -95,23 +87,22 @@ class Setting:
 
 
 class Bare(Setting):
-    """The same model, batch and optimiser without the framework."""
+    """The same model, batch and optimizer without the framework."""
 
     def tokens_per_second(self, values: dict, folder: Path) -> float:
-        """Measure as many steps as all workers of the run make, after one round of warm-up."""
-        # What a tokenizer would say that has learned from text.
+        """Measure as many steps as all workers of the run make, after a warm-up round."""
+        # The vocabulary of a tokenizer that was trained on text.
         same = values | {"model_config.vocab_size": RUN["vocab_size"]}
         config, _ = load_config(ROOT / "config.yaml", as_overrides(same), CHECKS)
-        of_round, threads = config.number_of_inner_steps_between_outers, torch.get_num_threads()
-        steps = of_round * config.number_of_outer_steps * config.number_of_initial_trainers
+        round_steps = config.number_of_inner_steps_between_outers
+        steps = round_steps * config.number_of_outer_steps * config.number_of_initial_trainers
+        threads = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         bare = BareLoop(config, make_data(config, build_vocabulary(config)), CPU)
-        bare.run(of_round)
-        started = time.perf_counter()
-        bare.run(steps)
-        took = time.perf_counter() - started
+        bare.run(round_steps)
+        elapsed = seconds(lambda: bare.run(steps), CPU)
         torch.set_num_threads(threads)
-        return steps * config.INITIAL_BATCH_SIZE * config.sequence_length / took
+        return steps * config.INITIAL_BATCH_SIZE * config.sequence_length / elapsed
 
 
 PROCESSES = (
@@ -140,26 +131,47 @@ def compare(title: str, settings: Sequence[Setting], values: dict, repeats: int)
         for _ in range(repeats):
             for setting in settings:
                 speeds[setting].append(setting.tokens_per_second(values, Path(folder)))
-    print(f"\n{title:36} {'tokens/s':>10}   against the first (median of pairs; all)")
+    print(f"\n{title:36} {'tokens/s':>10}   ratio to the first (median of pairs; all)")
     for setting, found in speeds.items():
         pairs = sorted(value / first for value, first in zip(found, speeds[settings[0]], strict=True))
         shown = " ".join(f"{pair:.2f}" for pair in pairs)
         print(f"{setting.name:36} {statistics.median(found):>10,.0f}   {statistics.median(pairs):.2f} ({shown})")
 
 
-def written_bytes() -> int | None:
-    """Return the bytes that this process has written so far (mostly to sockets); None: not counted by the system."""
+# The mean of a model over two nodes
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The mean of a model's parameters over two nodes, with one encoding.
+
+    Attributes:
+        order: how the workers' tensors are summed.
+        seconds: seconds of every repetition, encoding and decoding included.
+        sent: bytes sent by all processes, as the encoding counts them.
+        written: bytes that each process wrote meanwhile; None: not counted by the system.
+    """
+
+    encoding: str
+    order: str
+    seconds: list[float]
+    sent: int
+    written: list[int | None]
+
+
+def _written_bytes() -> int | None:
+    """Bytes that this process has written so far, mostly to sockets; None: not counted by the system."""
     counts = Path("/proc/self/io")
     return int(re.search(r"wchar: (\d+)", counts.read_text())[1]) if counts.exists() else None
 
 
-def share_of_model(parameters: int, processes: Processes) -> torch.Tensor:
-    """The flat parameters of this process's device, of a model of ten layers with so many in all."""
+def _local_parameters(parameters: int, processes: Processes) -> torch.Tensor:
+    """The flat parameters on this process's device, for a model of ten layers with this many parameters in total."""
     if processes.shard_group.size == 1:
         return torch.randn(parameters) * 1e-3
-    from fabrics.sharding.sharded_model import ShardedModel
+    from fabrics.sharding.sharded_model import ShardedModel  # slow to import, and tied to one release of PyTorch
 
-    # The first device of a node has the weights, and sends the others their parts.
+    # The first device of a node has the weights and sends the others their shards.
     first = processes.shard_group.index == 0
     with torch.device("cpu" if first else "meta"):
         layers = [nn.Sequential(nn.Linear(1000, parameters // 10_000, bias=False)) for _ in range(10)]
@@ -167,126 +179,79 @@ def share_of_model(parameters: int, processes: Processes) -> torch.Tensor:
     if first:
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=1e-3)
-    drawn = ShardedModel(model, CPU, processes.shard_group)
-    return drawn.parameters.detach()
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """The mean of a model's parameters over two nodes, encoded in one way.
-
-    Attributes:
-        how: it is added up. seconds: of every time, encoding and decoding included. sent: bytes by all processes as the
-            encoding says. written: bytes that each process wrote meanwhile; None where the system does not count them.
-    """
-
-    encoding: str
-    how: str
-    seconds: list[float]
-    sent: int
-    written: list[int | None]
+    return ShardedModel(model, CPU, processes.shard_group).parameters.detach()
 
 
 def synchronise(
     parameters: int, repeats: int, devices_per_node: int, gpus: int, launch: Launch | None
 ) -> list[Exchange]:
-    """One of the processes of two nodes: the mean over two workers, one on each. gpus: that they are on; 0: on CPUs."""
+    """Average a model over two workers, one on each of two nodes; called by every process of the nodes.
+
+    Args:
+        gpus: GPUs that the nodes use; 0: CPUs.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    results = []
     processes = meet(launch)
     devices = [torch.device("cuda", index) for index in range(gpus)] or [CPU]
     processes.place(devices, 1 if gpus else 2, True, devices_per_node)
     (device,) = (device for node, device in enumerate(processes.devices) if processes.owns(node))
-    tensor = share_of_model(parameters, processes).to(device)
-    like = torch.zeros_like(tensor)
+    tensor = _local_parameters(parameters, processes).to(device)
+    results = []
     for name, encoding in COMMUNICATION_DTYPES.items():
         for in_order in (True, False) if encoding.lossless else (True,):
             processes._in_order = in_order
-            workers, times = processes.workers([0, 1]), []
+            workers = processes.workers([0, 1])
+            like = torch.zeros_like(tensor)
 
-            def once(workers=workers, encoding=encoding) -> None:
-                rows = encoding.encode(tensor)
+            def average(workers=workers, encoding=encoding, like=like) -> None:
+                encoded = encoding.encode(tensor)
                 mean = workers.mean(like, encoding)
                 for index in workers.local_workers:
-                    mean.add(index, rows)
+                    mean.add(index, encoded)
                 mean.result()
 
+            times = []
             for repeat in range(repeats + 1):
                 processes.gather(None)
-                before = written_bytes()
-                took = seconds(once, device)
-                if repeat:
-                    times.append(took)
-            written = None if before is None else written_bytes() - before
+                before = _written_bytes()
+                elapsed = seconds(average, device)
+                if repeat:  # the first is a warm-up
+                    times.append(elapsed)
+            written = None if before is None else _written_bytes() - before
             sent = encoding.reduction_bytes(2, parameters, torch.float32)
-            how = "in worker order" if in_order else "one all-reduce"
-            results.append(Exchange(name, how, times, sent, processes.gather(written)))
+            order = "in worker order" if in_order else "one all-reduce"
+            results.append(Exchange(name, order, times, sent, processes.gather(written)))
     processes.close()
     return results
 
 
 def measure_synchronisation(parameters: int, repeats: int, devices_per_node: int) -> None:
-    """Launch two nodes on this machine's cores, and print what they need."""
-    arguments, count = (parameters, repeats, devices_per_node, 0), 2 * devices_per_node
+    """Launch two nodes on this machine's cores, and print seconds and bytes of their synchronisation."""
+    arguments = (parameters, repeats, devices_per_node, 0)
+    count = 2 * devices_per_node
     with Launch(count, [__file__, "--synchronisation", *map(str, arguments)]) as launch:
         results = synchronise(*arguments, launch)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    of = "processes" if devices_per_node == 1 else f"shard groups of {devices_per_node} devices"
-    print(f"\nmean of {parameters:,} parameters over two {of} on this machine (median; all):")
+    nodes = "processes" if devices_per_node == 1 else f"shard groups of {devices_per_node} devices"
+    print(f"\nmean of {parameters:,} parameters over two {nodes} on this machine (median; all):")
     for found in results:
         shown = " ".join(f"{value:.2f}" for value in sorted(found.seconds))
-        counted = "" if None in found.written else f", {max(found.written) / 1e6:.1f} written at most"
+        written = "" if None in found.written else f", at most {max(found.written) / 1e6:.1f} written"
         print(
-            f"  {found.encoding:9} {found.how:16} {statistics.median(found.seconds):6.2f} s ({shown}), "
-            f"{found.sent / 1e6:7.1f} MB sent by both, {found.sent / count / 1e6:.1f} by a process{counted}"
+            f"  {found.encoding:9} {found.order:16} {statistics.median(found.seconds):6.2f} s ({shown}), "
+            f"{found.sent / 1e6:7.1f} MB sent in total, {found.sent / count / 1e6:.1f} per process{written}"
         )
-    print(f"  peak memory of a process {peak / 4 / parameters:.1f} times the parameters")
-
-
-def measure_checkpoint(parameters: int, repeats: int) -> None:
-    """A checkpoint of one trainer with one worker: parameters, momentum, and two moments."""
-    groups = {
-        "trainer_0": {name: torch.randn(parameters) for name in ("parameters", "velocity")},
-        "trainer_0_worker_0": {name: torch.randn(parameters) for name in ("exp_avg", "exp_avg_sq")},
-    }
-    size = 4 * 4 * parameters
-    times: dict[str, list[float]] = {"copy to a file": [], "write": [], "find": [], "read": []}
-    with tempfile.TemporaryDirectory(dir=ROOT) as folder:
-        alone = LocalProcesses([CPU], 1)
-        checkpoints = Checkpoints(Path(folder), 1, None, alone, print)
-        for number in range(repeats):
-            started = time.perf_counter()
-            with (Path(folder) / "plain").open("wb") as file:
-                for group in groups.values():
-                    for tensor in group.values():
-                        file.write(memoryview(tensor.numpy()).cast("B"))
-                os.fsync(file.fileno())
-            times["copy to a file"].append(time.perf_counter() - started)
-            started = time.perf_counter()
-            checkpoints.save(number, groups, {}, {})
-            times["write"].append(time.perf_counter() - started)
-            started = time.perf_counter()
-            checkpoint = newest_checkpoint(Path(folder), alone)
-            times["find"].append(time.perf_counter() - started)
-            started = time.perf_counter()
-            for group, tensors in groups.items():
-                for name, tensor in tensors.items():
-                    tensor.copy_(checkpoint.read(group, name))
-            times["read"].append(time.perf_counter() - started)
-    print(f"\ncheckpoint of {size / 1e9:.1f} GB (GB/s, median; all):")
-    for name, values in times.items():
-        speeds = sorted(size / 1e9 / value for value in values)
-        print(f"  {name:15} {statistics.median(speeds):5.2f} ({' '.join(f'{speed:.2f}' for speed in speeds)})")
+    print(f"  peak memory of a process: {peak / 4 / parameters:.1f} times the parameters")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parts = ("processes", "shard_groups", "synchronisation", "exchange", "checkpoint")
+    parts = ("processes", "shard_groups", "synchronisation", "exchange")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="default: all")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of everything (default: 5)")
-    parser.add_argument("--rounds", type=int, default=4, help="of the runs whose tokens/s are taken (default: 4)")
-    parser.add_argument("--parameters", type=int, default=100_000_000, help="of what is sent and written")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds of the measured runs (default: 4)")
+    parser.add_argument("--parameters", type=int, default=100_000_000, help="parameters of the averaged model")
     parser.add_argument("--synchronisation", nargs=4, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.synchronisation:
@@ -302,8 +267,6 @@ def main() -> None:
     for part, devices_per_node in (("synchronisation", 1), ("exchange", 2)):
         if part in options.parts:
             measure_synchronisation(options.parameters, options.repeats, devices_per_node)
-    if "checkpoint" in options.parts:
-        measure_checkpoint(options.parameters, options.repeats)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,19 @@
-"""What the framework costs: python benchmarks/performance/throughput.py [--repeats N] [--parts ...] [key=value ...].
+"""Measure the cost of the framework: python benchmarks/performance/throughput.py [--parts ...] [key=value ...].
 
-Prints ratios of medians of interleaved measurements, because single timings on a shared machine say little:
+Prints ratios of medians of interleaved measurements, because single timings on a shared machine mean little:
 
-- steps: tokens/s of a trainer's inner steps against the loop that a good engineer would write (same model and
-  batch, autocast and compilation as configured, fused AdamW, gradient clipping, the loss read once at the end, no
-  framework), and of whole rounds, with outer step, batch test and statistics, evaluation off; with the model
-  FLOPs utilisation;
-- statistics: what the per-example statistics add to a round, from a pass with hooks against a plain one;
-- memory: bytes per parameter of everything of model size, beside the formula;
-- outer: GB/s of the outer step against a memory copy;
-- trainers: tokens/s of several trainers that share a device, together, against one that has it for itself.
+- steps: tokens/s of a trainer's inner steps and of whole rounds (outer step, batch test and statistics, no evaluation)
+  against a loop without the framework: same model and batch, autocast and compilation as configured, fused AdamW,
+  gradient clipping, the loss read once at the end. With the model FLOPs utilisation (MFU).
+- statistics: what the per-example statistics add to a round.
+- memory: peak bytes per parameter of all tensors of model size, and the formula.
+- trainers: tokens/s of several trainers that share a device, against one that has the device for itself.
 
-The model is the demo's unless model_config says otherwise; random tokens cost what real ones cost. On a GPU:
+The model is the demo's unless model_config names another. Tokens are random. On a GPU:
 
-    python benchmarks/performance/throughput.py devices=[cuda:0] autocast=bfloat16
-    model_config.preset=keeeeenw/MicroLlama \
-        model_config.vocab_size=32000 sequence_length=512 INITIAL_BATCH_SIZE=32 number_of_inner_steps_between_outers=200
+    python benchmarks/performance/throughput.py devices=[cuda:0] autocast=bfloat16 \\
+        model_config.preset=keeeeenw/MicroLlama model_config.vocab_size=32000 sequence_length=512 \\
+        INITIAL_BATCH_SIZE=32 number_of_inner_steps_between_outers=200
 """
 
 import argparse
@@ -35,7 +33,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from algorithms.batch.per_example import PerExampleProbe
 from algorithms.schedule.limits import RoundSchedule
-from algorithms.synchronisation.outer_step import nesterov_step
 from cluster import Cluster
 from fabrics.config_checks import CHECKS
 from fabrics.data.examples import PackedSequences, TaskData
@@ -63,13 +60,18 @@ DEFAULTS = {
 def make_data(config: Config, vocabulary: int, examples: int = 512) -> TaskData:
     """Make random tokens in sequences of the configured length."""
     tokens = np.random.default_rng(0).integers(0, vocabulary, (examples, config.sequence_length), dtype=np.int32)
-    tokenizer = train_tokenizer(["random tokens need no text"], 258)
-    train, validation = PackedSequences(tokens), PackedSequences(tokens[:8])
-    return TaskData("causal_lm", "random", "random tokens", train, validation, tokenizer, documents={})
+    return TaskData(
+        task="causal_lm",
+        dataset="random",
+        source="random tokens",
+        train=PackedSequences(tokens),
+        validation=PackedSequences(tokens[:8]),
+        tokenizer=train_tokenizer(["random tokens need no text"], 258),
+    )
 
 
 class BareLoop:
-    """The same model, data, optimiser, clipping and unmasked attention without the framework."""
+    """Training without the framework: same model, data, optimizer, clipping and attention."""
 
     def __init__(self, config: Config, data: TaskData, device: torch.device):
         self.model = build_model(config.model_type, config.model_config, data.tokenizer, config.sequence_length, 0)
@@ -91,6 +93,7 @@ class BareLoop:
         self.tokens = torch.from_numpy(data.train._tokens).to(torch.long)
 
     def run(self, steps: int) -> None:
+        """Make training steps; the host reads the loss once, at the end."""
         loss_sum = torch.zeros((), device=self.device)
         for step in range(steps):
             rows = torch.arange(step * self.batch, (step + 1) * self.batch) % len(self.tokens)
@@ -109,7 +112,7 @@ class BareLoop:
         loss_sum.item()
 
 
-# Dense bfloat16 FLOP/s of the data sheets.
+# Dense bfloat16 FLOP/s from data sheets.
 DATA_SHEETS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 
 
@@ -150,6 +153,14 @@ def interleaved(functions: dict, device: torch.device, repeats: int) -> dict[str
     return times
 
 
+# One trainer against the bare loop
+
+
+def schedule_of(config: Config) -> RoundSchedule:
+    """Return a round of the configured length."""
+    return RoundSchedule(config.number_of_inner_steps_between_outers, 0.0, 0.0)
+
+
 def inner_steps(trainer: Trainer, schedule: RoundSchedule) -> None:
     """Run the inner steps of a round, without outer step and batch test."""
     assignment = trainer.assignments(trainer.split_work(), schedule)[0]
@@ -158,7 +169,7 @@ def inner_steps(trainer: Trainer, schedule: RoundSchedule) -> None:
 
 
 def whole_round(trainer: Trainer, schedule: RoundSchedule, on_step: Callable[[], None] = lambda: None) -> None:
-    """Run a round of a trainer."""
+    """Run a whole round of a trainer."""
     split = trainer.split_work()
     trained = trainer.train_round(split, schedule, on_step)
     trainer.conclude_round(split, schedule, trained)
@@ -166,7 +177,13 @@ def whole_round(trainer: Trainer, schedule: RoundSchedule, on_step: Callable[[],
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of the bare loop and of the framework, by name, for `tokens` tokens of `flops` FLOPs each."""
+    """Measured times of the bare loop and of the framework.
+
+    Attributes:
+        seconds: seconds of every repetition, by name.
+        tokens: tokens of one repetition.
+        flops: model FLOPs per token.
+    """
 
     seconds: dict[str, list[float]]
     tokens: int
@@ -179,16 +196,16 @@ class StepTimes:
 
 
 def step_times(config: Config, repeats: int) -> StepTimes:
+    """Measure the bare loop, inner steps, and whole rounds without and with a batch test, interleaved."""
     data = make_data(config, build_vocabulary(config))
     cluster = Cluster(config, data)
     tested = Cluster(with_values(config, sampling_method="norm_test", max_batch_growth=1.0), data)
     device = cluster.devices[0]
     bare = BareLoop(config, data, device)
-    schedule = RoundSchedule(config.number_of_inner_steps_between_outers, 0.0, 0.0)
-    steps = schedule.inner_steps
+    schedule = schedule_of(config)
     times = interleaved(
         {
-            "bare loop": lambda: bare.run(steps),
+            "bare loop": lambda: bare.run(schedule.inner_steps),
             "inner steps": lambda: inner_steps(cluster.trainers[0], schedule),
             "whole round": lambda: whole_round(cluster.trainers[0], schedule),
             "whole round with norm test": lambda: whole_round(tested.trainers[0], schedule),
@@ -196,26 +213,32 @@ def step_times(config: Config, repeats: int) -> StepTimes:
         device,
         repeats,
     )
-    tokens = steps * config.INITIAL_BATCH_SIZE * config.sequence_length
+    tokens = schedule.inner_steps * config.INITIAL_BATCH_SIZE * config.sequence_length
     return StepTimes(times, tokens, flops_per_token(bare.model, config.sequence_length), device)
 
 
-def throughput(config: Config, repeats: int) -> None:
+def print_step_times(config: Config, repeats: int) -> None:
+    """Print tokens/s, MFU and the ratio to the bare loop."""
     found = step_times(config, repeats)
-    times, flops = found.seconds, found.flops
-    base = statistics.median(times["bare loop"])
+    bare = found.seconds["bare loop"]
     peak, source = peak_flops(found.device, config.autocast)
-    print(f"\nmodel FLOPs: {flops:,.0f} per token (6 per linear weight, 6 * layers * width * length for attention)")
+    print(
+        f"\nmodel FLOPs: {found.flops:,.0f} per token (6 per linear weight, 6 * layers * width * length for attention)"
+    )
     print(f"peak: {peak / 1e12:,.3f} TFLOP/s ({source}; {torch.get_num_threads()} threads)")
     print(f"\n{'':28} {'tokens/s':>10}    MFU   ratio to the bare loop (median of pairs; quartiles)")
-    for name, values in times.items():
-        pairs = [b / v for b, v in zip(times["bare loop"], values, strict=True)]
+    for name, values in found.seconds.items():
+        pairs = [b / v for b, v in zip(bare, values, strict=True)]
         low, middle, high = statistics.quantiles(pairs, n=4)
         speed = found.speed(name)
+        ratio = statistics.median(bare) / statistics.median(values)
         print(
-            f"{name:28} {speed:>10,.0f}  {speed * flops / peak:5.1%}   {base / statistics.median(values):.3f}"
+            f"{name:28} {speed:>10,.0f}  {speed * found.flops / peak:5.1%}   {ratio:.3f}"
             f"   ({middle:.3f}; {low:.3f} to {high:.3f})"
         )
+
+
+# Statistics and memory
 
 
 def statistics_ratio(config: Config, repeats: int) -> tuple[float, float]:
@@ -241,19 +264,19 @@ def statistics_ratio(config: Config, repeats: int) -> tuple[float, float]:
     return ratio, ratio - 1.0 if in_step else ratio
 
 
-def statistics_cost(config: Config, repeats: int) -> None:
+def print_statistics_cost(config: Config, repeats: int) -> None:
     """Print what the statistics add to a round: hooks on its first step, or a probe batch if the step is too small."""
     batch = config.INITIAL_BATCH_SIZE
     steps = config.number_of_inner_steps_between_outers
     ratio, added = statistics_ratio(config, repeats)
-    own = f"a probe batch of {config.statistics_batch_size} examples"
-    what = "a step with hooks" if batch >= config.statistics_batch_size else own
+    in_step = batch >= config.statistics_batch_size
+    what = "a step with hooks" if in_step else f"a probe batch of {config.statistics_batch_size} examples"
     print(f"\nstatistics: {what} costs {ratio:.2f} plain steps of {batch} examples,")
     print(f"  which adds {100 * added / steps:.1f}% to a round of {steps} steps")
 
 
-def memory(config: Config) -> None:
-    """Print the peak bytes per parameter of all tensors of model size within a round, beside the formula."""
+def print_memory(config: Config) -> None:
+    """Print the peak bytes per parameter of all tensors of model size within a round, and the formula."""
     config = with_values(config, number_of_initial_trainers=2, nodes_per_gpu=4, merge_frequency=10**6)
     cluster = Cluster(config, make_data(config, build_vocabulary(config)))
     parameters = cluster.parameter_count
@@ -277,39 +300,25 @@ def memory(config: Config) -> None:
     print(f"  formula  {formula} = 4 (2 working + 1 pseudo-gradient + 2 per trainer + 2 per worker)")
 
 
-def outer_step(config: Config, repeats: int, elements: int = 25_000_000) -> None:
-    """Print the GB/s of the outer step and of a copy, on tensors larger than any cache."""
-    device = Cluster(config, make_data(config, build_vocabulary(config))).devices[0]
-    x, delta, velocity, other = (torch.randn(elements, device=device) * 1e-3 for _ in range(4))
-    times = interleaved(
-        {"copy": lambda: other.copy_(x), "outer": lambda: nesterov_step(x, delta, velocity, 1e-3, 0.9)}, device, repeats
-    )
-    # A copy reads and writes once; the least that a Nesterov step can do is to read three tensors and write two.
-    speeds = {
-        name: moved * 4 * elements / statistics.median(times[name]) / 1e9 for name, moved in (("copy", 2), ("outer", 5))
-    }
-    print(
-        f"\nouter step of {elements:,} parameters: {speeds['outer']:.1f} GB/s of the 5 passes that it needs at least;"
-    )
-    print(f"  a copy {speeds['copy']:.1f} GB/s; ratio {speeds['outer'] / speeds['copy']:.2f}")
+# Several trainers on one device
 
 
 def trainers_together(config: Config, repeats: int, counts: tuple[int, ...]) -> dict[int, tuple[float, float]]:
-    """Return the tokens/s of all trainers of a device, and relative to one alone, by number of trainers."""
+    """Return the tokens/s of all trainers of a device, and its ratio to one alone, by number of trainers."""
     data = make_data(config, build_vocabulary(config))
-    rounds = {}
-    for count in counts:
-        cluster = Cluster(with_values(config, number_of_initial_trainers=count, nodes_per_gpu=count), data)
-        schedule = RoundSchedule(config.number_of_inner_steps_between_outers, 0.0, 0.0)
+    schedule = schedule_of(config)
+    clusters = {
+        count: Cluster(with_values(config, number_of_initial_trainers=count, nodes_per_gpu=count), data)
+        for count in counts
+    }
 
-        def all_trainers(cluster: Cluster = cluster, schedule: RoundSchedule = schedule) -> None:
-            for trainer in cluster.trainers.values():
-                whole_round(trainer, schedule)
+    def all_trainers(cluster: Cluster) -> None:
+        for trainer in cluster.trainers.values():
+            whole_round(trainer, schedule)
 
-        rounds[count] = all_trainers
-        device = cluster.devices[0]
-    times = interleaved(rounds, device, repeats)
-    tokens = config.number_of_inner_steps_between_outers * config.INITIAL_BATCH_SIZE * config.sequence_length
+    rounds = {count: functools.partial(all_trainers, cluster) for count, cluster in clusters.items()}
+    times = interleaved(rounds, clusters[counts[0]].devices[0], repeats)
+    tokens = schedule.inner_steps * config.INITIAL_BATCH_SIZE * config.sequence_length
     found = {}
     for count, values in times.items():
         pairs = [count * alone / own for alone, own in zip(times[counts[0]], values, strict=True)]
@@ -317,32 +326,34 @@ def trainers_together(config: Config, repeats: int, counts: tuple[int, ...]) -> 
     return found
 
 
-def several_trainers(config: Config, repeats: int) -> None:
-    print("\ntrainers on one device, one after the other in one process: tokens/s of all together")
+def print_trainers(config: Config, repeats: int) -> None:
+    """Print the tokens/s of several trainers that share a device."""
+    print("\ntrainers on one device, in turn in one process: tokens/s of all together")
     for count, (speed, ratio) in trainers_together(config, repeats, (1, 2, 4)).items():
-        print(f"  {count} trainer(s): {speed:>10,.0f}, {ratio:.3f} of one with the device for itself")
+        print(f"  {count} trainer(s): {speed:>10,.0f}, {ratio:.3f} of one alone")
 
 
 def with_values(config: Config, **values) -> Config:
+    """Return the configuration with other values."""
     return parse_config(vars(config) | values, checks=CHECKS)[0]
 
 
 def build_vocabulary(config: Config) -> int:
+    """Return the vocabulary of the measured model."""
     return config.model_config.get("vocab_size", 2048)
 
 
 PARTS = {
-    "memory": lambda config, repeats: memory(config),
-    "statistics": statistics_cost,
-    "steps": throughput,
-    "outer": outer_step,
-    "trainers": several_trainers,
+    "memory": lambda config, repeats: print_memory(config),
+    "statistics": print_statistics_cost,
+    "steps": print_step_times,
+    "trainers": print_trainers,
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure the framework against a bare training loop.")
-    parser.add_argument("--repeats", type=int, default=15, help="interleaved measurements of everything, at least 2")
+    parser.add_argument("--repeats", type=int, default=15, help="repetitions of every measurement, at least 2")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="config values")
     options = parser.parse_args(arguments)

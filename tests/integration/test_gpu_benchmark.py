@@ -1,4 +1,4 @@
-"""`make gpu`: what it does without a GPU, and what it says of numbers; its parts run on the CPU, with very little."""
+"""`make gpu`: no effect without a GPU, the text for given numbers, and its parts on the CPU with tiny models."""
 
 import json
 import os
@@ -41,20 +41,20 @@ On a GPU, with PyTorch 2.13.0 (`make gpu`):
 | MicroLlama, eager, bare loop | 200,000 | 40.0% |
 | MicroLlama, eager, inner steps | 190,000 | 38.0% |
 | MicroLlama, compiled, inner steps | 250,000 | 50.0% |
-| 1.1B, with less memory, 31.3 GB, inner steps | 60,000 | 41.0% |
+| 1.1B parameters with less memory, 31.3 GB, inner steps | 60,000 | 41.0% |
 | 2 processes, the demo's model: 1.50 of one | 1,234 |  |
 
-- tests that fail, of inner steps that wait for the GPU among them: 0.000, aimed at 0, kept
-- MFU of MicroLlama: 0.500, aimed at 0.45, kept
-- of the bare loop: 0.950, aimed at 0.97, missed
-- statistics in a round of 200 steps: 0.013, aimed at 0.03, kept
-- memory of 1.1B, with less memory beside its estimate: 0.042, aimed at 0.25, kept
+- failed tests, including that no inner step waits for the GPU: 0.000, target 0, met
+- MFU of MicroLlama: 0.500, target 0.45, met
+- inner steps, ratio to the bare loop: 0.950, target 0.97, missed
+- statistics, share of a round of 200 steps: 0.013, target 0.03, met
+- planned memory of 1.1B parameters with less memory, relative error: 0.042, target 0.25, met
 - 100M parameters, int8, in worker order: 0.046 s for 302 MB
 - large: not done after 90 s
 - trainers: no time was left"""
 
 
-def test_without_a_gpu_it_says_so_and_writes_nothing(programs):
+def test_without_a_gpu_nothing_is_written(programs):
     page = gpu.PAGE.read_bytes()
     done = programs.run("benchmarks/performance/gpu.py", env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     assert done.stdout == "no GPU here: nothing is measured, and nothing written\n"
@@ -63,17 +63,24 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(programs):
     assert recipe == "\t$(VENV)/bin/python benchmarks/performance/gpu.py"
 
 
-def test_what_is_said_of_numbers():
+def test_the_section_of_given_results():
     assert gpu.section({"gpu": "a GPU", "torch": "2.13.0", "parts": PARTS}) == SECTION
-    assert gpu.bars({}) == []
-    for failing in ({"status": 1, "failed": 2}, {"status": 2, "error": 2}):
-        ((_, count, _, kept),) = gpu.bars({"tests": failing})
-        assert (count, kept) == (2, False)
-    assert [bar[3] for bar in gpu.bars({"tests": {"status": 4}})] == [False]
-    assert not gpu.bars({"large": {"peak_bytes": 70, "planned_bytes": 100}})[0][3]
 
 
-def test_the_page_says_what_was_measured():
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"tests": {"status": 1, "failed": 2}},
+        {"tests": {"status": 2, "error": 2}},
+        {"tests": {"status": 4}},
+        {"large": {"peak_bytes": 70, "planned_bytes": 100}},
+    ],
+)
+def test_failed_tests_and_a_wrong_plan_miss_their_targets(parts):
+    assert [met for _, met in gpu.targets(parts)] == [False]
+
+
+def test_the_page_has_the_section_of_the_recorded_results():
     page = gpu.PAGE.read_text(encoding="utf-8")
     text = "No number here is from a GPU: nobody has run it there yet."
     if gpu.RESULTS.exists():
@@ -83,7 +90,7 @@ def test_the_page_says_what_was_measured():
     assert changed == page.replace(text, "other")
 
 
-def test_parts_are_written_one_by_one_beside_those_of_the_same_gpu(monkeypatch, tmp_path, capsys):
+def test_parts_are_recorded_one_by_one_and_kept_for_the_same_gpu(monkeypatch, tmp_path, capsys):
     page, results = tmp_path / "speed.md", tmp_path / "gpu.json"
     page.write_text(gpu.PAGE.read_text(encoding="utf-8"))
     monkeypatch.setattr(gpu, "PAGE", page)
@@ -118,7 +125,7 @@ def tiny(**values):
     return gpu.configured(DEFAULTS | small, **values)
 
 
-def test_the_parts_measure(monkeypatch):
+def test_the_parts_measure_speed_and_memory(monkeypatch):
     monkeypatch.setattr(gpu, "peak_flops", lambda device, autocast: (1e11, "made"))
     found = gpu.speeds(tiny(), repeats=2)
     assert set(found["mfu"]) == set(found["tokens_per_second"]) == {"bare_loop", "inner_steps", "whole_round"}
@@ -134,7 +141,7 @@ def test_the_parts_measure(monkeypatch):
 
 
 @pytest.mark.usefixtures("programs")
-def test_a_part_that_fails_or_has_no_time_leaves_the_reason(monkeypatch, tmp_path):
+def test_a_part_that_fails_or_has_no_time_records_the_reason(monkeypatch, tmp_path):
     program = tmp_path / "program.py"
     monkeypatch.setattr(gpu, "__file__", str(program))
     program.write_text("import sys; sys.exit('no memory')")
@@ -144,7 +151,7 @@ def test_a_part_that_fails_or_has_no_time_leaves_the_reason(monkeypatch, tmp_pat
     assert gpu.measured("eager", 9) == {"problem": "no time was left"}
 
 
-def test_an_exchange_between_gpus_needs_as_many_and_says_what_it_takes(programs):
+def test_the_exchange_needs_two_gpus_and_counts_bytes(programs):
     assert gpu.exchange(gpus=1000) == {"problem": "needs 1000 GPUs"}
     program = "from benchmarks.performance import gpu; import json; print(json.dumps(gpu.exchange(40_000, 2, 0)))"
     found = json.loads(programs.run("-c", program).stdout)
