@@ -1,7 +1,6 @@
-"""A checkpoint is complete or not there, and damage is seen; tensors come back bit for bit, also in parts."""
+"""Checkpoints: bits, damage, full disks, and files that several processes write together."""
 
 import errno
-import json
 import os
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from fabrics.sharding.shard_layout import ShardLayout
 from tests.support.helpers import without_privileges
 from tests.support.threads import together
-from training_logs.recording.csv_log import CsvLog
 from utils.checkpoint import checkpoint, tensor_file
 from utils.checkpoint.checkpoint import Checkpoint, CheckpointError, Checkpoints, newest_checkpoint
 from utils.checkpoint.tensor_file import FilePart, whole, write_parts
@@ -54,7 +52,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_was_saved_is_read_bit_for_bit(checkpoints, folder, warnings):
+def test_a_checkpoint_is_read_bit_for_bit(checkpoints, folder, warnings):
     path = save(checkpoints, folder, 7)
     found = newest(folder)
     assert (found.folder, found.problems, warnings) == (path, (), [])
@@ -66,7 +64,7 @@ def test_what_was_saved_is_read_bit_for_bit(checkpoints, folder, warnings):
         found.read("trainer_0", "velocity")
 
 
-def test_a_file_is_what_safetensors_itself_would_write(tmp_path):
+def test_a_file_has_the_bytes_that_safetensors_would_write(tmp_path):
     generator = torch.Generator().manual_seed(0)
     mixed = {
         "large": torch.randn(1 << 20, generator=generator),
@@ -86,7 +84,7 @@ def test_a_file_is_what_safetensors_itself_would_write(tmp_path):
     assert all(torch.equal(read[name], tensor) for name, tensor in mixed.items())
 
 
-def test_the_newest_stay(checkpoints, folder):
+def test_the_newest_checkpoints_are_kept(checkpoints, folder):
     for number in (1, 2, 3, 10):
         save(checkpoints, folder, number)
     assert names(folder) == ["round_00003", "round_00010"]
@@ -98,7 +96,7 @@ def spoil(path: Path) -> None:
 
 
 def test_damaged_checkpoints_do_not_displace_good_ones(checkpoints, folder):
-    """Two are kept, and the newest two are damaged; what is written then has a lower number than those."""
+    """Two are kept. The newest two are damaged; checkpoints written after that have lower numbers."""
     every = Checkpoints(folder, 3, None, ALONE, [].append)
     for number in (100, 110, 120):
         save(every, folder, number)
@@ -113,14 +111,16 @@ def test_damaged_checkpoints_do_not_displace_good_ones(checkpoints, folder):
     assert newest(folder).folder.name == "round_00107"
 
 
-def test_where_no_checkpoint_is_good_all_stay_as_they_are(checkpoints, folder):
+def test_without_a_good_checkpoint_nothing_is_renamed(checkpoints, folder):
+    with pytest.raises(CheckpointError, match="none was written"):
+        newest(folder)
     spoil(save(checkpoints, folder, 1))
     with pytest.raises(CheckpointError, match="round_00001: "):
         newest(folder)
     assert names(folder) == ["round_00001"]
 
 
-def test_a_round_that_is_made_again_replaces_its_checkpoint(checkpoints, folder):
+def test_a_repeated_round_replaces_its_checkpoint(checkpoints, folder):
     save(checkpoints, folder, 4)
     checkpoints.save(4, tensors(9.0), {"round": "again"}, {})
     assert names(folder) == ["round_00004"]
@@ -129,7 +129,7 @@ def test_a_round_that_is_made_again_replaces_its_checkpoint(checkpoints, folder)
 
 @pytest.mark.parametrize("name", ["state.json", "trainer_0.safetensors", "config.yaml"])
 @pytest.mark.parametrize("fault", ["cut", "removed"])
-def test_an_incomplete_checkpoint_is_passed_over_and_reported(checkpoints, folder, name, fault):
+def test_an_incomplete_checkpoint_is_skipped_and_reported(checkpoints, folder, name, fault):
     save(checkpoints, folder, 1)
     path = save(checkpoints, folder, 2) / name
     data = path.read_bytes()
@@ -142,7 +142,7 @@ def test_an_incomplete_checkpoint_is_passed_over_and_reported(checkpoints, folde
     assert "round_00002" in problem
 
 
-def test_half_a_checkpoint_is_not_one_and_is_swept_away(checkpoints, folder, warnings):
+def test_an_unfinished_checkpoint_does_not_count_and_is_removed(checkpoints, folder, warnings):
     save(checkpoints, folder, 1)
     half = folder / ".round_00002.new"
     half.mkdir()
@@ -152,19 +152,11 @@ def test_half_a_checkpoint_is_not_one_and_is_swept_away(checkpoints, folder, war
     assert names(folder) == ["round_00001"]
 
 
-def test_no_checkpoint_is_an_error(checkpoints, folder):
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .*checkpoints: none was written"):
-        newest(folder)
-    (save(checkpoints, folder, 1) / "state.json").unlink()
-    with pytest.raises(CheckpointError, match="round_00001"):
-        newest(folder)
-
-
 # Disks
 
 
 @pytest.mark.parametrize("where", ["write_parts", "_write_text", "_sync_folder"])
-def test_a_full_disk_leaves_the_last_good_one(checkpoints, folder, warnings, monkeypatch, where):
+def test_a_full_disk_leaves_the_last_checkpoint(checkpoints, folder, warnings, monkeypatch, where):
     save(checkpoints, folder, 1)
 
     def full(path, *arguments, **keywords):
@@ -184,7 +176,7 @@ def test_a_full_disk_leaves_the_last_good_one(checkpoints, folder, warnings, mon
     assert len(warnings) == 1
 
 
-def test_a_read_only_folder_leaves_the_last_good_one(checkpoints, folder, warnings):
+def test_a_read_only_folder_leaves_the_last_checkpoint(checkpoints, folder, warnings):
     save(checkpoints, folder, 1)
     folder.chmod(0o555)
     try:
@@ -209,7 +201,7 @@ def save_part(process, folder: Path, number: int, warnings: list[str]) -> None:
     process.gather(None)
 
 
-def test_every_process_writes_its_part_and_all_find_the_same(folder, warnings):
+def test_every_process_writes_its_tensors_and_all_read_the_same(folder, warnings):
     together(3, lambda process: save_part(process, folder, 5, warnings))
     written = [*(f"trainer_{rank}.safetensors" for rank in range(3)), "config.yaml", "state.json"]
     assert names(folder / "round_00005") == sorted(written)
@@ -220,25 +212,9 @@ def test_every_process_writes_its_part_and_all_find_the_same(folder, warnings):
     assert warnings == []
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_what_one_process_cannot_write_there_is_no_checkpoint_of(folder, warnings, monkeypatch, rank):
-    together(3, lambda process: save_part(process, folder, 1, warnings))
-
-    def full(path, tensors, with_header):
-        if path.name == f"trainer_{rank}.safetensors":
-            raise FULL
-        write_parts(path, tensors, with_header)
-
-    monkeypatch.setattr(checkpoint, "write_parts", full)
-    together(3, lambda process: save_part(process, folder, 2, warnings))
-    (warning,) = warnings
-    assert "no checkpoint after round 2: No space left on device" in warning
-    assert names(folder) == ["round_00001"]
-
-
 # Models that devices share
 
-# Rows that no number of devices divides, of which some devices have none; there are gaps between the tensors.
+# No number of devices divides the rows, some devices have none, and there are gaps between the tensors.
 SHAPES = {"embedding": (5, 3), "norm": (7,), "row": (1, 33), "matrix": (13, 8)}
 
 
@@ -247,7 +223,7 @@ def layout_of(devices: int) -> ShardLayout:
 
 
 def whole_group(seed: int) -> dict[str, torch.Tensor]:
-    """As one process has it: flat tensors of two types, zeros in gaps, and elements that all devices have."""
+    """Return what a single process has: flat tensors of three types, zeros in gaps, and elements of all devices."""
     layout, generator = layout_of(1), torch.Generator().manual_seed(seed)
     found = {"step": torch.tensor(3.0), "steps": torch.arange(4), "none": torch.zeros(0)}
     for name, dtype in (("parameters", torch.float32), ("moment", torch.bfloat16), ("wide", torch.float64)):
@@ -272,7 +248,7 @@ def parts_of(group: dict[str, torch.Tensor], index: int, devices: int) -> dict[s
 @pytest.mark.parametrize("devices", [1, 2, 3, 8])
 @pytest.mark.parametrize("at_once", [5, 10**6])
 def test_a_file_written_in_parts_has_the_bytes_of_one_written_whole(tmp_path, monkeypatch, devices, at_once):
-    """Whoever comes first, and however little the system takes at once."""
+    """In any order, and however few bytes the system takes at once."""
     pwrite = os.pwrite
     monkeypatch.setattr(tensor_file.os, "pwrite", lambda file, data, at: pwrite(file, data[:at_once], at))
     group = whole_group(0)
@@ -282,8 +258,8 @@ def test_a_file_written_in_parts_has_the_bytes_of_one_written_whole(tmp_path, mo
     assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
-def test_elements_beyond_four_gigabytes_have_their_place(tmp_path):
-    """Of 1.5 billion elements this one has the last; the rest of the file takes no room."""
+def test_a_file_may_exceed_four_gigabytes(tmp_path):
+    """This process has the last of 1.5 billion elements; the rest of the file takes no space."""
     count = 1_500_000_000
     for index in range(2):
         pieces = ((count - 3, slice(1, 4)),) if index else ()
@@ -298,7 +274,7 @@ NODES, DEVICES = 2, 2
 
 
 def save_shared(process, folder: Path, number: int, warnings: list[str]) -> None:
-    """A checkpoint in which every node has a trainer and its worker."""
+    """Save a checkpoint in which every node has a trainer with a worker."""
     node, index = divmod(process.rank, DEVICES)
     groups = {f"trainer_{node}": whole_group(number), f"trainer_{node}_worker_0": whole_group(number + 1)}
     groups = {name: parts_of(group, index, DEVICES) for name, group in groups.items()}
@@ -321,7 +297,7 @@ def assert_saved(folder: Path, number: int) -> None:
 
 
 @pytest.mark.parametrize("rank", range(NODES * DEVICES))
-def test_what_one_device_cannot_write_is_one_warning_and_the_next_checkpoint_is_whole(folder, monkeypatch, rank):
+def test_a_device_that_cannot_write_costs_one_checkpoint(folder, monkeypatch, rank):
     warnings: list[str] = []
     all_save(folder, 1, warnings)
     assert_saved(folder, 1)
@@ -341,50 +317,3 @@ def test_what_one_device_cannot_write_is_one_warning_and_the_next_checkpoint_is_
     all_save(folder, 3, warnings)
     assert_saved(folder, 3)
     assert len(warnings) == 1
-
-
-# CSVs that go on
-
-
-def test_a_log_goes_on_where_its_state_says(tmp_path):
-    path = tmp_path / "log.csv"
-    log = CsvLog(path, ("a", "b"))
-    log.append([(1, 2), (3, 4)])
-    state = json.loads(json.dumps(log.state_dict()))
-    before = path.read_bytes()
-    log.append([(5, 6)])
-    with path.open("a") as file:
-        file.write("7,")  # killed in the middle of a row
-    again = CsvLog(path, ("a", "b"), state)
-    assert path.read_bytes() == before
-    again.append([(5, 6)])
-    assert path.read_text().split() == ["a,b", "1,2", "3,4", "5,6"]
-
-
-def test_rows_that_cannot_be_written_wait(tmp_path):
-    path = tmp_path / "log.csv"
-    log = CsvLog(path, ("a",))
-    log.append([(1,)])
-    hidden = path.rename(tmp_path / "elsewhere")
-    with pytest.raises(FileNotFoundError):
-        log.append([(2,)])
-    path.symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left"):
-        log.append([(3,)])
-    state = log.state_dict()
-    assert state["pending"].split() == ["2", "3"]
-    path.unlink()
-    hidden.rename(path)
-    resumed = CsvLog(path, ("a",), state)
-    for each in (log, resumed):
-        each.append([(4,)])
-        assert path.read_text().split() == ["a", "1", "2", "3", "4"]
-
-
-def test_a_log_shorter_than_its_state_is_an_error(tmp_path):
-    log = CsvLog(tmp_path / "log.csv", ("a",))
-    log.append([(1,)])
-    state = log.state_dict()
-    (tmp_path / "log.csv").write_text("a\n")
-    with pytest.raises(OSError, match="is shorter than it was"):
-        CsvLog(tmp_path / "log.csv", ("a",), state)
