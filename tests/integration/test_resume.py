@@ -1,4 +1,4 @@
-"""A run that was stopped, killed or moved to another number of processes goes on as if nothing had happened."""
+"""A run that was stopped, killed or moved to another number of processes ends as if it had not been."""
 
 import csv
 import dataclasses
@@ -27,7 +27,7 @@ from utils.config.schema import ConfigError
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, cache_dir):
-    """A run that was never stopped, with all its checkpoints."""
+    """A run that was not stopped, with all its checkpoints."""
     folder = tmp_path_factory.mktemp("whole")
     config = write_config(folder, cache_dir, keep_checkpoints=9, number_of_outer_steps=6)
     assert program.main(["--config", str(config)]) == 0
@@ -36,11 +36,11 @@ def whole(tmp_path_factory, cache_dir):
 
 @pytest.fixture
 def stopped(whole, tmp_path):
-    """The same run as a machine that died in round 6 left it, its last checkpoint after round 4."""
+    """The same run, killed in round 6; its last checkpoint is after round 4."""
     folder = tmp_path / whole.name
     shutil.copytree(whole, folder)
     shutil.rmtree(folder / "checkpoints" / "round_00006")
-    for model in [*(folder / "model_weights").glob("trainer_?")]:  # of a trainer that is no more
+    for model in [*(folder / "model_weights").glob("trainer_?")]:  # of a trainer that has merged since
         model.rename(f"{model}9")
     with (folder / "model_training_report" / "training_log.csv").open("a") as file:
         file.write("6,0,4,")
@@ -63,7 +63,7 @@ def test_a_resumed_run_equals_the_uninterrupted_run(stopped, whole):
         assert found
         assert found == re.findall(line, (whole / "training_log.log").read_text())
     assert "resumed after round 4" in log
-    # What was logged after the checkpoint is not lost, but not in the way either.
+    # Lines that were logged after the checkpoint are in a file of their own.
     assert "round   6 (100%)" in (stopped / "training_log_lost.log").read_text()
     rows = [r for r in csv.DictReader((stopped / "memory_report" / "memory_log.csv").open()) if r["device"] == "host"]
     seconds = [float(row["seconds"]) for row in rows]
@@ -81,7 +81,7 @@ def test_a_resumed_run_on_two_processes_equals_the_uninterrupted_run_on_one(prog
     assert shlex.split(resumed["command"])[1:] == done.args[1:]
 
 
-def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(stopped, whole, capsys):
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(stopped, whole, capsys):
     state = stopped / "checkpoints" / "round_00004" / "state.json"
     state.write_text(state.read_text()[:-10])
     assert program.main(["--resume", str(stopped)]) == 0
@@ -107,7 +107,7 @@ def test_a_finished_run_can_be_made_longer(whole, tmp_path, cache_dir):
     assert summary(folder)["status"] == "completed"
 
 
-def test_what_was_warned_of_at_the_start_is_counted_once(tmp_path, cache_dir):
+def test_a_warning_of_the_start_is_counted_once(tmp_path, cache_dir):
     values = {"distributed_algo": "LocalSGD", "outer_momentum": 0.5, "number_of_outer_steps": 1}
     assert program.main(["--config", str(write_config(tmp_path, cache_dir, **values))]) == 0
     (folder,) = (tmp_path / "logs").iterdir()
@@ -128,7 +128,7 @@ def test_what_was_warned_of_at_the_start_is_counted_once(tmp_path, cache_dir):
         (["model_config.num_hidden_layers=2", "--force"], "the checkpoint is of a model with"),
     ],
 )
-def test_what_cannot_be_resumed_is_a_clear_error(whole, capsys, overrides, expected):
+def test_a_run_that_cannot_be_resumed_is_left_as_it_was(whole, capsys, overrides, expected):
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.name != ".lock"}
     assert program.main(["--resume", str(whole), *overrides]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
@@ -137,13 +137,13 @@ def test_what_cannot_be_resumed_is_a_clear_error(whole, capsys, overrides, expec
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.name != ".lock"} == before
 
 
-def test_force_allows_what_changes_the_training_and_the_summary_says_so(stopped):
+def test_force_allows_changes_and_the_summary_records_them(stopped):
     assert program.main(["--resume", str(stopped), "ETA=0.9", "--force"]) == 0
     assert warnings_of(stopped) == ["resumed with another ETA: was 0.4, now 0.9"]
     assert "ETA: 0.9" in (stopped / "config.yaml").read_text()
 
 
-def test_a_folder_without_a_run_or_a_checkpoint(whole, tmp_path, capsys):
+def test_a_folder_without_a_run_or_a_checkpoint_is_refused(whole, tmp_path, capsys):
     assert program.main(["--resume", str(tmp_path)]) == 2
     assert "cannot read the configuration" in capsys.readouterr().err
     shutil.copy(whole / "config.yaml", tmp_path)
@@ -167,14 +167,14 @@ def test_one_process_at_a_time_trains_a_run(stopped, capsys):
         pass
 
 
-def test_several_processes_are_refused_at_once_as_one_is(programs, stopped):
+def test_several_processes_are_refused_at_once(programs, stopped):
     with lock_run(stopped):
         said = programs.run("run.py", "--resume", stopped, "processes=2", status=2)
     assert "another process is training this run" in said.stderr
     assert "waiting" not in said.stdout
 
 
-def test_who_is_about_to_end_is_waited_for(tmp_path, monkeypatch):
+def test_a_process_that_is_about_to_end_is_waited_for(tmp_path, monkeypatch):
     holding, waiting = threading.Event(), threading.Event()
 
     def hold():
@@ -192,7 +192,7 @@ def test_who_is_about_to_end_is_waited_for(tmp_path, monkeypatch):
     holder.join()
 
 
-def test_where_nothing_can_be_locked_runs_are_resumed(tmp_path, monkeypatch):
+def test_runs_are_resumed_on_file_systems_without_locks(tmp_path, monkeypatch):
     def unknown(*arguments):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
@@ -211,7 +211,7 @@ def test_resume_auto_begins_a_run_and_then_continues_it(tmp_path, cache_dir, cap
     assert [each["first_round"] for each in summary(folder)["invocations"]] == [1, 2]
     assert program.main(["--config", config]) == 2
     assert "run_name: there is a run mine" in capsys.readouterr().err
-    # An attempt that died before its first checkpoint is begun anew, and its logs are kept.
+    # A run without a checkpoint starts again; its old logs are kept.
     shutil.rmtree(folder / "checkpoints")
     assert program.main(arguments) == 0
     assert summary(folder)["outer_steps"] == 1
@@ -262,7 +262,7 @@ def test_which_changes_need_force():
     ]
 
 
-def test_moments_of_another_optimiser_are_refused_in_a_line(tmp_path, cache_dir, capsys):
+def test_moments_of_another_optimizer_are_refused(tmp_path, cache_dir, capsys):
     values = {"inner_optimizer": "muon", "number_of_outer_steps": 1}
     assert program.main(["--config", str(write_config(tmp_path, cache_dir, **values))]) == 0
     (folder,) = (tmp_path / "logs").iterdir()
@@ -277,13 +277,13 @@ def test_moments_of_another_optimiser_are_refused_in_a_line(tmp_path, cache_dir,
     [
         ({}, False),
         ({"ETA_at_end": 0.5}, True),  # eta changes over the run
-        ({"sampling_method": "none"}, False),  # nobody asks for eta
+        ({"sampling_method": "none"}, False),  # no test reads eta
         ({"sampling_method": "none", "batch_schedule": [[0.5, 32]]}, True),
         ({"learning_rate_schedule": "cosine"}, True),
     ],
 )
 @pytest.mark.parametrize("length", ["number_of_outer_steps", "number_of_training_epochs", "max_tokens"])
-def test_another_length_is_refused_where_something_follows_the_progress_of_the_run(values, matters, length):
+def test_another_length_is_refused_if_training_depends_on_progress(values, matters, length):
     before = parse_config({"number_of_outer_steps": 3} | values)[0]
     after = dataclasses.replace(before, **{length: 9})
     assert [line.split(":")[0] for line in training_changes(before, after)] == [length] * matters
@@ -317,7 +317,7 @@ def test_a_signal_ends_the_round_writes_a_checkpoint_and_says_how_to_resume(
 
 
 def test_a_run_killed_twenty_times_gives_the_same_weights(programs, tmp_path, cache_dir):
-    """While it loads, while it writes models, logs or a checkpoint, and while it trains."""
+    """Killed while it loads, while it writes models, logs or a checkpoint, and while it trains."""
     values = {
         "number_of_outer_steps": 24,
         "number_of_inner_steps_between_outers": 2,
@@ -336,7 +336,7 @@ def test_a_run_killed_twenty_times_gives_the_same_weights(programs, tmp_path, ca
         if begun and not rounds[-1]:
             shutil.rmtree(begun.pop())
         arguments = ["--resume", *begun] if begun else ["--config", config]
-        # A round opens about a hundred files and takes longer than what is given here in microseconds.
+        # A round opens about a hundred files and takes longer than these microseconds.
         moment = [generator.randrange(1, 160), generator.randrange(1, 20_000)]
         programs.run("tests/support/killed.py", logs, *moment, "run.py", *arguments, status=-signal.SIGALRM)
     assert rounds[0] == 0

@@ -1,7 +1,6 @@
-"""The configuration: types, aliases, overrides, and all problems at once."""
+"""The configuration: types, aliases, overrides, YAML, and all problems at once."""
 
 import dataclasses
-import re
 from pathlib import Path
 
 import pytest
@@ -20,25 +19,23 @@ from utils.distributed.devices import resolve_devices
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def problems(raw, overrides=(), checks=CHECKS) -> list[str]:
+def problems(raw, overrides=()) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        parse_config({"number_of_outer_steps": 2} | raw, overrides, checks)
+        parse_config({"number_of_outer_steps": 2} | raw, overrides, CHECKS)
+    assert all("\n" not in line for line in caught.value.problems)
     return caught.value.problems
 
 
-def assert_lines(found: list[str], expected: list[str]) -> None:
-    """Each line starts with its key and contains what follows the key in `expected`."""
-    assert [line.split(":")[0] for line in found] == [each.split(":")[0] for each in expected]
-    for line, each in zip(found, expected, strict=True):
-        assert all(word in line for word in each.split(":")[1].split()), (line, each)
+def keys_of(lines: list[str]) -> list[str]:
+    return [line.split(":")[0] for line in lines]
 
 
-def test_the_readme_block_of_adloco_gives_typed_values(tmp_path):
+def test_the_published_readme_block_gives_typed_values(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(published.README)
     config, warnings = load_config(path)
     given = yaml.safe_load(published.README)
-    assert_lines(warnings, [f"{name}: effect" for name in given if name in IGNORED])
+    assert keys_of(warnings) == [name for name in given if name in IGNORED]
     assert len(warnings) == 5
     expected = {name: value for name, value in given.items() if name not in IGNORED} | {
         "learning_rate_for_inner_opt": 1e-5,  # YAML 1.1 reads 1e-5 as a string
@@ -49,7 +46,7 @@ def test_the_readme_block_of_adloco_gives_typed_values(tmp_path):
         assert type(getattr(config, name)) is (float if name == "number_of_training_epochs" else type(value)), name
 
 
-def test_without_cuda_a_warning_says_that_it_runs_on_the_cpu(monkeypatch):
+def test_without_cuda_a_run_is_on_the_cpu_with_a_warning(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     devices, warnings = resolve_devices(["cuda:1"])
     assert devices == [torch.device("cpu")]
@@ -58,12 +55,12 @@ def test_without_cuda_a_warning_says_that_it_runs_on_the_cpu(monkeypatch):
     assert resolve_devices(["cpu"]) == ([torch.device("cpu")], [])
 
 
-def test_nothing_asks_for_cuda_before_the_config_says_which_gpus_may_be_seen(programs):
-    """CUDA reads CUDA_VISIBLE_DEVICES once, when it is first asked."""
+def test_cuda_is_not_initialised_before_CUDA_VISIBLE_DEVICES_is_set(programs):
+    """CUDA reads the variable once, when it is initialised."""
     program = """
 import torch
 def refuse(*_, **__):
-    raise AssertionError("CUDA was asked too early")
+    raise AssertionError("CUDA was initialised too early")
 torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = refuse
 import training_logs.recording.recorder
 from fabrics.config_checks import CHECKS
@@ -92,9 +89,8 @@ def test_every_alias_means_its_key(alias, name):
 
 
 def test_a_key_and_its_alias_together_are_a_problem():
-    assert problems({"ETA": 1, "lr_inner": 1, "learning_rate_for_inner_opt": 2}) == [
-        "learning_rate_for_inner_opt: given twice, as lr_inner and as learning_rate_for_inner_opt"
-    ]
+    (line,) = problems({"ETA": 1, "lr_inner": 1, "learning_rate_for_inner_opt": 2})
+    assert line.startswith("learning_rate_for_inner_opt: given twice, as lr_inner ")
 
 
 def test_overrides_win_and_reach_nested_keys():
@@ -111,110 +107,86 @@ def test_overrides_win_and_reach_nested_keys():
 
 
 def test_all_problems_are_reported_at_once_one_line_each():
-    found = problems(
-        {
-            "learnig_rate_for_inner_opt": 1,
-            "eta": 0.5,
-            "ETA": "much",
-            "INITIAL_BATCH_SIZE": 0,
-            "nodes_per_gpu": -1,
-            "training_seed": 2**64,
-            "merge_frequency": 1.5,
-            "merge_count": True,
-            "padding_percentage": 1.2,
-            "devices": ["tpu:0"],
-            "dataset": "python_doc",
-            "merging_policy": "random",
-            "outer_momentum": 1.0,
-            "learning_rate_for_outer_opt": float("inf"),
-        },
-        ["zzzz", "debias=perhaps"],
-    )
-    assert all("\n" not in line for line in found)
-    text = "\n".join(found)
-    for pattern in (
-        r"learnig_rate_for_inner_opt: unknown key; did you mean learning_rate_for_inner_opt\?",
-        r"eta: unknown key; did you mean ETA\?",
-        r"ETA: should be a valid number.*got 'much'",
-        r"INITIAL_BATCH_SIZE: should be greater than 0, got 0",
-        r"nodes_per_gpu: should be greater than 0, got -1",
-        r"training_seed: should be less than 18446744073709551616, got 18446744073709551616",
-        r"merge_frequency: should be a valid integer.*got 1\.5",
-        r"merge_count: should be a number, not true or false, got True",
-        r"padding_percentage: should be less than or equal to 1, got 1\.2",
-        r"devices\[0\]: .*got \['tpu:0'\]",
-        r"dataset: must be one of python_docs, c4, text, imdb, got 'python_doc'; did you mean python_docs\?",
-        r"merging_policy: must be one of worst_with_worst, best_with_worst, got 'random'",
-        r"outer_momentum: should be less than 1, got 1\.0",
-        r"learning_rate_for_outer_opt: should be a finite number, got inf",
-        r"zzzz: an override must have the form key=value",
-        r"debias: should be a valid boolean.*got 'perhaps'",
-    ):
-        assert re.search(pattern, text), pattern
-    assert len(found) == 16
+    wrong = {
+        "ETA": "much",
+        "INITIAL_BATCH_SIZE": 0,
+        "nodes_per_gpu": -1,
+        "training_seed": 2**64,
+        "merge_frequency": 1.5,
+        "merge_count": True,
+        "padding_percentage": 1.2,
+        "outer_momentum": 1.0,
+        "learning_rate_for_outer_opt": float("inf"),
+        "number_of_inner_steps_between_outers": None,
+        "debias": "perhaps",
+        "dataset": "python_doc",
+        "inner_optimizer": "moun",
+    }
+    found = problems({"learnig_rate_for_inner_opt": 1, "eta": 0.5, "devices": ["tpu:0"]} | wrong, ["zzzz"])
+    others = ["zzzz", "learnig_rate_for_inner_opt", "eta", "devices[0]"]
+    assert sorted(keys_of(found)) == sorted([*others, *wrong])
+    meant = {line.split(":")[0]: line[:-1].split("did you mean ")[1] for line in found if "did you mean" in line}
+    assert meant == {
+        "learnig_rate_for_inner_opt": "learning_rate_for_inner_opt",
+        "eta": "ETA",
+        "dataset": "python_docs",
+        "inner_optimizer": "muon",
+    }
+    for name, value in wrong.items():
+        assert any(line.startswith(f"{name}: ") and f"got {value!r}" in line for line in found), name
+
+
+TOKENS = {"max_tokens": 10**6, "number_of_outer_steps": None}
+FIXED = {"sampling_method": "none"}
+SPEEDS = TOKENS | {"node_speeds": [1, 1, 0.5, 0.25]}
 
 
 @pytest.mark.parametrize(
-    ("raw", "expected"),
+    ("values", "expected"),
     [
-        ({"number_of_outer_steps": None}, "number_of_outer_steps: give it, number_of_training_epochs or max_tokens"),
-        (
-            {"INITIAL_BATCH_SIZE": 9, "max_requested_batch": 8},
-            "max_requested_batch: must be at least INITIAL_BATCH_SIZE",
-        ),
-        ({"batch_schedule": [[0.5, 16]]}, "batch_schedule: needs sampling_method none, got norm_test"),
-        *(
-            ({"sampling_method": "none", "batch_schedule": schedule}, "batch_schedule: must be pairs")
-            for schedule in ([[0.5, 16], [0.5, 32]], [[0.5, 16], [0.6, 0]], [[1.1, 16]], [[0.1, 9.5]])
-        ),
-        (
-            {"sampling_method": "none", "batch_schedule": [[0, 8]], "INITIAL_BATCH_SIZE": 4},
-            "batch_schedule: must begin with INITIAL_BATCH_SIZE (4)",
-        ),
-        ({"sampling_method": "none", "batch_schedule": [[0.5]]}, "batch_schedule"),
+        ({"number_of_outer_steps": None}, ["number_of_outer_steps"]),
+        ({"dataset": "text"}, ["text_files"]),
+        ({"INITIAL_BATCH_SIZE": 9, "max_requested_batch": 8}, ["max_requested_batch"]),
+        ({"batch_schedule": [[0.5, 16]]}, ["batch_schedule"]),
+        (FIXED | {"batch_schedule": [[0.5, 16], [0.5, 32]]}, ["batch_schedule"]),
+        (FIXED | {"batch_schedule": [[0.5, 16], [0.6, 0]]}, ["batch_schedule"]),
+        (FIXED | {"batch_schedule": [[1.1, 16]]}, ["batch_schedule"]),
+        (FIXED | {"batch_schedule": [[0.1, 9.5]]}, ["batch_schedule"]),
+        (FIXED | {"batch_schedule": [[0.5]]}, ["batch_schedule[0]"]),
+        (FIXED | {"batch_schedule": [[0, 8]], "INITIAL_BATCH_SIZE": 4}, ["batch_schedule"]),
         (
             {"smallest_worker_batch": 5, "statistics_estimator": "across_workers", "INITIAL_BATCH_SIZE": 9},
-            "smallest_worker_batch: across_workers needs two workers from the first round on",
+            ["smallest_worker_batch"],
         ),
+        (TOKENS | {"communication_budget": 9, "byte_budget": 10**9}, ["communication_budget, byte_budget"]),
+        ({"byte_budget": 10**9}, ["byte_budget", "number_of_outer_steps"]),
+        (TOKENS | {"time_budget": 60}, ["time_budget"]),
+        (TOKENS | {"time_budget": 60, "link": "1Gb/s", "deterministic": True}, ["deterministic"]),
+        (SPEEDS | {"time_budget": 60, "link": "1Gb/s"}, ["time_budget"]),
+        (SPEEDS | {"link": "fast"}, ["link"]),
+        ({"node_speeds": []}, ["node_speeds"]),
+        ({"node_speeds": [1, 0, -2]}, ["node_speeds[1]"]),
+        ({"balance": "speed"}, ["balance"]),
         (
-            {"inner_optimizer": "moun"},
-            "inner_optimizer: must be one of adamw, muon, sgd, got 'moun'; did you mean muon?",
+            {"max_tokens": 9, "balance": "batch", "deterministic": True, "number_of_inner_steps_between_outers": 1},
+            ["deterministic", "number_of_inner_steps_between_outers"],
         ),
-        (
-            {"number_of_inner_steps_between_outers": None},
-            "number_of_inner_steps_between_outers: should be a valid integer",
-        ),
+        (SPEEDS | {"balance": "batch", "smallest_worker_batch": 4}, ["smallest_worker_batch"]),
     ],
 )
-def test_values_that_do_not_go_together(raw, expected):
-    assert any(line.startswith(expected) for line in problems(raw))
+def test_values_that_do_not_go_together_are_refused(values, expected):
+    assert keys_of(problems(values)) == expected
 
 
-@pytest.mark.parametrize(
-    ("raw", "warning"),
-    [
-        ({"c4_language": "de"}, "c4_language: has no effect with dataset python_docs"),
-        ({"project_name": "x", "clearml": False}, "project_name: has no effect with clearml off"),
-        ({"samples_per_class": 5}, "samples_per_class: has no effect with dataset python_docs"),
-        ({"tokenizer": "x", "vocab_size": 999}, "vocab_size: has no effect with a tokenizer that is not trained here"),
-        ({"lr_sgd": 0.1}, "lr_sgd: has no effect with inner_optimizer adamw"),
-        (
-            {"lr_sgd": 0.1, "distributed_algo": "LocalSGD", "inner_optimizer": "adamw"},
-            "lr_sgd: has no effect with inner_optimizer adamw",
-        ),
-        ({"single_seed": True}, "single_seed: has no effect with need_to_reinit_output_layers false"),
-    ],
-)
-def test_a_key_without_effect_says_so(raw, warning):
-    assert parse_config({"number_of_outer_steps": 1} | raw, (), CHECKS)[1] == [warning]
+def test_a_run_has_the_budget_that_is_given():
+    assert parse_config({"number_of_outer_steps": 2})[0].budget is None
+    assert parse_config(TOKENS | {"time_budget": 60, "link": "1Gb/s"})[0].budget == "time_budget"
 
 
-@pytest.mark.parametrize("asked", [{"distributed_algo": "LocalSGD"}, {"inner_optimizer": "sgd"}])
-def test_a_learning_rate_of_sgd_has_an_effect_wherever_inner_steps_are_sgd(asked):
-    assert parse_config({"number_of_outer_steps": 1, "lr_sgd": 0.1} | asked, (), CHECKS)[1] == []
+# YAML
 
 
-def test_a_merged_mapping_may_be_merged_again():
+def test_a_merged_key_may_be_given_again():
     text = "a: &a {x: 1}\nb: [{c: &c {<<: *a, x: 2}}]\nd: {<<: *c, y: 3}"
     assert yaml_value(text) == {"a": {"x": 1}, "b": [{"c": {"x": 2}}], "d": {"x": 2, "y": 3}}
 
@@ -255,20 +227,14 @@ def test_a_value_that_is_not_of_its_yaml_type_is_a_problem(text):
         ("model_config: {hidden_size: 64, hidden_size: 32}", "hidden_size is given twice"),
     ],
 )
-def test_a_file_that_is_no_config(tmp_path, text, expected):
+def test_a_file_that_is_not_a_configuration_is_refused(tmp_path, text, expected):
     path = tmp_path / "c.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=expected):
         load_config(path)
 
 
-def test_a_merged_key_may_be_given_again(tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text("model_config: {<<: {preset: demo, hidden_size: 64}, hidden_size: 32}\nmax_tokens: 1")
-    assert load_config(path)[0].model_config == {"preset": "demo", "hidden_size": 32}
-
-
-def test_a_missing_file(tmp_path):
+def test_a_missing_file_is_a_problem(tmp_path):
     with pytest.raises(ConfigError, match="cannot read the configuration: No such file"):
         load_config(tmp_path / "none.yaml")
 
@@ -286,11 +252,11 @@ def test_a_missing_file(tmp_path):
         }
     )
 )
-def test_the_resolved_copy_gives_the_same_config(values):
-    """For a reader of YAML 1.1 as well, to whom 1e-5 is a text."""
+def test_a_written_configuration_reads_back_equal(values):
+    """Also for a reader of YAML 1.1, which takes 1e-5 for text."""
     config, _ = parse_config(values)
     written = dump_config(config)
-    assert "!!float" not in written  # nobody writes that by hand
+    assert "!!float" not in written  # it stays readable
     read = yaml.load(written, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     assert [read[name] for name in values] == list(values.values())
     assert parse_config(read)[0] == config
@@ -309,80 +275,3 @@ def test_every_key_has_a_meaning_and_a_valid_default():
 def test_shipped_configurations_are_valid(path):
     config, _ = load_config(path)
     assert config.number_of_outer_steps or config.number_of_training_epochs or config.max_tokens
-
-
-TOKENS = {"max_tokens": 10**6, "number_of_outer_steps": None}
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        (
-            TOKENS | {"communication_budget": 9, "byte_budget": 10**9},
-            ["communication_budget, byte_budget: one"],
-        ),
-        (
-            {"byte_budget": 10**9},
-            [
-                "byte_budget: max_tokens number_of_training_epochs",
-                "number_of_outer_steps: null byte_budget",
-            ],
-        ),
-        (TOKENS | {"time_budget": 60}, ["time_budget: link"]),
-        (
-            TOKENS | {"time_budget": 60, "link": "1Gb/s", "deterministic": True},
-            ["deterministic: time_budget"],
-        ),
-    ],
-)
-def test_budgets_that_contradict_something_are_refused(values, expected):
-    assert_lines(problems(values), expected)
-
-
-SPEEDS = TOKENS | {"node_speeds": [1, 1, 0.5, 0.25]}
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({"node_speeds": [1, 0, -2]}, ["node_speeds[1]: greater 0 [1, 0, -2]"]),
-        ({"node_speeds": []}, ["node_speeds: []"]),
-        (SPEEDS | {"link": "fast"}, ["link: 1Gb/s,20ms fast"]),
-        ({"node_speeds": [1, float("inf")]}, ["node_speeds[1]: finite inf"]),
-        ({"balance": "speed"}, ["balance: 'equal', 'batch' 'steps', 'speed'"]),
-        (
-            SPEEDS | {"time_budget": 60, "link": "1Gb/s"},
-            ["time_budget: null node_speeds 60.0"],
-        ),
-        (
-            {"max_tokens": 9, "balance": "batch", "deterministic": True, "number_of_inner_steps_between_outers": 1},
-            [
-                "deterministic: balance batch node_speeds",
-                "number_of_inner_steps_between_outers: 2 node_speeds",
-            ],
-        ),
-        (
-            SPEEDS | {"balance": "batch", "smallest_worker_batch": 4},
-            ["smallest_worker_batch: null balance batch 4"],
-        ),
-    ],
-)
-def test_speeds_and_balances_that_cannot_be_are_refused(values, expected):
-    assert_lines(problems(values), expected)
-
-
-def test_a_link_is_read_with_speeds():
-    link = {"link": "1Gb/s,100ms"}
-    assert parse_config(SPEEDS | link | {"balance": "batch"}, (), CHECKS)[1] == []
-
-
-def test_a_run_has_the_budget_that_is_given_and_a_link_only_with_seconds():
-    assert parse_config({"number_of_outer_steps": 2})[0].budget is None
-    link = {"link": "1Gb/s"}
-    config, warnings = parse_config(TOKENS | link | {"time_budget": 60, "deterministic": False}, (), CHECKS)
-    assert (config.budget, warnings) == ("time_budget", [])
-    config, warnings = parse_config(TOKENS | link | {"byte_budget": 10**9}, (), CHECKS)
-    assert (config.budget, warnings) == (
-        "byte_budget",
-        ["link: has no effect with time_budget null and node_speeds null"],
-    )
