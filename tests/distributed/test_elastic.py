@@ -1,4 +1,4 @@
-"""Machines that come and go under torchrun: agents are started and killed, and the run goes on with those there are."""
+"""Machines that come and go under torchrun: agents are started and killed, and the run continues with the others."""
 
 import csv
 import os
@@ -13,17 +13,17 @@ import pytest
 from tests.support.programs import LIMIT_SECONDS, TORCHRUN, Popen, Programs, wait_until
 from tests.support.runs import write_config
 
-# An agent waits so long for others before its processes begin. How often it gives a sign of life stays as it is: every
-# one of them makes a change void that another agent has begun, and one in a second would on a busy machine keep it out.
+# Seconds that an agent waits for others before it starts its processes. The interval of its heartbeats stays as it is:
+# each one cancels the change that another agent has begun, and on a busy machine short ones would keep it out.
 _QUICK = "last_call_timeout=10"
-# Were the store shared, an agent that was there before would not tell a new one where the processes meet (torch 2.13).
+# With a shared store the first agent would not tell a new one where the processes meet (torch 2.13).
 _ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
 
 
 def rows(folder: Path) -> list[dict]:
-    """Of the training log of the only run in a folder, while it is written."""
+    """Read the training log of the only run in a folder, while it is written."""
     logs = list(folder.glob("*/model_training_report/training_log.csv"))
-    assert len(logs) < 2, "another run was begun"
+    assert len(logs) < 2, "another run was started"
     if not logs:
         return []
     with logs[0].open(newline="") as file:
@@ -31,22 +31,21 @@ def rows(folder: Path) -> list[dict]:
 
 
 def kill_machine(agent: Popen) -> None:
-    """An agent and all that it has started, at once."""
-    everybody = [psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)]
-    for process in everybody:
+    """Kill an agent and all processes that it has started."""
+    for process in [psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)]:
         process.send_signal(signal.SIGKILL)
     agent.wait()
 
 
 @pytest.fixture
 def agents_said(tmp_path):
-    """Files for what agents say, which is shown when the test fails: nobody reads a pipe meanwhile."""
+    """A folder for the output of agents, which is shown if the test fails; a pipe would fill up."""
     yield tmp_path
     for file in sorted(tmp_path.glob("*.txt")):
         print(f"{file.stem}:\n{file.read_text()}")
 
 
-def test_a_run_goes_on_with_an_agent_that_comes_and_without_it_when_it_is_killed(
+def test_a_run_continues_with_an_agent_that_joins_and_without_it_when_it_is_killed(
     programs: Programs, agents_said, tmp_path, cache_dir
 ):
     config = write_config(
@@ -60,14 +59,14 @@ def test_a_run_goes_on_with_an_agent_that_comes_and_without_it_when_it_is_killed
     options.append(f"--rdzv_endpoint=127.0.0.1:{port}")
 
     def agent(name: str) -> Popen:
-        # The first one keeps the store of the rendezvous, which has to live.
+        # The first agent keeps the store of the rendezvous.
         conf = f"--rdzv_conf={_QUICK},is_host={int(name == 'first')}"
         words = (TORCHRUN, *options, conf, "run.py", "--config", config, "--resume", "auto", "run_name=pool")
         with (agents_said / f"{name}.txt").open("w") as said:
             return programs.start(*words, stdout=said, stderr=said, env=os.environ | _ENVIRONMENT)
 
     def rounds_with(nodes: int, after: int, *agents: Popen) -> int:
-        """The last round, as soon as there are three in a row after that one with so many nodes."""
+        """Wait for three rounds in a row with so many nodes after a round, and return the last one."""
 
         def found() -> int:
             late = [row for row in rows(tmp_path / "logs") if int(row["outer_step"]) > after]
@@ -77,7 +76,7 @@ def test_a_run_goes_on_with_an_agent_that_comes_and_without_it_when_it_is_killed
         return wait_until(found, f"rounds with {nodes} nodes", *agents)
 
     first = agent("first")
-    # There is something to go on from before anybody else comes.
+    # Wait for a checkpoint before the second agent starts.
     alone = rounds_with(2, 0, first)
     second = agent("second")
     both = rounds_with(4, alone, first, second)
@@ -90,8 +89,8 @@ def test_a_run_goes_on_with_an_agent_that_comes_and_without_it_when_it_is_killed
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) >= again
     said = (folder / "training_log.log").read_text(encoding="utf-8")
-    # More than two where the second was not there at the last call: the first begins again, and once more with it.
+    # More than two if the second agent missed the last call: the first restarts alone, and once more with it.
     resumed = [int(number) for number in re.findall(r"resumed after round (\d+)", said)]
-    # Who comes costs nothing, who is killed the round that was cut off, and one whose checkpoint was written meanwhile.
+    # Joining costs nothing. A kill costs the unfinished round, and one whose checkpoint was being written.
     assert resumed[0] >= alone
     assert resumed[-1] >= both - 2

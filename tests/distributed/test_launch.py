@@ -1,4 +1,4 @@
-"""Starting processes, and noticing that one has died."""
+"""The start of processes, and the detection of lost ones."""
 
 import os
 import re
@@ -49,8 +49,8 @@ def test_processes_and_threads_of_a_machine(monkeypatch, values, cores, gpus, pr
 
 
 @pytest.mark.parametrize(("driver", "gpus"), [(None, 3), ("libnowhere.so.1", 0)])
-def test_gpus_are_counted_wherever_their_driver_can_be_loaded(monkeypatch, driver, gpus):
-    """Also in a container without /proc/driver/nvidia; PyTorch is not asked where there is no driver."""
+def test_gpus_are_counted_if_their_driver_can_be_loaded(monkeypatch, driver, gpus):
+    """Also in a container without /proc/driver/nvidia. Without a driver PyTorch is not imported."""
     monkeypatch.setattr(launch, "_GPU_DRIVER", driver)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus or pytest.fail("PyTorch was asked"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -59,14 +59,14 @@ def test_gpus_are_counted_wherever_their_driver_can_be_loaded(monkeypatch, drive
 
 
 @pytest.mark.parametrize("value", ["2.5", "0", "none", "true"])
-def test_an_impossible_number_of_processes(value):
+def test_an_impossible_number_of_processes_is_refused(value):
     with pytest.raises(ValueError, match="processes: should be auto or a positive integer"):
         parse_config({"number_of_outer_steps": 1}, [f"processes={value}"])
 
 
 @pytest.mark.parametrize("processes", ["auto", "1"])
-def test_gpus_are_counted_among_those_that_the_configuration_leaves_visible(monkeypatch, tmp_path, processes):
-    """CUDA reads what is visible once, when it is first asked."""
+def test_only_visible_gpus_are_counted(monkeypatch, tmp_path, processes):
+    """CUDA reads CUDA_VISIBLE_DEVICES once, when it is used first."""
     seen, started = [], []
 
     def gpus() -> int:
@@ -105,14 +105,14 @@ def explained(watcher: PeerWatch) -> str:
     return str(error.value)
 
 
-def test_a_lost_connection_is_explained_and_other_errors_stay_what_they_are():
+def test_a_lost_connection_is_explained_and_other_errors_stay():
     assert "another process of the run is gone" in explained(PeerWatch())
     for error in (ValueError("of its own"), RuntimeError("shapes do not match")):
         with pytest.raises(type(error), match=str(error)), PeerWatch().explaining():
             raise error
 
 
-def test_a_process_that_ends_by_itself_says_why():
+def test_a_process_that_ends_by_itself_leaves_the_reason():
     store = HashStore()
     PeerWatch(store=store).failed(1, "ETA: must be positive")
     assert explained(PeerWatch(store=store)) == "rank 1 ended: ETA: must be positive"
@@ -127,7 +127,7 @@ def test_a_child_that_was_killed_is_named(programs):
 
 
 def test_a_process_that_waits_for_one_that_died_is_ended(programs):
-    """In a call that Python does not get out of, as a collective of GPUs."""
+    """It waits in a call that never returns to Python, like a collective on GPUs."""
     ended = programs.run("-c", WAITING, status=1)
     assert re.search(r"error: rank 1 \(process \d+\) ended with status 3", ended.stderr)
 
@@ -158,16 +158,16 @@ os.kill(os.getpid(), signal.SIGTERM)
 """
 
 
-def test_a_process_whose_starter_died_before_they_met_ends_with_it(programs):
-    programs.start("-c", LAUNCHING).communicate()  # until nobody holds its output any more
+def test_a_process_ends_with_its_starter(programs):
+    programs.start("-c", LAUNCHING).communicate()  # until no process holds its output
 
 
-def test_a_process_that_dies_ends_the_others_within_a_minute_and_is_named(programs, tmp_path, cache_dir):
+def test_a_dead_process_ends_the_others_and_is_named(programs, tmp_path, cache_dir):
     output, _ = kill_the_second_process(programs, tmp_path, cache_dir)
     assert "was killed (SIGKILL)" in output
 
 
-def test_torchrun_goes_on_from_the_last_checkpoint_by_itself(programs, tmp_path, cache_dir):
+def test_torchrun_resumes_from_the_last_checkpoint(programs, tmp_path, cache_dir):
     values = {"number_of_outer_steps": 8, "save_weights_every": 1, "max_requested_batch": 16}
     configuration = write_config(tmp_path, cache_dir, **values)
     killed = ["tests/support/killed.py", tmp_path / "logs", 400, 0, "run.py"]  # in the third or fourth round
@@ -182,10 +182,7 @@ def test_torchrun_goes_on_from_the_last_checkpoint_by_itself(programs, tmp_path,
 
 
 def processes_of_one_run(programs: Programs, overrides: list[list[str]], config: Path) -> list[tuple[Popen, str, str]]:
-    """Processes that somebody starts with different arguments, as on different machines, when all have ended.
-
-    Each with its output and its errors.
-    """
+    """Run processes with different arguments, as on different machines; return each with its output and errors."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(overrides))}
@@ -200,7 +197,7 @@ def processes_of_one_run(programs: Programs, overrides: list[list[str]], config:
 @pytest.mark.parametrize(
     ("others", "expected"),
     [
-        # The nodes decide how processes connect: nobody waits for anybody all the same.
+        # Nodes decide how processes connect; with different ones, none waits forever.
         (
             ["nodes_per_gpu=2", "ETA=0.5"],
             "error: the processes have different configurations: ETA: 0.4 on rank 0, 0.5 on rank 1; "
@@ -209,7 +206,7 @@ def processes_of_one_run(programs: Programs, overrides: list[list[str]], config:
         (["ETAA=0.5"], "error: rank 1: ETAA: unknown key; did you mean ETA?"),
     ],
 )
-def test_processes_that_are_not_given_the_same_end_with_one_line_and_nothing_done(
+def test_processes_with_different_arguments_end_with_one_line_before_training(
     programs, tmp_path, cache_dir, others, expected
 ):
     ended = processes_of_one_run(programs, [[], others], write_config(tmp_path, cache_dir))

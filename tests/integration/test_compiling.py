@@ -1,4 +1,4 @@
-"""Which runs compile their models, and that they go on as they began."""
+"""The decision to compile a model, which a resumed run keeps."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LONG = {"number_of_outer_steps": None, "max_tokens": 10**9}
 
 
-def test_the_estimate_passes_through_what_was_measured():
+def test_the_estimate_passes_through_the_measurements():
     assert (compiling_seconds(900_000), speedup(900_000)) == pytest.approx((62, 1.14))
     assert compiling_seconds(130_000) == pytest.approx(33, rel=0.02)
     assert speedup(130_000) == pytest.approx(1.37, rel=0.01)
@@ -37,11 +37,11 @@ def test_the_estimate_passes_through_what_was_measured():
         (7_000_000, 100_000_000, "cpu", True),
         (7_100_000, 100_000_000, "cpu", False),
         (300_000_000, 10**12, "cpu", False),
-        # Nothing was measured there.
+        # GPUs were not measured.
         (130_000, 10**12, "cuda", False),
     ],
 )
-def test_what_is_worth_compiling(parameters, tokens, device, expected):
+def test_long_runs_of_small_models_are_worth_compiling(parameters, tokens, device, expected):
     assert worth_compiling(parameters, tokens, device) is expected
 
 
@@ -59,7 +59,7 @@ def test_tokens_of_a_run_are_those_of_its_first_limit(values, expected):
     assert planned_tokens(make_config(**values), examples=1000) == expected
 
 
-def test_true_and_false_are_taken_at_their_word():
+def test_true_and_false_need_no_estimate():
     for device in ("cpu", "cuda"):
         assert compiles(make_config(compile_model=True), 10, 10, device, True) is True
         assert compiles(make_config(compile_model=False, **LONG), 130_000, 10**9, device, True) is False
@@ -76,16 +76,16 @@ def test_without_a_compiler_true_is_refused_and_auto_means_no(monkeypatch):
 @pytest.mark.parametrize(
     "path", ["config.yaml", *(f"configs/{file.name}" for file in (ROOT / "configs").glob("*.yaml"))]
 )
-def test_what_is_quick_to_run_is_not_compiled(path):
-    """The demo and all ready configurations of its model, with all of its documents."""
+def test_the_demo_is_not_compiled(path):
+    """Nor are the other configurations of its model, with all documents."""
     config, _ = load_config(ROOT / path)
     if config.model_config.get("preset") == "demo":
         assert config.compile_model == "auto"
         assert not compiles(config, 131_000, 9_000, "cpu", True)
 
 
-def test_a_run_that_is_resumed_goes_on_as_it_began():
-    """Nothing is compiled before the first step."""
+def test_a_resumed_run_keeps_the_decision():
+    """Compilation itself starts with the first step."""
     for first, then in ((LONG, {}), ({}, LONG)):
         begun, resumed, told = light_cluster(**first), light_cluster(**then), light_cluster(compile_model=False, **then)
         assert begun.models.compiled is (first is LONG)
@@ -99,7 +99,7 @@ def test_a_run_that_is_resumed_goes_on_as_it_began():
         assert [model.compiled for model in working] == [begun.models.compiled, begun.models.compiled, False]
 
 
-# Layers by themselves, as on shard groups
+# Single layers, as on shard groups
 
 
 def test_compiled_layers_keep_a_forward_of_their_own(monkeypatch):

@@ -58,11 +58,11 @@ def test_rounds_on_a_gpu_equal_the_cpu():
     torch.testing.assert_close(trainer.parameters.cpu(), expected.parameters, rtol=1e-6, atol=1e-8)
 
 
-def test_the_max_batch_fits_and_leaves_nothing_behind():
+def test_the_max_batch_fits_and_leaves_no_trace():
     working = FlatModel(tiny_llama(dtype=torch.float32, hidden_size=256, intermediate_size=512), CUDA)
     examples = PackedSequences(random_sequences(8, 512))
     parameters, state = working.parameters.detach().clone(), torch.cuda.get_rng_state(CUDA)
-    backward(working, examples, np.arange(1))  # libraries take memory for themselves when they are used first
+    backward(working, examples, np.arange(1))  # libraries allocate memory at their first use
     working.gradient.zero_()
     allocated = torch.cuda.memory_allocated(CUDA)
     # A small share of a large GPU, so that the confirmation stays short.
@@ -101,8 +101,8 @@ def test_the_gradient_analysis_on_a_gpu_equals_the_cpu():
 
 
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])
-def test_the_inner_steps_of_a_round_never_wait_for_the_gpu(autocast):
-    """All of them but the last, whose statistics are read; with real attention kernels, accumulation and warm-up."""
+def test_inner_steps_never_wait_for_the_gpu(autocast):
+    """All but the last step, whose statistics are read; with real attention kernels, accumulation and warm-up."""
     config = make_config(
         INITIAL_BATCH_SIZE=8, max_batch_size=4, switch_multiplier=1, warmup_steps=3, sampling_method="none"
     )
@@ -113,7 +113,7 @@ def test_the_inner_steps_of_a_round_never_wait_for_the_gpu(autocast):
     processes = LocalProcesses([CUDA], 1)
     trainer = Trainer(0, config, working.parameters.detach().clone(), cursor, examples, {CUDA: working}, processes)
     trainer.assign_nodes((Node(0, CUDA, 4),))
-    train(trainer, 1)  # libraries wait when they are used for the first time
+    train(trainer, 1)  # libraries wait at their first use
     trainer.assign_nodes(trainer.nodes)
     assignment = trainer.assignments(trainer.split_work(), RoundSchedule(5, 0.0, 0.5))[0]
     assert assignment.plan.micro_batches == (4, 4)
@@ -145,7 +145,7 @@ def test_bfloat16_rounds_stay_near_float32_rounds():
 
 
 def test_state_in_host_memory_gives_nearly_the_same_rounds():
-    """The host makes the outer step then; moments are the same bits wherever they wait."""
+    """The host makes the outer step then; moments keep their bits in both memories."""
     found = []
     for offload in ([], ["outer_state", "idle_moments"]):
         config, examples = make_config(offload=offload), PackedSequences(random_sequences(60))

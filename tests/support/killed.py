@@ -1,10 +1,8 @@
-"""A program that is killed in the middle of its work: tests/support/killed.py FOLDER FILES MICROSECONDS SCRIPT
-[ARGUMENTS].
+"""Run a program that is killed: tests/support/killed.py FOLDER FILES MICROSECONDS SCRIPT [ARGUMENTS].
 
-SCRIPT runs as it would by itself, until it has opened, renamed, removed or made so many files and folders in FOLDER;
-so many microseconds later the kernel kills it (SIGALRM, which nobody handles), whatever it is doing then. How far a
-program has come after so many files does not depend on how fast the machine is, nor on who else uses it. What torchrun
-has restarted is left alone.
+When SCRIPT has opened, renamed, removed or made so many files and folders in FOLDER, the kernel kills it so many
+microseconds later (SIGALRM without a handler). The number of files does not depend on the speed of the machine. A
+program that torchrun has restarted is not killed.
 """
 
 import os
@@ -19,7 +17,6 @@ def main() -> None:
     folder, files, microseconds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     del sys.argv[:4]
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
     def count(event: str, arguments: tuple) -> None:

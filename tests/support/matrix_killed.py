@@ -1,8 +1,7 @@
-"""Runs of tests/support/matrix.py that are killed: python -m tests.support.matrix_killed merging|pool METHOD FOLDER
-TIME.
+"""Kill a run of tests/support/matrix.py: python -m tests.support.matrix_killed merging|pool METHOD FOLDER TIME.
 
-The process begins such a run, or goes on with it from its files, and kills itself as nobody can hinder: in the second
-inner step after the round of `KILLED_AFTER` that TIME counts to, once that round's checkpoint is whole.
+The process starts the run, or resumes it from its files, and kills itself in the second inner step after round
+KILLED_AFTER[TIME], when that round's checkpoint is complete.
 """
 
 import contextlib
@@ -21,16 +20,18 @@ from tests.support.programs import Programs, wait_until
 from utils.checkpoint.checkpoint import newest_checkpoint
 from utils.run_layout import CHECKPOINTS_FOLDER
 
-# Before the last merge; and while something is under way.
+# Rounds: before the last merge, and while messages are on their way.
 KILLED_AFTER = (1, matrix.STOPPED_AFTER)
-# The configuration, and what happens in the run.
+# The configuration, and the context of the run.
 _RUNS = {"merging": (matrix.merging, matrix.losing), "pool": (matrix.pool, contextlib.nullcontext)}
 
 
 class _Killing(Recorder):
     def __init__(self, rounds: int, folder: Path):
         super().__init__()
-        self._rounds, self._checkpoint, self._left = rounds, folder / CHECKPOINTS_FOLDER / f"round_{rounds:05d}", 0
+        self._rounds = rounds
+        self._checkpoint = folder / CHECKPOINTS_FOLDER / f"round_{rounds:05d}"
+        self._left = 0
 
     def on_round_start(self, outer_step, progress, steps):
         self._left = 2 if outer_step - 1 == self._rounds else 0
@@ -43,8 +44,8 @@ class _Killing(Recorder):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _go_on(kind: str, name: str, folder: Path, time: int) -> Cluster:
-    """The run in a cluster that has but the files of one that was killed so many times; killed again, or at its end."""
+def _continue(kind: str, name: str, folder: Path, time: int) -> Cluster:
+    """Start the run, or resume one that was killed `time` times, to the next kill or to its end."""
     config_of, disturbed = _RUNS[kind]
     cluster = Cluster(dataclasses.replace(config_of(name), checkpoint_every_minutes=1e-9), matrix.data())
     if time:
@@ -56,13 +57,13 @@ def _go_on(kind: str, name: str, folder: Path, time: int) -> Cluster:
 
 
 def resumed(programs: Programs, kind: str, name: str, folder: Path) -> dict:
-    """The state at the end of a run that was killed twice, and each time went on in another process."""
+    """Return the final state of a run that was killed twice, and each time resumed in another process."""
     for time in range(len(KILLED_AFTER)):
         programs.run("-m", "tests.support.matrix_killed", kind, name, folder, time, status=-signal.SIGKILL)
-    return matrix.state_of(_go_on(kind, name, folder, len(KILLED_AFTER)))
+    return matrix.state_of(_continue(kind, name, folder, len(KILLED_AFTER)))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with matrix.ready():
-        _go_on(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+        _continue(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))

@@ -1,4 +1,4 @@
-"""All processes train the same on the same: what they found out by themselves is compared before any work."""
+"""All processes have the same configuration and data: they compare what they have before training."""
 
 import dataclasses
 
@@ -25,15 +25,15 @@ from utils.distributed.collective_checks import agree_on_config, decided, differ
             "b: 2 on rank 0, 3 on rank 1; c: 3 on rank 0, 4 on rank 1",
         ),
         ([{"a": "x"}, {}], "a: 'x' on rank 0, None on rank 1"),
-        # Equal for Python, and not the same configuration.
+        # Equal for Python, but not the same configuration.
         ([{"a": 1}, {"a": True}], "a: 1 on rank 0, True on rank 1"),
     ],
 )
-def test_what_differs_is_named_with_the_ranks(statements, expected):
+def test_differences_are_named_with_their_ranks(statements, expected):
     assert difference(statements) == expected
 
 
-def test_one_process_with_another_configuration_stops_all_in_one_line():
+def test_another_configuration_on_one_process_stops_all_with_one_line():
     configs = [make_config(), make_config(ETA=0.5, max_tokens=10_000), make_config()]
     lines = refusals(3, lambda process: agree_on_config(process, configs[process.rank]))
     assert (
@@ -51,7 +51,7 @@ def test_a_machine_may_have_its_own_devices_and_cache():
     together(2, lambda process: agree_on_config(process, configs[process.rank]))
 
 
-def test_the_main_process_decides_and_its_error_is_everybodys():
+def test_the_main_process_decides_and_its_error_stops_all():
     assert together(3, lambda process: decided(process, lambda: f"rank {process.rank}")) == ["rank 0"] * 3
 
     def cannot():
@@ -61,7 +61,7 @@ def test_the_main_process_decides_and_its_error_is_everybodys():
 
 
 @pytest.mark.parametrize(("ranks", "expected"), [([0, 1, 2], "bad key"), ([0], "bad key"), ([2], "rank 2: bad key")])
-def test_what_one_process_cannot_do_stops_all(ranks, expected):
+def test_an_error_of_one_process_stops_all(ranks, expected):
     def work(process):
         def own():
             if process.rank in ranks:
@@ -80,7 +80,7 @@ def test_what_one_process_cannot_do_stops_all(ranks, expected):
 
 @pytest.fixture
 def loading(monkeypatch):
-    """A function that registers datasets: from name and rank of a process to its data, or what it raises."""
+    """A function that registers datasets by name; a loader returns the data of a rank, or the error to raise."""
 
     def install(**loaders):
         for name, load in loaders.items():
@@ -98,7 +98,7 @@ def loading(monkeypatch):
 
 
 def load(process):
-    """What a process loads; its rank reaches the loaders as a value that may differ."""
+    """Load the data of a process; its rank reaches the loaders in a key that may differ."""
     config = make_config(dataset="c4", cache_dir=str(process.rank))
     return load_data(config, process)
 
@@ -107,14 +107,14 @@ DATA = tiny_data()
 MISSING = DatasetError("the hub cannot be reached")
 
 
-def test_data_that_one_process_cannot_load_stop_all(loading):
+def test_data_that_one_process_cannot_load_stops_all(loading):
     line = "dataset: c4 cannot be loaded: the hub cannot be reached; dataset=python_docs works without a download"
     for rank, expected in ((0, line), (1, f"rank 1: {line}")):
         loading(c4=lambda own, rank=rank: MISSING if own == rank else DATA)
         assert refusals(3, load) == [expected] * 3
 
 
-def test_other_data_on_one_process_stop_all(loading):
+def test_other_data_on_one_process_stops_all(loading):
     more = tiny_data(train=97)
     loading(c4=lambda rank: more if rank == 1 else DATA)
     (line,) = set(refusals(2, load))
@@ -123,15 +123,15 @@ def test_other_data_on_one_process_stop_all(loading):
     )
 
 
-def test_as_many_but_other_examples_on_one_process_stop_all(loading):
+def test_equally_many_but_other_examples_stop_all(loading):
     swapped = dataclasses.replace(DATA, train=type(DATA.train)(DATA.train._tokens[::-1]))
     loading(c4=lambda rank: swapped if rank == 1 else DATA)
     (line,) = set(refusals(2, load))
     assert line.startswith("the processes have different data: contents: ")
 
 
-def test_as_large_but_other_shares_on_one_process_stop_all(loading):
-    """Of which no example that is looked at need be another one."""
+def test_equally_large_but_other_shares_stop_all(loading):
+    """The compared examples may be the same."""
     share = {"examples": 48, "documents": 2}
     record = {"split": "clusters", "over": "workers", "labels": 2, "total_variation": 0.0, "shares": [share] * 2}
     shares = {rank: DataShares((48, 48), (), record, digest) for rank, digest in enumerate("aab")}

@@ -1,4 +1,4 @@
-"""Which process owns which node, on which of the devices that it sees."""
+"""Placement: the process that owns each node, and the device among those that it sees."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from utils.distributed.placement import (
 
 
 def sites(*seen: str, machine: int = 0, first: int = 0) -> list[Site]:
-    """A process per word, which calls the GPUs of its letters cuda:0, cuda:1 and so on."""
+    """One process for each word. It calls the GPUs of its letters cuda:0, cuda:1 and so on."""
     return [
         Site(first + index, machine, {f"GPU-{gpu}": f"cuda:{place}" for place, gpu in enumerate(gpus)})
         for index, gpus in enumerate(seen)
@@ -23,12 +23,12 @@ def sites(*seen: str, machine: int = 0, first: int = 0) -> list[Site]:
 
 
 def slots_of(found: list[Site], nodes_per_device: int = 1) -> list[tuple[int, str, str]]:
-    """Owner, name there and identity of every node."""
+    """Owner, device name and identity of every node."""
     slots = share_out(found, nodes_per_device)
     return [(slot.owner, slot.device, slot.identity.removeprefix("GPU-")) for slot in slots]
 
 
-def test_shares_of_nodes():
+def test_shares_are_near_equal_and_consecutive():
     assert [list(share_of(range(7), index, 3)) for index in range(3)] == [[0, 1, 2], [3, 4], [5, 6]]
     assert [list(share_of(range(4), index, 4)) for index in range(4)] == [[0], [1], [2], [3]]
 
@@ -38,19 +38,19 @@ def test_processes_that_see_the_same_devices_share_their_nodes():
     assert slots_of(sites("ab", "ab", "ab"), 2) == [
         *((0, "cuda:0", "a"), (0, "cuda:0", "a"), (1, "cuda:1", "b"), (2, "cuda:1", "b"))
     ]
-    # The same ones in another order have other names.
+    # The same devices in another order have other names.
     assert slots_of(sites("ab", "ba")) == [(0, "cuda:0", "a"), (1, "cuda:0", "b")]
 
 
-def test_processes_with_a_device_each_keep_to_it():
-    """As wrappers of SLURM start them: every process calls its GPU cuda:0."""
+def test_processes_with_a_device_each_own_its_nodes():
+    """SLURM wrappers start them so: every process calls its GPU cuda:0."""
     eight = sites(*"abcdefgh")
     assert slots_of(eight) == [(rank, "cuda:0", gpu) for rank, gpu in enumerate("abcdefgh")]
     assert gpus_of_their_own(share_out(eight, 1))
     assert [owner for owner, _, _ in slots_of(sites("ab", "cd"), 2)] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
-def test_pairs_of_processes_with_a_device_for_each_pair():
+def test_pairs_of_processes_may_share_a_device_each():
     assert [slot[0] for slot in slots_of(sites("a", "b", "a", "b"), 2)] == [0, 2, 1, 3]
     assert [slot.group for slot in share_out(sites("a", "b", "a", "b"), 2)] == [0, 0, 1, 1]
 
@@ -63,7 +63,7 @@ def test_nodes_of_one_device_are_a_group_on_any_number_of_processes():
         assert [slot.group for slot in share_out(gpus, 2)] == [0, 0, 1, 1]
 
 
-def test_machines_follow_each_other_with_devices_of_their_own():
+def test_machines_come_in_order_and_own_their_devices():
     two = sites("ab", "ab", machine=1, first=2) + sites("ab", "ab", machine=0)
     assert share_out(two, 1) == (
         Slot(0, "cuda:0", "GPU-a", 0),
@@ -73,7 +73,7 @@ def test_machines_follow_each_other_with_devices_of_their_own():
     )
 
 
-def test_nccl_needs_a_gpu_that_no_other_process_uses():
+def test_nccl_needs_a_gpu_of_its_own_for_every_process():
     assert gpus_of_their_own(share_out(sites("ab", "ab"), 1))
     assert not gpus_of_their_own(share_out(sites("a", "a"), 2))
     assert not gpus_of_their_own(share_out([Site(0, 0, {"cpu": "cpu"}), Site(1, 1, {"cpu": "cpu"})], 1))
@@ -82,7 +82,7 @@ def test_nccl_needs_a_gpu_that_no_other_process_uses():
     assert not gpus_of_their_own(share_out(sites("a") + sites("a", machine=1, first=1), 1))
 
 
-def test_what_cannot_be_shared_out_is_said():
+def test_impossible_placements_are_refused():
     with pytest.raises(ValueError, match="3 processes on a machine with 2 nodes \\(cuda:0, cuda:1, nodes_per_gpu 1\\)"):
         share_out(sites("ab", "ab", "ab"), 1)
     with pytest.raises(ValueError, match="rank 0 sees GPU-a, GPU-b and rank 1 of the same machine GPU-b"):
@@ -102,11 +102,11 @@ def test_the_rank_comes_from_the_environment(monkeypatch):
 
 
 def test_shard_groups_are_consecutive_processes_that_own_nodes_together():
-    """A process meets those at its own place in other shard groups; what they own is the same at every place."""
+    """A process connects to those at its own place in other shard groups; ownership is the same at every place."""
     gpus = sites(*"abcd") + sites(*"abcd", machine=1, first=4)
-    for lane in (0, 1):
-        found = share_out(shard_group_sites(gpus, 2, lane), 2)
-        assert [slot.owner for slot in found] == [lane + first for first in (0, 0, 2, 2, 4, 4, 6, 6)]
+    for place in (0, 1):
+        found = share_out(shard_group_sites(gpus, 2, place), 2)
+        assert [slot.owner for slot in found] == [place + first for first in (0, 0, 2, 2, 4, 4, 6, 6)]
         assert [slot.group for slot in found] == [0, 0, 1, 1, 2, 2, 3, 3]
         assert gpus_of_their_own(found[:4])
     cpu = [Site(rank, 0, {"cpu": "cpu"}) for rank in range(4)]
@@ -114,7 +114,7 @@ def test_shard_groups_are_consecutive_processes_that_own_nodes_together():
     assert [slot.group for slot in share_out(shard_group_sites(cpu, 2, 1), 4)] == [0] * 4  # as without shard groups
 
 
-def test_processes_that_make_no_shard_groups_are_refused():
+def test_incomplete_shard_groups_are_refused():
     with pytest.raises(
         ValueError, match="3 processes do not make shard groups of devices_per_node 2; start a multiple"
     ):

@@ -1,4 +1,4 @@
-"""The first signal is a request, the same one once more is nothing, and a later one ends the program."""
+"""The first signal is a request, a repeated one is nothing, and a later one ends the program."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ def _handlers_are_restored():
 
 
 @pytest.mark.parametrize("number", signals._SIGNALS)
-def test_the_first_signal_is_kept_and_said(number, capfd):
+def test_the_first_signal_is_kept_and_announced(number, capfd):
     with StopRequest() as stop:
         assert not stop.requested
         os.kill(os.getpid(), number)
@@ -26,15 +26,15 @@ def test_the_first_signal_is_kept_and_said(number, capfd):
     assert capfd.readouterr().err.startswith(f"{number.name}: stopping after this round")
 
 
-def test_a_process_that_does_not_speak_keeps_it_too(capfd):
+def test_a_silent_process_keeps_the_signal(capfd):
     with StopRequest(speaks=False) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested
     assert capfd.readouterr().err == ""
 
 
-def test_a_signal_that_comes_twice_is_one_also_when_the_run_is_over(capfd):
-    """As when both the agent of torchrun and who stops the job send it to every process."""
+def test_a_repeated_signal_counts_once_even_after_the_run(capfd):
+    """For example when torchrun's agent and the user both send it to every process."""
     with StopRequest():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
@@ -42,7 +42,7 @@ def test_a_signal_that_comes_twice_is_one_also_when_the_run_is_over(capfd):
     assert capfd.readouterr().err.count("stopping") == 1
 
 
-def test_no_signal_leaves_no_trace():
+def test_without_a_signal_the_handlers_are_restored():
     before = signal.getsignal(signal.SIGINT)
     with StopRequest():
         assert signal.getsignal(signal.SIGINT) != before
