@@ -1,6 +1,6 @@
 """Measure one GPU in at most ten minutes: python benchmarks/performance/gpu.py [--parts ...], or make gpu.
 
-Writes docs/results/gpu.json and a table in docs/speed.md; without a GPU it writes nothing. Each part runs in its own
+Writes docs/results/gpu.json and a table in docs/benchmarks.md; without a GPU it writes nothing. Each part runs in its own
 process with a time limit. A part that fails leaves the reason in its place, and the others continue.
 
 - tests: tests/integration/test_gpu.py, which also checks that no inner step waits for the GPU.
@@ -56,7 +56,7 @@ from utils.files import write_json_atomically, write_text_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results" / "gpu.json"
-PAGE = ROOT / "docs" / "speed.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
 # The section of the page between these lines is written by this program.
 BEGIN = "<!-- gpu: written by benchmarks/performance/gpu.py -->"
 END = "<!-- end of gpu -->"

@@ -82,7 +82,7 @@ def test_failed_tests_and_a_wrong_plan_miss_their_targets(parts):
 
 def test_the_page_has_the_section_of_the_recorded_results():
     page = gpu.PAGE.read_text(encoding="utf-8")
-    text = "No number here is from a GPU: nobody has run it there yet."
+    text = "No number here is from a GPU: no run on a GPU has been made yet."
     if gpu.RESULTS.exists():
         text = gpu.section(json.loads(gpu.RESULTS.read_text(encoding="utf-8")))
     assert gpu.with_section(page, text) == page
