@@ -1,7 +1,7 @@
 """Measure one GPU in at most ten minutes: python benchmarks/performance/gpu.py [--parts ...], or make gpu.
 
-Writes docs/results/gpu.json and a table in docs/benchmarks.md; without a GPU it writes nothing. Each part runs in its own
-process with a time limit. A part that fails leaves the reason in its place, and the others continue.
+Writes docs/results/gpu.json and a table in docs/benchmarks.md; without a GPU it writes nothing. Each part runs in its
+own process with a time limit. A part that fails leaves the reason in its place, and the others continue.
 
 - tests: tests/integration/test_gpu.py, which also checks that no inner step waits for the GPU.
 - eager, compiled: MicroLlama (305M parameters) at sequence length 512 in bfloat16 against a bare loop, with the model

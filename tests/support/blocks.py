@@ -130,8 +130,9 @@ def check(words: Iterable[str]) -> None:
         return  # other programs
     elif words[:3] == ["pip", "install", "-r"]:
         for line in (ROOT / words[3]).read_text(encoding="utf-8").splitlines():
-            if line and not line.startswith(("#", "-")):
-                Requirement(line)
+            requirement = line.partition("#")[0].strip()
+            if requirement and not requirement.startswith("-"):
+                Requirement(requirement)
     elif words[0] == "torchrun":
         from torch.distributed.run import get_args_parser
 
