@@ -139,8 +139,7 @@ class _Run:
         check_method(config, self.workers[-1])
         self.flat_bytes = self.model.parameter_count * self.model.parameters.element_size()
         kind = inner_optimizer_name(config)
-        moments = {} if kind is None else INNER_OPTIMIZERS[kind].state_shapes(self.model)
-        self.moment_bytes = sum(tensor.nbytes for tensor in moments.values())
+        self.moment_bytes = 0 if kind is None else INNER_OPTIMIZERS[kind].state_bytes(self.model)
         self.trainer_bytes = (1 + len(self.method.state)) * self.flat_bytes
         self.worker_bytes = len(personal_tensors(config, self.method)) * self.flat_bytes
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from algorithms.flat import Block
-from fabrics.training.flat_model import blocks_of, laid_out
+from fabrics.training.flat_model import flat_blocks, flat_offsets
 from utils.distributed.shard_groups import ShardGroup
 
 
@@ -32,11 +32,11 @@ class ShardLayout:
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]], devices: int) -> "ShardLayout":
         """Lay out tensors with these names and shapes over so many devices, as FSDP2 cuts them."""
-        starts, whole_size = laid_out([math.prod(shape) for shape in shapes.values()])
+        starts, whole_size = flat_offsets([math.prod(shape) for shape in shapes.values()])
         lengths = [-(-shape[0] // devices) * math.prod(shape[1:]) for shape in shapes.values()]
-        offsets, size = laid_out(lengths)
+        offsets, size = flat_offsets(lengths)
         places = tuple(slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))
-        return cls(blocks_of(shapes, starts, whole_size), whole_size, places, size)
+        return cls(flat_blocks(shapes, starts, whole_size), whole_size, places, size)
 
     @property
     def lengths(self) -> list[int]:

@@ -26,7 +26,7 @@ from algorithms.flat import SKETCH_SIZE, Block, FullTensors, sketch
 from fabrics.sharding.layers import CompiledLayers, sharded_layers, sharded_parts
 from fabrics.sharding.shard_layout import ShardLayout
 from fabrics.sharding.sharded_statistics import DeviceProbe, ShardedProbe, devices_estimate
-from fabrics.training.flat_model import FlatModel, StateDictError, blocks_of
+from fabrics.training.flat_model import FlatModel, StateDictError, flat_blocks
 from fabrics.training.worker import TrainingError
 from utils.checkpoint.tensor_file import FilePart
 from utils.distributed.placement import share_of
@@ -163,7 +163,7 @@ class ShardedModel(FlatModel):
         self.parameters = nn.Parameter(flat)
         self.parameters.grad = gradient
         shapes = {name: tuple(shards[parameter].to_local().shape) for name, parameter in trainable.items()}
-        self.blocks = blocks_of(shapes, [place.start for place in self._layout.places], self._layout.size)
+        self.blocks = flat_blocks(shapes, [place.start for place in self._layout.places], self._layout.size)
         self.full_tensors = FullTensors(())  # no tensor is full on this device
 
     @torch.no_grad()
@@ -179,7 +179,7 @@ class ShardedModel(FlatModel):
     def logits(self, batch: Mapping[str, torch.Tensor], hooked: bool = False) -> torch.Tensor:
         self._update_copies()
         self._run_compiled_layers(self.compiled and not hooked)
-        with self.shard_group.explaining(), self._computing():
+        with self.shard_group.explaining(), self._autocast_context():
             return logits_of(self.module(**batch))
 
     def _run_compiled_layers(self, compiled: bool) -> None:

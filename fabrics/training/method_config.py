@@ -84,7 +84,7 @@ def round_bytes(
 def check_state(config: Config, model: FlatModel) -> None:
     """Raise ConfigError if a name in the method's state is taken."""
     kind = inner_optimizer_name(config)
-    moments = () if kind is None else INNER_OPTIMIZERS[kind].state_shapes(model)
+    moments = () if kind is None else INNER_OPTIMIZERS[kind].state(model, "meta")
     if taken := taken_names(method_of(config, model), moments):
         raise ConfigError([f"distributed_algo: {config.distributed_algo}: {problem}" for problem in taken])
 

@@ -82,9 +82,7 @@ class WorkerGroup:
         self.parameter_count = model.parameter_count
         self.parameter_bytes = model.parameter_count * self.dtype.itemsize
         kind = inner_optimizer_name(self._config)
-        moment_bytes = 0
-        if kind is not None:
-            moment_bytes = sum(tensor.nbytes for tensor in INNER_OPTIMIZERS[kind].state_shapes(model).values())
+        moment_bytes = 0 if kind is None else INNER_OPTIMIZERS[kind].state_bytes(model)
         if able.exchanges_gradients and kind is not None:  # the optimizer updates the shared parameters
             self._shapes |= INNER_OPTIMIZERS[kind].state(model, "meta")
         self.sizes = StateBytes(

@@ -111,6 +111,6 @@ def test_each_key_without_effect_has_one_warning(values, expected):
 
 def test_an_optimizer_without_declared_keys_may_read_all(monkeypatch):
     sgd = INNER_OPTIMIZERS["sgd"]
-    monkeypatch.setitem(INNER_OPTIMIZERS, "own", InnerOptimizerKind(sgd.state, sgd.over, sgd.state_shapes))
+    monkeypatch.setitem(INNER_OPTIMIZERS, "own", InnerOptimizerKind(sgd.state, sgd.create, sgd.state_bytes))
     assert idle("DiLoCo", {"inner_optimizer": "sgd"})
     assert not idle("DiLoCo", {"inner_optimizer": "own"})
