@@ -211,7 +211,6 @@ class Cluster:
             merge=merge,
             counters=dataclasses.replace(self.counters),
             memory=[process.memory for process in processes],
-            moves=self._assigner.take_moves(),
         )
 
     def assign_nodes(self) -> None:
@@ -377,8 +376,6 @@ class Cluster:
             requests = {trainer: values["batch"]["requested_batch"] for trainer, values in living.items()}
             assignment = self._assigner.assignment(requests, {}, self.scheduler.progress(counters))
         self._assign(assignment)
-        # What the nodes hold is read from the checkpoint, not sent.
-        self._assigner.take_moves()
         self.counters = counters
         local_part = self.models.first.local_part
         for trainer, values in living.items():

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from algorithms.nodes.traffic import Transfer
 from algorithms.schedule.limits import RoundSchedule
 from algorithms.synchronisation.group import Event
 from fabrics.data.examples import Examples, TaskData
@@ -138,7 +137,7 @@ class Trainer:
 
     # A round
 
-    def assign_nodes(self, nodes: tuple[Node, ...]) -> list[Transfer]:
+    def assign_nodes(self, nodes: tuple[Node, ...]) -> int:
         """Let these nodes work for the trainer from now on, and return the bytes that arrive at them."""
         return self.worker_group.assign(nodes, self._participants(len(nodes)))
 
@@ -284,7 +283,7 @@ class Trainer:
 
     # Merging and state
 
-    def absorb(self, others: list["Trainer"], weights: Mapping[int, float]) -> list[Transfer]:
+    def absorb(self, others: list["Trainer"], weights: Mapping[int, float]) -> int:
         """Merge other trainers into this one, the representative (AdLoCo, section 3, step 7).
 
         Parameters and outer momentum become the weighted averages; data subsets are united. The requested batch,
@@ -297,9 +296,9 @@ class Trainer:
             The bytes that arrive at nodes.
         """
         groups = [other.worker_group for other in others]
-        transfers = self.worker_group.absorb(groups, [weights[trainer.id] for trainer in (self, *others)])
+        sent = self.worker_group.absorb(groups, [weights[trainer.id] for trainer in (self, *others)])
         self.cursor.unite([other.cursor for other in others])
-        return transfers
+        return sent
 
     def state_dict(self) -> dict:
         """Return the plain values on which the trainer's future depends; its tensors are in `tensors`."""

@@ -1,7 +1,6 @@
-"""What nodes send each other: the transfers of merges and redistributions, and the cost of past and future rounds.
+"""What nodes send each other in merges, redistributions and rounds, past and future.
 
-Every node counts as a machine of its own, whatever the processes. A `Transfer` says which nodes send how much to which
-nodes. An `Exchange` is the summary that budgets and clocks read.
+Every node counts as a machine of its own, whatever the processes.
 """
 
 import itertools
@@ -9,60 +8,16 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from algorithms.nodes.distribution import HandOver, StateBytes
 
-# Transfers: who sends what to whom
 
-
-@dataclass(frozen=True)
-class Transfer:
-    """Bytes that some nodes send to others.
-
-    Attributes:
-        sources: the senders, each of an equal share.
-        targets: the receivers.
-        arriving: bytes that arrive at each target.
-    """
-
-    sources: tuple[int, ...]
-    targets: tuple[int, ...]
-    arriving: float
-
-    @property
-    def total(self) -> float:
-        """Bytes sent in all."""
-        return len(self.targets) * self.arriving
-
-
-@dataclass(frozen=True)
-class Move:
-    """A transfer, its purpose, and the trainer at whose nodes it arrived."""
-
-    kind: Literal["merge", "redistribution"]
-    trainer: int
-    transfer: Transfer
-
-
-def total_bytes(transfers: Iterable[Transfer]) -> int:
-    """Bytes of all transfers."""
-    return round(sum(transfer.total for transfer in transfers))
-
-
-def averaging_transfers(nodes: Sequence[int], sent: float) -> list[Transfer]:
-    """The transfers of a mean over these nodes, which send `sent` bytes together."""
-    return [Transfer(tuple(nodes), tuple(nodes), sent / len(nodes))] if sent else []
-
-
-def redistribution_transfers(
-    old: Sequence[int], new: Sequence[int], moves: Sequence[HandOver], sizes: StateBytes
-) -> list[Transfer]:
-    """The transfers of a trainer's change of nodes.
+def redistribution_bytes(old: Sequence[int], new: Sequence[int], moves: Sequence[HandOver], sizes: StateBytes) -> int:
+    """Bytes that arrive at nodes when a trainer's nodes change.
 
     A node that the trainer had holds its tensors, and each worker's state is on the worker's node. Everything else is
-    sent once to every node that needs it; the trainer's tensors come from the first node that stays, if one does. At
-    the start (`old` is empty) nothing is sent, because all nodes begin from the same seed.
+    sent once to every node that needs it. At the start (`old` is empty) nothing is sent, because all nodes begin from
+    the same seed.
 
     Args:
         old: the node of each worker before.
@@ -70,17 +25,16 @@ def redistribution_transfers(
         moves: the result of `hand_overs`.
     """
     if not old:
-        return []
-    holder = next((node for node in old if node in new), old[0])
-    found = [Transfer((holder,), tuple(sorted(set(new) - set(old))), sizes.trainer)]
+        return 0
+    sent = len(set(new) - set(old)) * sizes.trainer
     for move in moves:
-        takers = tuple(node for node in move.takers.values() if node != move.source)
-        found.append(Transfer((move.source,), takers, sizes.worker + move.whole * sizes.personal))
-    return [transfer for transfer in found if transfer.total]
+        takers = sum(node != move.source for node in move.takers.values())
+        sent += takers * (sizes.worker + move.whole * sizes.personal)
+    return sent
 
 
-def merge_transfers(representative: Sequence[int], others: Sequence[Sequence[int]], size: int) -> list[Transfer]:
-    """The transfers of a merge.
+def merge_bytes(representative: Sequence[int], others: Sequence[Sequence[int]], size: int) -> int:
+    """Bytes that arrive at nodes in a merge.
 
     The first node of the representative receives the tensors of the others, unless it serves them too, and sends the
     average to the representative's other nodes.
@@ -91,13 +45,7 @@ def merge_transfers(representative: Sequence[int], others: Sequence[Sequence[int
         size: bytes that a trainer gives: its parameters, and state that does not start anew.
     """
     first, *rest = representative
-    found = [Transfer((nodes[0],), (first,), size) for nodes in others if first not in nodes]
-    if rest:
-        found.append(Transfer((first,), tuple(rest), size))
-    return found
-
-
-# Exchanges: what a transfer costs
+    return size * (sum(first not in nodes for nodes in others) + len(rest))
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """The assignment of nodes to trainers, and merges: decisions of `algorithms.nodes`, carried out and counted."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from algorithms.nodes.distribution import distribute_nodes
 from algorithms.nodes.policies import MERGE_POLICIES, MergePlan
-from algorithms.nodes.traffic import Move, Transfer, merge_exchange, redistribution_exchange, total_bytes
+from algorithms.nodes.traffic import merge_exchange, redistribution_exchange
 from algorithms.schedule.limits import RunCounters
 from fabrics.pool.node_pool import NodePool
 from fabrics.pool.round_scheduler import RoundScheduler
@@ -35,7 +35,6 @@ class NodeAssigner:
         self._pool = pool
         self._groups = groups
         self._scheduler = scheduler
-        self._moves: list[Move] = []
 
     def assignment(
         self, requests: Mapping[int, int], trainers: Mapping[int, "Trainer"], progress: float
@@ -65,8 +64,7 @@ class NodeAssigner:
         for number, nodes in assignment.items():
             trainer = trainers[number]
             new_nodes += len(set(nodes) - {node.id for node in trainer.nodes})
-            transfers = trainer.assign_nodes(tuple(self._pool.nodes[node] for node in nodes))
-            sent += self._record("redistribution", number, transfers)
+            sent += trainer.assign_nodes(tuple(self._pool.nodes[node] for node in nodes))
         counters.bytes_redistributed += sent
         self._scheduler.count_link_seconds(counters, redistribution_exchange(new_nodes, sent))
 
@@ -87,21 +85,11 @@ class NodeAssigner:
             plan = plan.weighted({trainer: len(trainers[trainer].cursor) for trainer in plan.weights})
         others = [trainers.pop(trainer) for trainer in plan.weights if trainer != plan.representative]
         representative = trainers[plan.representative]
-        sent = self._record("merge", plan.representative, representative.absorb(others, plan.weights))
+        sent = representative.absorb(others, plan.weights)
         counters.bytes_merged += sent
         counters.communications += 1
         self._scheduler.count_link_seconds(counters, merge_exchange(len(others), len(representative.nodes), sent))
         return plan
-
-    def take_moves(self) -> tuple[Move, ...]:
-        """Return the transfers since the last call."""
-        moves = tuple(self._moves)
-        self._moves = []
-        return moves
-
-    def _record(self, kind: Literal["merge", "redistribution"], trainer: int, transfers: list[Transfer]) -> int:
-        self._moves += [Move(kind, trainer, transfer) for transfer in transfers]
-        return total_bytes(transfers)
 
 
 def requested_batches(trainers: Mapping[int, "Trainer"]) -> dict[int, int]:

@@ -11,7 +11,7 @@ import torch
 
 from algorithms.nodes.async_clock import in_steps
 from algorithms.nodes.distribution import HandOver, StateBytes, hand_overs
-from algorithms.nodes.traffic import Link, Transfer, averaging_transfers, merge_transfers, redistribution_transfers
+from algorithms.nodes.traffic import Link, merge_bytes, redistribution_bytes
 from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES, PLAIN, Encoding
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.method_config import method_of, round_bytes
@@ -109,7 +109,7 @@ class WorkerGroup:
 
     # Nodes
 
-    def assign(self, nodes: tuple[Node, ...], participants: Collection[int]) -> list[Transfer]:
+    def assign(self, nodes: tuple[Node, ...], participants: Collection[int]) -> int:
         """Let these nodes work from now on, and return the bytes that arrive at them.
 
         Workers keep their state as far as there are nodes for them, wherever those are. A new worker, and one whose
@@ -119,18 +119,15 @@ class WorkerGroup:
         Args:
             participants: numbers of the workers that take part in the next round.
         """
-        transfers = []
+        sent = 0
         if self.lost or 0 < len(self.nodes) != len(nodes):  # new workers start from the trainer's parameters
-            transfers += self._settle()
-        transfers += self._reassign(nodes)
-        up_to_date = [node.id for node in nodes if node.id not in self._resting] or [node.id for node in nodes]
+            sent += self._settle()
+        sent += self._reassign(nodes)
         returning = self._resting & {nodes[worker].id for worker in participants}
         self._resting -= returning
-        if returning:
-            transfers.append(Transfer((up_to_date[0],), tuple(sorted(returning)), self.sizes.trainer))
-        return transfers
+        return sent + len(returning) * self.sizes.trainer
 
-    def _reassign(self, nodes: tuple[Node, ...]) -> list[Transfer]:
+    def _reassign(self, nodes: tuple[Node, ...]) -> int:
         old_nodes = self.nodes
         old_workers = self.local
         before = [node.id for node in old_nodes]
@@ -141,7 +138,7 @@ class WorkerGroup:
         if before == after and not lost:
             for index, worker in self.local.items():
                 worker.node = nodes[index]
-            return []
+            return 0
         self._workers = self._processes.workers(after)
         if old_nodes:
             self.shared = self._provide(self.shared, old_nodes, nodes, tuple(self._shapes))
@@ -159,7 +156,7 @@ class WorkerGroup:
             self._hand_over(move, old_workers.get(move.worker))
         if len(after) < len(before) and self.method.capabilities.averages_copies:
             self._reset_copies()  # the mean keeps what the workers that end have learned
-        return redistribution_transfers(before, after, moves, self.sizes)
+        return redistribution_bytes(before, after, moves, self.sizes)
 
     def _hand_over(self, move: HandOver, source: Worker | None) -> None:
         """Copy a worker's state to others, wherever they are; source: None if it is in another process."""
@@ -307,13 +304,12 @@ class WorkerGroup:
                 incoming.add(index, PLAIN.encode(worker.state[COPY]))
         return incoming.result()
 
-    def _settle(self) -> list[Transfer]:
-        """Continue from up-to-date parameters, and return what the workers send for them."""
+    def _settle(self) -> int:
+        """Continue from up-to-date parameters, and return the bytes that the workers send for them."""
         self.refresh()
         moved = bool(self._copy_weights)
         self._copy_weights = []
-        sent = PLAIN.reduction_bytes(len(self), self.parameter_count, self.dtype) if moved else 0
-        return averaging_transfers([node.id for node in self.nodes], sent)
+        return PLAIN.reduction_bytes(len(self), self.parameter_count, self.dtype) if moved else 0
 
     def _reset_copies(self) -> None:
         for worker in self.local.values():
@@ -322,8 +318,8 @@ class WorkerGroup:
     # Merges
 
     @torch.no_grad()
-    def absorb(self, others: Sequence["WorkerGroup"], weights: Sequence[float]) -> list[Transfer]:
-        """Make this trainer's tensors the weighted average of its own and the others', and return what is sent.
+    def absorb(self, others: Sequence["WorkerGroup"], weights: Sequence[float]) -> int:
+        """Make this trainer's tensors the weighted average of its own and the others'; return the bytes sent.
 
         The process of the first worker computes the averages and sends them to the other workers. Tensors that are
         not in `merged_tensors` start anew.
@@ -331,7 +327,7 @@ class WorkerGroup:
         Args:
             weights: of this trainer, then of the others; they sum to 1.
         """
-        transfers = [transfer for group in (self, *others) for transfer in group._settle()]
+        sent = sum(group._settle() for group in (self, *others))
         first = self.nodes[:1]
         if 0 in self.local:
             for name in self.merged_tensors:
@@ -349,7 +345,7 @@ class WorkerGroup:
         self._reset_copies()
         self._resting = frozenset()
         own_nodes, *other_nodes = ([node.id for node in group.nodes] for group in (self, *others))
-        return transfers + merge_transfers(own_nodes, other_nodes, len(self.merged_tensors) * self.parameter_bytes)
+        return sent + merge_bytes(own_nodes, other_nodes, len(self.merged_tensors) * self.parameter_bytes)
 
     # State
 

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from algorithms.nodes.traffic import total_bytes
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.group import Group
 from algorithms.synchronisation.method import Capabilities, Method
@@ -305,7 +304,7 @@ class Following(Recorder):
         def call(trainer, *arguments):
             if name == "_settle":
                 sent = original(trainer)
-                self.refreshed += total_bytes(sent) if self._moving else 0
+                self.refreshed += sent if self._moving else 0
                 return sent
             self._moving = True
             try:

@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 import torch
 
-from algorithms.nodes.traffic import total_bytes
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.outer_step import nesterov_step
 from cluster import Cluster
@@ -266,8 +265,8 @@ def test_those_who_rest_keep_their_state_and_cost_nothing():
 def test_who_comes_back_gets_what_it_has_missed_and_that_counts():
     trainer, found = matrix.trainer_of(workers=4, participants=0.5), []
     for _ in range(8):
-        found.append((set(trainer.split_work().participants), total_bytes(trainer.assign_nodes(trainer.nodes))))
-        assert trainer.assign_nodes(trainer.nodes) == []  # it has it
+        found.append((set(trainer.split_work().participants), trainer.assign_nodes(trainer.nodes)))
+        assert trainer.assign_nodes(trainer.nodes) == 0
         train(trainer, 1, matrix.INNER_STEPS)
     model = trainer.worker_group.parameter_bytes  # parameters and velocity
     assert found[0][1] == 0
@@ -282,7 +281,7 @@ def test_after_a_merge_nobody_has_missed_anything():
     for trainer in (first, second):
         train(trainer, 1, matrix.INNER_STEPS)
     first.absorb([second], {0: 0.5, 1: 0.5})
-    assert first.assign_nodes(first.nodes) == []
+    assert first.assign_nodes(first.nodes) == 0
 
 
 def test_a_batch_test_sees_those_who_take_part():

@@ -1,4 +1,4 @@
-"""The distribution of nodes, and the transfers when it changes: numbers computed by hand, and invariants."""
+"""The distribution of nodes, and the bytes sent when it changes: numbers computed by hand, and invariants."""
 
 import pytest
 from hypothesis import given
@@ -11,13 +11,7 @@ from algorithms.nodes.distribution import (
     hand_overs,
     node_counts,
 )
-from algorithms.nodes.traffic import (
-    Transfer,
-    averaging_transfers,
-    merge_transfers,
-    redistribution_transfers,
-    total_bytes,
-)
+from algorithms.nodes.traffic import merge_bytes, redistribution_bytes
 
 
 @pytest.mark.parametrize(
@@ -211,7 +205,7 @@ def test_bytes_of_moves_on_paper():
     sizes = StateBytes(trainer=800, worker=804, personal=400)
 
     def sent(old, new, lost=()):
-        return total_bytes(redistribution_transfers(old, new, hand_overs(old, new, frozenset(lost)), sizes))
+        return redistribution_bytes(old, new, hand_overs(old, new, frozenset(lost)), sizes)
 
     assert sent((), (0, 1)) == 0
     assert sent((0, 1), (0, 1)) == sent((0, 1), (0,)) == 0
@@ -225,23 +219,7 @@ def test_bytes_of_moves_on_paper():
 
 
 def test_bytes_of_merges_on_paper():
-    assert total_bytes(merge_transfers((0,), [(1,)], 800)) == 800
-    assert total_bytes(merge_transfers((0,), [(1,), (2,), (3,)], 800)) == 3 * 800
-    assert (
-        total_bytes(merge_transfers((0, 1, 2), [(3, 4), (5,)], 800)) == 2 * 800 + 2 * 800
-    )  # there, and to its other two nodes
-    assert total_bytes(merge_transfers((0,), [(0,), (1,)], 800)) == 800  # node 0 serves both in turn
-
-
-def test_who_sends_to_whom():
-    """The first node that stays has what new ones need of the trainer; a worker's own is on its node."""
-    sizes = StateBytes(trainer=800, worker=804, personal=400)
-    assert redistribution_transfers((0, 1), (5, 1, 6), hand_overs((0, 1), (5, 1, 6), frozenset()), sizes) == [
-        Transfer((1,), (5, 6), 800),
-        Transfer((0,), (5,), 804 + 400),
-        Transfer((0,), (6,), 804),
-    ]
-    assert redistribution_transfers((0,), (3,), [], sizes) == [Transfer((0,), (3,), 800)]
-    assert merge_transfers((0, 1, 2), [(3, 4), (0,)], 800) == [Transfer((3,), (0,), 800), Transfer((0,), (1, 2), 800)]
-    assert averaging_transfers((4, 2), 600) == [Transfer((4, 2), (4, 2), 300)]
-    assert averaging_transfers((4, 2), 0) == []
+    assert merge_bytes((0,), [(1,)], 800) == 800
+    assert merge_bytes((0,), [(1,), (2,), (3,)], 800) == 3 * 800
+    assert merge_bytes((0, 1, 2), [(3, 4), (5,)], 800) == 2 * 800 + 2 * 800  # there, and to its other two nodes
+    assert merge_bytes((0,), [(0,), (1,)], 800) == 800  # node 0 serves both in turn

@@ -9,7 +9,6 @@ import torch
 
 from algorithms.batch.gradient_statistics import GradientStatistics
 from algorithms.nodes.policies import MergePlan
-from algorithms.nodes.traffic import Move
 from algorithms.schedule.limits import RunCounters
 from algorithms.synchronisation.group import Event
 from fabrics.data.examples import TaskData
@@ -105,7 +104,6 @@ class ClusterRound:
         evaluations: by trainer, before the merge; empty if the round was not evaluated.
         counters: of the run so far.
         memory: memory use of each process after the round.
-        moves: transfers because nodes changed trainers before the round, and for the merge.
     """
 
     outer_step: int
@@ -115,7 +113,6 @@ class ClusterRound:
     merge: Merge | None
     counters: RunCounters
     memory: list[list[Use]]
-    moves: tuple[Move, ...] = ()
 
 
 class RunView(Protocol):

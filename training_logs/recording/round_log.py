@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from algorithms.batch.gradient_statistics import GradientStatistics
-from algorithms.nodes.traffic import Move
 from algorithms.synchronisation.group import Event
 from fabrics.data.examples import DataShares
 from fabrics.models.continuations import Continuation
@@ -168,8 +167,7 @@ def round_line(result: ClusterRound, report: RoundReport, metric: Metric) -> str
     )
 
 
-# Exchanges between nodes. Bytes are those of each node in one exchange, the mean over the exchanges in the row.
-# sources, targets: ids of the sending and receiving nodes; empty if all workers of the trainer did both.
+# Exchanges between the workers of a trainer. Bytes are those of each worker, a mean over the exchanges of the row.
 EXCHANGE_COLUMNS = (
     "outer_step",
     "trainer_id",
@@ -181,17 +179,13 @@ EXCHANGE_COLUMNS = (
     "behind",
     "first_step",
     "last_step",
-    "sources",
-    "targets",
 )
 
 
 def exchange_rows(result: ClusterRound) -> list[tuple]:
-    """Return one row per trainer and kind of exchange, and one per transfer between trainers or nodes."""
+    """Return one row per trainer and kind of exchange."""
     rows = []
-    inner_steps = 0
     for report in result.reports.values():
-        inner_steps = report.inner_steps
         alike: dict[tuple, list[Event]] = {}
         for event in report.events:
             alike.setdefault((event.kind, event.through, event.behind), []).append(event)
@@ -200,20 +194,8 @@ def exchange_rows(result: ClusterRound) -> list[tuple]:
             received = float(np.mean([event.received for event in events]))
             steps = [event.step for event in events]
             place = (result.outer_step, report.trainer, kind, through)
-            rows.append((*place, len(events), sent, received, behind, min(steps), max(steps), "", ""))
-    return rows + [_move_row(result.outer_step, move, inner_steps) for move in result.moves]
-
-
-def _move_row(outer_step: int, move: Move, inner_steps: int) -> tuple:
-    transfer = move.transfer
-    # Nodes move before the first inner step of a round, trainers merge after the last.
-    step = inner_steps if move.kind == "merge" else 0
-    through = "all" if transfer.sources == transfer.targets else "direct"
-    sent = transfer.total / max(1, len(transfer.sources))
-    sources = " ".join(map(str, transfer.sources))
-    targets = " ".join(map(str, transfer.targets))
-    place = (outer_step, move.trainer, move.kind, through)
-    return (*place, 1, sent, transfer.arriving, 0, step, step, sources, targets)
+            rows.append((*place, len(events), sent, received, behind, min(steps), max(steps)))
+    return rows
 
 
 SHARE_COLUMNS = ("outer_step", "trainer_id", "share", "validation_loss", "validation_metric")

@@ -16,8 +16,6 @@ from utils.config.yaml_reading import yaml_value
 from utils.run_layout import MEMORY_FOLDER, REPORT_FOLDER
 
 Row = dict[str, float]
-# Exchanges that are not between the workers of a trainer.
-MOVES = ("merge", "redistribution")
 
 
 class RunFolderError(ValueError):
@@ -114,7 +112,6 @@ class ExchangeRecord:
         sent_bytes, received_bytes: of each worker, in one exchange.
         behind: inner steps that workers make before they wait for it.
         first_step, last_step: the inner steps after the first and the last exchange.
-        sources, targets: sending and receiving nodes; empty: the trainer's workers.
     """
 
     kind: str
@@ -125,8 +122,6 @@ class ExchangeRecord:
     behind: int
     first_step: int
     last_step: int
-    sources: tuple[int, ...] = ()
-    targets: tuple[int, ...] = ()
 
     @property
     def steps(self) -> list[int]:
@@ -191,24 +186,8 @@ class RunData:
         """Exchanges between workers, by round and trainer; None without exchange_log.csv."""
         if not (self.report_dir / "exchange_log.csv").exists():
             return None
-        return self._exchanges_of(lambda record: record.kind not in MOVES)
-
-    @cached_property
-    def moves(self) -> dict[tuple[int, int], list[ExchangeRecord]]:
-        """Transfers for merges and because nodes changed trainers, by round and receiving trainer."""
-        return self._exchanges_of(lambda record: record.kind in MOVES)
-
-    def _exchanges_of(self, chosen) -> dict[tuple[int, int], list[ExchangeRecord]]:
-        found: dict[tuple[int, int], list[ExchangeRecord]] = {}
-        for place, record in self._logged_exchanges:
-            if chosen(record):
-                found.setdefault(place, []).append(record)
-        return found
-
-    @cached_property
-    def _logged_exchanges(self) -> list[tuple[tuple[int, int], ExchangeRecord]]:
         header, *rows = list(_whole_rows(self.report_dir / "exchange_log.csv")) or [[]]
-        found = []
+        found: dict[tuple[int, int], list[ExchangeRecord]] = {}
         for values in rows:
             row = dict(zip(header, values, strict=False))
             record = ExchangeRecord(
@@ -220,10 +199,8 @@ class RunData:
                 behind=int(row["behind"]),
                 first_step=int(row["first_step"]),
                 last_step=int(row["last_step"]),
-                sources=tuple(map(int, row.get("sources", "").split())),
-                targets=tuple(map(int, row.get("targets", "").split())),
             )
-            found.append(((int(row["outer_step"]), int(row["trainer_id"])), record))
+            found.setdefault((int(row["outer_step"]), int(row["trainer_id"])), []).append(record)
         return found
 
     @cached_property
