@@ -1,6 +1,6 @@
 """Write docs/configuration.md, the page of all configuration keys: python docs/write_configuration.py.
 
-The page is generated from utils/config/schema.py: one table per section, one row per key. A test compares the two.
+The page has one table per section of utils/config/schema.py. A test compares it with the schema.
 """
 
 import json
@@ -34,22 +34,6 @@ are [accepted as well](published_code.md).
 """
 
 
-def _literals(annotation) -> list[str]:
-    """Return the names in a Literal type, also inside Annotated or a union."""
-    if typing.get_origin(annotation) is typing.Literal:
-        return [value for value in typing.get_args(annotation) if value != "auto" and isinstance(value, str)]
-    return [value for part in typing.get_args(annotation) for value in _literals(part)]
-
-
-def _row(name: str) -> str:
-    default = getattr(Config(), name)
-    meaning = FIELDS[name].metadata["meaning"]
-    if choices := list(CHECKS.choices[name]) if name in CHECKS.choices else _literals(FIELDS[name].type):
-        number = "Any" if isinstance(default, list) else "One"
-        meaning += f" {number} of {', '.join(f'`{choice}`' for choice in choices)}."
-    return f"| `{name}` | `{json.dumps(default)}` | {meaning} |"
-
-
 def page() -> str:
     """Return the whole page, as Markdown."""
     lines = [_INTRODUCTION.rstrip()]
@@ -57,6 +41,22 @@ def page() -> str:
         lines += ["", f"## {section.__doc__}", "", "| key | default | meaning |", "| --- | --- | --- |"]
         lines += [_row(name) for name in section.__annotations__]
     return "\n".join(lines) + "\n"
+
+
+def _row(name: str) -> str:
+    default = getattr(Config(), name)
+    meaning = FIELDS[name].metadata["meaning"]
+    if choices := list(CHECKS.choices.get(name, [])) or _literals(FIELDS[name].type):
+        number = "Any" if isinstance(default, list) else "One"
+        meaning += f" {number} of {', '.join(f'`{choice}`' for choice in choices)}."
+    return f"| `{name}` | `{json.dumps(default)}` | {meaning} |"
+
+
+def _literals(annotation: typing.Any) -> list[str]:
+    """Return the names in a Literal type, also inside Annotated or a union; auto is explained in the meaning."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return [value for value in typing.get_args(annotation) if value != "auto" and isinstance(value, str)]
+    return [value for part in typing.get_args(annotation) for value in _literals(part)]
 
 
 if __name__ == "__main__":

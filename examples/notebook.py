@@ -1,13 +1,11 @@
 """A run from Python, without the command line: build, train, read the results as arrays.
 
-Cells begin with `# %%`, for Jupyter, VS Code or Spyder; all of them together are
+Cells begin with `# %%`, for Jupyter, VS Code or Spyder. As a script, in half a minute on a CPU:
 
-    python examples/notebook.py
-
-and take half a minute on a CPU. Values may follow as key=value.
+    python examples/notebook.py [key=value ...]
 """
 
-# %% The project is not installed: Python is told where it is
+# %% Add the project to the path, as it is not installed
 import sys
 import time
 from pathlib import Path
@@ -27,17 +25,17 @@ from utils.config.reading import load_config
 from utils.distributed.launch import threads_per_process
 from utils.run_layout import MODELS_FOLDER
 
-# %% A configuration: a file, and what is to differ from it
-less = ["max_tokens=150000", "data_sample_size=1000", "clearml=off", "plot_at_end=false"]
-config, _ = load_config(ROOT / "config.yaml", [*less, *sys.argv[1:]], CHECKS)
-torch.set_num_threads(threads_per_process(config))  # more of them than cores wait for each other
+# %% A configuration: a file, and values that differ from it
+shorter = ["max_tokens=150000", "data_sample_size=1000", "clearml=off", "plot_at_end=false"]
+config, _ = load_config(ROOT / "config.yaml", [*shorter, *sys.argv[1:]], CHECKS)
+torch.set_num_threads(threads_per_process(config))
 
 # %% The data, and a cluster of trainers on nodes, in this process
 data = load_data(config)
 cluster = Cluster(config, data)
 print(f"{cluster.parameter_count:,} parameters, {len(cluster.trainers)} trainers on {len(cluster.nodes)} nodes")
 
-# %% Training; the recorder is an Observer: one of your own may override any of its methods, and needs no folder
+# %% Training; the recorder is an Observer, and one of your own may override any of its methods
 log = start_logging()
 folder = make_run_folder(config, data.dataset)
 recorder = RunRecorder(config, folder, log, started=time.perf_counter())
@@ -46,7 +44,7 @@ models = cluster.save_models(folder / MODELS_FOLDER, recorder)
 recorder.finish(cluster, evaluations, "completed", models)
 recorder.close()
 
-# %% Everything that the run has found, as NumPy arrays
+# %% The results, as NumPy arrays
 run = read_run(folder)
 best = run.of(run.summary["best_trainer"])
 losses = run.step_losses[run.summary["best_trainer"]][1]

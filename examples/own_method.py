@@ -1,7 +1,7 @@
-"""A synchronisation of one's own: DiLoCo whose outer step is as long as the workers agree.
+"""A synchronisation method of your own: DiLoCo with a shorter outer step where the workers disagree.
 
-If all differences D_m = x - x_m point the same way, their mean is as long as they are; if they point anywhere, the mean
-of M is 1/sqrt(M) as long. The step is that share, ||mean D_m|| / sqrt(mean ||D_m||^2), of the mean, or `floor` of it.
+The mean of M differences D_m = x - x_m is as long as they are if all have the same direction, and 1/sqrt(M) as long if
+they are orthogonal. The step is the mean times that ratio, ||mean D_m|| / sqrt(mean ||D_m||^2), at least `floor`.
 
     python run.py plugins=[examples/own_method.py] distributed_algo=Agreement
 """

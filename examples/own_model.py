@@ -1,4 +1,4 @@
-"""A model and a dataset of one's own: a small network learns the handwritten digits that come with scikit-learn.
+"""A model and a dataset of your own: a small network learns the handwritten digits that come with scikit-learn.
 
 pip install -r requirements-optional.txt
 python run.py --config examples/own_model.yaml
@@ -21,10 +21,10 @@ from utils.config.schema import Config
 
 
 class Images:
-    """Images of 8 x 8 pixels with their classes. Each counts as one token, and none needs more memory than another."""
+    """Images of 8 x 8 pixels with their classes."""
 
-    tokens_per_example = 1
-    largest = 0
+    tokens_per_example = 1  # an image counts as one token
+    largest = 0  # index of the largest example; here all need the same memory
 
     def __init__(self, pixels: np.ndarray, classes: np.ndarray):
         self._pixels = torch.from_numpy(pixels).float()
@@ -34,6 +34,7 @@ class Images:
         return len(self._classes)
 
     def batch(self, indices: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
+        """Return pixels, [b, 64], and labels, [b]."""
         chosen = np.asarray(indices)
         return {"pixels": self._pixels[chosen].to(device), "labels": self._classes[chosen].to(device)}
 
@@ -42,12 +43,13 @@ class Images:
 
 
 def load(config: Config) -> TaskData:
-    """1,437 images to train on, 360 to validate: the same ones whatever the seed of the run."""
+    """Return 1,437 images to train on and 360 to validate, the same for every seed."""
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
-    train, validation = (
-        Images(digits.data[part] / 16.0 - 0.5, digits.target[part]) for part in np.split(order, [len(order) * 4 // 5])
-    )
+    pixels = digits.data[order] / 16.0 - 0.5
+    classes = digits.target[order]
+    train = Images(pixels[:1437], classes[:1437])
+    validation = Images(pixels[1437:], classes[1437:])
     return TaskData(
         task="classification",
         dataset=config.dataset,
@@ -60,7 +62,7 @@ def load(config: Config) -> TaskData:
 
 
 class Network(nn.Module):
-    """Its layers are those that the exact per-example statistics know: nn.Linear and nn.LayerNorm."""
+    """A network of the layers for which exact per-example statistics are known: nn.Linear and nn.LayerNorm."""
 
     def __init__(self, hidden_size: int, classes: int):
         super().__init__()
@@ -70,7 +72,7 @@ class Network(nn.Module):
         self.head = nn.Linear(hidden_size, classes)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Logits, [b, classes], of images, [b, 64]: what `Images.batch` gives, by name."""
+        """Return logits, [b, classes]. The arguments are the entries of `Images.batch`, without the labels."""
         hidden = F.gelu(self.norm(self.first(pixels)))
         return self.head(F.gelu(self.second(hidden)))
 

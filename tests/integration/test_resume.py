@@ -167,13 +167,6 @@ def test_one_process_at_a_time_trains_a_run(stopped, capsys):
         pass
 
 
-def test_several_processes_are_refused_at_once(programs, stopped):
-    with lock_run(stopped):
-        said = programs.run("run.py", "--resume", stopped, "processes=2", status=2)
-    assert "another process is training this run" in said.stderr
-    assert "waiting" not in said.stdout
-
-
 def test_a_process_that_is_about_to_end_is_waited_for(tmp_path, monkeypatch):
     holding, waiting = threading.Event(), threading.Event()
 
@@ -316,7 +309,7 @@ def test_a_signal_ends_the_round_writes_a_checkpoint_and_says_how_to_resume(
 # Killed
 
 
-def test_a_run_killed_twenty_times_gives_the_same_weights(programs, tmp_path, cache_dir):
+def test_a_run_killed_ten_times_gives_the_same_weights(programs, tmp_path, cache_dir):
     """Killed while it loads, while it writes models, logs or a checkpoint, and while it trains."""
     values = {
         "number_of_outer_steps": 24,
@@ -330,7 +323,7 @@ def test_a_run_killed_twenty_times_gives_the_same_weights(programs, tmp_path, ca
     }
     config, logs = write_config(tmp_path, cache_dir, **values), tmp_path / "logs"
     generator, rounds = random.Random(1), []
-    for _ in range(20):
+    for _ in range(10):
         begun = list(logs.glob("*"))
         rounds.append(max((int(path.name[6:]) for path in logs.glob("*/checkpoints/round_*")), default=0))
         if begun and not rounds[-1]:
@@ -340,7 +333,7 @@ def test_a_run_killed_twenty_times_gives_the_same_weights(programs, tmp_path, ca
         moment = [generator.randrange(1, 160), generator.randrange(1, 20_000)]
         programs.run("tests/support/killed.py", logs, *moment, "run.py", *arguments, status=-signal.SIGALRM)
     assert rounds[0] == 0
-    assert len(set(rounds)) >= 6
+    assert len(set(rounds)) >= 4
     (folder,) = logs.iterdir()
     assert program.main(["--resume", str(folder)]) == 0
     assert program.main(["--config", str(config), f"log_dir={tmp_path / 'whole'}"]) == 0
