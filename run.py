@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# What is imported here is quick; the rest waits until there is something on the screen.
+# These imports are fast. PyTorch, and what needs it, is imported in functions, after the first line on the screen.
 from fabrics.planning import command as planning
 from utils.distributed.launch import Launch, is_main, start_processes, started_by_others, threads_per_process
 from utils.distributed.signals import STATUS_INTERRUPTED, StopRequest
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from cluster import Cluster
     from training_logs.recording.records import Observer
+    from utils.checkpoint.checkpoint import Checkpoint
     from utils.config.schema import Config
     from utils.distributed.processes import Processes
 
@@ -25,38 +26,36 @@ if TYPE_CHECKING:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train language models with little communication (AdLoCo).",
-        epilog="Every key of the configuration can be given as key=value, nested keys with dots: "
-        "python run.py ETA=0.5 model_config.hidden_size=128. Under torchrun the processes are torchrun's, otherwise "
-        "those of the key processes.",
+        epilog="Every configuration key can be given as key=value, nested keys with dots: "
+        "python run.py ETA=0.5 model_config.hidden_size=128. torchrun may start the processes; otherwise the key "
+        "processes sets their number.",
     )
     parser.add_argument("--config", help="configuration file (default: config.yaml)")
     parser.add_argument(
         "--resume",
         metavar="RUN_DIR",
-        help="resume the run in this folder from its last checkpoint; auto: the one in log_dir/run_name if it has one, "
-        "otherwise begin it",
+        help="resume the run in this folder from its last checkpoint; auto: resume the run log_dir/run_name if it has "
+        "one, otherwise begin it",
     )
-    parser.add_argument(
-        "--force", action="store_true", help="with --resume: allow overrides that change how the run trains"
-    )
+    parser.add_argument("--force", action="store_true", help="with --resume: allow overrides that change the training")
     planning.add_options(parser)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the file")
     options = parser.parse_intermixed_args(arguments)
     if options.resume not in (None, "auto") and options.config:
         parser.error("--resume takes the configuration from the run folder; give --config or --resume")
     if options.force and not options.resume:
-        parser.error("--force has a meaning with --resume only")
+        parser.error("--force needs --resume")
     if options.plan and options.resume:
-        parser.error("--plan is for a run that is not begun; give --plan or --resume")
+        parser.error("--plan is for new runs; give --plan or --resume")
     planning.check_options(parser, options)
     return options
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Start the processes of the run, and be one of them; the exit status.
+    """Start the processes of the run, be one of them, and return the exit status.
 
-    0: done; 1: training stopped with an error that its message explains; 2: bad configuration, nothing done;
-    130: interrupted. What was trained up to then is in the run folder in all cases but 2.
+    0: completed. 1: training stopped with an error. 2: the configuration is wrong, and nothing was done.
+    130: interrupted. Except for 2, what was trained so far is in the run folder.
     """
     started = time.perf_counter()
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -72,11 +71,12 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         if started_by_others():
             return run(options, started, None)
-        folder = options.resume if options.resume != "auto" else None
-        config = Path(folder, "config.yaml") if folder else Path(options.config or "config.yaml")
+        config = Path(options.config or "config.yaml")
+        if options.resume not in (None, "auto"):
+            config = Path(options.resume, "config.yaml")
         others = start_processes(config, options.overrides, [__file__, *arguments])
     except ConfigError as error:
-        return refused(error)
+        return print_error(error)
     with others as launch:
         status = run(options, started, launch)
         if status and launch is not None:
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, started: float, launch: Launch | None) -> int:
-    """Be one of the processes of the run: meet the others, set up, train; the exit status of this one."""
+    """Run one process: connect to the others, set up, train; return the exit status."""
     from training_logs.recording.run_folder import start_logging
     from utils.checkpoint.checkpoint import CheckpointError
     from utils.checkpoint.run_lock import lock_run_in_main
@@ -95,45 +95,45 @@ def run(options: argparse.Namespace, started: float, launch: Launch | None) -> i
     from utils.distributed.peers import PeerLostError
     from utils.distributed.processes import meet, place_nodes
 
-    kept = start_logging(is_main())
+    early_log = start_logging(is_main())
     try:
         processes = meet(launch)
     except PeerLostError as error:
-        return refused(error)
-    with contextlib.ExitStack() as claims:
+        return print_error(error)
+    with contextlib.ExitStack() as locks:
         try:
-            resume = decided(processes, lambda: folder_to_resume(options.resume, options.config, options.overrides))
-            config, warnings = done_by_all(processes, lambda: configured(options, resume))
-            claims.enter_context(lock_run_in_main(processes, resume))
+            resumed = decided(processes, lambda: folder_to_resume(options.resume, options.config, options.overrides))
+            config, warnings = done_by_all(processes, lambda: read_config(options, resumed))
+            locks.enter_context(lock_run_in_main(processes, resumed))
             agree_on_config(processes, config)
             warnings += place_nodes(processes, config)
-            cluster, recorder, folder = set_up(config, processes, resume, kept, started)
-            if not resume:
-                claims.enter_context(lock_run_in_main(processes, folder))
+            cluster, recorder, folder = set_up(config, processes, resumed, early_log, started)
+            if not resumed:
+                locks.enter_context(lock_run_in_main(processes, folder))
         except (ConfigError, CheckpointError, PeerLostError) as error:
             processes.failed(str(error))
-            return refused(error)
+            return print_error(error)
         for warning in warnings:
             recorder.warn(warning)
         return train(cluster, recorder, folder)
 
 
-def configured(options: argparse.Namespace, resume: str | None) -> tuple["Config", list[str]]:
-    """The configuration of the run, checked, and warnings."""
+def read_config(options: argparse.Namespace, resumed: str | None) -> tuple["Config", list[str]]:
+    """Return the checked configuration of the run, and warnings."""
     from fabrics.config_checks import CHECKS
     from training_logs.recording.run_folder import check_logs
     from utils.config.reading import load_config
     from utils.config.resume import resumed_config
 
-    if resume:
-        return resumed_config(Path(resume), options.overrides, options.force, CHECKS)
+    if resumed:
+        return resumed_config(Path(resumed), options.overrides, options.force, CHECKS)
     config, warnings = load_config(options.config or "config.yaml", options.overrides, CHECKS)
     check_logs(config, anew=options.resume is None)
     return config, warnings
 
 
-def refused(error: Exception) -> int:
-    """Say why nothing is done; the exit status for that, or for another process that has died."""
+def print_error(error: Exception) -> int:
+    """Print why nothing was trained, and return the exit status: 2 for a wrong configuration, 1 for a lost process."""
     if is_main():
         for problem in getattr(error, "problems", [str(error)]):
             print(f"error: {problem}", file=sys.stderr)
@@ -141,58 +141,72 @@ def refused(error: Exception) -> int:
 
 
 def set_up(
-    config: "Config", processes: "Processes", resume: str | None, kept: "MemoryHandler", started: float
+    config: "Config", processes: "Processes", resumed: str | None, early_log: "MemoryHandler", started: float
 ) -> tuple["Cluster", "Observer", Path]:
-    """The cluster, who records it, and the run folder; where a run is resumed, as its last checkpoint has them."""
+    """Load the data and build the cluster, from the last checkpoint if the run is resumed.
+
+    Returns:
+        The cluster, the observer that records the run, and the run folder.
+    """
     import torch
 
     from cluster import Cluster
     from fabrics.data.dataset_loader import load_data
-    from fabrics.pool import device_errors
+    from fabrics.pool.device_errors import explain_setup_errors
     from fabrics.pool.run_checks import check_nodes
-    from training_logs.recording.provenance import Origin, code_of, machine
-    from training_logs.recording.recorder import RunRecorder
-    from training_logs.recording.records import Observer
+    from training_logs.recording.provenance import code_of, machine
     from training_logs.recording.run_folder import make_run_folder
     from utils.checkpoint.checkpoint import newest_checkpoint
-    from utils.config.plugins import import_plugins
-    from utils.config.schema import ConfigError
     from utils.distributed.collective_checks import decided, done_by_all
 
     check_nodes(config, processes.devices)
-    # Before the data, which may take long: what is asked for is the code that has just been read.
-    code = code_of() if processes.is_main else None
-    checkpoint = None
-    state = None
+    code = code_of() if processes.is_main else None  # before the data, which may take long, as files may change
+    checkpoint = newest_checkpoint(Path(resumed, CHECKPOINTS_FOLDER), processes) if resumed else None
     threads = threads_per_process(config)
-    if resume:
-        checkpoint = newest_checkpoint(Path(resume, CHECKPOINTS_FOLDER), processes)
-        state = checkpoint.state["observer"]
-        if config.cpu_threads is None:
-            threads = checkpoint.state["cluster"]["threads"]
+    if checkpoint is not None and config.cpu_threads is None:
+        threads = checkpoint.state["cluster"]["threads"]
     torch.set_num_threads(threads)
     data = load_data(config, processes)
-    with device_errors.explain_setup_errors():
+    with explain_setup_errors():
         cluster = Cluster(config, data, processes)
         if checkpoint is not None:
             cluster.resume(checkpoint)
-    folder = Path(resume) if resume else decided(processes, lambda: make_run_folder(config, data.dataset))
+    folder = Path(resumed) if resumed else decided(processes, lambda: make_run_folder(config, data.dataset))
     machines = processes.gather(machine(cluster.devices))
+    recorder = done_by_all(
+        processes, lambda: make_recorder(cluster, folder, early_log, started, checkpoint, code, machines)
+    )
+    return cluster, recorder, folder
 
-    def recorded() -> Observer:
-        if not processes.is_main:
-            return Observer()
-        try:
-            origin = Origin.of_this_program(started, code, machines, import_plugins(config.plugins))
-            return RunRecorder(config, folder, kept, started, state, origin)
-        except OSError as error:
-            raise ConfigError(f"the run folder cannot be used: {error}") from None
 
-    return cluster, done_by_all(processes, recorded), folder
+def make_recorder(
+    cluster: "Cluster",
+    folder: Path,
+    early_log: "MemoryHandler",
+    started: float,
+    checkpoint: "Checkpoint | None",
+    code: dict | None,
+    machines: list,
+) -> "Observer":
+    """Return the observer that records the run; only the main process records."""
+    from training_logs.recording.provenance import Origin
+    from training_logs.recording.recorder import RunRecorder
+    from training_logs.recording.records import Observer
+    from utils.config.plugins import import_plugins
+    from utils.config.schema import ConfigError
+
+    if not cluster.processes.is_main:
+        return Observer()
+    state = None if checkpoint is None else checkpoint.state["observer"]
+    try:
+        origin = Origin.of_this_program(started, code, machines, import_plugins(cluster.config.plugins))
+        return RunRecorder(cluster.config, folder, early_log, started, state, origin)
+    except OSError as error:
+        raise ConfigError(f"the run folder cannot be used: {error}") from None
 
 
 def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
-    """Train, evaluate and report; the exit status."""
+    """Train, evaluate, save and report; return the exit status."""
     from fabrics.models.continuations import best_continuations
     from fabrics.pool.device_errors import DeviceLostError
     from fabrics.training.worker import TrainingError
@@ -200,39 +214,44 @@ def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
     from utils.distributed.peers import PeerLostError
 
     processes = cluster.processes
-    weights = folder / MODELS_FOLDER
-    final, models, texts = {}, {}, []
-    status, code = "failed", 1
-    keeps_model = processes.count == 1
+    models_folder = folder / MODELS_FOLDER
+    evaluations = {}
+    models = {}
+    texts = []
+    status = "failed"
+    code = 1
+    can_save = processes.count == 1  # after an error, without the other processes
     try:
         with StopRequest(processes.is_main) as stop:
-            final = cluster.train(recorder, folder, stop)
-        models = cluster.save_models(weights, recorder)
+            evaluations = cluster.train(recorder, folder, stop)
+        models = cluster.save_models(models_folder, recorder)
         if cluster.stopped:
-            # The main process says so for all: torchrun would end it when another process had another status than 0.
-            status, code = "interrupted", STATUS_INTERRUPTED if processes.is_main else 0
+            status = "interrupted"
+            # torchrun would kill the main process if another one exited with an error.
+            code = STATUS_INTERRUPTED if processes.is_main else 0
         else:
-            status, code = "completed", 0 if models else 1
-            texts = best_continuations(cluster, final, recorder)
+            status = "completed"
+            code = 0 if models else 1
+            texts = best_continuations(cluster, evaluations, recorder)
         processes.close()
     except (TrainingError, PeerLostError) as error:
         if processes.is_main:
             logger.error("error: %s", error)
-        keeps_model = keeps_model and not isinstance(error, DeviceLostError)
+        can_save = can_save and not isinstance(error, DeviceLostError)
         processes.failed(str(error))
     except KeyboardInterrupt:
-        status, code = "interrupted", STATUS_INTERRUPTED
+        status = "interrupted"
+        code = STATUS_INTERRUPTED
         processes.failed("it was interrupted")
-    except Exception as error:
-        # Not foreseen: whoever mends it needs the traceback, and the user keeps what was trained.
+    except Exception as error:  # a bug: the log gets the traceback, and the user keeps what was trained
         logger.exception("training failed")
         processes.failed(f"{type(error).__name__}: {error}")
     if processes.is_main:
-        if not models and keeps_model:
-            models = cluster.save_models(weights, recorder)
-        recorder.finish(cluster, final, status, models, texts)
+        if not models and can_save:
+            models = cluster.save_models(models_folder, recorder)
+        recorder.finish(cluster, evaluations, status, models, texts)
         if code and has_checkpoint(folder):
-            logger.info("to go on: python run.py --resume %s", folder)
+            logger.info("to resume: python run.py --resume %s", folder)
         recorder.close()
     return code
 

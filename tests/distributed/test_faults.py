@@ -322,7 +322,7 @@ def test_a_broken_device_ends_the_run_with_a_clear_message(tmp_path, cache_dir, 
     log = (folder / "training_log.log").read_text()
     assert "error: a device broke down and cannot be used by this process any more: CUDA error: an illegal" in log
     assert "Traceback" not in log
-    assert f"to go on: python run.py --resume {folder}" in log
+    assert f"python run.py --resume {folder}" in log
     monkeypatch.setattr(FlatModel, "load", load)
     monkeypatch.setattr(inner_loop, "accumulate_gradients", accumulate)
     written = newest_checkpoint(folder / "checkpoints", LocalProcesses())

@@ -294,7 +294,7 @@ def test_a_signal_ends_the_round_writes_a_checkpoint_and_says_how_to_resume(
     output, _ = child.communicate()
     assert child.returncode == 130, output
     assert f"{number.name}: stopping after this round" in output
-    assert f"to go on: python run.py --resume {folder}" in output
+    assert f"python run.py --resume {folder}" in output
     assert "Traceback" not in output
     rounds = summary(folder)["outer_steps"]
     assert summary(folder)["status"] == "interrupted"

@@ -80,7 +80,7 @@ def kill_the_second_process(programs: Programs, folder: Path, cache_dir: Path, *
     output, _ = child.communicate()
     assert child.returncode == 1
     assert f"error: rank 1 (process {other}) " in output
-    assert f"to go on: python run.py --resume {run_folder}" in output
+    assert f"python run.py --resume {run_folder}" in output
     assert "Traceback" not in output
     return output, run_folder
 
