@@ -88,7 +88,7 @@ class Cluster:
         self.validation = Validation(data, self.models, config.eval_batch_size)
         self.metric = self.validation.metric
         self.scheduler = RoundScheduler(config, len(data.train), len(self.nodes))
-        self._assigner = NodeAssigner(config, self.pool, self.processes.groups, self.scheduler)
+        self._assigner = NodeAssigner(config, self.pool, self.scheduler)
         self.trainers: dict[int, Trainer] = {}
         requests = dict.fromkeys(range(config.number_of_initial_trainers), config.INITIAL_BATCH_SIZE)
         self.trainers = first_trainers(config, data, self._assignment(requests), self.models, self.processes)

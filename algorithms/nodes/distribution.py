@@ -76,48 +76,43 @@ def node_counts(
 
 def distribute_nodes(
     requests: Mapping[int, int],
-    groups: Mapping[int, int],
+    nodes: Sequence[int],
     present: Mapping[int, Sequence[int]] | None = None,
     smallest_batch: int | None = None,
 ) -> dict[int, tuple[int, ...]]:
     """The nodes of every trainer, by worker: as many as `node_counts` says, with as few changes as possible.
 
-    Workers keep their nodes, the last workers leave first, and new nodes take the places of those that are gone. If
-    there are no more nodes than trainers, a node serves several trainers in turn. New nodes come from few groups: the
-    trainer with the most nodes chooses first, from groups in which it has nodes, then from the fullest group that has
-    enough, otherwise from the emptiest.
+    Workers keep their nodes, the last workers leave first, and new nodes take the places of those that are gone. The
+    trainer with the most nodes takes new ones first, in order. If there are no more nodes than trainers, a node serves
+    several trainers in turn.
 
     Args:
         requests: trainer id -> requested batch, in examples.
-        groups: node -> its group; communication within a group is cheap.
-        present: trainer id -> its nodes now, by worker; nodes that are not in `groups` are gone.
+        nodes: the nodes that work, in order.
+        present: trainer id -> its nodes now, by worker; nodes that are not in `nodes` are gone.
         smallest_batch: see `node_counts`.
     """
-    if not groups:
-        raise ValueError(f"there must be at least one node, got {len(groups)}")
+    if not nodes:
+        raise ValueError("there must be at least one node, got 0")
     present = present or {}
     trainers = sorted(requests)
-    nodes = sorted(groups)
     if len(trainers) >= len(nodes):
         return _nodes_in_turn(trainers, nodes, present)
 
     kept: dict[int, list[int]] = {}
     taken: set[int] = set()
     for trainer in sorted(trainers, key=lambda trainer: (-requests[trainer], trainer)):
-        kept[trainer] = [node for node in present.get(trainer, ()) if node in groups and node not in taken]
+        kept[trainer] = [node for node in present.get(trainer, ()) if node in nodes and node not in taken]
         taken |= set(kept[trainer])
     counts = node_counts(requests, len(nodes), {t: len(own) for t, own in kept.items()}, smallest_batch)
     places = {t: _worker_places(present.get(t, ()), kept[t], count) for t, count in counts.items()}
 
     taken = {node for own in places.values() for node in own if node is not None}
-    free: dict[int, list[int]] = {}
-    for node in nodes:
-        if node not in taken:
-            free.setdefault(groups[node], []).append(node)
+    free = [node for node in nodes if node not in taken]
     for trainer in sorted(trainers, key=lambda trainer: (-counts[trainer], trainer)):
-        own = places[trainer]
-        own_groups = [groups[node] for node in own if node is not None]
-        _fill(own, sorted(_take_nodes(free, own.count(None), own_groups)))
+        missing = places[trainer].count(None)
+        _fill(places[trainer], free[:missing])
+        free = free[missing:]
     return {trainer: tuple(places[trainer]) for trainer in trainers}
 
 
@@ -156,25 +151,6 @@ def _worker_places(present: Sequence[int], staying: Collection[int], count: int)
 def _fill(places: list[int | None], nodes: Sequence[int]) -> None:
     for node in nodes[: places.count(None)]:
         places[places.index(None)] = node
-
-
-def _take_nodes(free: dict[int, list[int]], count: int, own_groups: Sequence[int]) -> list[int]:
-    """Take nodes out of `free` (group -> nodes). own_groups: the group of every node that the trainer has."""
-    chosen: list[int] = []
-    while len(chosen) < count:
-        missing = count - len(chosen)
-        left = [group for group in free if free[group]]
-        known = [group for group in left if group in own_groups]
-        fitting = [group for group in left if len(free[group]) >= missing]
-        if known:
-            group = min(known, key=lambda group: (-own_groups.count(group), group))
-        elif fitting:
-            group = min(fitting, key=lambda group: (len(free[group]), group))
-        else:
-            group = max(left, key=lambda group: (len(free[group]), -group))
-        chosen += free[group][:missing]
-        free[group] = free[group][missing:]
-    return chosen
 
 
 # State that moves

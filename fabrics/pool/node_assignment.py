@@ -26,14 +26,12 @@ class NodeAssigner:
     Args:
         config: the run's configuration.
         pool: all nodes.
-        groups: the group of every node; nodes of a group share a device and communicate at no cost.
         scheduler: counts the seconds of exchanges.
     """
 
-    def __init__(self, config: Config, pool: NodePool, groups: Sequence[int], scheduler: RoundScheduler):
+    def __init__(self, config: Config, pool: NodePool, scheduler: RoundScheduler):
         self._config = config
         self._pool = pool
-        self._groups = groups
         self._scheduler = scheduler
 
     def assignment(
@@ -49,11 +47,11 @@ class NodeAssigner:
         Raises:
             NoNodeLeftError: all nodes failed.
         """
-        groups = {node.id: self._groups[node.id] for node in self._pool.working(progress)}
-        if not groups:
+        nodes = [node.id for node in self._pool.working(progress)]
+        if not nodes:
             raise NoNodeLeftError("no node is left to train on: all of them failed")
         present = {number: [node.id for node in trainer.nodes] for number, trainer in trainers.items()}
-        return distribute_nodes(requests, groups, present, self._config.smallest_worker_batch)
+        return distribute_nodes(requests, nodes, present, self._config.smallest_worker_batch)
 
     def assign(
         self, assignment: Mapping[int, Sequence[int]], trainers: Mapping[int, "Trainer"], counters: RunCounters

@@ -221,7 +221,7 @@ def test_merges_are_weighted_by_the_sizes_of_shares_on_request(over, weigh, weig
         trainer.shared["parameters"].fill_(float(number))
         trainer.shared["velocity"].fill_(2 * number)
     pool = NodePool([CPU], config)
-    plan = NodeAssigner(config, pool, [0], RoundScheduler(config, 40, 1)).merge(trainers, RunCounters())
+    plan = NodeAssigner(config, pool, RoundScheduler(config, 40, 1)).merge(trainers, RunCounters())
     assert (plan.representative, list(trainers)) == (0, [0])
     assert plan.weights == pytest.approx(dict(enumerate(weights)))
     torch.testing.assert_close(trainers[0].parameters, torch.full_like(trainers[0].parameters, weights[1]))
