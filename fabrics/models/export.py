@@ -1,13 +1,8 @@
-"""Models on disk: each trainer's model in a folder of its own, written by the main process.
-
-The main process never has a whole model of a shard group in memory. Its tensors arrive one after the other and wait in
-mapped files without a name, from which the folder is written like any other.
-"""
+"""Models on disk: each trainer's model in a folder of its own, written by the main process."""
 
 import functools
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -17,12 +12,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from fabrics.models.model_family import save_plain
-from fabrics.training.flat_model import FlatModel, StateDictError
+from fabrics.training.flat_model import FlatModel
 from utils.distributed.processes import Processes
 from utils.files import write_folder_atomically
-
-# Smaller tensors wait in memory.
-_LARGE_BYTES = 2**20
 
 
 def round_folder(folder: Path, outer_step: int) -> Path:
@@ -63,7 +55,7 @@ def save_models(
         working.load(parameters)
         try:
             _write(folders[trainer], working, tokenizer, processes.is_main)
-        except (OSError, SafetensorError, StateDictError) as error:
+        except (OSError, SafetensorError) as error:
             problem = f"the models could not be written to {folder}: {error}"
     problem = processes.gather(problem)[0]
     if processes.is_main and not problem:
@@ -73,31 +65,10 @@ def save_models(
 
 
 def _write(folder: Path, working: FlatModel, tokenizer: PreTrainedTokenizerBase | None, is_main: bool) -> None:
-    """Write the current model. The gathered state of a shard group is freed when this returns."""
-    state = None
-    if working.shard_group.size > 1:
-        state = working.full_state_dict(functools.partial(on_disk, folder=folder.parent))
+    """Write the current model. A model that was gathered from a shard group is freed when this returns."""
+    state = working.full_state_dict() if working.shard_group.size > 1 else None
     if is_main:
         write_folder_atomically(folder, functools.partial(save_model, working.module, tokenizer, state=state))
-
-
-def on_disk(tensor: torch.Tensor, folder: Path) -> torch.Tensor:
-    """Copy a tensor to a mapped file in the folder, which disappears with it; a small one to memory.
-
-    Raises:
-        OSError, RuntimeError: the disk is full, or the file cannot be mapped.
-    """
-    if tensor.nbytes < _LARGE_BYTES:
-        return tensor.detach().to("cpu", copy=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        if hasattr(os, "posix_fallocate"):  # a disk that fills up later would end the process
-            os.posix_fallocate(file.fileno(), 0, tensor.nbytes)
-        else:  # macOS
-            file.truncate(tensor.nbytes)
-        # Unlike numpy.memmap this keeps no file descriptor; a process may have few.
-        mapped = torch.from_file(file.name, shared=True, size=tensor.nbytes, dtype=torch.uint8)
-    return mapped.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def save_model(

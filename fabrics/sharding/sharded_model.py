@@ -26,10 +26,10 @@ from algorithms.flat import SKETCH_SIZE, Block, FullTensors, sketch
 from fabrics.sharding.layers import CompiledLayers, sharded_layers, sharded_parts
 from fabrics.sharding.shard_layout import ShardLayout
 from fabrics.sharding.sharded_statistics import DeviceProbe, ShardedProbe, devices_estimate
-from fabrics.training.flat_model import FlatModel, StateDictError, flat_blocks
+from fabrics.training.flat_model import FlatModel, flat_blocks
 from fabrics.training.worker import TrainingError
 from utils.checkpoint.tensor_file import FilePart
-from utils.distributed.placement import share_of
+from utils.distributed.devices import share_of
 from utils.distributed.shard_groups import ShardGroup
 
 T = TypeVar("T")
@@ -293,26 +293,16 @@ class ShardedModel(FlatModel):
         return FilePart(tensor, (layout.whole_size,), tuple(pieces))
 
     @torch.no_grad()
-    def full_state_dict(
-        self, keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu
-    ) -> dict[str, torch.Tensor]:
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
         self._update_copies()
         state = self.module.state_dict(keep_vars=True)
-        is_first = self.shard_group.index == 0
-        problem = None
-        whole: dict[torch.Tensor, torch.Tensor] = {}
+        whole = {}
         with self.shard_group.explaining():
-            for tensor in dict.fromkeys(state.values()):
-                gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-                if is_first and problem is None:
-                    try:
-                        whole[tensor] = keep(gathered)
-                    except Exception as error:  # the other devices continue
-                        problem = f"{type(error).__name__}: {error}"
-                        whole.clear()
-        if problem is not None:
-            raise StateDictError(problem)
-        return {name: whole[tensor] for name, tensor in state.items()} if is_first else {}
+            for tensor in dict.fromkeys(state.values()):  # tied parameters once
+                gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                if self.shard_group.index == 0:
+                    whole[tensor] = gathered.cpu()
+        return {name: whole[tensor] for name, tensor in state.items()} if whole else {}
 
 
 class GradientSum:

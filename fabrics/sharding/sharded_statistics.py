@@ -11,7 +11,7 @@ from torch import nn
 from algorithms.batch.gradient_statistics import GradientMoments, SampleEstimate, across_devices_estimate
 from algorithms.batch.per_example import PerExampleProbe
 from algorithms.flat import inner_product
-from utils.distributed.placement import share_of
+from utils.distributed.devices import share_of
 
 if TYPE_CHECKING:
     from fabrics.sharding.sharded_model import ShardedModel

@@ -44,10 +44,6 @@ def flat_blocks(shapes: Mapping[str, tuple[int, ...]], offsets: Sequence[int], s
     )
 
 
-class StateDictError(Exception):
-    """A tensor of a sharded model's state could not be written; the message says why."""
-
-
 class FlatModel:
     """A module over two flat buffers.
 
@@ -236,17 +232,9 @@ class FlatModel:
         """Return this device's part of a tensor as a checkpoint holds it; name: of the tensor in its group."""
         return tensor
 
-    def full_state_dict(
-        self, keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu
-    ) -> dict[str, torch.Tensor]:
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the module's state with whole tensors on the first device of the shard group; empty on the others.
 
-        All devices of the group ask together. Tied parameters are one tensor.
-
-        Args:
-            keep: on shard groups, stores each gathered tensor, which is freed before the next one.
-
-        Raises:
-            StateDictError: `keep` failed; raised after all tensors.
+        All devices of the group call this together. Tied parameters are one tensor.
         """
         return self.module.state_dict()

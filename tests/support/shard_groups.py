@@ -203,7 +203,7 @@ def run_scenario(name: str, processes: Processes, state: dict | None = None, fol
         recorder = _Stopping() if name in RESUMED else Recorder()
         final = cluster.train(recorder)
         if folder is not None:
-            write_models(cluster, recorder, folder)
+            assert cluster.save_models(folder, recorder)
     reports = [report for result in recorder.rounds for report in result.reports.values()]
     statistics = [report.statistics for report in reports if report.statistics is not None]
     evaluations = [e for result in recorder.rounds for e in result.evaluations.values()] + list(final.values())
@@ -223,15 +223,6 @@ def run_scenario(name: str, processes: Processes, state: dict | None = None, fol
         "graphs": len(graphs),
         "unmasked": needs_no_mask(cluster.models.first.module, {"input_ids": torch.zeros(2, 9)}),
     }
-
-
-def write_models(cluster: Cluster, recorder: Recorder, folder: Path) -> None:
-    with patch("fabrics.models.export._LARGE_BYTES", 1):
-        assert cluster.save_models(folder, recorder)
-        if cluster.processes.shard_group.size > 1:
-            with patch("torch.from_file", side_effect=OSError):
-                assert cluster.save_models(folder / "full", recorder) == {}
-            assert re.search(r"could not be written .*: OSError", recorder.warnings.pop())
 
 
 class _Following(matrix.Following):

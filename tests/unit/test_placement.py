@@ -2,7 +2,7 @@
 
 import pytest
 
-from utils.distributed.placement import (
+from utils.distributed.devices import (
     Rank,
     Site,
     Slot,

@@ -1,6 +1,17 @@
-"""The devices to train on."""
+"""The devices of a run, and the placement of nodes on them: the process that owns each node.
+
+The processes of a machine either all see the same devices (torchrun), or each sees its own (SLURM wrappers that set
+CUDA_VISIBLE_DEVICES per rank). Then every process calls its GPU cuda:0, and only the devices' identities differ.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 def resolve_devices(requested: list[str] | None) -> tuple[list[torch.device], list[str]]:
@@ -44,3 +55,180 @@ def is_out_of_memory(error: BaseException) -> bool:
     # cuBLAS and cuDNN, CUDA outside of PyTorch's allocator, and the CPU's allocator have no type of their own.
     signs = ("_STATUS_ALLOC_FAILED", "out of memory", "can't allocate memory")
     return type(error) in (RuntimeError, torch.AcceleratorError) and any(sign in str(error) for sign in signs)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The place of this process among all processes.
+
+    Attributes:
+        number: its rank.
+        count: number of processes.
+        local: its number on its machine.
+        local_count: number of processes on its machine.
+        machine: number of its machine.
+    """
+
+    number: int
+    count: int
+    local: int
+    local_count: int
+    machine: int
+
+    @classmethod
+    def from_environment(cls) -> "Rank | None":
+        """Read the variables that torchrun or `utils.distributed.launch` set; None for a single process."""
+        if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", 1)) == 1:
+            return None
+        number = int(os.environ["RANK"])
+        local_count = int(os.environ["LOCAL_WORLD_SIZE"])
+        return cls(
+            number=number,
+            count=int(os.environ["WORLD_SIZE"]),
+            local=int(os.environ["LOCAL_RANK"]),
+            local_count=local_count,
+            machine=int(os.environ.get("GROUP_RANK", number // local_count)),
+        )
+
+
+@dataclass(frozen=True)
+class Site:
+    """A process and the devices that it sees.
+
+    Attributes:
+        rank: number of the process.
+        machine: number of its machine.
+        devices: names of the devices by identity, which is unique on a machine.
+    """
+
+    rank: int
+    machine: int
+    devices: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a node.
+
+    Attributes:
+        owner: rank of the process.
+        device: name of the device in that process.
+        identity: identity of the device, unique on the machine; of a GPU, in the whole run.
+        group: number of the device in the run.
+    """
+
+    owner: int
+    device: str
+    identity: str
+    group: int
+
+
+def share_of(items: Sequence[T], index: int, parts: int) -> Sequence[T]:
+    """Return part `index` of items cut into near-equal consecutive parts, the larger ones first."""
+    size, larger = divmod(len(items), parts)
+    start = index * size + min(index, larger)
+    return items[start : start + size + (index < larger)]
+
+
+def share_out(sites: Sequence[Site], nodes_per_device: int) -> tuple[Slot, ...]:
+    """Place every node, in the order of machines and devices.
+
+    Processes that see the same devices get consecutive, near-equal parts of the nodes on them.
+
+    Raises:
+        ValueError: processes see some devices in common, but not all; or there are more of them than nodes.
+    """
+    slots: list[Slot] = []
+    groups = 0
+    for machine in sorted({site.machine for site in sites}):
+        left = sorted((site for site in sites if site.machine == machine), key=lambda site: site.rank)
+        while left:
+            first = left[0]
+            together = [site for site in left if site.devices.keys() == first.devices.keys()]
+            left = [site for site in left if site not in together]
+            for other in left:
+                if other.devices.keys() & first.devices.keys():
+                    raise ValueError(
+                        f"rank {first.rank} sees {', '.join(sorted(first.devices))} and rank {other.rank} of the same "
+                        f"machine {', '.join(sorted(other.devices))}; let CUDA_VISIBLE_DEVICES give all processes of a "
+                        f"machine the same devices, or each its own"
+                    )
+            nodes = []
+            for group, identity in enumerate(first.devices, start=groups):
+                nodes += [(identity, group)] * nodes_per_device
+            groups += len(first.devices)
+            if len(together) > len(nodes):
+                raise ValueError(
+                    f"{len(together)} processes on a machine with {len(nodes)} nodes "
+                    f"({', '.join(first.devices.values())}, nodes_per_gpu {nodes_per_device}); every process needs one"
+                )
+            for index, site in enumerate(together):
+                own = share_of(nodes, index, len(together))
+                slots += [Slot(site.rank, site.devices[identity], identity, group) for identity, group in own]
+    return tuple(slots)
+
+
+def shard_group_sites(sites: Sequence[Site], size: int, place: int) -> list[Site]:
+    """Join every `size` processes with consecutive ranks to a shard group, and return one site for each.
+
+    It is the site of the process at the given place in the shard group. The identity of its device joins those of all
+    devices of the shard group.
+
+    Args:
+        sites: one for each process, by rank, with one device each.
+        size: devices of a shard group.
+        place: number of this process in its shard group.
+
+    Raises:
+        ValueError: the processes do not make whole shard groups, each on one machine and with distinct devices.
+    """
+    if len(sites) % size:
+        raise ValueError(
+            f"{len(sites)} processes do not make shard groups of devices_per_node {size}; start a multiple of it"
+        )
+    found = []
+    used: dict[tuple[int, str], int] = {}
+    for first in range(0, len(sites), size):
+        shard_group = sites[first : first + size]
+        machines = sorted({site.machine for site in shard_group})
+        if len(machines) > 1:
+            raise ValueError(
+                f"the shard group of ranks {first} to {first + size - 1} would lie across machines "
+                f"{', '.join(map(str, machines))}; start a multiple of devices_per_node {size} on every machine"
+            )
+        identities = [identity for site in shard_group for identity in site.devices]
+        for site, identity in zip(shard_group, identities, strict=True):
+            other = used.setdefault((site.machine, identity), site.rank)
+            if other != site.rank and identity != "cpu":
+                raise ValueError(
+                    f"ranks {other} and {site.rank} have one device, {identity}; with devices_per_node {size} every "
+                    f"process needs one of its own"
+                )
+        own = shard_group[place]
+        (name,) = own.devices.values()
+        found.append(Site(own.rank, own.machine, {"+".join(dict.fromkeys(identities)): name}))
+    return found
+
+
+def own_device(devices: Sequence[T], rank: Rank) -> T:
+    """Return the only device that a process sees, or the one with its number on the machine.
+
+    Raises:
+        ValueError: the machine has another number of devices than of processes.
+    """
+    if len(devices) == 1:
+        return devices[0]
+    if len(devices) != rank.local_count:
+        raise ValueError(
+            f"{rank.local_count} processes on a machine with {len(devices)} devices; with devices_per_node every "
+            f"device has one process"
+        )
+    return devices[rank.local]
+
+
+def gpus_of_their_own(slots: Sequence[Slot]) -> bool:
+    """True if all devices are GPUs and no two processes share one, as nccl requires."""
+    users: dict[str, set[int]] = {}
+    for slot in slots:
+        users.setdefault(slot.identity, set()).add(slot.owner)
+    return all(slot.device.startswith("cuda") for slot in slots) and all(len(ranks) == 1 for ranks in users.values())

@@ -18,10 +18,19 @@ import torch.distributed as dist
 
 from utils.config.schema import Config, ConfigError
 from utils.distributed.collective_checks import agree, done_by_all
-from utils.distributed.devices import identity, resolve_devices
+from utils.distributed.devices import (
+    Rank,
+    Site,
+    Slot,
+    gpus_of_their_own,
+    identity,
+    own_device,
+    resolve_devices,
+    shard_group_sites,
+    share_out,
+)
 from utils.distributed.launch import STARTED_BY, Launch, hide_gpus
 from utils.distributed.peers import PeerWatch
-from utils.distributed.placement import Rank, Site, Slot, gpus_of_their_own, own_device, shard_group_sites, share_out
 from utils.distributed.reductions import Transport, Workers
 from utils.distributed.shard_groups import ShardGroup
 

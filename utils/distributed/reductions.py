@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from algorithms.synchronisation.encodings.encoding import PLAIN, Encoding
+from utils.distributed.devices import share_of
 from utils.distributed.peers import PeerWatch
-from utils.distributed.placement import share_of
 
 # Large tensors travel in pieces, which bounds the memory beside them. In host memory (gloo) small pieces are as fast as
 # large ones; on GPUs (nccl) each piece costs a launch.
