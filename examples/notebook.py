@@ -46,7 +46,7 @@ recorder.close()
 
 # %% The results, as NumPy arrays
 run = read_run(folder)
-best = run.of(run.summary["best_trainer"])
+best = run.by_trainer[run.summary["best_trainer"]]
 losses = run.step_losses[run.summary["best_trainer"]][1]
 print("tokens:    ", best["tokens"].astype(int))
 print("perplexity:", best["validation_metric"].round(1))

@@ -4,14 +4,23 @@ python -m training_logs.training_monitoring RUN_DIR [RUN_DIR ...] [--output FOLD
 """
 
 import argparse
+import html
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from training_logs.showing.comparison import compare
+import numpy as np
+from matplotlib.figure import Figure
+
 from training_logs.showing.plots import plot_run
-from training_logs.showing.report import write_report
-from training_logs.showing.run_data import RunFolderError, read_run
+from training_logs.showing.report import headline, page, picture, table, write_report
+from training_logs.showing.run_data import RunData, RunFolderError, damage_reported, read_run
+from training_logs.showing.styles import OVER, colour, decimal_logarithmic, draw_line, label_axes, make_figure
+from utils.files import write_atomically, write_text_atomically
+
+# Keys without influence on results.
+_PLACES = ("log_dir", "cache_dir")
 
 
 def draw(folder: Path) -> Path:
@@ -20,13 +29,76 @@ def draw(folder: Path) -> Path:
     Raises:
         RunFolderError: it is not a run folder, or is damaged.
     """
-    run = read_run(folder)
-    plot_run(run)
-    return write_report(run)
+    with damage_reported(folder):
+        run = read_run(folder)
+        plot_run(run)
+        return write_report(run)
+
+
+def differences(runs: Sequence[RunData]) -> dict[str, list]:
+    """Return the keys whose values differ between the runs, with the values."""
+    keys = dict.fromkeys(key for run in runs for key in run.config if key not in _PLACES)
+    values = {key: [run.config.get(key) for run in runs] for key in keys}
+    return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+
+
+def _names(runs: Sequence[RunData]) -> list[str]:
+    names = [run.folder.name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
+
+
+def draw_comparison(runs: Sequence[RunData]) -> Figure:
+    """Draw the best metric over each column that a plot can be drawn over."""
+    figure, axes = make_figure(len(OVER))
+    metric = runs[0].metric.name
+    for place, x in zip(axes, OVER, strict=True):
+        for index, (run, name) in enumerate(zip(runs, _names(runs), strict=True)):
+            xs, values = run.best_metrics(x)
+            # matplotlib takes $ for mathematics, and leaves a label that begins with _ out of the legend.
+            label = " " + name.replace("$", r"\$")
+            draw_line(place, np.array(xs), np.array(values), color=colour(index), label=label)
+        if metric == "perplexity":
+            decimal_logarithmic(place)
+        label_axes(place, x, metric, f"Best {metric} of the living trainers")
+    axes[0].legend(fontsize=8)
+    return figure
+
+
+def compare(runs: Sequence[RunData], output: Path) -> Path:
+    """Write comparison.png and comparison.html into a folder; return the path of the page.
+
+    Raises:
+        RunFolderError: the runs have different metrics, or one has no round.
+    """
+    for run in runs:
+        if run.metric.name != runs[0].metric.name:
+            raise RunFolderError(
+                f"{run.folder}: its metric is {run.metric.name}, that of {runs[0].folder} {runs[0].metric.name}"
+            )
+        if not len(run.rounds):
+            raise RunFolderError(f"{run.folder}: has no round yet")
+    names = _names(runs)
+    image = output / "comparison.png"
+    write_atomically(image, lambda path: draw_comparison(runs).savefig(path, dpi=110))
+    headlines = [headline(run) for run in runs]
+    # A run with a budget, or with a simulated time, has numbers that others lack.
+    labels = dict.fromkeys(label for values in headlines for label in values)
+    body = [
+        "<h1>Comparison</h1>",
+        f"<p class=dim>{html.escape(', '.join(names))}</p>",
+        picture(image),
+        "<h2>Numbers</h2>",
+        table(("", *names), [(label, *(values.get(label, "-") for values in headlines)) for label in labels]),
+        "<h2>What differs in the configurations</h2>",
+        table(("key", *names), [(key, *map(str, values)) for key, values in differences(runs).items()]),
+    ]
+    path = output / "comparison.html"
+    write_text_atomically(path, page("Comparison", "".join(body)))
+    return path
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Return 0, or 2 if a folder is not a run folder."""
+    """Return 0, or 2 if a folder is not a run folder, or a file cannot be written."""
     parser = argparse.ArgumentParser(
         prog="python -m training_logs.training_monitoring",
         description="Draw plots and report of a run folder again; with several, also a comparison.",
@@ -39,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(draw(folder))
         if len(options.runs) > 1:
             print(compare([read_run(folder) for folder in options.runs], options.output))
-    except RunFolderError as error:
+    except (RunFolderError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

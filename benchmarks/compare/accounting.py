@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -24,8 +25,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from algorithms.nodes.traffic import Link, merge_exchange
 from algorithms.nodes.virtual_clock import Clocks, Sending, joined_sendings
 from algorithms.synchronisation.encodings.encoding import PLAIN
-from training_logs.showing.comparison import best_per_round
-from training_logs.showing.run_data import Row, Rows, RunData
+from training_logs.showing.run_data import RunData, Table
 
 # Time of a pass with per-example statistics relative to a plain one (benchmarks/performance/throughput.py measures it).
 PROBED_PASS = 1.4
@@ -112,7 +112,7 @@ def usage(run: RunData, synchronous_workers: int | None = None) -> list[Usage]:
 
 def metric_at(run: RunData) -> dict[int, float]:
     """Return the best validation metric of the living trainers in each evaluated round."""
-    steps, values = best_per_round(run, "outer_step")
+    steps, values = run.best_metrics("outer_step")
     return {int(step): value for step, value in zip(steps, values, strict=True)}
 
 
@@ -127,7 +127,7 @@ class _Computing:
     statistics: float
 
 
-def _pass_seconds(row: Row, config: Mapping, hardware: Hardware, batch: float, parts: float) -> _Computing:
+def _pass_seconds(row: np.void, config: Mapping, hardware: Hardware, batch: float, parts: float) -> _Computing:
     """Seconds of an inner step with a batch in several micro-batches, and of the round's statistics."""
     micro_batch = batch / parts
     statistics = 0.0
@@ -141,7 +141,7 @@ def _pass_seconds(row: Row, config: Mapping, hardware: Hardware, batch: float, p
 
 
 def _computing(
-    run: RunData, row: Row, hardware: Hardware, workers: int, first: int, nodes: int
+    run: RunData, row: np.void, hardware: Hardware, workers: int, first: int, nodes: int
 ) -> dict[int, _Computing]:
     """Seconds of each node of a trainer in a round.
 
@@ -166,14 +166,14 @@ def _computing(
     return found
 
 
-def _sendings(run: RunData, row: Row, parameters: float, synchronous_workers: int | None) -> list[Sending]:
+def _sendings(run: RunData, row: np.void, parameters: float, synchronous_workers: int | None) -> list[Sending]:
     """Messages of the workers of a trainer in a round, for a model of this many parameters."""
     if synchronous_workers:
         each = _gradient_bytes(synchronous_workers, parameters) / synchronous_workers
         return [Sending(step, each, each, kind="gradient") for step in range(1, int(row["inner_steps"]) + 1)]
     whole_gradients = run.config["statistics_estimator"] == "across_workers"
     found: list[Sending] = []
-    for exchange in (run.exchanges or {}).get((int(row["outer_step"]), int(row["trainer_id"])), ()):
+    for exchange in run.exchanges.get((int(row["outer_step"]), int(row["trainer_id"])), ()):
         of_model_size = exchange.kind != "monitor" and (exchange.kind != "statistics" or whole_gradients)
         scale = parameters / run.summary["parameters"] if of_model_size else 1.0
         sent = scale * exchange.sent_bytes
@@ -197,7 +197,7 @@ def _overlapped(sendings: Sequence[Sending]) -> list[Sending]:
     return found
 
 
-def _new_nodes(rows: Rows, before: Mapping[int, int]) -> int:
+def _new_nodes(rows: Table, before: Mapping[int, int]) -> int:
     """Number of nodes that joined a trainer before a round, at least one.
 
     Args:
@@ -224,7 +224,7 @@ def simulated_seconds(
     bytes_before = {"bytes_merged": 0.0, "bytes_redistributed": 0.0}
     found = []
     for step, rows in run.by_round.items():
-        totals = {name: rows[0].get(name, bytes_before[name]) for name in bytes_before}
+        totals = {name: float(rows[0][name]) for name in bytes_before}
         merged_bytes = scale * (totals["bytes_merged"] - bytes_before["bytes_merged"])
         redistributed_bytes = scale * (totals["bytes_redistributed"] - bytes_before["bytes_redistributed"])
         bytes_before = totals

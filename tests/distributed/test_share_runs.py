@@ -10,10 +10,10 @@ import pytest
 import run as program
 from tests.support.helpers import TINY_ARCHITECTURE
 from tests.support.programs import ROOT
-from tests.support.runs import assert_same_run, summary
+from tests.support.runs import assert_same_run, summary, table_of
 from training_logs.showing.plots import PLOTS, draw, plots_of, share_losses
 from training_logs.showing.report import number, run_body
-from training_logs.showing.run_data import Rows, read_run
+from training_logs.showing.run_data import read_run
 
 # configs/clusters.yaml in little, with what it leaves out.
 LESS = {
@@ -110,7 +110,7 @@ def test_report_and_plots_show_the_best_loss_on_each_share(whole):
 
 def test_shares_that_are_not_evaluated_are_shown_without_losses(whole):
     run = read_run(whole)
-    run.__dict__["share_rows"] = Rows({})  # as of a run without validation_per_share
+    run.__dict__["share_rows"] = table_of([])  # as of a run without validation_per_share
     assert list(plots_of(run)) == list(PLOTS)
     assert "<h2>Shares of the data</h2>" in run_body(run)
     plain = dataclasses.replace(run, summary=run.summary | {"data_shares": None})

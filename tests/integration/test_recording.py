@@ -14,14 +14,14 @@ from algorithms.batch.switch_mode import ExecutionPlan
 from algorithms.synchronisation.group import Event
 from fabrics.training.worker import WorkerRound
 from tests.support.helpers import warnings_of
-from tests.support.runs import record_run, start_training, summary, write_config
+from tests.support.runs import record_run, start_training, summary, table_of, write_config
 from training_logs.recording import recorder as recording
 from training_logs.recording.csv_log import CsvLog
 from training_logs.recording.recorder import RunRecorder
 from training_logs.recording.records import ClusterRound, RoundReport
 from training_logs.recording.round_log import EXCHANGE_COLUMNS, exchange_rows
 from training_logs.recording.step_loss_logger import StepLossLogger
-from training_logs.showing.run_data import Rows, RunData, read_rows
+from training_logs.showing.run_data import RunData
 from utils.run_layout import has_checkpoint
 
 # Warnings
@@ -217,7 +217,7 @@ def test_a_step_log_that_is_continued_is_the_one_that_was_not_interrupted(tmp_pa
 
 def run_of(folder: Path, rounds: int) -> RunData:
     (folder / "model_training_report").mkdir(exist_ok=True)
-    table = Rows.of([{"outer_step": step, "trainer_id": 7, "inner_steps": STEPS} for step in range(1, rounds + 1)])
+    table = table_of([{"outer_step": step, "trainer_id": 7, "inner_steps": STEPS} for step in range(1, rounds + 1)])
     return RunData(folder, {}, {}, table, [])
 
 
@@ -229,24 +229,6 @@ def test_step_losses_are_read_as_means_over_workers_that_have_one(tmp_path):
     (first, second), *_ = zip(*losses_of(2), strict=True)
     assert losses[STEPS] == pytest.approx((4 * first + 12 * second) / 16)
     assert losses[2 * STEPS + 1] == losses_of(3)[0][1]  # the second worker diverged
-
-
-# Reading
-
-
-def test_numbers_are_read_without_half_a_last_line(tmp_path):
-    path = tmp_path / "log.csv"
-    assert len(read_rows(path)) == 0
-    path.write_text("a,b\r\n")
-    assert len(read_rows(path)) == 0
-    path.write_text("a,b\r\n1,\r\n2,3\r\n4,")
-    rows = read_rows(path)
-    assert rows["a"].tolist() == [1, 2]
-    assert np.nan_to_num(rows["b"], nan=-1).tolist() == [-1, 3]
-    assert rows[1] == {"a": 2.0, "b": 3.0}
-    path.write_text("a,b\r\n1,text\r\n")
-    with pytest.raises(ValueError, match="text"):
-        read_rows(path)
 
 
 # Drawing

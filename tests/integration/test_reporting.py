@@ -1,9 +1,11 @@
-"""What a run leaves to look at: plots, report, comparison, step losses, memory; each against the CSVs."""
+"""Plots, report and comparison show what is in the CSVs and the summary, and foreign files do no harm."""
 
 import csv
 import dataclasses
 import json
+import math
 import re
+import shutil
 import threading
 from pathlib import Path
 
@@ -11,18 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.runs import record_run
+from tests.support.runs import record_run, table_of
 from training_logs import training_monitoring
 from training_logs.recording import memory_monitor
 from training_logs.recording.memory_monitor import MemoryMonitor
 from training_logs.recording.recorder import RunRecorder
 from training_logs.recording.step_loss_logger import RunningLine, StepLossLogger
 from training_logs.showing import plots
-from training_logs.showing.comparison import best_per_round, differences, draw_comparison
-from training_logs.showing.plots import PLOTS, accumulation_threshold, draw, marked, mode_switches
+from training_logs.showing.plots import PLOTS, accumulation_threshold, draw
 from training_logs.showing.report import headline, run_body, table
-from training_logs.showing.run_data import Rows, RunFolderError, read_run
-from training_logs.showing.styles import OVER, colour, line_style, thinned
+from training_logs.showing.run_data import read_run, read_table
+from training_logs.showing.styles import OVER, colour
+from training_logs.training_monitoring import compare, differences, draw_comparison
 from utils.text import budget_used, byte_size
 
 
@@ -36,6 +38,11 @@ def run(folder):
     return read_run(folder)
 
 
+def with_summary(run, **values):
+    """The run with other values in its summary."""
+    return dataclasses.replace(run, summary=run.summary | values)
+
+
 def line(axes, label: str):
     (found,) = [line for line in axes.lines if line.get_label() == label]
     return found
@@ -46,7 +53,26 @@ def rows_of(path: Path) -> list[dict]:
         return list(csv.DictReader(file))
 
 
-def test_the_log_of_exchanges_adds_up_to_the_round_log(run):
+# Reading
+
+
+def test_numbers_are_read_without_half_a_last_line(tmp_path):
+    path = tmp_path / "log.csv"
+    assert len(read_table(path)) == 0
+    path.write_text("a,b\r\n")
+    assert read_table(path)["b"].tolist() == []
+    path.write_text("a,b\r\n1,\r\n2,3\r\n4,")
+    rows = read_table(path)
+    assert rows["a"].tolist() == [1, 2]
+    assert math.isnan(rows["b"][0])
+    assert rows[1].tolist() == (2, 3)
+    for damaged in ("a,b\r\n1,text\r\n", "a,b\r\n1\r\n"):
+        path.write_text(damaged)
+        with pytest.raises(ValueError, match=r"text|tuple of length"):
+            read_table(path)
+
+
+def test_the_exchange_log_adds_up_to_the_round_log(run):
     sent = 0
     for row in run.rounds:
         exchanges = run.exchanges.get((int(row["outer_step"]), int(row["trainer_id"])), [])
@@ -60,6 +86,16 @@ def test_the_log_of_exchanges_adds_up_to_the_round_log(run):
     assert sent == run.rounds[-1]["bytes_synchronised"] > 0
 
 
+def test_step_losses_are_means_over_workers_in_order(run):
+    rows = rows_of(run.report_dir / "step_loss_log.csv")
+    numbers, losses = run.step_losses[0]
+    assert numbers.tolist() == list(range(1, 16))
+    own = [row for row in rows if (row["outer_step"], row["trainer_id"], row["inner_step"]) == ("5", "0", "2")]
+    assert len(own) == 4
+    weights = [int(row["effective_batch"]) for row in own]
+    assert losses[13] == pytest.approx(np.average([float(row["loss"]) for row in own], weights=weights))
+
+
 # Plots
 
 
@@ -69,7 +105,7 @@ def test_all_plots_and_the_report_are_there(folder, run):
     assert (run.report_dir / "report.html").exists()
 
 
-@pytest.mark.parametrize("x", ["outer_step", "tokens", "communications", "bytes_communicated", "wall_seconds"])
+@pytest.mark.parametrize("x", OVER)
 def test_the_metric_is_drawn_as_the_csv_has_it(run, x):
     axes = draw(run, [(plots.draw_metric, x)]).axes[0]
     rows = rows_of(run.report_dir / "training_log.csv")
@@ -82,125 +118,74 @@ def test_the_metric_is_drawn_as_the_csv_has_it(run, x):
     assert axes.get_xlabel() == OVER[x]
 
 
-def test_other_panels_show_the_csv(run):
-    def drawn(panel, trainer=0):
-        return line(draw(run, [(panel, "outer_step")]).axes[0], f"trainer {trainer}")
-
-    own = run.of(0)
-    assert list(drawn(plots.draw_loss).get_ydata()) == [row["validation_loss"] for row in own]
-    assert list(drawn(plots.draw_batches).get_ydata()) == [row["requested_batch"] for row in own]
-    assert list(drawn(plots.draw_variance).get_ydata()) == [row["gradient_variance"] for row in own]
-    # Estimates of a squared norm may be negative, and the axis is a logarithm's.
-    norms = {row["outer_step"]: row["gradient_squared_norm"] for row in own if row["gradient_squared_norm"] > 0}
-    assert len(norms) > 1
-    assert dict(zip(*drawn(plots.draw_squared_norm).get_data(), strict=True)) == norms
-    ratios = [row["gradient_variance"] / norms[row["outer_step"]] for row in own if row["outer_step"] in norms]
-    assert list(drawn(plots.draw_noise_ratio).get_ydata()) == ratios
-    speeds = [row["round_tokens"] / row["seconds"] for row in own]
-    assert list(drawn(plots.draw_throughput).get_ydata()) == speeds
-    per_worker = [np.ceil(row["requested_batch"] / row["nodes"]) for row in own]
-    assert list(drawn(plots.draw_worker_batches).get_ydata()) == per_worker
+@pytest.mark.parametrize(
+    ("panel", "value"),
+    [
+        (plots.draw_loss, lambda row: row["validation_loss"]),
+        (plots.draw_batches, lambda row: row["requested_batch"]),
+        (plots.draw_variance, lambda row: row["gradient_variance"]),
+        (plots.draw_squared_norm, lambda row: row["gradient_squared_norm"]),
+        (plots.draw_noise_ratio, lambda row: row["gradient_variance"] / row["gradient_squared_norm"]),
+        (plots.draw_throughput, lambda row: row["round_tokens"] / row["seconds"]),
+        (plots.draw_worker_batches, lambda row: math.ceil(row["requested_batch"] / row["nodes"])),
+    ],
+)
+def test_panels_show_the_csv_where_it_is_positive(run, panel, value):
+    drawn = line(draw(run, [(panel, "outer_step")]).axes[0], "trainer 0")
+    values = {row["outer_step"]: value(row) for row in run.by_trainer[0]}
+    assert dict(zip(*drawn.get_data(), strict=True)) == {step: y for step, y in values.items() if y > 0}
 
 
-def test_merges_and_mode_switches_are_marked(run):
+def test_merges_are_marked_and_drawn_with_their_weights(run):
     axes = draw(run, [(plots.draw_loss, "outer_step")]).axes[0]
     marks = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
     assert marks == [merge.outer_step for merge in run.merges] == [2, 4]
-    for trainer in run.trainers:
-        accumulates = [row["accumulation_steps"] > 1 for row in run.of(trainer)]
-        starts = [
-            row["outer_step"]
-            for row, now, before in zip(run.of(trainer), accumulates, [False, *accumulates], strict=False)
-            if now and not before
-        ]
-        assert [row["outer_step"] for row in mode_switches(run.of(trainer))] == starts
-    assert any(mode_switches(run.of(trainer)) for trainer in run.trainers)
     genealogy = draw(run, [(plots.draw_genealogy, "outer_step")]).axes[0]
     texts = [text.get_text().strip() for text in genealogy.texts if text.get_text().strip()]
     assert sorted(texts) == sorted(f"{w:.2f}" for merge in run.merges for w in merge.weights.values())
-    assert len([text for text in genealogy.texts if not text.get_text()]) == 2
 
 
-def test_the_region_of_accumulation_is_the_switch_modes(run):
-    for mode, expected in (
-        ("threshold_switch_mode", 2.0),
-        ("only_gradient_accumulation", 1.0),
-        ("only_data_loader", None),
-    ):
-        assert accumulation_threshold(dataclasses.replace(run, config=run.config | {"switch_mode": mode})) == expected
+@pytest.mark.parametrize(
+    ("mode", "threshold"),
+    [("threshold_switch_mode", 2.0), ("only_gradient_accumulation", 1.0), ("only_data_loader", None)],
+)
+def test_the_region_of_accumulation_is_the_switch_modes(run, mode, threshold):
+    assert accumulation_threshold(dataclasses.replace(run, config=run.config | {"switch_mode": mode})) == threshold
 
 
-def test_step_losses_are_means_over_workers_in_order(run):
-    rows = rows_of(run.report_dir / "step_loss_log.csv")
-    numbers, losses = run.step_losses[0]
-    assert numbers.tolist() == list(range(1, 16))
-    own = [row for row in rows if (row["outer_step"], row["trainer_id"], row["inner_step"]) == ("5", "0", "2")]
-    assert len(own) == 4
-    weights = [int(row["effective_batch"]) for row in own]
-    assert losses[13] == pytest.approx(np.average([float(row["loss"]) for row in own], weights=weights))
+# Report
 
 
-def test_thinning_keeps_the_mean():
-    xs, ys = thinned(np.arange(1003.0), np.arange(1003.0) ** 2, points=10)
-    assert len(xs) == 10
-    assert xs[0] == 50.0
-    assert ys[0] == pytest.approx(np.mean(np.arange(101.0) ** 2))
-    assert thinned(np.arange(5.0), np.arange(5.0))[0].tolist() == [0, 1, 2, 3, 4]
-
-
-def test_marks_can_be_told_apart_and_are_at_the_same_rounds_for_all_trainers(run):
-    def rows(rounds):
-        living = ((step, trainer) for step in range(1, rounds + 1) for trainer in range(2 if step <= rounds / 2 else 1))
-        return Rows.of([{"outer_step": float(step), "trainer_id": float(trainer)} for step, trainer in living])
-
-    for rounds, every in ((80, 1), (81, 2), (800, 10), (801, 11)):
-        long = dataclasses.replace(run, rounds=rows(rounds))
-        for trainer, lived in ((0, rounds), (1, rounds // 2)):
-            assert marked(long, long.of(trainer))["outer_step"].tolist() == list(range(1, lived + 1, every))
-    assert [line_style((np.arange(count),)) for count in (80, 81)] == [".-", "-"]
-
-
-def test_warnings_are_in_the_report_with_their_counts(run):
-    warnings = [{"message": "no network <b>", "count": 1}, {"message": "worker 3 left out", "count": 1234}]
-    body = run_body(dataclasses.replace(run, summary=run.summary | {"warnings": warnings}))
-    assert "<li>no network &lt;b&gt;</li>" in body
-    assert "<li>worker 3 left out (1,234 times)</li>" in body
-
-
-# Report and comparison
-
-
-def test_the_report_holds_everything_and_needs_nothing_else(run):
+def test_the_report_holds_everything_and_needs_no_other_file(run):
     page = (run.report_dir / "report.html").read_text()
     assert page.count("data:image/png;base64,") == len(PLOTS)
     assert not re.findall(r'(?:src|href)="(?!data:)', page)
-    for text in (
-        f"{run.summary['final_metric']:,.2f}",
-        "completed",
-        "trainer 0",
-        "after round 2",
-        "learning_rate_for_inner_opt",
-        "training loss",
-        f"<td>{run.summary['step_loss']['0']['trend']}</td>",
-    ):
+    for text in (f"{run.summary['final_metric']:,.2f}", "completed", "trainer 0", "after round 2", "training loss"):
         assert text in page, text
     assert page.count("<tr class=changed>") >= 5
 
 
-def test_the_report_says_where_the_run_comes_from(folder, run):
+def test_warnings_are_in_the_report_with_their_counts(run):
+    warnings = [{"message": "no network <b>", "count": 1}, {"message": "worker 3 left out", "count": 1234}]
+    body = run_body(with_summary(run, warnings=warnings))
+    assert "<li>no network &lt;b&gt;</li>" in body
+    assert "<li>worker 3 left out (1,234 times)</li>" in body
+
+
+def test_the_report_states_the_origin_of_the_run(folder, run):
     (invocation,) = run.summary["invocations"]
     assert (folder / invocation["patch"]).read_text() == "+1\n"
     resumed = invocation | {"first_round": 1234, "commit": "<b>unknown</b>", "changed": None, "patch": None}
-    page = run_body(dataclasses.replace(run, summary=run.summary | {"invocations": [invocation, resumed]}))
+    page = run_body(with_summary(run, invocations=[invocation, resumed]))
     begun = "<td>2026-01-02T03:04:05+01:00</td><td>{}</td><td>python run.py &#x27;run_name=&lt;i&gt;&#x27;</td>"
     assert begun.format("1") + "<td>c0ffee</td><td>in changes.patch</td>" in page
     assert begun.format("1,234") + "<td>&lt;b&gt;unknown&lt;/b&gt;</td><td>not known</td>" in page
     cuda = f" for CUDA {torch.version.cuda}" if torch.version.cuda else ""
     assert f"torch {torch.__version__}{cuda}, 1 process</td>" in page
-    assert "<h2>Origin</h2>" not in run_body(dataclasses.replace(run, summary=run.summary | {"invocations": []}))
+    assert "<h2>Origin</h2>" not in run_body(with_summary(run, invocations=[]))
 
 
-def test_report_and_log_say_what_the_model_says(folder, run):
+def test_report_and_log_show_the_continuations(folder, run):
     assert run.summary["continuations"] == [
         {"prompt": "a <i>\n", "continuation": "b <script>\x1b", "reference": "c & d"},
         {"prompt": "e", "continuation": "f", "reference": "g"},
@@ -210,19 +195,53 @@ def test_report_and_log_say_what_the_model_says(folder, run):
     assert "(temperature 0.8, top_k 40, seed 42)" in page
     log = (folder / "training_log.log").read_text()
     assert "1 of 2, of a validation text\n  prompt:    'a <i>\\n'\n  model:     'b <script>\\x1b'\n" in log
-    assert "<h2>Continuations</h2>" not in run_body(
-        dataclasses.replace(run, summary=run.summary | {"continuations": []})
+    assert "<h2>Continuations</h2>" not in run_body(with_summary(run, continuations=[]))
+
+
+def test_classes_have_a_table(run):
+    assert "<h2>Classes</h2>" not in run_body(run)
+    scores = {"neg": {"precision": 0.5, "recall": 0.25, "f1": 1 / 3, "examples": 8}}
+    page = run_body(with_summary(run, final_classes=scores))
+    assert "<td>neg</td><td>0.5</td><td>0.25</td><td>0.33333</td><td>8</td>" in page
+
+
+def test_a_long_table_shows_its_last_rows():
+    page = table(("n", "square"), [(number, number**2) for number in range(10_000)])
+    assert page.count("<tr") == 1 + 500
+    assert "The last 500 of 10,000 rows" in page
+    assert "<td>9,500</td><td>90,250,000</td>" in page
+    assert "<td>9,499</td>" not in page
+    assert "The last" not in table(("n",), [(number,) for number in range(500)])
+
+
+def test_a_budget_is_compared_with_its_use(tmp_path):
+    limits = {"number_of_outer_steps": None, "max_tokens": 900, "eval_every": 99, "number_of_initial_trainers": 1}
+    folder = record_run(tmp_path, byte_budget=500_000, sampling_method="none", max_batch_size=16, **limits)
+    summary = read_run(folder).summary
+    used = summary["bytes_communicated"]
+    expected = {"unit": "bytes", "amount": 500_000, "used": used, "deviation_percent": round(used / 5_000 - 100, 2)}
+    assert summary["budget"] == expected
+    words = f"{byte_size(used)} of 500.0 kB ({used / 5_000 - 100:+.1f}%)"
+    assert headline(read_run(folder))["budget"] == words
+    assert f"budget: {words}" in (folder / "training_log.log").read_text(encoding="utf-8")
+
+
+def test_budgets_in_words():
+    assert budget_used({"unit": "communications", "amount": 15, "used": 1410, "deviation_percent": 9300.0}) == (
+        "1,410 of 15 communications (+9300.0%)"
+    )
+    assert budget_used({"unit": "seconds", "amount": 60.0, "used": 58.84, "deviation_percent": -1.93}) == (
+        "58.8 of 60.0 seconds (-1.9%)"
     )
 
 
 @pytest.fixture
 def one_plot(monkeypatch):
-    """Of every run its losses alone: drawing takes longer than small runs do."""
+    """Draw the losses of every run alone: drawing takes longer than small runs do."""
     monkeypatch.setattr(plots, "PLOTS", {"loss.png": PLOTS["loss.png"]})
 
 
-def test_a_dead_run_has_a_report_up_to_its_last_round(tmp_path, monkeypatch, one_plot):
-    """As kill -9 leaves it: nothing is written after the second round, and half a line of the third."""
+def test_a_killed_run_has_a_report_up_to_its_last_round(tmp_path, monkeypatch, one_plot):
     monkeypatch.setattr(RunRecorder, "finish", lambda *arguments: None)
     original = RunRecorder.on_round
 
@@ -246,7 +265,10 @@ def test_a_dead_run_has_a_report_up_to_its_last_round(tmp_path, monkeypatch, one
     assert (run.report_dir / "loss.png").exists()
 
 
-def test_several_runs_on_common_axes(folder, run, tmp_path, capsys, one_plot):
+# Comparison
+
+
+def test_several_runs_are_drawn_on_common_axes(folder, run, tmp_path, capsys, one_plot):
     other = record_run(tmp_path / "logs", number_of_initial_trainers=1, sampling_method="none")
     assert training_monitoring.main([str(folder), str(other), "--output", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "out" / "comparison.html")
@@ -260,8 +282,8 @@ def test_several_runs_on_common_axes(folder, run, tmp_path, capsys, one_plot):
     figure = draw_comparison(runs)
     for axes, x in zip(figure.axes, OVER, strict=True):
         for index, each in enumerate(runs):
-            assert tuple(map(list, axes.lines[index].get_data())) == best_per_round(each, x)
-    best = best_per_round(run, "communications")[1]
+            assert tuple(map(list, axes.lines[index].get_data())) == each.best_metrics(x)
+    best = run.best_metrics("communications")[1]
     assert best == [
         min(row["validation_metric"] for row in run.rounds if row["outer_step"] == step) for step in range(1, 6)
     ]
@@ -272,15 +294,71 @@ def test_rounds_that_do_not_communicate_stay_apart(run):
         {"outer_step": step, "communications": 0.0, "trainer_id": trainer, "validation_metric": metric}
         for step, trainer, metric in ((1.0, 0, 9.0), (1.0, 1, 8.0), (2.0, 0, 7.0), (2.0, 1, 7.5))
     ]
-    assert best_per_round(dataclasses.replace(run, rounds=Rows.of(rows)), "communications") == ([0.0, 0.0], [8.0, 7.0])
+    made = dataclasses.replace(run, rounds=table_of(rows))
+    assert made.best_metrics("communications") == ([0.0, 0.0], [8.0, 7.0])
 
 
-def test_what_is_no_run_folder(tmp_path, capsys):
+@pytest.mark.parametrize("first", [0, 1])
+def test_runs_with_different_numbers_are_compared_in_any_order(run, tmp_path, first):
+    budget = {"unit": "communications", "amount": 15, "used": 12, "deviation_percent": -20.0}
+    runs = [run, with_summary(run, budget=budget, simulated_seconds=12.5, waiting_share=None)]
+    page = compare([runs[first], runs[1 - first]], tmp_path).read_text()
+    row = ["-", "12 of 15 communications (-20.0%)"]
+    assert f"<td>budget</td><td>{row[first]}</td><td>{row[1 - first]}</td>" in page
+    assert "<td>nodes wait</td>" in page
+
+
+def test_run_names_with_dollars_or_an_underscore_are_in_the_legend(run, tmp_path):
+    names = ["cost_$5_to_$10", "_draft", "plain"]
+    runs = [dataclasses.replace(run, folder=run.folder.with_name(name)) for name in names]
+    compare(runs, tmp_path)  # $ would be mathematics
+    labels = [text.get_text() for text in draw_comparison(runs).axes[0].get_legend().get_texts()]
+    assert [label.strip().replace(r"\$", "$") for label in labels] == names
+
+
+# Foreign and damaged folders
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     assert training_monitoring.main([str(tmp_path)]) == 2
     assert "not a run folder" in capsys.readouterr().err
     (tmp_path / "config.yaml").write_text("model_type: microllama")
-    with pytest.raises(RunFolderError, match="not a run folder, or damaged"):
-        read_run(tmp_path)
+    assert training_monitoring.main([str(tmp_path)]) == 2
+    assert "not a run folder, or damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("model_training_report/summary.json", "{}"),
+        ("model_training_report/summary.json", "[]"),
+        ("model_training_report/summary.json", "null"),
+        ("model_training_report/summary.json", '{"status": "completed"}'),
+        ("model_training_report/summary.json", "[" * 100_000),
+        ("model_training_report/training_log.csv", "outer_step,trainer_id\r\n1,0\r\n"),
+        ("config.yaml", "[" * 20_000),
+    ],
+    ids=["empty", "list", "null", "status alone", "nested summary", "few columns", "nested config"],
+)
+def test_a_damaged_run_folder_is_one_line(folder, tmp_path, capsys, one_plot, file, content):
+    damaged = tmp_path / "run"
+    shutil.copytree(folder, damaged, ignore=shutil.ignore_patterns("*.png", "model_weights"))
+    (damaged / file).write_text(content)
+    assert training_monitoring.main([str(damaged)]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"error: {damaged}: not a run folder, or damaged: ")
+
+
+def test_a_foreign_summary_injects_no_html(run):
+    hostile = "x'><script>alert(1)</script><span class='"
+    page = run_body(with_summary(run, status=hostile, dataset=hostile, data_source=hostile))
+    assert "<script" not in page
+    assert "status x&#x27;&gt;&lt;script" in page
+
+
+def test_the_command_prints_the_path_of_the_report(programs, folder):
+    said = programs.run("-m", "training_logs.training_monitoring", folder).stdout
+    assert said.strip() == str(folder / "model_training_report" / "report.html")
 
 
 # Step losses
@@ -335,12 +413,12 @@ def test_step_losses_are_written_and_described(folder, run, tmp_path):
 
 
 def test_memory_is_measured_at_stages_and_summarised(run):
-    rows = rows_of(run.memory_dir / "memory_log.csv")
+    rows = rows_of((run.folder / "memory_report") / "memory_log.csv")
     own = [row for row in rows if row["device"] == "process"]
     assert [row["stage"] for row in own] == ["before training", *["after a round"] * 5, "end"]
     assert [row["outer_step"] for row in own] == ["0", "1", "2", "3", "4", "5", "5"]
     assert all(10**8 < int(r["allocated_bytes"]) <= int(r["peak_bytes"]) < int(r["total_bytes"]) for r in own)
-    summary = json.loads((run.memory_dir / "memory_summary.json").read_text())
+    summary = json.loads(((run.folder / "memory_report") / "memory_summary.json").read_text())
     assert summary == run.summary["memory_peaks"]
     peak = max(own, key=lambda row: int(row["allocated_bytes"]))
     seen = (summary["process"]["peak_bytes"], summary["process"]["stage"])
@@ -378,50 +456,3 @@ def test_the_sampler_sees_peaks_between_stages(tmp_path, monkeypatch):
     assert monitor.peaks["process"]["stage"] == "sample"
     assert monitor.peaks["process"]["peak_bytes"] > max(int(row["allocated_bytes"]) for row in rows) + 40_000_000
     assert int(rows[-1]["peak_bytes"]) == monitor.peaks["process"]["peak_bytes"]
-
-
-def test_the_command_prints_where_the_report_is(programs, folder):
-    said = programs.run("-m", "training_logs.training_monitoring", folder).stdout
-    assert said.strip() == str(folder / "model_training_report" / "report.html")
-
-
-def test_long_tables_say_what_they_leave_out():
-    page = table(("n", "square"), [(number, number**2) for number in range(10_000)])
-    assert page.count("<tr") == 1 + 250 + 1 + 250
-    assert "9,500 rows left out" in page
-    for number, there in ((0, True), (249, True), (250, False), (9749, False), (9750, True), (9999, True)):
-        assert (f"<td>{number:,}</td><td>{number**2:,}</td>" in page) == there, number
-    assert "left out" not in table(("n",), [(number,) for number in range(500)])
-
-
-def test_classes_have_a_table_of_their_own(run):
-    assert "<h2>Classes</h2>" not in run_body(run)
-    scores = {"neg": {"precision": 0.5, "recall": 0.25, "f1": 1 / 3, "examples": 8}}
-    page = run_body(dataclasses.replace(run, summary=run.summary | {"final_classes": scores}))
-    assert "<td>neg</td><td>0.5</td><td>0.25</td><td>0.33333</td><td>8</td>" in page
-
-
-def test_a_budget_is_held_against_what_was_used(tmp_path):
-    limits = {"number_of_outer_steps": None, "max_tokens": 900, "eval_every": 99, "number_of_initial_trainers": 1}
-    folder = record_run(tmp_path, byte_budget=500_000, sampling_method="none", max_batch_size=16, **limits)
-    summary = read_run(folder).summary
-    used = summary["bytes_communicated"]
-    expected = {"unit": "bytes", "amount": 500_000, "used": used, "deviation_percent": round(used / 5_000 - 100, 2)}
-    assert summary["budget"] == expected
-    words = f"{byte_size(used)} of 500.0 kB ({used / 5_000 - 100:+.1f}%)"
-    assert headline(read_run(folder))["budget"] == words
-    assert f"budget: {words}" in (folder / "training_log.log").read_text(encoding="utf-8")
-
-
-def test_a_run_without_a_budget_says_nothing_of_one(run):
-    assert run.summary["budget"] is None
-    assert "budget" not in headline(run)
-
-
-def test_budgets_in_words():
-    assert budget_used({"unit": "communications", "amount": 15, "used": 1410, "deviation_percent": 9300.0}) == (
-        "1,410 of 15 communications (+9300.0%)"
-    )
-    assert budget_used({"unit": "seconds", "amount": 60.0, "used": 58.84, "deviation_percent": -1.93}) == (
-        "58.8 of 60.0 seconds (-1.9%)"
-    )

@@ -4,9 +4,10 @@ import csv
 import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 import yaml
@@ -83,6 +84,12 @@ def kill_the_second_process(programs: Programs, folder: Path, cache_dir: Path, *
     assert f"python run.py --resume {run_folder}" in output
     assert "Traceback" not in output
     return output, run_folder
+
+
+def table_of(rows: Sequence[Mapping[str, float]]) -> np.ndarray:
+    """Return rows with equal keys as `read_table` would read them."""
+    names = list(rows[0]) if rows else []
+    return np.array([tuple(row.values()) for row in rows], dtype=[(name, float) for name in names])
 
 
 def report(folder: Path, name: str) -> list[dict]:

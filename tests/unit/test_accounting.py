@@ -8,9 +8,9 @@ import torch
 
 from benchmarks.compare.accounting import PROBED_PASS, Hardware, Network, simulated_seconds, usage
 from tests.support.helpers import Recorder, light_cluster
-from tests.support.runs import record_run
+from tests.support.runs import record_run, table_of
 from training_logs.recording.round_log import EXCHANGE_COLUMNS
-from training_logs.showing.run_data import ExchangeRecord, MergeRecord, Rows, RunData, read_run
+from training_logs.showing.run_data import ExchangeRecord, MergeRecord, RunData, read_run
 
 # Paper-sized: a pass takes 10 ms, or 2 ms per example from 5 on; 1,000 parameters are 4,000 bytes.
 DEVICE = Hardware("paper", t_min=0.01, t_example=0.002)
@@ -23,13 +23,14 @@ def row(step, trainer, nodes, batch, parts=1, sample=NOTHING, **totals):
         "outer_step": step, "trainer_id": trainer, "nodes": nodes, "effective_batch": batch, "inner_steps": 20,
         "accumulation_steps": parts, "micro_batch": math.ceil(batch / nodes / parts), "gradient_sample_size": sample,
         "seconds": 1.5, "tokens": 0, "communications": 0, "bytes_communicated": 0,
+        "bytes_merged": 0, "bytes_redistributed": 0,
     } | totals  # fmt: skip
 
 
 def made_run(rows, merges=(), nodes_per_gpu=4, folder=Path("made"), **config):
     values = {"nodes_per_gpu": nodes_per_gpu, "communication_dtype": "float32", "statistics_estimator": "per_example"}
     values |= {"statistics_batch_size": 8}
-    run = RunData(folder, values | config, {"parameters": 1000, "devices": ["cpu"]}, Rows.of(rows), list(merges))
+    run = RunData(folder, values | config, {"parameters": 1000, "devices": ["cpu"]}, table_of(rows), list(merges))
     if not (run.report_dir / "exchange_log.csv").exists():  # an all-reduce of the parameters at the end of every round
         run.__dict__["exchanges"] = {
             (entry["outer_step"], entry["trainer_id"]): [

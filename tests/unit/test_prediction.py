@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from algorithms.theory import Prediction, best_fit
+from tests.support.runs import table_of
 from training_logs.prediction import NoLawError, fit, main, measured, sentences
 from training_logs.showing import plots
 from training_logs.showing.plots import draw
 from training_logs.showing.report import run_body
-from training_logs.showing.run_data import MergeRecord, Rows, RunData
+from training_logs.showing.run_data import MergeRecord, RunData
 
 
 def made_run(
@@ -33,15 +34,16 @@ def made_run(
         "number_of_inner_steps_between_outers": steps, "max_requested_batch": cap, "sampling_method": "norm_test",
         "ETA": 2.0, "ETA_at_end": None, "max_tokens": None, "number_of_outer_steps": len(batches),
     }  # fmt: skip
-    return RunData(Path("made"), config | values, {}, Rows.of(rows), merges)
+    return RunData(Path("made"), config | values, {}, table_of(rows), merges)
 
 
 def with_values(run: RunData, places, **values) -> RunData:
     """The run with other values in some of its rows."""
-    rows = list(run.rounds)
+    rounds = run.rounds.copy()
     for place in places:
-        rows[place] |= {name: value(place) if callable(value) else value for name, value in values.items()}
-    return dataclasses.replace(run, rounds=Rows.of(rows))
+        for name, value in values.items():
+            rounds[name][place] = value(place) if callable(value) else value
+    return dataclasses.replace(run, rounds=rounds)
 
 
 def test_only_rounds_after_the_last_merge_are_fitted():
@@ -114,7 +116,7 @@ def test_a_run_whose_workers_make_unequal_steps_is_refused():
     def with_steps(*steps) -> RunData:
         found = dataclasses.replace(run)
         rows = [{"outer_step": 1, "trainer_id": 0, "inner_steps": made} for made in steps]
-        found.__dict__["node_rows"] = Rows.of(rows)
+        found.__dict__["node_rows"] = table_of(rows)
         return found
 
     assert fit(with_steps(20, 20, 20)).predict(1e5) == expected

@@ -167,7 +167,7 @@ def round_line(result: ClusterRound, report: RoundReport, metric: Metric) -> str
     )
 
 
-# Exchanges between the workers of a trainer. Bytes are those of each worker, a mean over the exchanges of the row.
+# Equal exchanges of a trainer's workers in a round. Bytes are those of each worker in one exchange, on average.
 EXCHANGE_COLUMNS = (
     "outer_step",
     "trainer_id",
@@ -183,13 +183,13 @@ EXCHANGE_COLUMNS = (
 
 
 def exchange_rows(result: ClusterRound) -> list[tuple]:
-    """Return one row per trainer and kind of exchange."""
+    """Return one row of exchange_log.csv per trainer and kind of exchange."""
     rows = []
     for report in result.reports.values():
-        alike: dict[tuple, list[Event]] = {}
+        equal: dict[tuple, list[Event]] = {}
         for event in report.events:
-            alike.setdefault((event.kind, event.through, event.behind), []).append(event)
-        for (kind, through, behind), events in alike.items():
+            equal.setdefault((event.kind, event.through, event.behind), []).append(event)
+        for (kind, through, behind), events in equal.items():
             sent = float(np.mean([event.sent for event in events]))
             received = float(np.mean([event.received for event in events]))
             steps = [event.step for event in events]

@@ -2,7 +2,6 @@
 
 import textwrap
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,25 +10,17 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from algorithms.theory import best_fit
 from training_logs.prediction import NoLawError, RunFit, fit, measured
-from training_logs.showing.run_data import Rows, RunData
+from training_logs.showing.run_data import RunData, Table
 from training_logs.showing.styles import (
     MARKS,
-    POINTS,
-    axis,
     binary_logarithmic,
     colour,
-    legend,
-    line_style,
+    decimal_logarithmic,
+    draw_line,
+    label_axes,
     make_figure,
-    plain_logarithmic,
-    thinned,
 )
 from utils.files import write_atomically
-
-
-def _series(rows: Rows, x: str, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    measured_values = np.isfinite(values)
-    return thinned(rows[x][measured_values], values[measured_values])
 
 
 def _note(axes: Axes, text: str) -> None:
@@ -39,22 +30,16 @@ def _note(axes: Axes, text: str) -> None:
 
 def _mark_merges(axes: Axes, run: RunData, x: str) -> None:
     """Draw a dotted line at the end of each round after which trainers merged."""
-    for number, merge in enumerate(run.merges):
+    label = "trainers merge"
+    for merge in run.merges:
         if merge.outer_step in run.by_round:
-            place = run.by_round[merge.outer_step][x][0]
-            axes.axvline(place, ls=":", lw=1, color="grey", label=None if number else "trainers merge")
+            axes.axvline(run.by_round[merge.outer_step][x][0], ls=":", lw=1, color="grey", label=label)
+            label = None
 
 
-def mode_switches(rows: Rows) -> Rows:
-    """Return those of one trainer's rows at which it begins to accumulate gradients."""
-    accumulates = rows["accumulation_steps"] > 1
-    return rows.where(accumulates & ~np.concatenate([[False], accumulates[:-1]]))
-
-
-def marked(run: RunData, rows: Rows) -> Rows:
-    """Return those of one trainer's rows that get a mark: every round, or every n-th round of a long run."""
-    every = -(-len(run.by_round) // MARKS)
-    return rows.where((rows["outer_step"] - 1) % every == 0)
+def _mark_every(run: RunData) -> int:
+    """The number of rounds per mark, so that marks of a long run can be told apart."""
+    return -(-len(run.by_round) // MARKS)
 
 
 # Panels
@@ -62,70 +47,51 @@ def marked(run: RunData, rows: Rows) -> Rows:
 
 def draw_step_loss(axes: Axes, run: RunData, x: str) -> None:
     """Training loss of every inner step (pale), and its mean over a twentieth of the trainer's steps."""
-    for trainer, curve in run.step_losses.items():
-        xs, ys = thinned(*curve)
-        axes.plot(xs, ys, lw=0.6, alpha=0.35, color=colour(trainer))
-        width = max(len(ys) // 20, 1)
-        mean = np.convolve(ys, np.full(width, 1 / width), "valid") if len(ys) else ys
-        axes.plot(xs[width - 1 :], mean, color=colour(trainer), label=f"trainer {trainer}")
-    axis(axes, x, "loss (nats per target)", "Training loss per inner step")
+    for trainer, (steps, losses) in run.step_losses.items():
+        axes.plot(steps, losses, lw=0.6, alpha=0.35, color=colour(trainer))
+        width = max(len(losses) // 20, 1)
+        mean = np.convolve(losses, np.full(width, 1 / width), "valid")
+        axes.plot(steps[width - 1 :], mean, color=colour(trainer), label=f"trainer {trainer}")
+    label_axes(axes, x, "loss (nats per target)", "Training loss per inner step")
     axes.set_xlabel("inner step")
-    legend(axes)
+    axes.legend(fontsize=8)
 
 
 def draw_loss(axes: Axes, run: RunData, x: str) -> None:
     """Training loss (dashed) and validation loss of every trainer."""
-    for trainer in run.trainers:
-        rows = run.of(trainer)
-        axes.plot(*_series(rows, x, rows["train_loss"]), "--", lw=1, color=colour(trainer), alpha=0.7)
-        points = _series(rows, x, rows["validation_loss"])
-        axes.plot(*points, line_style(points), color=colour(trainer), label=f"trainer {trainer}")
+    for trainer, rows in run.by_trainer.items():
+        draw_line(axes, rows[x], rows["train_loss"], marker=None, ls="--", lw=1, color=colour(trainer), alpha=0.7)
+        draw_line(axes, rows[x], rows["validation_loss"], color=colour(trainer), label=f"trainer {trainer}")
     axes.plot([], [], "--", lw=1, color="grey", label="training (dashed)")
     _mark_merges(axes, run, x)
-    axis(axes, x, "loss (nats per target)", "Loss per round")
-    legend(axes)
+    label_axes(axes, x, "loss (nats per target)", "Loss per round")
+    axes.legend(fontsize=8)
 
 
 def draw_metric(axes: Axes, run: RunData, x: str) -> None:
-    """Validation metric of every trainer; a cross where it was merged, a triangle where it began to accumulate."""
-    last_round = run.rounds[-1]["outer_step"]
-    switched = False
-    for trainer in run.trainers:
-        rows = run.of(trainer)
-        points = _series(rows, x, rows["validation_metric"])
-        axes.plot(*points, line_style(points), color=colour(trainer), label=f"trainer {trainer}")
-        if rows[-1]["outer_step"] < last_round and len(points[0]):
-            axes.plot(points[0][-1], points[1][-1], "x", ms=9, mew=2, color=colour(trainer))
-        switches = mode_switches(rows)
-        marks = _series(switches, x, switches["validation_metric"])
-        axes.plot(*marks, "^", ms=7, color=colour(trainer))
-        switched = switched or len(marks[0]) > 0
-    if run.merges:
-        axes.plot([], [], "x", mew=2, color="grey", label="merged into another")
-    if switched:
-        axes.plot([], [], "^", color="grey", label="begins to accumulate")
+    """Validation metric of every trainer."""
+    for trainer, rows in run.by_trainer.items():
+        draw_line(axes, rows[x], rows["validation_metric"], color=colour(trainer), label=f"trainer {trainer}")
     if run.metric.name == "perplexity":
-        plain_logarithmic(axes)
-    axis(axes, x, run.metric.name, f"Validation {run.metric.name}")
-    legend(axes)
+        decimal_logarithmic(axes)
+    _mark_merges(axes, run, x)
+    label_axes(axes, x, run.metric.name, f"Validation {run.metric.name}")
+    axes.legend(fontsize=8)
 
 
 def draw_batches(axes: Axes, run: RunData, x: str) -> None:
     """Requested batch (line) and effective batch (circles) of every trainer; filled where it accumulates."""
-    for trainer in run.trainers:
-        rows = run.of(trainer)
-        requested = _series(rows, x, rows["requested_batch"])
-        axes.step(*requested, where="mid", color=colour(trainer), label=f"trainer {trainer}")
-        shown = marked(run, rows)
+    for trainer, rows in run.by_trainer.items():
+        axes.step(rows[x], rows["requested_batch"], where="mid", color=colour(trainer), label=f"trainer {trainer}")
         for accumulates, fill in ((False, "white"), (True, colour(trainer))):
-            chosen = shown.where((shown["accumulation_steps"] > 1) == accumulates)
-            axes.plot(chosen[x], chosen["effective_batch"], "o", ms=5, color=colour(trainer), mfc=fill)
+            own = rows[(rows["accumulation_steps"] > 1) == accumulates][:: _mark_every(run)]
+            axes.plot(own[x], own["effective_batch"], "o", ms=5, color=colour(trainer), mfc=fill)
     axes.plot([], [], "o", color="grey", mfc="white", label="effective, one micro-batch")
     axes.plot([], [], "o", color="grey", label="effective, accumulated")
     binary_logarithmic(axes)
     _mark_merges(axes, run, x)
-    axis(axes, x, "examples per inner step", "Requested and effective batch")
-    legend(axes)
+    label_axes(axes, x, "examples per inner step", "Requested and effective batch")
+    axes.legend(fontsize=8)
 
 
 def accumulation_threshold(run: RunData) -> float | None:
@@ -138,13 +104,11 @@ def accumulation_threshold(run: RunData) -> float | None:
 def draw_worker_batches(axes: Axes, run: RunData, x: str) -> None:
     """Per worker: request (line), effective batch (dots), max batch, and the region in which it accumulates."""
     largest = run.rounds["max_batch"].max()
-    top = largest
-    for trainer in run.trainers:
-        rows = run.of(trainer)
+    top = max(largest, np.ceil(run.rounds["requested_batch"] / run.rounds["nodes"]).max())
+    for trainer, rows in run.by_trainer.items():
         request = np.ceil(rows["requested_batch"] / rows["nodes"])
-        top = max(top, request.max())
-        axes.step(*_series(rows, x, request), where="mid", color=colour(trainer), label=f"trainer {trainer}")
-        shown = marked(run, rows)
+        axes.step(rows[x], request, where="mid", color=colour(trainer), label=f"trainer {trainer}")
+        shown = rows[:: _mark_every(run)]
         axes.plot(shown[x], shown["effective_batch"] / shown["nodes"], "o", ms=4, color=colour(trainer))
     axes.axhline(largest, color="black", lw=1.2, ls="--", label="max batch")
     threshold = accumulation_threshold(run)
@@ -153,24 +117,23 @@ def draw_worker_batches(axes: Axes, run: RunData, x: str) -> None:
         axes.axhspan(threshold * largest, 1.3 * top, color="orange", alpha=0.15, label="accumulates above")
     binary_logarithmic(axes)
     axes.set_ylim(top=1.3 * top)
-    axis(axes, x, "examples per worker and inner step", "Batch per worker: request (line), effective (dots)")
-    legend(axes)
+    label_axes(axes, x, "examples per worker and inner step", "Batch per worker: request (line), effective (dots)")
+    axes.legend(fontsize=8)
 
 
 def _draw_statistic(axes: Axes, run: RunData, x: str, title: str, label: str, value: Callable) -> None:
-    """Draw positive values of every trainer on a logarithmic axis; others are gaps."""
-    found = False
-    for trainer in run.trainers:
-        rows = run.of(trainer)
+    """Draw the positive values of every trainer on a logarithmic axis; an estimate may be negative."""
+    measured_once = False
+    for trainer, rows in run.by_trainer.items():
         values = value(rows)
-        points = _series(rows, x, np.where(values > 0, values, np.nan))
-        found = found or len(points[0]) > 0
-        axes.plot(*points, line_style(points), color=colour(trainer), label=f"trainer {trainer}")
+        positive = values > 0
+        measured_once = measured_once or bool(positive.any())
+        draw_line(axes, rows[x], np.where(positive, values, np.nan), color=colour(trainer), label=f"trainer {trainer}")
     _mark_merges(axes, run, x)
-    axis(axes, x, label, title)
-    if found:
-        plain_logarithmic(axes)
-        legend(axes)
+    label_axes(axes, x, label, title)
+    if measured_once:
+        decimal_logarithmic(axes)
+        axes.legend(fontsize=8)
     else:
         _note(axes, "not measured in this run")
 
@@ -185,7 +148,7 @@ def draw_squared_norm(axes: Axes, run: RunData, x: str) -> None:
     _draw_statistic(axes, run, x, "Squared gradient norm", "||∇F||²", lambda rows: rows["gradient_squared_norm"])
 
 
-def _noise_ratio(rows: Rows) -> np.ndarray:
+def _noise_ratio(rows: Table) -> np.ndarray:
     squared_norm = rows["gradient_squared_norm"]
     return rows["gradient_variance"] / np.where(squared_norm == 0, np.nan, squared_norm)
 
@@ -198,41 +161,41 @@ def draw_noise_ratio(axes: Axes, run: RunData, x: str) -> None:
 
 def draw_throughput(axes: Axes, run: RunData, x: str) -> None:
     """Training tokens per second of every trainer's rounds, without evaluation."""
-    for trainer in run.trainers:
-        rows = run.of(trainer)
-        points = _series(rows, x, rows["round_tokens"] / rows["seconds"])
-        axes.plot(*points, line_style(points), color=colour(trainer), label=f"trainer {trainer}")
+    for trainer, rows in run.by_trainer.items():
+        speeds = rows["round_tokens"] / rows["seconds"]
+        draw_line(axes, rows[x], speeds, color=colour(trainer), label=f"trainer {trainer}")
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(EngFormatter())
     _mark_merges(axes, run, x)
-    axis(axes, x, "tokens per second", "Throughput")
-    legend(axes)
+    label_axes(axes, x, "tokens per second", "Throughput")
+    axes.legend(fontsize=8)
 
 
 def draw_living(axes: Axes, run: RunData, x: str) -> None:
     """Number of living trainers (line), and nodes of each (stacked areas)."""
     rounds = list(run.by_round.values())
-    rounds = [rounds[place] for place in spread(len(rounds), POINTS)]
-    own = [dict(zip(rows["trainer_id"].astype(int), rows["nodes"], strict=True)) for rows in rounds]
     xs = [rows[x][0] for rows in rounds]
-    nodes = [[held.get(trainer, 0.0) for held in own] for trainer in run.trainers]
-    colours = [colour(trainer) for trainer in run.trainers]
-    labels = [f"nodes of trainer {trainer}" for trainer in run.trainers]
-    axes.stackplot(xs, nodes, step="mid", colors=colours, alpha=0.35, labels=labels)
+    nodes = {trainer: np.zeros(len(rounds)) for trainer in run.by_trainer}
+    for place, rows in enumerate(rounds):
+        for row in rows:
+            nodes[int(row["trainer_id"])][place] = row["nodes"]
+    colours = [colour(trainer) for trainer in nodes]
+    labels = [f"nodes of trainer {trainer}" for trainer in nodes]
+    axes.stackplot(xs, *nodes.values(), step="mid", colors=colours, alpha=0.35, labels=labels)
     living = [len(rows) for rows in rounds]
     axes.step(xs, living, where="mid", color="black", lw=2, label="living trainers")
-    axes.set_ylim(bottom=0, top=1.45 * max(*living, *map(sum, zip(*nodes, strict=True))))
+    axes.set_ylim(bottom=0, top=1.45 * max(max(living), sum(nodes.values()).max()))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axis(axes, x, "count", "Living trainers and their nodes")
-    legend(axes, ncols=2, loc="upper right")
+    label_axes(axes, x, "count", "Living trainers and their nodes")
+    axes.legend(fontsize=8, ncols=2, loc="upper right")
 
 
 def draw_genealogy(axes: Axes, run: RunData, x: str) -> None:
     """A lane per trainer while it lives; at a merge an arrow to the representative, and the weight."""
-    lane = {trainer: place for place, trainer in enumerate(run.trainers)}
-    for trainer in run.trainers:
-        rows = run.of(trainer)
-        axes.plot([rows[x][0], rows[x][-1]], [lane[trainer]] * 2, lw=5, color=colour(trainer), solid_capstyle="round")
+    lane = {trainer: place for place, trainer in enumerate(run.by_trainer)}
+    for trainer, rows in run.by_trainer.items():
+        ends = [rows[x][0], rows[x][-1]]
+        axes.plot(ends, [lane[trainer]] * 2, lw=5, color=colour(trainer), solid_capstyle="round")
     for merge in run.merges:
         place = run.by_round[merge.outer_step][x][0]
         for trainer, weight in merge.weights.items():
@@ -246,38 +209,31 @@ def draw_genealogy(axes: Axes, run: RunData, x: str) -> None:
     axes.set_yticks(list(lane.values()), [f"trainer {trainer}" for trainer in lane])
     axes.set_ylim(-0.6, len(lane) - 0.4)
     axes.margins(x=0.06)
-    axis(axes, x, "", "Which trainer became which, with weights")
-
-
-def spread(count: int, points: int) -> np.ndarray:
-    """Choose at most `points` of `count` places in equal steps, with the first and the last."""
-    return np.arange(count) if count <= points else np.linspace(0, count - 1, points).astype(int)
+    label_axes(axes, x, "", "Merges, with weights")
 
 
 def draw_batch_law(axes: Axes, run: RunData, x: str) -> None:
     """Effective batch of all trainers together (dots), and the laws fitted to it after the last merge."""
-    totals = np.array([rows["effective_batch"].sum() for rows in run.by_round.values()])
-    shown = spread(len(totals), MARKS)
-    rounds = np.array(list(run.by_round))
-    axes.plot(rounds[shown], totals[shown], "o", ms=4, color="black", label="measured, all trainers")
+    totals = [rows["effective_batch"].sum() for rows in run.by_round.values()]
+    every = _mark_every(run)
+    axes.plot(list(run.by_round)[::every], totals[::every], "o", ms=4, color="black", label="measured, all trainers")
     found = _fitted(axes, run)
     if found is not None:
-        places = spread(len(found.batches), POINTS)
+        places = np.arange(len(found.batches))
         for index, (regime, law) in enumerate(found.fits.items()):
             batches = [law.law.batch(place + 1) for place in places]
             width = 2.5 if law is best_fit(found.fits) else 1
             label = f"{regime}, weight {law.weight:.2f}"
             axes.plot(found.first_round + places, batches, lw=width, color=colour(index), label=label)
     binary_logarithmic(axes)
-    axis(axes, x, "examples per inner step", "Law of the batch")
-    legend(axes)
+    label_axes(axes, x, "examples per inner step", "Law of the batch")
+    axes.legend(fontsize=8)
 
 
 def draw_prediction(axes: Axes, run: RunData, x: str) -> None:
     """Communications over examples: measured, and predicted for up to three times as many, with a 90% interval."""
     examples, communications = measured(run)
-    points = thinned(np.array([0, *examples]), np.array([0, *communications]))
-    axes.plot(*points, line_style(points), color="black", label="measured")
+    draw_line(axes, np.array([0, *examples]), np.array([0, *communications]), color="black", label="measured")
     found = _fitted(axes, run)
     if found is not None:
         ahead = np.linspace(examples[-1], 3.0 * examples[-1], 9)
@@ -286,11 +242,11 @@ def draw_prediction(axes: Axes, run: RunData, x: str) -> None:
         low = [value.low for value in values]
         high = [value.high for value in values]
         axes.fill_between(ahead, low, high, color=colour(0), alpha=0.2, lw=0)
-    axis(axes, x, "communications", "Communications: measured and predicted")
+    label_axes(axes, x, "communications", "Communications: measured and predicted")
     axes.set_xlabel("training examples, all trainers")
     axes.xaxis.set_major_formatter(EngFormatter())
     axes.set_ylim(bottom=0)
-    legend(axes, loc="upper left")
+    axes.legend(fontsize=8, loc="upper left")
 
 
 def _fitted(axes: Axes, run: RunData) -> RunFit | None:
@@ -302,24 +258,26 @@ def _fitted(axes: Axes, run: RunData) -> RunFit | None:
 
 
 def draw_memory(axes: Axes, run: RunData, x: str) -> None:
-    """Memory of the process and of every GPU: allocated (line) and the largest so far (dashed)."""
-    devices = {device: columns for device, columns in run.memory.items() if device != "host"}
-    for index, (device, columns) in enumerate(devices.items()):
-        allocated = thinned(columns["seconds"], columns["allocated_bytes"])
-        peak = thinned(columns["seconds"], columns["peak_bytes"])
-        axes.plot(*allocated, lw=1.5, color=colour(index), label=device)
-        axes.plot(*peak, "--", lw=1, color=colour(index), label=f"{device}, peak")
+    """Memory of every process and GPU: allocated (line) and the largest so far (dashed)."""
+    devices = [device for device in run.memory if device != "host"]
+    for index, device in enumerate(devices):
+        columns = run.memory[device]
+        axes.plot(columns["seconds"], columns["allocated_bytes"], lw=1.5, color=colour(index), label=device)
+        axes.plot(columns["seconds"], columns["peak_bytes"], "--", lw=1, color=colour(index), label=f"{device}, peak")
     axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
     axes.set_ylim(bottom=0)
-    axis(axes, x, "memory", "Memory")
+    label_axes(axes, x, "memory", "Memory")
     axes.set_xlabel("seconds since training began")
     if devices:
-        legend(axes, loc="lower right")
+        axes.legend(fontsize=8, loc="lower right")
 
 
 def draw_node_times(axes: Axes, run: RunData, x: str) -> None:
     """Seconds that each node was busy, waiting and exchanging, by its clock (simulated with node_speeds)."""
     rows = run.node_rows
+    if not len(rows):
+        _note(axes, "no node log in this run folder")
+        return
     nodes = np.unique(rows["node"]).astype(int)
     bottom = np.zeros(len(nodes))
     for name, filled in (("busy", colour(0)), ("waiting", "#d9dee5"), ("exchanging", "#f0a830")):
@@ -327,33 +285,19 @@ def draw_node_times(axes: Axes, run: RunData, x: str) -> None:
         axes.bar(nodes, seconds, bottom=bottom, color=filled, label=name)
         bottom += seconds
     clock = "simulated" if run.config.get("node_speeds") else "measured"
-    axis(axes, x, f"{clock} seconds", "Time of the nodes")
+    label_axes(axes, x, f"{clock} seconds", "Time of the nodes")
     axes.set_xlabel("node")
     axes.set_axisbelow(True)
     axes.set_ylim(top=1.2 * bottom.max())
-    legend(axes, ncols=3, loc="upper left")
-
-
-def draw_node_speeds(axes: Axes, run: RunData, x: str) -> None:
-    """Examples per second of each node, measured or given."""
-    rows = run.node_rows
-    for node in np.unique(rows["node"]).astype(int):
-        own = rows.where(rows["node"] == node)
-        points = _series(own, x, own["speed"])
-        axes.plot(*points, line_style(points), color=colour(node), label=f"node {node}" if node < 12 else None)
-    axis(
-        axes, x, "examples per second", "Speed of the nodes, " + ("given" if run.config["node_speeds"] else "measured")
-    )
-    axes.set_ylim(bottom=0)
-    legend(axes, ncols=2)
+    axes.legend(fontsize=8, ncols=3, loc="upper left")
 
 
 def share_losses(run: RunData) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     """Return by share of non-IID data the rounds, and the best trainer's validation loss on it."""
     found = {}
     rows = run.share_rows
-    for share in np.unique(rows["share"]).astype(int) if rows else ():
-        own = rows.where(rows["share"] == share)
+    for share in np.unique(rows["share"]).astype(int) if len(rows) else ():
+        own = rows[rows["share"] == share]
         rounds = np.unique(own["outer_step"])
         best = [own["validation_loss"][own["outer_step"] == step].min() for step in rounds]
         found[int(share)] = (rounds, np.array(best))
@@ -362,11 +306,11 @@ def share_losses(run: RunData) -> dict[int, tuple[np.ndarray, np.ndarray]]:
 
 def draw_share_losses(axes: Axes, run: RunData, x: str) -> None:
     """Validation loss of the best trainer on each share of non-IID data."""
-    for share, points in share_losses(run).items():
-        axes.plot(*thinned(*points), line_style(points), color=colour(share), label=f"share {share}")
+    for share, (rounds, losses) in share_losses(run).items():
+        draw_line(axes, rounds, losses, color=colour(share), label=f"share {share}")
     _mark_merges(axes, run, x)
-    axis(axes, x, "loss (nats per target)", "Validation loss per share, of its best trainer")
-    legend(axes, ncols=2)
+    label_axes(axes, x, "loss (nats per target)", "Validation loss per share, of its best trainer")
+    axes.legend(fontsize=8, ncols=2)
 
 
 Draw = Callable[[Axes, RunData, str], None]
@@ -383,20 +327,15 @@ PLOTS: dict[str, list[tuple[Draw, str]]] = {
     "metric.png": [(draw_metric, "bytes_communicated"), (draw_metric, "wall_seconds")],
     "batch_sizes.png": [(draw_worker_batches, "outer_step"), (draw_noise_ratio, "outer_step")],
     "gradient_statistics.png": [(draw_variance, "outer_step"), (draw_squared_norm, "outer_step")],
-    "trainers.png": [(draw_genealogy, "outer_step"), (draw_living, "tokens")],
     "communications.png": [(draw_batch_law, "outer_step"), (draw_prediction, "communications")],
-    "resources.png": [
-        (draw_throughput, "outer_step"),
-        (draw_memory, "wall_seconds"),
-        (draw_node_times, "outer_step"),
-        (draw_node_speeds, "outer_step"),
-    ],
+    "trainers.png": [(draw_genealogy, "outer_step"), (draw_throughput, "outer_step")],
+    "resources.png": [(draw_memory, "wall_seconds"), (draw_node_times, "outer_step")],
 }
 
 
 def plots_of(run: RunData) -> dict[str, list[tuple[Draw, str]]]:
     """Return the plots of a run; shares of non-IID data have one if they are evaluated."""
-    if not run.share_rows:
+    if not len(run.share_rows):
         return PLOTS
     return PLOTS | {"shares.png": [(draw_share_losses, "outer_step"), (draw_loss, "outer_step")]}
 
@@ -412,13 +351,10 @@ def draw(run: RunData, panels: list[tuple[Draw, str]]) -> Figure:
     return figure
 
 
-def plot_run(run: RunData) -> list[Path]:
+def plot_run(run: RunData) -> None:
     """Draw all plots of a run into its report folder; none if it has no round yet."""
-    if not run.rounds:
-        return []
-    paths = []
+    if not len(run.rounds):
+        return
     for name, panels in plots_of(run).items():
         figure = draw(run, panels)
         write_atomically(run.report_dir / name, lambda path, figure=figure: figure.savefig(path, dpi=110))
-        paths.append(run.report_dir / name)
-    return paths

@@ -7,17 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from training_logs.prediction import NoLawError, fit, sentences
 from training_logs.showing.plots import plots_of, share_losses
-from training_logs.showing.run_data import Rows, RunData
+from training_logs.showing.run_data import RunData
 from utils.config.schema import FIELDS, Config
 from utils.files import write_text_atomically
 from utils.text import budget_used, byte_size
 
-# A table shows so many rows from its beginning and from its end.
-_ROWS = 250
+# The most rows of a table; the last ones are shown.
+MOST_ROWS = 500
 
 _STYLE = """
 :root { --ink: #1c2430; --dim: #5d6b7c; --line: #dde3ea; --paper: #fff; --ground: #f4f6f9; --accent: #1f5fa8; }
@@ -64,23 +62,24 @@ def number(value: Any) -> str:
     return f"{value:,.5g}" if abs(value) < 1e5 else f"{value:,.0f}"
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], changed: Sequence[bool] | None = None) -> str:
-    """Return an HTML table in a box that scrolls; a long table shows its first and last rows."""
-    marks = list(changed) if changed is not None else [False] * len(rows)
-    left_out = max(len(rows) - 2 * _ROWS, 0)
-    if left_out:
-        note = [f"{number(left_out)} rows left out (all are in the CSVs)"] + [""] * (len(columns) - 1)
-        rows = [*rows[:_ROWS], note, *rows[-_ROWS:]]
-        marks = [*marks[:_ROWS], True, *marks[-_ROWS:]]
-    rows = [[cell if isinstance(cell, str) else number(cell) for cell in row] for row in rows]
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], shaded: Sequence[bool] = ()) -> str:
+    """Return an HTML table in a box that scrolls; a long table shows its last rows.
+
+    Args:
+        shaded: for each row, whether it is shaded.
+    """
+    lines = []
+    for place, row in enumerate(rows):
+        cells = [cell if isinstance(cell, str) else number(cell) for cell in row]
+        marked = " class=changed" if shaded and shaded[place] else ""
+        shown = "".join(f"<td{' class=wide' if len(cell) > 40 else ''}>{html.escape(cell)}</td>" for cell in cells)
+        lines.append(f"<tr{marked}>{shown}</tr>")
     head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
-    body = "".join(
-        f"<tr{' class=changed' if mark else ''}>"
-        + "".join(f"<td{' class=wide' if len(cell) > 40 else ''}>{html.escape(cell)}</td>" for cell in row)
-        + "</tr>"
-        for row, mark in zip(rows, marks, strict=True)
-    )
-    return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    body = "".join(lines[-MOST_ROWS:])
+    note = ""
+    if len(lines) > MOST_ROWS:
+        note = f"<p class=dim>The last {MOST_ROWS} of {len(lines):,} rows; all are in the CSVs.</p>"
+    return f"{note}<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
 def picture(path: Path) -> str:
@@ -100,28 +99,22 @@ def page(title: str, body: str) -> str:
     )
 
 
-def _cards(values: Mapping[str, str]) -> str:
-    cells = "".join(
-        f"<div class=card><b>{html.escape(v)}</b><span>{html.escape(k)}</span></div>" for k, v in values.items()
-    )
-    return f"<div class=cards>{cells}</div>"
-
-
 def headline(run: RunData) -> dict[str, str]:
     """Return the main numbers of a run; "-" stands for numbers that only its end gives."""
     summary = run.summary
     name = run.metric.name
-    decimals = run.metric.decimals
-    metrics = run.rounds["validation_metric"] if run.rounds else np.empty(0)
-    best = metrics[np.isfinite(metrics)]
+    _, best_metrics = run.best_metrics("outer_step")
+    best = None
+    if best_metrics:
+        best = max(best_metrics) if run.metric.higher_is_better else min(best_metrics)
 
     def shown(value: float | None) -> str:
-        return "-" if value is None else f"{value:,.{decimals}f}"
+        return "-" if value is None else f"{value:,.{run.metric.decimals}f}"
 
     values = {
         f"{name}, at the end": shown(summary["final_metric"]),
         f"{name}, before training": shown(summary["initial_metric"]),
-        f"{name}, best in a round": shown((max if run.metric.higher_is_better else min)(best) if len(best) else None),
+        f"{name}, best in a round": shown(best),
         "rounds": number(summary["outer_steps"]),
         "training tokens": number(summary["tokens"]),
         "communications": number(summary["communications"]),
@@ -142,14 +135,77 @@ def headline(run: RunData) -> dict[str, str]:
     return values
 
 
+# Sections: each returns "" for a run without its subject.
+
+
+def _cards(values: Mapping[str, str]) -> str:
+    cells = "".join(
+        f"<div class=card><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>"
+        for name, value in values.items()
+    )
+    return f"<div class=cards>{cells}</div>"
+
+
 def _warnings(run: RunData) -> str:
     items = ""
     for warning in run.summary.get("warnings", ()):
-        text = warning["message"]
-        if warning["count"] > 1:
-            text += f" ({number(warning['count'])} times)"
-        items += f"<li>{html.escape(text)}</li>"
+        times = f" ({number(warning['count'])} times)" if warning["count"] > 1 else ""
+        items += f"<li>{html.escape(warning['message'] + times)}</li>"
     return f"<div class=warnings><b>Warnings</b><ul>{items}</ul></div>" if items else ""
+
+
+def _prediction(run: RunData) -> str:
+    if not len(run.rounds):
+        return ""
+    try:
+        found = fit(run)
+    except NoLawError:
+        return ""
+    lines = sentences(found, [factor * run.rounds[-1]["examples"] for factor in (2, 4, 10)])
+    return "<h2>Communications for more examples</h2>" + "".join(f"<p>{html.escape(line)}</p>" for line in lines)
+
+
+def _merges(run: RunData) -> str:
+    rows = []
+    for merge in run.merges:
+        parts = ", ".join(f"trainer {trainer} ({weight:.2f})" for trainer, weight in merge.weights.items())
+        rows.append((f"after round {merge.outer_step}", f"trainer {merge.representative}", parts))
+    return "<h2>Merges</h2>" + table(("when", "what remains", "weighted average of"), rows) if rows else ""
+
+
+def _shares(run: RunData) -> str:
+    """Sizes of the shares of non-IID data, and the losses of the best trainer on each."""
+    record = run.summary.get("data_shares")
+    if not record:
+        return ""
+    losses = share_losses(run)
+    sizes = ("first_trainer", "documents", "examples", "tokens")
+    rows = []
+    for entry in record["shares"]:
+        _, values = losses.get(entry["share"], (None, [None]))
+        own = [entry[name] for name in sizes]
+        rows.append((f"share {entry['share']}", *own, values[0], values[-1], entry.get("final_metric")))
+    names = ("share", "first trainer", *sizes[1:], "loss, first", "loss, last", f"final {run.metric.name}")
+    note = (
+        f"data_split {record['split']} over {record['over']}: {record['total_variation']:.1%} of a share must be "
+        f"exchanged for its mixture of labels to be that of all. Losses: of the best trainer on the share."
+    )
+    return f"<h2>Shares of the data</h2><p class=dim>{html.escape(note)}</p>{table(names, rows)}"
+
+
+def _classes(run: RunData) -> str:
+    scores = run.summary.get("final_classes") or {}
+    columns = ("precision", "recall", "f1", "examples")
+    rows = [(name, *(own[column] for column in columns)) for name, own in scores.items()]
+    return "<h2>Classes</h2>" + table(("class", "precision", "recall", "F1", "examples"), rows) if rows else ""
+
+
+def _memory(run: RunData) -> str:
+    rows = [
+        (device, byte_size(peak["peak_bytes"]), byte_size(peak["total_bytes"]), peak["outer_step"])
+        for device, peak in run.summary.get("memory_peaks", {}).items()
+    ]
+    return "<h2>Memory</h2>" + table(("device", "peak", "of", "seen after round"), rows) if rows else ""
 
 
 _ROUND_COLUMNS = {
@@ -161,45 +217,23 @@ _ROUND_COLUMNS = {
 }  # fmt: skip
 
 
-def _round_table(rows: Rows) -> str:
-    cells = list(zip(*(rows[column] for column in _ROUND_COLUMNS.values()), strict=True)) if rows else []
-    return table(list(_ROUND_COLUMNS), cells)
+def _rounds(run: RunData) -> str:
+    rows = [[row[column] for column in _ROUND_COLUMNS.values()] for row in run.rounds]
+    return "<h2>Rounds</h2>" + table(list(_ROUND_COLUMNS), rows)
 
 
-def _config_table(config: Mapping[str, Any]) -> str:
-    defaults = Config()
-    rows = [(name, str(value), FIELDS[name].metadata["meaning"]) for name, value in config.items() if name in FIELDS]
-    changed = [config[name] != getattr(defaults, name) for name, _, _ in rows]
-    return table(("key", "value", "meaning"), rows, changed)
-
-
-def _prediction(run: RunData) -> str:
-    try:
-        found = fit(run)
-    except NoLawError:
+def _continuations(run: RunData) -> str:
+    texts = run.summary.get("continuations")
+    if not texts:
         return ""
-    lines = sentences(found, [factor * run.rounds[-1]["examples"] for factor in (2, 4, 10)])
-    return "<h2>Communications for more examples</h2>" + "".join(f"<p>{html.escape(line)}</p>" for line in lines)
-
-
-def _shares(run: RunData) -> str:
-    """Sizes of the shares of non-IID data, and the losses of the best trainer on each."""
-    record = run.summary.get("data_shares")
-    if not record:
-        return ""
-    losses = share_losses(run)
-    names = ("share", "first trainer", "documents", "examples", "tokens", "loss, first", "loss, last",
-             f"final {run.metric.name}")  # fmt: skip
-    rows = []
-    for entry in record["shares"]:
-        _, values = losses.get(entry["share"], (None, [None]))
-        sizes = (entry[name] for name in ("first_trainer", "documents", "examples", "tokens"))
-        rows.append((f"share {entry['share']}", *sizes, values[0], values[-1], entry.get("final_metric")))
-    note = (
-        f"data_split {record['split']} over {record['over']}: {record['total_variation']:.1%} of a share must be "
-        f"exchanged for its mixture of labels to be that of all. Losses: of the best trainer on the share."
+    sampling = ", ".join(f"{name} {value}" for name, value in run.summary["continuation_sampling"].items())
+    blocks = "".join(
+        f"<figure class=said><p>{html.escape(text['prompt'])}<b>{html.escape(text['continuation'])}</b></p>"
+        f"<p class=dim>{html.escape(text['reference'])}</p></figure>"
+        for text in texts
     )
-    return f"<h2>Shares of the data</h2><p class=dim>{html.escape(note)}</p>{table(names, rows)}"
+    note = f"Prompts from validation texts, <b>continued by the model</b> ({html.escape(sampling)}), and references."
+    return f"<h2>Continuations</h2><p class=dim>{note}</p>{blocks}"
 
 
 def _machine(machine: Mapping[str, Any]) -> str:
@@ -225,80 +259,49 @@ def _origin(run: RunData) -> str:
             difference = f"in {invocation['patch']}"
         machines = "; ".join(map(_machine, invocation["hardware"]))
         plugins = ", ".join(f"{entry['path']} ({entry['sha256'][:16]})" for entry in invocation["plugins"])
-        parts = (invocation[name] for name in ("started", "first_round", "command", "commit"))
-        rows.append((*parts, difference, plugins or "none", machines))
+        start = [invocation[name] for name in ("started", "first_round", "command", "commit")]
+        rows.append((*start, difference, plugins or "none", machines))
     columns = ("started", "from round", "command", "commit", "files that differ", "plugins", "hardware")
     return "<h2>Origin</h2>" + table(columns, rows) if rows else ""
 
 
-def _continuations(run: RunData) -> str:
-    texts = run.summary.get("continuations")
-    if not texts:
-        return ""
-    sampling = ", ".join(f"{name} {value}" for name, value in run.summary["continuation_sampling"].items())
-    blocks = "".join(
-        f"<figure class=said><p>{html.escape(text['prompt'])}<b>{html.escape(text['continuation'])}</b></p>"
-        f"<p class=dim>{html.escape(text['reference'])}</p></figure>"
-        for text in texts
+def _details(run: RunData) -> str:
+    """The summary's plain values, the configuration, and the versions of libraries."""
+    plain = [(key, str(value)) for key, value in run.summary.items() if not isinstance(value, dict | list)]
+    defaults = Config()
+    config = {key: value for key, value in run.config.items() if key in FIELDS}
+    rows = [(key, str(value), FIELDS[key].metadata["meaning"]) for key, value in config.items()]
+    changed = [value != getattr(defaults, key) for key, value in config.items()]
+    versions = ", ".join(f"{name} {version}" for name, version in run.summary.get("versions", {}).items())
+    return (
+        f"<details><summary>Summary</summary>{table(('key', 'value'), plain)}</details>"
+        "<details><summary>Configuration (what differs from the defaults is shaded)</summary>"
+        f"{table(('key', 'value', 'meaning'), rows, changed)}</details><p class=dim>{html.escape(versions)}</p>"
     )
-    note = f"Prompts from validation texts, <b>continued by the model</b> ({html.escape(sampling)}), and references."
-    return f"<h2>Continuations</h2><p class=dim>{note}</p>{blocks}"
 
 
 def run_body(run: RunData) -> str:
     """Return the body of the report of a run."""
     summary = run.summary
-    status = summary["status"]
-    used = summary["dataset"]
+    status = html.escape(summary["status"])
+    subject = f"{run.config['model_type']} on {summary['dataset']} - {summary['data_source']}"
     parts = [
-        f"<h1>{html.escape(run.folder.name)} <span class='status {status}'>{html.escape(status)}</span></h1>",
-        f"<p class=dim>{html.escape(run.config['model_type'])} on {html.escape(used)}"
-        f"{html.escape(' - ' + summary['data_source'] if 'data_source' in summary else '')}</p>",
+        f"<h1>{html.escape(run.folder.name)} <span class='status {status}'>{status}</span></h1>",
+        f"<p class=dim>{html.escape(subject)}</p>",
         _warnings(run),
         _cards(headline(run)),
         "<h2>Plots</h2>",
         *(picture(run.report_dir / name) for name in plots_of(run)),
+        _prediction(run),
+        _merges(run),
+        _shares(run),
+        _classes(run),
+        _memory(run),
+        _rounds(run),
+        _continuations(run),
+        _origin(run),
+        _details(run),
     ]
-    if run.rounds:
-        parts.append(_prediction(run))
-    if run.merges:
-        rows = [
-            (
-                f"after round {merge.outer_step}",
-                f"trainer {merge.representative}",
-                ", ".join(f"trainer {trainer} ({weight:.2f})" for trainer, weight in merge.weights.items()),
-            )
-            for merge in run.merges
-        ]
-        parts += ["<h2>Merges</h2>", table(("when", "what remains", "weighted average of"), rows)]
-    parts.append(_shares(run))
-    if summary.get("final_classes"):
-        rows = [
-            (name, *(scores[key] for key in ("precision", "recall", "f1", "examples")))
-            for name, scores in summary["final_classes"].items()
-        ]
-        parts += ["<h2>Classes</h2>", table(("class", "precision", "recall", "F1", "examples"), rows)]
-    if summary.get("step_loss"):
-        names = ("steps", "mean", "deviation", "minimum", "maximum", "last", "slope", "trend")
-        rows = [(f"trainer {t}", *(values[name] for name in names)) for t, values in summary["step_loss"].items()]
-        parts += ["<h2>Training loss per inner step</h2>", table(("trainer", *names), rows)]
-    if summary.get("memory_peaks"):
-        rows = [
-            (device, byte_size(peak["peak_bytes"]), byte_size(peak["total_bytes"]), peak["stage"], peak["outer_step"])
-            for device, peak in summary["memory_peaks"].items()
-        ]
-        parts += ["<h2>Memory</h2>", table(("device", "peak", "of", "first seen at", "round"), rows)]
-    parts += ["<h2>Rounds</h2>", _round_table(run.rounds), _continuations(run), _origin(run)]
-    if summary:
-        plain = [(key, str(value)) for key, value in summary.items() if not isinstance(value, dict | list)]
-        parts += ["<details><summary>Summary</summary>", table(("key", "value"), plain), "</details>"]
-    parts += [
-        "<details><summary>Configuration (what differs from the defaults is shaded)</summary>",
-        _config_table(run.config),
-        "</details>",
-    ]
-    if summary.get("versions"):
-        parts.append(f"<p class=dim>{html.escape(', '.join(f'{k} {v}' for k, v in summary['versions'].items()))}</p>")
     return "".join(parts)
 
 

@@ -1,9 +1,13 @@
-"""A run folder read back. Plots, report and trackers show what is in its files, and import no PyTorch."""
+"""A run folder read back: plots, report and trackers show what is in its files. PyTorch is not imported.
 
+A table is a NumPy structured array with a float64 field per column: `rows["tokens"]` is a column, `rows[3]` a row, and
+`rows[rows["trainer_id"] == 0]` the rows of one trainer.
+"""
+
+import contextlib
 import csv
-import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,79 +19,56 @@ import yaml
 from utils.config.yaml_reading import yaml_value
 from utils.run_layout import MEMORY_FOLDER, REPORT_FOLDER
 
-Row = dict[str, float]
+Table = np.ndarray
 
 
 class RunFolderError(ValueError):
-    """A folder is not a run folder, or its files cannot be read."""
+    """A folder is not a run folder, or its files are damaged."""
 
 
-class Rows(Sequence):
-    """A table of numbers, held by column: rows[3] is a row, rows["tokens"] a column.
-
-    Args:
-        columns: float64 arrays of one length.
-    """
-
-    def __init__(self, columns: Mapping[str, np.ndarray]):
-        self._columns = dict(columns)
-
-    @classmethod
-    def of(cls, rows: Sequence[Row]) -> "Rows":
-        """Make a table of rows with equal keys."""
-        return cls({name: np.array([row[name] for row in rows], dtype=float) for name in (rows[0] if rows else ())})
-
-    def __len__(self) -> int:
-        return len(next(iter(self._columns.values()), ()))
-
-    def __getitem__(self, which):
-        if isinstance(which, str):
-            return self._columns[which]
-        if isinstance(which, slice):
-            return self.where(which)
-        return {name: float(column[which]) for name, column in self._columns.items()}
-
-    def __iter__(self) -> Iterator[Row]:
-        return (self[index] for index in range(len(self)))
-
-    def where(self, chosen: np.ndarray | slice) -> "Rows":
-        """Return the rows at which a mask is true, or at given places."""
-        return Rows({name: column[chosen] for name, column in self._columns.items()})
-
-    def by(self, column: str) -> dict[int, "Rows"]:
-        """Split consecutive rows with the same value in a column that is sorted."""
-        if not self:
-            return {}
-        values = self[column]
-        starts = [0, *np.flatnonzero(np.diff(values)) + 1, len(values)]
-        return {int(values[a]): self.where(slice(a, b)) for a, b in itertools.pairwise(starts)}
+@contextlib.contextmanager
+def damage_reported(folder: Path) -> Iterator[None]:
+    """Raise a RunFolderError in place of the errors that damaged or foreign files of a run folder cause."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, yaml.YAMLError) as error:
+        if isinstance(error, RunFolderError):
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise RunFolderError(f"{folder}: not a run folder, or damaged: {reason}") from error
 
 
-def read_rows(path: Path) -> Rows:
-    """Read a CSV of numbers; an empty cell is NaN, half a last line is ignored, a missing file has no rows.
-
-    Raises:
-        ValueError: a cell is not a number.
-    """
-    rows = list(_whole_rows(path))
-    if not rows:
-        return Rows({})
-    columns = list(zip(*rows[1:], strict=True)) or [()] * len(rows[0])
-    numbers = {
-        name: np.array([float(cell or "nan") for cell in column]) for name, column in zip(rows[0], columns, strict=True)
-    }
-    return Rows(numbers)
+def _whole_lines(path: Path) -> list[str]:
+    """Return the lines of a file without half a last line; a missing file has none."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return [line for line in file if line.endswith("\n")]
 
 
-def _whole_rows(path: Path) -> Iterator[list[str]]:
-    if path.exists():
-        with path.open(newline="", encoding="utf-8") as file:
-            yield from csv.reader(line for line in file if line.endswith("\n"))
+def read_table(path: Path) -> Table:
+    """Read a CSV of numbers; an empty cell is NaN, half a last line is ignored, a missing file has no rows."""
+    header, *rows = list(csv.reader(_whole_lines(path))) or [[]]
+    return np.array(
+        [tuple(float(cell or "nan") for cell in row) for row in rows], dtype=[(name, float) for name in header]
+    )
+
+
+def split(rows: Table, column: str) -> dict[int, Table]:
+    """Split a table that is sorted by a column into the rows of each value."""
+    if not len(rows):
+        return {}
+    starts = np.flatnonzero(np.diff(rows[column])) + 1
+    return {int(part[column][0]): part for part in np.split(rows, starts)}
 
 
 @dataclass(frozen=True)
 class MetricName:
-    """The validation metric. decimals: digits after the point."""
+    """The validation metric.
+
+    Attributes:
+        decimals: digits after the point.
+    """
 
     name: str
     higher_is_better: bool
@@ -96,7 +77,11 @@ class MetricName:
 
 @dataclass(frozen=True)
 class MergeRecord:
-    """One merge. weights: of every trainer that became the representative, itself included."""
+    """One merge.
+
+    Attributes:
+        weights: of every trainer that became the representative, including itself.
+    """
 
     outer_step: int
     representative: int
@@ -105,13 +90,15 @@ class MergeRecord:
 
 @dataclass(frozen=True)
 class ExchangeRecord:
-    """Equal exchanges of a trainer's workers in a round.
+    """Equal exchanges of a trainer's workers in a round: one row of exchange_log.csv.
 
     Attributes:
         count: number of exchanges.
-        sent_bytes, received_bytes: of each worker, in one exchange.
+        sent_bytes: bytes that each worker sends in one exchange, on average.
+        received_bytes: bytes that each worker receives in one exchange, on average.
         behind: inner steps that workers make before they wait for it.
-        first_step, last_step: the inner steps after the first and the last exchange.
+        first_step: inner step before the first exchange.
+        last_step: inner step before the last exchange.
     """
 
     kind: str
@@ -136,15 +123,15 @@ class RunData:
     Attributes:
         folder: the run folder.
         config: the resolved configuration, as plain values.
-        summary: summary.json. Its status is running if the run continues, or died.
+        summary: summary.json. Its status is running if the run still trains, or was killed.
         rounds: training_log.csv.
-        merges: in order.
+        merges: merge_log.csv, in order.
     """
 
     folder: Path
     config: Mapping[str, Any]
     summary: Mapping[str, Any]
-    rounds: Rows
+    rounds: Table
     merges: list[MergeRecord]
 
     @property
@@ -153,43 +140,39 @@ class RunData:
         return self.folder / REPORT_FOLDER
 
     @property
-    def memory_dir(self) -> Path:
-        """The folder of the memory report."""
-        return self.folder / MEMORY_FOLDER
-
-    @property
     def metric(self) -> MetricName:
         """The validation metric."""
-        return MetricName(*(self.summary[key] for key in ("metric", "metric_higher_is_better", "metric_decimals")))
+        summary = self.summary
+        return MetricName(summary["metric"], summary["metric_higher_is_better"], summary["metric_decimals"])
 
     @cached_property
-    def trainers(self) -> list[int]:
-        """The ids of all trainers."""
-        return sorted({int(trainer) for trainer in self.rounds["trainer_id"]}) if self.rounds else []
+    def by_round(self) -> dict[int, Table]:
+        """The rows of each round, in order."""
+        return split(self.rounds, "outer_step")
 
     @cached_property
-    def by_round(self) -> dict[int, Rows]:
-        """Rows by round, in order."""
-        return self.rounds.by("outer_step")
+    def by_trainer(self) -> dict[int, Table]:
+        """The rows of each trainer."""
+        numbers = np.unique(self.rounds["trainer_id"]) if len(self.rounds) else ()
+        return {int(trainer): self.rounds[self.rounds["trainer_id"] == trainer] for trainer in numbers}
+
+    def best_metrics(self, x: str) -> tuple[list[float], list[float]]:
+        """Return a column of the round log and the best validation metric, for each evaluated round."""
+        best = np.max if self.metric.higher_is_better else np.min
+        xs = []
+        values = []
+        for rows in self.by_round.values():
+            metrics = rows["validation_metric"][np.isfinite(rows["validation_metric"])]
+            if len(metrics):
+                xs.append(float(rows[x][0]))
+                values.append(float(best(metrics)))
+        return xs, values
 
     @cached_property
-    def by_trainer(self) -> dict[int, Rows]:
-        """Rows by trainer."""
-        return {trainer: self.rounds.where(self.rounds["trainer_id"] == trainer) for trainer in self.trainers}
-
-    def of(self, trainer: int) -> Rows:
-        """Return one trainer's rows."""
-        return self.by_trainer[trainer]
-
-    @cached_property
-    def exchanges(self) -> dict[tuple[int, int], list[ExchangeRecord]] | None:
-        """Exchanges between workers, by round and trainer; None without exchange_log.csv."""
-        if not (self.report_dir / "exchange_log.csv").exists():
-            return None
-        header, *rows = list(_whole_rows(self.report_dir / "exchange_log.csv")) or [[]]
+    def exchanges(self) -> dict[tuple[int, int], list[ExchangeRecord]]:
+        """exchange_log.csv: exchanges between workers, by round and trainer."""
         found: dict[tuple[int, int], list[ExchangeRecord]] = {}
-        for values in rows:
-            row = dict(zip(header, values, strict=False))
+        for row in csv.DictReader(_whole_lines(self.report_dir / "exchange_log.csv")):
             record = ExchangeRecord(
                 kind=row["kind"],
                 through=row["through"],
@@ -204,89 +187,79 @@ class RunData:
         return found
 
     @cached_property
-    def node_rows(self) -> Rows:
+    def node_rows(self) -> Table:
         """node_log.csv."""
-        return read_rows(self.report_dir / "node_log.csv")
+        return read_table(self.report_dir / "node_log.csv")
 
     @cached_property
-    def nodes(self) -> dict[tuple[int, int], Rows]:
+    def nodes(self) -> dict[tuple[int, int], Table]:
         """Rows of node_log.csv, one per worker, by round and trainer."""
         return {
             (step, trainer): own
-            for step, rows in self.node_rows.by("outer_step").items()
-            for trainer, own in rows.by("trainer_id").items()
+            for step, rows in split(self.node_rows, "outer_step").items()
+            for trainer, own in split(rows, "trainer_id").items()
         }
 
     @cached_property
-    def share_rows(self) -> Rows:
-        """share_log.csv; empty if shares of non-IID data are not evaluated."""
-        return read_rows(self.report_dir / "share_log.csv")
+    def share_rows(self) -> Table:
+        """share_log.csv; empty unless shares of non-IID data are evaluated."""
+        return read_table(self.report_dir / "share_log.csv")
 
     @cached_property
     def step_losses(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """By trainer the numbers of its inner steps, counted over all rounds, and their mean losses over workers."""
-        log = read_rows(self.report_dir / "step_loss_log.csv")
-        if not self.rounds or not log:
+        """Per trainer the numbers of its inner steps, counted over all rounds, and their mean losses over workers."""
+        log = read_table(self.report_dir / "step_loss_log.csv")
+        if not len(self.rounds) or not len(log):
             return {}
-        before = np.zeros(max(self.by_round) + 2)
-        for step, rows in self.by_round.items():
-            before[step + 1] = rows["inner_steps"][0]
-        before = np.cumsum(before)
+        rounds = list(self.by_round)
+        steps_before = np.cumsum([0, *(rows["inner_steps"][0] for rows in self.by_round.values())])
         # A worker that diverged has no loss to show. A round that is not in the round log yet has no place.
-        log = log.where(np.isfinite(log["loss"]) & (log["outer_step"] < len(before) - 1))
-        numbers = before[log["outer_step"].astype(int)] + log["inner_step"]
+        log = log[np.isfinite(log["loss"]) & (log["outer_step"] <= rounds[-1])]
         curves = {}
         for trainer in np.unique(log["trainer_id"]):
-            own = log["trainer_id"] == trainer
-            steps, place = np.unique(numbers[own], return_inverse=True)
-            weights = log["effective_batch"][own]
-            curves[int(trainer)] = (steps, np.bincount(place, weights * log["loss"][own]) / np.bincount(place, weights))
+            own = log[log["trainer_id"] == trainer]
+            numbers = steps_before[np.searchsorted(rounds, own["outer_step"])] + own["inner_step"]
+            steps, place = np.unique(numbers, return_inverse=True)
+            weights = own["effective_batch"]
+            curves[int(trainer)] = (steps, np.bincount(place, weights * own["loss"]) / np.bincount(place, weights))
         return curves
 
     @cached_property
-    def memory(self) -> dict[str, dict[str, np.ndarray]]:
-        """By device the columns seconds, allocated_bytes and peak_bytes of memory_log.csv."""
-        header, *rows = list(_whole_rows(self.memory_dir / "memory_log.csv")) or [[]]
+    def memory(self) -> dict[str, dict[str, list[float]]]:
+        """memory_log.csv: per device the columns seconds, allocated_bytes and peak_bytes."""
         found: dict[str, dict[str, list[float]]] = {}
-        for values in rows:
-            row = dict(zip(header, values, strict=True))
-            device = found.setdefault(row["device"], {"seconds": [], "allocated_bytes": [], "peak_bytes": []})
-            for column, numbers in device.items():
-                numbers.append(float(row[column]))
-        return {
-            device: {column: np.array(numbers) for column, numbers in columns.items()}
-            for device, columns in found.items()
-        }
+        for row in csv.DictReader(_whole_lines(self.folder / MEMORY_FOLDER / "memory_log.csv")):
+            columns = found.setdefault(row["device"], {"seconds": [], "allocated_bytes": [], "peak_bytes": []})
+            for name, values in columns.items():
+                values.append(float(row[name]))
+        return found
 
 
 def _merges(path: Path) -> list[MergeRecord]:
     merges: dict[int, MergeRecord] = {}
-    for row in read_rows(path):
+    for row in read_table(path):
         step = int(row["outer_step"])
         merge = merges.setdefault(step, MergeRecord(step, int(row["representative"]), {}))
-        merge.weights[int(row["trainer_id"])] = row["weight"]
+        merge.weights[int(row["trainer_id"])] = float(row["weight"])
     return list(merges.values())
 
 
 def read_run(folder: Path) -> RunData:
-    """Read a run folder, also of a run that continues, or that died.
+    """Read a run folder, also of a run that still trains, or was killed.
 
     Raises:
         RunFolderError: it is not a run folder, or is damaged.
     """
+    report_dir = folder / REPORT_FOLDER
     try:
-        config = yaml_value((folder / "config.yaml").read_text(encoding="utf-8"))
-        if not isinstance(config, dict) or "distributed_algo" not in config:
-            raise ValueError("config.yaml is not the configuration of a run")
-        report_dir = folder / REPORT_FOLDER
-        return RunData(
-            folder=folder,
-            config=config,
-            summary=json.loads((report_dir / "summary.json").read_text(encoding="utf-8")),
-            rounds=read_rows(report_dir / "training_log.csv"),
-            merges=_merges(report_dir / "merge_log.csv"),
-        )
+        with damage_reported(folder):
+            config = yaml_value((folder / "config.yaml").read_text(encoding="utf-8"))
+            if not isinstance(config, dict) or "distributed_algo" not in config:
+                raise ValueError("config.yaml is not the configuration of a run")
+            summary = json.loads((report_dir / "summary.json").read_text(encoding="utf-8"))
+            if not isinstance(summary, dict) or "status" not in summary:
+                raise ValueError("summary.json is not the summary of a run")
+            rounds = read_table(report_dir / "training_log.csv")
+            return RunData(folder, config, summary, rounds, _merges(report_dir / "merge_log.csv"))
     except OSError as error:
         raise RunFolderError(f"{folder}: not a run folder: {error.filename}: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, KeyError, TypeError) as error:
-        raise RunFolderError(f"{folder}: not a run folder, or damaged: {' '.join(str(error).split())}") from None

@@ -1,6 +1,4 @@
-"""The look of plots: colours, lines, axes and legends, and how many points a line has."""
-
-from collections.abc import Sequence
+"""The look of plots: colours, lines and axes."""
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -8,8 +6,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
-# More points than pixels only cost time.
-POINTS = 500
 # More marks on a line cannot be told apart.
 MARKS = 80
 # Column of the round log that a plot can be drawn over: label of the axis.
@@ -35,7 +31,11 @@ _COLOURS = (
 
 
 def make_figure(panels: int, columns: int = 2, size: tuple[float, float] | None = None) -> tuple[Figure, list[Axes]]:
-    """Make a figure with empty panels; size: in inches, if the usual one does not fit."""
+    """Make a figure with empty panels.
+
+    Args:
+        size: in inches; None: the usual size.
+    """
     lines = -(-panels // columns)
     # Figures made without pyplot need no display and need not be closed.
     figure = Figure(figsize=size or (5.5 * columns, 4.2 * lines), layout="constrained")
@@ -48,21 +48,14 @@ def colour(index: int) -> str:
     return _COLOURS[index % len(_COLOURS)]
 
 
-def line_style(points: Sequence[np.ndarray]) -> str:
-    """Return the style of a line; few points are marked."""
-    return ".-" if len(points[0]) <= MARKS else "-"
+def draw_line(axes: Axes, xs: np.ndarray, ys: np.ndarray, **look) -> None:
+    """Draw a line through the finite values; few values are marked."""
+    finite = np.isfinite(ys)
+    marker = "." if finite.sum() <= MARKS else None
+    axes.plot(xs[finite], ys[finite], **({"marker": marker} | look))
 
 
-def thinned(xs: np.ndarray, ys: np.ndarray, points: int = POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """Reduce a line to at most `points` points, which are means over equal stretches."""
-    if len(xs) <= points:
-        return xs, ys
-    place = np.arange(len(xs)) * points // len(xs)
-    counts = np.bincount(place)
-    return np.bincount(place, xs) / counts, np.bincount(place, ys) / counts
-
-
-def axis(axes: Axes, x: str, y_label: str, title: str) -> None:
+def label_axes(axes: Axes, x: str, y_label: str, title: str) -> None:
     """Set title, labels, grid and ticks of a panel over a column of the round log."""
     axes.set_title(title)
     axes.set_xlabel(OVER[x])
@@ -74,7 +67,7 @@ def axis(axes: Axes, x: str, y_label: str, title: str) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def plain_logarithmic(axes: Axes) -> None:
+def decimal_logarithmic(axes: Axes) -> None:
     """Make the y axis logarithmic, with plain numbers: 300, not 3e2."""
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
@@ -86,8 +79,3 @@ def binary_logarithmic(axes: Axes) -> None:
     """Make the y axis logarithmic to base 2, with plain numbers."""
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-
-
-def legend(axes: Axes, **where) -> None:
-    """Show names where they cover least."""
-    axes.legend(fontsize=8, **({"loc": "best"} | where))
