@@ -5,6 +5,7 @@ processes gather whether one of them has one. A launcher such as torchrun's agen
 reached its processes already: a second signal within seconds of the first means nothing.
 """
 
+import contextlib
 import os
 import signal
 import time
@@ -50,7 +51,8 @@ class StopRequest:
             if self._speaks:  # without logging, which the signal may have interrupted
                 text = "stopping after this round, with a checkpoint; another signal"
                 text = f"{signal.Signals(number).name}: {text} in more than {_SAME_SECONDS:.0f} s stops at once\n"
-                os.write(2, text.encode())
+                with contextlib.suppress(OSError):  # the terminal may be gone
+                    os.write(2, text.encode())
         elif time.monotonic() - self._requested_at > _SAME_SECONDS:
             for each in _SIGNALS:
                 signal.signal(each, signal.SIG_DFL)
