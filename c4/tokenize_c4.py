@@ -1,7 +1,7 @@
-"""Tokenise C4 once, for any number of runs: python c4/tokenize_c4.py --help. c4/guide.md explains it.
+"""Tokenise C4 once, for any number of runs: python c4/tokenize_c4.py --help; see c4/guide.md.
 
-Writes a folder that `c4_tokenized_path` in a configuration names. It is complete or not there at all; an interrupted
-run is continued by running the same command again, and a finished one has nothing to do.
+Writes the folder that `c4_tokenized_path` in a configuration names. It appears only when it is complete. The same
+command continues an interrupted run, and does nothing if the folder is complete.
 """
 
 import argparse
@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from fabrics.data.c4 import hub_source, local_source
 from fabrics.data.documents import DatasetError
-from fabrics.data.held_out import MOST_BY_DEFAULT, sizes, split
-from fabrics.data.token_store import Recipe, TokenisedSet, is_written, write_tokenised
-from fabrics.data.tokenization import describe, fingerprint, load_tokenizer
+from fabrics.data.held_out import MOST_BY_DEFAULT
+from fabrics.data.token_store import Recipe, TokenisedSet, tokenised
+from fabrics.data.tokenization import describe, load_tokenizer
 from utils.config.schema import ConfigError
 
 
@@ -39,22 +39,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--max_length",
         type=_positive,
         default=512,
-        help="sequence_length of the runs to come, to count sequences by; documents are kept whole (default: 512)",
+        help="sequence length by which the report counts sequences; documents are kept whole (default: %(default)s)",
     )
     parser.add_argument(
         "--output_dir", type=Path, default=Path("tokenized_c4"), help="folder to write (default: %(default)s)"
     )
-    parser.add_argument(
-        "--streaming",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="read the hub over the network, or download the shards that are needed",
-    )
-    parser.add_argument("--no_streaming", dest="streaming", action="store_false", help=argparse.SUPPRESS)
+    parser.add_argument("--streaming", action="store_true", help=argparse.SUPPRESS)  # published, and always so
     parser.add_argument(
         "--create_eval_split",
-        action=argparse.BooleanOptionalAction,
-        default=False,
+        action="store_true",
         help="write validation documents as well, without which the set cannot be trained on",
     )
     parser.add_argument(
@@ -72,41 +65,30 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_recipe(options: argparse.Namespace) -> Recipe:
-    """What the arguments ask for.
+    """Return what the options ask for.
 
     Raises:
         ConfigError: the tokenizer cannot be loaded.
         DatasetError: the local shards cannot be listed.
     """
-    if options.input is not None:
-        source = local_source(options.input, options.language)
-    else:
-        source = hub_source(options.language, options.streaming)
-    tokenizer = load_tokenizer(options.model_name, "--model_name")
     return Recipe(
-        arguments={
-            "source": source.identity,
-            "create_eval_split": options.create_eval_split,
-            **sizes(options.data_sample_size, options.eval_size, options.create_eval_split),
-            "max_length": options.max_length,
-            "tokenizer": fingerprint(tokenizer),
-        },
-        source=source.name,
-        parts=lambda: split(source, options.data_sample_size, options.eval_size, validate=options.create_eval_split),
-        tokenizer=lambda parts: tokenizer,
-        details={"language": options.language, "max_length": options.max_length},
+        source=local_source(options.input, options.language) if options.input else hub_source(options.language),
+        train_size=options.data_sample_size,
+        val_size=options.eval_size,
+        validate=options.create_eval_split,
+        tokenizer=load_tokenizer(options.model_name, "--model_name"),
     )
 
 
-def report(documents: TokenisedSet) -> None:
+def report(documents: TokenisedSet, max_length: int) -> None:
     """Print what a set holds and how to use it."""
-    metadata, length = documents.metadata, documents.metadata["max_length"]
+    metadata = documents.metadata
     print(f"source: {metadata['source']}")
     print(f"tokenizer: {describe(documents.tokenizer, metadata['tokenizer']['name'])}")
     for name, part in metadata["parts"].items():
         print(
             f"{name}: {part['documents']:,} documents, {part['tokens']:,} tokens, "
-            f"{part['tokens'] // length:,} sequences of {length}; longest document {part['longest_document']:,}"
+            f"{part['tokens'] // max_length:,} sequences of {max_length}; longest document {part['longest_document']:,}"
         )
     for reason, entry in metadata["skipped"].items():
         print(f"skipped: {entry['documents']:,} {reason} (first: {entry['first']})")
@@ -117,15 +99,12 @@ def report(documents: TokenisedSet) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0: the set is there; 2: it cannot be made; 130: interrupted, to be continued."""
+    """Return 0 if the set is complete, 2 if it cannot be made, 130 if interrupted, to be continued."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     options = parse_arguments(arguments)
     try:
-        recipe = make_recipe(options)
-        there = is_written(options.output_dir, recipe)
-        print(f"{options.output_dir}: {'is complete already, nothing to do' if there else 'reading ' + recipe.source}")
-        report(write_tokenised(options.output_dir, recipe))
+        report(tokenised(options.output_dir, make_recipe(options), cache=False), options.max_length)
     except (ConfigError, DatasetError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -28,7 +28,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from configs.package_documents import write_packages
-from fabrics.data.documents import document_hash, documentable, python_documents
+from fabrics.data.documents import document_hash
+from fabrics.data.python_docs import documentable, python_documents
 from utils.config.schema import ConfigError
 from utils.files import write_folder_atomically
 

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from fabrics.data.documents import docstrings, document_hash, python_documents
+from fabrics.data.documents import document_hash
+from fabrics.data.python_docs import docstrings, python_documents
 from utils.config.schema import ConfigError
 from utils.files import write_json_atomically
 

@@ -161,12 +161,9 @@ _FILES = {"dataset": ("python_docs", "c4", "imdb")}
 _REVIEWS = {"dataset": ("python_docs", "c4", "text")}
 NOT_READ_WITH: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "val_size": _TEXT,
-    "val_sequences": _TEXT,
-    "packing": _TEXT,
     "c4_tokenized_path": _C4,
     "c4_local_path": _C4,
     "c4_language": _C4,
-    "c4_streaming": _C4,
     "text_files": _FILES,
     "text_documents": _FILES,
     "samples_per_class": _REVIEWS,

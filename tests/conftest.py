@@ -7,7 +7,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # For the programs that tests start: more threads than cores slow each other down.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import functools
 import gc
 import json
 import signal
@@ -18,7 +17,7 @@ import hypothesis
 import pytest
 
 from algorithms.registry import Registry
-from fabrics.data import documents
+from fabrics.data import python_docs
 
 # Slow imports are inside fixtures: the process that distributes the tests does not need them.
 
@@ -29,8 +28,6 @@ sys.dont_write_bytecode = False
 # Examples have no time limit: their time depends on how busy the machine is.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
-# Collecting the documentation of Python takes seconds.
-documents.standard_library_docstrings = functools.cache(documents.standard_library_docstrings)
 
 
 @pytest.fixture(scope="session")
@@ -125,7 +122,7 @@ def tokenizer_folder(tmp_path_factory):
     from fabrics.data.tokenization import train_tokenizer
 
     folder = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer(documents.python_documents()[:500], 600).save_pretrained(folder)
+    train_tokenizer(python_docs.python_documents()[:500], 600).save_pretrained(folder)
     return folder
 
 

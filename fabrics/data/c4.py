@@ -3,7 +3,8 @@
 The hub's shards (`c4-train.00000-of-01024.json.gz`) are JSON lines with text, timestamp and url.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,12 +12,10 @@ from urllib.parse import urlsplit
 from fabrics.data.documents import (
     EMPTY,
     DatasetError,
-    Documents,
-    Origins,
+    Document,
     Skipped,
     Source,
     file_identities,
-    json_documents,
     json_records,
     matching_files,
 )
@@ -29,17 +28,14 @@ from utils.text import first_line
 
 REPOSITORY = "allenai/c4"
 _SUFFIXES = (".json.gz", ".json", ".jsonl.gz", ".jsonl")
-_NO_HOST = "no host"
-
-Records = Iterator[Mapping[str, Any]]
 
 
 def host(record: Mapping[str, Any]) -> str:
     """Return the host of a record's URL."""
     try:
-        return urlsplit(str(record.get("url"))).hostname or _NO_HOST
+        return urlsplit(str(record.get("url"))).hostname or "no host"
     except ValueError:  # brackets that enclose no address
-        return _NO_HOST
+        return "no host"
 
 
 def local_source(pattern: str, language: str) -> Source:
@@ -57,81 +53,69 @@ def local_source(pattern: str, language: str) -> Source:
     train = [file for file in files if "validation" not in file.name]
     if not train:
         raise DatasetError(f"{pattern}: only validation shards, none to train on")
-
-    def origins(paths: list[Path]) -> Origins:
-        return lambda: ((record["text"], host(record)) for path in paths for _, record in json_records(path, Skipped()))
-
     return Source(
         name=f"{pattern} ({len(train)} training and {len(validation)} validation shards)",
         identity={"shards": file_identities(train), "validation_shards": file_identities(validation)},
-        train=json_documents(train),
-        validation=json_documents(validation) if validation else None,
-        origins=(origins(train), origins(validation)) if validation else (origins(train),),
+        train=partial(_read_shards, train),
+        validation=partial(_read_shards, validation) if validation else None,
     )
 
 
-def hub_source(language: str, streaming: bool, repository: str | None = None) -> Source:
-    """C4 on the hub, with its own validation split; the hub is contacted when documents are read.
+def _read_shards(paths: list[Path], skipped: Skipped) -> Iterator[Document]:
+    for path in paths:
+        for record in json_records(path, skipped):
+            yield Document(record["text"], host(record))
+
+
+def hub_source(language: str, repository: str | None = None) -> Source:
+    """C4 on the hub, with its own validation split; only as much is read as is needed.
 
     `datasets` retries broken connections. HF_HUB_OFFLINE=1 skips the retries on a machine without a network.
 
     Args:
-        streaming: read the shards over the network; otherwise download them one by one into the hub's cache. Either
-            way only as many shards as needed.
         repository: None: allenai/c4; a folder with the same layout works as well.
     """
     name = repository or REPOSITORY
-    read = _streamed if streaming else _downloaded
-
-    def texts(part: str) -> Documents:
-        return lambda skipped: (record["text"] for record in _checked(name, language, part, read, skipped))
-
-    def origins(part: str) -> Origins:
-        return lambda: ((rec["text"], host(rec)) for rec in _checked(name, language, part, read, Skipped()))
-
     return Source(
-        name=f"{name} ({language}) on the hub, {'streamed' if streaming else 'downloaded'}",
+        name=f"{name} ({language}) on the hub",
         identity={"repository": name, "language": language},
-        train=texts("train"),
-        validation=texts("validation"),
-        origins=(origins("train"), origins("validation")),
+        train=partial(_read_hub, name, language, "train"),
+        validation=partial(_read_hub, name, language, "validation"),
     )
 
 
-def _streamed(name: str, language: str, part: str, skipped: Skipped) -> Records:
+def _read_hub(name: str, language: str, part: str, skipped: Skipped) -> Iterator[Document]:
     import datasets  # takes a second
 
-    records = datasets.load_dataset(name, language, split=part, streaming=True)
-    for number, record in enumerate(records, 1):
-        if record["text"].strip():
-            yield record
-        else:
-            skipped.add(EMPTY, f"{part} record {number}")
-
-
-def _downloaded(name: str, language: str, part: str, skipped: Skipped) -> Records:
-    import datasets  # takes a second
-
-    for shard in datasets.load_dataset_builder(name, language).config.data_files[part]:
-        path = Path(datasets.DownloadManager().download(shard))
-        for _, record in json_records(path, skipped):
-            yield record
-
-
-def _checked(name: str, language: str, part: str, read: Callable[..., Records], skipped: Skipped) -> Records:
-    """Records of a part of the repository.
-
-    Raises:
-        DatasetError: nothing, or only the first records can be read.
-    """
     count = 0
     try:
-        for record in read(name, language, part, skipped):
+        for record in datasets.load_dataset(name, language, split=part, streaming=True):
             count += 1
-            yield record
+            if record["text"].strip():
+                yield Document(record["text"], host(record))
+            else:
+                skipped.add(EMPTY, f"{part} record {count}")
     except Exception as error:  # network, repository and format errors of half a dozen libraries
         lost = f"lost after {count:,} {part} records; the same command continues: " if count else ""
         raise DatasetError(f"{name} ({language}): {lost}{type(error).__name__}: {first_line(error)}") from error
+
+
+def c4_documents(config: Config) -> TokenisedSet:
+    """Return the tokenised documents of the configured source of C4.
+
+    Raises:
+        ConfigError: the configured sizes or tokenizer do not fit the source.
+        DatasetError: the source cannot be read.
+    """
+    if config.c4_tokenized_path is not None:
+        documents = open_tokenised(Path(config.c4_tokenized_path))
+        _check_tokenizer(config, documents)
+        return documents
+    if config.c4_local_path is not None:
+        return tokenised_documents(config, local_source(config.c4_local_path, config.c4_language))
+    if config.data_sample_size is None:
+        raise ConfigError("data_sample_size: C4 on the hub is too large to be read as a whole; give a number")
+    return tokenised_documents(config, hub_source(config.c4_language))
 
 
 def _check_tokenizer(config: Config, documents: TokenisedSet) -> None:
@@ -145,27 +129,6 @@ def _check_tokenizer(config: Config, documents: TokenisedSet) -> None:
         )
 
 
-def open_c4(config: Config) -> tuple[str, TokenisedSet]:
-    """Open the configured source of C4; return its name and documents.
-
-    Raises:
-        ConfigError: the configured sizes or tokenizer do not fit the source.
-        DatasetError: the source cannot be read.
-    """
-    if config.c4_tokenized_path is not None:
-        documents = open_tokenised(Path(config.c4_tokenized_path))
-        _check_tokenizer(config, documents)
-        return f"{config.c4_tokenized_path} (tokenised from {documents.metadata['source']})", documents
-    if config.c4_local_path is not None:
-        source = local_source(config.c4_local_path, config.c4_language)
-    elif config.data_sample_size is None:
-        raise ConfigError("data_sample_size: C4 on the hub is too large to be read as a whole; give a number")
-    else:
-        source = hub_source(config.c4_language, config.c4_streaming)
-    return source.name, tokenised_documents(config, source)
-
-
 def load_c4(config: Config) -> TaskData:
     """`dataset: c4`: the paper's data."""
-    name, documents = open_c4(config)
-    return task_data(config, "c4", name, documents)
+    return task_data(config, c4_documents(config))

@@ -6,25 +6,26 @@ arguments from its `Examples` and never look inside.
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from algorithms.registry import Registry
 from fabrics.data.c4 import load_c4
 from fabrics.data.documents import (
     DatasetError,
+    Document,
     Skipped,
     Source,
     blank_line_blocks,
     file_identities,
     matching_files,
-    python_docs_source,
-    whole_files,
+    whole_file,
 )
 from fabrics.data.examples import TaskData
 from fabrics.data.imdb import load_imdb
 from fabrics.data.language_modelling import task_data, tokenised_documents
 from fabrics.data.partition import describe_shares, share_count
+from fabrics.data.python_docs import python_docs_source
 from utils.config.schema import Config, ConfigError
 from utils.distributed.collective_checks import agree, done_by_all
 from utils.distributed.processes import LocalProcesses, Processes
@@ -34,34 +35,37 @@ logger = logging.getLogger("adloco.dataset")
 
 @dataclass(frozen=True)
 class Dataset:
-    """One value of `dataset`: its task, and a function that may raise ConfigError and DatasetError."""
+    """One value of `dataset`: its task, and a loader that may raise ConfigError and DatasetError."""
 
     task: str
     load: Callable[[Config], TaskData]
 
 
-def _from_source(config: Config, source: Source) -> TaskData:
-    return task_data(config, config.dataset, source.name, tokenised_documents(config, source))
-
-
 def load_python_docs(config: Config) -> TaskData:
-    """`python_docs`: about 2 MB of real English that is on every machine with Python; no network."""
-    return _from_source(config, python_docs_source())
+    """`dataset: python_docs`: no network, nothing to prepare."""
+    return task_data(config, tokenised_documents(config, python_docs_source()))
 
 
-TEXT_DOCUMENTS = Registry({"files": whole_files, "blank_lines": blank_line_blocks})
+# Values of `text_documents`.
+TEXT_DOCUMENTS = Registry({"files": whole_file, "blank_lines": blank_line_blocks})
 
 
 def load_text(config: Config) -> TaskData:
-    """`text`: the user's own files."""
-    files, read = matching_files(config.text_files), TEXT_DOCUMENTS[config.text_documents]
+    """`dataset: text`: the user's own files."""
+    files = matching_files(config.text_files)
+    read = TEXT_DOCUMENTS[config.text_documents]
+
+    def documents(skipped: Skipped) -> Iterator[Document]:
+        for file in files:
+            for text in read(file, skipped):
+                yield Document(text, str(file))
+
     source = Source(
         name=f"{len(files)} text files ({', '.join(config.text_files)})",
         identity={"text": file_identities(files), "documents": config.text_documents},
-        train=read(files),
-        origins=(lambda: ((text, str(file)) for file in files for text in read([file])(Skipped())),),
+        train=documents,
     )
-    return _from_source(config, source)
+    return task_data(config, tokenised_documents(config, source))
 
 
 DATASETS = Registry(

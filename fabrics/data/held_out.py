@@ -1,13 +1,14 @@
 """The split into training and validation documents, by the hash of their text; no text is in both parts."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from tqdm import tqdm
 
-from fabrics.data.documents import Skipped, Source, document_hash
+from fabrics.data.documents import Document, Documents, Skipped, Source, document_hash
 from utils.config.schema import ConfigError
 
 # By default one document in twenty validates, but at most this many: they are evaluated after every round.
@@ -16,52 +17,16 @@ _BLOCK = 4096
 
 
 def default_validation_size(documents: int) -> int:
-    """Default number of validation documents beside, or out of, this many documents."""
+    """Return the default number of validation documents beside, or out of, this many documents."""
     return min(max(1, documents // 20), MOST_BY_DEFAULT)
-
-
-def sizes(train_size: int | None, val_size: int | None, validate: bool = True) -> dict[str, int | None]:
-    """Return the arguments of `split` that decide the number of documents, as plain data."""
-    documents = {"train_documents": train_size, "validation_documents": val_size}
-    if validate and val_size is None and (train_size is None or train_size // 20 > MOST_BY_DEFAULT):
-        documents["most_validation_documents"] = MOST_BY_DEFAULT
-    return documents
-
-
-class Hashes:
-    """A set of document hashes, 8 bytes each."""
-
-    def __init__(self, hashes: np.ndarray):
-        self._sorted = np.unique(hashes)
-        self._largest = int(self._sorted[-1]) if len(self._sorted) else -1
-
-    def __len__(self) -> int:
-        return len(self._sorted)
-
-    def __contains__(self, number: int) -> bool:
-        return self.index(number) is not None
-
-    def index(self, number: int) -> int | None:
-        """Return the rank of a hash in the set; None: it is not in the set."""
-        if number > self._largest:
-            return None
-        place = int(np.searchsorted(self._sorted, np.uint64(number)))
-        return place if int(self._sorted[place]) == number else None
-
-
-HashedDocuments = Callable[[Skipped], Iterator[tuple[int, str]]]
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Readers of both parts: (hash, text) pairs; each call reads from the start."""
+    """Readers of the training and validation documents."""
 
-    train: HashedDocuments
-    validation: HashedDocuments | None
-
-    def texts(self) -> Iterator[str]:
-        """Training texts."""
-        return (text for _, text in self.train(Skipped()))
+    train: Documents
+    validation: Documents | None
 
 
 def split(source: Source, train_size: int | None, val_size: int | None, validate: bool = True) -> Parts:
@@ -80,92 +45,63 @@ def split(source: Source, train_size: int | None, val_size: int | None, validate
         ConfigError: there are fewer documents.
         DatasetError: the source cannot be read.
     """
-    validation: HashedDocuments | None
+    own = source.validation is not None
     if not validate:
-        held_out = Hashes(np.empty(0, dtype=np.uint64))
-        validation = None
-    elif source.validation is not None:
-        validation = _own_validation(source, train_size, val_size)
-        held_out = Hashes(np.fromiter((number for number, _ in validation(Skipped())), dtype=np.uint64))
+        return Parts(partial(_train, source.train, train_size, frozenset(), own), None)
+    if own:
+        validation = partial(_first, source.validation, train_size, val_size)
+        held_out = frozenset(document_hash(document.text) for document in validation(Skipped()))
     else:
         held_out = _smallest_hashes(source, train_size, val_size)
-
-        def validation(skipped: Skipped) -> Iterator[tuple[int, str]]:
-            # The training part counts what is skipped.
-            return _first_of_each(_hashed(source.train(Skipped())), held_out)
-
-    def train(skipped: Skipped) -> Iterator[tuple[int, str]]:
-        return _first(
-            _others(_hashed(source.train(skipped)), held_out, source.validation is None, skipped),
-            train_size,
-            train_size or 1,
-            lambda found: _too_few_for_training(found, len(held_out), train_size),
-        )
-
-    return Parts(train, validation)
+        validation = partial(_chosen, source.train, held_out)
+    return Parts(partial(_train, source.train, train_size, held_out, own), validation)
 
 
-def _own_validation(source: Source, train_size: int | None, val_size: int | None) -> HashedDocuments:
+def _train(
+    documents: Documents, size: int | None, held_out: Set[int], own_validation: bool, skipped: Skipped
+) -> Iterator[Document]:
+    """The first `size` documents that are not held out; None: all."""
+    # The first occurrence of a text that is held out of these documents is the validation document itself.
+    first_occurrences = set() if own_validation else set(held_out)
+    found = 0
+    for document in documents(skipped):
+        number = document_hash(document.text)
+        if number not in held_out:
+            found += 1
+            yield document
+            if found == size:
+                return
+        elif number in first_occurrences:
+            first_occurrences.remove(number)
+        else:
+            skipped.add("the same text as a validation document", repr(document.text[:40]))
+    if found < (size or 1):
+        raise ConfigError(_too_few_for_training(found, len(held_out), size))
+
+
+def _first(documents: Documents, train_size: int | None, val_size: int | None, skipped: Skipped) -> Iterator[Document]:
+    """The beginning of the source's own validation part."""
     count = val_size
     if count is None:
         count = MOST_BY_DEFAULT if train_size is None else default_validation_size(train_size)
-
-    def validation(skipped: Skipped) -> Iterator[tuple[int, str]]:
-        return _first(
-            _hashed(source.validation(skipped)),
-            count,
-            val_size or 1,
-            lambda found: f"val_size: the validation part has {found} documents, got {val_size or 'null'}",
-        )
-
-    return validation
+    found = 0
+    for document in itertools.islice(documents(skipped), count):
+        found += 1
+        yield document
+    if found < (val_size or 1):
+        raise ConfigError(f"val_size: the validation part has {found} documents, got {val_size or 'null'}")
 
 
-def _first_of_each(documents: Iterable[tuple[int, str]], chosen: Hashes) -> Iterator[tuple[int, str]]:
-    """The first document of each chosen hash; reading stops after the last of them."""
-    found = np.zeros(len(chosen), dtype=bool)
-    missing = len(chosen)
-    for number, text in documents:
-        index = chosen.index(number)
-        if index is not None and not found[index]:
-            found[index] = True
-            missing -= 1
-            yield number, text
+def _chosen(documents: Documents, held_out: Set[int], skipped: Skipped) -> Iterator[Document]:
+    """The first document of each hash; reading stops after the last of them."""
+    missing = set(held_out)
+    for document in documents(Skipped()):  # the training part counts what is skipped
+        number = document_hash(document.text)
+        if number in missing:
+            missing.remove(number)
+            yield document
             if not missing:
                 return
-
-
-def _others(
-    documents: Iterable[tuple[int, str]], held_out: Hashes, inside: bool, skipped: Skipped
-) -> Iterator[tuple[int, str]]:
-    """Documents that are not held out.
-
-    Args:
-        inside: the held-out documents come from these documents, so their first occurrence is not a duplicate.
-    """
-    found = np.full(len(held_out), not inside)
-    for number, text in documents:
-        index = held_out.index(number)
-        if index is None:
-            yield number, text
-        elif found[index]:
-            skipped.add("the same text as a validation document", repr(text[:40]))
-        else:
-            found[index] = True
-
-
-def _hashed(documents: Iterable[str]) -> Iterator[tuple[int, str]]:
-    return ((document_hash(text), text) for text in documents)
-
-
-def _first(documents: Iterable, count: int | None, least: int, problem: Callable[[int], str]) -> Iterator:
-    """The first `count` documents (None: all); ConfigError if there are fewer than `least`."""
-    found = 0
-    for item in itertools.islice(documents, count):
-        found += 1
-        yield item
-    if found < least:
-        raise ConfigError(problem(found))
 
 
 def _too_few_for_training(found: int, held_out: int, wanted: int | None) -> str:
@@ -175,15 +111,15 @@ def _too_few_for_training(found: int, held_out: int, wanted: int | None) -> str:
     )
 
 
-def _smallest_hashes(source: Source, train_size: int | None, val_size: int | None) -> Hashes:
-    """Choose the documents to hold out in one pass; memory is 8 bytes for each of them."""
+def _smallest_hashes(source: Source, train_size: int | None, val_size: int | None) -> frozenset[int]:
+    """Choose the documents to hold out in one pass that keeps 8 bytes of each, and no text."""
     if val_size is None and train_size is not None:
         val_size = default_validation_size(train_size)
     pool = None if train_size is None else train_size + val_size
     most = MOST_BY_DEFAULT if val_size is None else val_size
-    texts = itertools.islice(source.train(Skipped()), pool)
-    texts = tqdm(texts, desc="choosing validation documents", unit=" documents", leave=False, disable=None)
-    numbers = (document_hash(text) for text in texts)
+    documents = itertools.islice(source.train(Skipped()), pool)
+    documents = tqdm(documents, desc="choosing validation documents", unit=" documents", leave=False, disable=None)
+    numbers = (document_hash(document.text) for document in documents)
     total = 0
     smallest = np.empty(0, dtype=np.uint64)
     while len(block := np.fromiter(itertools.islice(numbers, max(_BLOCK, most)), dtype=np.uint64)):
@@ -201,4 +137,4 @@ def _smallest_hashes(source: Source, train_size: int | None, val_size: int | Non
         raise ConfigError(f"val_size: must be below the {len(smallest)} documents of the dataset, got {val_size}")
     if pool is not None and total < pool:
         raise ConfigError(_too_few_for_training(total - val_size, val_size, train_size))
-    return Hashes(smallest[:val_size])
+    return frozenset(smallest[:val_size].tolist())

@@ -1,7 +1,7 @@
 """IMDB: film reviews, positive or negative, from the hub or from the folder that aclImdb_v1.tar.gz unpacks to."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +9,9 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from fabrics.data.documents import EMPTY, DatasetError, Skipped, document_hash, matching_files
-from fabrics.data.examples import PaddedSequences, TaskData
-from fabrics.data.partition import Corpus, DocumentLabels, cut_single, partitioned
+from fabrics.data.documents import EMPTY, DatasetError, Skipped, document_hash, matching_files, whole_file
+from fabrics.data.examples import Chosen, Examples, PaddedSequences, TaskData
+from fabrics.data.partition import Corpus, DocumentLabels, divide
 from fabrics.data.token_store import TokenisedPart, content_digest
 from fabrics.data.tokenization import describe, named_tokenizer, padding, train_tokenizer, vocabulary_size
 from utils.config.schema import Config, ConfigError
@@ -34,13 +34,6 @@ class Reviews:
     test: list[Review]
 
 
-def _add(reviews: list[Review], text: str, label: int, place: str, skipped: Skipped) -> None:
-    if text.strip():
-        reviews.append((text, label))
-    else:
-        skipped.add(EMPTY, place)
-
-
 def local_reviews(path: str, skipped: Skipped) -> Reviews:
     """Read `imdb_local_path`: train/ and test/, each with neg/ and pos/, one text file per review.
 
@@ -50,15 +43,9 @@ def local_reviews(path: str, skipped: Skipped) -> Reviews:
     parts: dict[str, list[Review]] = {"train": [], "test": []}
     for part, reviews in parts.items():
         for label, name in enumerate(CLASS_NAMES):
-            folder = Path(path, part, name)
-            files = matching_files([str(folder)], (".txt",))
+            files = matching_files([str(Path(path, part, name))], (".txt",))
             for file in tqdm(files, desc=f"reading {part}/{name}", unit=" reviews", leave=False, disable=None):
-                try:
-                    text = file.read_text(encoding="utf-8")
-                except (OSError, UnicodeDecodeError) as error:
-                    reason = getattr(error, "strerror", None) or "not UTF-8 text"
-                    raise DatasetError(f"{file}: {reason}") from None
-                _add(reviews, text, label, str(file), skipped)
+                reviews += [(text, label) for text in whole_file(file, skipped)]
     return Reviews(path, parts["train"], parts["test"])
 
 
@@ -77,7 +64,10 @@ def hub_reviews(skipped: Skipped, repository: str = REPOSITORY) -> Reviews:
         except Exception as error:  # network, repository and format errors of half a dozen libraries
             raise DatasetError(f"{repository}: {type(error).__name__}: {first_line(error)}") from error
         for number, (text, label) in enumerate(zip(table["text"], table["label"], strict=True), 1):
-            _add(reviews, text, int(label), f"{repository} {part} record {number}", skipped)
+            if text.strip():
+                reviews.append((text, int(label)))
+            else:
+                skipped.add(EMPTY, f"{repository} {part} record {number}")
     return Reviews(f"{repository} on the hub", parts["train"], parts["test"])
 
 
@@ -125,24 +115,22 @@ def choose(
 def encode_reviews(
     reviews: Sequence[Review], tokenizer: PreTrainedTokenizerBase, sequence_length: int, name: str
 ) -> TokenisedPart:
-    """Tokenise reviews as [CLS] text [SEP], cut at sequence_length."""
+    """Tokenise reviews as [CLS] text [SEP], cut at sequence_length; special tokens that a text spells out are text."""
     parts = []
-    lengths = []
     with tqdm(total=len(reviews), desc=f"tokenising {name} reviews", unit=" reviews", leave=False, disable=None) as bar:
         for start in range(0, len(reviews), 500):
             block = reviews[start : start + 500]
             ids = tokenizer(
-                [text for text, _ in block], truncation=True, max_length=sequence_length, return_attention_mask=False
+                [text for text, _ in block],
+                truncation=True,
+                max_length=sequence_length,
+                split_special_tokens=True,
+                return_attention_mask=False,
             )["input_ids"]
             parts += [np.array(tokens, dtype=np.int32) for tokens in ids]
-            lengths += [len(tokens) for tokens in ids]
             bar.update(len(block))
     hashes = np.array([document_hash(text) for text, _ in reviews], dtype=np.uint64)
-    return TokenisedPart(np.concatenate(parts), np.concatenate([[0], np.cumsum(lengths)]), hashes)
-
-
-def _classes(reviews: Iterable[Review]) -> np.ndarray:
-    return np.array([label for _, label in reviews])
+    return TokenisedPart(np.concatenate(parts), np.cumsum([0, *map(len, parts)]), hashes)
 
 
 def load_imdb(config: Config) -> TaskData:
@@ -153,39 +141,49 @@ def load_imdb(config: Config) -> TaskData:
         reviews, config.training_seed, config.data_sample_size, config.samples_per_class, skipped
     )
     tokenizer = named_tokenizer(config)
-    name = None if tokenizer is not None else "trained on the reviews"
-    tokenizer = tokenizer or train_tokenizer((text for text, _ in train), config.vocab_size, "classification")
-    encoded = {
-        "train": encode_reviews(train, tokenizer, config.sequence_length, "training"),
-        "validation": encode_reviews(evaluation, tokenizer, config.sequence_length, "evaluation"),
-    }
-    labels = DocumentLabels(CLASS_NAMES, _classes(train), _classes(evaluation))
-    examples = {
-        name: PaddedSequences(part.tokens, part.offsets, config.sequence_length, padding(tokenizer), classes)
-        for (name, part), classes in zip(encoded.items(), (labels.train, labels.validation), strict=True)
-    }
+    name = None
+    if tokenizer is None:
+        tokenizer = train_tokenizer((text for text, _ in train), config.vocab_size, "classification")
+        name = "trained on the reviews"
+    length = config.sequence_length
+    train_part = encode_reviews(train, tokenizer, length, "training")
+    evaluation_part = encode_reviews(evaluation, tokenizer, length, "evaluation")
+    classes = DocumentLabels(
+        CLASS_NAMES, np.array([label for _, label in train]), np.array([label for _, label in evaluation])
+    )
+    pad = padding(tokenizer)
+    examples = PaddedSequences(train_part.tokens, train_part.offsets, length, pad, classes.train)
+    validation = PaddedSequences(evaluation_part.tokens, evaluation_part.offsets, length, pad, classes.validation)
     shares = None
     if config.splits_data:
-        corpus = Corpus(**encoded, vocabulary=vocabulary_size(tokenizer), origins=lambda: labels)
-        cut = cut_single(config.data_shares, lambda part: examples["train" if part is corpus.train else "validation"])
-        examples["train"], shares = partitioned(config, corpus, cut)
+
+        def sort(part: TokenisedPart, shares: list[np.ndarray]) -> tuple[Examples, list[int]]:
+            """Sort the reviews by share."""
+            reviews = examples if part is train_part else validation
+            return Chosen(reviews, np.concatenate(shares)), [len(own) for own in shares]
+
+        corpus = Corpus(train_part, evaluation_part, vocabulary_size(tokenizer), origins=lambda: classes)
+        train_examples, shares = divide(config, corpus, sort)
+    else:
+        train_examples = examples
     data = TaskData(
         task="classification",
         dataset="imdb",
         source=reviews.name,
-        **examples,
+        train=train_examples,
+        validation=validation,
         tokenizer=tokenizer,
         documents={"train": len(train), "validation": len(evaluation)},
         skipped=skipped.counts,
         class_names=CLASS_NAMES,
         shares=shares,
-        content=content_digest(encoded.values(), tokenizer),
+        content=content_digest((train_part, evaluation_part), tokenizer),
     )
     logger.info(
         "data: %s; %s training reviews (%s pos), %s evaluation reviews, balanced; tokenizer %s",
         reviews.name,
         f"{len(train):,}",
-        f"{labels.train.sum():,}",
+        f"{classes.train.sum():,}",
         f"{len(evaluation):,}",
         describe(tokenizer, name),
     )

@@ -17,9 +17,7 @@ from typing import Any
 import numpy as np
 
 from algorithms.registry import Registry
-from fabrics.data.documents import DatasetError, Origins, document_hash
-from fabrics.data.examples import Chosen, DataShares, Examples, PackedDocuments
-from fabrics.data.held_out import Hashes
+from fabrics.data.examples import Chosen, DataShares, Examples
 from fabrics.data.partition_sampler import first_shares
 from fabrics.data.sampler import CLUSTERS, DEALING
 from fabrics.data.token_store import TokenisedPart
@@ -59,53 +57,27 @@ class Corpus:
 
     Attributes:
         vocabulary: number of tokens in the vocabulary.
-        origins: finds the origin of each document; None: unknown.
-        folder: cache for labels, which take seconds to minutes to find; None: no cache.
+        origins: finds the origin of each document.
+        folder: cache for clusters, which take seconds to minutes to find; None: no cache.
     """
 
     train: TokenisedPart
     validation: TokenisedPart
     vocabulary: int
-    origins: Callable[[], DocumentLabels] | None
+    origins: Callable[[], DocumentLabels]
     folder: Path | None = None
-
-
-def _lengths(part: TokenisedPart) -> np.ndarray:
-    """Tokens of each document."""
-    return np.diff(np.asarray(part.offsets))
 
 
 # Labels
 
 
-def labels_by_origin(origins: Sequence[Origins], train: TokenisedPart, validation: TokenisedPart) -> DocumentLabels:
-    """Find the origin of each document; a text that occurs several times has the origin of its first occurrence.
-
-    Args:
-        origins: see `documents.Source`; each is read only as far as needed.
-
-    Raises:
-        DatasetError: the source cannot be read, or no longer contains all documents.
-    """
-    unique, place = np.unique(np.concatenate([train.hashes, validation.hashes]), return_inverse=True)
-    known = Hashes(unique)
-    found = np.full(len(unique), -1, dtype=np.int32)
-    names: dict[str, int] = {}
-    parts = [train.hashes, validation.hashes] if len(origins) > 1 else [unique]
-    for read, hashes in zip(origins, parts, strict=True):
-        wanted = np.isin(unique, hashes) & (found < 0)
-        missing = int(wanted.sum())
-        for text, origin in read() if missing else ():
-            index = known.index(document_hash(text))
-            if index is not None and found[index] < 0:
-                found[index] = names.setdefault(origin, len(names))
-                missing -= int(wanted[index])
-                if not missing:
-                    break
-        if missing:
-            raise DatasetError(f"{missing} of {len(unique)} tokenised documents are no longer in their source")
-    labels = found[place]
-    return DocumentLabels(tuple(names), labels[: len(train)], labels[len(train) :])
+def labels_by_origin(train: Sequence[str], validation: Sequence[str]) -> DocumentLabels:
+    """Number the origins of the documents in alphabetical order."""
+    names = sorted({*train, *validation})
+    numbers = {name: number for number, name in enumerate(names)}
+    train_labels = np.array([numbers[origin] for origin in train], dtype=np.int32)
+    validation_labels = np.array([numbers[origin] for origin in validation], dtype=np.int32)
+    return DocumentLabels(tuple(names), train_labels, validation_labels)
 
 
 def missing_scikit_learn() -> list[str]:
@@ -119,9 +91,8 @@ def _token_counts(part: TokenisedPart, documents: np.ndarray, vocabulary: int):
     """How often each token occurs in each document: sparse [documents, vocabulary]."""
     from scipy import sparse
 
-    lengths = _lengths(part)[documents]
     tokens = np.concatenate([part.tokens[part.offsets[i] : part.offsets[i + 1]] for i in documents]).astype(np.int32)
-    bounds = np.cumsum([0, *lengths])
+    bounds = np.cumsum([0, *part.lengths[documents]])
     counts = sparse.csr_matrix((np.ones(len(tokens), np.float32), tokens, bounds), shape=(len(documents), vocabulary))
     counts.sum_duplicates()
     return counts
@@ -144,7 +115,7 @@ def labels_by_cluster(corpus: Corpus, clusters: int, seed: int) -> DocumentLabel
     from sklearn.feature_extraction.text import TfidfTransformer
     from threadpoolctl import threadpool_limits
 
-    lengths = _lengths(corpus.train)
+    lengths = corpus.train.lengths
     generator = np.random.default_rng([seed, CLUSTERS])
     sample = np.sort(generator.permutation(len(lengths))[: max(SAMPLED_DOCUMENTS, clusters)])
     counts = _token_counts(corpus.train, sample, corpus.vocabulary)
@@ -169,32 +140,23 @@ def labels_by_cluster(corpus: Corpus, clusters: int, seed: int) -> DocumentLabel
     return DocumentLabels(tuple(f"cluster {number}" for number in range(clusters)), rank[train], rank[validation])
 
 
-def _cached(path: Path | None, find: Callable[[], DocumentLabels]) -> DocumentLabels:
-    if path is not None and path.exists():
+def _cached_clusters(corpus: Corpus, clusters: int, seed: int) -> DocumentLabels:
+    if corpus.folder is None:
+        return labels_by_cluster(corpus, clusters, seed)
+    documents = f"{len(corpus.train)}_{len(corpus.validation)}"
+    path = corpus.folder / f"{clusters}_clusters_of_{documents}_seed_{seed}.npz"
+    if path.exists():
         with np.load(path, allow_pickle=False) as file:
             return DocumentLabels(tuple(file["names"].tolist()), file["train"], file["validation"])
-    labels = find()
-    if path is not None:
-        try:
-            write_atomically(
-                path,
-                lambda file: np.savez(file, names=labels.names, train=labels.train, validation=labels.validation),
-            )
-        except OSError as error:  # a read-only set of somebody else
-            logger.info("%s cannot be cached: %s", path, error.strerror)
+    labels = labels_by_cluster(corpus, clusters, seed)
+    try:
+        write_atomically(path, lambda temporary: np.savez(temporary, **vars(labels)))
+    except OSError as error:  # a read-only set of somebody else
+        logger.info("%s cannot be cached: %s", path, error.strerror)
     return labels
 
 
-def _origins(config: Config, corpus: Corpus) -> DocumentLabels:
-    if corpus.origins is None:
-        raise ConfigError(
-            f"data_split: {config.data_split} needs the origin of each document, which dataset {config.dataset} does "
-            f"not know; data_split clusters works without"
-        )
-    return _cached(corpus.folder and corpus.folder / "origins.npz", corpus.origins)
-
-
-# Proportions
+# Proportions: the part of each label's tokens that each share gets
 
 
 def whole_labels(sizes: np.ndarray, shares: int) -> np.ndarray:
@@ -250,23 +212,13 @@ def assign_documents(
     return shares
 
 
-def total_variation(counts: np.ndarray) -> float:
-    """Fraction of a share, on average by size, that must be exchanged for all shares to have the same mixture.
-
-    Args:
-        counts: [shares, labels].
-    """
-    joint = counts / counts.sum()
-    return float(np.abs(joint - joint.sum(1, keepdims=True) * joint.sum(0, keepdims=True)).sum() / 2)
-
-
 # Values of `data_split`
 
 Split = Callable[[Config, Corpus], tuple[DocumentLabels, np.ndarray]]
 
 
 def _label_sizes(labels: DocumentLabels, corpus: Corpus) -> np.ndarray:
-    return np.bincount(labels.train, weights=_lengths(corpus.train), minlength=len(labels.names))
+    return np.bincount(labels.train, weights=corpus.train.lengths, minlength=len(labels.names))
 
 
 def _whole(labels: DocumentLabels, corpus: Corpus, shares: int) -> tuple[DocumentLabels, np.ndarray]:
@@ -290,20 +242,18 @@ def split_iid(config: Config, corpus: Corpus) -> tuple[DocumentLabels, np.ndarra
 
 def split_by_clusters(config: Config, corpus: Corpus) -> tuple[DocumentLabels, np.ndarray]:
     """Every share gets one cluster (as in arXiv 2311.08105)."""
-    shares, seed = config.data_shares, config.training_seed
-    sizes = f"{len(corpus.train)}_{len(corpus.validation)}"
-    path = corpus.folder and corpus.folder / f"{shares}_clusters_of_{sizes}_seed_{seed}.npz"
-    return _whole(_cached(path, lambda: labels_by_cluster(corpus, shares, seed)), corpus, shares)
+    labels = _cached_clusters(corpus, config.data_shares, config.training_seed)
+    return _whole(labels, corpus, config.data_shares)
 
 
 def split_by_sources(config: Config, corpus: Corpus) -> tuple[DocumentLabels, np.ndarray]:
     """Every share gets all documents of some origins."""
-    return _whole(_origins(config, corpus), corpus, config.data_shares)
+    return _whole(corpus.origins(), corpus, config.data_shares)
 
 
 def split_by_dirichlet(config: Config, corpus: Corpus) -> tuple[DocumentLabels, np.ndarray]:
     """Every share gets a random part of each origin."""
-    labels = _origins(config, corpus)
+    labels = corpus.origins()
     sizes = _label_sizes(labels, corpus)
     generator = np.random.default_rng([config.training_seed, DEALING, 0])
     proportions = dirichlet_proportions(sizes, config.data_shares, config.dirichlet_alpha, generator)
@@ -325,18 +275,14 @@ def split_problems(config: Config) -> list[str]:
     """Return one line per setting of the data split that cannot work."""
     shares = config.data_shares
     trainers = config.number_of_initial_trainers
-    if not config.splits_data:
-        return [
-            f"{key}: needs data that are in shares: another data_split than iid, or data_split_over workers"
-            for key in ("validation_per_share", "weigh_shares")
-            if getattr(config, key)
-        ]
     found = []
-    if config.trainer_data_fraction is not None:
-        found.append(
-            f"trainer_data_fraction: must be null with data_split {config.data_split} over "
-            f"{config.data_split_over}, whose shares are disjoint, got {config.trainer_data_fraction:g}"
-        )
+    if not config.splits_data:
+        for key in ("validation_per_share", "weigh_shares"):
+            if getattr(config, key):
+                found.append(
+                    f"{key}: needs data that are in shares: another data_split than iid, or data_split_over workers"
+                )
+        return found
     if shares is not None and shares < trainers:
         found.append(f"data_shares: must be at least the {trainers} trainers, got {shares}")
     if config.weigh_shares and config.data_split_over == "trainers" and trainers == 1:
@@ -364,92 +310,94 @@ def share_count(config: Config, nodes: int) -> int:
 
 # From documents to examples
 
-# From a part's documents and the share of each: examples sorted by share, and the examples of each share.
-Cut = Callable[[TokenisedPart, np.ndarray], tuple[Examples, np.ndarray]]
+# From a part and the documents of each share: examples sorted by share, and the examples of each share.
+Join = Callable[[TokenisedPart, list[np.ndarray]], tuple[Examples, Sequence[int]]]
 
 
-def cut_packed(sequence_length: int, shares: int) -> Cut:
-    """Join the documents of a share and cut them into full sequences; the last partial one of a share is lost."""
-
-    def cut(part: TokenisedPart, share_of: np.ndarray) -> tuple[Examples, np.ndarray]:
-        order = np.argsort(share_of, kind="stable")
-        counts = np.bincount(share_of, minlength=shares)
-        packed = PackedDocuments(part.tokens, part.offsets, np.split(order, np.cumsum(counts)[:-1]), sequence_length)
-        return packed, np.array(packed.sizes)
-
-    return cut
-
-
-def cut_single(shares: int, examples: Callable[[TokenisedPart], Examples]) -> Cut:
-    """One example per document; `examples` maps a part to its examples, in the order of its documents."""
-
-    def cut(part: TokenisedPart, share_of: np.ndarray) -> tuple[Examples, np.ndarray]:
-        return Chosen(examples(part), np.argsort(share_of, kind="stable")), np.bincount(share_of, minlength=shares)
-
-    return cut
-
-
-def partitioned(
-    config: Config, corpus: Corpus, cut: Cut, most_validation: int | None = None
+def divide(
+    config: Config, corpus: Corpus, join: Join, most_validation: int | None = None
 ) -> tuple[Examples, DataShares]:
     """Return the training examples sorted by share, and the description of the shares.
 
     Args:
         config: its data_shares is the number of shares.
+        join: turns documents into examples.
         most_validation: most validation examples over all shares.
 
     Raises:
         ConfigError: the data cannot be divided as configured.
     """
+    count = config.data_shares
     labels, proportions = SPLITS[config.data_split](config, corpus)
-    generator = np.random.default_rng([config.training_seed, DEALING, 1])
-    share_of = assign_documents(labels.train, _lengths(corpus.train), proportions, generator)
-    generator = np.random.default_rng([config.training_seed, DEALING, 2])
-    validation_share_of = assign_documents(labels.validation, _lengths(corpus.validation), proportions, generator)
-    train, sizes = cut(corpus.train, share_of)
-    empty = np.flatnonzero(sizes == 0).tolist()
-    if empty:
+    share_of = _shares_of_documents(config, corpus.train, labels.train, proportions, 1)
+    train, sizes = join(corpus.train, _by_share(share_of, count))
+    if 0 in sizes:
         raise ConfigError(
-            f"data_split: the documents of share {empty[0]} of {len(sizes)} do not fill one example; use fewer "
+            f"data_split: the documents of share {sizes.index(0)} of {count} do not fill one example; use fewer "
             f"data_shares or a shorter sequence_length"
         )
-    validation: tuple[Examples, ...] = ()
+    validation_share_of = _shares_of_documents(config, corpus.validation, labels.validation, proportions, 2)
+    validation = []
     if config.validation_per_share:
-        everything, counts = cut(corpus.validation, validation_share_of)
-        most = None if most_validation is None else -(-most_validation // len(sizes))
-        starts = np.cumsum(counts) - counts
-        validation = tuple(
-            Chosen(everything, np.arange(start, start + count)[:most])
-            for start, count in zip(starts, counts, strict=True)
-        )
+        everything, counts = join(corpus.validation, _by_share(validation_share_of, count))
+        most = None if most_validation is None else -(-most_validation // count)
+        start = 0
+        for own in counts:
+            validation.append(Chosen(everything, np.arange(start, start + own)[:most]))
+            start += own
     record = _share_record(config, corpus, labels, share_of, sizes)
     digest = hashlib.sha256(share_of.astype("<i8").tobytes() + validation_share_of.astype("<i8").tobytes())
-    return train, DataShares(tuple(sizes.tolist()), validation, record, digest.hexdigest())
+    return train, DataShares(tuple(sizes), tuple(validation), record, digest.hexdigest())
+
+
+def _shares_of_documents(
+    config: Config, part: TokenisedPart, labels: np.ndarray, proportions: np.ndarray, stream: int
+) -> np.ndarray:
+    generator = np.random.default_rng([config.training_seed, DEALING, stream])
+    return assign_documents(labels, part.lengths, proportions, generator)
+
+
+def _by_share(share_of: np.ndarray, shares: int) -> list[np.ndarray]:
+    """The documents of each share, in order."""
+    return [np.flatnonzero(share_of == share) for share in range(shares)]
+
+
+# The record of the shares
+
+
+def total_variation(counts: np.ndarray) -> float:
+    """Fraction of a share, on average by size, that must be exchanged for all shares to have the same mixture.
+
+    Args:
+        counts: [shares, labels].
+    """
+    joint = counts / counts.sum()
+    return float(np.abs(joint - joint.sum(1, keepdims=True) * joint.sum(0, keepdims=True)).sum() / 2)
 
 
 def _share_record(
-    config: Config, corpus: Corpus, labels: DocumentLabels, share_of: np.ndarray, sizes: np.ndarray
+    config: Config, corpus: Corpus, labels: DocumentLabels, share_of: np.ndarray, sizes: Sequence[int]
 ) -> dict[str, Any]:
     """`data_shares` of the summary: sizes, first owner and largest labels of each share."""
     shares = len(sizes)
     count = len(labels.names)
-    cells = np.bincount(share_of * count + labels.train, weights=_lengths(corpus.train), minlength=shares * count)
+    cells = np.bincount(share_of * count + labels.train, weights=corpus.train.lengths, minlength=shares * count)
     label_tokens = cells.reshape(shares, count)
-    tokens = label_tokens.sum(1)
     documents = np.bincount(share_of, minlength=shares)
     trainers = config.number_of_initial_trainers
     owners = {share: trainer for trainer in range(trainers) for share in first_shares(shares, trainer, trainers)}
     entries = []
     for share in range(shares):
+        tokens = label_tokens[share].sum()
         largest = np.argsort(-label_tokens[share], kind="stable")[:_NAMED_LABELS].tolist()
-        fractions = {labels.names[i]: round(float(label_tokens[share, i] / tokens[share]), 4) for i in largest}
+        fractions = {labels.names[i]: round(float(label_tokens[share, i] / tokens), 4) for i in largest}
         entries.append(
             {
                 "share": share,
                 "first_trainer": owners[share],
                 "documents": int(documents[share]),
                 "examples": int(sizes[share]),
-                "tokens": int(tokens[share]),
+                "tokens": int(tokens),
                 "largest_labels": {name: fraction for name, fraction in fractions.items() if fraction},
             }
         )

@@ -2,14 +2,10 @@
 
 It does not depend on the reader or on what was read before, so a run resumes from a few integers and reads the same
 data on any number of processes. A trainer's walk is stored as its recipe: its trainer, or the walks that were merged
-into it and the position of each. Arrays are drawn only where they are read. Memory for n examples: n bytes (`_cells`),
-4 bytes per example of the current epoch (8 from 2^31 examples on), and after a merge one bit per example and epoch
-that some merged walk had begun.
+into it and the position of each. Orders are drawn only where they are read.
 """
 
-import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -62,89 +58,58 @@ def tokens_ahead(readings: Iterable[Reading], examples_each: Sequence[int], exam
     )
 
 
-@dataclass(frozen=True)
-class Subsets:
-    """The subsets of the trainers: windows of one random permutation that start 1 / trainers apart.
-
-    Attributes:
-        seed: seed of the run.
-        examples: number of examples.
-        trainers: trainers at the start of the run.
-        fraction: width of a window; 1.0: all examples. None: up to the next window, so the subsets are disjoint and
-            cover everything.
-    """
-
-    seed: int
-    examples: int
-    trainers: int = 1
-    fraction: float | None = None
-
-    def _window(self, trainer: int) -> tuple[int, int]:
-        """Start and width of a window, which may wrap around."""
-        start, end = (number * self.examples // self.trainers for number in (trainer, trainer + 1))
-        return start, end - start if self.fraction is None else round(self.fraction * self.examples)
-
-    @cached_property
-    def _bounds(self) -> list[int]:
-        """Places of the permutation at which a window begins or ends; between two of them lies a cell."""
-        windows = [self._window(trainer) for trainer in range(self.trainers)]
-        ends = [place % self.examples for start, size in windows for place in (start, start + size)]
-        return [*sorted({0, *ends}), self.examples]
-
-    def _contains(self, trainers: Iterable[int]) -> np.ndarray:
-        """For each cell, True if it lies in a window of these trainers."""
-        cells = np.array(self._bounds[:-1])
-        found = np.zeros(len(cells), dtype=bool)
-        for trainer in trainers:
-            start, size = self._window(trainer)
-            found |= (cells - start) % self.examples < size
-        return found
-
-    @property
-    def smallest(self) -> int:
-        """Size of the smallest subset."""
-        return min(self.size([trainer]) for trainer in range(self.trainers))
-
-    def size(self, trainers: Iterable[int]) -> int:
-        """Return the number of examples of these trainers, each counted once; draws nothing."""
-        return int(np.diff(self._bounds)[self._contains(trainers)].sum())
-
-    def mask(self, trainers: Iterable[int]) -> np.ndarray:
-        """For each example, True if one of these trainers has it."""
-        return self._contains(trainers)[_cells(self)]
-
-    def draw(self, trainers: Iterable[int]) -> np.ndarray:
-        """Return the examples of these trainers, sorted."""
-        return _indices(self.mask(trainers))
-
-
 def index_type(examples: int) -> type:
     """Return the integer type for indices of this many examples."""
     return np.int32 if examples < 2**31 else np.int64
 
 
-def _indices(mask: np.ndarray) -> np.ndarray:
-    return np.flatnonzero(mask).astype(index_type(len(mask)))
+@dataclass(frozen=True)
+class Subsets:
+    """Disjoint random subsets of the examples, one per trainer: consecutive parts of one random permutation.
+
+    Attributes:
+        seed: seed of the run.
+        examples: number of examples.
+        trainers: trainers at the start of the run.
+    """
+
+    seed: int
+    examples: int
+    trainers: int = 1
+
+    def _bounds(self, trainer: int) -> tuple[int, int]:
+        return trainer * self.examples // self.trainers, (trainer + 1) * self.examples // self.trainers
+
+    def size(self, trainers: Iterable[int]) -> int:
+        """Return the number of examples of these trainers."""
+        bounds = [self._bounds(trainer) for trainer in trainers]
+        return sum(end - start for start, end in bounds)
+
+    def draw(self, trainers: Iterable[int]) -> np.ndarray:
+        """Return the examples of these trainers, sorted."""
+        chosen = np.zeros(self.trainers, dtype=bool)
+        chosen[list(trainers)] = True
+        return np.flatnonzero(chosen[_owners(self)]).astype(index_type(self.examples))
 
 
 @functools.lru_cache(maxsize=1)
-def _cells(subsets: Subsets) -> np.ndarray:
-    """The cell of each example, drawn once per process; one byte per example up to a hundred trainers."""
-    bounds = subsets._bounds
+def _owners(subsets: Subsets) -> np.ndarray:
+    """The trainer of each example, drawn once per process; one byte per example up to 256 trainers."""
     order = np.arange(subsets.examples, dtype=index_type(subsets.examples))
     np.random.default_rng([subsets.seed, _SUBSETS]).shuffle(order)
-    cells = np.empty(subsets.examples, dtype=np.min_scalar_type(len(bounds)))
-    for cell, (start, end) in enumerate(itertools.pairwise(bounds)):
-        cells[order[start:end]] = cell
-    return cells
+    owners = np.empty(subsets.examples, dtype=np.min_scalar_type(subsets.trainers - 1))
+    for trainer in range(subsets.trainers):
+        start, end = subsets._bounds(trainer)
+        owners[order[start:end]] = trainer
+    return owners
 
 
 class Walk:
     """The order in which a trainer reads its examples, epoch after epoch; it holds no position.
 
     After a merge epochs continue to count. An epoch that some of the merged walks had begun contains only the examples
-    that none of them has seen in it. So with disjoint subsets no example repeats within an epoch and none is left out,
-    whenever trainers merge.
+    that none of them has seen in it. So no example repeats within an epoch and none is left out, whenever trainers
+    merge.
 
     Args:
         subsets: the subsets of all trainers.
@@ -160,7 +125,6 @@ class Walk:
         self.merged = tuple(merged)
         self.members = frozenset({trainer}).union(*(walk.members for walk, _ in merged))
         self.size = subsets.size(self.members)
-        self._found: dict[int, np.ndarray] = {}
         if not self.size:
             raise ValueError(f"trainer {trainer} has no data")
 
@@ -175,17 +139,14 @@ class Walk:
         if not self.merged:
             return 0, []
         first = min(reached for _, reached, _ in self._places)
-        begun = range(first, 1 + max(max(reached, walk._last_begun) for walk, reached, _ in self._places))
-        if sum(walk.size for walk, _ in self.merged) > self.size:
-            return first, [int(self._missing(epoch).sum()) for epoch in begun]
-        lengths = [
-            sum(
-                walk.length(epoch) - (at if epoch == reached else 0)
-                for walk, reached, at in self._places
-                if epoch >= reached
-            )
-            for epoch in begun
-        ]
+        end = 1 + max(max(reached, walk._last_begun) for walk, reached, _ in self._places)
+        lengths = []
+        for epoch in range(first, end):
+            left = 0
+            for walk, reached, at in self._places:
+                if epoch >= reached:
+                    left += walk.length(epoch) - (at if epoch == reached else 0)
+            lengths.append(left)
         return first, lengths
 
     @property
@@ -204,39 +165,22 @@ class Walk:
         for length in lengths:
             if position < length:
                 return epoch, position
-            epoch, position = epoch + 1, position - length
+            epoch += 1
+            position -= length
         epochs, position = divmod(position, self.size)
         return epoch + epochs, position
 
-    def _missing(self, epoch: int) -> np.ndarray:
-        """For each example, True if it is in the union and no merged walk has read it in this epoch.
-
-        The bits are kept while the epoch is read, and until a walk into which this one is merged has its own; so the
-        cost of a merge does not grow with earlier merges.
-        """
-        if epoch in self._found:
-            return np.unpackbits(self._found[epoch], count=self.subsets.examples).view(bool)
-        missing = self.subsets.mask(self.members)
-        for walk, reached, at in self._places:
-            if epoch <= max(reached, walk._last_begun):
-                seen = self.subsets.mask(walk.members)
-                if epoch >= reached:
-                    seen[walk.order(epoch)[at if epoch == reached else 0 :]] = False
-                missing &= ~seen
-            walk._forget(epoch + 1)
-        self._found[epoch] = np.packbits(missing)
-        return missing
-
-    def _forget(self, epoch: int) -> None:
-        """Drop the bits of earlier epochs."""
-        for found in [found for found in self._found if found < epoch]:
-            del self._found[found]
-
     def order(self, epoch: int) -> np.ndarray:
         """Return the examples of an epoch, in order."""
-        self._forget(epoch)
-        begun = epoch <= self._last_begun
-        order = _indices(self._missing(epoch)) if begun else self.subsets.draw(self.members)
+        if epoch <= self._last_begun:
+            left = [
+                walk.order(epoch)[at if epoch == reached else 0 :]
+                for walk, reached, at in self._places
+                if epoch >= reached
+            ]
+            order = np.sort(np.concatenate(left))
+        else:
+            order = self.subsets.draw(self.members)
         key = [self.subsets.seed, _ORDER, self.trainer, self.generation, epoch]
         np.random.default_rng(key).shuffle(order)
         return order
@@ -286,7 +230,7 @@ class DataCursor:
 
     def peek(self, offset: int, count: int) -> np.ndarray:
         """Return `count` example indices (int64) from `offset` after the position; the position stays."""
-        parts = []
+        parts = [np.empty(0, dtype=np.int64)]
         epoch, at = self._walk.place(self.position + offset)
         while count > 0:
             part = self._order(epoch)[at : at + count]
@@ -294,7 +238,7 @@ class DataCursor:
             count -= len(part)
             epoch += 1
             at = 0
-        return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, dtype=np.int64)
+        return np.concatenate(parts)
 
     def readings(self, workers: int) -> list[Reading]:
         """Return where the workers read: all together."""
@@ -313,12 +257,8 @@ class DataCursor:
 
     def state_dict(self) -> dict:
         """Return the position and the recipe as plain values."""
-        return {
-            "subsets": dataclasses.asdict(self._walk.subsets),
-            "walk": self._walk.state_dict(),
-            "position": self.position,
-        }
+        return {"walk": self._walk.state_dict(), "position": self.position}
 
     def load_state_dict(self, state: dict) -> None:
-        self._set_walk(Walk.from_state_dict(Subsets(**state["subsets"]), state["walk"]))
+        self._set_walk(Walk.from_state_dict(self._walk.subsets, state["walk"]))
         self.position = state["position"]

@@ -7,10 +7,11 @@ A set is a folder:
     train/, validation/     tokens.bin: all documents, each followed by end-of-text (uint16 or uint32)
                             offsets.bin: the start of each document, and the end of the last (int64)
                             hashes.bin: document_hash of each text (uint64)
+                            origins.jsonl: the origin of each document, a JSON string per line
 
-Documents are kept whole, so one set serves every sequence length, packed or not. A set is written to <name>.partial
-and renamed when complete. An interrupted run is continued: state.json describes the last complete block, and bytes
-after it are cut off. Memory: one block of documents.
+Documents are kept whole, so one set serves every sequence length. A set is written to <name>.partial and renamed when
+complete. An interrupted run is continued: state.json describes the last complete block, and bytes after it are cut
+off. Memory: one block of documents.
 """
 
 import hashlib
@@ -20,9 +21,10 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +33,18 @@ from filelock import FileLock
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from fabrics.data.documents import DatasetError, Origins, Skipped
-from fabrics.data.held_out import Parts
-from fabrics.data.tokenization import end_of_text, fingerprint, load_tokenizer, vocabulary_size
+from fabrics.data.documents import DatasetError, Document, Documents, Skipped, Source, document_hash
+from fabrics.data.held_out import Parts, split
+from fabrics.data.tokenization import end_of_text, fingerprint, load_tokenizer, train_tokenizer, vocabulary_size
 from utils.config.schema import ConfigError
 from utils.files import write_json_atomically
 
 logger = logging.getLogger("adloco.dataset")
 
-FORMAT = 1
+FORMAT = 2
 BLOCK_DOCUMENTS = 500
-_OFFSET, _HASH = np.dtype("<i8"), np.dtype("<u8")
+_OFFSET = np.dtype("<i8")
+_HASH = np.dtype("<u8")
 
 
 # Reading
@@ -55,22 +58,33 @@ class TokenisedPart:
         tokens: [tokens]; each document is followed by end-of-text.
         offsets: [documents + 1]; document i is tokens[offsets[i]:offsets[i + 1]].
         hashes: [documents]; document_hash of each text.
+        origins: the file with the origin of each document; None: unknown.
     """
 
     tokens: np.ndarray
     offsets: np.ndarray
     hashes: np.ndarray
+    origins: Path | None = None
 
     def __len__(self) -> int:
         return len(self.hashes)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document."""
+        return np.diff(np.asarray(self.offsets))
 
     def first(self, documents: int | None) -> "TokenisedPart":
         """Return the part with only the first documents; None: all."""
         if documents is None:
             return self
-        return TokenisedPart(
-            self.tokens[: self.offsets[documents]], self.offsets[: documents + 1], self.hashes[:documents]
-        )
+        end = self.offsets[documents]
+        return TokenisedPart(self.tokens[:end], self.offsets[: documents + 1], self.hashes[:documents], self.origins)
+
+    def read_origins(self) -> list[str]:
+        """Return the origin of each document."""
+        with self.origins.open("rb") as file:
+            return [json.loads(line) for line in itertools.islice(file, len(self))]
 
     def packed(self, sequence_length: int) -> np.ndarray:
         """Return a view [sequences, sequence_length] of all tokens; the last partial sequence is lost."""
@@ -87,34 +101,27 @@ def content_digest(parts: Iterable[TokenisedPart], tokenizer: PreTrainedTokenize
 
 @dataclass(frozen=True)
 class TokenisedSet:
-    """A complete set.
-
-    Attributes:
-        validation: None: the set has no such part.
-        origins: see `documents.Source`; empty: unknown.
-    """
+    """A complete set; validation is None if it has no such part."""
 
     folder: Path
     metadata: Mapping[str, Any]
     tokenizer: PreTrainedTokenizerBase
     train: TokenisedPart
     validation: TokenisedPart | None
-    origins: tuple[Origins, ...] = ()
 
 
 def _mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
-    size = path.stat().st_size
-    if size != count * dtype.itemsize:
-        raise DatasetError(f"{path}: damaged: {size} bytes instead of {count * dtype.itemsize}")
+    _check_size(path, count * dtype.itemsize)
     return np.memmap(path, dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype)
 
 
-def read_metadata(folder: Path) -> dict:
-    """Read metadata.json.
+def _check_size(path: Path, expected: int) -> None:
+    size = path.stat().st_size
+    if size != expected:
+        raise DatasetError(f"{path}: damaged: {size} bytes instead of {expected}")
 
-    Raises:
-        DatasetError: the folder holds no complete set of this format.
-    """
+
+def _read_metadata(folder: Path) -> dict:
     path = folder / "metadata.json"
     try:
         metadata = json.loads(path.read_text(encoding="utf-8"))
@@ -135,7 +142,7 @@ def open_tokenised(folder: Path) -> TokenisedSet:
     Raises:
         DatasetError: the folder holds no complete, undamaged set.
     """
-    metadata = read_metadata(folder)
+    metadata = _read_metadata(folder)
     parts = {}
     try:
         dtype = np.dtype(metadata["dtype"])
@@ -144,7 +151,9 @@ def open_tokenised(folder: Path) -> TokenisedSet:
                 _mapped(folder / name / "tokens.bin", dtype, sizes["tokens"]),
                 _mapped(folder / name / "offsets.bin", _OFFSET, sizes["documents"] + 1),
                 _mapped(folder / name / "hashes.bin", _HASH, sizes["documents"]),
+                folder / name / "origins.jsonl",
             )
+            _check_size(parts[name].origins, sizes["origin_bytes"])
         train = parts["train"]
     except OSError as error:
         raise DatasetError(f"{error.filename}: damaged: {error.strerror}") from None
@@ -156,12 +165,110 @@ def open_tokenised(folder: Path) -> TokenisedSet:
         raise DatasetError(f"{folder}: damaged: {error}") from None
     if fingerprint(tokenizer) != metadata["tokenizer"]["fingerprint"]:
         raise DatasetError(f"{folder}/tokenizer: damaged: not the tokenizer that metadata.json names")
-    if dtype.itemsize < _token_type(tokenizer).itemsize:
-        raise DatasetError(f"{folder}: damaged: tokens of {dtype.name} cannot hold the tokenizer's largest")
     return TokenisedSet(folder, metadata, tokenizer, train, parts.get("validation"))
 
 
 # Writing
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a tokenised set is made of.
+
+    Attributes:
+        source: the documents.
+        train_size: see `held_out.split`.
+        val_size: see `held_out.split`.
+        validate: whether the set has validation documents.
+        tokenizer: None: one is trained on the training documents.
+        vocab_size: vocabulary of a tokenizer that is trained.
+    """
+
+    source: Source
+    train_size: int | None
+    val_size: int | None
+    validate: bool = True
+    tokenizer: PreTrainedTokenizerBase | None = None
+    vocab_size: int | None = None
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """Plain data that decides the content of the set."""
+        tokenizer = {"trained": self.vocab_size} if self.tokenizer is None else fingerprint(self.tokenizer)
+        arguments = {
+            "format": FORMAT,
+            "source": self.source.identity,
+            "train_documents": self.train_size,
+            "validation_documents": self.val_size if self.validate else 0,
+            "tokenizer": tokenizer,
+        }
+        return json.loads(json.dumps(arguments))
+
+    @property
+    def key(self) -> str:
+        """Name of the set in a cache."""
+        return hashlib.sha256(json.dumps(self.arguments, sort_keys=True).encode()).hexdigest()[:32]
+
+    def split(self) -> Parts:
+        """Divide the source; reads it to choose validation documents."""
+        return split(self.source, self.train_size, self.val_size, self.validate)
+
+
+def tokenised(folder: Path, recipe: Recipe, cache: bool) -> TokenisedSet:
+    """Open the set of a recipe at `folder`; make it first, or continue an interrupted run, if it is not there.
+
+    If several programs request the same set at once, one works and the others wait.
+
+    Args:
+        cache: the folder belongs to the cache: a damaged set is made again.
+
+    Raises:
+        ConfigError: there are too few documents, the folder holds another set, or it cannot be written.
+        DatasetError: the source cannot be read, or the folder holds something else and is not of the cache.
+    """
+    documents = _existing(folder, recipe, cache)
+    if documents is not None:
+        logger.info("documents of %s: tokenised before, in %s", recipe.source.name, folder)
+        return documents
+    logger.info("documents of %s: reading and tokenising", recipe.source.name)
+    lock = folder.with_name(f".{folder.name}.lock")
+    partial = folder.with_name(f"{folder.name}.partial")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(lock):
+            # Another program may have made it in the meantime.
+            if _existing(folder, recipe, cache) is None:
+                _write(partial, recipe)
+                if folder.exists():
+                    damaged = folder.with_name(f"{folder.name}.damaged")
+                    os.replace(folder, damaged)
+                    shutil.rmtree(damaged, ignore_errors=True)
+                os.replace(partial, folder)
+            # Programs that wait for the lock, or create it again, find the set complete.
+            lock.unlink(missing_ok=True)
+    except OSError as error:
+        key = "cache_dir" if cache else "--output_dir"
+        raise ConfigError(f"{key}: cannot write {error.filename or folder}: {error.strerror or error}") from None
+    return open_tokenised(folder)
+
+
+def _existing(folder: Path, recipe: Recipe, cache: bool) -> TokenisedSet | None:
+    if not folder.exists() or (folder.is_dir() and not os.listdir(folder)):
+        return None
+    try:
+        documents = open_tokenised(folder)
+    except DatasetError as error:
+        if not cache:
+            raise
+        logger.warning("cached documents are damaged and will be made again: %s", error)
+        return None
+    made_with = documents.metadata.get("arguments", {})
+    wanted = recipe.arguments
+    if made_with != wanted:
+        different = [key for key in wanted | made_with if wanted.get(key) != made_with.get(key)]
+        changes = "; ".join(f"{key}: {made_with.get(key)} there, {wanted.get(key)} requested" for key in different)
+        raise ConfigError(f"{folder}: holds a set made with other arguments ({changes}); name another or remove it")
+    return documents
 
 
 def _token_type(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
@@ -169,104 +276,15 @@ def _token_type(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
     return np.dtype("<u2" if vocabulary_size(tokenizer) <= 2**16 else "<u4")
 
 
-class _PartWriter:
-    """Appends blocks of tokenised documents to the files of one part, after the first `documents` documents."""
-
-    def __init__(self, folder: Path, dtype: np.dtype, documents: int, tokens: int):
-        folder.mkdir(exist_ok=True)
-        self.documents = documents
-        self.tokens = tokens
-        self._types = {"tokens": dtype, "offsets": _OFFSET, "hashes": _HASH}
-        sizes = {"tokens": tokens, "offsets": documents + 1, "hashes": documents}
-        self._files = {}
-        for name, size in sizes.items():
-            path = folder / f"{name}.bin"
-            path.touch()
-            file = path.open("r+b")
-            file.truncate(size * self._types[name].itemsize)
-            file.seek(0, os.SEEK_END)
-            self._files[name] = file
-
-    def append(self, hashes: list[int], documents: list[np.ndarray]) -> None:
-        """Write documents, end-of-text included, and sync them to disk."""
-        ends = self.tokens + np.cumsum([len(document) for document in documents])
-        self.documents += len(documents)
-        self.tokens = int(ends[-1])
-        blocks = {"tokens": np.concatenate(documents), "offsets": ends, "hashes": np.array(hashes, _HASH)}
-        for name, file in self._files.items():
-            file.write(blocks[name].astype(self._types[name]).tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-
-
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
-    """Return the tokens of each text, followed by end-of-text (uint32)."""
-    ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    """Return the tokens of each text, followed by end-of-text (uint32).
+
+    Special tokens that a text spells out are text.
+    """
+    ids = tokenizer(
+        texts, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False
+    )["input_ids"]
     return [np.array([*tokens, tokenizer.eos_token_id], dtype=np.uint32) for tokens in ids]
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How to make a tokenised set.
-
-    Attributes:
-        arguments: plain data that decides the content of the set.
-        source: name of the source.
-        parts: splits the source; called only when there is work to do.
-        tokenizer: loads the tokenizer, or trains it on the parts.
-        details: further entries of the metadata.
-    """
-
-    arguments: Mapping[str, Any]
-    source: str
-    parts: Callable[[], Parts]
-    tokenizer: Callable[[Parts], PreTrainedTokenizerBase]
-    details: Mapping[str, Any]
-
-
-def is_written(folder: Path, recipe: Recipe) -> bool:
-    """Return True if the folder holds the complete set of this recipe.
-
-    Raises:
-        ConfigError: it holds another set.
-        DatasetError: it holds something else.
-    """
-    if not folder.exists() or (folder.is_dir() and not os.listdir(folder)):
-        return False
-    made_with, wanted = read_metadata(folder).get("arguments", {}), json.loads(json.dumps(recipe.arguments))
-    if made_with != wanted:
-        different = [key for key in wanted | made_with if wanted.get(key) != made_with.get(key)]
-        changes = "; ".join(f"{key}: {made_with.get(key)} there, {wanted.get(key)} requested" for key in different)
-        raise ConfigError(f"{folder}: holds a set made with other arguments ({changes}); name another or remove it")
-    return True
-
-
-def write_tokenised(folder: Path, recipe: Recipe) -> TokenisedSet:
-    """Make the set of a recipe at `folder`, continue an interrupted one, or open the complete one.
-
-    If several programs request the same set at once, one works and the others wait.
-
-    Raises:
-        ConfigError: there are too few documents, the folder holds another set, or it cannot be written.
-        DatasetError: the source cannot be read.
-    """
-    partial, lock = folder.with_name(folder.name + ".partial"), folder.with_name(f".{folder.name}.lock")
-    try:
-        if not is_written(folder, recipe):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(lock):
-                if not is_written(folder, recipe):
-                    _write(partial, recipe)
-                    os.replace(partial, folder)
-                # Programs that wait for the lock, or create it again, find the set complete.
-                lock.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot write {error.filename or 'it'}: {error.strerror or error}") from None
-    return open_tokenised(folder)
 
 
 def _read_state(partial: Path, arguments: dict) -> dict | None:
@@ -278,84 +296,124 @@ def _read_state(partial: Path, arguments: dict) -> dict | None:
 
 
 def _write(partial: Path, recipe: Recipe) -> None:
-    arguments = json.loads(json.dumps(recipe.arguments))
-    state = _read_state(partial, arguments)
+    state = _read_state(partial, recipe.arguments)
     try:
-        parts = recipe.parts()
+        parts = recipe.split()
         if state is None:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            tokenizer = recipe.tokenizer(parts)
-            name = tokenizer.name_or_path or "trained on the documents"
-            tokenizer.save_pretrained(partial / "tokenizer")
-            state = {"arguments": arguments, "tokenizer": name, "parts": {}, "skipped": {}}
-            write_json_atomically(partial / "state.json", state)
+            state = _begin(partial, recipe, parts)
         else:
             done = sum(part["documents"] for part in state["parts"].values())
             logger.info("continuing an interrupted tokenisation after %s documents", f"{done:,}")
         # The stored tokenizer is the one to use.
         tokenizer = load_tokenizer(str(partial / "tokenizer"), "tokenizer")
         end_of_text(tokenizer)
-        dtype = _token_type(tokenizer)
         for name, documents in (("validation", parts.validation), ("train", parts.train)):
-            if documents is not None and "complete" not in state["parts"].get(name, {}):
-                _write_part(partial, name, documents, dtype, tokenizer, state)
+            if documents is not None and name not in state["complete"]:
+                _write_part(partial, name, documents, tokenizer, state)
     except ConfigError:
         shutil.rmtree(partial, ignore_errors=True)  # a corrected recipe would not continue it
         raise
-    sizes = {name: {k: v for k, v in part.items() if k != "complete"} for name, part in state["parts"].items()}
     metadata = {
         "format": FORMAT,
-        "source": recipe.source,
-        **recipe.details,
+        "source": recipe.source.name,
         "tokenizer": {
             "name": state["tokenizer"],
             "fingerprint": fingerprint(tokenizer),
             "vocabulary": len(tokenizer),
             "end_of_text": tokenizer.eos_token_id,
         },
-        "dtype": dtype.str,
-        "parts": sizes,
+        "dtype": _token_type(tokenizer).str,
+        "parts": state["parts"],
         "skipped": state["skipped"],
-        "arguments": arguments,
+        "arguments": recipe.arguments,
     }
     write_json_atomically(partial / "metadata.json", metadata)
     (partial / "state.json").unlink()
 
 
+def _begin(partial: Path, recipe: Recipe, parts: Parts) -> dict:
+    """Write the tokenizer and the first state."""
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    tokenizer = recipe.tokenizer
+    if tokenizer is None:
+        tokenizer = train_tokenizer((document.text for document in parts.train(Skipped())), recipe.vocab_size)
+    tokenizer.save_pretrained(partial / "tokenizer")
+    name = tokenizer.name_or_path or "trained on the documents"
+    state = {"arguments": recipe.arguments, "tokenizer": name, "parts": {}, "complete": [], "skipped": {}}
+    write_json_atomically(partial / "state.json", state)
+    return state
+
+
 def _write_part(
-    partial: Path,
-    name: str,
-    documents: Callable[[Skipped], Iterator[tuple[int, str]]],
-    dtype: np.dtype,
-    tokenizer: PreTrainedTokenizerBase,
-    state: dict,
+    partial: Path, name: str, documents: Documents, tokenizer: PreTrainedTokenizerBase, state: dict
 ) -> None:
     """Tokenise the missing documents of one part; the state is saved after every block."""
-    sizes = state["parts"].setdefault(name, {"documents": 0, "tokens": 0, "longest_document": 0})
+    nothing = {"documents": 0, "tokens": 0, "origin_bytes": 0, "longest_document": 0}
+    sizes = state["parts"].setdefault(name, nothing)
     skipped = Skipped()
     # Reading the finished documents again is cheap and counts the skipped records.
     ahead = itertools.islice(documents(skipped), sizes["documents"], None)
     with (
-        closing(_PartWriter(partial / name, dtype, sizes["documents"], sizes["tokens"])) as writer,
+        closing(_PartWriter(partial / name, _token_type(tokenizer), sizes)) as writer,
         tqdm(
             desc=f"tokenising {name} documents",
             unit=" documents",
-            total=state["arguments"].get(f"{name}_documents"),
+            total=state["arguments"][f"{name}_documents"],
             initial=sizes["documents"],
             # In a log file: one line per 30 seconds.
             mininterval=0.1 if sys.stderr.isatty() else 30.0,
         ) as progress,
     ):
         while block := list(itertools.islice(ahead, BLOCK_DOCUMENTS)):
-            tokens = encode(tokenizer, [text for _, text in block])
-            writer.append([number for number, _ in block], tokens)
-            longest = max(sizes["longest_document"], *(len(document) for document in tokens))
-            sizes.update(documents=writer.documents, tokens=writer.tokens, longest_document=longest)
+            writer.append(block, encode(tokenizer, [document.text for document in block]))
             write_json_atomically(partial / "state.json", state)
             progress.update(len(block))
-    sizes["complete"] = True
+    state["complete"].append(name)
     for reason, count in skipped.counts.items():
         total = state["skipped"].setdefault(reason, {"documents": 0, "first": skipped.first[reason]})
         total["documents"] += count
     write_json_atomically(partial / "state.json", state)
+
+
+class _PartWriter:
+    """Appends blocks of tokenised documents to the files of one part, after what `sizes` counts."""
+
+    def __init__(self, folder: Path, dtype: np.dtype, sizes: dict):
+        folder.mkdir(exist_ok=True)
+        self._sizes = sizes
+        self._dtype = dtype
+        lengths = {
+            "tokens.bin": sizes["tokens"] * dtype.itemsize,
+            "offsets.bin": (sizes["documents"] + 1) * _OFFSET.itemsize,
+            "hashes.bin": sizes["documents"] * _HASH.itemsize,
+            "origins.jsonl": sizes["origin_bytes"],
+        }
+        self._files = {}
+        for name, length in lengths.items():
+            path = folder / name
+            path.touch()
+            self._files[name] = path.open("r+b")
+            self._files[name].truncate(length)  # the first offset becomes 0
+            self._files[name].seek(length)
+
+    def append(self, documents: list[Document], tokens: list[np.ndarray]) -> None:
+        """Write documents with their tokens, end-of-text included, and sync them to disk."""
+        ends = self._sizes["tokens"] + np.cumsum([len(own) for own in tokens])
+        hashes = np.array([document_hash(document.text) for document in documents], _HASH)
+        origins = "".join(json.dumps(document.origin) + "\n" for document in documents).encode()
+        self._files["tokens.bin"].write(np.concatenate(tokens).astype(self._dtype).tobytes())
+        self._files["offsets.bin"].write(ends.astype(_OFFSET).tobytes())
+        self._files["hashes.bin"].write(hashes.tobytes())
+        self._files["origins.jsonl"].write(origins)
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        self._sizes["documents"] += len(documents)
+        self._sizes["tokens"] = int(ends[-1])
+        self._sizes["origin_bytes"] += len(origins)
+        self._sizes["longest_document"] = max(self._sizes["longest_document"], *map(len, tokens))
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()

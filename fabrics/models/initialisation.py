@@ -177,8 +177,8 @@ def initial_cursors(
     trainers = config.number_of_initial_trainers
     seed = config.training_seed
     if sizes is None:
-        subsets = Subsets(seed, examples, trainers, config.trainer_data_fraction)
-        smallest = subsets.smallest
+        subsets = Subsets(seed, examples, trainers)
+        smallest = min(subsets.size([trainer]) for trainer in range(trainers))
     else:
         shares = OrderedShares(seed, sizes)
         owned = [first_shares(len(sizes), trainer, trainers) for trainer in range(trainers)]

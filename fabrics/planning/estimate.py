@@ -258,7 +258,6 @@ def _left_out(config: Config, method: Method) -> list[str]:
         (not method.capabilities.one_exchange, f"bytes: a round of {config.distributed_algo} has no fixed size"),
         (config.budget is not None, f"the effect of {config.budget} on the length of rounds"),
         (changing, "nodes that rest, join later or differ in speed, and lost messages"),
-        (not config.packing, "tokens: all sequences are assumed to be as long as sequence_length"),
     ]
     return [line for applies, line in ignored if applies]
 

@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from configs import make_samples
 from fabrics.config_checks import CHECKS
-from fabrics.data import c4
+from fabrics.data.c4 import c4_documents
 from fabrics.data.documents import DatasetError, document_hash
 from fabrics.data.examples import Examples
 from fabrics.data.language_modelling import task_data
-from fabrics.data.token_store import TokenisedPart, TokenisedSet
+from fabrics.data.token_store import TokenisedPart, TokenisedSet, encode
 from fabrics.models.registry import build_model
 from fabrics.pool.eval_tool import evaluate
 from utils.config.reading import load_config
@@ -70,19 +70,23 @@ def part_documents(part: TokenisedPart, count: int | None = None):
 
 
 def decoded_exactly(documents: TokenisedSet, part: TokenisedPart, count: int) -> tuple[int, int, int]:
-    """Of the first `count` documents: how many there are, how many decode to the very text that was tokenised (by its
-    stored hash), and how many decode to a text of the same tokens."""
+    """Return how many of the first documents decode to the text that was tokenised, and to a text of the same tokens.
+
+    Returns:
+        number of documents; of those that decode to their text, by its hash; of those that decode to the same tokens.
+    """
     exact = stable = total = 0
     for index, tokens in enumerate(part_documents(part, count)):
         text = documents.tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
+        (again,) = encode(documents.tokenizer, [text])
         exact += document_hash(text) == part.hashes[index]
-        stable += documents.tokenizer(text, add_special_tokens=False)["input_ids"] == tokens.tolist()
+        stable += again[:-1].tolist() == tokens.tolist()
         total += 1
     return total, exact, stable
 
 
 def in_both(documents: TokenisedSet) -> int:
-    """How many training documents have the tokens of a validation document; hashes of texts are not trusted here."""
+    """Return how many training documents have the tokens of a validation document."""
     held_out = {tokens.tobytes() for tokens in part_documents(documents.validation)}
     progress = tqdm(part_documents(documents.train), "comparing parts", len(documents.train), disable=None)
     return sum(tokens.tobytes() in held_out for tokens in progress)
@@ -91,10 +95,10 @@ def in_both(documents: TokenisedSet) -> int:
 def check(config: Config) -> list[str]:
     """Print what is found; the problems."""
     problems = []
-    name, documents = c4.open_c4(config)
-    data = task_data(config, "c4", name, documents)
+    documents = c4_documents(config)
+    data = task_data(config, documents)
     vocabulary = len(data.tokenizer)
-    print(f"source: {name}")
+    print(f"source: {data.source}")
     print(
         f"documents: {data.documents['train']:,} to train on in {len(data.train):,} sequences of up to "
         f"{config.sequence_length} tokens, {data.documents['validation']:,} to validate on in {len(data.validation):,}"

@@ -16,7 +16,8 @@ from cluster import Cluster
 from configs import make_samples, package_documents
 from fabrics.config_checks import CHECKS
 from fabrics.data.dataset_loader import load_data
-from fabrics.data.documents import Skipped, matching_files, python_documents, whole_files
+from fabrics.data.documents import Skipped, matching_files, whole_file
+from fabrics.data.python_docs import python_documents
 from tests.support import published
 from tests.support.helpers import TINY_ARCHITECTURE, Recorder
 from tests.support.programs import Programs
@@ -188,7 +189,8 @@ def written_by(folder: Path, *names: str) -> tuple[list[str], dict]:
     folder.mkdir()
     package_documents.write_packages(folder, names)
     files = matching_files([f"{folder}/*/*.txt"])
-    return list(whole_files(files)(Skipped())), json.loads((folder / "manifest.json").read_text())
+    texts = [text for file in files for text in whole_file(file, Skipped())]
+    return texts, json.loads((folder / "manifest.json").read_text())
 
 
 @pytest.mark.filterwarnings("error")

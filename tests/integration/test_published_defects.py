@@ -264,7 +264,7 @@ def test_the_published_config_gives_typed_values():
     assert (config.learning_rate_for_inner_opt, config.learning_rate_for_outer_opt) == (2e-5, 0.5)
     assert (config.number_of_outer_steps, config.number_of_inner_steps_between_outers) == (20, 200)
     assert (config.number_of_initial_trainers, config.INITIAL_BATCH_SIZE) == (4, 1)
-    assert (config.c4_streaming, config.lr_sgd, config.nu) == (True, 2e-5, 0.3)
+    assert (config.c4_language, config.lr_sgd, config.nu) == ("en", 2e-5, 0.3)
 
 
 def test_the_max_batch_is_found_on_a_cpu():

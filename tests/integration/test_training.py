@@ -461,11 +461,11 @@ def test_trainers_merge_down_to_one_and_go_on():
         {"distributed_algo": "LocalSGD"},
         {"number_of_inner_steps_between_outers": 1, "eval_every": 3},
         {"merge_count": 9, "merge_frequency": 1},
-        {"INITIAL_BATCH_SIZE": 24, "trainer_data_fraction": 0.25, "max_batch_size": 5},
+        {"INITIAL_BATCH_SIZE": 24, "max_batch_size": 5},
         {"INITIAL_BATCH_SIZE": 1, "number_of_initial_trainers": 7, "nodes_per_gpu": 2},
         {"nodes_per_gpu": 9, "number_of_initial_trainers": 2, "statistics_estimator": "across_workers"},
         {"sampling_method": "augmented_inner_product_test", "merging_policy": "best_with_worst"},
-        {"trainer_data_fraction": 1.0, "switch_mode": "only_data_loader", "max_batch_size": 3},
+        {"switch_mode": "only_data_loader", "max_batch_size": 3},
     ],
 )
 def test_unusual_settings_train_to_the_end(settings):

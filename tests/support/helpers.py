@@ -126,10 +126,11 @@ def make_trainer(
     max_batch: int = 64,
     trainer_id: int = 0,
     processes: Processes | None = None,
+    trainers: int = 1,
 ) -> Trainer:
-    """Return a trainer on the CPU that owns all examples; nodes: how many workers, or the numbers of their nodes."""
+    """Return one of `trainers` trainers on the CPU; nodes: how many workers, or the numbers of their nodes."""
     working = FlatModel(module, CPU)
-    cursor = DataCursor(Subsets(config.training_seed, len(examples), trainer_id + 1, 1.0), trainer_id)
+    cursor = DataCursor(Subsets(config.training_seed, len(examples), trainers), trainer_id)
     parameters = working.parameters.detach().clone()
     numbers = range(nodes) if isinstance(nodes, int) else nodes
     processes = processes or LocalProcesses([CPU], 8)  # some nodes may join later

@@ -163,12 +163,12 @@ def clustered(config: Config, processes: Processes) -> TaskData:
     ]
     offsets, hashes = np.cumsum([0, *lengths]), np.arange(len(lengths), dtype=np.uint64)
     whole = TokenisedPart(np.concatenate(tokens).astype(np.uint16), offsets, hashes)
-    metadata = {"skipped": {}, "tokenizer": {"name": "tiny"}}
+    metadata = {"source": "six kinds of documents", "skipped": {}, "tokenizer": {"name": "tiny"}}
     with tempfile.TemporaryDirectory() as folder:  # each process has its own
 
         def load(config: Config) -> TaskData:
             documents = TokenisedSet(Path(folder), metadata, tokenizer, whole, whole.first(20))
-            return task_data(config, "kinds", "six kinds of documents", documents)
+            return task_data(config, documents)
 
         DATASETS["kinds"] = Dataset("causal_lm", load)
         try:

@@ -1,4 +1,4 @@
-"""C4: where it comes from, and what happens where it does not."""
+"""C4: where it comes from, and what happens where it cannot be read."""
 
 import json
 import shutil
@@ -9,17 +9,15 @@ import torch
 from c4 import tokenize_c4
 from cluster import Cluster
 from configs import make_samples
-from fabrics.data import c4
+from fabrics.data import c4, token_store
 from fabrics.data.dataset_loader import load_data
-from fabrics.data.documents import DatasetError, Skipped, document_hash, python_documents
-from fabrics.data.examples import PackedSequences, PaddedSequences
-from fabrics.data.token_store import write_tokenised
+from fabrics.data.documents import DatasetError, Skipped
+from fabrics.data.python_docs import python_documents
+from fabrics.data.token_store import tokenised
 from fabrics.data.tokenization import train_tokenizer
 from tests.integration.test_c4_dataset import in_both
-from tests.support.helpers import TINY_ARCHITECTURE, Recorder
+from tests.support.helpers import CPU, TINY_ARCHITECTURE, Recorder
 from utils.config.schema import ConfigError
-
-CPU = torch.device("cpu")
 
 
 def text_of(data) -> str:
@@ -29,7 +27,7 @@ def text_of(data) -> str:
 
 
 def test_the_configured_source_is_read_and_no_other(make_c4, c4_shards, tokenised_c4):
-    assert load_data(make_c4(c4_tokenized_path=tokenised_c4)).source.startswith(f"{tokenised_c4} (tokenised from ")
+    assert load_data(make_c4(c4_tokenized_path=tokenised_c4)).source.startswith(f"{c4_shards}")
     assert load_data(make_c4(c4_local_path=c4_shards)).source == f"{c4_shards}/en (2 training and 1 validation shards)"
     for values, reason in (
         ({"c4_tokenized_path": "/none"}, "/none: no tokenised set"),
@@ -42,30 +40,21 @@ def test_the_configured_source_is_read_and_no_other(make_c4, c4_shards, tokenise
         make_c4(c4_tokenized_path=tokenised_c4, c4_local_path=c4_shards)
 
 
-@pytest.mark.parametrize("streaming", [True, False])
-def test_the_hub_gives_the_documents_of_its_shards(make_c4, c4_shards, monkeypatch, streaming):
-    """The library reads a folder as it reads a repository of the hub with the same files."""
+def test_the_hub_gives_the_documents_of_its_shards(make_c4, c4_shards, monkeypatch):
+    """`datasets` reads a folder as it reads a repository of the hub with the same files."""
     monkeypatch.setattr(c4, "REPOSITORY", str(c4_shards))
-    data = load_data(make_c4(c4_streaming=streaming, vocab_size=501 + streaming))
-    assert data.source == f"{c4_shards} (en) on the hub, {'streamed' if streaming else 'downloaded'}"
+    data = load_data(make_c4(vocab_size=501))
+    assert data.source == f"{c4_shards} (en) on the hub"
     source = c4.local_source(str(c4_shards), "en")
-    expected = list(source.train(Skipped()))[:400]
-    assert "".join(f"{document}<|endoftext|>" for document in expected).startswith(text_of(data))
+    expected = [document.text for document in source.train(Skipped())][:400]
+    assert "".join(f"{text}<|endoftext|>" for text in expected).startswith(text_of(data))
     assert data.documents == {"train": 400, "validation": 40}
-    assert list(c4.hub_source("en", streaming, str(c4_shards)).validation(Skipped())) == list(
-        source.validation(Skipped())
-    )
-
-
-def test_the_hub_is_not_read_as_a_whole(make_c4):
+    hub = c4.hub_source("en", str(c4_shards))
+    assert list(hub.validation(Skipped())) == list(source.validation(Skipped()))
     with pytest.raises(ConfigError, match="data_sample_size: C4 on the hub is too large"):
         load_data(make_c4(data_sample_size=None))
-
-
-def test_an_unknown_language_is_an_error_that_names_those_there_are(c4_shards):
-    for streaming in (True, False):
-        with pytest.raises(DatasetError, match=r"ValueError: .*'tlh' not found.*'en'"):
-            next(c4.hub_source("tlh", streaming, str(c4_shards)).train(Skipped()))
+    with pytest.raises(DatasetError, match=r"ValueError: .*'tlh' not found.*'en'"):
+        next(c4.hub_source("tlh", str(c4_shards)).train(Skipped()))
 
 
 def test_raw_and_tokenised_shards_give_the_same_examples(make_c4, c4_shards, tokenised_c4, tokenizer_folder):
@@ -75,35 +64,18 @@ def test_raw_and_tokenised_shards_give_the_same_examples(make_c4, c4_shards, tok
         assert len(own) == len(other) > 10
         indices = range(len(own))
         assert torch.equal(own.batch(indices, CPU)["input_ids"], other.batch(indices, CPU)["input_ids"])
-    assert isinstance(ready.train, PackedSequences)
-
-
-def test_without_packing_a_document_is_a_padded_sequence(make_c4, c4_shards):
-    data = load_data(make_c4(c4_local_path=c4_shards, packing=False))
-    assert isinstance(data.train, PaddedSequences)
-    assert (len(data.train), len(data.validation)) == (400, 40)
-    texts = list(c4.local_source(str(c4_shards), "en").train(Skipped()))[:400]
-    for index in (0, 7, 399):
-        tokens = [*data.tokenizer(texts[index])["input_ids"], data.tokenizer.eos_token_id][:32]
-        batch = data.train.batch([index, data.train.largest], CPU)
-        assert batch["input_ids"][0, : len(tokens)].tolist() == tokens
-        assert batch["attention_mask"].sum(1).tolist() == [len(tokens), 32]
 
 
 def test_shards_without_a_validation_part_hold_documents_out(make_c4, c4_shards, tmp_path):
-    train = tmp_path / "train"
-    train.mkdir()
     for path in sorted((c4_shards / "en").glob("c4-train*")):
-        shutil.copy(path, train)
-    documents = c4.open_c4(make_c4(c4_local_path=train))[1]
+        shutil.copy(path, tmp_path)
+    documents = c4.c4_documents(make_c4(c4_local_path=tmp_path))
     assert (len(documents.train), len(documents.validation)) == (400, 40)
     assert in_both(documents) == 0
-    every = {document_hash(text) for text in python_documents()[:600]}
-    assert set(documents.validation.hashes.tolist()) < every
 
 
-def test_a_glob_and_a_single_shard(make_c4, c4_shards):
-    (shard,) = c4.matching_files([str(c4_shards / "en" / "c4-train.00000*")])
+def test_shards_are_named_by_a_glob_or_one_by_one(make_c4, c4_shards):
+    (shard,) = (c4_shards / "en").glob("c4-train.00000*")
     for pattern in (shard, c4_shards / "en" / "c4-train.0000[0]-*.json.gz"):
         data = load_data(make_c4(c4_local_path=pattern, data_sample_size=250, val_size=20))
         assert data.documents == {"train": 250, "validation": 20}
@@ -135,21 +107,14 @@ def test_too_few_documents_say_how_many_there_are(make_c4, c4_shards, tokenised_
 
 
 def test_a_set_without_validation_documents_says_what_to_do(make_c4, c4_shards, tokenizer_folder, tmp_path, capsys):
-    arguments = [
-        "--model_name",
-        str(tokenizer_folder),
-        "--input",
-        str(c4_shards),
-        "--output_dir",
-        str(tmp_path / "set"),
-    ]
-    assert tokenize_c4.main([*arguments, "--data_sample_size", "100"]) == 0
+    places = ["--model_name", tokenizer_folder, "--input", c4_shards, "--output_dir", tmp_path / "set"]
+    assert tokenize_c4.main([*map(str, places), "--data_sample_size", "100"]) == 0
     assert "no validation documents: --create_eval_split" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="has no validation documents; tokenise with --create_eval_split"):
         load_data(make_c4(c4_tokenized_path=tmp_path / "set", data_sample_size=50))
 
 
-def test_skipped_records_are_counted_in_log_and_data(make_c4, c4_shards, tmp_path, caplog):
+def test_skipped_records_are_counted_in_log_and_data(make_c4, tmp_path, caplog):
     make_samples.write_shard(tmp_path / "c4-train.00000-of-00002.json.gz", [*python_documents()[:300], "", " "])
     (tmp_path / "c4-train.00001-of-00002.json").write_text('{"text": "cut\n')
     with caplog.at_level("INFO", "adloco.dataset"):
@@ -168,47 +133,38 @@ def test_a_local_shard_that_is_damaged_half_way_is_an_error(make_c4, c4_shards, 
             load_data(make_c4(c4_local_path=tmp_path, data_sample_size=size))
 
 
-def test_memory_does_not_hold_more_than_a_few_blocks(monkeypatch, tmp_path, tokenizer_folder, c4_shards):
-    """Documents are read from the source only as they are tokenised."""
+def test_documents_are_read_only_as_they_are_tokenised(monkeypatch, tmp_path, tokenizer_folder, c4_shards):
     options = ["--model_name", str(tokenizer_folder), "--input", str(c4_shards), "--data_sample_size", "580"]
     taken = []
-    original = c4.json_documents
+    read_shards = c4._read_shards
 
-    def counted(paths):
-        def read(skipped):
-            for text in original(paths)(skipped):
-                taken.append(written())
-                yield text
-
-        return read
+    def counted(paths, skipped):
+        for document in read_shards(paths, skipped):
+            taken.append(written())
+            yield document
 
     def written() -> int:
         state = tmp_path / "set.partial" / "state.json"
         return json.loads(state.read_text())["parts"].get("train", {}).get("documents", 0) if state.exists() else 0
 
-    monkeypatch.setattr(c4, "json_documents", counted)
-    monkeypatch.setattr("fabrics.data.token_store.BLOCK_DOCUMENTS", 20)
+    monkeypatch.setattr(c4, "_read_shards", counted)
+    monkeypatch.setattr(token_store, "BLOCK_DOCUMENTS", 20)
     recipe = tokenize_c4.make_recipe(tokenize_c4.parse_arguments(options))
-    write_tokenised(tmp_path / "set", recipe)
+    tokenised(tmp_path / "set", recipe, cache=False)
     assert len(taken) == 580
     assert max(number - done for number, done in enumerate(taken)) < 20
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_documents_of_one_token_and_of_tens_of_thousands_train(make_c4, tmp_path, packing):
+def test_documents_of_one_token_and_of_tens_of_thousands_train(make_c4, tmp_path):
     texts = [*python_documents()[:120], "real text, many times over. " * 6_000, *["a", "b", "é", "東"] * 10]
     make_samples.write_shard(tmp_path / "c4-train.00000-of-00001.json.gz", texts)
     values = {"number_of_initial_trainers": 1, "number_of_inner_steps_between_outers": 3, "max_batch_size": 8}
     values |= {"batch_test_start": 1, "model_config": TINY_ARCHITECTURE}
-    config = make_c4(c4_local_path=tmp_path, data_sample_size=None, val_size=8, packing=packing, **values)
+    config = make_c4(c4_local_path=tmp_path, data_sample_size=None, val_size=8, **values)
     data, recorder = load_data(config), Recorder()
     cluster = Cluster(config, data)
     for evaluation in cluster.train(recorder).values():
         assert 1 < evaluation.metric < 600
     (report,) = recorder.rounds[0].reports.values()
     assert report.statistics.variance > 0
-    if packing:
-        assert len(data.train) > 700
-    else:
-        assert data.train.tokens(range(len(data.train))) <= 32 * len(data.train)
-        assert min(data.train.tokens([index]) for index in range(len(data.train))) == 2
+    assert len(data.train) > 700

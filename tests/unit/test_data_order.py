@@ -11,17 +11,15 @@ from hypothesis import strategies as st
 from fabrics.data.sampler import DataCursor, Subsets
 
 
-def cursors(trainers: int, examples: int, fraction: float | None = None) -> list[DataCursor]:
-    subsets = Subsets(5, examples, trainers, fraction)
+def cursors(trainers: int, examples: int) -> list[DataCursor]:
+    subsets = Subsets(5, examples, trainers)
     return [DataCursor(subsets, trainer) for trainer in range(trainers)]
 
 
-def drawn_by_hand(trainer: int, trainers: int, examples: int, fraction: float | None) -> list[int]:
-    """A window of numpy's permutation, as it is documented."""
+def drawn_by_hand(trainer: int, trainers: int, examples: int) -> list[int]:
+    """The trainer's part of the documented permutation."""
     permutation = np.random.default_rng([5, 1]).permutation(examples).tolist()
-    start, end = trainer * examples // trainers, (trainer + 1) * examples // trainers
-    size = end - start if fraction is None else round(fraction * examples)
-    return sorted((permutation * 2)[start : start + size])
+    return sorted(permutation[trainer * examples // trainers : (trainer + 1) * examples // trainers])
 
 
 def walked(cursor: DataCursor, count: int) -> list[int]:
@@ -31,8 +29,8 @@ def walked(cursor: DataCursor, count: int) -> list[int]:
 
 
 def reloaded(cursor: DataCursor) -> DataCursor:
-    """What is continued from a checkpoint."""
-    fresh = DataCursor(Subsets(0, 1), 0)
+    """The cursor of a resumed run."""
+    fresh = DataCursor(cursor._walk.subsets, 0)
     fresh.load_state_dict(json.loads(json.dumps(cursor.state_dict())))
     return fresh
 
@@ -41,24 +39,13 @@ def reloaded(cursor: DataCursor) -> DataCursor:
 
 
 @pytest.mark.parametrize(("trainers", "examples"), [(4, 100), (3, 100), (1, 7), (7, 50), (130, 300)])
-def test_default_subsets_are_a_random_partition(trainers, examples):
-    subsets = [cursor.subset for cursor in cursors(trainers, examples)]
-    assert sorted(np.concatenate(subsets).tolist()) == list(range(examples))
-    if trainers > 1:
-        assert subsets[0].tolist() != list(range(len(subsets[0])))
-
-
-@given(st.integers(1, 6), st.integers(6, 60), st.none() | st.floats(0.2, 1.0), st.sets(st.integers(0, 5), min_size=1))
-def test_subsets_are_windows_of_one_permutation(trainers, examples, fraction, chosen):
-    subsets = Subsets(5, examples, trainers, fraction)
-    chosen = {trainer % trainers for trainer in chosen}
-    expected = set()
-    for trainer in chosen:
-        own = drawn_by_hand(trainer, trainers, examples, fraction)
-        assert subsets.draw([trainer]).tolist() == own
-        expected |= set(own)
-    assert subsets.draw(chosen).tolist() == sorted(expected)
-    assert subsets.size(chosen) == len(expected)
+def test_subsets_are_parts_of_one_random_permutation(trainers, examples):
+    subsets = Subsets(5, examples, trainers)
+    drawn = [subsets.draw([trainer]).tolist() for trainer in range(trainers)]
+    assert drawn == [drawn_by_hand(trainer, trainers, examples) for trainer in range(trainers)]
+    assert sorted(np.concatenate(drawn)) == list(range(examples))
+    assert [subsets.size([trainer]) for trainer in range(trainers)] == [len(own) for own in drawn]
+    assert subsets.draw([0, trainers - 1]).tolist() == sorted({*drawn[0], *drawn[-1]})
 
 
 def test_a_trainer_without_data_is_an_error():
@@ -78,7 +65,7 @@ def test_an_epoch_sees_every_example_once_and_the_next_in_another_order():
 
 def test_the_order_is_numpys_for_seed_trainer_generation_and_epoch():
     cursor = cursors(3, 40)[1]
-    own = drawn_by_hand(1, 3, 40, None)
+    own = drawn_by_hand(1, 3, 40)
     for epoch in (0, 1):
         expected = np.random.default_rng([5, 2, 1, 0, epoch]).permutation(np.array(own))
         assert cursor.peek(epoch * len(own), len(own)).tolist() == expected.tolist()
@@ -93,13 +80,6 @@ def test_the_order_is_a_function_of_the_position_alone(size, steps):
     assert fresh.peek(0, sum(steps)).tolist() == stream
     assert fresh.peek(steps[0], sum(steps[1:])).tolist() == stream[steps[0] :]
     assert reloaded(walker).peek(0, 7).tolist() == walker.peek(0, 7).tolist()
-
-
-def test_the_order_differs_between_trainers_and_seeds():
-    orders = {
-        tuple(DataCursor(Subsets(seed, 30, 2, 1.0), trainer).peek(0, 30)) for seed in (1, 2) for trainer in (0, 1)
-    }
-    assert len(orders) == 4
 
 
 # Merges
@@ -117,37 +97,6 @@ def test_a_merge_at_half_an_epoch_walks_what_is_left_and_then_the_union():
     assert sorted(second) == list(range(100))
     assert sorted(walked(first, 100)) == list(range(100))
     assert second != first.peek(0, 100).tolist()
-
-
-def test_what_one_of_the_merged_has_seen_counts_as_seen():
-    first, second = cursors(2, 40, 1.0)
-    seen = {*walked(first, 15), *walked(second, 10)}
-    assert 15 < len(seen) < 25
-    first.unite([second])
-    assert sorted(walked(first, 40 - len(seen))) == sorted(set(range(40)) - seen)
-    assert sorted(walked(first, 40)) == list(range(40))
-
-
-def test_a_merge_of_trainers_with_the_same_data_begins_a_new_order():
-    first, second = cursors(2, 30, 1.0)
-    before = first.peek(0, 30).tolist()
-    first.unite([second])
-    assert sorted(first.peek(0, 30).tolist()) == sorted(before)
-    assert first.peek(0, 30).tolist() != before
-
-
-def test_a_merge_costs_the_same_however_many_came_before(monkeypatch):
-    first, *others = cursors(9, 900)
-    drawn = []
-    monkeypatch.setattr(Subsets, "mask", lambda *given, mask=Subsets.mask: drawn.append(1) or mask(*given))
-    walked(first, 10)
-    costs = []
-    for other in others:
-        drawn.clear()
-        first.unite([other])
-        walked(first, 10)
-        costs.append(len(drawn))
-    assert set(costs[1:]) == {costs[1]}
 
 
 class SeenSoFar:
@@ -182,10 +131,10 @@ events = st.lists(
 )
 
 
-@given(st.integers(2, 5), st.integers(5, 40), st.none() | st.floats(0.2, 1.0), events)
-def test_nothing_is_seen_twice_in_an_epoch_whenever_trainers_merge(trainers, examples, fraction, events):
-    """Also from a checkpoint at every moment, and with subsets that overlap."""
-    walks = cursors(trainers, examples, fraction)
+@given(st.integers(2, 5), st.integers(5, 40), events)
+def test_nothing_is_seen_twice_in_an_epoch_whenever_trainers_merge(trainers, examples, events):
+    """Also from a checkpoint at every moment."""
+    walks = cursors(trainers, examples)
     living = [(cursor, SeenSoFar(set(cursor.subset.tolist()))) for cursor in walks]
     views = Counter()
     for chosen, count, merge in events:
@@ -208,9 +157,8 @@ def test_nothing_is_seen_twice_in_an_epoch_whenever_trainers_merge(trainers, exa
         (example,) = walked(cursor, 1)
         expected.see(example)
         views[example] += 1
-    if fraction is None:
-        # At the end of an epoch that nobody was ahead of, everything has been seen equally often.
-        assert {views[example] for example in range(examples)} == {expected.epoch}
+    # At the end of an epoch that nobody was ahead of, everything has been seen equally often.
+    assert {views[example] for example in range(examples)} == {expected.epoch}
 
 
 @given(st.integers(2, 5), st.integers(10, 60), st.lists(st.floats(0, 1), min_size=10, max_size=10), st.integers(2, 3))

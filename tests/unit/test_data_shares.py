@@ -1,7 +1,5 @@
 """Non-IID data: which documents are in which share, and what cannot be divided."""
 
-import functools
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -12,20 +10,19 @@ import pytest
 from cluster import Cluster
 from configs.make_samples import write_code, write_imdb
 from fabrics.config_checks import CHECKS
-from fabrics.data.c4 import host, hub_source
+from fabrics.data.c4 import host
 from fabrics.data.dataset_loader import DATASETS, Dataset, load_data
-from fabrics.data.documents import DatasetError, Skipped, document_hash, python_documents
 from fabrics.data.examples import Chosen, PackedDocuments, TaskData
 from fabrics.data.partition import (
     Corpus,
     assign_documents,
     dirichlet_proportions,
     labels_by_cluster,
-    labels_by_origin,
     share_count,
     total_variation,
     whole_labels,
 )
+from fabrics.data.python_docs import python_documents
 from fabrics.data.token_store import TokenisedPart, encode
 from fabrics.data.tokenization import END_OF_TEXT, load_tokenizer
 from fabrics.pool.eval_tool import evaluate
@@ -145,10 +142,9 @@ def test_chosen_examples_are_those_of_others():
     assert Chosen(texts, np.array([2, 3, 0])).largest == 1
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_sources_are_files_and_no_example_is_of_two_shares(make_text, packing):
+def test_sources_are_files_and_no_example_is_of_two_shares(make_text):
     files = {f"{letter}.txt": letters(letter, 30) for letter in "abcdef"}
-    config = make_text(files, data_split="sources", number_of_initial_trainers=3, packing=packing)
+    config = make_text(files, data_split="sources", number_of_initial_trainers=3)
     data = load_data(config)
     owners = {}
     for share, texts in enumerate(texts_by_share(data)):
@@ -177,7 +173,7 @@ def test_iid_shares_are_of_equal_size_and_alike(make_text):
 
 def tokenised(texts: list[str], tokenizer) -> TokenisedPart:
     documents = encode(tokenizer, texts)
-    hashes = np.array([document_hash(text) for text in texts], dtype=np.uint64)
+    hashes = np.arange(len(texts), dtype=np.uint64)
     return TokenisedPart(np.concatenate(documents), np.cumsum([0, *map(len, documents)]), hashes)
 
 
@@ -237,24 +233,10 @@ def test_hosts_are_the_sources_of_c4(make_c4, tmp_path):
     assert {sum(own.values()) for own in kinds} == {1.0}
 
 
-@pytest.mark.parametrize("streaming", [True, False])
-def test_hosts_are_known_of_the_hubs_documents_and_no_more_is_read_than_has_to_be(c4_shards, streaming):
-    source = hub_source("en", streaming, str(c4_shards))
-    texts = [list(itertools.islice(read(Skipped()), 5)) for read in (source.train, source.validation)]
-    parts = [TokenisedPart(None, None, np.array(list(map(document_hash, own)), dtype=np.uint64)) for own in texts]
-    taken = []
-
-    def counted(read):
-        for document in read():
-            taken.append(document)
-            yield document
-
-    origins = [functools.partial(counted, read) for read in source.origins]
-    kinds = labels_by_origin(origins, *parts)
-    assert (kinds.names, kinds.train.tolist(), kinds.validation.tolist()) == (("example.org",), [0] * 5, [0] * 5)
-    assert [text for text, _ in taken] == texts[0] + texts[1]
-    with pytest.raises(DatasetError, match="5 of 10 tokenised documents"):
-        labels_by_origin(source.origins[::-1], TokenisedPart(None, None, parts[0].hashes), parts[1])
+def test_hosts_are_known_of_a_tokenised_set(make_c4, tokenised_c4):
+    config = make_c4(c4_tokenized_path=tokenised_c4, data_split="sources", number_of_initial_trainers=1)
+    (share,) = load_data(config).shares.record["shares"]
+    assert share["largest_labels"] == {"example.org": 1.0}
 
 
 def test_labels_are_the_sources_of_imdb(tmp_path):
@@ -335,10 +317,6 @@ def test_validation_is_on_the_same_examples_however_data_are_shared_out(make_tex
         ),
         ({"data_split": "sources", "data_shares": 3}, "data_shares: must be at least the 4 trainers, got 3"),
         (
-            {"data_split": "sources", "trainer_data_fraction": 0.5},
-            "trainer_data_fraction: must be null with data_split sources over trainers, whose shares are disjoint,",
-        ),
-        (
             {"validation_per_share": True},
             "validation_per_share: needs data that are in shares: another data_split than",
         ),
@@ -385,14 +363,6 @@ def test_data_that_cannot_be_shared_out_are_a_line(make_text, values, problem):
     config = make_text({f"{letter}.txt": letters(letter, 40) for letter in "ab"}, sequence_length=128, **values)
     with pytest.raises(ConfigError, match=problem):
         load_data(config)
-
-
-def test_a_tokenised_set_does_not_know_where_its_documents_come_from(make_c4, tokenised_c4):
-    config = make_c4(c4_tokenized_path=tokenised_c4, data_split="sources")
-    with pytest.raises(ConfigError, match=r"data_split: sources needs the origin .* dataset c4"):
-        load_data(config)
-    clusters = make_c4(c4_tokenized_path=tokenised_c4, data_split="clusters", number_of_initial_trainers=2)
-    assert len(load_data(clusters).shares.sizes) == 2
 
 
 def test_a_dataset_of_ones_own_without_documents_is_a_line():

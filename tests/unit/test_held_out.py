@@ -1,30 +1,28 @@
-"""The split into training and validation: what is held out, how much is read, and how much is kept."""
+"""The split into training and validation documents."""
 
 import itertools
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fabrics.data.documents import Skipped, Source, document_hash
-from fabrics.data.held_out import Hashes, split
+from fabrics.data.documents import Document, Skipped, Source, document_hash
+from fabrics.data.held_out import Parts, split
 from utils.config.schema import ConfigError
 
 TEXTS = [f"document {index} of some" for index in range(100)]
 
 
 def source(texts, validation=None) -> Source:
-    return Source(
-        "texts",
-        {},
-        lambda skipped: iter(texts),
-        None if validation is None else lambda skipped: iter(validation),
-    )
+    def reader(texts):
+        return lambda skipped: (Document(text, "") for text in texts)
+
+    return Source("texts", {}, reader(texts), None if validation is None else reader(validation))
 
 
-def texts_of(parts) -> tuple[list[str], list[str]]:
-    return [text for _, text in parts.train(Skipped())], [text for _, text in parts.validation(Skipped())]
+def texts_of(parts: Parts) -> tuple[list[str], list[str]]:
+    train, validation = ([document.text for document in part(Skipped())] for part in (parts.train, parts.validation))
+    return train, validation
 
 
 def test_documents_are_held_out_by_the_hash_of_their_text():
@@ -36,21 +34,16 @@ def test_documents_are_held_out_by_the_hash_of_their_text():
     assert set(texts_of(split(source(TEXTS[::-1]), None, 10))[1]) == set(validation)
 
 
-def test_one_document_in_twenty_is_held_out_by_default():
-    assert [len(part) for part in texts_of(split(source(TEXTS), None, None))] == [95, 5]
-    assert [len(part) for part in texts_of(split(source(TEXTS), 40, None))] == [40, 2]
-    assert [len(part) for part in texts_of(split(source(TEXTS[:3]), None, None))] == [2, 1]
-
-
-def test_by_default_no_more_than_500_documents_are_held_out():
-    texts = [f"text {index}" for index in range(12_000)]
-    train, validation = texts_of(split(source(texts), None, None))
-    assert (len(train), len(validation)) == (11_500, 500)
-    assert set(validation) == set(sorted(texts, key=document_hash)[:500])
-    assert len(texts_of(split(source(texts), 11_000, None))[1]) == 500
-    assert len(texts_of(split(source(texts), 11_000, 600))[1]) == 600
-    own = [f"validation {index}" for index in range(700)]
-    assert [texts_of(split(source(TEXTS, own), train, None))[1] for train in (None, 100)] == [own[:500], own[:5]]
+@pytest.mark.parametrize(
+    ("documents", "train_size", "expected"),
+    [(100, None, (95, 5)), (100, 40, (40, 2)), (3, None, (2, 1)), (12_000, None, (11_500, 500))],
+)
+def test_one_document_in_twenty_and_at_most_500_are_held_out_by_default(documents, train_size, expected):
+    texts = [f"text {index}" for index in range(documents)]
+    train, validation = texts_of(split(source(texts), train_size, None))
+    assert (len(train), len(validation)) == expected
+    pool = texts[: sum(expected)]
+    assert set(validation) == set(sorted(pool, key=document_hash)[: expected[1]])
 
 
 def test_the_source_is_read_once_to_choose_and_once_for_each_part():
@@ -59,7 +52,7 @@ def test_the_source_is_read_once_to_choose_and_once_for_each_part():
     def documents(skipped):
         passes.append(skipped)
         skipped.add("bad", "line 1")
-        yield from TEXTS
+        yield from (Document(text, "") for text in TEXTS)
 
     parts, skipped = split(Source("", {}, documents), 60, 10), Skipped()
     assert len(list(parts.validation(skipped))) == 10
@@ -70,28 +63,26 @@ def test_the_source_is_read_once_to_choose_and_once_for_each_part():
     assert skipped.counts == {"bad": 1}
 
 
-numbers = st.lists(st.sampled_from([0, 1, 2, 2**63, 2**64 - 2, 2**64 - 1]) | st.integers(0, 2**64 - 1), max_size=20)
-
-
-@given(numbers, numbers)
-def test_hashes_are_a_set_of_64_bit_numbers(members, others):
-    hashes = Hashes(np.array(members, dtype=np.uint64))
-    assert len(hashes) == len(set(members))
-    assert all((number in hashes) == (number in set(members)) for number in (*members, *others))
-    assert sorted(hashes.index(number) for number in set(members)) == list(range(len(hashes)))
-
-
-def test_only_as_much_is_read_as_is_needed():
+def test_only_as_much_is_read_as_is_needed_and_no_text_is_kept():
+    alive = set()
     read = []
+
+    class Text(str):
+        def __init__(self, text):
+            alive.add(id(self))
+
+        def __del__(self):
+            alive.discard(id(self))
 
     def documents(skipped):
         for index in itertools.count():
             read.append(index)
-            yield f"text {index}"
+            assert len(alive) <= 2
+            yield Document(Text(f"text {index}"), "")
 
-    parts = split(Source("endless", {}, documents), 30, 6)
-    assert [len(part) for part in texts_of(parts)] == [30, 6]
-    assert max(read) <= 36
+    parts = split(Source("endless", {}, documents), 300, 60)
+    assert sum(1 for _ in parts.train(Skipped())) == 300
+    assert max(read) <= 360
 
 
 @given(st.lists(st.sampled_from("abcdefghijkl"), min_size=8, max_size=40), st.integers(1, 3), st.booleans())
@@ -101,8 +92,8 @@ def test_no_text_is_in_both_parts_whatever_repeats(texts, val_size, own_validati
     validation = texts[: 2 * val_size] if own_validation else None
     skipped = Skipped()
     parts = split(source(texts, validation), None, val_size)
-    train = [text for _, text in parts.train(skipped)]
-    held_out = [text for _, text in parts.validation(Skipped())]
+    train = [document.text for document in parts.train(skipped)]
+    _, held_out = texts_of(parts)
     assert len(held_out) == val_size
     assert not set(train) & set(held_out)
     repeats = skipped.counts.get("the same text as a validation document", 0)
@@ -110,13 +101,13 @@ def test_no_text_is_in_both_parts_whatever_repeats(texts, val_size, own_validati
     assert len(train) + repeats + first == len(texts)
 
 
-def test_a_validation_part_of_its_own_is_used_from_its_beginning():
+def test_the_sources_own_validation_part_is_used_from_its_beginning():
     train, validation = texts_of(split(source(TEXTS, ["v1", "document 3 of some", "v2"]), 50, 2))
     assert validation == ["v1", "document 3 of some"]
     assert train == [text for text in TEXTS if text != "document 3 of some"][:50]
-    assert texts_of(split(source(TEXTS, ["v1", "v2"]), None, None))[1] == ["v1", "v2"]
-    assert texts_of(split(source(TEXTS, ["v1", "v2"]), 20, None))[1] == ["v1"]
-    assert texts_of(split(source(TEXTS, ["v1", "v2"]), 80, None))[1] == ["v1", "v2"]
+    own = [f"validation {index}" for index in range(700)]
+    assert [texts_of(split(source(TEXTS, own), size, None))[1] for size in (None, 100)] == [own[:500], own[:5]]
+    assert texts_of(split(source(TEXTS, own[:2]), 80, None))[1] == own[:2]
 
 
 @pytest.mark.parametrize(

@@ -445,7 +445,9 @@ def merged(**values) -> tuple[Trainer, torch.Tensor]:
     """Return a trainer that has absorbed another one, both after a round, and the weighted mean of their parameters."""
     config = make_config(INITIAL_BATCH_SIZE=4, sampling_method="none", **values)
     models = [use_torch_norms(tiny_llama(seed)) for seed in range(2)]
-    first, second = (make_trainer(model, config, EXAMPLES, 2, trainer_id=i) for i, model in enumerate(models))
+    first, second = (
+        make_trainer(model, config, EXAMPLES, 2, trainer_id=i, trainers=2) for i, model in enumerate(models)
+    )
     for trainer in (first, second):
         train(trainer, 1, 4)
         trainer.worker_group.refresh()

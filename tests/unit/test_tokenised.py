@@ -1,6 +1,5 @@
 """Tokenised documents on disk: content, interruption, damage, several programs at once."""
 
-import dataclasses
 import itertools
 import json
 import os
@@ -16,11 +15,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from configs.make_samples import write_c4, write_shard
+from fabrics.data import token_store
 from fabrics.data.c4 import local_source
-from fabrics.data.documents import DatasetError, Skipped, Source, document_hash, python_documents
+from fabrics.data.documents import DatasetError, Document, Skipped, Source, document_hash
 from fabrics.data.held_out import split
-from fabrics.data.token_store import Recipe, is_written, open_tokenised, write_tokenised
-from fabrics.data.tokenization import fingerprint, train_tokenizer, vocabulary_size
+from fabrics.data.python_docs import python_documents
+from fabrics.data.token_store import Recipe, encode, open_tokenised, tokenised
+from fabrics.data.tokenization import END_OF_TEXT, fingerprint, train_tokenizer, vocabulary_size
 from tests.support.programs import LIMIT_SECONDS, wait_until
 from utils.config.schema import ConfigError
 
@@ -32,74 +33,20 @@ def tokenizer():
     return train_tokenizer(python_documents()[:500], 500)
 
 
-def recipe(tokenizer, texts=None, train=1200, validation=60, read=None) -> Recipe:
+def source_of(texts=None, read=None) -> Source:
+    """Texts that come from two places in turn."""
     texts = python_documents() if texts is None else texts
-    source = Source("some texts", {"texts": len(texts)}, read or (lambda skipped: iter(texts)))
-    return Recipe(
-        arguments={"source": source.identity, "train_documents": train, "validation_documents": validation},
-        source=source.name,
-        parts=lambda: split(source, train, validation),
-        tokenizer=lambda parts: tokenizer,
-        details={"language": "en"},
-    )
+    documents = [Document(text, "é\neven" if number % 2 == 0 else "odd") for number, text in enumerate(texts)]
+    return Source("some texts", {"texts": len(texts)}, read or (lambda skipped: iter(documents)))
 
 
-@pytest.fixture(scope="module")
-def whole(tokenizer, tmp_path_factory):
-    """The content of a set that was written without interruption."""
-    folder = tmp_path_factory.mktemp("whole") / "set"
-    write_tokenised(folder, recipe(tokenizer))
-    return content(folder)
+def write(folder, tokenizer, texts=None, train=200, validation=20, read=None, cache=False):
+    recipe = Recipe(source_of(texts, read), train, validation, tokenizer=tokenizer)
+    return tokenised(folder, recipe, cache)
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def test_a_set_holds_every_token_of_every_document(tokenizer, tmp_path):
-    documents = write_tokenised(tmp_path / "set", recipe(tokenizer))
-    parts = split(Source("", {}, lambda skipped: iter(python_documents())), 1200, 60)
-    for part, expected in ((documents.train, parts.train), (documents.validation, parts.validation)):
-        items = list(expected(Skipped()))
-        assert len(part) == len(items)
-        for index, (number, text) in enumerate(items):
-            tokens = part.tokens[part.offsets[index] : part.offsets[index + 1]]
-            assert tokens.tolist() == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-            assert part.hashes[index] == number == document_hash(text)
-        assert part.offsets[-1] == len(part.tokens)
-    assert documents.train.tokens.dtype == np.uint16
-    assert fingerprint(documents.tokenizer) == fingerprint(tokenizer)
-    sizes = documents.metadata["parts"]["train"]
-    assert sizes == {
-        "documents": 1200,
-        "tokens": len(documents.train.tokens),
-        "longest_document": int(np.diff(documents.train.offsets).max()),
-    }
-    assert documents.metadata["language"] == "en"
-    assert documents.metadata["tokenizer"]["vocabulary"] == len(tokenizer)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["set"]
-
-
-@pytest.mark.parametrize("length", [2, 64, 100])
-def test_packing_loses_nothing_but_the_last_partial_sequence(tokenizer, tmp_path, length):
-    part = write_tokenised(tmp_path / "set", recipe(tokenizer, train=50)).train
-    packed = part.packed(length)
-    assert packed.shape == (len(part.tokens) // length, length)
-    assert packed.flatten().tolist() == part.tokens[: packed.size].tolist()
-    assert len(part.tokens) - packed.size < length
-    assert np.shares_memory(packed, part.tokens)
-    assert (
-        part.first(7).packed(length).flatten().tolist()
-        == packed.flatten()[: part.offsets[7] // length * length].tolist()
-    )
-
-
-def test_a_large_vocabulary_takes_four_bytes(tmp_path):
-    large = word_tokenizer(**{f"token{number}": number + 1 for number in range(2**16)})
-    documents = write_tokenised(tmp_path / "set", recipe(large, ["token65535 and more", "other", "third"], 2, 1))
-    assert documents.train.tokens.dtype == np.uint32
-    tokens = np.concatenate([documents.train.tokens, documents.validation.tokens])
-    assert tokens.max() == large.convert_tokens_to_ids("token65535") == 2**16
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def word_tokenizer(**vocabulary: int) -> PreTrainedTokenizerFast:
@@ -109,31 +56,64 @@ def word_tokenizer(**vocabulary: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
 
 
-def test_a_vocabulary_with_gaps_takes_as_many_bytes_as_its_largest_token(tmp_path):
-    gaps = word_tokenizer(one=1, far=70_000)
-    assert (len(gaps), vocabulary_size(gaps)) == (3, 70_001)
-    documents = write_tokenised(tmp_path / "set", recipe(gaps, ["far one far", "one one"], 1, 1))
+def test_a_set_holds_every_token_and_origin_of_every_document(tokenizer, tmp_path):
+    documents = write(tmp_path / "set", tokenizer)
+    parts = split(source_of(), 200, 20)
+    for part, expected in ((documents.train, parts.train), (documents.validation, parts.validation)):
+        items = list(expected(Skipped()))
+        assert len(part) == len(items)
+        assert part.read_origins() == [document.origin for document in items]
+        assert part.hashes.tolist() == [document_hash(document.text) for document in items]
+        assert part.first(7).read_origins() == [document.origin for document in items[:7]]
+        for index, document in enumerate(items):
+            tokens = part.tokens[part.offsets[index] : part.offsets[index + 1]]
+            assert tokens.tolist() == [*tokenizer(document.text)["input_ids"], tokenizer.eos_token_id]
+        assert part.offsets[-1] == len(part.tokens)
+    assert documents.train.tokens.dtype == np.uint16
+    assert fingerprint(documents.tokenizer) == fingerprint(tokenizer)
+    sizes = documents.metadata["parts"]["train"]
+    assert (sizes["documents"], sizes["tokens"]) == (200, len(documents.train.tokens))
+    assert sizes["longest_document"] == documents.train.lengths.max()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["set"]
+
+
+def test_special_tokens_that_a_text_spells_out_are_text(tokenizer):
+    text = f"before {END_OF_TEXT} after"
+    (tokens,) = encode(tokenizer, [text])
+    assert tokens.tolist().count(tokenizer.eos_token_id) == 1
+    assert tokenizer.decode(tokens[:-1]) == text
+
+
+@pytest.mark.parametrize("length", [2, 100])
+def test_packing_loses_nothing_but_the_last_partial_sequence(tokenizer, tmp_path, length):
+    part = write(tmp_path / "set", tokenizer, train=50).train
+    packed = part.packed(length)
+    assert packed.shape == (len(part.tokens) // length, length)
+    assert packed.flatten().tolist() == part.tokens[: packed.size].tolist()
+    assert np.shares_memory(packed, part.tokens)
+    beginning = part.tokens[: part.offsets[7] // length * length].tolist()
+    assert part.first(7).packed(length).flatten().tolist() == beginning
+
+
+@pytest.mark.parametrize(("largest", "dtype"), [(2**16 - 1, np.uint16), (2**16, np.uint32)])
+def test_the_largest_token_decides_the_bytes_of_all(tmp_path, largest, dtype):
+    """Vocabularies may have gaps."""
+    gaps = word_tokenizer(one=1, far=largest)
+    assert (len(gaps), vocabulary_size(gaps)) == (3, largest + 1)
+    documents = write(tmp_path / "set", gaps, ["far one far", "one one"], 1, 1)
+    assert documents.train.tokens.dtype == dtype
     tokens = sorted(documents.train.tokens.tolist() + documents.validation.tokens.tolist())
-    assert tokens == [0, 0, 1, 1, 1, 70_000, 70_000]
-    # As one that was written without a thought of gaps: whoever finds it must not read it.
-    (tmp_path / "set" / "metadata.json").write_text(
-        (tmp_path / "set" / "metadata.json").read_text().replace('"<u4"', '"<u2"')
-    )
-    for part in ("train", "validation"):
-        path = tmp_path / "set" / part / "tokens.bin"
-        np.fromfile(path, np.uint32).astype(np.uint16).tofile(path)
-    with pytest.raises(DatasetError, match="set: damaged: tokens of uint16 cannot hold the tokenizer's largest"):
-        open_tokenised(tmp_path / "set")
+    assert tokens == [0, 0, 1, 1, 1, largest, largest]
 
 
-@pytest.mark.parametrize("stop", [30, 170, 270])
-def test_an_interrupted_set_is_continued_to_the_same_bytes(tokenizer, tmp_path, stop, caplog, monkeypatch):
+@pytest.mark.parametrize(("stop", "done"), [(30, 0), (170, 160), (270, 260)])
+def test_an_interrupted_set_is_continued_to_the_same_bytes(tokenizer, tmp_path, stop, done, caplog, monkeypatch):
     """In blocks of 100 documents, of 60 for validation and 240 for training."""
-    monkeypatch.setattr("fabrics.data.token_store.BLOCK_DOCUMENTS", 100)
+    monkeypatch.setattr(token_store, "BLOCK_DOCUMENTS", 100)
     texts = python_documents()[:400]
-    write_tokenised(tmp_path / "whole", recipe(tokenizer, texts, 240))
+    write(tmp_path / "whole", tokenizer, texts, 240, 60)
 
-    class InterruptedError_(Exception):
+    class Stopped(Exception):
         pass
 
     passes = itertools.count()
@@ -141,61 +121,55 @@ def test_an_interrupted_set_is_continued_to_the_same_bytes(tokenizer, tmp_path, 
     def read(skipped):
         # The third pass over the source writes the training part; the second the validation part.
         last = next(passes) >= (1 if stop < 60 else 2)
-        for number, text in enumerate(texts):
+        for number, document in enumerate(source_of(texts).train(skipped)):
             if last and number == stop:
-                raise InterruptedError_
-            yield text
+                raise Stopped
+            yield document
 
-    with pytest.raises(InterruptedError_):
-        write_tokenised(tmp_path / "set", recipe(tokenizer, texts, 240, read=read))
+    with pytest.raises(Stopped):
+        write(tmp_path / "set", tokenizer, texts, 240, 60, read=read)
     assert not (tmp_path / "set").exists()
-    partial = tmp_path / "set.partial"
-    assert (partial / "state.json").exists()
     if stop > 100:
         # Half a block, as a machine that stopped in the middle of writing leaves it.
-        with (partial / "train" / "tokens.bin").open("ab") as file:
-            file.write(bytes(10**6))
+        for name in ("tokens.bin", "origins.jsonl"):
+            with (tmp_path / "set.partial" / "train" / name).open("ab") as file:
+                file.write(bytes(10**6))
     with caplog.at_level("INFO", "adloco.dataset"):
-        write_tokenised(tmp_path / "set", recipe(tokenizer, texts, 240))
-    done = {30: 0, 170: 160, 270: 260}[stop]
+        write(tmp_path / "set", tokenizer, texts, 240, 60)
     assert f"continuing an interrupted tokenisation after {done:,} documents" in caplog.text
     assert content(tmp_path / "set") == content(tmp_path / "whole")
-    assert not partial.exists()
+    assert not (tmp_path / "set.partial").exists()
 
 
-def test_what_another_recipe_left_unfinished_is_not_continued(tokenizer, tmp_path, whole):
-    partial = tmp_path / "set.partial"
-    write_tokenised(partial, recipe(tokenizer, train=700))
-    (partial / "state.json").write_text(json.dumps({"arguments": {"other": 1}, "parts": {}, "skipped": {}}))
-    write_tokenised(tmp_path / "set", recipe(tokenizer))
-    assert content(tmp_path / "set") == whole
+def test_what_another_recipe_left_unfinished_is_not_continued(tokenizer, tmp_path):
+    write(tmp_path / "whole", tokenizer)
+    write(tmp_path / "set.partial", tokenizer, train=100)
+    (tmp_path / "set.partial" / "state.json").write_text(json.dumps({"arguments": {"other": 1}, "parts": {}}))
+    write(tmp_path / "set", tokenizer)
+    assert content(tmp_path / "set") == content(tmp_path / "whole")
 
 
 def test_a_finished_set_is_not_made_again_and_not_overwritten(tokenizer, tmp_path):
-    write_tokenised(tmp_path / "set", recipe(tokenizer))
+    write(tmp_path / "set", tokenizer)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "set").rglob("*")}
 
     def unread(skipped):
         raise AssertionError("the source was read again")
 
-    write_tokenised(tmp_path / "set", recipe(tokenizer, read=unread))
+    write(tmp_path / "set", tokenizer, read=unread)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "set").rglob("*")} == before
-    with pytest.raises(ConfigError, match=r"set: holds a set .* \(train_documents: 1200 there, 1100 requested\)"):
-        write_tokenised(tmp_path / "set", recipe(tokenizer, train=1100))
+    with pytest.raises(ConfigError, match=r"set: holds a set .* \(train_documents: 200 there, 190 requested\)"):
+        write(tmp_path / "set", tokenizer, train=190)
     (tmp_path / "other").mkdir()
-    assert not is_written(tmp_path / "other", recipe(tokenizer))
     (tmp_path / "other" / "precious.txt").write_text("not ours")
     with pytest.raises(DatasetError, match="no tokenised set"):
-        write_tokenised(tmp_path / "other", recipe(tokenizer))
+        write(tmp_path / "other", tokenizer)
+    assert (tmp_path / "other" / "precious.txt").exists()
 
 
 def test_too_few_documents_leave_nothing_behind(tokenizer, tmp_path):
     with pytest.raises(ConfigError, match="data_sample_size: 90 documents are left for training beside 10"):
-        write_tokenised(tmp_path / "set", recipe(tokenizer, python_documents()[:100], 1000, 10))
-    own = Source("", {}, lambda skipped: iter(python_documents()[:700]), lambda skipped: iter(python_documents()[700:]))
-    late = dataclasses.replace(recipe(tokenizer), parts=lambda: split(own, 1000, 10))
-    with pytest.raises(ConfigError, match="data_sample_size: 700 documents are left for training beside 10"):
-        write_tokenised(tmp_path / "set", late)
+        write(tmp_path / "set", tokenizer, python_documents()[:100], 1000, 10)
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == []
 
 
@@ -203,10 +177,10 @@ def test_too_few_documents_leave_nothing_behind(tokenizer, tmp_path):
     ("damage", "message"),
     [
         (lambda folder: os.truncate(folder / "train" / "tokens.bin", 1000), "tokens.bin: damaged: 1000 bytes instead"),
-        (lambda folder: (folder / "validation" / "hashes.bin").unlink(), "hashes.bin: damaged: No such file"),
+        (lambda folder: (folder / "validation" / "origins.jsonl").unlink(), "origins.jsonl: damaged: No such file"),
         (lambda folder: (folder / "metadata.json").write_text("{"), "metadata.json: damaged: not JSON"),
-        (lambda folder: (folder / "metadata.json").write_text('{"format": 9}'), "not a tokenised set of format 1"),
-        (lambda folder: (folder / "metadata.json").write_text('{"format": 1}'), "damaged: KeyError"),
+        (lambda folder: (folder / "metadata.json").write_text('{"format": 9}'), "not a tokenised set of format 2"),
+        (lambda folder: (folder / "metadata.json").write_text('{"format": 2}'), "damaged: KeyError"),
         (lambda folder: (folder / "metadata.json").unlink(), "no tokenised set"),
         (lambda folder: shutil.rmtree(folder / "tokenizer"), "damaged: tokenizer: cannot load"),
         (
@@ -215,56 +189,87 @@ def test_too_few_documents_leave_nothing_behind(tokenizer, tmp_path):
         ),
     ],
 )
-def test_a_damaged_set_is_an_error_that_names_the_file(tokenizer, tmp_path, damage, message):
-    write_tokenised(tmp_path / "set", recipe(tokenizer, train=50, validation=5))
+def test_a_damaged_set_is_an_error_that_names_the_file_and_is_made_again_in_a_cache(
+    tokenizer, tmp_path, caplog, damage, message
+):
+    write(tmp_path / "set", tokenizer, train=50, validation=5)
+    before = content(tmp_path / "set")
     damage(tmp_path / "set")
     with pytest.raises(DatasetError, match=message):
         open_tokenised(tmp_path / "set")
+    write(tmp_path / "set", tokenizer, train=50, validation=5, cache=True)
+    assert "cached documents are damaged and will be made again" in caplog.text
+    assert content(tmp_path / "set") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
 
 
-def test_a_folder_that_cannot_be_written_is_an_error(tokenizer, tmp_path):
+def test_a_damaged_set_is_made_again_by_the_first_of_two_programs_alone(tokenizer, tmp_path, monkeypatch):
+    """Both find it damaged before either has begun."""
+    write(tmp_path / "set", tokenizer, train=50, validation=5, cache=True)
+    os.truncate(tmp_path / "set" / "train" / "tokens.bin", 10)
+    both_looked = threading.Barrier(2, timeout=LIMIT_SECONDS)
+    existing = token_store._existing
+    calls = threading.local()
+
+    def looked(*arguments):
+        found = existing(*arguments)
+        if not hasattr(calls, "first"):
+            calls.first = True
+            both_looked.wait()
+        return found
+
+    written = []
+    really = token_store._write
+    monkeypatch.setattr(token_store, "_existing", looked)
+    monkeypatch.setattr(token_store, "_write", lambda *arguments: written.append(1) or really(*arguments))
+    programs = [
+        threading.Thread(target=write, args=(tmp_path / "set", tokenizer, None, 50, 5, None, True)) for _ in range(2)
+    ]
+    for program in programs:
+        program.start()
+    for program in programs:
+        program.join(LIMIT_SECONDS)
+    assert written == [1]
+    assert len(open_tokenised(tmp_path / "set").train) == 50
+
+
+@pytest.mark.parametrize(("cache", "key"), [(True, "cache_dir"), (False, "--output_dir")])
+def test_a_folder_that_cannot_be_written_is_an_error(tokenizer, tmp_path, cache, key):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"set: cannot write .*file: File exists"):
-        write_tokenised(tmp_path / "file" / "set", recipe(tokenizer))
+    with pytest.raises(ConfigError, match=rf"{key}: cannot write .*file"):
+        write(tmp_path / "file" / "set", tokenizer, cache=cache)
 
 
-def test_who_finds_another_at_work_waits(tokenizer, tmp_path):
-    thread = threading.Thread(target=write_tokenised, args=(tmp_path / "set", recipe(tokenizer)))
+def test_a_program_waits_for_another_that_makes_the_same_set(tokenizer, tmp_path):
+    thread = threading.Thread(target=write, args=(tmp_path / "set", tokenizer))
     with FileLock(tmp_path / ".set.lock"):
         thread.start()
         thread.join(timeout=0.3)
         assert thread.is_alive()
         assert not (tmp_path / "set.partial").exists()
     thread.join(LIMIT_SECONDS)
-    assert len(open_tokenised(tmp_path / "set").train) == 1200
+    assert len(open_tokenised(tmp_path / "set").train) == 200
 
 
 # The script
 
 
 def command(tmp_path, tokenizer_folder, *arguments) -> list[str]:
-    return [
-        str(ROOT / "c4" / "tokenize_c4.py"),
-        "--model_name",
-        str(tokenizer_folder),
-        "--output_dir",
-        str(tmp_path / "set"),
-        *arguments,
-    ]
+    script = str(ROOT / "c4" / "tokenize_c4.py")
+    given = ["--model_name", str(tokenizer_folder), "--output_dir", str(tmp_path / "set"), "--input", str(tmp_path)]
+    return [script, *given, "--create_eval_split", *arguments]
 
 
 def test_two_programs_and_a_third_ask_for_the_same_set(programs, tmp_path, tokenizer_folder):
     write_c4(tmp_path, 1500, 60)
-    asked = command(
-        tmp_path, tokenizer_folder, "--input", str(tmp_path), "--data_sample_size", "1400", "--create_eval_split"
-    )
+    asked = command(tmp_path, tokenizer_folder, "--data_sample_size", "1400")
     both = [programs.start(*asked) for _ in range(2)]
     outputs = [program.communicate()[0] for program in both]
     assert [program.returncode for program in both] == [0, 0], outputs
     # One of them worked, the other waited.
     assert sum("tokenising train documents: 100%" in output for output in outputs) == 1
     third = programs.run(*asked)
-    assert "set: is complete already, nothing to do" in third.stdout
+    assert "tokenised before" in third.stderr
     documents = open_tokenised(tmp_path / "set")
     assert (len(documents.train), len(documents.validation)) == (1400, 60)
     assert f"{len(documents.train.tokens):,} tokens" in third.stdout
@@ -274,9 +279,7 @@ def test_two_programs_and_a_third_ask_for_the_same_set(programs, tmp_path, token
 def test_a_killed_program_is_continued_by_the_same_command(programs, tmp_path, tokenizer_folder):
     texts = [f"{number}: {text}" for number in range(6) for text in python_documents()[:4000]]
     write_shard(tmp_path / "c4-train.00000-of-00001.json.gz", texts)
-    asked = command(
-        tmp_path, tokenizer_folder, "--input", str(tmp_path), "--data_sample_size", "20000", "--create_eval_split"
-    )
+    asked = command(tmp_path, tokenizer_folder, "--data_sample_size", "20000")
     state = tmp_path / "set.partial" / "state.json"
     program = programs.start(*asked)
     wait_until(lambda: state.exists() and '"train"' in state.read_text(), "a first block", program)
@@ -285,8 +288,11 @@ def test_a_killed_program_is_continued_by_the_same_command(programs, tmp_path, t
     assert not (tmp_path / "set").exists()
     again = programs.run(*asked)
     assert "continuing an interrupted tokenisation after" in again.stderr
-    documents = open_tokenised(tmp_path / "set")
-    assert len(documents.train) == 20_000
+    train = open_tokenised(tmp_path / "set").train
     source = local_source(str(tmp_path), "en")
-    expected = [number for number, _ in split(source, 20_000, None).train(Skipped())]
-    assert documents.train.hashes.tolist() == expected
+    expected = [document.text for document in split(source, 20_000, None).train(Skipped())]
+    documents = open_tokenised(tmp_path / "set")
+    assert len(train) == 20_000
+    for index in (0, 9_999, 19_999):
+        tokens = train.tokens[train.offsets[index] : train.offsets[index + 1] - 1]
+        assert documents.tokenizer.decode(tokens) == expected[index]

@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from fabrics.data import tokenization
-from fabrics.data.documents import python_documents
+from fabrics.data.python_docs import python_documents
 from fabrics.data.tokenization import (
     END_OF_TEXT,
     describe,
@@ -48,7 +48,7 @@ def test_word_piece_is_berts():
 def test_the_same_documents_give_the_same_tokenizer_in_another_process(programs):
     """For both tasks; the other process has read the documents itself."""
     program = (
-        "from fabrics.data.documents import python_documents as d; from fabrics.data.tokenization import *; "
+        "from fabrics.data.python_docs import python_documents as d; from fabrics.data.tokenization import *; "
         "print(*(fingerprint(train_tokenizer(d()[:300], 500, task)) for task in ('causal_lm', 'classification')))"
     )
     assert programs.run("-c", program).stdout.split() == [

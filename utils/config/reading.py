@@ -36,6 +36,7 @@ IGNORED = {
     "memory_report_dir": "memory use is in memory_report in the run folder",
     "model_training_report_dir": "CSVs, summary and plots are in model_training_report in the run folder",
     "model_weights_dir": "models are in model_weights in the run folder",
+    "c4_streaming": "C4 on the hub is always read over the network",
     "task_name": "the ClearML task has the name of the run folder, which run_name sets",
     "real_device_ids": "logs name devices as PyTorch does; CUDA_VISIBLE_DEVICES and devices choose them",
 }

@@ -14,7 +14,6 @@ _START = (
     "training_seed",
     "number_of_initial_trainers",
     "INITIAL_BATCH_SIZE",
-    "trainer_data_fraction",
     "identical_initialisation",
     "need_to_reinit_output_layers",
     "single_seed",

@@ -195,17 +195,14 @@ class Data(Section):
         None,
         "Documents held out for validation; null: one in twenty, at most 500 (all that c4_tokenized_path holds out).",
     )
-    val_sequences: PositiveInt | None = key(10_000, "Most sequences an evaluation reads; null: no limit.")
     samples_per_class: PositiveInt | None = key(
         None,
         "Evaluation reviews per class; null: the size of the smaller class of the test part, or one in twenty without "
         "a test part.",
     )
     sequence_length: AtLeastTwo = key(
-        128, "Tokens per packed sequence; without packing, longer documents are cut to this length."
-    )
-    packing: bool = key(
-        True, "Join documents, separated by end-of-text, into full sequences; false: one padded document per sequence."
+        128,
+        "Tokens per sequence: documents are joined, separated by end-of-text, and cut; reviews are cut to this length.",
     )
     tokenizer: Name | None = key(
         None,
@@ -225,7 +222,6 @@ class Data(Section):
         None, "File, folder or glob of C4 shards (JSON lines, plain or gzip), without c4_tokenized_path."
     )
     c4_language: Name = key("en", "Configuration of allenai/c4 on the hub, read if neither path is given.")
-    c4_streaming: bool = key(True, "Read C4 over the network; false: download the shards that are needed.")
     imdb_local_path: Name | None = key(None, "The folder that aclImdb_v1.tar.gz unpacks to; null: the hub.")
 
     def check(self) -> list[str]:
@@ -240,11 +236,6 @@ class Data(Section):
 class DataSplit(Section):
     """Division of the data"""
 
-    trainer_data_fraction: Fraction | None = key(
-        None,
-        "Share of the training examples in each trainer's random subset; null: 1 / number_of_initial_trainers, "
-        "in disjoint subsets.",
-    )
     data_split: str = key(
         "iid", "How documents are divided: at random, by k-means over TF-IDF, by origin, or by Dirichlet proportions."
     )
