@@ -84,22 +84,19 @@ def layers(blocks: Sequence[Block]) -> list[list[Block]]:
     return list(found.values())
 
 
-def layer_fragments(blocks: Sequence[Block], count: int, order: str = "strided") -> list[Part | None]:
-    """Split a model into fragments of whole layers (Streaming DiLoCo, arXiv 2501.18512).
+def layer_fragments(blocks: Sequence[Block], count: int) -> list[Part | None]:
+    """Split a model into fragments of whole layers, strided (Streaming DiLoCo, arXiv 2501.18512).
 
-    Group 0 is everything outside layers, groups 1, 2, ... are the layers. Group g of G is in fragment g % count
-    ("strided") or g * count // G ("sequential").
+    Group 0 is everything outside layers, groups 1, 2, ... are the layers. Group g is in fragment g % count.
 
     Returns:
         The part of each fragment; None for the only one.
     """
     if count == 1:
         return [None]
-    groups = layers(blocks)
     parts: list[list[slice]] = [[] for _ in range(count)]
-    for number, group in enumerate(groups):
-        fragment = number % count if order == "strided" else number * count // len(groups)
-        parts[fragment] += [block.slice for block in group]
+    for number, group in enumerate(layers(blocks)):
+        parts[number % count] += [block.slice for block in group]
     return parts
 
 

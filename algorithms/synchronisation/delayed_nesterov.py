@@ -1,6 +1,5 @@
 """Delayed Nesterov: workers reach a server one by one, and momentum waits for several (arXiv 2401.09135)."""
 
-import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,7 +91,7 @@ class DelayedNesterov(Method):
         for worker in group.local_workers:
             if f"begun_{worker.index}" not in group.values:
                 worker.state["start"].copy_(group.shared["parameters"])
-        return sorted({group.clock.inner_steps, *(arrival.stop for arrival in self._round(group).arrivals)})
+        return sorted({group.clock.inner_steps, *(math.ceil(time) for time, _ in self._round(group).arrivals)})
 
     def _active_steps(
         self, own_steps: Mapping[int, int], inner_steps: int, values: Mapping[str, float], server_steps: Fraction
@@ -109,7 +108,7 @@ class DelayedNesterov(Method):
     def exchange(self, group: Group) -> None:
         step = group.clock.step
         legs = self._round(group)
-        order = [arrival.worker for arrival in legs.arrivals if arrival.stop == step]
+        order = [worker for time, worker in legs.arrivals if math.ceil(time) == step]
         if order:
             incoming = group.messages(tensors=1, through="server", senders=order)
             for worker in group.local_workers:
@@ -150,30 +149,12 @@ class DelayedNesterov(Method):
         forget(values, workers)
 
 
-@dataclass(frozen=True, order=True)
-class Arrival:
-    """A worker's arrival at the server.
-
-    Attributes:
-        time: of the last step of its leg, in inner steps of the round.
-        worker: its number.
-    """
-
-    time: Fraction
-    worker: int
-
-    @property
-    def stop(self) -> int:
-        """The first inner step of the round that is not earlier."""
-        return math.ceil(self.time)
-
-
 @dataclass(frozen=True)
 class Legs:
     """One worker's round.
 
     Attributes:
-        made: the time of each of its steps.
+        made: the time of each of its steps, in inner steps of the round.
         ends: the times of its arrivals.
         begun: steps of the current leg made by the end of the round.
         late: inner steps from then until its answer is there; negative: the fraction of the next step that is done.
@@ -196,36 +177,49 @@ class LegRound:
 
     Attributes:
         legs: of each worker, by number.
-        arrivals: by time, ties in worker order.
+        arrivals: (time, worker), by time, ties in worker order.
+        values: to remember after the round, by name.
     """
 
     legs: Mapping[int, Legs]
-    arrivals: tuple[Arrival, ...]
+    arrivals: list[tuple[Fraction, int]]
+    values: dict[str, float]
 
-    @property
-    def values(self) -> dict[str, float]:
-        """The values to remember of the workers after the round, by name."""
-        late = {f"late_{worker}": float(own.late) for worker, own in self.legs.items() if own.late}
-        return {f"begun_{worker}": own.begun for worker, own in self.legs.items()} | late
+
+def leg_round(
+    own_steps: Mapping[int, int],
+    inner_steps: int,
+    leg: int,
+    values: Mapping[str, float],
+    server_steps: Fraction = Fraction(0),
+) -> LegRound:
+    """Simulate the round of workers that arrive after every `leg` steps of their own, and wait for each answer.
+
+    Args:
+        own_steps: steps for which each worker has time in a round without waiting, at least 1, by number.
+        values: after the previous round; a worker without any begins a leg.
+        server_steps: inner steps of the round until the server has answered.
+    """
+    legs = {}
+    arrivals = []
+    after: dict[str, float] = {}
+    for worker, own in own_steps.items():
+        begun = int(values.get(f"begun_{worker}", 0))
+        late = Fraction(values.get(f"late_{worker}", 0.0)).limit_denominator(PRECISION)
+        found = legs[worker] = legs_of(own, inner_steps, leg, begun, late, server_steps)
+        arrivals += [(time, worker) for time in found.ends]
+        after[f"begun_{worker}"] = found.begun
+        if found.late:
+            after[f"late_{worker}"] = float(found.late)
+    return LegRound(legs, sorted(arrivals), after)
 
 
 def legs_of(
-    own_steps: int,
-    inner_steps: int,
-    leg: int,
-    begun: int = 0,
-    late: Fraction = Fraction(0),
-    server_steps: Fraction = Fraction(0),
+    own_steps: int, inner_steps: int, leg: int, begun: int, late: Fraction, server_steps: Fraction = Fraction(0)
 ) -> Legs:
-    """Simulate the round of a worker that arrives after every `leg` steps of its own, and waits for each answer.
+    """Simulate the round of one worker; begun and late as in `Legs`, after the previous round.
 
     It makes at least one step: if none is done in time, at the end of the round, for which it may have to hurry.
-
-    Args:
-        own_steps: steps for which there is time in a round without waiting, at least 1.
-        begun: see `Legs`, after the previous round.
-        late: likewise.
-        server_steps: inner steps of the round until the server has answered.
     """
     length = time_of(1, own_steps, inner_steps)
     time = late if late > 0 else late * length
@@ -243,35 +237,3 @@ def legs_of(
     # A step that is done in full would be one of the round that has ended.
     most = Fraction(1 - PRECISION, PRECISION)
     return Legs(tuple(made), tuple(ends), begun, over if over > 0 else max(over / length, most))
-
-
-def leg_round(
-    own_steps: Mapping[int, int],
-    inner_steps: int,
-    leg: int,
-    values: Mapping[str, float],
-    server_steps: Fraction = Fraction(0),
-) -> LegRound:
-    """Simulate the round of workers that arrive after every `leg` steps of their own.
-
-    Args:
-        own_steps: by number; see `legs_of`.
-        values: after the previous round; a worker without any begins a leg.
-    """
-    starts = tuple(
-        (worker, own, int(values.get(f"begun_{worker}", 0)), values.get(f"late_{worker}", 0.0))
-        for worker, own in own_steps.items()
-    )
-    return _leg_round(starts, inner_steps, leg, server_steps)
-
-
-@functools.lru_cache(maxsize=16)
-def _leg_round(
-    starts: tuple[tuple[int, int, int, float], ...], inner_steps: int, leg: int, server_steps: Fraction
-) -> LegRound:
-    legs = {
-        worker: legs_of(own, inner_steps, leg, begun, Fraction(late).limit_denominator(PRECISION), server_steps)
-        for worker, own, begun, late in starts
-    }
-    arrivals = [Arrival(time, worker) for worker, own in legs.items() for time in own.ends]
-    return LegRound(legs, tuple(sorted(arrivals)))

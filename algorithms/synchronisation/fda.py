@@ -1,4 +1,4 @@
-"""FDA: workers synchronise when an estimate of their variance says so (arXiv 2405.20988; FDA-Opt: 2505.04535)."""
+"""FDA: workers synchronise when an estimate of their variance says so (arXiv 2405.20988)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,24 +9,23 @@ import torch
 
 from algorithms.flat import inner_product, sketch
 from algorithms.synchronisation.group import Group
-from algorithms.synchronisation.method import OUTER_KEYS, Capabilities, Method
-from algorithms.synchronisation.outer_step import OUTER_STATE, AdaptiveParameters, outer_step
+from algorithms.synchronisation.method import Capabilities, Method
 
 
 @dataclass(frozen=True)
-class FDA(Method, AdaptiveParameters):
+class FDA(Method):
     """With p the last synchronised parameters and u_m = x_m - p, the workers' variance is mean |u_m|^2 - |mean u_m|^2.
     Every `check_every` inner steps it is estimated, and workers synchronise if it is above the threshold:
 
         linear   mean |u_m|^2 - (mean <xi, u_m>)^2, with xi the direction in which p moved last
         sketch   mean |u_m|^2 - |mean sketch(u_m)|^2 / (1 + error)
 
-    Then p = p + mean u_m, or the outer step of DiLoCo or FedOpt with D = -mean u_m (`outer`), and all continue from p.
-    Until p has moved, xi is 0, where the paper draws a random unit vector: one of n dimensions tells nothing.
+    Then p = p + mean u_m, and all continue from p. Until p has moved, xi is 0, where the paper draws a random unit
+    vector: one of n dimensions tells nothing.
 
     Without a threshold the first rounds synchronise at their end, and the threshold becomes the mean of the variances
-    there, that of round i with weight i^(1/3). Drifts follow the learning rate, the threshold does not: see
-    max_inner_steps.
+    there, that of round i with weight i^(1/3) (FDA-Opt, arXiv 2505.04535). Drifts follow the learning rate, the
+    threshold does not: see max_inner_steps.
 
     Attributes:
         threshold: of the variance; None: calibrated.
@@ -34,7 +33,6 @@ class FDA(Method, AdaptiveParameters):
         monitor: the estimate.
         check_every: inner steps between two checks.
         max_inner_steps: the most inner steps between two synchronisations; None: no limit.
-        outer: the outer step.
     """
 
     threshold: float | None = None
@@ -42,13 +40,18 @@ class FDA(Method, AdaptiveParameters):
     monitor: Literal["linear", "sketch"] = "linear"
     check_every: int = 1
     max_inner_steps: int | None = None
-    outer: Literal["mean", "nesterov", "adam", "adagrad", "yogi"] = "mean"
 
+    capabilities = Capabilities(
+        averages_copies=True,
+        copies=("synchronised",),
+        outer_keys=(),
+        one_exchange=False,
+        temporaries=1.0,
+        shards=True,
+    )
     keeps = "replica"
 
     def __post_init__(self):
-        super().__post_init__()
-        self.check_used(self.outer)
         if self.threshold is not None and not 0 <= self.threshold < float("inf"):
             raise ValueError(f"threshold: must be a number that is not negative, got {self.threshold}")
         if self.threshold is not None and self.calibrate is not None:
@@ -62,21 +65,8 @@ class FDA(Method, AdaptiveParameters):
             raise ValueError(f"check_every: must be at most max_inner_steps, {most}, got {self.check_every}")
 
     @property
-    def capabilities(self) -> Capabilities:
-        keys = {"mean": (), "nesterov": OUTER_KEYS}
-        return Capabilities(
-            averages_copies=True,
-            copies=("synchronised",),
-            outer_keys=keys.get(self.outer, ("learning_rate_for_outer_opt",)),
-            one_exchange=False,
-            temporaries=1.0,
-            shards=True,
-        )
-
-    @property
     def state(self) -> tuple[str, ...]:
-        direction = ("direction",) if self.monitor == "linear" else ()
-        return ("synchronised", *direction, *OUTER_STATE[self.outer])
+        return ("synchronised", "direction") if self.monitor == "linear" else ("synchronised",)
 
     def _calibrates(self, values: dict[str, float]) -> bool:
         return self.threshold is None and "threshold" not in values
@@ -130,7 +120,7 @@ class FDA(Method, AdaptiveParameters):
         if self._calibrates(group.values):
             self._calibrate(group, torch.sub(point, delta, out=parameters))
             parameters.copy_(point)
-        outer_step(self.outer, parameters, delta, shared, group.outer.learning_rate, group.outer.momentum, self)
+        parameters.sub_(delta)
         if "direction" in shared:
             distance = group.model.distance(parameters, point).item()
             if distance:

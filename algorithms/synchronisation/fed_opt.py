@@ -7,7 +7,7 @@ import torch
 
 from algorithms.synchronisation.group import Group, LocalWorker
 from algorithms.synchronisation.method import Capabilities, Method
-from algorithms.synchronisation.outer_step import OUTER_STATE, AdaptiveParameters, adaptive_step
+from algorithms.synchronisation.outer_step import AdaptiveParameters, adaptive_step
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class FedOpt(Method, AdaptiveParameters):
 
     @property
     def state(self) -> tuple[str, ...]:
-        return OUTER_STATE.get(self.server_optimizer, ())
+        return () if self.server_optimizer == "avg" else ("first_moment", "second_moment")
 
     def message(self, worker: LocalWorker, group: Group) -> torch.Tensor:
         return worker.pseudo_gradient(group.shared["parameters"])

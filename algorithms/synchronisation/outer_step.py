@@ -4,17 +4,12 @@ The pseudo-gradient is the mean over workers of (x - x_m): its negative is a des
 a gradient.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from algorithms.flat import Part, read_part, write_part
-
-_MOMENTS = ("first_moment", "second_moment")
-# The flat tensors that each outer step keeps.
-OUTER_STATE = {"mean": (), "nesterov": ("velocity",), "adam": _MOMENTS, "adagrad": _MOMENTS, "yogi": _MOMENTS}
 
 
 @torch.no_grad()
@@ -67,14 +62,6 @@ class AdaptiveParameters:
         if not 0 < self.tau < float("inf"):
             raise ValueError(f"tau: must be a positive number, got {self.tau}")
 
-    def check_used(self, kind: str) -> None:
-        """Raise ValueError if a parameter is set although this outer step is not adaptive."""
-        changed = [
-            each.name for each in dataclasses.fields(AdaptiveParameters) if getattr(self, each.name) != each.default
-        ]
-        if changed and OUTER_STATE[kind] is not _MOMENTS:
-            raise ValueError(f"{changed[0]}: must be left out with {kind}, which has none")
-
 
 @torch.no_grad()
 def adaptive_step(
@@ -111,22 +98,3 @@ def adaptive_step(
     # Rounding may have made v slightly negative.
     root = second.add(offset).clamp_min_(0.0).sqrt_()
     parameters.addcdiv_(first, root.add_(adaptive.tau), value=-lr)
-
-
-def outer_step(
-    kind: str,
-    parameters: torch.Tensor,
-    pseudo_gradient: torch.Tensor,
-    state: Mapping[str, torch.Tensor],
-    lr: float,
-    momentum: float,
-    adaptive: AdaptiveParameters,
-) -> None:
-    """Make the outer step of this kind, whose `OUTER_STATE` is in `state`; `mean` is x = x - pseudo_gradient."""
-    if kind == "mean":
-        parameters.sub_(pseudo_gradient)
-    elif kind == "nesterov":
-        nesterov_step(parameters, pseudo_gradient, state["velocity"], lr, momentum)
-    else:
-        first, second = (state[name] for name in _MOMENTS)
-        adaptive_step(kind, parameters, pseudo_gradient, first, second, lr, adaptive)

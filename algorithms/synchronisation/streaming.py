@@ -1,8 +1,10 @@
-"""Streaming DiLoCo: fragments of the model one after the other, each applied when it has arrived (arXiv 2501.18512)."""
+"""Streaming DiLoCo: fragments of the model one after the other, each applied when it has arrived (arXiv 2501.18512).
+
+The default values are from memory.
+"""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -20,26 +22,20 @@ class StreamingDiLoCo(Method):
 
     `delay` inner steps later (the last fragment's in the next round) it reaches the workers, which have continued:
 
-        mix       x_m,p = mixing x_m,p + (1 - mixing) x_p
-        progress  x_m,p = x_p + (x_m,p - x_m,p as it was sent)      (arXiv 2605.20866)
+        x_m,p = mixing x_m,p + (1 - mixing) x_p
 
-    `layer_fragments` says which layers are in which fragment. If P does not divide the H of a round,
-    (p + 1) H / P is rounded up. A fragment that is on its way arrives at the latest when it is sent again, and not at
-    all after a merge. The default values are from memory.
+    `layer_fragments` says which layers are in which fragment. If P does not divide the H of a round, (p + 1) H / P is
+    rounded up. A fragment that is on its way arrives at the latest when it is sent again, and not at all after a merge.
 
     Attributes:
         fragments: P.
         delay: inner steps between sending and arrival.
-        merge: how a worker merges a fragment with its own progress.
-        mixing: the weight of a worker's own parameters with merge "mix"; None: 0.5.
-        order: of the layers in the fragments.
+        mixing: the weight of a worker's own parameters.
     """
 
     fragments: int = 2
     delay: int = 1
-    merge: Literal["mix", "progress"] = "mix"
-    mixing: float | None = None
-    order: Literal["strided", "sequential"] = "strided"
+    mixing: float = 0.5
 
     keeps = "replica"
     state = ("velocity",)
@@ -49,18 +45,12 @@ class StreamingDiLoCo(Method):
             raise ValueError(f"fragments: must be a positive integer, got {self.fragments}")
         if self.delay < 0:
             raise ValueError(f"delay: must not be negative, got {self.delay}")
-        if self.mixing is not None and self.merge == "progress":
-            raise ValueError(f"mixing: must be null where merge is progress, got {self.mixing}")
-        if self.mixing is not None and not 0 <= self.mixing < 1:
+        if not 0 <= self.mixing < 1:
             raise ValueError(f"mixing: must be at least 0 and less than 1, got {self.mixing}")
 
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(one_exchange=False, temporaries=1.0, shards=True, problems=self._problems)
-
-    @property
-    def worker_state(self) -> tuple[str, ...]:
-        return ("offset",) if self.merge == "progress" else ()  # x_p - x_m,p as it was sent
 
     def _problems(self, inner_steps: int | None, workers: int | None, blocks: Sequence[Block] | None) -> list[str]:
         if blocks is not None:
@@ -76,7 +66,7 @@ class StreamingDiLoCo(Method):
         return []
 
     def _sent_after(self, inner_steps: int) -> list[int]:
-        """The inner step after which each fragment is sent."""
+        """Return the inner step after which each fragment is sent."""
         return [-(-number * inner_steps // self.fragments) for number in range(1, self.fragments + 1)]
 
     def stops(self, group: Group) -> Sequence[int]:
@@ -89,13 +79,15 @@ class StreamingDiLoCo(Method):
         step = group.clock.step
         inner_steps = group.clock.inner_steps
         arrives = group.values  # the inner step of the round after which a fragment on its way arrives
-        parts = layer_fragments(group.model.blocks, self.fragments, self.order)
+        parts = layer_fragments(group.model.blocks, self.fragments)
         for number, (part, sent) in enumerate(zip(parts, self._sent_after(inner_steps), strict=True)):
             name = f"fragment_{number}"
             if sent == step:
                 if name in arrives:  # the round was shorter than the delay
                     self._arrive(group, part)
-                self._send(group, part)
+                delta = group.pseudo_gradient(part, behind=self.delay)
+                if delta is not None:
+                    fragment_step(group.shared, part, delta, group.outer.learning_rate, group.outer.momentum)
                 arrives[name] = step + self.delay
             if arrives.get(name) == step:
                 self._arrive(group, part)
@@ -104,26 +96,11 @@ class StreamingDiLoCo(Method):
             for name in arrives:
                 arrives[name] -= inner_steps
 
-    def _send(self, group: Group, part: Part | None) -> None:
-        delta = group.pseudo_gradient(part, behind=self.delay)
-        if delta is None:
-            return
-        parameters = fragment_step(group.shared, part, delta, group.outer.learning_rate, group.outer.momentum)
-        if self.worker_state:
-            for worker in group.local_workers:
-                offset = worker.to_device(parameters) - read_part(worker.parameters, part)
-                write_part(worker.state["offset"], part, offset)
-
     def _arrive(self, group: Group, part: Part | None) -> None:
         shared = read_part(group.shared["parameters"], part)
         for worker in group.local_workers:
-            new = worker.to_device(shared)
             own = read_part(worker.parameters, part)
-            if self.merge == "mix":
-                new = torch.lerp(new, own, 0.5 if self.mixing is None else self.mixing)
-            elif self.delay:
-                new = own + read_part(worker.state["offset"], part)
-            write_part(worker.parameters, part, new)
+            write_part(worker.parameters, part, torch.lerp(worker.to_device(shared), own, self.mixing))
 
     def restarted(self, values: dict[str, float], workers: Collection[int] | None) -> None:
         if workers is None:

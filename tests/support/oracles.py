@@ -152,29 +152,25 @@ def fed_opt(problem: Problem, kind: str, lr: float, beta1=0.9, beta2=0.99, tau=1
     return history
 
 
-def fragment_indices(shapes, count: int, order: str = "strided") -> list[Vector]:
+def fragment_indices(shapes, count: int) -> list[Vector]:
     """Return the positions of every fragment.
 
-    A tensor's group is its name up to the first part that is a number; group 0 has the tensors without one. Group b of
-    B is in fragment b % P ("strided") or b P // B ("sequential").
+    A tensor's group is its name up to the first part that is a number; group 0 has the tensors without one. Group b is
+    in fragment b % P.
     """
     layers = [re.match(r"(?:[^.]*\.)*?\d+(?=\.|$)", name) for name, *_ in shapes]
     keys = ["" if layer is None else layer.group() for layer in layers]
     groups = ["", *dict.fromkeys(key for key in keys if key)]
     found = [[] for _ in range(count)]
     for key, (_, start, stop, _) in zip(keys, shapes, strict=True):
-        b = groups.index(key)
-        found[b % count if order == "strided" else b * count // len(groups)] += range(start, stop)
+        found[groups.index(key) % count] += range(start, stop)
     return [np.array(sorted(places), dtype=int) for places in found]
 
 
-def streaming_diloco(
-    problem: Problem, fragments: int, delay=1, mixing=0.5, merge="mix", order="strided", lr=0.7, momentum=0.9
-) -> History:
-    """Fragment p is sent after inner step (p + 1) H / P, and applied `delay` steps later (arXiv 2501.18512; merge
-    "progress": 2605.20866)."""
+def streaming_diloco(problem: Problem, fragments: int, delay: int, mixing: float, lr=0.7, momentum=0.9) -> History:
+    """Fragment p is sent after inner step (p + 1) H / P, and applied `delay` steps later (arXiv 2501.18512)."""
     interval = problem.inner_steps // fragments
-    places = fragment_indices(problem.shapes, fragments, order)
+    places = fragment_indices(problem.shapes, fragments)
     history, workers, phi, thetas = [], Workers(problem), problem.start.copy(), problem.starts()
     v = [0.0] * fragments
     in_flight = {}  # from the inner step after which it arrives to what was sent
@@ -184,15 +180,13 @@ def streaming_diloco(
             done = step + 1
             if done % interval == 0:
                 p = (done // interval - 1) % fragments
-                sent = [theta[places[p]].copy() for theta in thetas]
-                d = phi[places[p]] - problem.mean(sent)
+                d = phi[places[p]] - problem.mean([theta[places[p]] for theta in thetas])
                 phi[places[p]], v[p] = nesterov(phi[places[p]], d, v[p], lr, momentum)
-                in_flight[done + delay] = (p, phi[places[p]].copy(), sent)
+                in_flight[done + delay] = (p, phi[places[p]].copy())
             if done in in_flight:
-                p, new, sent = in_flight.pop(done)
-                for theta, before in zip(thetas, sent, strict=True):
-                    now = theta[places[p]]
-                    theta[places[p]] = mixing * now + (1 - mixing) * new if merge == "mix" else new + (now - before)
+                p, new = in_flight.pop(done)
+                for theta in thetas:
+                    theta[places[p]] = mixing * theta[places[p]] + (1 - mixing) * new
         history.append((phi.copy(), [theta.copy() for theta in thetas]))
     return history
 

@@ -28,8 +28,6 @@ VARIANTS = [
     ("FedOpt", {"synchronisation": {"server_optimizer": "avg"}}),
     ("SPARTA", {"synchronisation": {"share": 0.5, "every": 3}}),  # counts inner steps over rounds
     ("SPARTA", {"synchronisation": {"share": 0.5, "with_diloco": True}}),
-    ("FDA", {"synchronisation": {"outer": "nesterov"}}),
-    ("FDA", {"synchronisation": {"outer": "adam"}, "learning_rate_for_outer_opt": 0.03}),
     ("NoLoCo", {"synchronisation": {"momentum": 0.5}}),
     ("DiLoCo", {"inner_optimizer": "sgd"}),
     ("DiLoCo", {"inner_optimizer": "muon"}),

@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import re
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -117,9 +116,7 @@ def test_fed_opt(nodes, kind, parameters):
     ("nodes", "inner_steps", "parameters"),
     [
         (3, 4, {"fragments": 2, "delay": 1, "mixing": 0.25}),
-        (2, 6, {"fragments": 3, "delay": 1, "order": "sequential"}),
-        (2, 6, {"fragments": 2, "delay": 2, "merge": "progress"}),
-        (2, 2, {"fragments": 1, "delay": 0, "merge": "progress"}),
+        (2, 6, {"fragments": 3, "delay": 1, "mixing": 0.5}),
         (1, 3, {"fragments": 1, "delay": 2, "mixing": 0.0}),
     ],
 )
@@ -335,7 +332,7 @@ def averaging_at_every_step(problem):
 
 @pytest.mark.parametrize(
     ("method", "parameters"),
-    [("SPARTA", {"share": 1}), ("FDA", {"threshold": 0}), ("FDA", {"threshold": 0, "outer": "nesterov"})],
+    [("SPARTA", {"share": 1}), ("FDA", {"threshold": 0})],
 )
 def test_methods_that_average_at_every_step(method, parameters):
     assert_equals_oracle(
@@ -343,28 +340,7 @@ def test_methods_that_average_at_every_step(method, parameters):
         inner_steps=3,
         distributed_algo=method,
         synchronisation=parameters,
-        learning_rate_for_outer_opt=1.0,
-        outer_momentum=0.0,
     )
-
-
-_ADAPTIVE = {"beta1": 0.8, "beta2": 0.9, "tau": 0.01}
-
-
-@pytest.mark.parametrize(
-    ("oracle", "outer", "lr"),
-    [
-        (oracles.diloco, {"outer": "nesterov"}, 0.7),
-        *(
-            (partial(oracles.fed_opt, kind=kind, lr=0.03, **_ADAPTIVE), {"outer": kind} | _ADAPTIVE, 0.03)
-            for kind in ("adam", "adagrad", "yogi")
-        ),
-    ],
-)
-def test_fda_with_an_outer_step_is_its_method_over_longer_rounds(oracle, outer, lr):
-    values = {"threshold": 1e9, "max_inner_steps": 4} | outer
-    trainer = trainer_of(distributed_algo="FDA", synchronisation=values, learning_rate_for_outer_opt=lr)
-    assert_same(history_of(trainer, 4, 2)[1::2], oracle(problem_of(trainer_of(), 2, 4)))
 
 
 def test_noloco_with_all_workers_in_one_group_is_heavy_ball():
@@ -418,19 +394,6 @@ def test_a_fragment_under_way_arrives_in_the_next_round_however_long_that_is():
     assert all(torch.equal(other[piece], trainer.parameters[piece]) for piece in parts[0])
 
 
-def test_a_new_worker_starts_from_the_shared_parameters_while_a_fragment_is_under_way():
-    parameters = {"fragments": 2, "delay": 1, "merge": "progress"}
-    trainer = trainer_of(2, distributed_algo="StreamingDiLoCo", synchronisation=parameters)
-    train(trainer, 1, 4)
-    assert trainer.workers[0].state["offset"].abs().max() > 1e-3
-    trainer.assign_nodes(tuple(Node(index, CPU, 64) for index in range(3)))
-    assert torch.equal(trainer.workers[2].state[COPY], trainer.parameters)
-    train(trainer, 1, 4)
-    shared = trainer.parameters
-    apart = [((worker.state[COPY] - shared).norm() / shared.norm()).item() for worker in trainer.workers.values()]
-    assert apart[2] < 2 * max(apart[:2]) < 0.5
-
-
 def test_a_worker_that_a_checkpoint_does_not_know_starts_from_its_shared_parameters():
     saved, resumed = (trainer_of(nodes, distributed_algo="StreamingDiLoCo") for nodes in (2, 3))
     train(saved, 1, 4)
@@ -457,7 +420,7 @@ def merged(**values) -> tuple[Trainer, torch.Tensor]:
 
 
 def test_a_merge_drops_what_is_under_way():
-    parameters = {"fragments": 2, "delay": 1, "merge": "progress"}
+    parameters = {"fragments": 2, "delay": 1}
     trainer, expected = merged(distributed_algo="StreamingDiLoCo", synchronisation=parameters)
     assert trainer.worker_group.values == {}
     for worker in trainer.workers.values():
@@ -465,8 +428,7 @@ def test_a_merge_drops_what_is_under_way():
 
 
 def test_fda_continues_from_the_merged_parameters():
-    parameters = {"threshold": 1e9, "outer": "nesterov"}
-    trainer, expected = merged(distributed_algo="FDA", synchronisation=parameters)
+    trainer, expected = merged(distributed_algo="FDA", synchronisation={"threshold": 1e9})
     torch.testing.assert_close(trainer.parameters, expected)
     for own in (trainer.shared["synchronised"], *(worker.state[COPY] for worker in trainer.workers.values())):
         assert torch.equal(own, trainer.parameters)
@@ -690,8 +652,6 @@ def test_the_linear_estimate_is_never_below_the_variance_and_the_sketch_hardly_e
         ("StreamingDiLoCo", {"delay": -1}, "delay: must not be negative, got -1"),
         ("StreamingDiLoCo", {"delay": 6}, "delay: must be less than number_of_inner_steps_between_outers / fragments"),
         ("StreamingDiLoCo", {"mixing": 1.0}, "mixing: must be at least 0 and less than 1, got 1.0"),
-        ("StreamingDiLoCo", {"merge": "progress", "mixing": 0.5}, "mixing: must be null where merge is progress"),
-        ("StreamingDiLoCo", {"order": "random"}, "order: should be 'strided' or 'sequential', got 'random'"),
         ("NoLoCo", {"group": 1}, "group: must be at least 2, got 1"),
         ("NoLoCo", {"consensus": -0.1}, "consensus: must be a number that is not negative, got -0.1"),
         ("NoLoCo", {"momentum": float("nan")}, "momentum: must be at least 0 and less than 1, got nan"),
@@ -707,7 +667,7 @@ def test_the_linear_estimate_is_never_below_the_variance_and_the_sketch_hardly_e
         ("SPARTA", {"every": 0}, "every: must be a positive number of inner steps, got 0"),
         ("FDA", {"threshold": float("inf")}, "threshold: must be a number that is not negative, got inf"),
         ("FDA", {"threshold": 1, "calibrate": 2}, "calibrate: must be null with a threshold, got 2"),
-        ("FDA", {"tau": 0.1}, "tau: must be left out with mean, which has none"),
+        ("FDA", {"monitor": "exact"}, "monitor: should be 'linear' or 'sketch', got 'exact'"),
         ("FDA", {"check_every": 9, "max_inner_steps": 8}, "check_every: must be at most max_inner_steps, 8, got 9"),
         ("LoCoDL", {"density": 1.5}, "density: must be larger than 0 and at most 1, got 1.5"),
     ],

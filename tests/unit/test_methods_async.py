@@ -14,7 +14,7 @@ from algorithms.nodes.balance import turns
 from algorithms.nodes.traffic import Link
 from algorithms.nodes.virtual_clock import Clocks, Sending
 from algorithms.synchronisation.decoupled import Answered, Sent, Server, fragment_round
-from algorithms.synchronisation.delayed_nesterov import Arrival, leg_round, legs_of
+from algorithms.synchronisation.delayed_nesterov import leg_round, legs_of
 from algorithms.synchronisation.group import Event
 from fabrics.config_checks import CHECKS
 from fabrics.training.worker import COPY
@@ -50,14 +50,10 @@ OWN = [8, 8, 4, 2]  # floor(8 speed)
 def test_arrivals_of_a_round(own, inner_steps, leg, begun, expected):
     values = {f"begun_{worker}": steps for worker, steps in enumerate(begun)}
     found = leg_round(dict(enumerate(own)), inner_steps, leg, values)
-    assert [(arrival.time, arrival.worker) for arrival in found.arrivals] == expected
+    assert found.arrivals == expected
     assert [own.active_steps for own in found.legs.values()] == [turns(each, inner_steps) for each in own]
     total = [before + each for before, each in zip(begun, own, strict=True)]
     assert found.values == {f"begun_{worker}": made % leg for worker, made in enumerate(total)}
-
-
-def test_a_worker_arrives_at_the_first_stop_that_is_not_earlier():
-    assert [arrival.stop for arrival in leg_round({0: 5, 1: 3}, 5, 1, {}).arrivals] == [1, 2, 2, 3, 4, 4, 5, 5]
 
 
 @pytest.mark.parametrize(
@@ -151,9 +147,9 @@ def test_the_table_of_the_page_of_methods(quorum, grace, expected):
     assert {stop: "".join(map(str, each.weights)) for stop, each in found.items() if stop <= 16} == expected
     assert quorum < 3 or found[16].weights == {0: 32**2 / 16, 1: 16**2 / 8, 2: 8**2 / 4}
     first = leg_round(dict(enumerate(own)), 12, 4, {})
-    assert [(arrival.stop, arrival.worker) for arrival in first.arrivals] == [(4, 0), (8, 0), (8, 1), (12, 0)]
+    assert first.arrivals == [(4, 0), (8, 0), (8, 1), (12, 0)]
     second = leg_round(dict(enumerate(own)), 12, 4, first.values)
-    assert second.arrivals[:3] == tuple(Arrival(Fraction(4), worker) for worker in range(3))
+    assert second.arrivals[:3] == [(4, 0), (4, 1), (4, 2)]
 
 
 def test_the_row_of_the_page_with_a_link():
@@ -162,7 +158,7 @@ def test_the_row_of_the_page_with_a_link():
     for begins in (0, 12):
         legs = leg_round({0: 12, 1: 6, 2: 3}, 12, 4, values, Fraction(2))
         values = legs.values
-        found += [(begins + arrival.stop, arrival.worker) for arrival in legs.arrivals]
+        found += [(begins + time, worker) for time, worker in legs.arrivals]
     assert found == [(4, 0), (8, 1), (10, 0), (16, 0), (16, 2), (18, 1), (22, 0)]
 
 
