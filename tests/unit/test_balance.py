@@ -40,7 +40,7 @@ def test_shares_of_a_batch_by_hand(examples, shares, seconds):
     assert last(shares, SPEEDS) == seconds
 
 
-def test_shares_do_not_depend_on_the_unit_of_speed_and_equal_speeds_have_equal_shares():
+def test_shares_depend_only_on_ratios_of_speeds():
     assert batch_shares(33, (3.0,) * 3) == (11, 11, 11)
     assert batch_shares(35, (3.0,) * 3) == (12, 12, 11)
     assert batch_shares(44, tuple(1e3 * speed for speed in SPEEDS)) == (16, 16, 8, 4)
@@ -58,7 +58,7 @@ def test_no_other_shares_finish_earlier(speeds, more):
     assert last(shares, speeds) == min(last(other, speeds) for other in others if sum(other) == total)
 
 
-def test_every_node_has_its_own_max_batch_and_switches_by_itself():
+def test_every_node_switches_by_its_own_max_batch():
     # 44 examples as 16, 16, 8 and 4; the second and the last node run 4 at a time.
     plans = execution_plans("threshold_switch_mode", 44, [16, 4, 16, 4], 2, SPEEDS)
     assert plans == [ExecutionPlan(parts) for parts in ((16,), (4, 4, 4, 4), (8,), (4,))]

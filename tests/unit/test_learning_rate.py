@@ -52,10 +52,10 @@ def test_warm_up_is_linear_in_tokens_and_the_slower_counts():
     assert both == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
 
 
-def test_progress_is_shared_out_over_the_steps():
+def test_progress_is_spread_evenly_over_the_steps():
     assert factors(name="linear") == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6])
 
 
-def test_eta_goes_along_a_line_to_its_end():
+def test_eta_is_linear_in_progress():
     assert [eta_during(2.0, 0.5, progress) for progress in (0.0, 0.5, 1.0)] == [2.0, 1.25, 0.5]
     assert eta_during(2.0, None, 0.7) == 2.0

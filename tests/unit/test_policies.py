@@ -1,4 +1,4 @@
-"""Merge policies: tables of numbers."""
+"""Merge policies, by hand and by invariants."""
 
 import pytest
 from hypothesis import given
@@ -38,7 +38,7 @@ def test_best_with_worst(requests, count, representative, weights):
 
 
 @given(st.dictionaries(st.integers(0, 50), st.integers(1, 10_000), min_size=2, max_size=12), st.integers(2, 5))
-def test_a_merge_plan_is_a_weighted_average_led_by_its_largest(requests, count):
+def test_a_merge_is_a_weighted_average_with_the_largest_as_representative(requests, count):
     for policy in (worst_with_worst, best_with_worst):
         plan = policy(requests, count)
         assert len(plan.weights) == min(count, len(requests))
@@ -64,5 +64,5 @@ def test_an_impossible_merge_is_refused(policy, requests, count):
         (0, {0: 1.5, 1: -0.5}, "has weights {0: 1.5, 1: -0.5}, which must not be negative and sum to 1"),
     ],
 )
-def test_what_is_no_merge_says_so(representative, weights, problem):
+def test_a_plan_that_is_no_merge_names_the_problem(representative, weights, problem):
     assert MergePlan(representative, weights).problem([0, 1, 2]) == problem

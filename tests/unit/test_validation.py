@@ -1,4 +1,4 @@
-"""Validation is shared out over the workers, each on its own device, and is the same whoever does it."""
+"""Validation is divided among the workers, and does not depend on who evaluates what."""
 
 import copy
 
@@ -15,8 +15,8 @@ from trainers import Trainer
 from utils.distributed.processes import LocalProcesses
 
 
-def test_every_device_evaluates_the_share_of_its_workers(monkeypatch):
-    """The devices differ in name only here."""
+def test_every_device_evaluates_the_batches_of_its_workers(monkeypatch):
+    """The two devices are the same CPU under two names."""
     data, module, elsewhere = tiny_data(validation=40), tiny_llama(vocab_size=300), torch.device("cpu", 0)
     working = {CPU: FlatModel(copy.deepcopy(module), CPU), elsewhere: FlatModel(copy.deepcopy(module), elsewhere)}
     config, begun = make_config(), []
