@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from fabrics.sharding.shard_layout import ShardLayout
 from tests.support.helpers import without_privileges
 from tests.support.threads import together
 from utils.checkpoint import checkpoint, tensor_file
 from utils.checkpoint.checkpoint import Checkpoint, CheckpointError, Checkpoints, newest_checkpoint
-from utils.checkpoint.tensor_file import FilePart, whole, write_parts
+from utils.checkpoint.tensor_file import FilePart, write_parts
 from utils.distributed.processes import LocalProcesses
 
 ALONE = LocalProcesses([torch.device("cpu")], 1)
@@ -62,26 +62,6 @@ def test_a_checkpoint_is_read_bit_for_bit(checkpoints, folder, warnings):
     assert (path / "config.yaml").read_text() == "ETA: 1\n"
     with pytest.raises(CheckpointError, match="cannot read velocity of trainer_0"):
         found.read("trainer_0", "velocity")
-
-
-def test_a_file_has_the_bytes_that_safetensors_would_write(tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    mixed = {
-        "large": torch.randn(1 << 20, generator=generator),
-        "double": torch.randn(3, 2, generator=generator, dtype=torch.float64),
-        "turned": torch.randn(4, 3, generator=generator).T,
-        "half": torch.randn(5, generator=generator).bfloat16(),
-        "scalar": torch.tensor(3.0),
-        "indices": torch.arange(7),
-        "flags": torch.tensor([True, False]),
-        "bytes": torch.arange(3, dtype=torch.uint8),
-        "nothing": torch.zeros(0),
-    }
-    write_parts(tmp_path / "ours", {name: whole(tensor) for name, tensor in mixed.items()})
-    save_file({name: tensor.contiguous() for name, tensor in mixed.items()}, tmp_path / "theirs")
-    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
-    read = load_file(tmp_path / "ours")
-    assert all(torch.equal(read[name], tensor) for name, tensor in mixed.items())
 
 
 def test_the_newest_checkpoints_are_kept(checkpoints, folder):
@@ -225,7 +205,14 @@ def layout_of(devices: int) -> ShardLayout:
 def whole_group(seed: int) -> dict[str, torch.Tensor]:
     """Return what a single process has: flat tensors of three types, zeros in gaps, and elements of all devices."""
     layout, generator = layout_of(1), torch.Generator().manual_seed(seed)
-    found = {"step": torch.tensor(3.0), "steps": torch.arange(4), "none": torch.zeros(0)}
+    found = {
+        "step": torch.tensor(3.0),
+        "steps": torch.arange(4),
+        "none": torch.zeros(0),
+        "flags": torch.tensor([True, False]),
+        "bytes": torch.arange(3, dtype=torch.uint8),
+        "table": torch.randn(4, 3, generator=generator),
+    }
     for name, dtype in (("parameters", torch.float32), ("moment", torch.bfloat16), ("wide", torch.float64)):
         flat = torch.zeros(layout.whole_size, dtype=dtype)
         for block in layout.wholes:
@@ -247,7 +234,7 @@ def parts_of(group: dict[str, torch.Tensor], index: int, devices: int) -> dict[s
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 8])
 @pytest.mark.parametrize("at_once", [5, 10**6])
-def test_a_file_written_in_parts_has_the_bytes_of_one_written_whole(tmp_path, monkeypatch, devices, at_once):
+def test_a_file_written_in_parts_has_the_bytes_that_safetensors_writes(tmp_path, monkeypatch, devices, at_once):
     """In any order, and however few bytes the system takes at once."""
     pwrite = os.pwrite
     monkeypatch.setattr(tensor_file.os, "pwrite", lambda file, data, at: pwrite(file, data[:at_once], at))

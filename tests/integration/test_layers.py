@@ -152,16 +152,6 @@ def test_what_is_written_and_what_is_shown_meet_in_the_run_folder_alone():
             assert not any(name.startswith(f"training_logs.{other}") for name in found), file
 
 
-def test_the_check_sees_a_wrong_arrow_and_an_impurity():
-    assert wrong_arrows("algorithms", "def f():\n    from trainers import Trainer") == {"trainers"}
-    assert wrong_arrows("trainers", "import cluster") == {"cluster"}
-    assert wrong_arrows("run", "from benchmarks.compare import runs") == {"benchmarks"}
-    assert impurities("from torch import distributed") == {"torch.distributed"}
-    assert impurities("import logging") == {"logging"}
-    assert impurities("import numpy as np") == {"numpy"}
-    assert methods_named("if name == 'LocalSGD': ...  # not AdLoCo, not DiLoCo") == {"LocalSGD": 1, "DiLoCo": 1}
-
-
 @pytest.mark.parametrize("command", ["log_processor", "training_monitoring"])
 def test_what_reports_and_draws_beside_a_run_starts_without_pytorch(programs, command):
     program = f"import sys, training_logs.{command}; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"

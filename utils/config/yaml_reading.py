@@ -1,6 +1,6 @@
 """YAML from people, perhaps from strangers: it cannot run code, crash the process or fill its memory."""
 
-import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from utils.config.schema import ConfigError
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _MOST_LEVELS = 100
-_MOST_CHARACTERS = 1_000_000
+_MOST_CHARACTERS = 10_000_000  # where all aliases are expanded
 
 
 def read_mapping(path: Path) -> dict:
@@ -41,72 +41,54 @@ def yaml_value(text: str) -> Any:
     """Return the value of a YAML document; unlike in PyYAML, a key given twice in a mapping is an error.
 
     Raises:
-        yaml.YAMLError: it is not valid YAML, has a key twice, is nested too deeply, or becomes too large where its
-            aliases are expanded.
+        yaml.YAMLError: it is not valid YAML, has a key twice, is nested too deeply, or has too many aliases.
     """
-    _refuse_deep_nesting(text)
-    loader = _Loader(text)
+    _check(text)
     try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _check(node, {})
-        return loader.construct_document(node)
+        return yaml.load(text, _Loader)
     except (ValueError, LookupError, AttributeError) as error:  # such as the date 2026-02-31 or !!bool maybe
         raise yaml.YAMLError(f"a value is not of its type: {error}") from None
-    finally:
-        loader.dispose()
 
 
-def _refuse_deep_nesting(text: str) -> None:
-    """Check before nodes are built, which takes recursive calls in C: these can overflow the stack."""
-    level = 0
+@dataclass
+class _Collection:
+    """A list or mapping that is being read; keys: of a mapping, None of a list."""
+
+    keys: set[str] | None
+    anchored: bool
+    children: int = 0  # keys count as well
+
+
+def _check(text: str) -> None:
+    """Check events before values are made of them, which takes recursive calls that can overflow the stack."""
+    open_collections: list[_Collection] = []
+    aliases = 0
     for event in yaml.parse(text, _Loader):
-        if isinstance(event, yaml.CollectionStartEvent):
-            level += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            level -= 1
-        if level > _MOST_LEVELS:
-            raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=event.start_mark)
-
-
-def _check(node: yaml.Node, known: dict[int, tuple[float, float]]) -> tuple[float, float]:
-    """Refuse repeated keys, and aliases that expand to too much.
-
-    Merges (`<<`) are not done yet: afterwards a mapping may have given a merged key again.
-
-    Args:
-        node: the root of what is checked.
-        known: results by the id of a node, to which several aliases may refer.
-
-    Returns:
-        The characters and the levels of the node with its aliases expanded; infinite inside the node itself.
-    """
-    if id(node) in known:
-        return known[id(node)]
-    known[id(node)] = (math.inf, math.inf)
-    characters = 1.0
-    levels = 0.0
-    if isinstance(node, yaml.ScalarNode):
-        characters += len(node.value)
-    else:
-        children = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
-        if isinstance(node, yaml.MappingNode):
-            _refuse_repeated_keys(node)
-        found = [_check(child, known) for child in children]
-        characters += sum(count for count, _ in found)
-        levels = 1.0 + max((level for _, level in found), default=0.0)
-    if characters > _MOST_CHARACTERS or levels > _MOST_LEVELS:
-        raise yaml.MarkedYAMLError(problem="too large where aliases are expanded", problem_mark=node.start_mark)
-    known[id(node)] = (characters, levels)
-    return characters, levels
-
-
-def _refuse_repeated_keys(mapping: yaml.MappingNode) -> None:
-    keys = set()
-    for key, _ in mapping.value:
-        if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+        if isinstance(event, yaml.CollectionEndEvent):
+            open_collections.pop()
+        if not isinstance(event, yaml.NodeEvent):
             continue
-        if key.value in keys:
-            raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
-        keys.add(key.value)
+        if open_collections:
+            parent = open_collections[-1]
+            if parent.keys is not None and parent.children % 2 == 0:
+                _add_key(event, parent.keys)
+            parent.children += 1
+        if isinstance(event, yaml.AliasEvent):
+            aliases += 1
+            if any(each.anchored for each in open_collections):
+                raise yaml.MarkedYAMLError(problem="an alias inside an anchored value", problem_mark=event.start_mark)
+        if isinstance(event, yaml.CollectionStartEvent):
+            keys = set() if isinstance(event, yaml.MappingStartEvent) else None
+            open_collections.append(_Collection(keys, event.anchor is not None))
+        if len(open_collections) > _MOST_LEVELS:
+            raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=event.start_mark)
+    if aliases * len(text) > _MOST_CHARACTERS:
+        raise yaml.YAMLError("too many aliases")
+
+
+def _add_key(event: yaml.NodeEvent, keys: set[str]) -> None:
+    if not isinstance(event, yaml.ScalarEvent) or event.value == "<<":
+        return
+    if event.value in keys:
+        raise yaml.MarkedYAMLError(problem=f"{event.value} is given twice", problem_mark=event.start_mark)
+    keys.add(event.value)
