@@ -11,7 +11,7 @@ import json
 import math
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,109 +26,91 @@ from utils.config.schema import ConfigError
 from utils.distributed.launch import cores
 from utils.files import write_json_atomically
 
-# Entries of a comparison and of its methods that describe it and that no run depends on.
-_WORDS = ("title", "question", "answer", "summary", "claims", "order")
-_WORDS_OF_METHODS = ("family", "baseline")
-
 Tuned = dict[str, dict[str, Any]]
+Identity = tuple[str, int | None]
 
 
-class Recorded:
-    """An earlier results/<comparison>.json.
-
-    Outcomes are found by the settings that the recorded comparison gives them (`Run.id`), computed with today's keys.
-
-    Args:
-        spec: the comparison as its file is now.
-    """
-
-    def __init__(self, path: Path, spec: ComparisonSpec):
-        self.raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        self.spec = ComparisonSpec.model_validate(self.raw["comparison"]) if self.raw else None
-        self._now = spec
-
-    def outcomes(self) -> dict[tuple, dict[str, Any]]:
-        """Return the outcomes by `identity`; none if hardware or networks were others."""
-        if self.spec is None or (self.spec.hardware, self.spec.networks) != (self._now.hardware, self._now.networks):
-            return {}
-        tuned = self.spec.with_settings(tuned_values(self.raw))
-        return {
-            identity(tuned, make_run(tuned, tuned.method(entry["method"]), entry["seed"])): entry
-            for entry in self.raw["outcomes"]
-        }
-
-    def search(self, name: str) -> dict[str, Any] | None:
-        """Return the recorded search of a method if it is the one that the comparison asks for now."""
-        entry = self.raw.get("search", {}).get(name)
-        return entry if entry and _search_of(self.spec, name) == _search_of(self._now, name) else None
-
-    def changed(self) -> list[str]:
-        """Return the entries of the comparison, and the methods, for which other runs are recorded."""
-        before = _asked(self.spec)
-        now = _asked(self._now)
-        return [name for name in before | now if before.get(name) != now.get(name)]
-
-
-def identity(spec: ComparisonSpec, run: Run) -> tuple[str, int | None]:
+def identity(spec: ComparisonSpec, run: Run) -> Identity:
     """Return what an outcome is recorded by: the run's id and the synchronous workers that are counted."""
     return run.id, spec.method(run.method).synchronous_workers
 
 
-def _search_of(spec: ComparisonSpec, name: str) -> tuple:
-    method = spec.method(name)
-    return make_run(spec, method, spec.seeds[0]).id, spec.search, method.search
-
-
-def _asked(spec: ComparisonSpec) -> dict[str, Any]:
-    """Everything that outcomes depend on, by name of the entry or method."""
-    found = {
-        name: getattr(spec, name) for name in ("seeds", "hardware", "networks", "samples", "reference", "tuned_on")
-    }
-    for method in spec.methods:
-        run = make_run(spec, method, 0)
-        found[method.name] = (run.id, method.synchronous_workers, spec.search, method.search, method.tuned_as)
-    return found
-
-
-def tuned_values(raw: dict[str, Any]) -> Tuned:
+def tuned_values(raw: Mapping[str, Any]) -> Tuned:
     """Return the tuned values of the methods of recorded results, by a search or from another comparison."""
     if "search" in raw:
         return {name: entry["best"] for name, entry in raw["search"].items()}
     return raw.get("found", {})
 
 
-def carry_out(path: Path, runner: Runner, results: Path) -> dict[str, Any]:
+def read_results(path: Path) -> dict[str, Any]:
+    """Read recorded results; empty if there are none."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def recorded_outcomes(raw: Mapping[str, Any], spec: ComparisonSpec) -> dict[Identity, dict[str, Any]]:
+    """Return recorded outcomes by the settings that their comparison gave them; none if hardware or networks differ."""
+    if not raw:
+        return {}
+    before = ComparisonSpec.model_validate(raw["comparison"])
+    if (before.hardware, before.networks) != (spec.hardware, spec.networks):
+        return {}
+    tuned = before.with_settings(tuned_values(raw))
+    return {
+        identity(tuned, make_run(tuned, tuned.method(entry["method"]), entry["seed"])): entry
+        for entry in raw["outcomes"]
+    }
+
+
+def recorded_search(raw: Mapping[str, Any], spec: ComparisonSpec, method: MethodSpec) -> dict[str, Any] | None:
+    """Return the recorded search of a method if it is the one that the comparison asks for now."""
+    entry = raw.get("search", {}).get(method.name)
+    if entry is None:
+        return None
+    before = ComparisonSpec.model_validate(raw["comparison"])
+    earlier = before.method(method.name)
+    same_runs = make_run(before, earlier, before.seeds[0]).id == make_run(spec, method, spec.seeds[0]).id
+    return entry if same_runs and (before.search, earlier.search) == (spec.search, method.search) else None
+
+
+def carry_out(path: Path, runner: Runner | None, results: Path) -> dict[str, Any]:
     """Make the missing runs of a comparison and return its results as JSON values.
 
     Args:
+        runner: None: make no run.
         results: the folder of all results.
 
     Raises:
         ConfigError: the comparison is wrong.
-        ComparisonError: runs failed.
+        ComparisonError: runs failed, are missing, or cannot be compared.
     """
     spec = load_spec(path)
-    recorded = Recorded(results / f"{path.stem}.json", spec)
-    if spec.samples:
+    raw = read_results(results / f"{path.stem}.json")
+    if runner is not None and spec.samples:
         make_samples.main(ROOT / ".cache" / "samples", spec.samples)
     tuning: dict[str, Any] = {}
     if spec.tuned_on is not None:
         tuning["found"] = found_values(path, spec, results)
     elif spec.search is not None:
-        tuning["search"] = {method.name: _searched(spec, method, recorded, runner) for method in spec.methods}
+        tuning["search"] = {
+            method.name: recorded_search(raw, spec, method) or _searched(spec, method, runner)
+            for method in spec.methods
+        }
     tuned = spec.with_settings(tuned_values(tuning))
     runs = [make_run(tuned, method, seed) for method in tuned.methods for seed in spec.reported_seeds]
-    known = recorded.outcomes()
-    common = {key: recorded.raw[key] for key in ("metric", "parameters", "versions") if key in recorded.raw}
+    known = recorded_outcomes(raw, spec)
     missing = [run for run in runs if identity(tuned, run) not in known]
     kept = [known[identity(tuned, run)] for run in runs if identity(tuned, run) in known]
+    if missing and runner is None:
+        raise ComparisonError(f"runs are missing: {', '.join(dict.fromkeys(run.method for run in missing))}")
     if missing and any(entry["completed"] and "data" not in entry for entry in kept):
         raise ComparisonError(
             f"{results / path.stem}.json: its outcomes have no digest of their data, so new runs cannot be compared "
             "with them; remove the file to make all runs again"
         )
-    runner.make(missing, path.stem)
+    if missing:
+        runner.make(missing, path.stem)
     outcomes = []
+    common = {key: raw[key] for key in ("metric", "parameters", "versions") if key in raw}
     for run in runs:
         found = known.get(identity(tuned, run)) or outcome(run, tuned, runner)
         outcomes.append(found | {"method": run.method, "seed": run.seed})
@@ -139,9 +121,7 @@ def carry_out(path: Path, runner: Runner, results: Path) -> dict[str, Any]:
         raise ComparisonError("no run completed")
     check_same_data(outcomes)
     comparison = spec.model_dump(mode="json")
-    return {
-        "name": path.stem, "comparison": comparison, **common, **tuning, "changed": [], "outcomes": outcomes
-    }  # fmt: skip
+    return {"name": path.stem, "comparison": comparison, **common, **tuning, "outcomes": outcomes}
 
 
 def check_same_data(outcomes: Iterable[dict[str, Any]]) -> None:
@@ -163,11 +143,10 @@ def check_same_data(outcomes: Iterable[dict[str, Any]]) -> None:
         raise ComparisonError("\n".join([*problems, "remove the recorded results or the runs of the other data"]))
 
 
-def _searched(spec: ComparisonSpec, method: MethodSpec, recorded: Recorded, runner: Runner) -> dict[str, Any]:
-    """Tune one method by the comparison's search, unless the same search is recorded; JSON values."""
-    known = recorded.search(method.name)
-    if known is not None:
-        return known
+def _searched(spec: ComparisonSpec, method: MethodSpec, runner: Runner | None) -> dict[str, Any]:
+    """Tune one method by the comparison's search; JSON values."""
+    if runner is None:
+        raise ComparisonError(f"runs are missing: the search for {method.name}")
     search = spec.search
     space = spec.space(method)
     metrics: list[float | None] = []
@@ -213,7 +192,7 @@ def found_values(path: Path, spec: ComparisonSpec, results: Path) -> Tuned:
     source = results / f"{spec.tuned_on}.json"
     if not source.exists():
         raise ConfigError(f"{path}: tuned_on: {source} does not exist: make the runs of {spec.tuned_on} first")
-    found = tuned_values(json.loads(source.read_text(encoding="utf-8")))
+    found = tuned_values(read_results(source))
     unknown = sorted({method.tuned_as for method in spec.methods if method.tuned_as} - found.keys())
     if unknown:
         raise ConfigError(f"{path}: tuned_as: {source} has no values for {', '.join(unknown)}")
@@ -222,28 +201,6 @@ def found_values(path: Path, spec: ComparisonSpec, results: Path) -> Tuned:
     if not own:
         raise ConfigError(f"{path}: tuned_on: {source} has no values for any of these methods")
     return own
-
-
-def with_new_words(path: Path, results: Path) -> dict[str, Any]:
-    """Return recorded results with the words that the comparison file has now.
-
-    `changed` names the entries and methods for which the comparison file asks for other runs than those recorded.
-
-    Raises:
-        ConfigError: the comparison is wrong.
-        ComparisonError: it has no results yet.
-    """
-    source = results / f"{path.stem}.json"
-    if not source.exists():
-        raise ComparisonError(f"{source} does not exist: no run was made yet")
-    spec = load_spec(path)
-    recorded = Recorded(source, spec)
-    now = spec.model_dump(mode="json")
-    words = {method["name"]: {key: method[key] for key in _WORDS_OF_METHODS} for method in now["methods"]}
-    comparison = recorded.spec.model_dump(mode="json")
-    comparison |= {key: now[key] for key in _WORDS}
-    comparison["methods"] = [method | words.get(method["name"], {}) for method in comparison["methods"]]
-    return recorded.raw | {"comparison": comparison, "changed": recorded.changed()}
 
 
 def in_order(paths: Iterable[Path]) -> list[Path]:
@@ -270,16 +227,12 @@ def main(arguments: list[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     problems: list[str] = []
     try:
-        runner = Runner(options.runs.resolve(), options.jobs)
+        runner = None if options.report_only else Runner(options.runs.resolve(), options.jobs)
         for path in in_order(options.comparisons or sorted(COMPARISONS.glob("*.yaml"))):
             try:
-                found = with_new_words(path, folder) if options.report_only else carry_out(path, runner, folder)
+                write_json_atomically(folder / f"{path.stem}.json", carry_out(path, runner, folder))
             except ComparisonError as error:
                 problems.append(f"{path}: {error}")
-                continue
-            if found["changed"]:
-                print(f"{path}: other runs are recorded for: {'; '.join(found['changed'])}", file=sys.stderr)
-            write_json_atomically(folder / f"{path.stem}.json", found)
         print(write_results(options.output))
     except ConfigError as error:
         print("\n".join(f"error: {problem}" for problem in [*problems, *error.problems]), file=sys.stderr)

@@ -267,8 +267,6 @@ def _origin(results: Results) -> str:
         )
     if any(run["completed"] and "data" not in run for run in outcomes):
         text += "\n\nThese outcomes were recorded without a digest of their data, and are shown as recorded."
-    if changed := results.raw["changed"]:
-        text += f"\n\nThe comparison file has changed since ({'; '.join(changed)}); these runs are of that commit."
     return text
 
 
