@@ -36,38 +36,24 @@ class Part(BaseModel):
 
 
 class Range(Part):
-    """Numbers from low to high, with two significant digits; integers if both ends are integers.
+    """Numbers from low to high, drawn uniformly in the logarithm and rounded to two significant digits."""
 
-    Attributes:
-        log: draw uniformly in the logarithm.
-    """
-
-    low: Annotated[int | float, BeforeValidator(_number)]
-    high: Annotated[int | float, BeforeValidator(_number)]
-    log: bool = False
+    low: Annotated[float, Field(gt=0), BeforeValidator(_number)]
+    high: Annotated[float, BeforeValidator(_number)]
 
     @model_validator(mode="after")
     def _in_order(self) -> "Range":
         if not self.low < self.high:
             raise ValueError("low must be below high")
-        if self.log and self.low <= 0:
-            raise ValueError("low must be above 0 with log")
         return self
 
     def at(self, fraction: float) -> float:
         """Return the number at a fraction of the way from low to high."""
-        if self.log:
-            number = self.low * (self.high / self.low) ** fraction
-        else:
-            number = self.low + (self.high - self.low) * fraction
-        number = float(f"{number:.2g}")
-        return round(number) if isinstance(self.low, int) and isinstance(self.high, int) else number
+        return float(f"{self.low * (self.high / self.low) ** fraction:.2g}")
 
     def fraction(self, value: float) -> float:
         """Return the fraction of the way from low to high at which a number lies."""
-        if self.log:
-            return math.log(value / self.low) / math.log(self.high / self.low)
-        return (value - self.low) / (self.high - self.low)
+        return math.log(value / self.low) / math.log(self.high / self.low)
 
 
 def _kind(value: Any) -> str:

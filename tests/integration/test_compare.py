@@ -1,20 +1,22 @@
 """Comparisons: their files, recorded outcomes, and small ones through the command."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from benchmarks.compare import runs, spec
-from benchmarks.compare.compare import carry_out, check_same_data, identity, main, recorded_outcomes
+from benchmarks.compare.compare import carry_out, identity, main, recorded_outcomes
+from benchmarks.compare.report import page
 from benchmarks.compare.results import Results
-from benchmarks.compare.runs import ComparisonError, Runner, outcome
-from benchmarks.compare.spec import COMPARISONS, ROOT, ComparisonSpec, load_spec, make_run
+from benchmarks.compare.runs import ComparisonError, Runner
+from benchmarks.compare.spec import COMPARISONS, ROOT, ComparisonSpec, Run, load_spec, make_run
 from tests.support.helpers import Recorder, light_cluster
-from training_logs.showing.run_data import read_run
+from tests.support.runs import table_of
+from training_logs.showing.run_data import RunData, read_run
 from utils.config.schema import ConfigError
 
 RESULTS = ROOT / "docs" / "results"
@@ -141,68 +143,130 @@ def test_recorded_outcomes_hold_for_the_same_settings_hardware_and_networks(tmp_
     assert recorded_outcomes({}, comparison) == {}
 
 
-# Identity of the data
+# Runs without training
 
 
-def text_run(runner: Runner, folder: Path, comparison: ComparisonSpec, method: str, text: str) -> dict:
-    """Outcome of a run on text files with this content."""
-    (folder / "text").mkdir(exist_ok=True)
-    (folder / "text" / "one.txt").write_text(text)
-    run = make_run(comparison, comparison.method(method), 1)
-    runner.make([run], "text")
-    return outcome(run, comparison, runner)
+class SyntheticRunner:
+    """Stands for a Runner whose runs end at a perplexity of 20 + 1000 * learning rate + seed.
+
+    Args:
+        data: digest of the data of its runs.
+    """
+
+    def __init__(self, data: str):
+        self.made: list[Run] = []
+        self._data = data
+
+    def make(self, runs, title):
+        self.made += runs
+
+    def record(self, run):
+        return {"commit": "0", "machine": "here", "completed": True}
+
+    def data(self, run) -> RunData:
+        metric = 20.0 + 1000.0 * run.settings.get("learning_rate_for_inner_opt", 0.0) + run.seed
+        row = {
+            "outer_step": 1,
+            "trainer_id": 0,
+            "nodes": 1,
+            "effective_batch": 8,
+            "accumulation_steps": 1,
+            "tokens": 80,
+        }
+        row |= {"inner_steps": 10, "communications": 0, "bytes_communicated": 0, "gradient_sample_size": math.nan}
+        row |= {"bytes_merged": 0, "bytes_redistributed": 0, "validation_metric": metric}
+        summary = {"metric": "perplexity", "metric_higher_is_better": False, "metric_decimals": 2, "outer_steps": 1}
+        summary |= {"initial_metric": 300.0, "final_metric": metric, "parameters": 100, "devices": ["cpu"]}
+        summary |= {"data_digest": self._data, "versions": {"python": "3.11"}}
+        config = {"nodes_per_gpu": 1, "statistics_estimator": "per_example", "statistics_batch_size": 8}
+        return RunData(Path("synthetic"), config, summary, table_of([row]), [])
 
 
-@pytest.mark.usefixtures("programs")
-def test_runs_of_different_data_are_never_paired(tmp_path):
-    paragraphs = [f"A paragraph of the number {number} and of little else." for number in range(60)]
-    common = {"dataset": "text", "text_files": [str(tmp_path / "text" / "*.txt")], "text_documents": "blank_lines"}
-    common |= {"cache_dir": str(tmp_path / "cache"), "sequence_length": 16, "vocab_size": 300, "val_size": 10}
-    common |= {"number_of_outer_steps": 1, "max_tokens": None, "number_of_inner_steps_between_outers": 1}
-    comparison = load_spec(small_comparison(tmp_path, common=common, seeds=[1]))
-    runner = Runner(tmp_path / "runs", 1)
-    first = text_run(runner, tmp_path, comparison, "AdLoCo", "\n\n".join(paragraphs))
-    paragraphs[30] = paragraphs[30].replace("little", "nothing")
-    second = text_run(runner, tmp_path, comparison, "DiLoCo", "\n\n".join(paragraphs))
-    assert first["data"] != second["data"]
-    assert first["versions"]["torch"] == torch.__version__
-    with pytest.raises(ComparisonError, match=r"seed 1: .*AdLoCo.*DiLoCo"):
-        check_same_data([first, second])
-    shared = second | {"data": first["data"]}
-    check_same_data([first, shared])
-    raw = {"comparison": comparison.model_dump(mode="json"), "metric": {"higher_is_better": False}}
-    assert Results(raw | {"outcomes": [first, shared]}).difference("DiLoCo", "tokens") is not None
-    assert Results(raw | {"outcomes": [first, second]}).difference("DiLoCo", "tokens") is None
+RATE = {"low": 1e-3, "high": 1e-1}
+
+
+def test_a_search_tunes_methods_and_another_comparison_uses_its_values(tmp_path):
+    methods = [{"name": "AdLoCo", "search": {"outer_momentum": [0.0, 0.5]}}, {"name": "LocalSGD"}]
+    search = {"budget": 4, "rungs": 2, "over": {"learning_rate_for_inner_opt": RATE}}
+    searched = small_comparison(tmp_path, search=search, methods=methods, seeds=[1, 2])
+    searched = searched.rename(tmp_path / "searched.yaml")
+    del methods[0]["search"]
+    using = small_comparison(tmp_path, tuned_on="searched", methods=methods, seeds=[1, 2])
+    with pytest.raises(ConfigError, match=r"tuned_on: .*searched.json"):
+        carry_out(using, SyntheticRunner("a"), tmp_path)
+
+    runner = SyntheticRunner("a")
+    results = carry_out(searched, runner, tmp_path)
+    (tmp_path / "searched.json").write_text(json.dumps(results))
+    assert len(runner.made) == 2 * (3 + 1) + 2  # two rungs for each method, and the second seed
+    for entry in results["search"].values():
+        assert [run["rung"] for run in entry["runs"]] == [0, 0, 0, 1]
+        rates = [run["values"]["learning_rate_for_inner_opt"] for run in entry["runs"]]
+        assert entry["best"]["learning_rate_for_inner_opt"] == rates[3] == min(rates)
+        assert entry["metric"] == pytest.approx(20 + 1000 * rates[3] + 1)
+    assert list(results["search"]["AdLoCo"]["best"]) == ["learning_rate_for_inner_opt", "outer_momentum"]
+    # The first seed chose the values, so it is not reported.
+    assert [entry["seed"] for entry in results["outcomes"]] == [2, 2]
+    assert "Tuning runs of LocalSGD" in page(Results(results))
+
+    runner = SyntheticRunner("b")
+    again = carry_out(using, runner, tmp_path)
+    assert again["found"] == {name: entry["best"] for name, entry in results["search"].items()}
+    assert [(run.method, run.seed) for run in runner.made] == [
+        (name, seed) for name in ("AdLoCo", "LocalSGD") for seed in (1, 2)
+    ]
+    for run in runner.made:
+        assert again["found"][run.method].items() <= run.settings.items()
+
+    runner = SyntheticRunner("a")
+    assert carry_out(searched, runner, tmp_path) == results  # the recorded search is not repeated
+    assert runner.made == []
+
+
+def test_runs_of_different_data_are_never_compared(tmp_path):
+    path = small_comparison(tmp_path)
+    (tmp_path / "small.json").write_text(json.dumps(carry_out(path, SyntheticRunner("a"), tmp_path)))
+    written = yaml.safe_load(path.read_text())
+    written["methods"].append({"name": "added", "overrides": {"ETA": 0.5}})
+    path.write_text(yaml.safe_dump(written))
+    added = carry_out(path, SyntheticRunner("a"), tmp_path)
+    assert Results(added).difference("added", "tokens") is not None
+    with pytest.raises(ComparisonError, match=r"seed 1: .*AdLoCo, DiLoCo: a; added: b"):
+        carry_out(path, SyntheticRunner("b"), tmp_path)
+    for entry in added["outcomes"]:
+        if entry["method"] == "added":
+            entry["data"] = "b"
+    assert Results(added).difference("added", "tokens") is None
 
 
 def test_outcomes_without_a_digest_of_their_data_are_not_extended(tmp_path):
     path = small_comparison(tmp_path)
     comparison = load_spec(path)
     (tmp_path / "small.json").write_text(json.dumps(small_results(comparison)))
-    runner = Runner(tmp_path / "runs", 1)
+    runner = SyntheticRunner("a")
     with pytest.raises(ComparisonError, match=r"small\.json"):
         carry_out(path, runner, tmp_path)
-    assert not runner.folder.exists()
+    assert runner.made == []
 
 
 # Runs
 
 
-def test_a_small_comparison_through_its_command(programs, tmp_path, cache_dir, capsys):
-    path = small_comparison(tmp_path)
+def test_a_small_comparison_through_its_command(programs, tmp_path, cache_dir, capsys, monkeypatch):
+    path = small_comparison(tmp_path, seeds=[1])
     written = yaml.safe_load(path.read_text())
     written["common"]["cache_dir"] = str(cache_dir)
     path.write_text(yaml.safe_dump(written))
     arguments = [str(path), "--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs"), "--jobs", "2"]
     json_file = tmp_path / "docs" / "results" / "small.json"
-    page = json_file.with_suffix(".md")
+    page_file = json_file.with_suffix(".md")
 
     assert main([*arguments, "--report-only"]) == 1
     assert "runs are missing: AdLoCo, DiLoCo" in capsys.readouterr().err
     programs.run("benchmarks/compare/compare.py", *arguments)
     found = json.loads(json_file.read_text())
     results = Results(found)
-    assert {name: len(runs) for name, runs in results.runs.items()} == {"AdLoCo": 2, "DiLoCo": 2}
+    assert {name: len(runs) for name, runs in results.runs.items()} == {"AdLoCo": 1, "DiLoCo": 1}
     for entry in found["outcomes"]:
         folder = tmp_path / "runs" / entry["id"]
         run = read_run(folder / json.loads((folder / "run.json").read_text())["folder"])
@@ -213,19 +277,17 @@ def test_a_small_comparison_through_its_command(programs, tmp_path, cache_dir, c
         assert entry["curves"]["metric"][-1] == pytest.approx(run.summary["final_metric"], rel=1e-5)
         blocking, overlapped = (entry["curves"][axis][-1] for axis in (*results.simulated, *results.overlapped))
         assert overlapped < blocking
-    text = page.read_text()
-    assert f"| DiLoCo | {results.mean_final('DiLoCo'):.2f} ±" in text
+    text = page_file.read_text()
+    assert f"| DiLoCo | {results.mean_final('DiLoCo'):.2f} |" in text
     assert "(results/small.md)" in (tmp_path / "docs" / "results.md").read_text()
     for name in ("small.png", "small_frontier.png"):
-        assert (page.parent / name).stat().st_size > 10_000
-    # Finished runs are not made again; a missing one is.
-    json_file.unlink()
+        assert (page_file.parent / name).stat().st_size > 10_000
+    # Neither finished runs nor recorded outcomes are made again.
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **how: path.touch())  # takes seconds
     times = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").glob("*/run.json")}
-    lost = sorted(times)[0]
-    lost.unlink()
+    json_file.unlink()
     assert main(arguments) == 0
-    assert [file for file, before in times.items() if file.stat().st_mtime_ns != before] == [lost]
-    # Recorded outcomes are not made again.
+    assert times == {file: file.stat().st_mtime_ns for file in times}
     assert all(entry["data"] and entry["versions"] for entry in found["outcomes"])
     shutil.rmtree(tmp_path / "runs")
     published = json_file.read_text()
@@ -234,15 +296,15 @@ def test_a_small_comparison_through_its_command(programs, tmp_path, cache_dir, c
     assert not (tmp_path / "runs").exists()
     # New words need no runs. A page is not written while runs are missing.
     path.write_text(yaml.safe_dump(written | {"answer": "It does."}))
-    text = page.read_text()
+    text = page_file.read_text()
     assert main([*arguments, "--report-only"]) == 0
-    assert page.read_text() == text.replace("![Curves]", "## Conclusions\n\nIt does.\n\n![Curves]")
-    text = page.read_text()
+    assert page_file.read_text() == text.replace("![Curves]", "## Conclusions\n\nIt does.\n\n![Curves]")
+    text = page_file.read_text()
     written["methods"][1]["overrides"]["INITIAL_BATCH_SIZE"] = 4
     path.write_text(yaml.safe_dump(written | {"answer": "Perhaps."}))
     assert main([*arguments, "--report-only"]) == 1
     assert "small.yaml: runs are missing: DiLoCo\n" in capsys.readouterr().err
-    assert page.read_text() == text
+    assert page_file.read_text() == text
 
 
 @pytest.mark.parametrize(("status", "text"), [(1, "a round\n"), (1, "Traceback (most recent call last):\n"), (2, "")])
@@ -266,6 +328,7 @@ def test_a_failed_run_is_made_again_unless_training_itself_failed(monkeypatch, t
     runner = Runner(tmp_path, 1)
     if (status, text) == (1, "a round\n"):
         runner.make([run, run], "small")
+        runner.make([run], "small")
         assert runner.record(run)["completed"] is False
         assert runner.data(run) is None
         assert not list((tmp_path / run.id).glob("*/checkpoints"))
@@ -277,55 +340,3 @@ def test_a_failed_run_is_made_again_unless_training_itself_failed(monkeypatch, t
         assert len(commands) == 2
         assert runner.record(run) is None
     assert commands[0] == ["--config", "config.yaml", *run.overrides(), *runs._ALONE, f"log_dir={tmp_path / run.id}"]
-
-
-RATE = {"low": 1e-3, "high": 1e-1, "log": True}
-
-
-def test_a_search_and_a_comparison_that_uses_its_values(programs, tmp_path, cache_dir):
-    (tmp_path / "text").mkdir()
-    for name in ("README.md", "docs/rounds.md", "docs/theory.md"):
-        shutil.copy(ROOT / name, tmp_path / "text")
-    fixed = {"number_of_initial_trainers": 1, "sampling_method": "none", "max_tokens": 1800, "INITIAL_BATCH_SIZE": 4}
-    methods = [
-        {"name": "AdLoCo", "overrides": fixed, "search": {"outer_momentum": [0.0, 0.5]}},
-        {"name": "LocalSGD", "overrides": fixed | {"distributed_algo": "LocalSGD"}, "baseline": True},
-    ]
-    search = {"budget": 4, "rungs": 2, "over": {"learning_rate_for_inner_opt": RATE}}
-    path = small_comparison(tmp_path, search=search, methods=methods, seeds=[1, 2])
-    written = yaml.safe_load(path.read_text())
-    written["common"]["cache_dir"] = str(cache_dir)
-    searched = tmp_path / "searched.yaml"
-    searched.write_text(yaml.safe_dump(written))
-    del written["search"], written["methods"][0]["search"]
-    text = {"dataset": "text", "text_files": [str(tmp_path / "text")], "text_documents": "blank_lines"}
-    judged = tmp_path / "judged.yaml"
-    judged.write_text(yaml.safe_dump(written | {"tuned_on": "searched", "common": written["common"] | text}))
-    arguments = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs"), "--jobs", "2"]
-
-    assert main([str(judged), *arguments]) == 2  # the search has no results yet
-    assert main([str(judged), str(searched), *arguments]) == 0
-    folder = tmp_path / "docs" / "results"
-    results = {name: json.loads((folder / f"{name}.json").read_text()) for name in ("searched", "judged")}
-    found = results["searched"]["search"]
-    assert results["judged"]["found"] == {name: entry["best"] for name, entry in found.items()}
-    assert list(found["AdLoCo"]["best"]) == ["learning_rate_for_inner_opt", "outer_momentum"]
-    for entry in found.values():
-        assert [run["rung"] for run in entry["runs"]] == [0, 0, 0, 1]
-        assert entry["metric"] == entry["runs"][-1]["metric"]
-    # The first seed chose the values, so it is not reported where they were chosen.
-    assert {entry["seed"] for entry in results["searched"]["outcomes"]} == {2}
-    assert {entry["seed"] for entry in results["judged"]["outcomes"]} == {1, 2}
-    for entry in results["judged"]["outcomes"]:
-        settings = json.loads((tmp_path / "runs" / entry["id"] / "run.json").read_text())["settings"]
-        assert settings["dataset"] == "text"
-        best = found[entry["method"]]["best"]
-        assert settings["learning_rate_for_inner_opt"] == best["learning_rate_for_inner_opt"]
-    assert "## Tuning" in (folder / "judged.md").read_text()
-    assert "Tuning runs of LocalSGD" in (folder / "searched.md").read_text()
-    # A recorded search is not repeated.
-    shutil.rmtree(tmp_path / "runs")
-    runner = Runner(tmp_path / "runs", 2)
-    for name, file in (("searched", searched), ("judged", judged)):
-        assert json.loads(json.dumps(carry_out(file, runner, folder))) == results[name]
-    assert not runner.folder.exists()

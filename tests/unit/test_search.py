@@ -17,7 +17,7 @@ OVER = {"learning_rate_for_inner_opt": RATE, "ETA": [0.5, 1.0], "learning_rate_s
 
 
 def test_draws_depend_only_on_seed_method_key_and_number():
-    space = {"rate": Range(**RATE), "schedule": ["constant", "cosine", "linear"], "steps": Range(low=10, high=40)}
+    space = {"rate": Range(**RATE), "schedule": ["constant", "cosine", "linear"]}
     drawn = [draw(space, 0, "AdLoCo", number) for number in range(4)]
     assert [entry["rate"] for entry in drawn] == EXPECTED_RATES  # the same on every machine
     assert [draw({"rate": space["rate"]}, 0, "AdLoCo", number)["rate"] for number in range(4)] == EXPECTED_RATES
@@ -25,7 +25,6 @@ def test_draws_depend_only_on_seed_method_key_and_number():
     assert [draw(space, 1, "AdLoCo", number) for number in range(4)] != drawn
     many = [draw(space, 0, "AdLoCo", number) for number in range(400)]
     assert {entry["schedule"] for entry in many} == {"constant", "cosine", "linear"}
-    assert all(isinstance(entry["steps"], int) and 10 <= entry["steps"] <= 40 for entry in many)
     assert 0.4 < sum(entry["rate"] < 1e-2 for entry in many) / 400 < 0.6  # as likely in each decade
     assert all(entry["rate"] == float(f"{entry['rate']:.2g}") for entry in many)
 
@@ -42,15 +41,15 @@ def test_sizes_of_rungs_on_paper(budget, rungs, sizes):
 
 
 def test_halving_keeps_the_best_of_every_rung():
-    search = Search(budget=24, over={"rate": {"low": 0.0, "high": 1.0}})
+    search = Search(budget=24, over={"rate": {"low": 0.1, "high": 1.0}})
 
     def losses_of(rung, candidates):
-        return [math.inf if entry["rate"] < 0.5 else entry["rate"] + 10 * (2 - rung) for entry in candidates]
+        return [math.inf if entry["rate"] < 0.3 else entry["rate"] + 10 * (2 - rung) for entry in candidates]
 
     best, runs = halve(search, search.over, "a", losses_of)
     by_rung = [[settings for rung, settings in runs if rung == wanted] for wanted in range(3)]
     assert [len(settings) for settings in by_rung] == [17, 5, 1]
-    passing = sorted((entry for entry in by_rung[0] if entry["rate"] >= 0.5), key=lambda entry: entry["rate"])
+    passing = sorted((entry for entry in by_rung[0] if entry["rate"] >= 0.3), key=lambda entry: entry["rate"])
     assert by_rung[1] == passing[:5]
     assert best == by_rung[2][0] == passing[0]
 
@@ -81,7 +80,7 @@ def test_a_method_can_add_and_remove_keys_of_the_search_space(tmp_path):
         ({"search": {"budget": 2, "over": OVER}}, "search: Value error, budget must be at least 3"),
         ({"search": {"budget": 4, "over": {}}}, "search.over: "),
         ({"search": {"budget": 4, "over": {"ETA": {"low": 2, "high": 1}}}}, "search.over.ETA.range: Value error, low"),
-        ({"search": {"budget": 4, "over": {"ETA": RATE | {"low": 0}}}}, "low must be above 0 with log"),
+        ({"search": {"budget": 4, "over": {"ETA": RATE | {"low": 0}}}}, "search.over.ETA.range.low: "),
         ({"search": {"budget": 4, "over": {"ETTA": [1, 2]}}}, "AdLoCo: ETTA: unknown key"),
         ({"search": {"budget": 4, "over": {"ETA": [1, -2]}}}, "AdLoCo: ETA: "),
         ({"search": {"budget": 4, "over": OVER}, "tuned_on": "a"}, "search: cannot be combined with tuned_on"),
