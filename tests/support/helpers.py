@@ -263,6 +263,25 @@ def light_cluster(**values) -> Cluster:
         return tiny_cluster(**values)
 
 
+def budget_settings(trainers: int, **budget) -> dict:
+    """A run until a token limit, in which all trainers merge after the second round."""
+    return budget | {
+        "number_of_initial_trainers": trainers,
+        "merge_frequency": 2,
+        "merge_count": 4,
+        "number_of_outer_steps": None,
+        "max_tokens": 6000,
+        "eval_every": 99,
+        "learning_rate_schedule": "warmup_stable_decay",
+        "minimum_learning_rate_ratio": 0.0,
+    }
+
+
+def bits(cluster: Cluster) -> dict[int, bytes]:
+    """The bits of each trainer's parameters."""
+    return {trainer.id: trainer.parameters.numpy().tobytes() for trainer in cluster.trainers.values()}
+
+
 class Recorder(Observer):
     """An observer that remembers what it is told."""
 

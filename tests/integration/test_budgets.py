@@ -1,0 +1,297 @@
+"""Limits and budgets of a run: examples, tokens, communications, bytes and seconds."""
+
+import dataclasses
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from algorithms.nodes.traffic import rounds_ahead
+from cluster import Cluster
+from fabrics.pool.round_scheduler import exchange_sizes
+from fabrics.training.outer_round import OuterRound
+from tests.support.helpers import (
+    TINY_ARCHITECTURE,
+    VOCABULARY,
+    Recorder,
+    bits,
+    budget_settings,
+    light_cluster,
+    make_config,
+    padded,
+    tiny_data,
+)
+from utils.config.schema import BUDGETS, ConfigError
+
+MODEL_BYTES = 27_072
+H = "number_of_inner_steps_between_outers"
+SEQUENCE_TOKENS = 9
+# Computing takes 333 / 4 + 6 seconds by the clock below; a synchronisation of four workers takes 1.55.
+TIME = {"time_budget": 110.0, "link": "300kb/s,0.3s", "max_tokens": 3000, "sampling_method": "none"}
+
+
+class Clock:
+    """Simulated training time: a second per 4 examples, and 1.5 more in the first round."""
+
+    def __init__(self, monkeypatch, extra: float = 0.0):
+        self.now = 0.0
+        run = OuterRound.run
+
+        def timed(outer_round):
+            examples = outer_round.group.clock.inner_steps * sum(outer_round.group.clock.batches)
+            self.now += 0.25 * examples + 1.5 * (outer_round._key.round == 0) + extra
+            run(outer_round)
+
+        monkeypatch.setattr(OuterRound, "run", timed)
+        monkeypatch.setattr("trainers.time", SimpleNamespace(perf_counter=lambda: self.now))
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def run(trainers: int, **settings) -> tuple[Cluster, Recorder]:
+    cluster = light_cluster(**budget_settings(trainers) | {"max_tokens": 3000} | settings)
+    recorder = Recorder()
+    cluster.train(recorder)
+    return cluster, recorder
+
+
+def lengths(recorder: Recorder) -> list[int]:
+    return [result.reports[0].inner_steps for result in recorder.rounds]
+
+
+@pytest.mark.parametrize(
+    ("limit", "examples"),
+    [
+        ({"number_of_training_epochs": 1.0}, 96),
+        ({"number_of_training_epochs": 2.5}, 240),
+        ({"max_tokens": 1000}, 112),  # 1000 / 9 tokens = 111.1 examples, 16 at a time
+    ],
+)
+def test_a_limit_is_exceeded_by_less_than_one_inner_step(limit, examples):
+    cluster = light_cluster(number_of_outer_steps=None, sampling_method="none", merge_frequency=99, **limit)
+    cluster.train(Recorder())
+    assert cluster.counters.examples == examples
+
+
+@pytest.mark.parametrize("limit", [1500, 1700])
+def test_sequences_of_different_lengths_exceed_a_token_limit_by_less_than_one_step(limit):
+    lengths = np.random.default_rng(3).choice([2, 60], 96)
+    texts = [np.random.default_rng(length).integers(1, VOCABULARY, length).tolist() for length in lengths]
+    config = make_config(
+        model_config=TINY_ARCHITECTURE, number_of_outer_steps=None, number_of_inner_steps_between_outers=30,
+        sampling_method="none", merge_frequency=99, max_tokens=limit, sequence_length=64,
+    )  # fmt: skip
+    cluster = Cluster(config, dataclasses.replace(tiny_data(), train=padded(texts)))
+    cluster.train(Recorder())
+    assert cluster.counters.outer_steps == 1
+    last = 0
+    for trainer in cluster.trainers.values():
+        trainer.cursor.position -= trainer.split_work().batch
+        last += trainer.split_work().tokens(1)
+    assert 0 <= cluster.counters.tokens - limit < last
+
+
+@pytest.mark.parametrize(
+    ("trainers", "settings"),
+    [
+        (1, {"communication_budget": 10, "sampling_method": "none"}),
+        (1, {"communication_budget": 5, "smallest_worker_batch": 4}),
+        (4, {"communication_budget": 20, "nodes_per_gpu": 4, "sampling_method": "none"}),
+        (
+            4,
+            {
+                "communication_budget": 20,
+                "nodes_per_gpu": 4,
+                "max_tokens": 6000,
+                "number_of_inner_steps_between_outers": 2,
+            },
+        ),
+        (1, {"communication_budget": 8, "sampling_method": "none", "batch_schedule": [[0.2, 8], [0.7, 24]]}),
+        (1, {"byte_budget": 500_000, "smallest_worker_batch": 4}),
+        (
+            4,
+            {"byte_budget": 1_400_000, "merge_count": 2, "nodes_per_gpu": 4, H: 3},
+        ),
+        (4, {"byte_budget": 1_600_000, "communication_dtype": "int8", "nodes_per_gpu": 6}),
+        (2, {"byte_budget": 2_070_000, "statistics_estimator": "across_workers", "nodes_per_gpu": 4}),
+    ],
+)
+def test_a_budget_is_spent_through_merges_and_growing_batches(trainers, settings):
+    common = {"INITIAL_BATCH_SIZE": 4, H: 7, "nodes_per_gpu": 2}
+    cluster, recorder = run(trainers, **common | settings)
+    budget = cluster.config.budget
+    used = cluster.counters.used(BUDGETS[budget])
+    assert abs(used - settings[budget]) <= max(0.05 * settings[budget], 1)
+    assert recorder.warnings == []
+    assert 0 <= cluster.counters.tokens - cluster.config.max_tokens < SEQUENCE_TOKENS * 64
+    # The learning rate has fallen with the tokens, over the last fifth of the run.
+    if trainers == 1:
+        last = recorder.rounds[-1].reports[0]
+        step = last.examples / last.inner_steps * SEQUENCE_TOKENS / cluster.config.max_tokens
+        assert 0.0 < last.workers[0].learning_rates[-1] <= 0.01 * 5 * step * 1.001
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        # 3,000 tokens are 334 sequences of 9, and 42 steps of 8 of them.
+        ({"communication_budget": 6}, [7] * 6),
+        # For two workers a synchronisation is twice a model's bytes.
+        ({"byte_budget": 6 * 2 * MODEL_BYTES}, [7] * 6),
+        # Many more than there are steps, and planned at once.
+        ({"communication_budget": 10**9}, [1] * 42),
+    ],
+)
+def test_rounds_of_a_constant_batch_are_equal(budget, expected):
+    # Two of four workers have work.
+    _, recorder = run(1, sampling_method="none", INITIAL_BATCH_SIZE=8, smallest_worker_batch=4, **budget)
+    assert lengths(recorder) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "rounds"),
+    [
+        # Two of four workers send two models a round; the others do not work.
+        ({"smallest_worker_batch": 4}, 20 // 2),
+        # They will, and get parameters, velocity, two moments and a step count each.
+        ({"smallest_worker_batch": 4, "batch_schedule": [[0.9, 16]]}, (20 - 2 * 4) // 2),
+        # All work.
+        ({}, 20 // 6),
+    ],
+)
+def test_a_budget_pays_for_working_and_for_joining_nodes(settings, rounds):
+    budget = budget_settings(1, byte_budget=20 * MODEL_BYTES + 8)
+    cluster = light_cluster(**budget, INITIAL_BATCH_SIZE=8, sampling_method="none", **settings)
+    trainers = cluster.trainers.values()
+    splits = [trainer.split_work() for trainer in trainers]
+    remaining = cluster.scheduler.remaining(cluster.counters, trainers, splits, cluster.pool, Recorder().warn)
+    assert remaining.rounds_left == rounds
+
+
+@pytest.mark.parametrize(
+    ("settings", "synchronisations"),
+    [({"INITIAL_BATCH_SIZE": 4, "sampling_method": "norm_test"}, 3), ({"batch_schedule": [[0.2, 12], [0.4, 16]]}, 2)],
+)
+def test_a_budget_of_few_synchronisations_is_exceeded_by_less_than_one(settings, synchronisations):
+    """A synchronisation of all four workers sends six models, and a joining worker gets four."""
+    joining = 4 - settings.get("INITIAL_BATCH_SIZE", 8) // 4
+    allowed = (6 * synchronisations + 4 * joining) * MODEL_BYTES
+    common = {"INITIAL_BATCH_SIZE": 8, "smallest_worker_batch": 4, "sampling_method": "none"}
+    common |= {H: 7, "max_tokens": 6000}
+    cluster, recorder = run(1, **common | {"byte_budget": allowed} | settings)
+    assert len(recorder.rounds[-1].reports[0].workers) >= 3
+    assert cluster.counters.bytes_communicated - allowed < 6 * MODEL_BYTES
+    assert lengths(recorder)[-1] > 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"communication_dtype": "int8"}, {"statistics_estimator": "across_workers", "nodes_per_gpu": 8}],
+)
+def test_rounds_send_the_planned_bytes(settings):
+    """Four trainers with equally many nodes become one after the second round."""
+    budget = budget_settings(4, byte_budget=10**7)
+    cluster = light_cluster(**budget | {"batch_test_start": 2, "max_tokens": 3000} | settings)
+    sizes = exchange_sizes(cluster.trainers[0])
+    planned = rounds_ahead(4, len(cluster.nodes), 1, cluster.config.merge_frequency, 4, sizes)
+    for _ in range(4):
+        before = cluster.counters.bytes_communicated
+        cluster.run_round(Recorder())
+        _, exchanges = next(planned)
+        assert cluster.counters.bytes_communicated - before == sum(exchange.sent for exchange in exchanges)
+
+
+# Seconds
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(("trainers", "settings"), [(4, {"time_budget": 115.0, "nodes_per_gpu": 6}), (1, {})])
+def test_a_budget_of_seconds_is_spent(trainers, settings):
+    cluster, recorder = run(trainers, **TIME | settings)
+    counters = cluster.counters
+    assert counters.training_seconds + counters.link_seconds == pytest.approx(cluster.config.time_budget, rel=0.05)
+    assert counters.link_seconds > 0.1 * cluster.config.time_budget
+    assert recorder.warnings == []
+
+
+@pytest.mark.usefixtures("clock")
+def test_the_seconds_of_the_link_are_those_on_paper():
+    cluster = light_cluster(**budget_settings(2) | TIME | {"merge_frequency": 1})
+    for _ in range(2):
+        cluster.run_round(Recorder())
+    size = next(iter(cluster.trainers.values())).worker_group.parameter_bytes
+    # Two workers each, side by side; the other's parameters and velocity to the first node, the average from there;
+    # both and the moments with their step to the two new nodes; four workers.
+    sent = [size, 2 * 2 * size, 2 * size + 2 * size + 4, 2 * 3 / 4 * size]
+    assert cluster.counters.link_seconds == pytest.approx(sum(0.3 + 8 * each / 3e5 for each in sent))
+
+
+def test_one_slow_round_does_not_end_the_run(monkeypatch, clock):
+    cluster = light_cluster(**budget_settings(1) | TIME | {"time_budget": 130.0})
+    recorder = Recorder()
+    cluster.run_round(recorder)
+    timed = OuterRound.run
+
+    def slow(outer_round):
+        clock.now += 60.0 * (outer_round._key.round == 1)
+        timed(outer_round)
+
+    monkeypatch.setattr(OuterRound, "run", slow)
+    cluster.train(recorder)
+    found = lengths(recorder)
+    assert len(found) >= 5
+    for number in range(1, len(found)):
+        assert found[number] <= 4 * math.ceil(sum(found[:number]) / number)
+
+
+@pytest.mark.usefixtures("clock")
+def test_equal_measurements_give_equal_runs():
+    """As in several processes, which gather their measurements; a resumed run continues with the seconds so far."""
+    clusters = [light_cluster(**budget_settings(4) | TIME) for _ in range(3)]
+    for cluster in clusters[:2]:
+        for _ in range(3):
+            cluster.run_round(Recorder())
+    tensors = clusters[0].tensors()
+    state = json.loads(json.dumps(clusters[0].state_dict()))
+    clusters[2].load_state_dict(state, lambda group, name: tensors[group][name])
+    for cluster in clusters:
+        cluster.train(Recorder())
+    assert clusters[0].counters == clusters[1].counters == clusters[2].counters
+    assert bits(clusters[0]) == bits(clusters[1]) == bits(clusters[2])
+
+
+# Budgets that cannot be kept
+
+
+@pytest.mark.parametrize("settings", [{"communication_budget": 3}, {"time_budget": 0.1, "link": "1Gb/s,1s"}])
+def test_a_budget_that_is_too_small_is_a_warning_before_the_start(settings):
+    common = {"INITIAL_BATCH_SIZE": 8, "sampling_method": "none", "max_tokens": 3000, "nodes_per_gpu": 8}
+    cluster = light_cluster(**budget_settings(4) | common | settings)
+    recorder = Recorder()
+    warnings_at_start = []
+    recorder.on_start = lambda *_: warnings_at_start.append(len(recorder.warnings))
+    cluster.train(recorder)
+    assert warnings_at_start == [1]
+    assert len(recorder.warnings) == 1
+    assert f"{cluster.config.budget}: " in recorder.warnings[0]
+
+
+def test_a_budget_of_seconds_that_is_too_small_is_a_warning_after_the_first_round(monkeypatch):
+    Clock(monkeypatch, extra=30.0)
+    cluster = light_cluster(**budget_settings(4) | TIME)
+    recorder = Recorder()
+    cluster.run_round(recorder)
+    assert recorder.warnings == []
+    cluster.train(recorder)
+    (warning,) = recorder.warnings
+    assert "time_budget: " in warning
+
+
+def test_a_run_on_one_node_refuses_a_budget():
+    with pytest.raises(ConfigError, match="communication_budget: a run on one node"):
+        light_cluster(**budget_settings(1, communication_budget=9), nodes_per_gpu=1)
