@@ -91,8 +91,11 @@ class RunFit:
         last = self.batches[-1]
         most = examples / self.inner_steps / last
         least = examples / self.inner_steps / max(self.largest, last)
-        value, low, high = (min(max(number, least), most) for number in (found.value, found.low, found.high))
-        return Prediction(value, low, math.ceil(high))
+
+        def possible(rounds: float) -> float:
+            return min(max(rounds, least), most)
+
+        return Prediction(possible(found.value), possible(found.low), math.ceil(possible(found.high)))
 
 
 def _lawless(run: RunData) -> str | None:

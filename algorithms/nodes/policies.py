@@ -33,7 +33,7 @@ class MergePlan:
         return None
 
     def weighted(self, sizes: Mapping[int, int]) -> "MergePlan":
-        """The same merge with weights in proportion to these sizes of the trainers."""
+        """This merge with weights in proportion to these sizes of the trainers."""
         total = sum(sizes[trainer] for trainer in self.weights)
         return MergePlan(self.representative, {trainer: sizes[trainer] / total for trainer in self.weights})
 

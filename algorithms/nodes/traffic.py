@@ -1,4 +1,4 @@
-"""What nodes send each other in merges, redistributions and rounds, past and future.
+"""The traffic between nodes in merges, redistributions and rounds, past and future.
 
 Every node counts as a machine of its own, whatever the processes.
 """
@@ -50,7 +50,7 @@ def merge_bytes(representative: Sequence[int], others: Sequence[Sequence[int]], 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What nodes send at one time.
+    """Messages that nodes send at one time.
 
     Attributes:
         communications: the number of communications that it counts as.

@@ -80,7 +80,7 @@ class BatchGrowth:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run may use.
+    """The resources that a run may use.
 
     Attributes:
         unit: communications, bytes or seconds.

@@ -11,7 +11,7 @@ _FIRST_TRIED = 1024
 
 @dataclass
 class RunCounters:
-    """What a run has used so far, over all trainers.
+    """Resources that a run has used so far, over all trainers.
 
     Bytes are those that nodes send each other, counted as if every node were a machine of its own.
 
@@ -53,7 +53,7 @@ class RunCounters:
         return self.measured_seconds / self.measured_examples if self.measured_examples else None
 
     def used(self, unit: str) -> float:
-        """What counts towards a budget in this unit: communications, bytes or seconds."""
+        """The amount that counts towards a budget in this unit: communications, bytes or seconds."""
         if unit == "communications":
             return self.communications
         if unit == "bytes":

@@ -1,4 +1,4 @@
-"""An estimate of what a run needs, from formulas. Nothing is trained and no data are read.
+"""Estimate the memory, traffic and time of a run from formulas. Nothing is trained and no data are read.
 
 The requested batch is assumed to stay `INITIAL_BATCH_SIZE`, because a batch test's answers are unknown before the run.
 
@@ -58,7 +58,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run needs. None: unknown."""
+    """The needs of a run. None: unknown."""
 
     parameters: int
     devices: int

@@ -81,7 +81,7 @@ class CheckpointPolicy:
 
     @property
     def stopping(self) -> bool:
-        """Whether the run stops after this round."""
+        """True if the run stops after this round."""
         return self._decision.stop
 
     def after_round(self, run: Cluster) -> None:

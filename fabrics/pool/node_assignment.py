@@ -77,7 +77,8 @@ class NodeAssigner:
         """
         policy = self._config.merging_policy
         plan = MERGE_POLICIES[policy](requested_batches(trainers), self._config.merge_count)
-        if problem := plan.problem(trainers):
+        problem = plan.problem(trainers)
+        if problem is not None:
             raise TrainingError(f"merging_policy: {policy} {problem}")
         if self._config.weigh_shares:
             plan = plan.weighted({trainer: len(trainers[trainer].cursor) for trainer in plan.weights})
