@@ -15,6 +15,7 @@ from algorithms.flat import Block, layer_fragments, random_positions
 from algorithms.synchronisation import METHODS, Method, noloco
 from algorithms.synchronisation.fda import linear_state, sketch_state, variance_estimate
 from algorithms.synchronisation.group import Group
+from algorithms.synchronisation.outer_step import nesterov_step
 from algorithms.synchronisation.streaming import StreamingDiLoCo
 from fabrics.config_checks import CHECKS
 from fabrics.training.method_config import method_of
@@ -64,6 +65,35 @@ def test_the_page_of_methods_agrees_with_the_code(name):
     assert len(lines.splitlines()) == 3
     config, warnings = parse_config({"max_tokens": 1} | yaml.safe_load(lines), (), CHECKS)
     assert (config.distributed_algo, warnings) == (name, [])
+
+
+# The outer step of DiLoCo
+
+
+def test_nesterov_history_under_a_constant_pseudo_gradient():
+    """lr 0.5, momentum 0.8, gradient 1: v = 1, 1.8, 2.44; x falls by 0.5 (1 + 0.8 v) = 0.9, 1.22, 1.476."""
+    x, velocity, gradient = torch.zeros(2), torch.zeros(2), torch.ones(2)
+    history = []
+    for _ in range(3):
+        nesterov_step(x, gradient, velocity, lr=0.5, momentum=0.8)
+        history.append(x[0].item())
+    assert history == pytest.approx([-0.9, -2.12, -3.596])
+    assert gradient.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("lr", "momentum"), [(0.7, 0.9), (0.4, 0.8), (1.0, 0.0)])
+def test_nesterov_step_equals_torch_sgd_with_nesterov(lr, momentum):
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(50, generator=generator, dtype=torch.float64)
+    expected = torch.nn.Parameter(start.clone())
+    optimizer = torch.optim.SGD([expected], lr=lr, momentum=momentum, nesterov=momentum > 0.0)
+    x, velocity = start.clone(), torch.zeros_like(start)
+    for _ in range(5):
+        gradient = torch.randn(50, generator=generator, dtype=torch.float64)
+        expected.grad = gradient.clone()
+        optimizer.step()
+        nesterov_step(x, gradient, velocity, lr, momentum)
+        torch.testing.assert_close(x, expected.detach(), rtol=1e-13, atol=1e-13)
 
 
 # Equal to the oracles
