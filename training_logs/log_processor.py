@@ -1,42 +1,148 @@
 """Send a run folder, or a gradient analysis, to ClearML.
 
-    python -m training_logs.log_processor RUN_DIR [--mode auto|online|offline] [--new]
+    python -m training_logs.log_processor RUN_DIR [--mode auto|online|offline] [--new] [--follow]
 
-A run that is sent again continues its task; `--new` makes a new one.
+A run that is sent again continues its task; `--new` makes a new one. With `--follow` a run is sent while it trains,
+until the standard input ends: it is a pipe from the process that trains, which ends with it, however that happens.
 """
 
 import argparse
 import json
+import math
+import os
+import select
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-from training_logs.showing.run_data import RunData, RunFolderError, read_run
+from training_logs.showing.run_data import RunData, RunFolderError, Table, damage_reported, read_run
 from training_logs.trackers.clearml import SESSION, ClearML, resolved_mode
-from training_logs.trackers.tracker import Tracker, merge_line, report_end, round_scalars
+from training_logs.trackers.tracker import Tracker
 from utils.config.schema import CLEARML_MODES, ConfigError
+from utils.text import merge_line
 
 # The summary of a gradient analysis, by which its folder is known.
 ANALYSIS_SUMMARY = "gradient_analysis.json"
+# Seconds between two looks at the folder of a run that trains.
+_LOOK_SECONDS = 1.0
+# Column of training_log.csv: title in the dashboard, with one series per trainer.
+_TITLES = {
+    "train_loss": "training loss",
+    "validation_loss": "validation loss",
+    "validation_metric": "validation metric",
+    "requested_batch": "requested batch",
+    "effective_batch": "effective batch",
+    "micro_batch": "micro-batch",
+    "accumulation_steps": "accumulation steps",
+    "gradient_variance": "gradient variance",
+    "gradient_squared_norm": "gradient squared norm",
+    "nodes": "nodes",
+}
 
 
-def send_run(run: RunData, tracker: Tracker) -> None:
-    """Report a whole run."""
+def round_scalars(run: RunData, rows: Table) -> dict[str, float]:
+    """Return what a dashboard shows of a round.
+
+    Args:
+        rows: the round's rows of training_log.csv, one per trainer.
+    """
+    values = {}
+    for row in rows:
+        trainer = f"trainer {int(row['trainer_id'])}"
+        for column, title in _TITLES.items():
+            values[f"{title}/{trainer}"] = row[column]
+        values[f"tokens per second/{trainer}"] = row["round_tokens"] / row["seconds"]
+    metrics = [metric for metric in rows["validation_metric"] if math.isfinite(metric)]
+    if metrics:
+        values[f"run/best {run.metric.name}"] = max(metrics) if run.metric.higher_is_better else min(metrics)
+    values["run/living trainers"] = len(rows)
+    values["run/total batch"] = rows["effective_batch"].sum()
+    values["run/communications"] = rows["communications"][0]
+    values["run/bytes communicated"] = rows["bytes_communicated"][0]
+    return {name: float(value) for name, value in values.items() if math.isfinite(value)}
+
+
+def send_run(folder: Path, tracker: Tracker, follow: bool = False) -> None:
+    """Report a run, of which everything is read from its folder.
+
+    Args:
+        follow: report it while it trains.
+    """
+    run = read_run(folder)
+    with damage_reported(folder):  # before anything is sent
+        for rows in run.by_round.values():
+            round_scalars(run, rows)
+        continuations_of(run)
+        artifacts_of(run)
     tracker.start(run.config)
-    for step, rows in run.by_round.items():
-        tracker.scalars(step, round_scalars(rows, run.metric.name, run.metric.higher_is_better))
-    for merge in run.merges:
-        tracker.text(merge_line(merge.outer_step, merge.representative, merge.weights))
-    report_end(tracker, run.folder, run.report_dir, run.summary)
-    tracker.close(run.summary["status"])
+    rounds = 0
+    merges = 0
+    ended = False
+    while not ended:
+        # The end comes first: what is read afterwards is everything that the run has written.
+        ended = not follow or _run_has_ended()
+        run = read_run(folder)
+        for step, rows in run.by_round.items():
+            if step > rounds:
+                tracker.scalars(step, round_scalars(run, rows))
+                rounds = step
+        for merge in run.merges[merges:]:
+            tracker.text(merge_line(merge.outer_step, merge.representative, merge.weights))
+        merges = len(run.merges)
+    for name, path in figures_of(run).items():
+        tracker.figure(name, path)
+    for text in continuations_of(run):
+        tracker.text(text)
+    for name, path in artifacts_of(run).items():
+        tracker.artifact(name, path)
+    status = run.summary["status"]
+    tracker.finish("interrupted" if status == "running" else status)  # running: it was killed
+
+
+def continuations_of(run: RunData) -> list[str]:
+    """Return the texts that the final model has continued."""
+    names = ("prompt", "continuation", "reference")
+    texts = run.summary.get("continuations", ())
+    return ["\n".join(f"{name}: {text[name]}" for name in names) for text in texts]
+
+
+def figures_of(run: RunData) -> dict[str, Path]:
+    """Return the plots of a run by name."""
+    return _inside(run.folder, {path.stem: path for path in sorted(run.report_dir.glob("*.png"))})
+
+
+def artifacts_of(run: RunData) -> dict[str, Path]:
+    """Return the summary, the differences of the code, and the weights of the best model, by name."""
+    paths = {"summary": run.report_dir / "summary.json"}
+    for invocation in run.summary.get("invocations", ()):
+        if invocation["patch"]:
+            paths[invocation["patch"]] = run.folder / invocation["patch"]
+    if run.summary.get("best_model"):
+        paths["best model"] = run.folder / run.summary["best_model"] / "model.safetensors"
+    return _inside(run.folder, paths)
+
+
+def _inside(folder: Path, paths: Mapping[str, Path]) -> dict[str, Path]:
+    """Leave out files outside the folder, which the summary or the links of a foreign folder may name."""
+    return {name: path for name, path in paths.items() if path.resolve().is_relative_to(folder.resolve())}
+
+
+def _run_has_ended() -> bool:
+    """Wait for the next look at the folder, or for the end of the run."""
+    readable, _, _ = select.select([sys.stdin], [], [], _LOOK_SECONDS)
+    return bool(readable)
 
 
 def send_analysis(folder: Path, tracker: Tracker) -> None:
     """Report figures and numbers of a gradient analysis."""
-    tracker.start(json.loads((folder / ANALYSIS_SUMMARY).read_text(encoding="utf-8"))["config"])
+    summary = folder / ANALYSIS_SUMMARY
+    with damage_reported(folder):
+        config = json.loads(summary.read_text(encoding="utf-8"))["config"]
+    tracker.start(config)
     for path in sorted(folder.glob("*.png")):
         tracker.figure(path.stem, path)
-    tracker.file("gradient analysis", folder / ANALYSIS_SUMMARY)
-    tracker.close("completed")
+    tracker.artifact("gradient analysis", summary)
+    tracker.finish("completed")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,14 +153,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN_DIR")
     parser.add_argument("--mode", choices=CLEARML_MODES[:3], default="auto", help="default: %(default)s")
     parser.add_argument("--new", action="store_true", help="to a new task, though the folder already has one")
+    parser.add_argument("--follow", action="store_true", help="while it trains, until the standard input ends")
     options = parser.parse_args(arguments)
+    if options.follow:
+        os.nice(19)
     try:
         mode = resolved_mode(options.mode)
         tracker = ClearML(options.run, mode, options.new)
         if (options.run / ANALYSIS_SUMMARY).exists():
             send_analysis(options.run, tracker)
         else:
-            send_run(read_run(options.run), tracker)
+            send_run(options.run, tracker, options.follow)
     except (ConfigError, RunFolderError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -39,3 +39,9 @@ def budget_used(budget: Mapping) -> str:
         used = f"{budget['used']:,.{decimals}f}"
         amount = f"{budget['amount']:,.{decimals}f} {unit}"
     return f"{used} of {amount} ({budget['deviation_percent']:+.1f}%)"
+
+
+def merge_line(outer_step: int, representative: int, weights: Mapping[int, float]) -> str:
+    """Describe a merge of trainers in one line."""
+    parts = ", ".join(f"trainer {trainer} ({weight:.2f})" for trainer, weight in weights.items())
+    return f"merge after round {outer_step}: {parts} become trainer {representative}"

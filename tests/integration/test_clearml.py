@@ -1,11 +1,10 @@
-"""ClearML: it is told what the round log says, and whatever a server does, the run goes on."""
+"""ClearML shows what the round log says, and no server ends a run."""
 
 import json
 import math
-import os
 import shutil
-import signal
 import socket
+import sys
 import textwrap
 import zipfile
 from pathlib import Path
@@ -16,12 +15,13 @@ import run as program
 from fabrics.config_checks import CHECKS
 from tests.support.clearml_server import ClearMLServer
 from tests.support.runs import record_run
+from training_logs import log_processor
 from training_logs.recording.recorder import RunRecorder
 from training_logs.showing.plots import PLOTS
 from training_logs.showing.run_data import read_run
 from training_logs.trackers import tracker
 from training_logs.trackers.clearml import has_credentials, resolved_mode
-from training_logs.trackers.tracker import BackgroundTracker, Tracker
+from training_logs.trackers.tracker import Tracker, TrackerProcess
 from utils.config.reading import parse_config
 from utils.config.schema import CLEARML_MODES, ConfigError
 
@@ -45,6 +45,19 @@ def folder(tmp_path_factory):
         folder = record_run(tmp_path_factory.mktemp("logs"), plot_at_end=True, clearml="offline", project_name="P")
     assert "ClearML: offline session in " in (folder / "training_log.log").read_text().splitlines()[-1]
     return folder
+
+
+@pytest.fixture
+def online(monkeypatch):
+    """Use a server at a port of this machine."""
+
+    def use(port: int) -> None:
+        for name in ("API", "WEB", "FILES"):
+            monkeypatch.setenv(f"CLEARML_{name}_HOST", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("CLEARML_API_ACCESS_KEY", "key")
+        monkeypatch.setenv("CLEARML_API_SECRET_KEY", "secret")
+
+    return use
 
 
 def session_of(folder: Path) -> zipfile.ZipFile:
@@ -127,28 +140,89 @@ def test_a_finished_run_is_sent_by_the_command(programs, folder, tmp_path):
     assert "not a run folder" in missing.stderr
 
 
-class Slow(Tracker):
-    """Waits for ever, or dies, at the first scalar."""
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "Slow failed (status -9;"),
+        ("raise SystemExit('no such host')", "Slow failed (no such host;"),
+        ("import time; time.sleep(600)", "Slow is too slow;"),
+    ],
+)
+def test_a_tracker_that_fails_or_hangs_is_a_warning(tmp_path, monkeypatch, source, problem):
+    monkeypatch.setattr(tracker, "_command", lambda *arguments: [sys.executable, "-c", source])
+    seconds = 1.0 if "sleep" in source else 60.0
+    slow = TrackerProcess("Slow", tmp_path, "online", True, tmp_path / "log" / "slow.log")
+    warning = slow.finish(seconds)
+    assert warning.startswith(problem)
+    assert f"python -m training_logs.log_processor {tmp_path} sends" in warning
 
-    def __init__(self, dies: bool):
-        self._dies = dies
+
+def test_a_tracker_that_cannot_be_started_is_a_warning(online, tmp_path, monkeypatch):
+    online(1)
+
+    def no_memory(*arguments):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(tracker, "_command", no_memory)
+    (warning,) = warnings_of(record_run(tmp_path, clearml="online"))
+    assert "ClearML could not be started: [Errno 12] Cannot allocate memory" in warning
+
+
+class Listener(Tracker):
+    """Remembers what it is told."""
+
+    def __init__(self):
+        self.calls = []
 
     def scalars(self, outer_step, values):
-        if self._dies:
-            os.kill(os.getpid(), signal.SIGKILL)
-        signal.pause()
+        self.calls.append(outer_step)
+
+    def artifact(self, name, path):
+        self.calls.append(name)
+
+    def finish(self, status):
+        self.calls.append(status)
 
 
-@pytest.mark.parametrize(("dies", "problem"), [(True, "failed (-9)"), (False, "is too slow")])
-def test_a_tracker_that_hangs_or_dies_is_a_warning(tmp_path, monkeypatch, dies, problem):
-    monkeypatch.setattr(tracker, "WAIT_SECONDS", 60.0 if dies else 0.5)
-    monkeypatch.setattr(tracker, "MOST_WAITING", 3)
-    slow = BackgroundTracker(Slow(dies), "Slow", tmp_path, tmp_path / "log" / "slow.log")
-    for step in range(10):  # more than may wait: none of these calls waits
-        slow.scalars(step, {})
-    warning = slow.close("completed")
-    assert f"Slow {problem}" in warning
-    assert f"python -m training_logs.log_processor {tmp_path}" in warning
+def test_a_run_is_followed_until_the_process_that_trains_has_ended(folder, tmp_path, monkeypatch):
+    """Rounds 4 and 5 are written meanwhile, and the run is killed before its summary says that it has ended."""
+    report_dir = shutil.copytree(folder, tmp_path / "run") / "model_training_report"
+    summary = json.loads((report_dir / "summary.json").read_text())
+    (report_dir / "summary.json").write_text(json.dumps(summary | {"status": "running", "best_model": None}))
+    log = report_dir / "training_log.csv"
+    whole = log.read_text()
+    header, *lines = whole.splitlines(True)
+    log.write_text("".join([header, *(line for line in lines if int(line.split(",")[0]) <= 3)]))
+    looks = []
+
+    def has_ended():
+        looks.append(1)
+        if len(looks) == 2:
+            log.write_text(whole)
+        return len(looks) == 3
+
+    monkeypatch.setattr(log_processor, "_run_has_ended", has_ended)
+    listener = Listener()
+    log_processor.send_run(tmp_path / "run", listener, follow=True)
+    assert listener.calls == [1, 2, 3, 4, 5, "summary", "changes.patch", "interrupted"]
+
+
+def test_a_foreign_folder_uploads_no_file_outside_itself(folder, tmp_path):
+    foreign = shutil.copytree(folder, tmp_path / "run")
+    secret = tmp_path / "secret"
+    secret.write_text("key")
+    path = foreign / "model_training_report" / "summary.json"
+    summary = json.loads(path.read_text())
+    for patch in (str(secret), "../secret"):
+        (invocation,) = summary["invocations"]
+        summary |= {"invocations": [invocation | {"patch": patch}], "best_model": str(tmp_path)}
+        path.write_text(json.dumps(summary))
+        listener = Listener()
+        log_processor.send_run(foreign, listener)
+        assert listener.calls[5:] == ["summary", "completed"]
+    (foreign / "model_training_report" / "overview.png").unlink()
+    (foreign / "model_training_report" / "overview.png").symlink_to(secret)
+    assert "overview" not in log_processor.figures_of(read_run(foreign))
 
 
 # Modes
@@ -182,19 +256,6 @@ def test_online_without_credentials_ends_before_training(tmp_path, capsys):
 
 
 # Servers
-
-
-@pytest.fixture
-def online(monkeypatch):
-    """Use a server at a port of this machine."""
-
-    def use(port: int) -> None:
-        for name in ("API", "WEB", "FILES"):
-            monkeypatch.setenv(f"CLEARML_{name}_HOST", f"http://127.0.0.1:{port}")
-        monkeypatch.setenv("CLEARML_API_ACCESS_KEY", "key")
-        monkeypatch.setenv("CLEARML_API_SECRET_KEY", "secret")
-
-    return use
 
 
 def warnings_of(folder: Path) -> list[str]:
@@ -265,7 +326,7 @@ def test_clearml_kills_no_process_whose_task_is_not_in_progress(programs, tmp_pa
         tracker.start({{}})
         from clearml.backend_interface.task.development.stop_signal import TaskStopSignal
         print("stops:", bool(TaskStopSignal.enabled))
-        tracker.close("completed")
+        tracker.finish("completed")
     """
     assert "stops: False" in programs.run("-c", textwrap.dedent(source)).stdout
 

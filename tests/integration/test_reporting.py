@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support.runs import record_run, table_of
-from training_logs import training_monitoring
+from training_logs import log_processor, training_monitoring
 from training_logs.recording import memory_monitor
 from training_logs.recording.memory_monitor import MemoryMonitor
 from training_logs.recording.recorder import RunRecorder
@@ -327,6 +327,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     assert "not a run folder, or damaged" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [training_monitoring.main, log_processor.main])
 @pytest.mark.parametrize(
     ("file", "content"),
     [
@@ -340,11 +341,11 @@ def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     ],
     ids=["empty", "list", "null", "status alone", "nested summary", "few columns", "nested config"],
 )
-def test_a_damaged_run_folder_is_one_line(folder, tmp_path, capsys, one_plot, file, content):
+def test_a_damaged_run_folder_is_one_line(folder, tmp_path, capsys, one_plot, command, file, content):
     damaged = tmp_path / "run"
     shutil.copytree(folder, damaged, ignore=shutil.ignore_patterns("*.png", "model_weights"))
     (damaged / file).write_text(content)
-    assert training_monitoring.main([str(damaged)]) == 2
+    assert command([str(damaged)]) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith(f"error: {damaged}: not a run folder, or damaged: ")
 

@@ -37,13 +37,13 @@ from training_logs.recording.round_log import (
 from training_logs.recording.run_folder import FileHandler, continue_log, logger
 from training_logs.recording.step_loss_logger import StepLossLogger
 from training_logs.recording.summary import run_summary
-from training_logs.trackers.clearml import SESSION, follow_run, resolved_mode, send_folder
-from training_logs.trackers.tracker import BackgroundTracker, merge_line, report_end, round_scalars
+from training_logs.trackers.clearml import SESSION, resolved_mode, send_folder, start_reporting
+from training_logs.trackers.tracker import TrackerProcess
 from utils.config.reading import dump_config
 from utils.config.schema import Config
 from utils.files import write_json_atomically, write_text_atomically
 from utils.run_layout import LOG_FILE, MEMORY_FOLDER, REPORT_FOLDER
-from utils.text import budget_used, byte_size
+from utils.text import budget_used, byte_size, merge_line
 
 MERGE_COLUMNS = ("outer_step", "representative", "trainer_id", "weight")
 # How many different warnings the summary holds.
@@ -110,7 +110,8 @@ class RunRecorder(Observer):
         self._warned_before = frozenset(self._warnings)
         self._logged_warnings: set[str] = set()
         self._placement: dict[int, list[int]] = {}
-        self._tracker: BackgroundTracker | None = None
+        self._tracker_mode = resolved_mode(config.clearml)
+        self._tracker: TrackerProcess | None = None
         self._rounds_bar: tqdm | None = None
         self._steps_bar: tqdm | None = None
 
@@ -165,18 +166,15 @@ class RunRecorder(Observer):
         if initial:
             self._initial_metric = sum(evaluation.metric for evaluation in initial.values()) / len(initial)
         self._save_summary(self._summary(run, {}, "running"))
-        if resolved_mode(self.config.clearml) == "online":
-            self._follow()
+        if self._tracker_mode == "online":
+            try:
+                self._tracker = start_reporting(self.folder, "online", follow=True)
+            except OSError as error:
+                self.warn(f"ClearML could not be started: {error}")
         logger.info(start_line(run, self._initial_metric))
         if not initial:
             logger.info("resumed after round %d", run.counters.outer_steps)
         logger.info("run folder: %s", self.folder)
-
-    def _follow(self) -> None:
-        try:
-            self._tracker = follow_run(self.folder, dataclasses.asdict(self.config))
-        except Exception as error:  # no memory or no rights for another process: the run trains without a tracker
-            self.warn(f"ClearML could not be started: {error}")
 
     def on_round_start(self, outer_step: int, progress: float, steps: int) -> None:
         if self._rounds_bar is None:
@@ -194,17 +192,13 @@ class RunRecorder(Observer):
         reports = result.reports.values()
         self._largest_request = max(self._largest_request, *(report.requested_batch for report in reports))
         self._last_accumulation_steps = max(accumulation_steps(report) for report in reports)
-        rows = self._write_logs(run, result)
+        self._write_logs(run, result)
         self._log_round(run, result)
         self._attempt("memory_log.csv", self._memory.measure, "after a round", result.outer_step, result.memory[1:])
         self._save_summary(self._summary(run, {}, "running"))
-        if self._tracker is not None:
-            scalars = round_scalars(rows, run.metric.name, run.metric.higher_is_better)
-            self._tracker.scalars(result.outer_step, scalars)
         self._rounds_bar.update(result.progress - self._rounds_bar.n)
 
-    def _write_logs(self, run: RunView, result: ClusterRound) -> list[dict]:
-        """Append to all CSVs; return the rows of training_log.csv."""
+    def _write_logs(self, run: RunView, result: ClusterRound) -> None:
         reports = result.reports.values()
         wall_seconds = time.perf_counter() - self._started
         rows = []
@@ -221,7 +215,6 @@ class RunRecorder(Observer):
             merged = [(result.outer_step, plan.representative, *weight) for weight in plan.weights.items()]
             self._attempt("merge_log.csv", self._merges.append, merged)
         self._attempt("training_log.csv", self._rounds.append, [[row[column] for column in COLUMNS] for row in rows])
-        return rows
 
     def _log_round(self, run: RunView, result: ClusterRound) -> None:
         placement = {
@@ -234,10 +227,7 @@ class RunRecorder(Observer):
             logger.info(round_line(result, report, run.metric))
         if result.merge is not None:
             plan = result.merge.plan
-            line = merge_line(result.outer_step, plan.representative, plan.weights)
-            logger.info(line)
-            if self._tracker is not None:
-                self._tracker.text(line)
+            logger.info(merge_line(result.outer_step, plan.representative, plan.weights))
 
     # The end
 
@@ -277,7 +267,7 @@ class RunRecorder(Observer):
         self._save_summary(summary)
         if self.config.plot_at_end:
             self._draw()
-        self._close_tracker(summary)
+        self._finish_tracker()
         if self._warning_entries() != summary["warnings"]:
             self._save_summary(summary | {"warnings": self._warning_entries()})
 
@@ -310,14 +300,12 @@ class RunRecorder(Observer):
         else:
             logger.info("report: %s", report)
 
-    def _close_tracker(self, summary: dict) -> None:
-        mode = resolved_mode(self.config.clearml)
+    def _finish_tracker(self) -> None:
         if self._tracker is not None:
-            report_end(self._tracker, self.folder, self.report_dir, summary)
-            problem = self._tracker.close(summary["status"])
+            problem = self._tracker.finish()
             done = "ClearML: everything is in the dashboard"
-        elif mode == "offline":
-            problem = send_folder(self.folder, mode)
+        elif self._tracker_mode == "offline":
+            problem = send_folder(self.folder, "offline")
             done = f"ClearML: offline session in {self.folder / SESSION}"
         else:
             return

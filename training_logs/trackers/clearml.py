@@ -1,21 +1,20 @@
-"""ClearML: a run followed by its dashboard, written to an offline session at the end, or sent later."""
+"""ClearML: a task on a server, or an offline session in the run folder."""
 
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from training_logs.trackers.tracker import BackgroundTracker, Tracker
+from training_logs.trackers.tracker import Tracker, TrackerProcess
 from utils.config.schema import ConfigError
 from utils.files import write_json_atomically
 
 # In the run folder: offline session, id of the task, and log of the reporting process.
 SESSION = "clearml"
-_ROOT = Path(__file__).resolve().parents[2]
+# Seconds that a whole folder may take.
+_SEND_SECONDS = 120.0
 
 
 def has_credentials() -> bool:
@@ -109,7 +108,7 @@ class ClearML(Tracker):
     def figure(self, name: str, path: Path) -> None:
         self._task.get_logger().report_image("plots", name, iteration=self._last_round, local_path=str(path))
 
-    def file(self, name: str, path: Path) -> None:
+    def artifact(self, name: str, path: Path) -> None:
         if path.suffix != ".safetensors":
             self._task.upload_artifact(name, str(path.resolve()))
             return
@@ -122,7 +121,7 @@ class ClearML(Tracker):
             model._get_base_model().locked = False
         model.update_weights(register_uri=path.resolve().as_uri())
 
-    def close(self, status: str) -> None:
+    def finish(self, status: str) -> None:
         self._task.flush(wait_for_uploads=True)
         if status == "completed":
             self._task.mark_completed()
@@ -133,27 +132,14 @@ class ClearML(Tracker):
         self._task.close()
 
 
-def follow_run(folder: Path, config: Mapping[str, Any]) -> BackgroundTracker:
-    """Report a run to the server while it trains."""
-    tracker = BackgroundTracker(ClearML(folder, "online"), "ClearML", folder, folder / SESSION / "clearml.log")
-    tracker.start(config)
-    return tracker
+def start_reporting(folder: Path, mode: str, follow: bool) -> TrackerProcess:
+    """Start to report a folder in a process of its own."""
+    return TrackerProcess("ClearML", folder, mode, follow, folder / SESSION / "clearml.log")
 
 
-def send_folder(folder: Path, mode: str, seconds: float = 120.0) -> str | None:
-    """Run `log_processor` on a folder; return a warning if it failed or was too slow.
-
-    Args:
-        mode: online or offline.
-        seconds: how long to wait for a server.
-    """
-    again = f"python -m training_logs.log_processor {folder}"
-    command = [sys.executable, "-m", "training_logs.log_processor", str(folder.resolve()), "--mode", mode]
+def send_folder(folder: Path, mode: str) -> str | None:
+    """Report a whole folder in a process of its own; return a warning if that failed."""
     try:
-        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=seconds)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"ClearML: {error}; {again} sends it"
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no reason given"]
-        return f"ClearML failed: {lines[-1]}; {again} sends it"
-    return None
+        return start_reporting(folder, mode, follow=False).finish(_SEND_SECONDS)
+    except OSError as error:
+        return f"ClearML could not be started: {error}"
