@@ -65,7 +65,10 @@ _TWO_LAYERS = {"model_config": TINY_ARCHITECTURE | {"num_hidden_layers": 2}}
 SCENARIOS = {
     "norm test": {},
     "float32": {},
-    "untied": {"model_config": TINY_ARCHITECTURE | {"tie_word_embeddings": False}, "statistics_batch_size": 2},
+    "uneven rows": {
+        "model_config": TINY_ARCHITECTURE | {"tie_word_embeddings": False, "vocab_size": 301},
+        "statistics_batch_size": 2,
+    },
     "across workers": {"statistics_estimator": "across_workers", "INITIAL_BATCH_SIZE": 4},
     "sketches": {"number_of_initial_trainers": 1},
     "recomputed": {
@@ -107,11 +110,11 @@ ROUNDED = ("float32", "autocast", "autocast compiled", "int8")  # the others are
 GRAPHS = {"compiled": 1, "autocast compiled": 2}  # graphs that layers share: one layer, or attention and MLP
 METHODS = [name for name in matrix.METHODS if matrix.METHODS[name]().capabilities.shards]
 STOPPED_AFTER = 1  # round
-# Processes, the size of their shard groups, and scenarios: one shard group, two, and one whose last devices lack rows.
+# Processes, the size of their shard groups, and scenarios: one shard group, two, and a larger one.
 PARTS = (
     (2, 2, tuple(SCENARIOS)),
     (4, 2, ("norm test", "float32", "across workers", "sketches", "on the host", "int8")),
-    (4, 4, ("norm test", "float32", "classification")),
+    (4, 4, ("norm test", "float32", "uneven rows", "classification")),
 )
 RESUMED = ("norm test",)  # scenarios resumed with shard groups of another size
 WRITTEN = ("norm test", "classification")  # scenarios whose models are written
