@@ -52,7 +52,7 @@ _HASH = np.dtype("<u8")
 
 @dataclass(frozen=True)
 class TokenisedPart:
-    """Memory-mapped tokens of documents.
+    """Tokens of documents, memory-mapped.
 
     Attributes:
         tokens: [tokens]; each document is followed by end-of-text.
@@ -110,62 +110,52 @@ class TokenisedSet:
     validation: TokenisedPart | None
 
 
-def _mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
-    _check_size(path, count * dtype.itemsize)
-    return np.memmap(path, dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype)
-
-
-def _check_size(path: Path, expected: int) -> None:
-    size = path.stat().st_size
-    if size != expected:
-        raise DatasetError(f"{path}: damaged: {size} bytes instead of {expected}")
-
-
-def _read_metadata(folder: Path) -> dict:
-    path = folder / "metadata.json"
-    try:
-        metadata = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DatasetError(f"{folder}: no tokenised set: {path} does not exist") from None
-    except OSError as error:
-        raise DatasetError(f"{path}: {error.strerror}") from None
-    except ValueError:
-        raise DatasetError(f"{path}: damaged: not JSON") from None
-    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
-        raise DatasetError(f"{path}: not a tokenised set of format {FORMAT}")
-    return metadata
-
-
 def open_tokenised(folder: Path) -> TokenisedSet:
     """Map a complete set into memory; only metadata and tokenizer are read.
 
     Raises:
         DatasetError: the folder holds no complete, undamaged set.
     """
-    metadata = _read_metadata(folder)
-    parts = {}
     try:
+        metadata = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
+        if metadata["format"] != FORMAT:
+            raise ValueError(f"format {metadata['format']}, not {FORMAT}")
         dtype = np.dtype(metadata["dtype"])
-        for name, sizes in metadata["parts"].items():
-            parts[name] = TokenisedPart(
-                _mapped(folder / name / "tokens.bin", dtype, sizes["tokens"]),
-                _mapped(folder / name / "offsets.bin", _OFFSET, sizes["documents"] + 1),
-                _mapped(folder / name / "hashes.bin", _HASH, sizes["documents"]),
-                folder / name / "origins.jsonl",
-            )
-            _check_size(parts[name].origins, sizes["origin_bytes"])
-        train = parts["train"]
-    except OSError as error:
-        raise DatasetError(f"{error.filename}: damaged: {error.strerror}") from None
-    except (KeyError, TypeError) as error:
-        raise DatasetError(f"{folder}/metadata.json: damaged: {error!r}") from None
-    try:
+        parts = {name: _open_part(folder / name, dtype, sizes) for name, sizes in metadata["parts"].items()}
         tokenizer = load_tokenizer(str(folder / "tokenizer"), "tokenizer")
-    except ConfigError as error:
-        raise DatasetError(f"{folder}: damaged: {error}") from None
-    if fingerprint(tokenizer) != metadata["tokenizer"]["fingerprint"]:
-        raise DatasetError(f"{folder}/tokenizer: damaged: not the tokenizer that metadata.json names")
-    return TokenisedSet(folder, metadata, tokenizer, train, parts.get("validation"))
+        if fingerprint(tokenizer) != metadata["tokenizer"]["fingerprint"]:
+            raise ValueError(f"{folder}/tokenizer is not the tokenizer that metadata.json names")
+        return TokenisedSet(folder, metadata, tokenizer, parts["train"], parts.get("validation"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DatasetError(f"{folder}: no complete tokenised set: {type(error).__name__}: {error}") from None
+
+
+def _open_part(folder: Path, dtype: np.dtype, sizes: Mapping[str, int]) -> TokenisedPart:
+    files = _lengths(sizes, dtype)
+    for name, length in files.items():
+        size = (folder / name).stat().st_size
+        if size != length:
+            raise ValueError(f"{folder / name} has {size} bytes instead of {length}")
+
+    def mapped(name: str, dtype: np.dtype) -> np.ndarray:
+        return np.memmap(folder / name, dtype, mode="r") if files[name] else np.empty(0, dtype)
+
+    return TokenisedPart(
+        mapped("tokens.bin", dtype),
+        mapped("offsets.bin", _OFFSET),
+        mapped("hashes.bin", _HASH),
+        folder / "origins.jsonl",
+    )
+
+
+def _lengths(sizes: Mapping[str, int], dtype: np.dtype) -> dict[str, int]:
+    """The bytes of each file of a part."""
+    return {
+        "tokens.bin": sizes["tokens"] * dtype.itemsize,
+        "offsets.bin": (sizes["documents"] + 1) * _OFFSET.itemsize,
+        "hashes.bin": sizes["documents"] * _HASH.itemsize,
+        "origins.jsonl": sizes["origin_bytes"],
+    }
 
 
 # Writing
@@ -194,13 +184,12 @@ class Recipe:
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """Plain data that decides the content of the set."""
-        tokenizer = {"trained": self.vocab_size} if self.tokenizer is None else fingerprint(self.tokenizer)
         arguments = {
             "format": FORMAT,
             "source": self.source.identity,
             "train_documents": self.train_size,
             "validation_documents": self.val_size if self.validate else 0,
-            "tokenizer": tokenizer,
+            "tokenizer": fingerprint(self.tokenizer) if self.tokenizer else {"trained": self.vocab_size},
         }
         return json.loads(json.dumps(arguments))
 
@@ -208,10 +197,6 @@ class Recipe:
     def key(self) -> str:
         """Name of the set in a cache."""
         return hashlib.sha256(json.dumps(self.arguments, sort_keys=True).encode()).hexdigest()[:32]
-
-    def split(self) -> Parts:
-        """Divide the source; reads it to choose validation documents."""
-        return split(self.source, self.train_size, self.val_size, self.validate)
 
 
 def tokenised(folder: Path, recipe: Recipe, cache: bool) -> TokenisedSet:
@@ -226,8 +211,7 @@ def tokenised(folder: Path, recipe: Recipe, cache: bool) -> TokenisedSet:
         ConfigError: there are too few documents, the folder holds another set, or it cannot be written.
         DatasetError: the source cannot be read, or the folder holds something else and is not of the cache.
     """
-    documents = _existing(folder, recipe, cache)
-    if documents is not None:
+    if documents := _existing(folder, recipe, cache):
         logger.info("documents of %s: tokenised before, in %s", recipe.source.name, folder)
         return documents
     logger.info("documents of %s: reading and tokenising", recipe.source.name)
@@ -237,7 +221,7 @@ def tokenised(folder: Path, recipe: Recipe, cache: bool) -> TokenisedSet:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(lock):
             # Another program may have made it in the meantime.
-            if _existing(folder, recipe, cache) is None:
+            if not _existing(folder, recipe, cache):
                 _write(partial, recipe)
                 if folder.exists():
                     damaged = folder.with_name(f"{folder.name}.damaged")
@@ -262,18 +246,16 @@ def _existing(folder: Path, recipe: Recipe, cache: bool) -> TokenisedSet | None:
             raise
         logger.warning("cached documents are damaged and will be made again: %s", error)
         return None
-    made_with = documents.metadata.get("arguments", {})
+    there = documents.metadata["arguments"]
     wanted = recipe.arguments
-    if made_with != wanted:
-        different = [key for key in wanted | made_with if wanted.get(key) != made_with.get(key)]
-        changes = "; ".join(f"{key}: {made_with.get(key)} there, {wanted.get(key)} requested" for key in different)
-        raise ConfigError(f"{folder}: holds a set made with other arguments ({changes}); name another or remove it")
+    different = [
+        f"{key}: {there.get(key)} there, {wanted[key]} requested" for key in wanted if there.get(key) != wanted[key]
+    ]
+    if different:
+        raise ConfigError(
+            f"{folder}: holds a set made with other arguments ({'; '.join(different)}); name another or remove it"
+        )
     return documents
-
-
-def _token_type(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
-    """The smallest type that holds every token; vocabularies may have gaps, so the largest token decides."""
-    return np.dtype("<u2" if vocabulary_size(tokenizer) <= 2**16 else "<u4")
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
@@ -287,51 +269,43 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndar
     return [np.array([*tokens, tokenizer.eos_token_id], dtype=np.uint32) for tokens in ids]
 
 
-def _read_state(partial: Path, arguments: dict) -> dict | None:
+def _write(partial: Path, recipe: Recipe) -> None:
+    try:
+        parts = split(recipe.source, recipe.train_size, recipe.val_size, recipe.validate)
+        state = _continued(partial, recipe) or _begun(partial, recipe, parts)
+        # The stored tokenizer is the one to use.
+        tokenizer = load_tokenizer(str(partial / "tokenizer"), "tokenizer")
+        # The largest token decides: vocabularies may have gaps.
+        dtype = np.dtype("<u2" if vocabulary_size(tokenizer) <= 2**16 else "<u4")
+        state["tokenizer"] |= {
+            "fingerprint": fingerprint(tokenizer),
+            "vocabulary": len(tokenizer),
+            "end_of_text": end_of_text(tokenizer),
+        }
+        for name, documents in (("validation", parts.validation), ("train", parts.train)):
+            if documents is not None and name not in state["complete"]:
+                _write_part(partial, name, documents, tokenizer, dtype, state)
+    except ConfigError:
+        shutil.rmtree(partial, ignore_errors=True)  # a corrected recipe would not continue it
+        raise
+    write_json_atomically(partial / "metadata.json", {"format": FORMAT, "dtype": dtype.str} | state)
+    (partial / "state.json").unlink()
+
+
+def _continued(partial: Path, recipe: Recipe) -> dict | None:
+    """The state of an interrupted run of the same recipe."""
     try:
         state = json.loads((partial / "state.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return None
-    return state if state.get("arguments") == arguments else None
+    if state.get("arguments") != recipe.arguments:
+        return None
+    done = sum(part["documents"] for part in state["parts"].values())
+    logger.info("continuing an interrupted tokenisation after %s documents", f"{done:,}")
+    return state
 
 
-def _write(partial: Path, recipe: Recipe) -> None:
-    state = _read_state(partial, recipe.arguments)
-    try:
-        parts = recipe.split()
-        if state is None:
-            state = _begin(partial, recipe, parts)
-        else:
-            done = sum(part["documents"] for part in state["parts"].values())
-            logger.info("continuing an interrupted tokenisation after %s documents", f"{done:,}")
-        # The stored tokenizer is the one to use.
-        tokenizer = load_tokenizer(str(partial / "tokenizer"), "tokenizer")
-        end_of_text(tokenizer)
-        for name, documents in (("validation", parts.validation), ("train", parts.train)):
-            if documents is not None and name not in state["complete"]:
-                _write_part(partial, name, documents, tokenizer, state)
-    except ConfigError:
-        shutil.rmtree(partial, ignore_errors=True)  # a corrected recipe would not continue it
-        raise
-    metadata = {
-        "format": FORMAT,
-        "source": recipe.source.name,
-        "tokenizer": {
-            "name": state["tokenizer"],
-            "fingerprint": fingerprint(tokenizer),
-            "vocabulary": len(tokenizer),
-            "end_of_text": tokenizer.eos_token_id,
-        },
-        "dtype": _token_type(tokenizer).str,
-        "parts": state["parts"],
-        "skipped": state["skipped"],
-        "arguments": recipe.arguments,
-    }
-    write_json_atomically(partial / "metadata.json", metadata)
-    (partial / "state.json").unlink()
-
-
-def _begin(partial: Path, recipe: Recipe, parts: Parts) -> dict:
+def _begun(partial: Path, recipe: Recipe, parts: Parts) -> dict:
     """Write the tokenizer and the first state."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -339,14 +313,25 @@ def _begin(partial: Path, recipe: Recipe, parts: Parts) -> dict:
     if tokenizer is None:
         tokenizer = train_tokenizer((document.text for document in parts.train(Skipped())), recipe.vocab_size)
     tokenizer.save_pretrained(partial / "tokenizer")
-    name = tokenizer.name_or_path or "trained on the documents"
-    state = {"arguments": recipe.arguments, "tokenizer": name, "parts": {}, "complete": [], "skipped": {}}
+    state = {
+        "source": recipe.source.name,
+        "arguments": recipe.arguments,
+        "tokenizer": {"name": tokenizer.name_or_path or "trained on the documents"},
+        "parts": {},
+        "complete": [],
+        "skipped": {},
+    }
     write_json_atomically(partial / "state.json", state)
     return state
 
 
 def _write_part(
-    partial: Path, name: str, documents: Documents, tokenizer: PreTrainedTokenizerBase, state: dict
+    partial: Path,
+    name: str,
+    documents: Documents,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: np.dtype,
+    state: dict,
 ) -> None:
     """Tokenise the missing documents of one part; the state is saved after every block."""
     nothing = {"documents": 0, "tokens": 0, "origin_bytes": 0, "longest_document": 0}
@@ -355,7 +340,7 @@ def _write_part(
     # Reading the finished documents again is cheap and counts the skipped records.
     ahead = itertools.islice(documents(skipped), sizes["documents"], None)
     with (
-        closing(_PartWriter(partial / name, _token_type(tokenizer), sizes)) as writer,
+        closing(_PartWriter(partial / name, dtype, sizes)) as writer,
         tqdm(
             desc=f"tokenising {name} documents",
             unit=" documents",
@@ -383,14 +368,8 @@ class _PartWriter:
         folder.mkdir(exist_ok=True)
         self._sizes = sizes
         self._dtype = dtype
-        lengths = {
-            "tokens.bin": sizes["tokens"] * dtype.itemsize,
-            "offsets.bin": (sizes["documents"] + 1) * _OFFSET.itemsize,
-            "hashes.bin": sizes["documents"] * _HASH.itemsize,
-            "origins.jsonl": sizes["origin_bytes"],
-        }
         self._files = {}
-        for name, length in lengths.items():
+        for name, length in _lengths(sizes, dtype).items():
             path = folder / name
             path.touch()
             self._files[name] = path.open("r+b")
@@ -400,18 +379,19 @@ class _PartWriter:
     def append(self, documents: list[Document], tokens: list[np.ndarray]) -> None:
         """Write documents with their tokens, end-of-text included, and sync them to disk."""
         ends = self._sizes["tokens"] + np.cumsum([len(own) for own in tokens])
-        hashes = np.array([document_hash(document.text) for document in documents], _HASH)
-        origins = "".join(json.dumps(document.origin) + "\n" for document in documents).encode()
-        self._files["tokens.bin"].write(np.concatenate(tokens).astype(self._dtype).tobytes())
-        self._files["offsets.bin"].write(ends.astype(_OFFSET).tobytes())
-        self._files["hashes.bin"].write(hashes.tobytes())
-        self._files["origins.jsonl"].write(origins)
-        for file in self._files.values():
+        blocks = {
+            "tokens.bin": np.concatenate(tokens).astype(self._dtype).tobytes(),
+            "offsets.bin": ends.astype(_OFFSET).tobytes(),
+            "hashes.bin": np.array([document_hash(document.text) for document in documents], _HASH).tobytes(),
+            "origins.jsonl": "".join(json.dumps(document.origin) + "\n" for document in documents).encode(),
+        }
+        for name, file in self._files.items():
+            file.write(blocks[name])
             file.flush()
             os.fsync(file.fileno())
         self._sizes["documents"] += len(documents)
         self._sizes["tokens"] = int(ends[-1])
-        self._sizes["origin_bytes"] += len(origins)
+        self._sizes["origin_bytes"] += len(blocks["origins.jsonl"])
         self._sizes["longest_document"] = max(self._sizes["longest_document"], *map(len, tokens))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""IMDB: the layouts it comes in, what is wrong in them, how reviews are chosen, and a BERT that learns from them."""
+"""IMDB: reading and choosing reviews, and a BERT that learns from them."""
 
 import json
 
@@ -10,8 +10,9 @@ from configs.make_samples import paragraphs_and_docstrings, write_imdb
 from fabrics.config_checks import CHECKS
 from fabrics.data.dataset_loader import load_data
 from fabrics.data.documents import DatasetError, Skipped
-from fabrics.data.imdb import Reviews, choose, hub_reviews, local_reviews
-from tests.support.helpers import CPU, Recorder, parameters_of, without_privileges
+from fabrics.data.imdb import Reviews, choose, encode_reviews, hub_reviews, local_reviews
+from fabrics.data.tokenization import train_tokenizer
+from tests.support.helpers import CPU, Recorder, parameters_of
 from utils.config.reading import parse_config
 from utils.config.schema import ConfigError
 
@@ -38,16 +39,13 @@ def make(**values):
     return parse_config(defaults | values, (), CHECKS)[0]
 
 
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in rows))
-
-
 ROWS = [(f'A "film",\nnumber {number} é', number % 2) for number in range(60)]
+
 
 # Reading
 
 
-def test_the_layout_of_acl_imdb(folder):
+def test_the_folders_of_acl_imdb_are_read(folder):
     skipped = Skipped()
     (folder / "test" / "pos" / "empty_9.txt").write_text(" \n")
     reviews = local_reviews(str(folder), skipped)
@@ -58,30 +56,27 @@ def test_the_layout_of_acl_imdb(folder):
     assert skipped.counts == {"empty": 1}
 
 
-def test_what_is_no_layout_of_imdb(tmp_path, folder):
-    with pytest.raises(DatasetError, match="none/train/neg: no such file"):
-        local_reviews(str(tmp_path / "none"), Skipped())
-    for name in ("train/pos", "train/neg", "test/pos"):
-        (tmp_path / name).mkdir(parents=True)
+def test_another_layout_is_an_error(tmp_path, folder):
+    for path in (tmp_path / "none", folder.with_name("acl*")):
+        with pytest.raises(DatasetError, match=r"train/neg: no such file"):
+            local_reviews(str(path), Skipped())
+    (tmp_path / "train" / "neg").mkdir(parents=True)
     with pytest.raises(DatasetError, match=r"train/neg: no file \*\.txt in it"):
         local_reviews(str(tmp_path), Skipped())
     (tmp_path / "train" / "neg" / "0_1.txt").write_bytes(b"\xff")
     with pytest.raises(DatasetError, match=r"0_1\.txt: not UTF-8 text"):
         local_reviews(str(tmp_path), Skipped())
-    (tmp_path / "train").chmod(0o000)
-    with without_privileges(tmp_path), pytest.raises(DatasetError, match="Permission denied"):
-        local_reviews(str(tmp_path), Skipped())
-    (tmp_path / "train").chmod(0o700)
 
 
 def test_the_hub_gives_texts_and_labels(tmp_path):
-    """The library reads a folder as it reads a repository of the hub with the same files."""
-    write_jsonl(tmp_path / "train.jsonl", ROWS[:40])
-    write_jsonl(tmp_path / "test.jsonl", ROWS[40:])
+    """`datasets` reads a folder as it reads a repository of the hub with the same files."""
+    for name, rows in (("train", ROWS[:40]), ("test", ROWS[40:])):
+        lines = (json.dumps({"text": text, "label": label}) + "\n" for text, label in rows)
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     reviews = hub_reviews(Skipped(), str(tmp_path))
     assert (reviews.train, reviews.test) == (ROWS[:40], ROWS[40:])
-    with pytest.raises(DatasetError, match=r"stanfordnlp/imdb: ConnectionError: Couldn't reach"):
-        hub_reviews(Skipped())
+    with pytest.raises(ConfigError, match="dataset: imdb cannot be loaded: stanfordnlp/imdb: ConnectionError"):
+        load_data(make())
 
 
 # Choosing
@@ -117,6 +112,12 @@ def test_evaluation_is_balanced_and_shares_no_text_with_training():
 def test_too_few_reviews_say_how_many_there_are(reviews, train, per_class, message):
     with pytest.raises(ConfigError, match=message):
         choose(reviews, 1, train, per_class, Skipped())
+
+
+def test_special_tokens_that_a_review_spells_out_are_text():
+    tokenizer = train_tokenizer(["a good [SEP] film"], 60, "classification")
+    part = encode_reviews([("good [SEP] film", 1)], tokenizer, 32, "training")
+    assert part.tokens.tolist().count(tokenizer.sep_token_id) == 1
 
 
 # Training
@@ -194,8 +195,6 @@ def test_a_model_with_another_number_of_classes_is_refused(folder):
         Cluster(config, load_data(config))
 
 
-def test_imdb_needs_a_classifier_and_the_hub():
+def test_imdb_needs_a_classifier():
     with pytest.raises(ConfigError, match="model_type: microllama is for causal_lm, dataset imdb for classification"):
         make(model_type="microllama")
-    with pytest.raises(ConfigError, match="dataset: imdb cannot be loaded: stanfordnlp/imdb: ConnectionError"):
-        load_data(make())

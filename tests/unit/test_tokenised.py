@@ -14,7 +14,7 @@ from filelock import FileLock
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from configs.make_samples import write_c4, write_shard
+from configs.make_samples import write_shard
 from fabrics.data import token_store
 from fabrics.data.c4 import local_source
 from fabrics.data.documents import DatasetError, Document, Skipped, Source, document_hash
@@ -162,7 +162,7 @@ def test_a_finished_set_is_not_made_again_and_not_overwritten(tokenizer, tmp_pat
         write(tmp_path / "set", tokenizer, train=190)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "precious.txt").write_text("not ours")
-    with pytest.raises(DatasetError, match="no tokenised set"):
+    with pytest.raises(DatasetError, match="no complete tokenised set"):
         write(tmp_path / "other", tokenizer)
     assert (tmp_path / "other" / "precious.txt").exists()
 
@@ -176,16 +176,16 @@ def test_too_few_documents_leave_nothing_behind(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: os.truncate(folder / "train" / "tokens.bin", 1000), "tokens.bin: damaged: 1000 bytes instead"),
-        (lambda folder: (folder / "validation" / "origins.jsonl").unlink(), "origins.jsonl: damaged: No such file"),
-        (lambda folder: (folder / "metadata.json").write_text("{"), "metadata.json: damaged: not JSON"),
-        (lambda folder: (folder / "metadata.json").write_text('{"format": 9}'), "not a tokenised set of format 2"),
-        (lambda folder: (folder / "metadata.json").write_text('{"format": 2}'), "damaged: KeyError"),
-        (lambda folder: (folder / "metadata.json").unlink(), "no tokenised set"),
-        (lambda folder: shutil.rmtree(folder / "tokenizer"), "damaged: tokenizer: cannot load"),
+        (lambda folder: os.truncate(folder / "train" / "tokens.bin", 1000), "tokens.bin has 1000 bytes instead of"),
+        (lambda folder: (folder / "validation" / "origins.jsonl").unlink(), "FileNotFoundError: .*origins.jsonl"),
+        (lambda folder: (folder / "metadata.json").write_text("{"), "JSONDecodeError"),
+        (lambda folder: (folder / "metadata.json").write_text('{"format": 9}'), "format 9, not 2"),
+        (lambda folder: (folder / "metadata.json").write_text('{"format": 2}'), "KeyError: 'dtype'"),
+        (lambda folder: (folder / "metadata.json").unlink(), "FileNotFoundError: .*metadata.json"),
+        (lambda folder: shutil.rmtree(folder / "tokenizer"), "cannot load the tokenizer"),
         (
             lambda folder: train_tokenizer(["other text"], 280).save_pretrained(folder / "tokenizer"),
-            "tokenizer: damaged: not the tokenizer",
+            "is not the tokenizer that metadata.json names",
         ),
     ],
 )
@@ -254,45 +254,22 @@ def test_a_program_waits_for_another_that_makes_the_same_set(tokenizer, tmp_path
 # The script
 
 
-def command(tmp_path, tokenizer_folder, *arguments) -> list[str]:
-    script = str(ROOT / "c4" / "tokenize_c4.py")
-    given = ["--model_name", str(tokenizer_folder), "--output_dir", str(tmp_path / "set"), "--input", str(tmp_path)]
-    return [script, *given, "--create_eval_split", *arguments]
-
-
-def test_two_programs_and_a_third_ask_for_the_same_set(programs, tmp_path, tokenizer_folder):
-    write_c4(tmp_path, 1500, 60)
-    asked = command(tmp_path, tokenizer_folder, "--data_sample_size", "1400")
-    both = [programs.start(*asked) for _ in range(2)]
-    outputs = [program.communicate()[0] for program in both]
-    assert [program.returncode for program in both] == [0, 0], outputs
-    # One of them worked, the other waited.
-    assert sum("tokenising train documents: 100%" in output for output in outputs) == 1
-    third = programs.run(*asked)
-    assert "tokenised before" in third.stderr
-    documents = open_tokenised(tmp_path / "set")
-    assert (len(documents.train), len(documents.validation)) == (1400, 60)
-    assert f"{len(documents.train.tokens):,} tokens" in third.stdout
-    assert "c4_tokenized_path:" in third.stdout
-
-
 def test_a_killed_program_is_continued_by_the_same_command(programs, tmp_path, tokenizer_folder):
-    texts = [f"{number}: {text}" for number in range(6) for text in python_documents()[:4000]]
+    texts = [f"{number}: {text}" for number in range(2) for text in python_documents()[:5000]]
     write_shard(tmp_path / "c4-train.00000-of-00001.json.gz", texts)
-    asked = command(tmp_path, tokenizer_folder, "--data_sample_size", "20000")
+    script = str(ROOT / "c4" / "tokenize_c4.py")
+    places = ["--model_name", tokenizer_folder, "--output_dir", tmp_path / "set", "--input", tmp_path]
+    command = [script, *map(str, places), "--create_eval_split", "--data_sample_size", "9000"]
     state = tmp_path / "set.partial" / "state.json"
-    program = programs.start(*asked)
+    program = programs.start(*command)
     wait_until(lambda: state.exists() and '"train"' in state.read_text(), "a first block", program)
     program.send_signal(signal.SIGKILL)
     program.wait()
     assert not (tmp_path / "set").exists()
-    again = programs.run(*asked)
+    again = programs.run(*command)
     assert "continuing an interrupted tokenisation after" in again.stderr
     train = open_tokenised(tmp_path / "set").train
-    source = local_source(str(tmp_path), "en")
-    expected = [document.text for document in split(source, 20_000, None).train(Skipped())]
-    documents = open_tokenised(tmp_path / "set")
-    assert len(train) == 20_000
-    for index in (0, 9_999, 19_999):
-        tokens = train.tokens[train.offsets[index] : train.offsets[index + 1] - 1]
-        assert documents.tokenizer.decode(tokens) == expected[index]
+    assert f"{len(train.tokens):,} tokens" in again.stdout
+    assert "c4_tokenized_path:" in again.stdout
+    expected = split(local_source(str(tmp_path), "en"), 9000, None).train(Skipped())
+    assert train.hashes.tolist() == [document_hash(document.text) for document in expected]
