@@ -1,6 +1,5 @@
-"""Nodes that come and go, workers that rest and messages that are lost: who works when, and what becomes of it."""
+"""Node schedules, workers that rest, and lost messages."""
 
-import dataclasses
 import itertools
 import json
 from collections import Counter
@@ -28,10 +27,7 @@ from tests.support.helpers import (
     train,
 )
 from utils.config.reading import parse_config
-from utils.config.resume import training_changes
 from utils.config.schema import Config, ConfigError
-
-every_method = pytest.mark.parametrize("name", matrix.NAMES)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -44,58 +40,42 @@ def round_key(number: int = 0, trainer: int = 0, seed: int = 42) -> RoundKey:
     return RoundKey(seed, trainer, 0, number)
 
 
-# Who works when
+# Draws
 
 
-@pytest.mark.parametrize(
-    ("progress", "nodes"), [(0.0, 4), (0.3, 4), (0.4999, 4), (0.5, 8), (0.7999, 8), (0.8, 2), (1.0, 2)]
-)
-def test_nodes_over_the_share_of_the_run(progress, nodes):
-    assert scheduled_nodes([[0.0, 4], [0.5, 8], [0.8, 2]], progress) == nodes
+def test_a_schedule_gives_nodes_by_progress():
+    schedule = [[0.0, 4], [0.5, 8], [0.8, 2]]
+    expected = {0.0: 4, 0.4999: 4, 0.5: 8, 0.7999: 8, 0.8: 2, 1.0: 2}
+    assert {progress: scheduled_nodes(schedule, progress) for progress in expected} == expected
 
 
 @pytest.mark.parametrize(
     ("share", "workers", "count"),
-    [
-        (1.0, 5, 5),
-        (0.5, 4, 2),
-        (0.5, 5, 3),
-        (0.5, 1, 1),
-        (0.1, 4, 1),
-        (0.3, 4, 1),
-        (0.4, 4, 2),
-        (0.74, 3, 2),
-        (0.29, 50, 15),
-    ],
+    [(1.0, 5, 5), (0.5, 4, 2), (0.5, 5, 3), (0.5, 1, 1), (0.1, 4, 1), (0.74, 3, 2), (0.29, 50, 15)],
 )
-def test_how_many_take_part(share, workers, count):
+def test_participants_are_the_nearest_number_but_at_least_one(share, workers, count):
     assert participant_count(share, workers) == count
     drawn = draw_participants(share, round_key(), workers)
     assert len(set(drawn)) == count
     assert list(drawn) == sorted(drawn)
 
 
-def test_every_worker_takes_part_as_often_and_rounds_and_trainers_draw_for_themselves():
+def test_all_sets_of_participants_are_equally_likely():
     drawn = [draw_participants(0.5, round_key(number), 4) for number in range(3000)]
-    pairs = Counter(drawn)
-    assert len(pairs) == 6
-    assert all(abs(count - 500) < 5 * 500**0.5 for count in pairs.values())
-    assert drawn == [draw_participants(0.5, round_key(number), 4) for number in range(3000)]
+    counts = Counter(drawn)
+    assert len(counts) == 6
+    assert all(abs(count - 500) < 5 * 500**0.5 for count in counts.values())
     for other in ({"trainer": 1}, {"seed": 43}):
         assert drawn[:50] != [draw_participants(0.5, round_key(number, **other), 4) for number in range(50)]
 
 
-def test_every_message_is_lost_by_itself_and_one_worker_alone_loses_none():
+def test_messages_are_lost_independently():
     lost = [draw_lost_messages(0.25, round_key(number), (0, 1, 3)) for number in range(3000)]
     for worker in (0, 1, 3):
         assert abs(sum(worker in each for each in lost) - 750) < 5 * 562**0.5
     both = sum({0, 3} <= each for each in lost)
     assert abs(both - 3000 / 16) < 5 * 176**0.5
-    # Who else takes part does not matter.
-    assert all(
-        (3 in each) == (3 in draw_lost_messages(0.25, round_key(n), (3, 7))) for n, each in enumerate(lost[:200])
-    )
-    assert not any(draw_lost_messages(0.99, round_key(number), (2,)) for number in range(100))
+    assert not any(draw_lost_messages(0.99, round_key(number), (2,)) for number in range(100))  # a lone worker
 
 
 def test_the_first_nodes_that_have_not_failed_work():
@@ -116,23 +96,20 @@ def nodes_of(recorder: Recorder) -> list[list[int]]:
     return [[len(report.workers) for report in result.reports.values()] for result in recorder.rounds]
 
 
-def test_a_run_has_the_nodes_of_its_schedule_and_shares_the_batch_out_among_them():
+def test_scheduled_nodes_divide_the_batch():
     cluster = cluster_of(number_of_outer_steps=10, node_schedule=[[0.0, 2], [0.3, 4], [0.7, 3], [0.8, 1]])
     cluster.train(recorder := Recorder())
     assert nodes_of(recorder) == [[2]] * 3 + [[4]] * 4 + [[3]] + [[1]] * 2
-    plans = [
-        [w.plan.effective_batch for w in report.workers.values()]
-        for r in recorder.rounds
-        for report in r.reports.values()
-    ]
-    assert [plans[0], plans[3], plans[7], plans[9]] == [[6, 6], [3] * 4, [4] * 3, [12]]
+    reports = [result.reports[0] for result in recorder.rounds]
+    batches = [[worker.plan.effective_batch for worker in report.workers.values()] for report in reports]
+    assert [batches[0], batches[3], batches[7], batches[9]] == [[6, 6], [3] * 4, [4] * 3, [12]]
     # Two nodes join, once: each gets parameters and velocity of the trainer, and moments with their step count.
     model = 4 * cluster.parameter_count
     assert cluster.counters.bytes_redistributed == 2 * (4 * model + 4)
     assert cluster.counters.communications == 8
 
 
-def test_trainers_share_the_nodes_that_there_are():
+def test_trainers_divide_the_scheduled_nodes():
     cluster = cluster_of(
         number_of_outer_steps=6, number_of_initial_trainers=2, merge_frequency=5,
         node_schedule=[[0, 1], [0.2, 4], [0.5, 2], [0.9, 1]],
@@ -141,10 +118,9 @@ def test_trainers_share_the_nodes_that_there_are():
     assert nodes_of(recorder) == [[1, 1], [1, 1], [2, 2], [1, 1], [1, 1], [2]]
 
 
-def test_a_schedule_of_all_nodes_and_all_participants_have_the_bits_of_a_run_without():
-    plain, given = (
-        cluster_of(**values) for values in ({}, {"node_schedule": [[0, 4]], "participants": 1.0, "message_loss": 0.0})
-    )
+def test_neutral_values_do_not_change_the_bits():
+    plain = cluster_of()
+    given = cluster_of(node_schedule=[[0, 4]], participants=1.0, message_loss=0.0)
     for cluster in (plain, given):
         cluster.train(Recorder())
     assert torch.equal(plain.trainers[0].parameters, given.trainers[0].parameters)
@@ -152,7 +128,7 @@ def test_a_schedule_of_all_nodes_and_all_participants_have_the_bits_of_a_run_wit
     assert COPY not in plain.trainers[0].workers[0].state
 
 
-def test_through_coming_going_and_resting_an_epoch_sees_every_example_once():
+def test_an_epoch_with_changing_nodes_reads_every_example_once():
     cluster, seen = examples_of_an_epoch(
         number_of_initial_trainers=2, merge_frequency=3, node_schedule=[[0, 3], [0.3, 4], [0.6, 1]], participants=0.5,
         message_loss=0.5,
@@ -161,18 +137,12 @@ def test_through_coming_going_and_resting_an_epoch_sees_every_example_once():
     assert sorted(seen) == list(range(96))
 
 
-# Messages that are lost
+# Lost messages
 
 
-LOSS = {"message_loss": 0.4}
-
-
-def lost_by_round(rounds: int, workers: int = 3) -> list[frozenset[int]]:
-    return [draw_lost_messages(0.4, round_key(number), range(workers)) for number in range(rounds)]
-
-
-def test_whom_nobody_hears_goes_on_from_its_own_parameters_and_counts_whole_the_next_time(monkeypatch):
-    trainer, lost = matrix.trainer_of(**LOSS), lost_by_round(6)
+def test_a_worker_whose_message_is_lost_continues_from_its_own_parameters(monkeypatch):
+    trainer = matrix.trainer_of(message_loss=0.4)
+    lost = [draw_lost_messages(0.4, round_key(number), range(3)) for number in range(6)]
     starts, ends = [], []
     run = InnerLoop.run
 
@@ -210,17 +180,17 @@ def test_whom_nobody_hears_goes_on_from_its_own_parameters_and_counts_whole_the_
         for worker, copy in enumerate(copies):
             assert torch.equal(copy, ends[worker] if worker in missing else shared)
         own = [copy.clone() for copy in copies]
-    assert {len(missing) for missing in lost} >= {0, 1, 2}  # number 0 is as without loss
+    assert {len(missing) for missing in lost} >= {0, 1, 2}
 
 
-def test_a_message_that_is_lost_was_sent_and_counts():
+def test_a_lost_message_was_sent():
     plain, lossy = (train(matrix.trainer_of(message_loss=loss), 3, matrix.INNER_STEPS) for loss in (0.0, 0.9))
     assert sum(report.lost_messages for report in lossy) > 4
     for one, other in zip(plain, lossy, strict=True):
         assert one.events == other.events
 
 
-def test_with_all_messages_lost_the_shared_parameters_stay_and_nobody_is_left_out():
+def test_without_any_message_the_shared_parameters_stay():
     trainer = matrix.trainer_of(message_loss=0.999)
     before = trainer.parameters.clone()
     for report in train(trainer, 2, matrix.INNER_STEPS):
@@ -230,7 +200,7 @@ def test_with_all_messages_lost_the_shared_parameters_stay_and_nobody_is_left_ou
     assert not torch.equal(trainer.workers[0].state[COPY], before)
 
 
-def test_lost_messages_are_in_the_totals_and_a_budget_of_communications_is_kept():
+def test_lost_messages_are_counted_and_a_budget_is_kept():
     values = {"number_of_outer_steps": None, "number_of_training_epochs": 3, "communication_budget": 6}
     cluster = cluster_of(**values, message_loss=0.5)
     cluster.train(recorder := Recorder())
@@ -242,9 +212,10 @@ def test_lost_messages_are_in_the_totals_and_a_budget_of_communications_is_kept(
 # Participants
 
 
-def test_those_who_rest_keep_their_state_and_cost_nothing():
-    trainer, whole = matrix.trainer_of(workers=4, participants=0.5), matrix.trainer_of(workers=4)
-    model, drawn = trainer.worker_group.parameter_bytes, []
+def test_resting_workers_keep_their_state_and_send_nothing():
+    trainer = matrix.trainer_of(workers=4, participants=0.5)
+    model = trainer.worker_group.parameter_bytes
+    drawn = []
     for number in range(6):
         before = {w: {key: t.clone() for key, t in trainer.workers[w].state_dict().items()} for w in range(4)}
         position = trainer.cursor.position
@@ -254,15 +225,13 @@ def test_those_who_rest_keep_their_state_and_cost_nothing():
         for worker in range(4):
             same = [torch.equal(before[worker][key], t) for key, t in trainer.workers[worker].state_dict().items()]
             assert not any(same) if worker in drawn[-1] else all(same)
-        # The batch is theirs alone, and of a ring of two each sends as much as its model.
+        # The participants divide the batch, and in a ring of two each sends one model.
         assert [run.plan.effective_batch for run in report.workers.values()] == [6, 6]
         assert report.bytes_synchronised == 2 * model
         assert trainer.cursor.position == position + 12 * matrix.INNER_STEPS
-    (everybody,) = train(whole, 1, matrix.INNER_STEPS)
-    assert everybody.bytes_synchronised == 6 * model
 
 
-def test_who_comes_back_gets_what_it_has_missed_and_that_counts():
+def test_a_returning_worker_receives_the_trainers_tensors():
     trainer, found = matrix.trainer_of(workers=4, participants=0.5), []
     for _ in range(8):
         found.append((set(trainer.split_work().participants), trainer.assign_nodes(trainer.nodes)))
@@ -275,7 +244,7 @@ def test_who_comes_back_gets_what_it_has_missed_and_that_counts():
     assert len({arrived for _, arrived in found}) > 1
 
 
-def test_after_a_merge_nobody_has_missed_anything():
+def test_after_a_merge_all_workers_are_up_to_date():
     first, second = (matrix.trainer_of(workers=4, participants=0.5) for _ in range(2))
     second.id = 1
     for trainer in (first, second):
@@ -284,7 +253,7 @@ def test_after_a_merge_nobody_has_missed_anything():
     assert first.assign_nodes(first.nodes) == 0
 
 
-def test_a_batch_test_sees_those_who_take_part():
+def test_the_batch_test_uses_the_participants():
     values = {"sampling_method": "norm_test", "batch_test_start": 1, "participants": 0.5, "statistics_batch_size": 2}
     (report,) = train(matrix.trainer_of(workers=4, **values), 1, matrix.INNER_STEPS)
     assert report.statistics.examples == 12
@@ -298,7 +267,7 @@ def test_a_batch_test_sees_those_who_take_part():
 
 
 def accepted(name: str, **values) -> bool:
-    """Whether the method stands it; if not, a line names it."""
+    """True if the configuration is accepted; otherwise there is one problem, which names the method."""
     config = matrix.config_of(name, **values)
     (key,) = values
     problems = [problem for check in CHECKS.problems for problem in check(config) if problem.startswith(f"{key}: ")]
@@ -307,38 +276,29 @@ def accepted(name: str, **values) -> bool:
     return not problems
 
 
-@every_method
-def test_every_method_stands_lost_messages_or_refuses_them_by_name(name):
+@pytest.mark.parametrize("name", matrix.NAMES)
+def test_every_method_supports_resting_workers_and_lost_messages_or_refuses_them(name):
     method = (METHODS | matrix.OWN)[name]()
     starts_together = method.keeps == "shared"
-    assert accepted(name, message_loss=0.4) == (starts_together and not method.capabilities.exchanges_gradients)
     assert accepted(name, participants=0.5) == starts_together
-    if not accepted(name, message_loss=0.4):
-        return
-    first, *_, last = train(matrix.trainer_of(name, **LOSS), 6, matrix.INNER_STEPS)
-    assert last.train_loss < 0.97 * first.train_loss
+    assert accepted(name, message_loss=0.4) == (starts_together and not method.capabilities.exchanges_gradients)
+    for values in ({"participants": 0.5}, {"message_loss": 0.4}):
+        if accepted(name, **values):
+            reports = train(matrix.trainer_of(name, workers=4, **values), 6, matrix.INNER_STEPS)
+            assert reports[-1].train_loss < 0.97 * reports[0].train_loss
 
 
-@every_method
-def test_every_method_stands_resting_workers_or_refuses_them_by_name(name):
-    if not accepted(name, participants=0.5):
-        return
-    reports = train(matrix.trainer_of(name, workers=4, participants=0.5), 6, matrix.INNER_STEPS)
-    assert all(len(report.workers) == 2 for report in reports)
-    assert reports[-1].train_loss < 0.97 * reports[0].train_loss
-
-
-@every_method
-def test_a_pool_that_changes_is_killed_and_resumed_from_its_files_with_the_same_bits(name, programs, tmp_path):
-    found, resumed = matrix.pool_alone(name), matrix_killed.resumed(programs, "pool", name, tmp_path)
+@pytest.mark.parametrize("name", ["DiLoCo", "SPARTA", "DelayedNesterov"])
+def test_a_killed_run_with_changing_nodes_resumes_with_the_same_bits(name, programs, tmp_path):
+    found = matrix.pool_alone(name)
+    resumed = matrix_killed.resumed(programs, "pool", name, tmp_path)
     stopped, final = found["states"].values()
     matrix.assert_same_state(resumed, final)
     before, after, again = (json.loads(state["values"]) for state in (stopped, final, resumed))
     assert bool(before["trainers"]["0"]["workers"]["resting"]) == accepted(name, participants=0.75)
-    for what in ("bytes_synchronised", "bytes_merged", "bytes_redistributed", "lost_messages", "examples"):
-        assert again["counters"][what] == after["counters"][what] > 0 or what == "lost_messages"
+    for counter, value in after["counters"].items():
+        assert again["counters"][counter] == value or "seconds" in counter
     assert found["workers"] == matrix.POOL_WORKERS[accepted(name, participants=0.75)]
-    assert all(torch.isfinite(tensor).all() for tensor in final["tensors"].values())
     assert (after["counters"]["lost_messages"] > 0) == accepted(name, message_loss=0.4)
 
 
@@ -349,23 +309,16 @@ def test_a_pool_that_changes_is_killed_and_resumed_from_its_files_with_the_same_
     ("values", "line"),
     [
         ({"node_schedule": [[0.1, 4]]}, "node_schedule: "),
-        ({"node_schedule": [[0, 4], [0.5, 8], [0.5, 2]]}, "got [[0.0, 4.0], [0.5, 8.0], [0.5, 2.0]]"),
-        ({"node_schedule": [[0, 4], [1.0, 8]]}, "node_schedule: "),
+        ({"node_schedule": [[0, 4], [0.5, 8], [0.5, 2]]}, "node_schedule: "),
         ({"node_schedule": [[0, 4], [0.5, 0]]}, "node_schedule: "),
-        ({"node_schedule": [[0, 2.5]]}, "node_schedule: "),
-        ({"node_schedule": []}, "node_schedule: List should have at least 1 item"),
-        ({"node_schedule": [[0, 4, 1]]}, "node_schedule[0]: List should have at most 2 items"),
-        ({"participants": 0}, "participants: should be greater than 0, got 0"),
-        ({"participants": 1.5}, "participants: should be less than or equal to 1, got 1.5"),
-        ({"message_loss": 1}, "message_loss: should be less than 1, got 1"),
-        ({"message_loss": -0.1}, "message_loss: should be greater than or equal to 0, got -0.1"),
-        (
-            {"message_loss": 0.1, "statistics_estimator": "across_workers"},
-            "statistics_estimator: must be per_example with message_loss",
-        ),
+        ({"node_schedule": []}, "node_schedule: "),
+        ({"participants": 0}, "participants: "),
+        ({"participants": 1.5}, "participants: "),
+        ({"message_loss": 1}, "message_loss: "),
+        ({"message_loss": 0.1, "statistics_estimator": "across_workers"}, "statistics_estimator: "),
     ],
 )
-def test_a_bad_value_is_one_line(values, line):
+def test_a_bad_value_is_one_problem(values, line):
     with pytest.raises(ConfigError) as error:
         parse_config(values | {"number_of_outer_steps": 5}, checks=CHECKS)
     assert len(error.value.problems) == 1
@@ -373,48 +326,42 @@ def test_a_bad_value_is_one_line(values, line):
 
 
 @pytest.mark.parametrize("values", [{"node_schedule": [[0, 4]]}, {"participants": 0.5}])
-@pytest.mark.parametrize("budget", [{"communication_budget": 9}, {"byte_budget": 10**6}])
-def test_a_budget_is_refused_by_name_where_workers_come_and_go(values, budget):
+def test_a_budget_refuses_changing_workers(values):
+    budget = {"communication_budget": 9, "number_of_outer_steps": None, "max_tokens": 9999}
     with pytest.raises(ConfigError) as error:
-        parse_config(values | budget | {"number_of_outer_steps": None, "max_tokens": 9999}, (), CHECKS)
+        parse_config(values | budget, (), CHECKS)
     (problem,) = error.value.problems
-    assert problem.startswith(f"{next(iter(values))}: must be ")
-    assert next(iter(budget)) in problem
+    assert problem.startswith(f"{next(iter(values))}: ")
+    assert "communication_budget" in problem
 
 
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        ({"node_schedule": [[0, 4], [0.5, 5]]}, "node_schedule: must have at most the 4 nodes that there are"),
+        ({"node_schedule": [[0, 4], [0.5, 5]]}, "node_schedule: "),
         (
             {"participants": 0.3, "statistics_estimator": "across_workers", "sampling_method": "norm_test"},
-            "participants: across_workers needs two workers of a trainer in every round, got 0.3 of 4",
+            "participants: ",
         ),
         (
             {"node_schedule": [[0, 1]], "statistics_estimator": "across_workers", "sampling_method": "norm_test"},
-            "statistics_estimator: across_workers needs two nodes per trainer, got 1 nodes",
+            "statistics_estimator: ",
         ),
         (
             {"node_schedule": [[0, 4], [0.5, 3]], "distributed_algo": "NoLoCo"},
-            "synchronisation.group: must divide the 3 workers of a trainer, got 2",
+            "synchronisation.group: ",
         ),
     ],
 )
-def test_what_does_not_fit_the_nodes_is_refused_before_work(values, line):
+def test_what_does_not_fit_the_nodes_is_refused(values, line):
     with pytest.raises(ConfigError) as error:
         cluster_of(**values)
     assert len(error.value.problems) == 1
     assert line in error.value.problems[0]
 
 
-def test_a_resumed_run_of_another_length_has_another_schedule():
-    before = make_config(sampling_method="none", node_schedule=[[0, 4]])
-    after = dataclasses.replace(before, number_of_outer_steps=9)
-    assert training_changes(before, after) == ["number_of_outer_steps: was 3, now 9"]
-
-
 def test_a_joining_worker_begins_with_the_moments_of_the_first():
-    trainer = matrix.trainer_of(workers=2, **LOSS)
+    trainer = matrix.trainer_of(workers=2, message_loss=0.4)
     train(trainer, 2, matrix.INNER_STEPS)
     trainer.assign_nodes(tuple(Node(node, CPU, 64) for node in range(3)))
     new, old = trainer.workers[2], trainer.workers[0]

@@ -1,7 +1,6 @@
-"""Who does how much of a round where nodes differ in speed, come and go, rest, and lose messages."""
+"""The division of a round over workers: speeds, changing nodes, resting workers and lost messages."""
 
 import csv
-import functools
 import json
 from collections import Counter
 
@@ -10,7 +9,6 @@ import pytest
 
 from algorithms.batch.switch_mode import ExecutionPlan
 from algorithms.synchronisation import METHODS
-from cluster import Cluster
 from fabrics.data.sampler import Reading
 from fabrics.training.statistics import StatisticsPlan
 from fabrics.training.work_split import WorkSplit, draw_participants, evenly_spaced
@@ -32,10 +30,7 @@ def steps_of(split: WorkSplit, inner_steps: int) -> dict[int, int]:
     return {worker: len(active) for worker, active in split.active_steps(inner_steps).items()}
 
 
-# On paper
-
-
-def test_those_who_take_part_share_the_batch_by_their_own_speeds():
+def test_participants_divide_the_batch_by_speed():
     """12 examples at 1, 0.5 and 0.25 a second: 8, 3 and 1 are done after 8 seconds, as none of 12 can be sooner."""
     split = split_of((1, 2, 3), balance="batch", node_speeds=SPEEDS)
     assert split.plans == {1: ExecutionPlan((8,)), 2: ExecutionPlan((3,)), 3: ExecutionPlan((1,))}
@@ -44,14 +39,14 @@ def test_those_who_take_part_share_the_batch_by_their_own_speeds():
     assert (split.batch, split.examples(5)) == (12, 60)
 
 
-def test_the_fastest_of_those_who_take_part_makes_every_inner_step():
+def test_the_fastest_participant_makes_every_inner_step():
     assert steps_of(split_of((1, 2, 3), balance="steps", node_speeds=SPEEDS), 8) == {1: 8, 2: 4, 3: 2}
     split = split_of((2, 3), balance="steps", node_speeds=SPEEDS)
     assert steps_of(split, 8) == {2: 8, 3: 4}
     assert split.examples_each(8) == [0, 0, 48, 24]
 
 
-def test_nodes_are_alike_until_all_of_them_are_known():
+def test_one_unknown_speed_makes_all_nodes_equal():
     """A node that joins where others have been measured at 100 a second has no speed of 1."""
     nodes = [Node(0, CPU, 64, 100.0), Node(1, CPU, 64, 25.0), Node(2, CPU, 64)]
     assert split_of((0, 1, 2), nodes, balance="batch").examples_each(1) == [4, 4, 4]
@@ -62,7 +57,7 @@ def test_nodes_are_alike_until_all_of_them_are_known():
 
 @pytest.mark.parametrize("balance", ["equal", "batch", "steps"])
 @pytest.mark.parametrize("present", [(0, 1, 2, 3), (1, 3), (2,)])
-def test_the_examples_of_a_round_are_shared_out_without_a_gap(balance, present):
+def test_workers_read_consecutive_examples_without_gaps(balance, present):
     readings = [Reading(lambda first, count: np.arange(count), (0, 1, 2, 3), 1000)]
     split = split_of(present, readings=readings, balance=balance, node_speeds=SPEEDS)
     found = split.assignments([0.1] * 6, RoundKey(1, 2, 0, 3), StatisticsPlan())
@@ -74,11 +69,8 @@ def test_the_examples_of_a_round_are_shared_out_without_a_gap(balance, present):
         for first in own.offsets:
             seen.update(range(first, first + own.plan.effective_batch))
     assert sorted(seen.elements()) == list(range(split.examples(6)))
-    # Samples of their own come after the round's examples, of each worker elsewhere.
+    # Each worker's probe batch comes after the round's examples.
     assert {own.probe_offset - 8 * worker for worker, own in found.items()} == {len(seen)}
-
-
-# All together
 
 
 CHANGING = {
@@ -104,7 +96,7 @@ def expected_workers(config) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("balance", ["equal", "batch", "steps"])
-def test_speeds_and_workers_that_come_and_go_make_runs_together(balance, monkeypatch):
+def test_a_run_weights_changing_workers_by_their_examples(balance, monkeypatch):
     weights = []
     incoming = METHODS["DiLoCo"].incoming
 
@@ -134,35 +126,30 @@ def test_speeds_and_workers_that_come_and_go_make_runs_together(balance, monkeyp
     )
 
 
-@functools.cache
-def uninterrupted(balance: str) -> Cluster:
-    cluster = light_cluster(**CHANGING, balance=balance)
-    cluster.train(Recorder())
-    return cluster
-
-
-@pytest.mark.parametrize("balance", ["batch", "steps"])
-@pytest.mark.parametrize("rounds", [3, 5])
-def test_they_are_resumed_with_the_same_bits(balance, rounds):
-    whole = uninterrupted(balance)
+@pytest.mark.parametrize(("balance", "rounds"), [("batch", 3), ("steps", 5)])
+def test_a_run_with_changing_workers_resumes_with_the_same_bits(balance, rounds):
+    whole = light_cluster(**CHANGING, balance=balance)
+    whole.train(Recorder())
     first = light_cluster(**CHANGING, balance=balance)
     for _ in range(rounds):
         first.run_round(Recorder())
-    state, tensors = json.loads(json.dumps(first.state_dict())), first.tensors()
+    state = json.loads(json.dumps(first.state_dict()))
+    tensors = first.tensors()
     resumed = light_cluster(**CHANGING, balance=balance)
     resumed.load_state_dict(state, lambda group, name: tensors[group][name].clone())
     resumed.train(Recorder())
-    expected, found = whole.tensors(), resumed.tensors()
+    expected = whole.tensors()
+    found = resumed.tensors()
     assert found.keys() == expected.keys()
     for group, values in expected.items():
         for name, tensor in values.items():
             assert tensor.equal(found[group][name]), (group, name)
-    counted = ("examples", "communications", "bytes_synchronised", "bytes_redistributed", "lost_messages")
-    assert all(getattr(whole.counters, name) == getattr(resumed.counters, name) > 0 for name in counted)
+    for name in ("examples", "communications", "bytes_synchronised", "bytes_redistributed", "lost_messages"):
+        assert getattr(whole.counters, name) == getattr(resumed.counters, name) > 0
 
 
-def test_who_rests_has_no_row_and_loses_no_time(tmp_path):
-    """Nobody waits but for others of its round; what comes to nodes and what they send takes two seconds each."""
+def test_the_node_log_leaves_out_resting_nodes(tmp_path):
+    """Workers wait only for other participants. A transfer of state and an exchange take two seconds each."""
     cluster, recorder = light_cluster(**CHANGING, link="2s"), Recorder()
     cluster.train(recorder)
     log = NodeLog(tmp_path, cluster.config)
