@@ -1,5 +1,4 @@
-"""Every registered synchronisation method through resumes, merges, moving nodes and faults; see
-tests/support/matrix.py."""
+"""Every synchronisation method through resumes, merges, moving nodes and faults; see tests/support/matrix.py."""
 
 import contextlib
 import json
@@ -39,8 +38,8 @@ def all_finite(trainer: Trainer) -> bool:
     return all(torch.isfinite(tensor).all() for tensor in tensors_of(trainer).values())
 
 
-def assert_begins_anew(trainer: Trainer, worker: int, like: int) -> None:
-    """A worker has the shared parameters, another one's moments and nothing else."""
+def assert_restarted(trainer: Trainer, worker: int, like: int) -> None:
+    """A worker has the shared parameters, another worker's moments, and zeros."""
     fresh, method = trainer.workers[worker], trainer.worker_group.method
     for name, moment in fresh.moments.items():
         assert torch.equal(moment, trainer.workers[like].moments[name])
@@ -55,21 +54,21 @@ def assert_begins_anew(trainer: Trainer, worker: int, like: int) -> None:
 
 @every_method
 def test_a_killed_and_resumed_run_has_the_bits_of_an_uninterrupted_one(name, programs, tmp_path):
-    """Twice, in the middle of a round: with two trainers that merge later, and with one, of which a worker is lost."""
+    """Killed twice, in the middle of a round: with two trainers that merge later, and with one that loses a worker."""
     stopped, final = matrix.alone(name)["states"].values()
     matrix.assert_same_state(matrix_killed.resumed(programs, "merging", name, tmp_path), final)
     assert not torch.equal(stopped["tensors"]["trainer_0 parameters"], final["tensors"]["trainer_0 parameters"])
 
 
-def test_runs_are_stopped_while_something_is_under_way():
+def test_the_runs_are_killed_while_messages_are_under_way():
     late, ring = (matrix.alone(name)["states"]["stopped"] for name in ("Late", "Ring"))
     assert late["tensors"]["trainer_0 under_way"].any()
     assert json.loads(late["values"])["trainers"]["0"]["workers"]["values"] == {"under_way": 1}
     assert json.loads(ring["values"])["trainers"]["0"]["workers"]["copy_weights"]
 
 
-def test_copies_count_as_they_did_in_the_round_that_made_them():
-    """Not as they will in the next, whose batch and so shares are others: what was evaluated is what is written."""
+def test_copies_keep_the_weights_of_the_round_that_made_them():
+    """The next round has another batch and so other weights: the evaluated parameters are those that are saved."""
     config = matrix.config_of(
         "FDA", synchronisation={"threshold": 1e9}, node_speeds=[1, 0.3], nodes_per_gpu=2, balance="batch",
         sampling_method="none", INITIAL_BATCH_SIZE=4, max_batch_size=64, batch_schedule=[[0.4, 40]],
@@ -103,7 +102,7 @@ def test_four_trainers_become_one_whose_batch_grows(name):
 
 
 @every_method
-def test_a_trainer_that_absorbs_another_goes_on_from_the_weighted_average_alone(name):
+def test_a_trainer_that_absorbs_another_continues_from_the_weighted_average(name):
     first, second = matrix.trainer_of(name, workers=2), matrix.trainer_of(name, workers=2)
     second.id = 1
     for trainer in (first, second):
@@ -123,7 +122,7 @@ def test_a_trainer_that_absorbs_another_goes_on_from_the_weighted_average_alone(
 
 
 @every_method
-def test_workers_that_join_have_the_shared_parameters_and_cost_what_they_get(name):
+def test_joining_workers_have_the_shared_parameters_and_their_bytes_are_counted(name):
     trainer = matrix.trainer_of(name, workers=2)
     train(trainer, 2, matrix.INNER_STEPS)
     stale, worker_group = trainer.worker_group.state_dict()["copy_weights"], trainer.worker_group
@@ -131,12 +130,12 @@ def test_workers_that_join_have_the_shared_parameters_and_cost_what_they_get(nam
     before = [{key: tensor.clone() for key, tensor in state.items()} for state in before]
     arrived = trainer.assign_nodes(nodes(4))
     for worker in (2, 3):
-        assert_begins_anew(trainer, worker, like=0)
+        assert_restarted(trainer, worker, like=0)
     for worker, state in enumerate(before):
         for key, tensor in trainer.workers[worker].state_dict().items():
             assert torch.equal(tensor, state[key])
     model = worker_group.parameter_bytes
-    # Of two workers' copies the mean, of which each sends the other half, and gets it back.
+    # The mean of two workers' copies: each sends the other one half of it, and receives half.
     refreshed = 2 * model if stale else 0
     step_count = 4 if trainer.workers[0].moments.keys() >= {"step"} else 0
     moments = len(trainer.workers[0].moments.keys() - {"step"}) * model + step_count
@@ -175,7 +174,7 @@ def test_one_worker_sends_nothing(name):
 
 @pytest.fixture
 def losing():
-    """A function that makes workers fail in the second inner step: from (round, worker) to whether, and how."""
+    """Return a function that makes workers fail in the second inner step, from a predicate of (round, worker)."""
     with contextlib.ExitStack() as stack:
         yield lambda lost, how: stack.enter_context(
             matrix.losing(lambda key: lost(key.round, key.worker), how == "its node fails")
@@ -184,14 +183,14 @@ def losing():
 
 @pytest.mark.parametrize("how", ["its node fails", "it diverges"])
 @every_method
-def test_a_worker_that_is_lost_begins_anew_and_the_others_keep_their_state(name, how, losing):
+def test_a_lost_worker_restarts_and_the_others_keep_their_state(name, how, losing):
     losing(lambda number, worker: (number, worker) == (1, 0), how)
     trainer = matrix.trainer_of(name)
     first, second = train(trainer, 2, matrix.INNER_STEPS)
     assert (first.left_out, second.left_out) == (0, 1)
     kept = {w: {key: t.clone() for key, t in trainer.workers[w].state_dict().items()} for w in (1, 2)}
     trainer.assign_nodes(trainer.nodes)
-    assert_begins_anew(trainer, 0, like=1)
+    assert_restarted(trainer, 0, like=1)
     for worker, state in kept.items():
         for key, tensor in trainer.workers[worker].state_dict().items():
             assert torch.equal(tensor, state[key])
@@ -204,7 +203,7 @@ def test_a_worker_that_is_lost_begins_anew_and_the_others_keep_their_state(name,
 
 
 @every_method
-def test_with_all_workers_lost_the_parameters_stay_finite_and_training_goes_on(name, losing):
+def test_training_continues_after_all_workers_are_lost(name, losing):
     losing(lambda number, worker: number == 1, "it diverges")
     trainer = matrix.trainer_of(name)
     reports = train(trainer, 2, matrix.INNER_STEPS)
@@ -225,8 +224,8 @@ GRADIENTS = [name for name, method in matrix.METHODS.items() if method().capabil
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_steps_before_all_diverged_stay_where_every_step_is_an_exchange(name, losing):
-    """In the second round all diverge in the second inner step: as if that round had one."""
+def test_methods_that_exchange_gradients_keep_the_steps_before_all_workers_diverged(name, losing):
+    """All diverge in the second inner step of the second round: as if that round had one step."""
     losing(lambda number, worker: number == 1, "it diverges")
     trainer, short = matrix.trainer_of(name), matrix.trainer_of(name)
     train(trainer, 2, matrix.INNER_STEPS)
@@ -237,7 +236,7 @@ def test_steps_before_all_diverged_stay_where_every_step_is_an_exchange(name, lo
 
 @every_method
 def test_a_run_resumed_after_workers_were_lost_has_the_bits_of_an_uninterrupted_one(name, losing):
-    """After one was lost, and all in the round after that."""
+    """Resumed after one worker was lost, and all in the round after that."""
     losing(lambda number, worker: number == 2 or (number, worker) == (1, 1), "it diverges")
     trainer, again = matrix.trainer_of(name), matrix.trainer_of(name)
     assert [report.left_out for report in train(trainer, 3, matrix.INNER_STEPS)] == [0, 1, 3]
@@ -251,7 +250,7 @@ def test_a_run_resumed_after_workers_were_lost_has_the_bits_of_an_uninterrupted_
 
 
 @every_method
-def test_workers_that_join_at_a_resume_begin_as_those_that_join_on_the_way(name):
+def test_workers_that_join_at_a_resume_start_like_those_that_join_during_a_run(name):
     trainer, again = matrix.trainer_of(name, workers=2), matrix.trainer_of(name, workers=4)
     train(trainer, 2, matrix.INNER_STEPS)
     state, tensors = json.loads(json.dumps(trainer.state_dict())), tensors_of(trainer)
@@ -262,11 +261,11 @@ def test_workers_that_join_at_a_resume_begin_as_those_that_join_on_the_way(name)
         assert torch.equal(tensor, expected[key]), key
 
 
-# What is delivered
+# Messages
 
 
 @pytest.mark.parametrize(("takers", "absent"), matrix.DELIVERIES)
-def test_one_process_has_what_everybody_gave(takers, absent):
+def test_one_process_has_the_messages_of_all_workers(takers, absent):
     workers = Workers((0, 0, 0, 0))
     came = matrix.delivered(workers, takers, absent)
     assert {worker: message.tolist() for worker, message in came.items()} == {

@@ -1,7 +1,7 @@
-"""What every synchronisation method goes through, here and in several processes (test_method_matrix.py, spmd.py).
+"""Runs that every synchronisation method must survive, in one process and in several (test_method_matrix.py, spmd.py).
 
-A method is in the matrix by being registered; PARAMETERS has what its defaults do not say. Four small methods of this
-file's own ask of the frame what no other may ask of it.
+Every registered method is in the matrix; PARAMETERS has the values that differ from its defaults. Four small methods of
+this file use features of the interface that no registered method needs.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from utils.config.schema import Config
 
 
 class Ring(Method):
-    """Workers keep starts of their own, and take the mean with that of the one before them; odd ones by momentum."""
+    """Anchors: each worker takes the mean of its parameters and its predecessor's; odd workers with momentum."""
 
     capabilities = Capabilities(averages_copies=True, one_exchange=False)
     keeps = "anchor"
@@ -65,7 +65,7 @@ class Ring(Method):
 
 
 class Late(Method):
-    """Workers go on; the mean difference of a round's end is applied in the middle of the next one."""
+    """Replicas: the pseudo-gradient of a round's end is applied in the middle of the next round."""
 
     capabilities = Capabilities(one_exchange=False)
     keeps = "replica"
@@ -88,7 +88,7 @@ class Late(Method):
 
 
 class Signs(Method):
-    """Everybody hears the sign of every number's change, and keeps of its own change what that did not say."""
+    """Messages of signs: each worker sends the sign of every element's change, and keeps the rest for later."""
 
     capabilities = Capabilities(one_exchange=False)
     worker_state = ("unsaid",)
@@ -111,7 +111,7 @@ class Signs(Method):
 
 
 class Drift(Method):
-    """Workers go on from a quarter of the way to the mean of their parameters; no copy is the trainer's."""
+    """Replicas that move a quarter of the way to the mean of their parameters; the trainer keeps none of its own."""
 
     capabilities = Capabilities(averages_copies=True, one_exchange=False)
     keeps = "replica"
@@ -125,10 +125,10 @@ class Drift(Method):
             member.parameters.lerp_(member.to_device(mean), 0.25)
 
 
-# With parameters that make another method of it.
+# RepeatedArrivals is DelayedNesterov with parameters that make it another method.
 OWN = {"Ring": Ring, "Late": Late, "Signs": Signs, "Drift": Drift, "RepeatedArrivals": METHODS["DelayedNesterov"]}
 NAMES = (*METHODS, *OWN)
-# Of the methods whose defaults are not for rounds of four inner steps, or of a few numbers.
+# For methods whose defaults do not suit rounds of four inner steps, or small tensors.
 PARAMETERS: dict[str, dict] = {
     "LocalSGD": {"learning_rate_for_inner_opt": 0.3},
     "FedOpt": {"learning_rate_for_outer_opt": 0.03},
@@ -149,7 +149,7 @@ INNER_STEPS = 4
 
 
 class Bigrams(nn.Module):
-    """A language model that sees one token: a pass takes a tenth of the smallest Llama's. No tensor leaves a gap."""
+    """A language model that sees one token, ten times faster than the smallest Llama. No tensor leaves a gap."""
 
     def __init__(self):
         super().__init__()
@@ -170,7 +170,7 @@ def _build_model(_type, _settings, _tokenizer, _length, seed, *_names) -> nn.Mod
 
 @contextlib.contextmanager
 def ready() -> Iterator[None]:
-    """The methods of this file are known meanwhile, and models are as small as they can be."""
+    """Register the methods of this file for the length of the context, and build the smallest models."""
     build_model, initialisation.build_model = initialisation.build_model, _build_model
     added = {name: method for name, method in OWN.items() if name not in METHODS}  # a fork has them already
     METHODS.update(added)
@@ -183,7 +183,7 @@ def ready() -> Iterator[None]:
 
 
 def config_of(name: str, **values) -> Config:
-    """A configuration of small runs with the method of that name."""
+    """Return a configuration of a small run with this method."""
     checks = dataclasses.replace(NAMES_ONLY, choices=CHECKS.choices | {"distributed_algo": NAMES})
     common = {
         "number_of_outer_steps": 5,
@@ -208,7 +208,7 @@ EXAMPLES = PackedSequences(random_sequences(64) % 7)
 
 
 def trainer_of(name: str = "DiLoCo", workers: int = 3, **values) -> Trainer:
-    """A trainer of its own, for what needs no cluster."""
+    """Return a trainer without a cluster."""
     torch.default_generator.manual_seed(0)
     return make_trainer(Bigrams(), config_of(name, **values), EXAMPLES, workers)
 
@@ -259,7 +259,7 @@ def data():
 
 
 def state_of(cluster: Cluster) -> dict:
-    """All that a checkpoint of the cluster holds but times, whole; the same in every process."""
+    """Return the full state of a checkpoint without times; the same in every process."""
     tensors: dict[str, torch.Tensor] = {}
     for groups in cluster.processes.gather(cluster.tensors()):
         for name, group in groups.items():
@@ -272,7 +272,7 @@ def state_of(cluster: Cluster) -> dict:
 
 
 def _put(part: FilePart, tensors: dict[str, torch.Tensor], key: str) -> None:
-    """A part of a tensor into that, which is made with the first part."""
+    """Write a part of a tensor into the full one, which is created with the first part."""
     values = part.values.detach().flatten()
     whole = tensors.setdefault(key, values.new_zeros(part.shape)).view(-1)
     for start, own in part.pieces:
@@ -321,12 +321,12 @@ class Following(Recorder):
 
 
 def merging(name: str, **values) -> Config:
-    """A run in which trainers merge."""
+    """Return the configuration of a run in which trainers merge."""
     return config_of(name, **_MERGING | _CLOCKS.get(name, {}) | values)
 
 
 def pool(name: str) -> Config:
-    """A run in which nodes come and go, and if the method stands it workers rest and messages are lost."""
+    """Return the configuration of a run with a node schedule and, if supported, resting workers and lost messages."""
     config = config_of(name, **_POOL, **_CLOCKS.get(name, {}))
     for key in ("participants", "message_loss"):
         if any(problem.startswith(f"{key}: ") for problem in participation_problems(config)):
@@ -335,7 +335,7 @@ def pool(name: str) -> Config:
 
 
 def run(config: Config, processes=None, recorder: Following | None = None, resumes: bool = False) -> dict:
-    """A run: its state on the way, at its end, and at that of the run resumed on the way, in these processes."""
+    """Run, and return the states on the way, at the end, and at the end of the run resumed on the way."""
     with recorder or Following() as recorder:
         cluster = Cluster(config, data(), processes)
         final = cluster.train(recorder)
@@ -361,7 +361,7 @@ def run(config: Config, processes=None, recorder: Following | None = None, resum
 
 @contextlib.contextmanager
 def losing(lost: Callable[[RoundKey], bool] = lambda key: (key.round, key.worker) == LOST, fails: bool = False):
-    """Meanwhile workers diverge in the second inner step of a round, or their nodes fail there."""
+    """Let workers diverge, or their nodes fail, in the second inner step of a round."""
     accumulate = InnerLoop._accumulate
 
     def failing(self, *arguments):
@@ -382,31 +382,31 @@ def losing(lost: Callable[[RoundKey], bool] = lambda key: (key.round, key.worker
 
 @functools.cache
 def alone(name: str) -> dict:
-    """The run in which trainers merge and a worker is lost, in this process; all tests of one share it."""
+    """Return the run in which trainers merge and a worker is lost; all tests of a method share it."""
     with losing():
         return run(merging(name))
 
 
 @functools.cache
 def pool_alone(name: str) -> dict:
-    """The run in which nodes come and go, likewise."""
+    """Return the run in which nodes come and go."""
     return run(pool(name))
 
 
 def resume(cluster: Cluster, state: dict) -> None:
-    """Let a cluster go on from what `state_of` said of another one."""
+    """Let a cluster continue from the `state_of` another one."""
     cluster.load_state_dict(json.loads(state["values"]), lambda group, key: state["tensors"][f"{group} {key}"])
 
 
 def assert_same_state(found: dict, expected: dict) -> None:
-    """The same bits, and the same values of every trainer."""
+    """Two states have the same bits, and the same values of every trainer."""
     assert json.loads(found["values"])["trainers"] == json.loads(expected["values"])["trainers"]
     assert found["tensors"].keys() == expected["tensors"].keys()
     for name, tensor in expected["tensors"].items():
         assert torch.equal(found["tensors"][name], tensor), name
 
 
-# To whom each of four workers sends, and who has nothing to send: rings, pairs, all, nobody, and uneven ones.
+# The recipients of each of four workers, and the workers without a message: rings, pairs, all, none, and uneven.
 DELIVERIES = [
     ([[1], [2], [3], [0]], ()),
     ([[1], [0], [3], [2]], ()),
@@ -418,7 +418,7 @@ DELIVERIES = [
 
 
 def delivered(workers, takers, absent) -> dict[int, torch.Tensor]:
-    """Messages of three bytes of each worker, out of one buffer that the next one overwrites."""
+    """Return messages of three bytes of each worker, from one buffer that the next worker overwrites."""
     messages = workers.messages(3, takers, torch.device("cpu"))
     buffer = torch.zeros(3, dtype=torch.uint8)
     for worker in workers.local_workers:
