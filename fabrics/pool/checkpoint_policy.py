@@ -61,9 +61,8 @@ class CheckpointPolicy:
         self._decision = Vote()
         self._checkpoints = None
         if folder is not None:
-            keep = config.keep_checkpoints
             minutes = config.checkpoint_every_minutes
-            self._checkpoints = Checkpoints(folder / CHECKPOINTS_FOLDER, keep, minutes, processes, observer.warn)
+            self._checkpoints = Checkpoints(folder / CHECKPOINTS_FOLDER, minutes, processes, observer.warn)
 
     def vote(self) -> Vote:
         """Return the vote of this process."""

@@ -459,6 +459,7 @@ def test_logs_that_cannot_be_written_for_a_while_are_complete_in_the_end(tmp_pat
     assert "training_log.csv could not be written (No such file or directory); training goes on" in warnings
 
 
+@pytest.mark.usefixtures("all_checkpoints")
 @pytest.mark.parametrize("fault", ["removed", "a file in its place"])
 def test_checkpoints_that_cannot_be_written_cost_a_warning(tmp_path, cache_dir, monkeypatch, fault):
     def break_it(folder: Path) -> None:
@@ -467,7 +468,7 @@ def test_checkpoints_that_cannot_be_written_cost_a_warning(tmp_path, cache_dir, 
         if fault == "a file in its place":
             checkpoints.write_text("")
 
-    code, folder = run_with(tmp_path, cache_dir, monkeypatch, {2: break_it}, keep_checkpoints=9)
+    code, folder = run_with(tmp_path, cache_dir, monkeypatch, {2: break_it})
     assert code == 0
     assert summary_of(folder)["status"] == "completed"
     warnings = warnings_of(folder)
@@ -481,6 +482,7 @@ def test_checkpoints_that_cannot_be_written_cost_a_warning(tmp_path, cache_dir, 
         assert rounds == [f"no checkpoint after round {number}" for number in (3, 4, 5)]
 
 
+@pytest.mark.usefixtures("all_checkpoints")
 def test_a_full_disk_costs_a_warning_and_leaves_the_checkpoints_before(tmp_path, cache_dir, monkeypatch):
     write = checkpoint.write_parts
 
@@ -491,10 +493,10 @@ def test_a_full_disk_costs_a_warning_and_leaves_the_checkpoints_before(tmp_path,
         return write(path, *arguments, **keywords)
 
     monkeypatch.setattr(checkpoint, "write_parts", full)
-    code, folder = run_with(tmp_path, cache_dir, monkeypatch, {}, keep_checkpoints=9)
+    code, folder = run_with(tmp_path, cache_dir, monkeypatch, {})
     assert code == 0
     (warning,) = warnings_of(folder)
-    assert warning.startswith("no checkpoint after round 3: No space left on device; training goes on")
+    assert warning.startswith("no checkpoint after round 3: No space left on device; training continues")
     assert [p.name for p in sorted((folder / "checkpoints").iterdir())] == [
         f"round_{step:05d}" for step in (1, 2, 4, 5)
     ]

@@ -21,7 +21,7 @@ LESS = {
     "smallest_worker_batch": 2, "INITIAL_BATCH_SIZE": 4, "sampling_method": "norm_test", "ETA": 0.4,
     "batch_test_start": 1, "number_of_inner_steps_between_outers": 4, "number_of_outer_steps": 5,
     "data_sample_size": 400, "val_size": 150, "eval_batch_size": 128, "merge_count": 2, "sequence_length": 32,
-    "vocab_size": 400, "model_config": TINY_ARCHITECTURE, "save_weights_every": 2, "keep_checkpoints": 9,
+    "vocab_size": 400, "model_config": TINY_ARCHITECTURE, "save_weights_every": 2,
     "clearml": "off", "plot_at_end": False, "processes": 1, "max_requested_batch": 24,
     # In a pool that changes, besides.
     "data_shares": 4, "node_schedule": [[0.0, 3], [0.4, 4]], "message_loss": 0.3,

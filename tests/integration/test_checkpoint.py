@@ -36,7 +36,7 @@ def warnings():
 
 @pytest.fixture
 def checkpoints(folder, warnings):
-    return Checkpoints(folder, 2, None, ALONE, warnings.append)
+    return Checkpoints(folder, None, ALONE, warnings.append)
 
 
 def save(checkpoints: Checkpoints, folder: Path, number: int) -> Path:
@@ -75,11 +75,12 @@ def spoil(path: Path) -> None:
     (path / "state.json").write_text("damaged")
 
 
-def test_damaged_checkpoints_do_not_displace_good_ones(checkpoints, folder):
+def test_damaged_checkpoints_do_not_displace_good_ones(checkpoints, folder, monkeypatch):
     """Two are kept. The newest two are damaged; checkpoints written after that have lower numbers."""
-    every = Checkpoints(folder, 3, None, ALONE, [].append)
-    for number in (100, 110, 120):
-        save(every, folder, number)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "KEPT", 3)
+        for number in (100, 110, 120):
+            save(checkpoints, folder, number)
     for name in ("round_00110", "round_00120"):
         spoil(folder / name)
     found = newest(folder)
@@ -128,7 +129,7 @@ def test_an_unfinished_checkpoint_does_not_count_and_is_removed(checkpoints, fol
     half.mkdir()
     (half / "state.json").write_text("{}")
     assert newest(folder).state["round"] == 1
-    Checkpoints(folder, 2, None, ALONE, warnings.append)
+    Checkpoints(folder, None, ALONE, warnings.append)
     assert names(folder) == ["round_00001"]
 
 
@@ -176,7 +177,7 @@ def part(rank: int, value: float) -> dict:
 
 
 def save_part(process, folder: Path, number: int, warnings: list[str]) -> None:
-    own = Checkpoints(folder, 2, None, process, warnings.append)
+    own = Checkpoints(folder, None, process, warnings.append)
     own.save(number, part(process.rank, process.rank / 7), {"of": process.rank}, {"config.yaml": "ETA: 1\n"})
     process.gather(None)
 
@@ -265,7 +266,7 @@ def save_shared(process, folder: Path, number: int, warnings: list[str]) -> None
     node, index = divmod(process.rank, DEVICES)
     groups = {f"trainer_{node}": whole_group(number), f"trainer_{node}_worker_0": whole_group(number + 1)}
     groups = {name: parts_of(group, index, DEVICES) for name, group in groups.items()}
-    Checkpoints(folder, 2, None, process, warnings.append).save(number, groups, {"round": number}, {})
+    Checkpoints(folder, None, process, warnings.append).save(number, groups, {"round": number}, {})
     process.gather(None)
 
 

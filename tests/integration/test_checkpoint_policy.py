@@ -12,7 +12,9 @@ from utils.distributed.processes import LocalProcesses
 from utils.distributed.signals import StopRequest
 
 ALONE = {"number_of_initial_trainers": 1, "nodes_per_gpu": 1, "number_of_inner_steps_between_outers": 1}
-ALONE |= {"sampling_method": "none", "keep_checkpoints": 9}
+ALONE |= {"sampling_method": "none"}
+
+pytestmark = pytest.mark.usefixtures("all_checkpoints")
 
 
 def checkpoints(folder) -> list[str]:

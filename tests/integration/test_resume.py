@@ -29,8 +29,10 @@ from utils.config.schema import ConfigError
 def whole(tmp_path_factory, cache_dir):
     """A run that was not stopped, with all its checkpoints."""
     folder = tmp_path_factory.mktemp("whole")
-    config = write_config(folder, cache_dir, keep_checkpoints=9, number_of_outer_steps=6)
-    assert program.main(["--config", str(config)]) == 0
+    config = write_config(folder, cache_dir, number_of_outer_steps=6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("utils.checkpoint.checkpoint.KEPT", 9)
+        assert program.main(["--config", str(config)]) == 0
     return next((folder / "logs").iterdir())
 
 
@@ -231,7 +233,7 @@ def test_which_changes_need_force():
     def changes(before, after):
         return [line.split(":")[0] for line in training_changes(before, after)]
 
-    harmless = config(processes=3, clearml="off", number_of_outer_steps=9, keep_checkpoints=5, eval_every=2)
+    harmless = config(processes=3, clearml="off", number_of_outer_steps=9, eval_every=2)
     assert changes(config(), harmless) == []
     assert changes(config(), config(nu=1, max_batch_growth=4, communication_dtype="int8")) == [
         *("communication_dtype", "nu", "max_batch_growth")

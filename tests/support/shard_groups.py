@@ -408,7 +408,7 @@ def memory(folder: Path) -> None:
     cluster.train(Recorder())
     assert cluster.parameter_count == 29_893_120
     trained = processes.gather(_peak_bytes() - before)
-    Checkpoints(folder, 1, None, processes, print).save(1, cluster.tensors(), {}, {})
+    Checkpoints(folder, None, processes, print).save(1, cluster.tensors(), {}, {})
     saved = processes.gather(_peak_bytes() - before)
     if processes.is_main:
         (folder / f"peaks_{size}.json").write_text(json.dumps([trained, saved]))

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from utils.distributed.processes import Processes
 
 STATE = "state.json"
+KEPT = 2  # newest checkpoints that are not removed
 _NAME = re.compile(r"round_(\d{5,})")
 
 
@@ -149,17 +150,13 @@ class Checkpoints:
 
     Args:
         folder: receives the checkpoints; it is created when needed.
-        keep: number of newest checkpoints to keep.
         minutes: age of the last checkpoint at which the next one is due; None: never.
         processes: processes of the run.
         warn: takes a warning, in the main process.
     """
 
-    def __init__(
-        self, folder: Path, keep: int, minutes: float | None, processes: Processes, warn: Callable[[str], None]
-    ):
+    def __init__(self, folder: Path, minutes: float | None, processes: Processes, warn: Callable[[str], None]):
         self._folder = folder
-        self._keep = keep
         self._minutes = minutes
         self._processes = processes
         self._warn = warn
@@ -222,7 +219,7 @@ class Checkpoints:
         _sync_folder(self._folder)
         # Checkpoints of later rounds, before which a resume began, neither count nor are removed.
         finished = _finished_checkpoints(self._folder)
-        for path in finished[: finished.index(final) + 1][: -self._keep]:
+        for path in finished[: finished.index(final) + 1][:-KEPT]:
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -528,7 +528,6 @@ class Checkpoint(Section):
     checkpoint_every_minutes: PositiveFloat | None = key(
         10.0, "Write a checkpoint when the last one is older than this; null: off.", changes_training=False
     )
-    keep_checkpoints: PositiveInt = key(2, "Newest checkpoints to keep.", changes_training=False)
 
 
 @dataclass(frozen=True)
