@@ -68,13 +68,6 @@ def passed(model) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return logits, [parameter.grad for parameter in model.parameters()]
 
 
-def test_readings_are_noted():
-    with Readings() as readings:
-        assert bool((torch.arange(3) < 3).all())
-        torch.ones(2).nonzero()
-    assert readings.found == ["__bool__", "nonzero"]
-
-
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_a_model_without_a_mask_has_the_same_bits_and_reads_no_values(architecture):
     model = language_model(architecture)

@@ -70,31 +70,25 @@ def test_initialisation_depends_on_the_seed_alone(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "problem"),
     [
-        ({"preset": "gigantic"}, "model_config.preset: must be one of demo, keeeeenw/MicroLlama, got 'gigantic'"),
-        (
-            {"hiden_size": 8},
-            "model_config.hiden_size: not an architecture value of LlamaConfig; did you mean hidden_size",
-        ),
-        ({"pretrained": "yes"}, "model_config.pretrained: must be true or false, got 'yes'"),
-        ({"pretrained": True}, "model_config.name: pretrained: true needs the name"),
-        ({"name": "/no/such/folder", "pretrained": True}, "cannot load '/no/such/folder'"),
-        ({"name": "/no/such/folder"}, "cannot load '/no/such/folder'"),
-        ({"vocab_size": 10}, "model_config.vocab_size: the model has 10 tokens, the tokenizer 300"),
-        ({"max_position_embeddings": 4}, "sequence_length: the model takes at most 4 tokens, got 9"),
-        (
-            {"hidden_size": 10, "num_attention_heads": 3},
-            "model_config: cannot build this architecture: .*not a multiple",
-        ),
+        ({"preset": "gigantic"}, "model_config.preset: "),
+        ({"hiden_size": 8}, "model_config.hiden_size: .*did you mean hidden_size"),
+        ({"pretrained": "yes"}, "model_config.pretrained: "),
+        ({"pretrained": True}, "model_config.name: "),
+        ({"name": "/no/such/folder", "pretrained": True}, "model_config.name: cannot load '/no/such/folder'"),
+        ({"name": "/no/such/folder"}, "model_config.name: cannot load '/no/such/folder'"),
+        ({"vocab_size": 10}, "model_config.vocab_size: "),
+        ({"max_position_embeddings": 4}, "sequence_length: "),
+        ({"hidden_size": 10, "num_attention_heads": 3}, "model_config: cannot build this architecture"),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "model_config: cannot build this architecture"),
         ({"hidden_act": "nope"}, "model_config: cannot build this architecture: 'nope'"),
-        ({"num_hidden_layers": 0}, "model_config.num_hidden_layers: must be a positive integer, got 0"),
-        ({"hidden_size": "wide"}, "model_config.hidden_size: must be a positive integer, got 'wide'"),
+        ({"num_hidden_layers": 0}, "model_config.num_hidden_layers: "),
+        ({"hidden_size": "wide"}, "model_config.hidden_size: "),
     ],
 )
-def test_a_bad_model_config_is_named(tokenizer, settings, message):
-    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+def test_a_bad_model_config_is_refused_by_key(tokenizer, settings, problem):
+    with pytest.raises(ConfigError, match=problem):
         build_model("microllama", settings, tokenizer, 9, 0)
 
 
