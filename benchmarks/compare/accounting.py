@@ -70,44 +70,26 @@ class Network:
         return Link(self.bits_per_second, self.latency)
 
 
-@dataclass(frozen=True)
-class Usage:
-    """Totals of a run at the end of a round.
-
-    Attributes:
-        inner_steps: consecutive inner steps of one node.
-    """
-
-    outer_step: int
-    tokens: int
-    inner_steps: int
-    communications: int
-    bytes_communicated: int
-
-
 def _gradient_bytes(workers: int, parameters: float) -> float:
     """Bytes that all workers together send to average one gradient."""
     return PLAIN.reduction_bytes(workers, int(parameters), torch.float32)
 
 
-def usage(run: RunData, synchronous_workers: int | None = None) -> list[Usage]:
-    """Return the totals of a run after every round.
+def usage(run: RunData, synchronous_workers: int | None = None) -> dict[str, np.ndarray]:
+    """Return the totals of a run after every round, by column of the round log; inner steps are those of one node.
 
     Args:
         synchronous_workers: count what this many workers send that average gradients at every inner step instead of
             the run's own communication.
     """
-    found = []
-    steps = 0
-    for rows in run.by_round.values():
-        steps += int(rows[0]["inner_steps"])
-        communications = int(rows[0]["communications"])
-        sent = int(rows[0]["bytes_communicated"])
-        if synchronous_workers:
-            communications = steps
-            sent = int(steps * _gradient_bytes(synchronous_workers, run.summary["parameters"]))
-        found.append(Usage(int(rows[0]["outer_step"]), int(rows[0]["tokens"]), steps, communications, sent))
-    return found
+    columns = ("outer_step", "tokens", "inner_steps", "communications", "bytes_communicated")
+    totals = {name: np.array([rows[name][0] for rows in run.by_round.values()]) for name in columns}
+    totals["inner_steps"] = totals["inner_steps"].cumsum()
+    if synchronous_workers:
+        sent = _gradient_bytes(synchronous_workers, run.summary["parameters"])
+        totals["communications"] = totals["inner_steps"]
+        totals["bytes_communicated"] = sent * totals["inner_steps"]
+    return totals
 
 
 def metric_at(run: RunData) -> dict[int, float]:

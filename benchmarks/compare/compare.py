@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.compare.report import write_results
-from benchmarks.compare.runs import ComparisonError, Runner, outcome
+from benchmarks.compare.runs import ComparisonError, Runner, completed, outcome
 from benchmarks.compare.search import edge, halve
 from benchmarks.compare.spec import COMPARISONS, ROOT, ComparisonSpec, MethodSpec, Run, load_spec, make_run
 from configs import make_samples
@@ -160,12 +160,11 @@ def _searched(spec: ComparisonSpec, method: MethodSpec, runner: Runner | None) -
         losses = []
         for run in runs:
             data = runner.data(run)
-            if data is None:
-                metrics.append(None)
+            metric = data.summary["final_metric"] if completed(data) else None
+            metrics.append(metric)
+            if metric is None:
                 losses.append(math.inf)
             else:
-                metric = data.summary["final_metric"]
-                metrics.append(metric)
                 losses.append(-metric if data.metric.higher_is_better else metric)
         return losses
 

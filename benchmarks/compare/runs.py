@@ -1,7 +1,6 @@
 """The runs of a comparison, each an ordinary run of run.py with one process and one thread, and their outcomes."""
 
 import json
-import platform
 import re
 import shutil
 import subprocess
@@ -12,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from benchmarks.compare.accounting import metric_at, simulated_seconds, usage
 from benchmarks.compare.results import simulated_axis
 from benchmarks.compare.spec import ROOT, ComparisonSpec, Run
 from training_logs.showing.run_data import RunData, read_run
-from utils.distributed.launch import cores
 from utils.files import write_json_atomically
 
 _ALONE = ("processes=1", "cpu_threads=1", "clearml=off", "plot_at_end=false")
@@ -41,22 +40,13 @@ class Runner:
     def __init__(self, folder: Path, jobs: int):
         self.folder = folder
         self._jobs = jobs
-        self._commit = commit()
         self._stopping = threading.Event()
         self._running: set[subprocess.Popen] = set()
 
-    def record(self, run: Run) -> dict | None:
-        """Return the record of a run that completed or was stopped by an error of training; None: not made yet."""
-        path = self.folder / run.id / "run.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
     def data(self, run: Run) -> RunData | None:
-        """Read the run folder of a completed run; None if the run was stopped or ended without a metric."""
-        record = self.record(run)
-        if not record["completed"]:
-            return None
-        data = read_run(self.folder / run.id / record["folder"])
-        return None if data.summary["final_metric"] is None else data
+        """Read the folder of a run that completed or was stopped by an error of training; None: not made yet."""
+        path = self.folder / run.id / "run.json"
+        return read_run(path.parent / json.loads(path.read_text(encoding="utf-8"))["folder"]) if path.exists() else None
 
     def make(self, runs: Iterable[Run], title: str) -> None:
         """Make the missing runs; an interrupted run starts again.
@@ -64,7 +54,7 @@ class Runner:
         Raises:
             ComparisonError: some failed; the others were made.
         """
-        missing = {run.id: run for run in runs if self.record(run) is None}
+        missing = {run.id: run for run in runs if self.data(run) is None}
         problems = []
         with ThreadPoolExecutor(self._jobs) as pool, tqdm(total=len(missing), desc=title, unit=" runs") as bar:
             futures = {pool.submit(self._make, run): run for run in missing.values()}
@@ -107,71 +97,48 @@ class Runner:
             raise ComparisonError(f"{run.method}, seed {run.seed}: exit status {status}\n{text[-2000:]}")
         shutil.rmtree(made[0] / "model_weights", ignore_errors=True)
         shutil.rmtree(made[0] / "checkpoints", ignore_errors=True)
-        record = {
-            "settings": dict(run.settings),
-            "commit": self._commit,
-            "machine": machine(),
-            "folder": made[0].name,
-            "completed": status == 0,
-        }
-        write_json_atomically(folder / "run.json", record)
+        write_json_atomically(folder / "run.json", {"settings": dict(run.settings), "folder": made[0].name})
+
+
+def completed(data: RunData) -> bool:
+    """Return True if a run was not stopped by an error and ended with a metric."""
+    return data.summary["status"] == "completed" and data.summary["final_metric"] is not None
 
 
 def outcome(run: Run, spec: ComparisonSpec, runner: Runner) -> dict[str, Any]:
     """Return a run's metric and usage after each evaluated round, as JSON values."""
-    record = runner.record(run)
     data = runner.data(run)
+    origin = data.summary["invocations"][0]
+    machine = origin["hardware"][0]
     found = {
         "method": run.method,
         "seed": run.seed,
         "id": run.id,
-        "commit": record["commit"],
-        "machine": record["machine"],
-        "completed": data is not None,
+        "commit": origin["commit"][:10] + ("+" if origin["changed"] else ""),
+        "machine": f"{machine['cpu']}, {machine['usable_cores']} cores, {machine['system']}",
+        "completed": completed(data),
     }
-    if data is None:
+    if not found["completed"]:
         return found
     workers = spec.method(run.method).synchronous_workers
     metrics = metric_at(data) | {int(data.summary["outer_steps"]): data.summary["final_metric"]}
-    evaluated = sorted(metrics)
-    used = {entry.outer_step: entry for entry in usage(data, workers)}
-    curves = {"metric": [data.summary["initial_metric"], *(metrics[step] for step in evaluated)]}
-    for name in ("tokens", "inner_steps", "communications", "bytes_communicated"):
-        curves[name] = [0, *(getattr(used[step], name) for step in evaluated)]
+    used = usage(data, workers)
+    evaluated = np.isin(used.pop("outer_step"), list(metrics))
+    curves = {"metric": [data.summary["initial_metric"], *(metrics[step] for step in sorted(metrics))]}
+    for name, totals in used.items():
+        curves[name] = [0, *totals[evaluated]]
     for device in spec.hardware:
         for network in spec.networks:
             for overlap in (False, True):
-                elapsed = dict(zip(used, simulated_seconds(data, device, network, workers, overlap), strict=True))
-                name = simulated_axis(device.name, network.name, overlap)
-                curves[name] = [0.0, *(elapsed[step] for step in evaluated)]
+                elapsed = np.array(simulated_seconds(data, device, network, workers, overlap))
+                curves[simulated_axis(device.name, network.name, overlap)] = [0, *elapsed[evaluated]]
     batches = [sum(row["effective_batch"] for row in rows) for rows in data.by_round.values()]
     return found | {
         "data": data.summary["data_digest"],
         "versions": data.summary["versions"],
         "final_metric": data.summary["final_metric"],
-        "rounds": len(used),
-        "first_batch": batches[0],
-        "last_batch": batches[-1],
+        "rounds": len(evaluated),
+        "first_batch": float(batches[0]),
+        "last_batch": float(batches[-1]),
         "curves": {name: [float(f"{value:.6g}") for value in values] for name, values in curves.items()},
     }
-
-
-def commit() -> str:
-    """Return the commit of the code, followed by + if tracked files outside docs/ differ from it."""
-
-    def git(*arguments: str) -> str:
-        result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-        return result.stdout.strip() if result.returncode == 0 else ""
-
-    changed = git("status", "--porcelain", "-uno", "--", ".", ":!docs")
-    return (git("rev-parse", "--short=10", "HEAD") or "unknown") + ("+" if changed else "")
-
-
-def machine() -> str:
-    """Describe this machine."""
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        name = names[0] if names else name
-    return f"{name}, {cores()} cores, {platform.system()}, Python {platform.python_version()}"

@@ -11,10 +11,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from benchmarks.compare.accounting import Hardware, Network
 from benchmarks.compare.search import Overrides, Part, Range, Search, Settings, Space
@@ -26,16 +26,8 @@ from utils.config.yaml_reading import read_mapping, yaml_value
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPARISONS = ROOT / "benchmarks" / "comparisons"
-SUMMARY_LINES = 4
 # New names of keys in recorded comparisons.
 _RENAMED: dict[str, str] = {}
-
-
-def _short(text: str) -> str:
-    lines = text.strip().splitlines()
-    if len(lines) > SUMMARY_LINES:
-        raise ValueError(f"should have at most {SUMMARY_LINES} lines, has {len(lines)}")
-    return text
 
 
 class MethodSpec(Part):
@@ -77,7 +69,7 @@ class ComparisonSpec(Part):
     Attributes:
         question: the question that the comparison answers.
         answer: conclusions, written by a person; empty before the runs.
-        summary: question and answer in at most four lines.
+        summary: question and answer in a few lines.
         claims: claims of the paper that it tests.
         order: position in the overview; equal values are sorted by file name.
         base: the configuration that all methods start from.
@@ -94,7 +86,7 @@ class ComparisonSpec(Part):
     title: str
     question: str
     answer: str = ""
-    summary: Annotated[str, AfterValidator(_short)] = ""
+    summary: str = ""
     claims: list[Claim] = Field([])
     order: int = 0
     base: str = "config.yaml"

@@ -18,8 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,85 +56,64 @@ _MODELS = {
 
 # Tokens per second of short runs
 
-
-@dataclass(frozen=True)
-class Setting:
-    """How a run uses the machine.
-
-    Attributes:
-        nodes: nodes of the machine; None: those of config.yaml.
-    """
-
-    name: str
-    processes: int = 1
-    threads: int = 1
-    devices_per_node: int = 1
-    nodes: int | None = None
-
-    def values(self) -> dict[str, int]:
-        """Return the setting as configuration values."""
-        found = {"processes": self.processes, "cpu_threads": self.threads, "devices_per_node": self.devices_per_node}
-        return found if self.nodes is None else found | {"nodes_per_gpu": self.nodes}
-
-    def tokens_per_second(self, values: dict, folder: Path) -> float:
-        """Measure a short run of run.py."""
-        log_dir = folder / str(time.time_ns())
-        overrides = as_overrides(values | self.values() | {"log_dir": log_dir})
-        subprocess.run([sys.executable, "run.py", *overrides], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        (summary,) = log_dir.glob("*/model_training_report/summary.json")
-        return json.loads(summary.read_text())["tokens_per_second"]
+BARE = "bare loop"
+# How runs use the machine: configuration values by name.
+PROCESSES = {
+    "1 process, a thread per core": {"processes": 1, "cpu_threads": cores()},
+    "1 process of 1 thread": {"processes": 1, "cpu_threads": 1},
+    "2 processes of 1 thread": {"processes": 2, "cpu_threads": 1},
+    BARE: {"cpu_threads": cores()},
+}
+SHARD_GROUPS = {
+    "1 device": {"processes": 1, "nodes_per_gpu": 1},
+    "2 devices, a whole model each": {"processes": 2, "nodes_per_gpu": 2},
+    "1 shard group of 2 devices": {"processes": 2, "nodes_per_gpu": 1, "devices_per_node": 2},
+    "2 shard groups of 2 devices": {"processes": 4, "nodes_per_gpu": 2, "devices_per_node": 2},
+}
 
 
-class Bare(Setting):
-    """The same model, batch and optimizer without the framework."""
-
-    def tokens_per_second(self, values: dict, folder: Path) -> float:
-        """Measure as many steps as all workers of the run make, after a warm-up round."""
-        # The vocabulary of a tokenizer that was trained on text.
-        same = values | {"model_config.vocab_size": RUN["vocab_size"]}
-        config, _ = load_config(ROOT / "config.yaml", as_overrides(same), CHECKS)
-        round_steps = config.number_of_inner_steps_between_outers
-        steps = round_steps * config.number_of_outer_steps * config.number_of_initial_trainers
-        threads = torch.get_num_threads()
-        torch.set_num_threads(self.threads)
-        bare = BareLoop(config, make_data(config, build_vocabulary(config)), CPU)
-        bare.run(round_steps)
-        elapsed = seconds(lambda: bare.run(steps), CPU)
-        torch.set_num_threads(threads)
-        return steps * config.INITIAL_BATCH_SIZE * config.sequence_length / elapsed
-
-
-PROCESSES = (
-    Setting(f"1 process of {cores()} thread(s)", threads=cores()),
-    Setting("1 process of 1 thread"),
-    Setting("2 processes of 1 thread", 2),
-    Bare(f"bare loop of {cores()} thread(s)", threads=cores()),
-)
-SHARD_GROUPS = (
-    Setting("1 device", nodes=1),
-    Setting("2 devices, a whole model each", 2, nodes=2),
-    Setting("1 shard group of 2 devices", 2, devices_per_node=2, nodes=1),
-    Setting("2 shard groups of 2 devices", 4, devices_per_node=2, nodes=2),
-)
-
-
-def as_overrides(values: dict) -> list[str]:
-    """Return the command-line overrides of a measured run."""
+def _overrides(values: dict) -> list[str]:
     return [f"{key}={value}" for key, value in (RUN | values).items()]
 
 
-def compare(title: str, settings: Sequence[Setting], values: dict, repeats: int) -> None:
-    """Print the speeds of short runs, interleaved."""
-    speeds: dict[Setting, list[float]] = {setting: [] for setting in settings}
+def run_speed(values: dict) -> float:
+    """Return the tokens per second of a short run of run.py."""
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(repeats):
-            for setting in settings:
-                speeds[setting].append(setting.tokens_per_second(values, Path(folder)))
+        command = [sys.executable, "run.py", *_overrides(values | {"log_dir": folder})]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        (summary,) = Path(folder).glob("*/model_training_report/summary.json")
+        return json.loads(summary.read_text())["tokens_per_second"]
+
+
+def bare_speed(values: dict) -> float:
+    """Return the tokens per second of a loop without the framework, for the steps of all workers of the run."""
+    # The vocabulary of a tokenizer that was trained on text.
+    same = values | {"model_config.vocab_size": RUN["vocab_size"]}
+    config, _ = load_config(ROOT / "config.yaml", _overrides(same), CHECKS)
+    round_steps = config.number_of_inner_steps_between_outers
+    steps = round_steps * config.number_of_outer_steps * config.number_of_initial_trainers
+    threads = torch.get_num_threads()
+    torch.set_num_threads(config.cpu_threads)
+    bare = BareLoop(config, make_data(config, build_vocabulary(config)), CPU)
+    bare.run(round_steps)  # warm-up
+    elapsed = seconds(lambda: bare.run(steps), CPU)
+    torch.set_num_threads(threads)
+    return steps * config.INITIAL_BATCH_SIZE * config.sequence_length / elapsed
+
+
+def compare(title: str, settings: Mapping[str, dict], values: dict, repeats: int) -> None:
+    """Print the speeds of short runs, interleaved."""
+    speeds: dict[str, list[float]] = {name: [] for name in settings}
+    for _ in range(repeats):
+        for name, setting in settings.items():
+            measure = bare_speed if name == BARE else run_speed
+            speeds[name].append(measure({"cpu_threads": 1} | values | setting))
+    first = next(iter(speeds.values()))
     print(f"\n{title:36} {'tokens/s':>10}   ratio to the first (median of pairs; all)")
-    for setting, found in speeds.items():
-        pairs = sorted(value / first for value, first in zip(found, speeds[settings[0]], strict=True))
+    for name, found in speeds.items():
+        pairs = sorted(value / other for value, other in zip(found, first, strict=True))
         shown = " ".join(f"{pair:.2f}" for pair in pairs)
-        print(f"{setting.name:36} {statistics.median(found):>10,.0f}   {statistics.median(pairs):.2f} ({shown})")
+        print(f"{name:36} {statistics.median(found):>10,.0f}   {statistics.median(pairs):.2f} ({shown})")
 
 
 # The mean of a model over two nodes

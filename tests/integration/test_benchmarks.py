@@ -97,8 +97,8 @@ def test_scaling_compares_settings_with_the_first(monkeypatch, capsys, cache_dir
     small = {"dataset": "text", "text_files": "[README.md]", "text_documents": "blank_lines", "val_size": 4}
     small |= {"sequence_length": 16, "vocab_size": 300, "number_of_inner_steps_between_outers": 1}
     monkeypatch.setattr(scaling, "RUN", scaling.RUN | small | {"cache_dir": cache_dir})
-    one, _, shard_group, _ = scaling.SHARD_GROUPS
-    settings = (one, shard_group, scaling.Bare("bare loop"))
+    settings = {name: scaling.SHARD_GROUPS[name] for name in ("1 device", "1 shard group of 2 devices")}
+    settings[scaling.BARE] = {}
     scaling.compare("small", settings, scaling.ONE_TRAINER | {"number_of_outer_steps": 1}, 1)
     rows = re.findall(r"^(.*\S) +([\d,]+) +([\d.]+) \(([\d.]+)\)$", capsys.readouterr().out, re.MULTILINE)
     assert [name for name, *_ in rows] == ["1 device", "1 shard group of 2 devices", "bare loop"]

@@ -71,7 +71,6 @@ def test_all_runs_of_the_published_comparisons_are_recorded(path):
         ({"methods": [{"name": "AdLoCo", "overrides": {"ETTA": 1}}]}, "AdLoCo: ETTA: unknown key"),
         ({"methods": [{"name": "AdLoCo"}, {"name": "AdLoCo"}]}, "methods: 'AdLoCo' is there twice"),
         ({"methods": [{"name": "AdLoCo", "overrides": {"ETA": -1}}]}, "AdLoCo: ETA: "),
-        ({"summary": "a\nb\nc\nd\ne"}, "summary: "),
         ({"claims": [{"paper": "it helps"}]}, "claims.0.found: "),
     ],
 )
@@ -160,9 +159,6 @@ class SyntheticRunner:
     def make(self, runs, title):
         self.made += runs
 
-    def record(self, run):
-        return {"commit": "0", "machine": "here", "completed": True}
-
     def data(self, run) -> RunData:
         metric = 20.0 + 1000.0 * run.settings.get("learning_rate_for_inner_opt", 0.0) + run.seed
         row = {
@@ -177,7 +173,9 @@ class SyntheticRunner:
         row |= {"bytes_merged": 0, "bytes_redistributed": 0, "validation_metric": metric}
         summary = {"metric": "perplexity", "metric_higher_is_better": False, "metric_decimals": 2, "outer_steps": 1}
         summary |= {"initial_metric": 300.0, "final_metric": metric, "parameters": 100, "devices": ["cpu"]}
-        summary |= {"data_digest": self._data, "versions": {"python": "3.11"}}
+        machine = {"cpu": "a CPU", "usable_cores": 2, "system": "Linux"}
+        summary |= {"data_digest": self._data, "versions": {"python": "3.11"}, "status": "completed"}
+        summary |= {"invocations": [{"commit": "c0ffee", "changed": True, "hardware": [machine]}]}
         config = {"nodes_per_gpu": 1, "statistics_estimator": "per_example", "statistics_batch_size": 8}
         return RunData(Path("synthetic"), config, summary, table_of([row]), [])
 
@@ -323,14 +321,12 @@ def test_a_failed_run_is_made_again_unless_training_itself_failed(monkeypatch, t
             return status
 
     monkeypatch.setattr(runs.subprocess, "Popen", Program)
-    monkeypatch.setattr(runs, "commit", lambda: "one")
-    monkeypatch.setattr(runs, "machine", lambda: "here")
+    monkeypatch.setattr(runs, "read_run", lambda folder: folder.name)
     runner = Runner(tmp_path, 1)
     if (status, text) == (1, "a round\n"):
         runner.make([run, run], "small")
         runner.make([run], "small")
-        assert runner.record(run)["completed"] is False
-        assert runner.data(run) is None
+        assert runner.data(run) == "run"
         assert not list((tmp_path / run.id).glob("*/checkpoints"))
         assert len(commands) == 1
     else:
@@ -338,5 +334,5 @@ def test_a_failed_run_is_made_again_unless_training_itself_failed(monkeypatch, t
             with pytest.raises(ComparisonError, match=f"exit status {status}"):
                 runner.make([run], "small")
         assert len(commands) == 2
-        assert runner.record(run) is None
+        assert runner.data(run) is None
     assert commands[0] == ["--config", "config.yaml", *run.overrides(), *runs._ALONE, f"log_dir={tmp_path / run.id}"]
