@@ -67,16 +67,17 @@ def _fit_label(fit: Fit) -> str:
     return f"Student's t, {f'{freedom:.1f}' if freedom < 1000 else '> 1000'} degrees of freedom ({quality})"
 
 
-def law_figure(
-    sizes: Sequence[int], deviations: Sequence[float], variance: float, law: PowerLaw | None, sampling: str
-) -> Figure:
+def law_figure(deviations: Mapping[int, float], variance: float, law: PowerLaw | None, sampling: str) -> Figure:
     """Draw deviations, corrected for the finite sample, against the batch size, with sqrt(V / b) and the fitted law."""
     figure, (axes,) = make_figure(1, 1, (7.5, 4.6))
-    xs = np.array(sizes, dtype=float)
-    ys = np.array(deviations)
-    shown = ys > 0  # not the whole sample as one batch, whose deviation is rounding
-    xs = xs[shown]
-    axes.plot(xs, ys[shown], "o", color=colour(0), label="measured (root mean square), corrected for the finite sample")
+    xs = np.array(list(deviations), dtype=float)
+    axes.plot(
+        xs,
+        list(deviations.values()),
+        "o",
+        color=colour(0),
+        label="measured (root mean square), corrected for the finite sample",
+    )
     axes.plot(xs, np.sqrt(variance / xs), "-", color=colour(2), label="sqrt(V / b)")
     if law is not None:
         label = f"fitted exponent {law.exponent:.3f} ± {law.error:.3f} (independent examples: -0.5)"

@@ -32,7 +32,6 @@ from fabrics.training.flat_model import FlatModel
 from gradient_analysis.figures import RunMarks, deviations_figure, law_figure, layers_figure, requests_figure
 from gradient_analysis.gradients import Gradients
 from gradient_analysis.laws import (
-    PowerLaw,
     distribution,
     draw_batches,
     finite_population_factor,
@@ -176,25 +175,17 @@ def run_marks(training: Config, model: Path | None) -> RunMarks:
     return RunMarks(training.sampling_method, eta, training.vartheta, training.nu, batch, batch_from)
 
 
-def _load_data(config: AnalysisConfig, training: Config) -> TaskData:
-    """Load the data, and check that the part is as large as the sample."""
+def _load(config: AnalysisConfig, training: Config, device: torch.device) -> tuple[TaskData, FlatModel]:
+    """Load data and model, and check that the part of the data is as large as the sample."""
     # The sample is drawn from all data, however training divided them.
     data = load_data(dataclasses.replace(training, data_split="iid", data_split_over="trainers"))
-    available = len(_part(config, data))
+    available = len(getattr(data, config.part))
     count = available if config.sample_size is None else config.sample_size
     if count > available:
         raise ConfigError(f"sample_size: the {config.part} part has {available} examples, got {count}")
     for key, size in (("batch_size", config.batch_size), ("batch_sizes", max(config.batch_sizes or [1]))):
         if size > count:
             raise ConfigError(f"{key}: must be at most the {count} examples of the sample, got {size}")
-    return data
-
-
-def _part(config: AnalysisConfig, data: TaskData):
-    return data.train if config.part == "train" else data.validation
-
-
-def _build(training: Config, data: TaskData, device: torch.device) -> FlatModel:
     try:
         module = build_model(
             training.model_type,
@@ -204,7 +195,7 @@ def _build(training: Config, data: TaskData, device: torch.device) -> FlatModel:
             training.training_seed,
             data.class_names,
         )
-        return FlatModel(module, device)
+        return data, FlatModel(module, device)
     except ConfigError:
         raise
     except ValueError as error:
@@ -214,43 +205,19 @@ def _build(training: Config, data: TaskData, device: torch.device) -> FlatModel:
 # The analysis
 
 
-@dataclasses.dataclass(frozen=True)
-class BatchSizeLaw:
-    """Root mean square deviation of batch gradients by batch size.
-
-    Attributes:
-        sizes: batch sizes.
-        measured: root mean square deviation of batches of each size.
-        predicted: the same from the variance of single examples, for this way of sampling.
-        corrected: measured, without the effect of the finite sample; NaN for a batch that is the whole sample.
-        fit: power law fitted to the corrected deviations.
-    """
-
-    sizes: list[int]
-    measured: list[float]
-    predicted: list[float]
-    corrected: list[float]
-    fit: PowerLaw | None
-
-
-def _batch_size_law(
-    config: AnalysisConfig, gradients: Gradients, indices: np.ndarray, variance: float, generator: np.random.Generator
-) -> BatchSizeLaw:
+def _deviations_by_size(
+    config: AnalysisConfig, gradients: Gradients, indices: np.ndarray, generator: np.random.Generator
+) -> dict[int, float]:
+    """Root mean square deviation of batch gradients by batch size."""
     count = len(indices)
-    sizes = config.batch_sizes or [2**power for power in range(count.bit_length()) if 2**power <= count]
-    measured = []
-    predicted = []
-    corrected = []
-    for size in sizes:
+    found = {}
+    for size in config.batch_sizes or [2**power for power in range(count.bit_length()) if 2**power <= count]:
         # At least four batches, from several permutations if the sample fills fewer.
         wanted = min(config.batches_per_size, max(4, count // size))
         drawn = draw_batches(indices, size, wanted, config.replacement, generator)
-        deviations = [batch.deviation for batch in gradients.of_batches(drawn, f"batches of {size}")]
-        factor = finite_population_factor(count, size, config.replacement)
-        measured.append(root_mean_square(deviations))
-        predicted.append((variance / size * factor) ** 0.5)
-        corrected.append(measured[-1] / factor**0.5 if factor > 0 else float("nan"))
-    return BatchSizeLaw(sizes, measured, predicted, corrected, power_law(sizes, corrected))
+        batches = gradients.of_batches(drawn, f"batches of {size}")
+        found[size] = root_mean_square([batch.deviation for batch in batches])
+    return found
 
 
 def analyse(config: AnalysisConfig) -> Path:
@@ -265,18 +232,19 @@ def analyse(config: AnalysisConfig) -> Path:
         raise ConfigError(f"device: {error}") from None
     _warn(warnings)
     training, model_folder = resolve_model(config)
-    data = _load_data(config, training)
-    examples = _part(config, data)
-    working = _build(training, data, devices[0])
+    data, working = _load(config, training, devices[0])
+    examples = getattr(data, config.part)
     marks = run_marks(training, model_folder)
     name = "untrained" if model_folder is None else str(model_folder)
-
+    sampling = f"{'with' if config.replacement else 'without'} replacement"
     generator = np.random.default_rng(config.seed)
     indices = np.sort(generator.permutation(len(examples))[: config.sample_size])
+    count = len(indices)
     print(
-        f"{training.model_type} with {working.parameter_count:,} parameters ({name}) on {len(indices)} {config.part} "
-        f"examples of {data.source}, {devices[0]}"
+        f"{training.model_type} with {working.parameter_count:,} parameters ({name}) on {count} {config.part} examples "
+        f"of {data.source}, {devices[0]}"
     )
+
     gradients = Gradients(working, examples, indices, config.micro_batch)
     gradients.compute_full()
     singles = gradients.of_examples()
@@ -284,7 +252,11 @@ def analyse(config: AnalysisConfig) -> Path:
     drawn = draw_batches(indices, config.batch_size, None, config.replacement, generator)
     batches = gradients.of_batches(drawn, f"batches of {config.batch_size}")
     deviations = distribution([batch.deviation for batch in batches])
-    law = _batch_size_law(config, gradients, indices, statistics.variance, generator)
+    by_size = _deviations_by_size(config, gradients, indices, generator)
+    factors = {size: finite_population_factor(count, size, config.replacement) for size in by_size}
+    predicted = {size: (statistics.variance / size * factor) ** 0.5 for size, factor in factors.items()}
+    corrected = {size: by_size[size] / factor**0.5 for size, factor in factors.items() if factor > 0}
+    law = power_law(list(corrected), list(corrected.values()))
     grids = {
         "eta": sorted({*config.eta, marks.eta}),
         "theta": sorted({*config.theta, marks.theta}),
@@ -292,14 +264,13 @@ def analyse(config: AnalysisConfig) -> Path:
     }
     requested = requests(statistics, config.batch_size, grids)
 
-    sampling = f"{'with' if config.replacement else 'without'} replacement"
     summary = {
         "model": name,
         "model_type": training.model_type,
         "parameters": working.parameter_count,
         "data_source": data.source,
         "part": config.part,
-        "sample": len(indices),
+        "sample": count,
         "sampling": sampling,
         "loss": gradients.loss,
         "full_gradient_norm": statistics.squared_norm**0.5,
@@ -309,76 +280,69 @@ def analyse(config: AnalysisConfig) -> Path:
         "run": dataclasses.asdict(marks),
         "batch_size": config.batch_size,
         "deviation": dataclasses.asdict(deviations),
-        "batch_size_law": law.fit and dataclasses.asdict(law.fit) | {"independent_examples": -0.5},
+        "batch_size_law": law and dataclasses.asdict(law) | {"independent_examples": -0.5},
         "config": dataclasses.asdict(config),
     }
     figures = {
         "deviations": deviations_figure(batches, deviations, config.batch_size),
-        "batch_size_law": law_figure(law.sizes, law.corrected, statistics.variance, law.fit, sampling),
+        "batch_size_law": law_figure(corrected, statistics.variance, law, sampling),
         "layers": layers_figure(singles.variance_by_parameter),
-        "requests": requests_figure(requested, len(indices), marks),
+        "requests": requests_figure(requested, count, marks),
     }
+    batch_rows = [
+        (number, batch.deviation, batch.norm, batch.cosine, " ".join(map(str, chosen)))
+        for number, (batch, chosen) in enumerate(zip(batches, drawn, strict=True))
+    ]
+    example_rows = zip(indices, singles.squared_norms, singles.inner_products, strict=True)
     tables = {
-        "batches": (
-            ("batch", "deviation", "norm", "cosine", "examples"),
-            [
-                (number, batch.deviation, batch.norm, batch.cosine, " ".join(map(str, chosen)))
-                for number, (batch, chosen) in enumerate(zip(batches, drawn, strict=True))
-            ],
-        ),
-        "batch_size_law": (
+        "batches": [("batch", "deviation", "norm", "cosine", "examples"), *batch_rows],
+        "batch_size_law": [
             ("batch_size", "deviation", "predicted"),
-            zip(law.sizes, law.measured, law.predicted, strict=True),
-        ),
-        "layers": (("parameter", "variance"), singles.variance_by_parameter.items()),
-        "requests": (("test", "parameter", "request"), requested),
-        "examples": (
-            ("example", "squared_norm", "inner_product"),
-            zip(indices, singles.squared_norms, singles.inner_products, strict=True),
-        ),
+            *((size, deviation, predicted[size]) for size, deviation in by_size.items()),
+        ],
+        "layers": [("parameter", "variance"), *singles.variance_by_parameter.items()],
+        "requests": [("test", "parameter", "request"), *requested],
+        "examples": [("example", "squared_norm", "inner_product"), *example_rows],
     }
     output = Path(config.output_dir)
     try:
         for name, figure in figures.items():
             write_atomically(output / f"{name}.png", lambda path, figure=figure: figure.savefig(path, dpi=110))
-        for name, (columns, rows) in tables.items():
-            _write_csv(output / f"{name}.csv", columns, rows)
+        for name, rows in tables.items():
+            write_atomically(output / f"{name}.csv", lambda path, rows=rows: _write_rows(path, rows))
         write_json_atomically(output / ANALYSIS_SUMMARY, summary)
     except OSError as error:
         raise ConfigError(f"output_dir: cannot write {error.filename or output}: {error.strerror}") from None
-    _print_findings(summary, requested, marks)
+    _print_findings(summary, requested)
     print(f"results: {output}")
     return output
 
 
-def _print_findings(summary: dict[str, Any], requested: Sequence[tuple], marks: RunMarks) -> None:
-    variance = summary["per_example"]["variance"]
-    print(f"loss {summary['loss']:.4f}, ||F|| {summary['full_gradient_norm']:.4g}, V {variance:.4g}")
-    scale = summary["noise_scale"]
-    if scale is None:
+def _write_rows(path: Path, rows: Iterable[Sequence]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(rows)
+
+
+def _print_findings(summary: dict[str, Any], requested: Sequence[tuple]) -> None:
+    print("loss {loss:.4f}, ||F|| {full_gradient_norm:.4g}, V {per_example[variance]:.4g}".format(**summary))
+    if summary["noise_scale"] is None:
         print("noise scale: not measurable, the gradient of this sample is no larger than its noise")
     else:
-        print(f"noise scale V / ||G||^2: {scale:.4g} examples ({summary['noise_scale_plain']:.4g} with ||F||^2)")
+        print(
+            "noise scale V / ||G||^2: {noise_scale:.4g} examples ({noise_scale_plain:.4g} with ||F||^2)".format(
+                **summary
+            )
+        )
+    run = summary["run"]
     for test, parameter, request in requested:
-        if test == "norm_test, debias" and parameter == marks.eta:
-            print(f"debiased norm test with the configured eta, {marks.eta:g}: {request:,} examples")
-    print(f"batch: {marks.batch:,} examples ({marks.batch_from})")
-    deviation = summary["deviation"]
-    print(
-        f"deviation of batches of {summary['batch_size']} ({summary['sampling']}): mean {deviation['mean']:.4g}, "
-        f"median {deviation['median']:.4g}, excess kurtosis {deviation['excess_kurtosis']:.3g}"
-    )
-    law = summary["batch_size_law"]
-    if law is not None:
+        if test == "norm_test, debias" and parameter == run["eta"]:
+            print(f"debiased norm test with the configured eta, {parameter:g}: {request:,} examples")
+    print("batch: {batch:,} examples ({batch_from})".format(**run))
+    print("deviation of batches of {batch_size} ({sampling}): mean {deviation[mean]:.4g}, ".format(**summary), end="")
+    print("median {median:.4g}, excess kurtosis {excess_kurtosis:.3g}".format(**summary["deviation"]))
+    if summary["batch_size_law"] is not None:
+        law = summary["batch_size_law"]
         print(f"deviation ~ batch ^ {law['exponent']:.3f} +- {law['error']:.3f} (independent examples: -0.5)")
-
-
-def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence]) -> None:
-    def write(temporary: Path) -> None:
-        with temporary.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([columns, *rows])
-
-    write_atomically(path, write)
 
 
 def _warn(warnings: Iterable[str]) -> None:
