@@ -30,7 +30,8 @@ _REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements.txt"
 _SHORTEST_CHARACTERS = 200
 _LARGEST_BYTES = 1_000_000
 _RUN_WORDS = 13
-_MODULES, _TEXTS = (".py", ".pyi"), (".md", ".rst", ".txt")
+_MODULES = (".py", ".pyi")
+_TEXTS = (".md", ".rst", ".txt")
 _LICENCE_FILES = re.compile(r"licen[cs]e|copying|copyright|notice", re.IGNORECASE)
 _LICENCE = re.compile(
     r"all rights reserved|permission is hereby granted|redistributions? (of source|and use)|without warrant",
@@ -49,7 +50,8 @@ def _installed(names: Iterable[str]) -> dict[str, importlib.metadata.Distributio
     Raises:
         ConfigError: one line for each that is missing.
     """
-    found, problems = {}, []
+    found = {}
+    problems = []
     for name in names:
         try:
             found[name] = importlib.metadata.distribution(name)
@@ -111,7 +113,8 @@ def write_packages(folder: Path, names: Iterable[str] | None = None) -> None:
     """
     installed = _installed(pinned() if names is None else names)
     known = set().union(*map(word_runs, python_documents()))
-    whole, packages = hashlib.sha256(), []
+    whole = hashlib.sha256()
+    packages = []
     for name, distribution in tqdm(installed.items(), "reading packages", leave=False, unit=" packages", disable=None):
         (folder / name).mkdir()
         entry = {"name": name, "version": distribution.version, "documents": 0, "bytes": 0}

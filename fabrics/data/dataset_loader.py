@@ -1,4 +1,4 @@
-"""The registry of datasets.
+"""Datasets by name, and how all processes of a run load the same one.
 
 A dataset is a function from the config to `TaskData`, registered in DATASETS. Trainers read batches of model keyword
 arguments from its `Examples` and never look inside.

@@ -144,7 +144,8 @@ class PackedDocuments:
         self._shifts = offsets[order] - (self._ends - lengths)
         ends = np.concatenate([[0], self._ends])[np.cumsum([0, *map(len, groups)])]
         self.sizes = tuple((np.diff(ends) // sequence_length).tolist())
-        self._group_starts, self._first_sequences = ends[:-1], np.cumsum([0, *self.sizes])
+        self._group_starts = ends[:-1]
+        self._first_sequences = np.cumsum([0, *self.sizes])
 
     def __len__(self) -> int:
         return int(self._first_sequences[-1])

@@ -101,24 +101,24 @@ class ShareCursor:
         return np.concatenate([np.arange(own.start, own.stop) for own in each])
 
     def _readers(self, workers: int) -> list[tuple[int, ...]]:
-        return (
-            shares_of_workers(list(self.positions), workers) if self._by_worker else [tuple(self.positions)] * workers
-        )
+        """The shares that each worker reads."""
+        if self._by_worker:
+            return shares_of_workers(list(self.positions), workers)
+        return [tuple(self.positions)] * workers
 
     def readings(self, workers: int) -> list[Reading]:
         """Return where the workers read; workers with the same shares read together."""
         readers = self._readers(workers)
-        return [
-            Reading(
-                self._stream(shares),
-                tuple(worker for worker, own in enumerate(readers) if own == shares),
-                sum(self._shares.sizes[share] for share in shares),
-            )
-            for shares in dict.fromkeys(readers)
-        ]
+        found = []
+        for shares in dict.fromkeys(readers):
+            together = tuple(worker for worker, own in enumerate(readers) if own == shares)
+            size = sum(self._shares.sizes[share] for share in shares)
+            found.append(Reading(self._stream(shares), together, size))
+        return found
 
     def _next(self, shares: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray]:
-        positions, sizes = zip(*((self.positions[share], self._shares.sizes[share]) for share in shares), strict=True)
+        positions = [self.positions[share] for share in shares]
+        sizes = [self._shares.sizes[share] for share in shares]
         return next_of_several(positions, sizes, count)
 
     def _stream(self, shares: tuple[int, ...]):
@@ -127,7 +127,10 @@ class ShareCursor:
         ahead = functools.lru_cache(maxsize=1)(functools.partial(self._next, shares))
 
         def places(offset: int, count: int) -> np.ndarray:
-            which, at = (part[offset : offset + count] for part in ahead(1 << max(offset + count - 1, 0).bit_length()))
+            end = offset + count
+            all_shares, all_places = ahead(1 << max(end - 1, 0).bit_length())
+            which = all_shares[offset:end]
+            at = all_places[offset:end]
             found = np.empty(count, dtype=np.int64)
             for number, share in enumerate(shares):
                 epochs, within = np.divmod(at, self._shares.sizes[share])

@@ -35,9 +35,11 @@ def _word_piece(documents: Sequence[str], vocab_size: int) -> tuple[Tokenizer, d
     special = {
         "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]",
     }  # fmt: skip
-    normalizer, pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    normalizer = normalizers.BertNormalizer()
+    pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     learner = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    learner.normalizer, learner.pre_tokenizer = normalizer, pre_tokenizer
+    learner.normalizer = normalizer
+    learner.pre_tokenizer = pre_tokenizer
     # The trainer numbers continuing characters in hash-table order, which differs between processes, and breaks ties
     # by number. As special tokens they get fixed numbers.
     alphabet = sorted(set().union(*(normalizer.normalize_str(document) for document in documents)))
@@ -45,7 +47,8 @@ def _word_piece(documents: Sequence[str], vocab_size: int) -> tuple[Tokenizer, d
     trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=beforehand, show_progress=False)
     learner.train_from_iterator(documents, trainer)
     tokenizer = Tokenizer(models.WordPiece(learner.get_vocab(), unk_token="[UNK]"))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
@@ -62,7 +65,8 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, task: str = "caus
 
     The same documents give the same tokenizer.
     """
-    beginning, characters = [], 0
+    beginning = []
+    characters = 0
     for document in documents:
         beginning.append(document)
         characters += len(document)

@@ -1,4 +1,4 @@
-"""Which examples come when: subsets, walks through them, and what becomes of walks when trainers merge."""
+"""Data order: subsets, walks through them, and merges of walks."""
 
 import json
 from collections import Counter, defaultdict
@@ -100,10 +100,12 @@ def test_a_merge_at_half_an_epoch_walks_what_is_left_and_then_the_union():
 
 
 class SeenSoFar:
-    """What a walk has seen in which epoch, by the definition: counted in sets, one example after the other."""
+    """Oracle of a walk: the examples seen in each epoch, as sets."""
 
     def __init__(self, subset: set[int]):
-        self.subset, self.epoch, self.seen = subset, 0, defaultdict(set)
+        self.subset = subset
+        self.epoch = 0
+        self.seen = defaultdict(set)
 
     def see(self, example: int) -> None:
         assert example in self.subset - self.seen[self.epoch]
@@ -133,7 +135,7 @@ events = st.lists(
 
 @given(st.integers(2, 5), st.integers(5, 40), events)
 def test_nothing_is_seen_twice_in_an_epoch_whenever_trainers_merge(trainers, examples, events):
-    """Also from a checkpoint at every moment."""
+    """Also resumed at every moment."""
     walks = cursors(trainers, examples)
     living = [(cursor, SeenSoFar(set(cursor.subset.tolist()))) for cursor in walks]
     views = Counter()
@@ -157,16 +159,16 @@ def test_nothing_is_seen_twice_in_an_epoch_whenever_trainers_merge(trainers, exa
         (example,) = walked(cursor, 1)
         expected.see(example)
         views[example] += 1
-    # At the end of an epoch that nobody was ahead of, everything has been seen equally often.
+    # At the end of an epoch that no trainer was ahead of, every example has been seen equally often.
     assert {views[example] for example in range(examples)} == {expected.epoch}
 
 
 @given(st.integers(2, 5), st.integers(10, 60), st.lists(st.floats(0, 1), min_size=10, max_size=10), st.integers(2, 3))
 def test_one_epoch_in_all_is_every_example_once(trainers, examples, shares, merge_count):
-    """Through merges of some and of merged ones at any moments, nobody ahead of its first epoch."""
-    living, seen, left = cursors(trainers, examples), [], {}
-    for cursor in living:
-        left[cursor] = len(cursor)
+    """As long as no trainer began a second epoch before it merged."""
+    living = cursors(trainers, examples)
+    seen = []
+    left = {cursor: len(cursor) for cursor in living}
     while len(living) > 1:
         for cursor in living:
             count = int(shares[len(seen) % 10] * left[cursor])

@@ -1,4 +1,4 @@
-"""Which examples of shares come when, whoever reads them: through changing workers, merges and resumes."""
+"""The order of examples in non-IID shares, through changing workers, merges and resumes."""
 
 import json
 from collections import Counter
@@ -33,7 +33,7 @@ from utils.distributed.processes import LocalProcesses
 
 
 def read(cursor: ShareCursor, batches: list[int], steps: int) -> list[list[int]]:
-    """What every worker of a round reads, one after the other, as inner steps do; the round is counted then."""
+    """Return the examples of every worker in a round of inner steps, and advance."""
     found = {}
     for reading in cursor.readings(len(batches)):
         own = [batches[worker] for worker in reading.workers]
@@ -44,13 +44,10 @@ def read(cursor: ShareCursor, batches: list[int], steps: int) -> list[list[int]]
 
 
 def reloaded(cursor: ShareCursor) -> ShareCursor:
-    """What is continued from a checkpoint."""
+    """Return the cursor of a resumed run."""
     fresh = ShareCursor(cursor._shares, [0], cursor._by_worker)
     fresh.load_state_dict(json.loads(json.dumps(cursor.state_dict())))
     return fresh
-
-
-# Decisions
 
 
 @pytest.mark.parametrize(
@@ -72,7 +69,7 @@ def test_trainers_begin_with_consecutive_shares():
     assert [list(first_shares(4, trainer, 4)) for trainer in range(4)] == [[0], [1], [2], [3]]
 
 
-def test_of_several_shares_the_one_comes_next_that_is_least_far():
+def test_the_share_with_the_least_progress_comes_next():
     which, places = next_of_several([0, 0], [2, 4], 8)
     # Halves of the first at 1/2, 1, 3/2; quarters of the second at 1/4, 1/2, 3/4, 1, 5/4.
     assert which.tolist() == [1, 0, 1, 1, 0, 1, 1, 0]
@@ -81,10 +78,7 @@ def test_of_several_shares_the_one_comes_next_that_is_least_far():
     assert next_of_several([0, 4], [2, 4], 4)[0].tolist() == [0, 0, 1, 0]
 
 
-# Walks
-
-
-def test_a_share_is_walked_in_numpys_order_for_seed_share_and_epoch():
+def test_the_order_is_numpys_for_seed_share_and_epoch():
     cursor = ShareCursor(OrderedShares(5, (3, 6)), [1], True)
     for epoch in (0, 1):
         expected = np.random.default_rng([5, 3, 1, epoch]).permutation(np.arange(3, 9))
@@ -131,7 +125,7 @@ rounds = st.lists(
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=4, max_size=7), st.booleans(), rounds)
 def test_nothing_is_seen_twice_in_an_epoch_of_a_share(sizes, by_worker, events):
-    """Whoever reads, whenever trainers merge, and from a checkpoint at every moment."""
+    """Also through merges, and resumed at every moment."""
     shares = OrderedShares(3, tuple(sizes))
     living = [ShareCursor(shares, first_shares(len(sizes), trainer, 4), by_worker) for trainer in range(4)]
     seen = Counter()
@@ -194,7 +188,7 @@ def test_workers_of_a_trainer_train_on_their_shares():
 
 
 @pytest.mark.parametrize("weigh", [True, False])
-def test_means_are_weighted_by_the_sizes_of_shares_on_request(weigh, monkeypatch):
+def test_weigh_shares_weights_means_by_the_sizes_of_shares(weigh, monkeypatch):
     examples = PackedSequences(random_sequences(40))
     values = {"distributed_algo": "LocalSGD", "sampling_method": "none", "weigh_shares": weigh}
     trainer = trainer_of(ShareCursor(OrderedShares(1, (10, 30)), [0, 1], True), examples, 2, **values)
@@ -207,7 +201,7 @@ def test_means_are_weighted_by_the_sizes_of_shares_on_request(weigh, monkeypatch
 
 @pytest.mark.parametrize("over", ["workers", "trainers"])
 @pytest.mark.parametrize(("weigh", "weights"), [(True, (0.25, 0.75)), (False, (2 / 3, 1 / 3))])
-def test_merges_are_weighted_by_the_sizes_of_shares_on_request(over, weigh, weights):
+def test_weigh_shares_weights_merges_by_the_sizes_of_shares(over, weigh, weights):
     """Trainer 0 requests 8 and has shares of 4 and 6 examples, trainer 1 requests 4 and has one of 30."""
     examples, shares = PackedSequences(random_sequences(40)), OrderedShares(1, (4, 6, 30))
     values = {"data_split_over": over, "data_split": "sources", "weigh_shares": weigh}
