@@ -322,7 +322,13 @@ Each section answers one question in its first lines and links to a page with ta
 means over seeds with the sample's standard deviation. Percentages are differences between two methods on the same
 seeds, with their 95% t interval in brackets. A method is better or worse only if the interval excludes 0
 ([what the numbers mean](comparing.md#what-the-numbers-mean)). `python benchmarks/compare/compare.py` makes the missing
-runs of all comparisons, or of those given, and writes these pages; `--report-only` makes no run."""
+runs of all comparisons, or of those given, and writes these pages; `--report-only` makes no run.
+
+**AdLoCo** is the method of the paper, with all workers from the first round. **AdLoCo-J** adds joining workers, an
+addition of this project: a worker joins when each has `smallest_worker_batch` examples."""
+
+
+_FULL_SECTIONS = 6
 
 
 def _claims(comparisons: Sequence[Results]) -> list[str]:
@@ -358,14 +364,17 @@ def _short_section(results: Results) -> str:
 
 
 def overview(comparisons: Sequence[Results]) -> str:
-    """Return the overview as Markdown; comparisons with one seed search values for others and come last."""
+    """Return the overview as Markdown; the first comparisons in full, others and those with one seed in short."""
     parts = [_INTRODUCTION, *_claims(comparisons)]
-    for results in comparisons:
-        if len(results.seeds) > 1:
-            parts += _section(results)
+    several = [results for results in comparisons if len(results.seeds) > 1]
+    for results in several[:_FULL_SECTIONS]:
+        parts += _section(results)
+    further = [_short_section(results) for results in several[_FULL_SECTIONS:]]
+    if further:
+        parts += ["## Further comparisons", *further]
     single = [_short_section(results) for results in comparisons if len(results.seeds) == 1]
     if single:
-        parts += ["## Searches with one seed, evaluated by other comparisons", *single]
+        parts += ["## One seed only", *single]
     return "\n\n".join(parts) + "\n"
 
 
