@@ -14,34 +14,13 @@ from benchmarks.compare.report import page
 from benchmarks.compare.results import Results
 from benchmarks.compare.runs import ComparisonError, Runner
 from benchmarks.compare.spec import COMPARISONS, ROOT, ComparisonSpec, Run, load_spec, make_run
+from tests.support.comparisons import RATE, small_comparison
 from tests.support.helpers import Recorder, light_cluster
 from tests.support.runs import table_of
 from training_logs.showing.run_data import RunData, read_run
 from utils.config.schema import ConfigError
 
 RESULTS = ROOT / "docs" / "results"
-
-
-def small_comparison(folder: Path, **values) -> Path:
-    common = {
-        "max_tokens": 6000, "number_of_outer_steps": None, "number_of_inner_steps_between_outers": 5,
-        "sequence_length": 16, "vocab_size": 300, "data_sample_size": 60, "model_config": {"preset": "demo",
-        "hidden_size": 16, "intermediate_size": 24}, "max_batch_size": 16, "max_requested_batch": None,
-        "smallest_worker_batch": None,
-    }  # fmt: skip
-    adaptive = {"number_of_initial_trainers": 2, "INITIAL_BATCH_SIZE": 8, "merge_frequency": 2, "ETA": 0.8}
-    fixed = {"number_of_initial_trainers": 1, "INITIAL_BATCH_SIZE": 8, "sampling_method": "none"}
-    written = {
-        "title": "Small", "question": "Does it run?", "common": common, "seeds": [1, 2], "reference": "AdLoCo",
-        "methods": [
-            {"name": "AdLoCo", "overrides": adaptive}, {"name": "DiLoCo", "overrides": fixed, "baseline": True},
-        ],
-        "hardware": [{"name": "paper", "t_min": 0.01, "t_example": 0.002}],
-        "networks": [{"name": "1 Gb/s", "bits_per_second": 1e9, "latency": 0.001}],
-    }  # fmt: skip
-    path = folder / "small.yaml"
-    path.write_text(yaml.safe_dump(written | values))
-    return path
 
 
 def test_methods_stop_at_the_same_number_of_tokens():
@@ -178,9 +157,6 @@ class SyntheticRunner:
         summary |= {"invocations": [{"commit": "c0ffee", "changed": True, "hardware": [machine]}]}
         config = {"nodes_per_gpu": 1, "statistics_estimator": "per_example", "statistics_batch_size": 8}
         return RunData(Path("synthetic"), config, summary, table_of([row]), [])
-
-
-RATE = {"low": 1e-3, "high": 1e-1}
 
 
 def test_a_search_tunes_methods_and_another_comparison_uses_its_values(tmp_path):

@@ -9,7 +9,7 @@ import yaml
 from benchmarks.compare.compare import found_values, in_order
 from benchmarks.compare.search import Range, Search, draw, edge, halve
 from benchmarks.compare.spec import load_spec
-from tests.integration.test_compare import RATE, small_comparison
+from tests.support.comparisons import RATE, small_comparison
 from utils.config.schema import ConfigError
 
 EXPECTED_RATES = [0.0088, 0.06, 0.0012, 0.022]
