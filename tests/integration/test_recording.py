@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -10,17 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import run as program
 from algorithms.batch.switch_mode import ExecutionPlan
 from algorithms.synchronisation.group import Event
 from fabrics.training.worker import WorkerRound
-from tests.support.helpers import warnings_of
+from tests.support.helpers import CPU, warnings_of
 from tests.support.runs import record_run, start_training, summary, table_of, write_config
 from training_logs.recording import recorder as recording
 from training_logs.recording.csv_log import CsvLog
+from training_logs.recording.memory_monitor import memory_use
 from training_logs.recording.recorder import RunRecorder
 from training_logs.recording.records import ClusterRound, RoundReport
-from training_logs.recording.round_log import EXCHANGE_COLUMNS, exchange_rows
-from training_logs.recording.step_loss_logger import StepLossLogger
+from training_logs.recording.round_log import exchange_rows
+from training_logs.recording.step_loss_logger import step_rows
 from training_logs.showing.run_data import RunData
 from utils.run_layout import has_checkpoint
 
@@ -130,105 +133,129 @@ def test_characters_that_the_console_does_not_know_are_escaped(programs, tmp_pat
     assert completed(tmp_path).name == "µ → 0"
 
 
-# Exchanges
-
-
-def test_exchanges_that_are_alike_are_one_row_with_the_mean_of_their_bytes(tmp_path):
-    """Ten fragments of 30 and 50 bytes, what a monitor says, and statistics."""
-    fragments = [Event("synchronisation", step, 30.0 + step % 4 * 10, 40.0, behind=3) for step in range(2, 22, 2)]
-    events = (*fragments, Event("monitor", 20, 4.0, 4.0), Event("synchronisation", 20, 8.0, 16.0, through="groups"))
-    report = dataclasses.replace(round_of(5), events=events)
-    assert (len(report.events), report.largest_exchange, report.communications) == (12, 50.0, 11)
-    assert report.bytes_synchronised == 2 * (10 * 40 + 4 + 8)
-    rows = exchange_rows(ClusterRound(5, 0.5, {7: report}, {}, None, None, []))
-    assert rows == [
-        (5, 7, "synchronisation", "all", 10, 40.0, 40.0, 3, 2, 20),
-        (5, 7, "monitor", "all", 1, 4.0, 4.0, 0, 20, 20),
-        (5, 7, "synchronisation", "groups", 1, 8.0, 16.0, 0, 20, 20),
-    ]
-    run = run_of(tmp_path, 5)
-    log = CsvLog(run.report_dir / "exchange_log.csv", EXCHANGE_COLUMNS)
-    log.append(rows)
-    with log.path.open("a") as file:
-        file.write("6,7,monitor,all,1,4.0")  # it died here
-    found = run.exchanges
-    assert found.keys() == {(5, 7)}
-    assert [dataclasses.astuple(record) for record in found[5, 7]] == [row[2:] for row in rows]
-    assert found[5, 7][0].steps == list(range(2, 22, 2))
-
-
-# Step losses
+# Rows of a round
 
 STEPS = 5
 BATCHES = (4, 12)
+EVENTS = (Event("synchronisation", STEPS, 50.0, 50.0),)
 
 
 def losses_of(outer_step: int) -> list[list[float]]:
-    """Of two workers; the second one diverges in every third round."""
-    generator = np.random.default_rng(outer_step)
-    losses = generator.normal(3.0, 1.0, (2, STEPS)).tolist()
+    """Losses of two workers, of which the second diverges in every third round."""
+    losses = [[3.0 + outer_step + step / 8 for step in range(STEPS)] for _ in BATCHES]
     if outer_step % 3 == 0:
         losses[1] = [losses[1][0], *[float("nan")] * (STEPS - 1)]
     return losses
 
 
-def round_of(outer_step: int) -> RoundReport:
+def round_of(outer_step: int, events: tuple[Event, ...] = EVENTS) -> ClusterRound:
+    """A round of trainer 7 with two workers."""
     rates = [1.0 / step for step in range(1, STEPS + 1)]
     workers = {
         index: WorkerRound(index, ExecutionPlan((BATCHES[index],)), losses, rates, None, 1.0, 16)
         for index, losses in enumerate(losses_of(outer_step))
     }
-    return RoundReport(7, 16, 16, workers, None, STEPS, 80, 800, (Event("synchronisation", STEPS, 50, 50),), 1.0)
+    report = RoundReport(7, 16, 16, workers, None, STEPS, 80, 800, events, 1.0)
+    return ClusterRound(outer_step, 0.5, {7: report}, {}, None, None, [])
 
 
-def test_what_a_round_communicated_is_counted_from_its_events():
-    """Of two workers; what a batch test or a monitor needs is sent as well, but is no communication."""
-    events = (
-        Event("synchronisation", 2, 30.0, 20.0),
-        Event("parameters", STEPS, 10.0, 50.0),
-        Event("monitor", STEPS, 2.0, 2.0),
-        Event("statistics", STEPS, 4.5, 4.5),
-    )
-    report = dataclasses.replace(round_of(1), events=events)
-    assert (report.communications, report.bytes_synchronised, report.largest_exchange) == (2, 93, 50.0)
-    served = dataclasses.replace(report, events=(Event("synchronisation", STEPS, 30.0, 20.0, through="server"),))
-    assert (served.communications, served.bytes_synchronised) == (1, 100)
-    silent = dataclasses.replace(report, events=())
-    assert (silent.communications, silent.bytes_synchronised, silent.largest_exchange) == (0, 0, 0.0)
+def test_equal_exchanges_are_one_row_with_the_mean_of_their_bytes(tmp_path):
+    """Ten fragments of 30 and 50 bytes, a monitor, and an exchange in groups."""
+    fragments = [Event("synchronisation", step, 30.0 + step % 4 * 10, 40.0, behind=3) for step in range(2, 22, 2)]
+    events = (*fragments, Event("monitor", 20, 4.0, 4.0), Event("synchronisation", 20, 8.0, 16.0, through="groups"))
+    rows = exchange_rows(round_of(5, events))
+    assert [tuple(row.values()) for row in rows] == [
+        (5, 7, "synchronisation", "all", 10, 40.0, 40.0, 3, 2, 20),
+        (5, 7, "monitor", "all", 1, 4.0, 4.0, 0, 20, 20),
+        (5, 7, "synchronisation", "groups", 1, 8.0, 16.0, 0, 20, 20),
+    ]
+    run = run_of(tmp_path, 5)
+    log = CsvLog(run.report_dir / "exchange_log.csv")
+    log.append(rows)
+    with log.path.open("a") as file:
+        file.write("6,7,monitor,all,1,4.0")  # killed in the middle of a row
+    found = run.exchanges
+    assert found.keys() == {(5, 7)}
+    assert [dataclasses.astuple(record) for record in found[5, 7]] == [tuple(row.values())[2:] for row in rows]
+    assert found[5, 7][0].steps == list(range(2, 22, 2))
 
 
-def write_steps(folder: Path, rounds: range, state: dict | None = None) -> dict:
-    logger = StepLossLogger(folder, state)
-    for step in rounds:
-        logger.log(step, [round_of(step)])
-    return logger.state_dict()
-
-
-def test_a_step_log_that_is_continued_is_the_one_that_was_not_interrupted(tmp_path):
-    for name in ("whole", "cut"):
-        (tmp_path / name).mkdir()
-    write_steps(tmp_path / "whole", range(1, 21))
-    state = write_steps(tmp_path / "cut", range(1, 8))
-    write_steps(tmp_path / "cut", range(8, 15), state)  # lost: the checkpoint was written before
-    write_steps(tmp_path / "cut", range(8, 21), state)
-    whole, cut = ((tmp_path / name / "step_loss_log.csv").read_bytes() for name in ("whole", "cut"))
-    assert whole == cut
+@pytest.mark.parametrize(
+    ("events", "counted"),
+    [
+        # Of two workers. Statistics and monitors are sent as well, but are no communications.
+        (
+            [
+                Event("synchronisation", 2, 30.0, 20.0),
+                Event("parameters", STEPS, 10.0, 50.0),
+                Event("monitor", STEPS, 2.0, 2.0),
+                Event("statistics", STEPS, 4.5, 4.5),
+            ],
+            (2, 93, 50.0),
+        ),
+        ([Event("synchronisation", STEPS, 30.0, 20.0, through="server")], (1, 100, 30.0)),
+        ([], (0, 0, 0.0)),
+    ],
+)
+def test_communications_and_bytes_of_a_round_are_counted_from_its_events(events, counted):
+    report = round_of(1, tuple(events)).reports[7]
+    assert (report.communications, report.bytes_synchronised, report.largest_exchange) == counted
 
 
 def run_of(folder: Path, rounds: int) -> RunData:
-    (folder / "model_training_report").mkdir(exist_ok=True)
+    (folder / "model_training_report").mkdir()
     table = table_of([{"outer_step": step, "trainer_id": 7, "inner_steps": STEPS} for step in range(1, rounds + 1)])
     return RunData(folder, {}, {}, table, [])
 
 
 def test_step_losses_are_read_as_means_over_workers_that_have_one(tmp_path):
     run = run_of(tmp_path, 10)
-    write_steps(run.report_dir, range(1, 12))  # the last round is not in the round log yet
+    log = CsvLog(run.report_dir / "step_loss_log.csv")
+    for step in range(1, 12):  # the last round is not in the round log yet
+        log.append(step_rows(step, round_of(step).reports.values()))
     numbers, losses = run.step_losses[7]
     assert numbers.tolist() == list(range(1, 10 * STEPS + 1))
     (first, second), *_ = zip(*losses_of(2), strict=True)
     assert losses[STEPS] == pytest.approx((4 * first + 12 * second) / 16)
     assert losses[2 * STEPS + 1] == losses_of(3)[0][1]  # the second worker diverged
+
+
+# Memory
+
+
+def test_memory_is_logged_at_stages_and_its_peaks_are_in_the_summary(tmp_path):
+    folder = record_run(tmp_path, number_of_outer_steps=2)
+    rows = rows_of(folder / "memory_report" / "memory_log.csv")
+    own = [row for row in rows if row["device"] == "process"]
+    assert [row["stage"] for row in own] == ["before training", "after a round", "after a round", "end"]
+    assert [row["outer_step"] for row in own] == ["0", "1", "2", "2"]
+    assert all(10**8 < int(r["allocated_bytes"]) <= int(r["peak_bytes"]) < int(r["total_bytes"]) for r in own)
+    peaks = summary(folder)["memory_peaks"]
+    assert set(peaks) == {"process", "host"}
+    assert peaks["process"]["peak_bytes"] == int(own[-1]["peak_bytes"])
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells the peak")
+def test_a_peak_between_two_measurements_is_seen():
+    (_, before, _, peak_before, _), *_ = memory_use([CPU])
+    block = np.ones((peak_before - before) // 8 + 8_000_000)
+    del block
+    (_, _, _, peak, _), *_ = memory_use([CPU])
+    assert peak > peak_before + 40_000_000
+
+
+@pytest.mark.parametrize("damage", ["deleted", "emptied"])
+def test_a_run_without_its_memory_log_is_resumed_with_a_warning(tmp_path, cache_dir, damage):
+    config = write_config(tmp_path, cache_dir, number_of_outer_steps=2)
+    assert program.main(["--config", str(config)]) == 0
+    (folder,) = (tmp_path / "logs").iterdir()
+    log = folder / "memory_report" / "memory_log.csv"
+    shutil.rmtree(log.parent) if damage == "deleted" else log.write_text("")
+    assert program.main(["--resume", str(folder), "number_of_outer_steps=3"]) == 0
+    assert (summary(folder)["status"], summary(folder)["outer_steps"]) == ("completed", 3)
+    (warning,) = [message for message in warnings_of(folder) if "memory_log.csv" in message]
+    assert warning.startswith("memory_log.csv begins anew: ")
+    assert [row["outer_step"] for row in rows_of(log) if row["device"] == "process"] == ["2", "3", "3"]
 
 
 # Drawing

@@ -2,11 +2,9 @@
 
 import csv
 import dataclasses
-import json
 import math
 import re
 import shutil
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +13,7 @@ import torch
 
 from tests.support.runs import record_run, table_of
 from training_logs import log_processor, training_monitoring
-from training_logs.recording import memory_monitor
-from training_logs.recording.memory_monitor import MemoryMonitor
 from training_logs.recording.recorder import RunRecorder
-from training_logs.recording.step_loss_logger import RunningLine, StepLossLogger
 from training_logs.showing import plots
 from training_logs.showing.plots import PLOTS, accumulation_threshold, draw
 from training_logs.showing.report import headline, run_body, table
@@ -360,100 +355,3 @@ def test_a_foreign_summary_injects_no_html(run):
 def test_the_command_prints_the_path_of_the_report(programs, folder):
     said = programs.run("-m", "training_logs.training_monitoring", folder).stdout
     assert said.strip() == str(folder / "model_training_report" / "report.html")
-
-
-# Step losses
-
-
-@pytest.mark.parametrize(
-    ("losses", "trend"),
-    [
-        (5 - 0.01 * np.arange(100) + 0.1 * np.sin(np.arange(100)), "decreasing"),
-        (5 + 0.01 * np.arange(100), "increasing"),
-        (5 + np.sin(np.arange(100)), "flat"),
-        ([3.0], "flat"),
-        ([3.0, 2.0], "flat"),
-    ],
-)
-def test_statistics_and_trend_of_losses(losses, trend):
-    line = RunningLine()
-    for loss in losses:
-        line.add(float(loss))
-    found = line.statistics()
-    assert found.trend == trend
-    assert found.steps == len(losses)
-    assert (found.minimum, found.maximum, found.last) == (min(losses), max(losses), losses[-1])
-    assert found.mean == pytest.approx(np.mean(losses))
-    if len(losses) > 1:
-        assert found.deviation == pytest.approx(np.std(losses, ddof=1))
-        assert found.slope == pytest.approx(np.polyfit(np.arange(len(losses)), losses, 1)[0])
-
-
-def test_a_small_slope_does_not_drown():
-    line = RunningLine()
-    for step in range(10_000):
-        line.add(1e6 - 1e-4 * step)
-    assert line.statistics().slope == pytest.approx(-1e-4, rel=1e-5)
-
-
-def test_step_losses_are_written_and_described(folder, run, tmp_path):
-    from algorithms.batch.switch_mode import ExecutionPlan
-    from fabrics.training.worker import WorkerRound
-    from training_logs.recording.records import RoundReport
-
-    workers = {0: WorkerRound(3, ExecutionPlan((2,)), [2.0, 1.0], [0.1, 0.1], None, 1.0, 2)}
-    report = RoundReport(7, 2, 2, workers, None, 2, 4, 8, (), 1.0)
-    logger = StepLossLogger(tmp_path)
-    logger.log(1, [report])
-    assert [row["loss"] for row in rows_of(tmp_path / "step_loss_log.csv")] == ["2.0", "1.0"]
-    assert logger.statistics()[7].steps == 2
-    assert run.summary["step_loss"]["0"]["steps"] == 15
-
-
-# Memory
-
-
-def test_memory_is_measured_at_stages_and_summarised(run):
-    rows = rows_of((run.folder / "memory_report") / "memory_log.csv")
-    own = [row for row in rows if row["device"] == "process"]
-    assert [row["stage"] for row in own] == ["before training", *["after a round"] * 5, "end"]
-    assert [row["outer_step"] for row in own] == ["0", "1", "2", "3", "4", "5", "5"]
-    assert all(10**8 < int(r["allocated_bytes"]) <= int(r["peak_bytes"]) < int(r["total_bytes"]) for r in own)
-    summary = json.loads(((run.folder / "memory_report") / "memory_summary.json").read_text())
-    assert summary == run.summary["memory_peaks"]
-    peak = max(own, key=lambda row: int(row["allocated_bytes"]))
-    seen = (summary["process"]["peak_bytes"], summary["process"]["stage"])
-    # The sampler may have seen more between two stages.
-    assert seen == (int(peak["allocated_bytes"]), peak["stage"]) or (
-        seen[0] > int(peak["allocated_bytes"]) and seen[1] == "sample"
-    )
-    assert set(summary) == {"process", "host"}
-
-
-def test_the_sampler_sees_peaks_between_stages(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_monitor, "SAMPLE_SECONDS", 0.01)
-    sampled = threading.Semaphore(0)
-    original = MemoryMonitor._measure
-
-    def measure(self, stage, others):
-        rows = original(self, stage, others)
-        if stage == "sample":
-            sampled.release()
-        return rows
-
-    monkeypatch.setattr(MemoryMonitor, "_measure", measure)
-    monitor = MemoryMonitor(tmp_path, [torch.device("cpu")])
-    monitor.measure("start", 0)
-    block = np.ones(8_000_000)
-    while sampled.acquire(blocking=False):
-        pass
-    for _ in range(2):  # the first one may have begun before
-        sampled.acquire()
-    del block
-    monitor.measure("end", 1)
-    monitor.close()
-    rows = [row for row in rows_of(tmp_path / "memory_log.csv") if row["device"] == "process"]
-    assert [row["stage"] for row in rows] == ["start", "end"]
-    assert monitor.peaks["process"]["stage"] == "sample"
-    assert monitor.peaks["process"]["peak_bytes"] > max(int(row["allocated_bytes"]) for row in rows) + 40_000_000
-    assert int(rows[-1]["peak_bytes"]) == monitor.peaks["process"]["peak_bytes"]

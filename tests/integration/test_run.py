@@ -22,7 +22,6 @@ from fabrics.models import continuations
 from tests.support.helpers import warnings_of
 from tests.support.programs import command
 from tests.support.runs import SHORT, start_training, write_config
-from training_logs.recording.step_loss_logger import COLUMNS as STEP_COLUMNS
 from utils.config.reading import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,7 +150,6 @@ def test_the_run_can_be_traced(finished, summary):
 def test_every_inner_step_is_in_the_step_log(finished, rows):
     with (finished[0] / "model_training_report" / "step_loss_log.csv").open(newline="") as file:
         steps = list(csv.DictReader(file))
-    assert tuple(steps[0]) == STEP_COLUMNS
     assert len(steps) == sum(int(row["nodes"]) * int(row["inner_steps"]) for row in rows)
     for row in rows:
         own = [s for s in steps if (s["outer_step"], s["trainer_id"]) == (row["outer_step"], row["trainer_id"])]

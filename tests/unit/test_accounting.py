@@ -1,5 +1,6 @@
 """Simulated time on paper, and usage against the logs of a run."""
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import torch
 from benchmarks.compare.accounting import PROBED_PASS, Hardware, Network, simulated_seconds, usage
 from tests.support.helpers import Recorder, light_cluster
 from tests.support.runs import record_run, table_of
-from training_logs.recording.round_log import EXCHANGE_COLUMNS
 from training_logs.showing.run_data import ExchangeRecord, MergeRecord, RunData, read_run
 
 # Paper-sized: a pass takes 10 ms, or 2 ms per example from 5 on; 1,000 parameters are 4,000 bytes.
@@ -142,10 +142,11 @@ def test_a_merge_and_new_nodes_wait_for_what_travels():
 
 def logged_run(folder, rows, exchanges, **values):
     """A run with a log of exchanges: (round, kind, through, count, sent, received, behind, first step, last step)."""
+    header = ["outer_step", "trainer_id", *(field.name for field in dataclasses.fields(ExchangeRecord))]
     lines = [",".join(map(str, (step, 0, *exchange))) for step, *exchange in exchanges]
     report = folder / "model_training_report"
     report.mkdir(exist_ok=True)
-    (report / "exchange_log.csv").write_text("\n".join([",".join(EXCHANGE_COLUMNS), *lines, ""]))
+    (report / "exchange_log.csv").write_text("\n".join([",".join(header), *lines, ""]))
     return made_run(rows, folder=folder, **values)
 
 

@@ -9,43 +9,43 @@ from training_logs.recording.csv_log import CsvLog
 
 def test_a_log_continues_where_its_state_says(tmp_path):
     path = tmp_path / "log.csv"
-    log = CsvLog(path, ("a", "b"))
-    log.append([(1, 2), (3, 4)])
+    log = CsvLog(path)
+    log.append([{"a": 1, "b": 2}, {"a": 3, "b": None}])
     state = json.loads(json.dumps(log.state_dict()))
     before = path.read_bytes()
-    log.append([(5, 6)])
+    log.append([{"a": 5, "b": 6}])
     with path.open("a") as file:
         file.write("7,")  # killed in the middle of a row
-    again = CsvLog(path, ("a", "b"), state)
+    again = CsvLog(path, state)
     assert path.read_bytes() == before
-    again.append([(5, 6)])
-    assert path.read_text().split() == ["a,b", "1,2", "3,4", "5,6"]
+    again.append([{"a": 5, "b": 6}])
+    assert path.read_text().split() == ["a,b", "1,2", "3,", "5,6"]
 
 
 def test_rows_that_cannot_be_written_are_kept(tmp_path):
     path = tmp_path / "log.csv"
-    log = CsvLog(path, ("a",))
-    log.append([(1,)])
+    log = CsvLog(path)
+    log.append([{"a": 1}])
     hidden = path.rename(tmp_path / "elsewhere")
     with pytest.raises(FileNotFoundError):
-        log.append([(2,)])
+        log.append([{"a": 2}])
     path.symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
-        log.append([(3,)])
+        log.append([{"a": 3}])
     state = log.state_dict()
     assert state["pending"].split() == ["2", "3"]
     path.unlink()
     hidden.rename(path)
-    resumed = CsvLog(path, ("a",), state)
+    resumed = CsvLog(path, state)
     for each in (log, resumed):
-        each.append([(4,)])
+        each.append([{"a": 4}])
         assert path.read_text().split() == ["a", "1", "2", "3", "4"]
 
 
 def test_a_log_shorter_than_its_state_is_an_error(tmp_path):
-    log = CsvLog(tmp_path / "log.csv", ("a",))
-    log.append([(1,)])
+    log = CsvLog(tmp_path / "log.csv")
+    log.append([{"a": 1}])
     state = log.state_dict()
     (tmp_path / "log.csv").write_text("a\n")
     with pytest.raises(OSError, match="is shorter than it was"):
-        CsvLog(tmp_path / "log.csv", ("a",), state)
+        CsvLog(tmp_path / "log.csv", state)

@@ -1,48 +1,53 @@
-"""A CSV file that only grows and is exact after a full disk, a kill, and a resume."""
+"""A CSV file that only grows, and is exact after a full disk, a kill and a resume."""
 
 import contextlib
 import csv
 import io
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 
 class CsvLog:
-    """Rows appended to a CSV file.
+    """Rows appended to a CSV file, whose header is made of the keys of the first row.
 
     Rows that cannot be written stay in memory and are written with the next rows.
 
     Args:
-        path: the file. It is created with its header, or continued.
-        columns: the header.
+        path: the file. It is created, or continued.
         state: from state_dict. The log continues there: later rows and half a last line are cut off.
 
     Raises:
         OSError: the file cannot be created, or is shorter than the state says.
     """
 
-    def __init__(self, path: Path, columns: Sequence[str], state: dict | None = None):
+    def __init__(self, path: Path, state: Mapping | None = None):
         self.path = path
-        self.columns = tuple(columns)
+        self._length = 0
+        self._pending = ""
         if state is None:
-            self._pending = ""
-            path.write_text(_text([columns]), encoding="utf-8", newline="")
-            self._length = path.stat().st_size
+            path.write_text("", encoding="utf-8")
             return
-        self._pending = state["pending"]
         self._length = state["bytes"]
+        self._pending = state["pending"]
         if path.stat().st_size < self._length:
             raise OSError(f"{path} is shorter than it was when the checkpoint was written")
         os.truncate(path, self._length)
 
-    def append(self, rows: Iterable[Sequence]) -> None:
-        """Write rows.
+    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write rows with equal keys; None is an empty cell.
 
         Raises:
             OSError: they could not be written, and wait for the next call.
         """
-        self._pending += _text(rows)
+        if rows:
+            text = io.StringIO()
+            writer = csv.DictWriter(text, list(rows[0]))
+            if not self._length and not self._pending:
+                writer.writeheader()
+            writer.writerows(rows)
+            self._pending += text.getvalue()
         data = self._pending.encode()
         try:
             # Mode r+b: a file that was removed meanwhile must not come back without its first rows.
@@ -65,9 +70,3 @@ class CsvLog:
             finally:
                 os.close(handle)
         return {"bytes": self._length, "pending": self._pending}
-
-
-def _text(rows: Iterable[Sequence]) -> str:
-    text = io.StringIO()
-    csv.writer(text).writerows(rows)
-    return text.getvalue()

@@ -16,23 +16,8 @@ from training_logs.recording.csv_log import CsvLog
 from training_logs.recording.records import ClusterRound, RoundReport
 from utils.config.schema import Config
 
-# examples: per inner step. speed: examples per second. seconds: measured, of all inner steps. The last five are the
-# clock's, in seconds; a row begins where the node's last row ended, or where the node has work again.
-COLUMNS = (
-    "outer_step",
-    "trainer_id",
-    "worker",
-    "node",
-    "speed",
-    "examples",
-    "inner_steps",
-    "seconds",
-    "begins",
-    "busy",
-    "waiting",
-    "exchanging",
-    "ends",
-)
+# Seconds at which a node is ready, and its seconds busy, waiting and exchanging until then.
+Mark = tuple[float, float, float, float]
 
 
 class NodeLog:
@@ -50,21 +35,21 @@ class NodeLog:
     """
 
     def __init__(self, folder: Path, config: Config, state: Mapping | None = None):
-        self._log = CsvLog(folder / "node_log.csv", COLUMNS, state and state["log"])
+        self._log = CsvLog(folder / "node_log.csv", state and state["log"])
         self._speeds = config.node_speeds
         self._link = Link.parse(config.link) if self._speeds and config.link else Link()
         self._clocks: Clocks | None = None
-        # By node: seconds at which its last row ended, and its seconds busy, waiting and exchanging until then.
-        self._marks: dict[int, tuple[float, ...]] = {}
+        # By node: the end of its last row.
+        self._marks: list[Mark] = []
         # By trainer: its nodes in the last round.
         self._nodes: dict[int, list[int]] = {}
         # Totals after the last round.
         self._redistributed_bytes = 0
         self._merged_bytes = 0
         if state and state["clocks"]:
-            self._clocks = Clocks(self._link, len(state["clocks"]["ready"]))
+            self._marks = [tuple(mark) for mark in state["marks"]]
+            self._clocks = Clocks(self._link, len(self._marks))
             self._clocks.load_state_dict(state["clocks"])
-            self._marks = {node: tuple(mark) for node, mark in state["marks"]}
             self._nodes = dict(state["nodes"])
             self._redistributed_bytes = state["redistributed_bytes"]
             self._merged_bytes = state["merged_bytes"]
@@ -73,7 +58,7 @@ class NodeLog:
         return {
             "log": self._log.state_dict(),
             "clocks": self._clocks and self._clocks.state_dict(),
-            "marks": list(self._marks.items()),
+            "marks": self._marks,
             "nodes": list(self._nodes.items()),
             "redistributed_bytes": self._redistributed_bytes,
             "merged_bytes": self._merged_bytes,
@@ -92,37 +77,32 @@ class NodeLog:
         Raises:
             OSError: the rows could not be written, and wait for the next round.
         """
-        if self._clocks is None or len(self._clocks.spent) != nodes:
-            # The run begins, or was resumed with another number of nodes.
+        if len(self._marks) != nodes:  # the run begins, or was resumed with another number of nodes
             self._clocks = Clocks(self._link, nodes)
-            self._marks = {}
-        clocks = self._clocks
+            self._marks = [(0.0, 0.0, 0.0, 0.0)] * nodes
         reports = result.reports.values()
         placed = {report.trainer: [worker.node for worker in report.workers.values()] for report in reports}
         idle = set(range(nodes)) - {node for own in placed.values() for node in own}
         self._move_nodes(result.counters.bytes_redistributed, placed, idle)
-        workers = []
-        ends = []
+        rows = []
+        # By node: its last row of the round, and where it begins.
+        last: dict[int, tuple[dict, Mark]] = {}
         for report in reports:
             self._run(report)
             for index, worker in report.workers.items():
-                workers.append((report.trainer, index, worker))
-                ends.append(self._mark(worker.node))
-        clocks.skip(idle)
+                begin = self._marks[worker.node]
+                row = self._row(result.outer_step, report.trainer, index, worker)
+                row |= self._times(begin, worker.node)
+                rows.append(row)
+                last[worker.node] = (row, begin)
+                self._marks[worker.node] = self._mark(worker.node)
+        self._clocks.skip(idle)
         if len(placed) > 1:
-            clocks.barrier()
+            self._clocks.barrier()
         self._merge(result, placed, idle)
-        # The last row of a node includes its wait for the other trainers, and the merge.
-        for place in {worker.node: place for place, (_, _, worker) in enumerate(workers)}.values():
-            ends[place] = self._mark(workers[place][2].node)
-        rows = []
-        for (trainer, index, worker), end in zip(workers, ends, strict=True):
-            begin = self._marks.get(worker.node, (0.0,) * len(end))
-            spent = [after - before for before, after in zip(begin[1:], end[1:], strict=True)]
-            rows.append((result.outer_step, trainer, index, *self._work(worker), begin[0], *spent, end[0]))
-            self._marks[worker.node] = end
-        for node in idle:
-            self._marks[node] = self._mark(node)
+        for node, (row, begin) in last.items():  # with its wait for the other trainers, and the merge
+            row |= self._times(begin, node)
+        self._marks = [self._mark(node) for node in range(nodes)]
         self._log.append(rows)
 
     def _move_nodes(self, total_bytes: int, placed: dict[int, list[int]], idle: set[int]) -> None:
@@ -157,13 +137,34 @@ class NodeLog:
             joined_sendings(event.sending([*report.workers]) for event in report.events),
         )
 
-    def _work(self, worker: WorkerRound) -> tuple:
+    def _row(self, outer_step: int, trainer: int, index: int, worker: WorkerRound) -> dict:
+        """Return a row without the times of the clock.
+
+        Speed is in examples per second, given or measured; examples are per inner step; seconds are measured.
+        """
+        speed = None
         if self._speeds is not None:
             speed = self._speeds[worker.node]
-        else:
-            speed = worker.steady_examples / worker.steady_seconds if worker.steady_seconds else None
-        return worker.node, speed, worker.plan.effective_batch, len(worker.learning_rates), worker.seconds
+        elif worker.steady_seconds:
+            speed = worker.steady_examples / worker.steady_seconds
+        return {
+            "outer_step": outer_step,
+            "trainer_id": trainer,
+            "worker": index,
+            "node": worker.node,
+            "speed": speed,
+            "examples": worker.plan.effective_batch,
+            "inner_steps": len(worker.learning_rates),
+            "seconds": worker.seconds,
+        }
 
-    def _mark(self, node: int) -> tuple[float, ...]:
+    def _times(self, begin: Mark, node: int) -> dict:
+        """Return the clock's times of a row that begins at a mark and ends now."""
+        begins, *spent_before = begin
+        ends, *spent = self._mark(node)
+        busy, waiting, exchanging = (now - before for now, before in zip(spent, spent_before, strict=True))
+        return {"begins": begins, "busy": busy, "waiting": waiting, "exchanging": exchanging, "ends": ends}
+
+    def _mark(self, node: int) -> Mark:
         spent = self._clocks.spent[node]
         return self._clocks.ready(node), spent.busy, spent.waiting, spent.exchanging

@@ -1,8 +1,8 @@
 """The record of a run: run folder, log file, progress bars, CSVs, summary, plots and tracker.
 
 `RunRecorder` observes a run. CSVs and summary are complete up to the last finished round at any moment. Plots are drawn
-at the end, also if the run is interrupted or fails. A file that cannot be written (a full disk) is a warning; rows are
-written later, if they can be. Training continues.
+at the end, also if the run is interrupted or fails. A file that cannot be written (a full disk) is a warning; its rows
+are written later, if they can be. Training continues.
 """
 
 import dataclasses
@@ -16,26 +16,14 @@ from tqdm import tqdm
 
 from fabrics.models.continuations import SAMPLING, Continuation
 from fabrics.pool.eval_tool import Evaluation
+from training_logs.recording import round_log
 from training_logs.recording.csv_log import CsvLog
-from training_logs.recording.memory_monitor import MemoryMonitor
+from training_logs.recording.memory_monitor import MemoryMonitor, memory_use
 from training_logs.recording.node_log import NodeLog
 from training_logs.recording.provenance import Invocations, Origin
 from training_logs.recording.records import ClusterRound, Observer, RunView
-from training_logs.recording.round_log import (
-    COLUMNS,
-    EXCHANGE_COLUMNS,
-    SHARE_COLUMNS,
-    accumulation_steps,
-    continuation_block,
-    exchange_rows,
-    placement_line,
-    round_line,
-    round_row,
-    share_rows,
-    start_line,
-)
 from training_logs.recording.run_folder import FileHandler, continue_log, logger
-from training_logs.recording.step_loss_logger import StepLossLogger
+from training_logs.recording.step_loss_logger import step_rows
 from training_logs.recording.summary import run_summary
 from training_logs.trackers.clearml import SESSION, resolved_mode, send_folder, start_reporting
 from training_logs.trackers.tracker import TrackerProcess
@@ -45,8 +33,9 @@ from utils.files import write_json_atomically, write_text_atomically
 from utils.run_layout import LOG_FILE, MEMORY_FOLDER, REPORT_FOLDER
 from utils.text import budget_used, byte_size, merge_line
 
-MERGE_COLUMNS = ("outer_step", "representative", "trainer_id", "weight")
-# How many different warnings the summary holds.
+# The round log comes last: a reader finds the steps and exchanges of each of its rounds.
+TABLES = ("step_loss_log.csv", "exchange_log.csv", "share_log.csv", "merge_log.csv", "training_log.csv")
+# The number of different warnings that the summary holds.
 MOST_WARNINGS = 200
 
 
@@ -58,11 +47,12 @@ class RunRecorder(Observer):
         folder: the run folder, empty, or that of the resumed run.
         kept: log records so far, from start_logging.
         started: time.perf_counter() at the start of the program, for wall_seconds.
-        state: from state_dict, if a run is resumed. Later rows are dropped, later lines of the log file moved to
-            `<log>_lost.log`.
+        state: from state_dict, if a run is resumed. Later rows are dropped, and later lines of the log file are moved
+            to `<log>_lost.log`.
         origin: command, code and machines of this start or resume; None: they are not recorded.
 
     Raises:
+        ConfigError: ClearML has no credentials, and the configuration insists on its server.
         OSError: the folder cannot be written, or its logs do not fit the state.
     """
 
@@ -83,15 +73,8 @@ class RunRecorder(Observer):
         self._invocations = Invocations(folder, self.report_dir / "summary.json", origin, entries)
         self._started = started - (state["seconds"] if state else 0.0)
         logs = state["logs"] if state else {}
-        self._rounds = CsvLog(self.report_dir / "training_log.csv", COLUMNS, logs.get("rounds"))
-        self._merges = CsvLog(self.report_dir / "merge_log.csv", MERGE_COLUMNS, logs.get("merges"))
-        self._exchanges = CsvLog(self.report_dir / "exchange_log.csv", EXCHANGE_COLUMNS, logs.get("exchanges"))
-        # Only a header, unless shares of non-IID data are evaluated.
-        self._shares = CsvLog(self.report_dir / "share_log.csv", SHARE_COLUMNS, logs.get("shares"))
+        self._tables = {name: CsvLog(self.report_dir / name, logs.get(name)) for name in TABLES}
         self._nodes = NodeLog(self.report_dir, config, logs.get("nodes"))
-        self._steps = StepLossLogger(self.report_dir, logs.get("steps"))
-        self._memory: MemoryMonitor | None = None
-        self._memory_state = logs.get("memory")
         self._log_path = folder / LOG_FILE
         if state:
             continue_log(self._log_path, logs["text"])
@@ -99,31 +82,34 @@ class RunRecorder(Observer):
         self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         kept.setTarget(self._file)
         kept.flush()
-        logging.getLogger("adloco").removeHandler(kept)
-        logging.getLogger("adloco").addHandler(self._file)
+        logger.removeHandler(kept)
+        logger.addHandler(self._file)
         write_text_atomically(folder / "config.yaml", dump_config(config))
         self._initial_metric: float | None = state["initial_metric"] if state else None
         self._largest_request: int = state["largest_request"] if state else config.INITIAL_BATCH_SIZE
         self._last_accumulation_steps: int | None = state["last_accumulation_steps"] if state else None
-        # Message: how often it came.
+        # How often each warning came.
         self._warnings: dict[str, int] = dict(state["warnings"]) if state else {}
-        self._warned_before = frozenset(self._warnings)
         self._logged_warnings: set[str] = set()
         self._placement: dict[int, list[int]] = {}
         self._tracker_mode = resolved_mode(config.clearml)
         self._tracker: TrackerProcess | None = None
         self._rounds_bar: tqdm | None = None
         self._steps_bar: tqdm | None = None
+        self._memory = self._memory_monitor(logs.get("memory"))
+
+    def _memory_monitor(self, state: dict | None) -> MemoryMonitor:
+        try:
+            return MemoryMonitor(self.folder / MEMORY_FOLDER, state)
+        except OSError as error:  # a log that is no result must not keep a run from being resumed
+            self.warn(f"memory_log.csv begins anew: {error}")
+            return MemoryMonitor(self.folder / MEMORY_FOLDER)
 
     def state_dict(self) -> dict:
         return {
-            "logs": {
-                "rounds": self._rounds.state_dict(),
-                "merges": self._merges.state_dict(),
-                "exchanges": self._exchanges.state_dict(),
-                "shares": self._shares.state_dict(),
+            "logs": {name: table.state_dict() for name, table in self._tables.items()}
+            | {
                 "nodes": self._nodes.state_dict(),
-                "steps": self._steps.state_dict(),
                 "memory": self._memory.state_dict(),
                 "text": self._log_path.stat().st_size if self._log_path.exists() else 0,
             },
@@ -145,24 +131,22 @@ class RunRecorder(Observer):
     # Observer
 
     def warn(self, message: str) -> None:
-        """Log a warning, once, and count it for the summary.
-
-        A resumed run repeats the warnings of its start; they count once.
-        """
-        repeated_start = self._rounds_bar is None and message in self._warned_before
-        if not repeated_start and (message in self._warnings or len(self._warnings) < MOST_WARNINGS):
-            self._warnings[message] = self._warnings.get(message, 0) + 1
+        """Log a warning, once, and count it for the summary."""
         if message not in self._logged_warnings:
-            logger.warning("warning: %s", message)
-        if len(self._logged_warnings) < MOST_WARNINGS:
             self._logged_warnings.add(message)
+            logger.warning("warning: %s", message)
+        if message not in self._warnings:
+            if len(self._warnings) < MOST_WARNINGS:
+                self._warnings[message] = 1
+        elif self._rounds_bar is not None:  # a resumed run repeats the warnings of its start
+            self._warnings[message] += 1
 
     def on_start(self, run: RunView, initial: dict[int, Evaluation]) -> None:
         for warning in self._invocations.changed_plugins():
             self.warn(warning)
-        self._attempt("changes.patch", self._invocations.begin, run.counters.outer_steps + 1)
-        self._memory = MemoryMonitor(self.folder / MEMORY_FOLDER, run.devices, self._memory_state)
-        self._attempt("memory_log.csv", self._memory.measure, "before training", run.counters.outer_steps)
+        outer_steps = run.counters.outer_steps
+        self._attempt("changes.patch", self._invocations.begin, outer_steps + 1)
+        self._attempt("memory_log.csv", self._memory.log, "before training", outer_steps, [memory_use(run.devices)])
         if initial:
             self._initial_metric = sum(evaluation.metric for evaluation in initial.values()) / len(initial)
         self._save_summary(self._summary(run, {}, "running"))
@@ -171,9 +155,9 @@ class RunRecorder(Observer):
                 self._tracker = start_reporting(self.folder, "online", follow=True)
             except OSError as error:
                 self.warn(f"ClearML could not be started: {error}")
-        logger.info(start_line(run, self._initial_metric))
+        logger.info(round_log.start_line(run, self._initial_metric))
         if not initial:
-            logger.info("resumed after round %d", run.counters.outer_steps)
+            logger.info("resumed after round %d", outer_steps)
         logger.info("run folder: %s", self.folder)
 
     def on_round_start(self, outer_step: int, progress: float, steps: int) -> None:
@@ -191,30 +175,25 @@ class RunRecorder(Observer):
     def on_round(self, run: RunView, result: ClusterRound) -> None:
         reports = result.reports.values()
         self._largest_request = max(self._largest_request, *(report.requested_batch for report in reports))
-        self._last_accumulation_steps = max(accumulation_steps(report) for report in reports)
+        self._last_accumulation_steps = max(report.accumulation_steps for report in reports)
         self._write_logs(run, result)
         self._log_round(run, result)
-        self._attempt("memory_log.csv", self._memory.measure, "after a round", result.outer_step, result.memory[1:])
         self._save_summary(self._summary(run, {}, "running"))
         self._rounds_bar.update(result.progress - self._rounds_bar.n)
 
     def _write_logs(self, run: RunView, result: ClusterRound) -> None:
-        reports = result.reports.values()
         wall_seconds = time.perf_counter() - self._started
-        rows = []
-        for report in reports:
-            max_batch = min(worker.max_batch for worker in report.workers.values())
-            rows.append(round_row(result, report, max_batch, wall_seconds))
-        # The round log comes last: whoever reads along finds the steps and exchanges of each round in it.
-        self._attempt("step_loss_log.csv", self._steps.log, result.outer_step, reports)
-        self._attempt("exchange_log.csv", self._exchanges.append, exchange_rows(result))
-        self._attempt("share_log.csv", self._shares.append, share_rows(result))
+        self._attempt("memory_log.csv", self._memory.log, "after a round", result.outer_step, result.memory)
         self._attempt("node_log.csv", self._nodes.log, len(run.nodes), result)
-        if result.merge is not None:
-            plan = result.merge.plan
-            merged = [(result.outer_step, plan.representative, *weight) for weight in plan.weights.items()]
-            self._attempt("merge_log.csv", self._merges.append, merged)
-        self._attempt("training_log.csv", self._rounds.append, [[row[column] for column in COLUMNS] for row in rows])
+        rows = {
+            "step_loss_log.csv": step_rows(result.outer_step, result.reports.values()),
+            "exchange_log.csv": round_log.exchange_rows(result),
+            "share_log.csv": round_log.share_rows(result),
+            "merge_log.csv": round_log.merge_rows(result),
+            "training_log.csv": round_log.round_rows(result, wall_seconds),
+        }
+        for name, table in self._tables.items():
+            self._attempt(name, table.append, rows[name])
 
     def _log_round(self, run: RunView, result: ClusterRound) -> None:
         placement = {
@@ -222,9 +201,9 @@ class RunRecorder(Observer):
         }
         if placement != self._placement:
             self._placement = placement
-            logger.info("round %d: %s", result.outer_step, placement_line(placement))
+            logger.info("round %d: %s", result.outer_step, round_log.placement_line(placement))
         for report in result.reports.values():
-            logger.info(round_line(result, report, run.metric))
+            logger.info(round_log.round_line(result, report, run.metric))
         if result.merge is not None:
             plan = result.merge.plan
             logger.info(merge_line(result.outer_step, plan.representative, plan.weights))
@@ -239,7 +218,7 @@ class RunRecorder(Observer):
         models: Mapping[int, Path],
         texts: Sequence[Continuation] = (),
     ) -> None:
-        """Write the summary, draw plots and report, and close the tracker.
+        """Write the summary, draw plots and report, and finish the tracker.
 
         Args:
             final: evaluations of the living trainers; empty if the run did not finish.
@@ -250,9 +229,8 @@ class RunRecorder(Observer):
         for bar in (self._steps_bar, self._rounds_bar):
             if bar is not None:
                 bar.close()
-        if self._memory is not None:
-            self._attempt("memory_log.csv", self._memory.measure, "end", run.counters.outer_steps)
-            self._attempt("memory_summary.json", self._memory.close)
+        uses = [memory_use(run.devices)]
+        self._attempt("memory_log.csv", self._memory.log, "end", run.counters.outer_steps, uses)
         summary = self._summary(run, final, status)
         if final:
             summary["best_trainer"] = run.best(final)
@@ -263,7 +241,7 @@ class RunRecorder(Observer):
             summary["continuation_sampling"] = SAMPLING | {"seed": self.config.training_seed}
         self._log_end(run, summary, models)
         for number, text in enumerate(texts, 1):
-            logger.info(continuation_block(number, len(texts), text))
+            logger.info(round_log.continuation_block(number, len(texts), text))
         self._save_summary(summary)
         if self.config.plot_at_end:
             self._draw()
@@ -319,22 +297,20 @@ class RunRecorder(Observer):
 
     def close(self) -> None:
         """Close the log file."""
-        logging.getLogger("adloco").removeHandler(self._file)
+        logger.removeHandler(self._file)
         self._file.close()
 
     def _warning_entries(self) -> list[dict]:
         return [{"message": message, "count": count} for message, count in self._warnings.items()]
 
     def _summary(self, run: RunView, final: dict[int, Evaluation], status: str) -> dict:
-        losses = self._steps.statistics()
         recorded = {
             "initial_metric": self._initial_metric,
             "largest_requested_batch": self._largest_request,
             "last_accumulation_steps": self._last_accumulation_steps,
             "wall_seconds": time.perf_counter() - self._started,
             **self._nodes.summary(),
-            "memory_peaks": self._memory.peaks if self._memory else {},
-            "step_loss": {trainer: dataclasses.asdict(statistics) for trainer, statistics in losses.items()},
+            "memory_peaks": self._memory.peaks,
             "warnings": self._warning_entries(),
             "invocations": self._invocations.entries,
         }

@@ -80,6 +80,16 @@ class RoundReport:
         """Examples per inner step over all workers."""
         return sum(worker.plan.effective_batch for worker in self.workers.values())
 
+    @property
+    def micro_batch(self) -> int:
+        """The largest micro-batch of a worker."""
+        return max(max(worker.plan.micro_batches) for worker in self.workers.values())
+
+    @property
+    def accumulation_steps(self) -> int:
+        """The largest number of micro-batches in a worker's inner step."""
+        return max(worker.plan.accumulation_steps for worker in self.workers.values())
+
 
 @dataclass(frozen=True)
 class Merge:
