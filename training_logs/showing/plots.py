@@ -265,8 +265,9 @@ def draw_memory(axes: Axes, run: RunData, x: str) -> None:
         axes.plot(columns["seconds"], columns["allocated_bytes"], lw=1.5, color=colour(index), label=device)
         axes.plot(columns["seconds"], columns["peak_bytes"], "--", lw=1, color=colour(index), label=f"{device}, peak")
     axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
+    axes.margins(y=0.1)
     axes.set_ylim(bottom=0)
-    label_axes(axes, x, "memory", "Memory")
+    label_axes(axes, x, "", "Memory")
     axes.set_xlabel("seconds since training began")
     if devices:
         axes.legend(fontsize=8, loc="lower right")
@@ -345,7 +346,7 @@ def draw(run: RunData, panels: list[tuple[Draw, str]]) -> Figure:
     # Fixed margins: a layout that measures all texts first takes as long as the drawing itself.
     figure.set_layout_engine(None)
     height = figure.get_figheight()
-    figure.subplots_adjust(left=0.07, right=0.99, bottom=0.55 / height, top=1 - 0.4 / height, wspace=0.2, hspace=0.34)
+    figure.subplots_adjust(left=0.08, right=0.99, bottom=0.55 / height, top=1 - 0.4 / height, wspace=0.2, hspace=0.34)
     for place, (panel, x) in zip(axes, panels, strict=True):
         panel(place, run, x)
     return figure
