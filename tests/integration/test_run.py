@@ -256,7 +256,7 @@ def test_overrides_may_stand_before_and_after_options():
         ),
         (["data_sample_size=1000000"], "data_sample_size:"),
         (["log_dir=FILE/logs"], "log_dir: cannot write to"),
-        (["cache_dir=FILE/cache", "vocab_size=333"], "cache_dir: cannot write to"),
+        (["cache_dir=FILE/cache", "vocab_size=333"], "cache_dir: cannot write"),
     ],
 )
 def test_bad_input_is_one_clear_line_exit_2_and_no_run_folder(tmp_path, cache_dir, capsys, overrides, expected):
