@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import sys
 import time
 from pathlib import Path
@@ -21,6 +22,17 @@ if TYPE_CHECKING:
     from utils.checkpoint.checkpoint import Checkpoint
     from utils.config.schema import Config
     from utils.distributed.processes import Processes
+
+
+def open_standard_streams() -> None:
+    """Give closed standard streams the null device, so that no file of the run takes their descriptors."""
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != descriptor:
+                os.dup2(null, descriptor)
+                os.close(null)
+            setattr(sys, name, os.fdopen(descriptor, mode))
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -257,6 +269,7 @@ def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
 
 
 if __name__ == "__main__":
+    open_standard_streams()
     try:
         sys.exit(main())
     except KeyboardInterrupt:

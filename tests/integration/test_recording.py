@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +114,13 @@ def test_a_closed_pipe_does_not_end_a_run(programs, tmp_path, cache_dir):
     assert process.wait() == 0, errors
     completed(tmp_path)
     assert errors.count("standard output cannot be written (Broken pipe)") == 1
+
+
+def test_closed_standard_streams_do_not_end_a_run(tmp_path, cache_dir):
+    config = write_config(tmp_path, cache_dir, number_of_outer_steps=1)
+    command = f'"{sys.executable}" run.py --config "{config}" <&- >&- 2>&-'
+    assert subprocess.run(["sh", "-c", command], cwd=Path(program.__file__).parent, check=False).returncode == 0
+    completed(tmp_path)
 
 
 def test_an_interrupted_run_whose_terminal_is_gone_ends_with_a_checkpoint(programs, tmp_path, cache_dir):

@@ -79,7 +79,8 @@ class ClearML(Tracker):
 
         # Closing a task waits for clearml's own reporting process, up to minutes (2.1.12); a thread closes at once.
         # support_stopping: clearml kills a process whose task is not in progress, as a continued task is not at first.
-        settings = {"report_use_subprocess": False, "support_stopping": False}
+        # vcs_repo_detect_async: its thread and Task.init can wait for each other forever (2.1.12).
+        settings = {"report_use_subprocess": False, "support_stopping": False, "vcs_repo_detect_async": False}
         ConfigWrapper.set_overrides({"sdk": {"development": settings}})
         Task.set_offline(self._mode == "offline")
         self._task = Task.init(
