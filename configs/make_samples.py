@@ -10,7 +10,7 @@ Real English that every Python carries, in the real formats, without a network:
 - FOLDER/packages: the documentation of the packages that requirements.txt pins, a third (package_documents.py);
 - FOLDER/libraries: the modules of four of these packages, 66 MB, for larger models;
 - FOLDER/aclImdb: the folders and files that aclImdb_v1.tar.gz unpacks to. There are no film reviews in Python, so
-  the two classes are paragraphs of the language reference (pos) and docstrings (neg); they can be told apart.
+  the two classes are paragraphs of the language reference (pos) and docstrings (neg); they can be distinguished.
 """
 
 import argparse

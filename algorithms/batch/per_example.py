@@ -381,7 +381,7 @@ class PerExampleProbe:
     def statistics(self, loss_weight: float = 1.0) -> SampleStatistics:
         """Return the statistics after the only backward pass into the gradient.
 
-        loss_weight: the loss was so many times the mean over the batch; the statistics are those of the mean.
+        loss_weight: the loss divided by the mean over the batch; the statistics are those of the mean.
 
         Raises:
             UnsupportedModuleError: the examples' shares do not add up to the gradient, a part of which therefore did

@@ -24,11 +24,11 @@ class Decoupled(Method):
 
     Tokens and steps are those since m last sent p; tokens are counted in examples.
 
-    Nobody waits. When x_p has come back, by the link's time for the fragment there and back, the workers that sent it
+    No worker waits. When x_p has come back, by the link's time for the fragment there and back, the workers that sent it
     have theta_m,p = mixing theta_m,p + (1 - mixing) x_p, or x_p if they have made no step meanwhile. A round is a span
     of time in which slower workers make fewer inner steps, spread evenly (`algorithms.nodes.async_clock`).
 
-    The full paper was not at hand, so these are decided here. A worker sends its fragment as it is when the server
+    The full paper was not available, so these are decided here. A worker sends its fragment as it is when the server
     takes it. The news that it is ready takes no time. The grace window is constant, where the paper's adapts, and ends
     when all are ready. The server has one exchange of p under way at a time. A worker that has not sent p gets no x_p.
     With fewer workers than the quorum, all are needed. The default quorum is more than half of the workers: with a

@@ -24,7 +24,7 @@ class DelayedNesterov(Method):
     have arrived. With dynamic_steps (DyLU) there is little to wait for, as worker m makes
     floor(H speed_m / max speed) inner steps.
 
-    With `steps`, workers arrive after so many of their own steps instead (a leg), counted over rounds, and nobody waits
+    With `steps`, workers arrive after that many of their own steps instead (a leg), counted over rounds, and none waits
     for others: a round is a span of time, in which slower workers make fewer inner steps
     (`algorithms.nodes.async_clock`), and fast workers arrive several times, as in the paper. The server receives a
     worker's g at once; until the worker has the answer, by the link's time there and back, it makes no step. After a

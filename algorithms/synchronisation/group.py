@@ -119,7 +119,7 @@ class Clock:
     step: int = 0
 
     def server_steps(self, elements: int) -> Fraction:
-        """Return the inner steps until a server has received and answered so many elements."""
+        """Return the inner steps until a server has received and answered n elements."""
         return in_steps(self.server_seconds(elements), self.step_seconds)
 
 
@@ -267,7 +267,7 @@ class Group:
     ) -> "WorkerMessages":
         """Start an exchange of one message per worker; the result has those that came to this process, by sender.
 
-        A message is `size` bytes, uint8 [size], or so many flat `tensors` [n], encoded by `communication_dtype` without
+        A message is `size` bytes, uint8 [size], or `tensors` flat tensors [n], encoded by `communication_dtype` without
         error feedback.
 
         Args:

@@ -1,6 +1,6 @@
 """LoCoDL, with equations from memory: local SGD steps and compressed differences now and then (arXiv 2403.04348).
 
-Only the paper's summary was at hand. What the equations do is derived and tested in exact expectations
+Only the paper's summary was available. What the equations do is derived and tested in exact expectations
 (tests/unit/test_locodl.py).
 """
 

@@ -34,7 +34,7 @@ def speedup(parameters: int) -> float:
 
 
 def worth_compiling(parameters: int, tokens: int, device: str) -> bool:
-    """True if compiling saves time in a run of so many training tokens. GPUs have not been measured: False."""
+    """True if compiling saves time in a run of n training tokens. GPUs have not been measured: False."""
     factor = speedup(parameters)
     saved = parameters * tokens / _SPEED * (1.0 - 1.0 / factor)
     return device == "cpu" and factor >= _SMALLEST_SPEEDUP and saved >= _MARGIN * compiling_seconds(parameters)

@@ -31,7 +31,7 @@ class ShardLayout:
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]], devices: int) -> "ShardLayout":
-        """Lay out tensors with these names and shapes over so many devices, as FSDP2 cuts them."""
+        """Lay out tensors with these names and shapes over n devices, as FSDP2 cuts them."""
         starts, whole_size = flat_offsets([math.prod(shape) for shape in shapes.values()])
         lengths = [-(-shape[0] // devices) * math.prod(shape[1:]) for shape in shapes.values()]
         offsets, size = flat_offsets(lengths)

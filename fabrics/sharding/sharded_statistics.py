@@ -133,7 +133,7 @@ class DeviceProbe:
 
 
 def devices_estimate(model: ShardedModel, probes: Sequence[DeviceProbe], examples: int) -> SampleEstimate:
-    """Estimate the statistics of a step of so many examples from the gradients of its devices.
+    """Estimate the statistics of a step of n examples from the gradients of its devices.
 
     Args:
         model: has the gradient of the step.

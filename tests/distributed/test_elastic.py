@@ -66,7 +66,7 @@ def test_a_run_continues_with_an_agent_that_joins_and_without_it_when_it_is_kill
             return programs.start(*words, stdout=said, stderr=said, env=os.environ | _ENVIRONMENT)
 
     def rounds_with(nodes: int, after: int, *agents: Popen) -> int:
-        """Wait for three rounds in a row with so many nodes after a round, and return the last one."""
+        """Wait for three rounds in a row with n nodes after a round, and return the last one."""
 
         def found() -> int:
             late = [row for row in rows(tmp_path / "logs") if int(row["outer_step"]) > after]

@@ -316,7 +316,7 @@ def test_a_broken_device_ends_the_run_with_a_clear_message(tmp_path, cache_dir, 
 
     monkeypatch.setattr(inner_loop, "accumulate_gradients", breaks)
     code, folder = run_with(tmp_path, cache_dir, monkeypatch, {}, processes=1)
-    assert (code, len(calls), len(failures)) == (1, 40, 1)  # nobody tried anything else
+    assert (code, len(calls), len(failures)) == (1, 40, 1)  # nothing else was tried
     summary = summary_of(folder)
     assert (summary["status"], summary["failed_nodes"]) == ("failed", [])
     log = (folder / "training_log.log").read_text()

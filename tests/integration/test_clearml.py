@@ -349,7 +349,7 @@ def test_a_server_that_hangs_costs_a_warning(online, tmp_path, monkeypatch):
     monkeypatch.setattr(tracker, "WAIT_SECONDS", 1.0)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        server.listen()  # connections are made, and nobody answers
+        server.listen()  # connections are made and not answered
         online(server.getsockname()[1])
         (warning,) = warnings_of(record_run(tmp_path, clearml="auto"))
     assert "ClearML is too slow" in warning

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 def _token() -> str:
-    """A JSON web token; nobody checks its signature."""
+    """A JSON web token, whose signature is not checked."""
     claims = {"exp": int(time.time()) + 86400, "api_version": "2.31", "server_version": "2.0.0", "env": ""}
     parts = ({"alg": "HS256", "typ": "JWT"}, claims, "signature")
     return ".".join(base64.urlsafe_b64encode(json.dumps(part).encode()).rstrip(b"=").decode() for part in parts)

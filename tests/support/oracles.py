@@ -230,7 +230,7 @@ def largest(values: Vector, count: int) -> Vector:
 
 
 def mean_over_senders(problem: Problem, values: Sequence[Vector], sent: Sequence[Vector]) -> Vector:
-    """Return at every position the weighted mean over the workers that sent it; 0 where nobody did."""
+    """Return at every position the weighted mean over the workers that sent it; 0 where none did."""
     total = problem.mean([here * value for here, value in zip(sent, values, strict=True)])
     weight = problem.mean(sent)
     return np.divide(total, weight, out=np.zeros_like(total), where=weight > 0)

@@ -318,7 +318,7 @@ FREE_BYTES = 40_000_000
 
 
 def measured_max_batch(processes: Processes, free: int) -> int:
-    """The max batch of a run whose last device has so many free bytes, and the others twice as many."""
+    """The max batch of a run whose last device has n free bytes, and the others 2 n."""
     size = processes.shard_group.size
     free *= 1 if processes.shard_group.index == size - 1 else 2
     memory = psutil.virtual_memory()._replace(total=free, available=free)

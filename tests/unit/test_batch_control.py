@@ -168,7 +168,7 @@ def draw_sample(variances: np.ndarray, batch: int, generator: np.random.Generato
 def last_request(
     weights: np.ndarray, noise_scale: float, workers: int, max_batch: int, rounds: int, seed: int, confidence: float
 ) -> int:
-    """Return the request of one trainer, which starts with 8, after so many rounds of the norm test."""
+    """Return the request of one trainer, which starts with 8, after n rounds of the norm test."""
     variances = noise_scale * weights / weights.sum()
     generator = np.random.default_rng(seed)
     own = control(8, first_round=3, smoothing=0.9, confidence=confidence, largest_growth=2.0)

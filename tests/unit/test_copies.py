@@ -146,7 +146,7 @@ def test_with_all_workers_lost_what_they_learned_since_anybody_looked_is_not(nam
     train(trainer, 2, 4)
     trainer.worker_group.refresh()
     learned = trainer.parameters.clone()
-    trainer.parameters.copy_(start)  # as where nobody had looked
+    trainer.parameters.copy_(start)  # as before any refresh
     step = InnerLoop._step
 
     def diverging(self):

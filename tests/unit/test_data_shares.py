@@ -188,7 +188,7 @@ def test_clusters_tell_code_from_prose(tmp_path, tokenizer_folder):
 
 
 def test_clusters_of_many_documents_are_those_of_a_sample_found_in_blocks(monkeypatch):
-    """Documents of tokens 0 to 9, or 10 to 19: told apart in blocks of 4, by a sample of 20 of 60 documents."""
+    """Documents of tokens 0 to 9, or 10 to 19: distinguished in blocks of 4, by a sample of 20 of 60 documents."""
     generator = np.random.default_rng(0)
     lengths = [9 + number % 5 for number in range(60)]
     tokens = [generator.integers(0, 10, length) + 10 * (number % 2) for number, length in enumerate(lengths)]

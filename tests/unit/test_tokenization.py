@@ -1,4 +1,4 @@
-"""Tokenizers: what is trained, what is loaded, and how two are told apart."""
+"""Tokenizers: what is trained, what is loaded, and how two are distinguished."""
 
 from pathlib import Path
 

@@ -38,7 +38,7 @@ def _mark_merges(axes: Axes, run: RunData, x: str) -> None:
 
 
 def _mark_every(run: RunData) -> int:
-    """The number of rounds per mark, so that marks of a long run can be told apart."""
+    """The number of rounds per mark, so that marks of a long run can be distinguished."""
     return -(-len(run.by_round) // MARKS)
 
 

@@ -6,7 +6,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
-# More marks on a line cannot be told apart.
+# More marks on a line cannot be distinguished.
 MARKS = 80
 # Column of the round log that a plot can be drawn over: label of the axis.
 OVER = {

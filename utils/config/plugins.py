@@ -93,7 +93,7 @@ def _shown(path: str) -> str:
 def check_plugins_of_run(folder: Path) -> None:
     """Refuse plugins that came with a run folder, which may be somebody else's.
 
-    A run writes the absolute paths of its plugins. Whoever sends a folder does not know the path that it will have.
+    A run writes the absolute paths of its plugins. The sender of a folder does not know the path that it will have.
 
     Raises:
         ConfigError: one line for each plugin with a relative path, or inside the folder or its parent.

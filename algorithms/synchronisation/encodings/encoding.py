@@ -49,7 +49,7 @@ class Encoding:
         raise NotImplementedError
 
     def rows(self, elements: int) -> int:
-        """Return the number of rows of so many elements."""
+        """Return the number of rows that hold n elements."""
         return -(-elements // self.block)
 
     def row_bytes(self, dtype: torch.dtype) -> int:
@@ -57,7 +57,7 @@ class Encoding:
         return self.block * self.element_bits(dtype) // 8 + self.scale_bytes
 
     def sent_bytes(self, elements: int, dtype: torch.dtype) -> int:
-        """Return the bytes of so many elements on the way to the sum, without the zeros that fill the last row."""
+        """Return the bytes of n elements on the way to the sum, without the zeros that fill the last row."""
         return -(-elements * self.element_bits(dtype) // 8) + self.rows(elements) * self.scale_bytes
 
     def reduction_bytes(self, workers: int, elements: int, dtype: torch.dtype) -> int:

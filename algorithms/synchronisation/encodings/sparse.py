@@ -130,7 +130,7 @@ class TopK:
     ) -> torch.Tensor:
         """Return the weighted mean of at least one worker's message, [rows, n]; workers are summed in this order.
 
-        over_senders: at each position over those who sent it, and 0 if nobody did; else over all these workers, of whom
+        over_senders: at each position over those who sent it, and 0 if none did; else over all these workers, of whom
             the others sent 0.
         """
         shares = [weight / max(weights) for weight in weights]  # equal weights leave no rounding error
