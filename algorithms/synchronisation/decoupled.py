@@ -24,7 +24,7 @@ class Decoupled(Method):
 
     Tokens and steps are those since m last sent p; tokens are counted in examples.
 
-    No worker waits. When x_p has come back, by the link's time for the fragment there and back, the workers that sent it
+    None waits. When x_p has come back, by the link's time for the fragment there and back, the workers that sent it
     have theta_m,p = mixing theta_m,p + (1 - mixing) x_p, or x_p if they have made no step meanwhile. A round is a span
     of time in which slower workers make fewer inner steps, spread evenly (`algorithms.nodes.async_clock`).
 
