@@ -2,37 +2,41 @@
 
     python configs/make_samples.py [FOLDER] [--only NAME ...]
 
-Real English that every Python carries, in the real formats, without a network:
-
-- FOLDER/c4: shards as in the hub's allenai/c4 (gzip JSON lines with text, timestamp and url) of the docstrings and
-  topics of Python's documentation, and the repository's card, so that `datasets` loads the folder as it does the hub's;
-- FOLDER/code: the source of the standard library's modules without docstrings and comments, a second kind of text;
-- FOLDER/packages: the documentation of the packages that requirements.txt pins, a third (package_documents.py);
-- FOLDER/libraries: the modules of four of these packages, 66 MB, for larger models;
-- FOLDER/aclImdb: the folders and files that aclImdb_v1.tar.gz unpacks to. There are no film reviews in Python, so
-  the two classes are paragraphs of the language reference (pos) and docstrings (neg); they can be distinguished.
+All of it is English or code that Python and the pinned packages carry, in the real formats; no network is needed.
 """
 
 import argparse
 import ast
 import gzip
+import hashlib
 import importlib.metadata
 import json
+import platform
 import pydoc_data.topics
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from configs.package_documents import write_packages
 from fabrics.data.documents import document_hash
-from fabrics.data.python_docs import documentable, python_documents
+from fabrics.data.python_docs import docstrings, documentable, python_documents
 from utils.config.schema import ConfigError
-from utils.files import write_folder_atomically
+from utils.files import write_folder_atomically, write_json_atomically
 
+_REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements.txt"
+LONGEST_MODULE = 200_000
+LARGEST_PACKAGE_BYTES = 1_000_000
+_RUN_WORDS = 13
+_LICENCE_FILES = re.compile(r"licen[cs]e|copying|copyright|notice", re.IGNORECASE)
+_LICENCE = re.compile(
+    r"all rights reserved|permission is hereby granted|redistributions? (of source|and use)|without warrant",
+    re.IGNORECASE,
+)
 _CARD = """---
 configs:
 - config_name: en
@@ -54,7 +58,7 @@ def write_shard(path: Path, texts: Iterable[str]) -> None:
 
 
 def write_c4(folder: Path, train: int = 2000, validation: int = 200, shards: int = 2) -> None:
-    """Write a repository of C4; the validation part has one shard."""
+    """Write Python's documentation as `datasets` finds allenai/c4 on the hub, with one validation shard."""
     (folder / "en").mkdir()
     (folder / "README.md").write_text(_CARD, encoding="utf-8")
     texts = python_documents()
@@ -74,7 +78,10 @@ def paragraphs_and_docstrings() -> tuple[list[str], list[str]]:
 
 
 def write_imdb(folder: Path, train_per_class: int = 400, test_per_class: int = 100) -> None:
-    """Write the layout of aclImdb; file names are <number>_<stars>.txt."""
+    """Write what aclImdb_v1.tar.gz unpacks to: folders of files named <number>_<stars>.txt.
+
+    There are no film reviews in Python: pos has paragraphs of the language reference, neg docstrings.
+    """
     for name, stars, texts in zip(("pos", "neg"), (9, 2), paragraphs_and_docstrings(), strict=True):
         parts = {"test": texts[:test_per_class], "train": texts[test_per_class : test_per_class + train_per_class]}
         for part, chosen in parts.items():
@@ -85,9 +92,9 @@ def write_imdb(folder: Path, train_per_class: int = 400, test_per_class: int = 1
 
 
 def write_code(folder: Path, modules: int | None = None) -> None:
-    """Write the standard library's single-file modules (the first `modules`; None: all) as ast.unparse prints them.
+    """Write the standard library's single-file modules (None: all) without comments and docstrings.
 
-    Docstrings are removed, so that the text is disjoint from python_docs.
+    So the text is disjoint from python_docs.
     """
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:modules]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -97,21 +104,113 @@ def write_code(folder: Path, modules: int | None = None) -> None:
         (folder / path.name).write_text(ast.unparse(tree) + "\n", encoding="utf-8")
 
 
-# Longer modules are tables.
-_LONGEST_MODULE = 200_000
-
-
 def write_libraries(folder: Path, names: Iterable[str] = ("torch", "scipy", "numpy", "matplotlib")) -> None:
-    """Write the modules of installed packages unchanged, each text once."""
+    """Write the modules of installed packages unchanged, each text once; modules over 200,000 characters are tables."""
     seen = set()
     for name in names:
         (folder / name).mkdir()
         for file in sorted(importlib.metadata.files(name), key=str):
             if file.suffix == ".py" and file.parts[0] == name:
                 text = file.read_text(encoding="utf-8")
-                if len(text) <= _LONGEST_MODULE and document_hash(text) not in seen:
+                if len(text) <= LONGEST_MODULE and document_hash(text) not in seen:
                     seen.add(document_hash(text))
                     (folder / name / f"{len(seen):05}.py").write_text(text, encoding="utf-8")
+
+
+# Documentation of packages
+
+
+def pinned(requirements: Path) -> list[str]:
+    """Return the distributions that a requirements file pins to a version."""
+    return re.findall(r"^([\w.-]+)==", requirements.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def _installed(name: str) -> importlib.metadata.Distribution | None:
+    try:
+        distribution = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return None if distribution.files is None else distribution  # without RECORD its files are unknown
+
+
+def _texts(distribution: importlib.metadata.Distribution) -> Iterator[str]:
+    """Yield the description, text files and docstrings of a distribution, files in order of the hash of their names."""
+    yield (distribution.metadata["Description"] or "").strip()
+    for file in sorted(distribution.files, key=lambda file: document_hash(file.as_posix())):
+        path = Path(file.locate())
+        if ".." in file.parts or file.parts[0].endswith((".dist-info", ".egg-info")) or not path.is_file():
+            continue
+        if file.suffix in (".py", ".pyi"):
+            yield from docstrings(path.read_bytes())
+        elif file.suffix in (".md", ".rst", ".txt") and not _LICENCE_FILES.search(file.name):
+            try:
+                yield path.read_text(encoding="utf-8").strip()
+            except UnicodeDecodeError:
+                continue
+
+
+def _is_prose(text: str) -> bool:
+    letters = sum(map(len, re.findall(r"[A-Za-z]+", text)))
+    return len(text) >= 200 and 2 * letters >= len(text) and not _LICENCE.search(text)
+
+
+def word_runs(text: str) -> set[int]:
+    """Return the hashes of all runs of 13 words, without case and punctuation; shorter texts are one run."""
+    words = re.findall(r"\w+", text.lower())
+    return {document_hash(" ".join(words[i : i + _RUN_WORDS])) for i in range(max(1, len(words) - _RUN_WORDS + 1))}
+
+
+def _new_texts(texts: Iterable[str], known: set[int]) -> Iterator[str]:
+    """Yield prose of which at most half is known, and add its runs to the known ones."""
+    for text in filter(_is_prose, texts):
+        runs = word_runs(text)
+        if 2 * len(runs & known) <= len(runs):
+            known |= runs
+            yield text
+
+
+def write_packages(folder: Path, names: Iterable[str] | None = None) -> None:
+    """Write documentation on which no value was chosen, one document per file, and a manifest.
+
+    A document has 200 characters or more, at least half of them letters, and is no licence. At most half of its runs of
+    13 words are in Python's own documentation or in an earlier document. No package contributes more than 1 MB.
+
+    Args:
+        names: distributions; None: those that requirements.txt pins.
+
+    Raises:
+        ConfigError: a package is not installed.
+    """
+    names = pinned(_REQUIREMENTS) if names is None else names
+    installed = {name: _installed(name) for name in names}
+    missing = [name for name, distribution in installed.items() if distribution is None]
+    if missing:
+        raise ConfigError(
+            f"packages: {', '.join(missing)}: not installed by pip, and their documentation is part of them"
+        )
+    known = set().union(*map(word_runs, python_documents()))
+    whole = hashlib.sha256()
+    packages = []
+    for name, distribution in tqdm(installed.items(), "reading packages", leave=False, unit=" packages", disable=None):
+        (folder / name).mkdir()
+        entry = {"name": name, "version": distribution.version, "documents": 0, "bytes": 0}
+        for text in _new_texts(_texts(distribution), known):
+            content = text.encode("utf-8", "replace")
+            if entry["bytes"] + len(content) > LARGEST_PACKAGE_BYTES:
+                break
+            (folder / name / f"{entry['documents']:04d}.txt").write_bytes(content)
+            whole.update(content + b"\0")
+            entry["documents"] += 1
+            entry["bytes"] += len(content)
+        packages.append(entry)
+    manifest = {
+        "python": platform.python_version(),
+        "packages": packages,
+        "documents": sum(entry["documents"] for entry in packages),
+        "bytes": sum(entry["bytes"] for entry in packages),
+        "sha256": whole.hexdigest(),
+    }
+    write_json_atomically(folder / "manifest.json", manifest)
 
 
 SAMPLES = {
@@ -125,11 +224,7 @@ CONFIGURED = ("c4", "aclImdb")
 
 
 def main(folder: Path, names: Iterable[str] = CONFIGURED) -> None:
-    """Write the missing samples.
-
-    Raises:
-        ConfigError: a package whose documentation is asked for is not installed.
-    """
+    """Write the missing samples; ConfigError: a package is not installed."""
     for name in names:
         if (folder / name).exists():
             print(f"{folder / name}: there already")
