@@ -1,27 +1,137 @@
-"""AdLoCo from the command line: python run.py [--config PATH | --resume RUN_DIR | --plan] [key=value ...]."""
+"""Train a run: `python run.py` on the command line, `train(...)` in scripts and notebooks."""
 
 import argparse
 import contextlib
+import io
+import json
 import os
+import signal
 import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # These imports are fast. PyTorch, and what needs it, is imported in functions, after the first line on the screen.
 from fabrics.planning import command as planning
 from utils.distributed.launch import Launch, is_main, start_processes, started_by_others, threads_per_process
 from utils.distributed.signals import STATUS_INTERRUPTED, StopRequest
-from utils.run_layout import CHECKPOINTS_FOLDER, MODELS_FOLDER, has_checkpoint
+from utils.run_layout import CHECKPOINTS_FOLDER, MODELS_FOLDER, REPORT_FOLDER, has_checkpoint
 
 if TYPE_CHECKING:
     from logging.handlers import MemoryHandler
 
+    import numpy as np
+
     from cluster import Cluster
     from training_logs.recording.records import Observer
-    from utils.checkpoint.checkpoint import Checkpoint
     from utils.config.schema import Config
     from utils.distributed.processes import Processes
+
+# From Python
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished or interrupted run.
+
+    Attributes:
+        folder: the run folder.
+        summary: summary.json; its status is completed or interrupted.
+        training_log: training_log.csv, a structured array with one row per round and trainer.
+        model_folder: the best model, which transformers loads; None if the run was interrupted.
+    """
+
+    folder: Path
+    summary: dict
+    training_log: "np.ndarray"
+    model_folder: Path | None
+
+    @property
+    def perplexity(self) -> float | None:
+        """The final perplexity of the best model; None for a classifier."""
+        return self.summary["final_metric"] if self.summary["metric"] == "perplexity" else None
+
+    @property
+    def accuracy(self) -> float | None:
+        """The final accuracy of the best model, 0 to 1; None for a language model."""
+        return self.summary["final_metric"] if self.summary["metric"] == "accuracy" else None
+
+
+def train(
+    config: "str | Path | Mapping | Config | None" = None,
+    *,
+    resume: str | Path | None = None,
+    force: bool = False,
+    **overrides: Any,
+) -> Run:
+    """Train in this process what `python run.py` trains, with the same bits; nothing global stays changed.
+
+    Args:
+        config: a file, a mapping of its keys, or a Config; None: config.yaml, or the run folder's if it is resumed.
+        resume: as --resume.
+        force: as --force.
+        overrides: values that replace those of the configuration.
+
+    Raises:
+        ConfigError: the configuration is wrong, and nothing was done.
+        CheckpointError: the run cannot be resumed.
+        TrainingError: training stopped with an error. What was trained so far is in the run folder.
+    """
+    from training_logs.showing.run_data import read_table
+    from utils.config.schema import ConfigError
+
+    if started_by_others():
+        raise ConfigError("processes: train() is a single process; torchrun starts run.py")
+    started = time.perf_counter()
+    words = [f"{key}={json.dumps(value, default=str, ensure_ascii=False)}" for key, value in overrides.items()]
+    options = argparse.Namespace(config=config, overrides=words, resume=resume and str(resume), force=force)
+    with _unchanged_program(), prepared_run(options, started) as (cluster, recorder, folder):
+        _, error = train_and_record(cluster, recorder, folder)
+    if error is not None:
+        raise error
+    summary = json.loads((folder / REPORT_FOLDER / "summary.json").read_text(encoding="utf-8"))
+    best = summary.get("best_model")
+    return Run(folder, summary, read_table(folder / REPORT_FOLDER / "training_log.csv"), best and folder / best)
+
+
+@contextlib.contextmanager
+def _unchanged_program() -> Iterator[None]:
+    """Restore, at the end, what a run sets for the whole program."""
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    from training_logs.recording.run_folder import logger
+
+    environment = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads = torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    progress_bars = transformers_logging.is_progress_bar_enabled()
+    log_handlers = list(logger.handlers)
+    log_level = logger.level
+    propagate = logger.propagate
+    encoding_errors = sys.stdout.errors
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+        if progress_bars:
+            transformers_logging.enable_progress_bar()
+        logger.handlers[:] = log_handlers
+        logger.setLevel(log_level)
+        logger.propagate = propagate
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors=encoding_errors)
+
+
+# From the command line
 
 
 def open_standard_streams() -> None:
@@ -37,21 +147,24 @@ def open_standard_streams() -> None:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
+        usage="python run.py [options] [key=value ...]",
         description="Train language models with little communication (AdLoCo).",
-        epilog="Every configuration key can be given as key=value, nested keys with dots: "
-        "python run.py ETA=0.5 model_config.hidden_size=128. torchrun may start the processes; otherwise the key "
-        "processes sets their number.",
+        epilog="examples:\n"
+        "  python run.py                                       train as config.yaml says\n"
+        "  python run.py ETA=0.5 model_config.hidden_size=128  change two of its values\n"
+        "  python run.py --resume logs/<run>                   continue an interrupted run\n"
+        "  torchrun --nnodes=2 --nproc_per_node=8 run.py       on two machines of 8 GPUs",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", help="configuration file (default: config.yaml)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the file")
+    parser.add_argument("--config", metavar="FILE", help="the configuration (default: config.yaml)")
     parser.add_argument(
         "--resume",
         metavar="RUN_DIR",
-        help="resume the run in this folder from its last checkpoint; auto: resume the run log_dir/run_name if it has "
-        "one, otherwise begin it",
+        help="continue the run in this folder; auto: continue, or begin, log_dir/run_name",
     )
-    parser.add_argument("--force", action="store_true", help="with --resume: allow overrides that change the training")
+    parser.add_argument("--force", action="store_true", help="with --resume: allow values that change the training")
     planning.add_options(parser)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the file")
     options = parser.parse_intermixed_args(arguments)
     if options.resume not in (None, "auto") and options.config:
         parser.error("--resume takes the configuration from the run folder; give --config or --resume")
@@ -75,29 +188,55 @@ def main(arguments: list[str] | None = None) -> int:
     if is_main() and not options.plan:
         with contextlib.suppress(OSError):  # a full disk under standard output does not end a run
             print("AdLoCo: loading PyTorch ...", flush=True)
+    from utils.checkpoint.checkpoint import CheckpointError
     from utils.config.schema import ConfigError
+    from utils.distributed.peers import PeerLostError
 
     try:
         if options.plan:
             planning.print_plan(options)
             return 0
-        if started_by_others():
-            return run(options, started, None)
-        config = Path(options.config or "config.yaml")
-        if options.resume not in (None, "auto"):
-            config = Path(options.resume, "config.yaml")
-        others = start_processes(config, options.overrides, [__file__, *arguments])
-    except ConfigError as error:
-        return print_error(error)
-    with others as launch:
-        status = run(options, started, launch)
-        if status and launch is not None:
-            launch.kill()
-        return status
+        with _other_processes(options, arguments) as launch:
+            with prepared_run(options, started, launch) as (cluster, recorder, folder):
+                status, _ = train_and_record(cluster, recorder, folder)
+            if status and launch is not None:
+                launch.kill()
+            return status
+    except (ConfigError, CheckpointError, PeerLostError) as error:
+        if is_main():
+            for problem in getattr(error, "problems", [str(error)]):
+                print(f"error: {problem}", file=sys.stderr)
+        return 1 if isinstance(error, PeerLostError) else 2
 
 
-def run(options: argparse.Namespace, started: float, launch: Launch | None) -> int:
-    """Run one process: connect to the others, set up, train; return the exit status."""
+def _other_processes(
+    options: argparse.Namespace, arguments: Sequence[str]
+) -> contextlib.AbstractContextManager[Launch | None]:
+    if started_by_others():
+        return contextlib.nullcontext()
+    config = Path(options.config or "config.yaml")
+    if options.resume not in (None, "auto"):
+        config = Path(options.resume, "config.yaml")
+    return start_processes(config, options.overrides, [__file__, *arguments])
+
+
+# A run
+
+
+@contextlib.contextmanager
+def prepared_run(
+    options: argparse.Namespace, started: float, launch: Launch | None = None
+) -> Iterator[tuple["Cluster", "Observer", Path]]:
+    """Connect this process to the others, read the configuration, lock the run folder, and set up.
+
+    Args:
+        options: config, overrides, resume and force of the command line.
+        started: time.perf_counter() at the start of the program.
+        launch: the other processes, if this one started them.
+
+    Yields:
+        The cluster, the observer that records the run, and the run folder.
+    """
     from training_logs.recording.run_folder import start_logging
     from utils.checkpoint.checkpoint import CheckpointError
     from utils.checkpoint.run_lock import lock_run_in_main
@@ -108,10 +247,7 @@ def run(options: argparse.Namespace, started: float, launch: Launch | None) -> i
     from utils.distributed.processes import meet, place_nodes
 
     early_log = start_logging(is_main())
-    try:
-        processes = meet(launch)
-    except PeerLostError as error:
-        return print_error(error)
+    processes = meet(launch)
     with contextlib.ExitStack() as locks:
         try:
             resumed = decided(processes, lambda: folder_to_resume(options.resume, options.config, options.overrides))
@@ -124,10 +260,10 @@ def run(options: argparse.Namespace, started: float, launch: Launch | None) -> i
                 locks.enter_context(lock_run_in_main(processes, folder))
         except (ConfigError, CheckpointError, PeerLostError) as error:
             processes.failed(str(error))
-            return print_error(error)
+            raise
         for warning in warnings:
             recorder.warn(warning)
-        return train(cluster, recorder, folder)
+        yield cluster, recorder, folder
 
 
 def read_config(options: argparse.Namespace, resumed: str | None) -> tuple["Config", list[str]]:
@@ -144,14 +280,6 @@ def read_config(options: argparse.Namespace, resumed: str | None) -> tuple["Conf
     return config, warnings
 
 
-def print_error(error: Exception) -> int:
-    """Print why nothing was trained, and return the exit status: 2 for a wrong configuration, 1 for a lost process."""
-    if is_main():
-        for problem in getattr(error, "problems", [str(error)]):
-            print(f"error: {problem}", file=sys.stderr)
-    return 2 if isinstance(error, ValueError) else 1
-
-
 def set_up(
     config: "Config", processes: "Processes", resumed: str | None, early_log: "MemoryHandler", started: float
 ) -> tuple["Cluster", "Observer", Path]:
@@ -166,9 +294,13 @@ def set_up(
     from fabrics.data.dataset_loader import load_data
     from fabrics.pool.device_errors import explain_setup_errors
     from fabrics.pool.run_checks import check_nodes
-    from training_logs.recording.provenance import code_of, machine
+    from training_logs.recording.provenance import Origin, code_of, machine
+    from training_logs.recording.recorder import RunRecorder
+    from training_logs.recording.records import Observer
     from training_logs.recording.run_folder import make_run_folder
     from utils.checkpoint.checkpoint import newest_checkpoint
+    from utils.config.plugins import import_plugins
+    from utils.config.schema import ConfigError
     from utils.distributed.collective_checks import decided, done_by_all
 
     check_nodes(config, processes.devices)
@@ -185,40 +317,22 @@ def set_up(
             cluster.resume(checkpoint)
     folder = Path(resumed) if resumed else decided(processes, lambda: make_run_folder(config, data.dataset))
     machines = processes.gather(machine(cluster.devices))
-    recorder = done_by_all(
-        processes, lambda: make_recorder(cluster, folder, early_log, started, checkpoint, code, machines)
-    )
-    return cluster, recorder, folder
+
+    def recorder() -> Observer:
+        if not processes.is_main:
+            return Observer()
+        origin = Origin.of_this_program(started, code, machines, import_plugins(config.plugins))
+        state = None if checkpoint is None else checkpoint.state["observer"]
+        try:
+            return RunRecorder(config, folder, early_log, started, state, origin)
+        except OSError as error:
+            raise ConfigError(f"the run folder cannot be used: {error}") from None
+
+    return cluster, done_by_all(processes, recorder), folder
 
 
-def make_recorder(
-    cluster: "Cluster",
-    folder: Path,
-    early_log: "MemoryHandler",
-    started: float,
-    checkpoint: "Checkpoint | None",
-    code: dict | None,
-    machines: list,
-) -> "Observer":
-    """Return the observer that records the run; only the main process records."""
-    from training_logs.recording.provenance import Origin
-    from training_logs.recording.recorder import RunRecorder
-    from training_logs.recording.records import Observer
-    from utils.config.plugins import import_plugins
-    from utils.config.schema import ConfigError
-
-    if not cluster.processes.is_main:
-        return Observer()
-    state = None if checkpoint is None else checkpoint.state["observer"]
-    try:
-        origin = Origin.of_this_program(started, code, machines, import_plugins(cluster.config.plugins))
-        return RunRecorder(cluster.config, folder, early_log, started, state, origin)
-    except OSError as error:
-        raise ConfigError(f"the run folder cannot be used: {error}") from None
-
-
-def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
-    """Train, evaluate, save and report; return the exit status."""
+def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> tuple[int, BaseException | None]:
+    """Train, evaluate, save and report; return the exit status, and the error that ended the training."""
     from fabrics.models.continuations import best_continuations
     from fabrics.pool.device_errors import DeviceLostError
     from fabrics.training.worker import TrainingError
@@ -232,7 +346,7 @@ def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
     texts = []
     status = "failed"
     code = 1
-    can_save = processes.count == 1  # after an error, without the other processes
+    ended_by = None
     try:
         with StopRequest(processes.is_main) as stop:
             evaluations = cluster.train(recorder, folder, stop)
@@ -249,23 +363,26 @@ def train(cluster: "Cluster", recorder: "Observer", folder: Path) -> int:
     except (TrainingError, PeerLostError) as error:
         if processes.is_main:
             logger.error("error: %s", error)
-        can_save = can_save and not isinstance(error, DeviceLostError)
         processes.failed(str(error))
-    except KeyboardInterrupt:
+        ended_by = error
+    except KeyboardInterrupt as error:
         status = "interrupted"
         code = STATUS_INTERRUPTED
         processes.failed("it was interrupted")
+        ended_by = error
     except Exception as error:  # a bug: the log gets the traceback, and the user keeps what was trained
         logger.exception("training failed")
         processes.failed(f"{type(error).__name__}: {error}")
+        ended_by = error
     if processes.is_main:
-        if not models and can_save:
+        # After an error the other processes do not save their parts, and a lost device cannot be read.
+        if not models and processes.count == 1 and not isinstance(ended_by, DeviceLostError):
             models = cluster.save_models(models_folder, recorder)
         recorder.finish(cluster, evaluations, status, models, texts)
         if code and has_checkpoint(folder):
             logger.info("to resume: python run.py --resume %s", folder)
         recorder.close()
-    return code
+    return code, ended_by
 
 
 if __name__ == "__main__":

@@ -63,17 +63,17 @@ def _wrong(expected: str, text: str) -> argparse.ArgumentTypeError:
 
 
 OPTIONS: dict[str, tuple[str, Callable, str]] = {
-    "link": ("1Gb/s,20ms", parse_link, "a link between the nodes: rate and latency; may be given several times"),
+    "link": ("1Gb/s,20ms", parse_link, "a link between nodes: rate and latency; may be repeated"),
     "tflops": ("X", parse_positive, "TFLOP/s that a device sustains"),
     "device-memory": ("80GB", parse_memory, "memory of a device; a run that does not fit is refused"),
-    "devices": ("N", parse_count, "devices of all machines (default: those of the key devices, or one node's)"),
-    "json": ("FILE", str, "also write the estimate as JSON; -: print JSON instead of text"),
+    "devices": ("N", parse_count, "devices of all machines (default: as the key devices says)"),
+    "json": ("FILE", str, "also write JSON; -: print JSON instead of text"),
 }
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add --plan and the options that belong to it."""
-    parser.add_argument("--plan", action="store_true", help="train nothing; estimate what the run would need")
+    parser.add_argument("--plan", action="store_true", help="train nothing; estimate memory, traffic and time")
     group = parser.add_argument_group("with --plan")
     for name, (metavar, parse, meaning) in OPTIONS.items():
         action = "append" if name == "link" else "store"

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import logging
 import math
 import os
 import platform
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import run as program
 from algorithms.batch.gradient_statistics import MINIMUM_WORKERS
@@ -19,10 +21,13 @@ from cluster import Cluster
 from fabrics.config_checks import CHECKS
 from fabrics.data import dataset_loader
 from fabrics.models import continuations
+from fabrics.training.worker import TrainingError
+from run import train
 from tests.support.helpers import warnings_of
 from tests.support.programs import command
-from tests.support.runs import SHORT, start_training, write_config
+from tests.support.runs import SHORT, assert_same_run, start_training, write_config
 from utils.config.reading import load_config
+from utils.config.schema import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,6 +81,47 @@ def test_the_resolved_config_in_another_process_gives_the_same_run(programs, fin
         again = list(csv.DictReader(file))
     timeless = {"seconds": "", "wall_seconds": ""}
     assert [row | timeless for row in again] == [row | timeless for row in rows]
+
+
+def test_two_calls_of_train_give_the_bits_of_the_program_and_leave_nothing_behind(finished, tmp_path, cache_dir):
+    def state():
+        log = logging.getLogger("adloco")
+        signals = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+        return log.handlers[:], log.level, log.propagate, signals, torch.get_num_threads(), dict(os.environ)
+
+    before = state()
+    values = {"ETA": 0.3, "model_config.num_hidden_layers": 1}
+    for _ in range(2):
+        run = train(write_config(tmp_path, cache_dir), **values)
+        assert state() == before
+        assert not torch.distributed.is_initialized()
+        assert_same_run(run.folder, finished[0])
+        assert run.perplexity == run.summary["final_metric"] == run.training_log["validation_metric"][-1]
+        assert run.accuracy is None
+        assert (run.model_folder / "model.safetensors").exists()
+
+
+def test_train_takes_a_mapping_a_config_and_a_run_to_resume(finished, tmp_path, cache_dir):
+    short = yaml.safe_load(write_config(tmp_path, cache_dir).read_text()) | {"number_of_outer_steps": 1}
+    threads = torch.get_num_threads()
+    first = train(short, cpu_threads=threads + 1)
+    assert torch.get_num_threads() == threads
+    assert first.summary["outer_steps"] == 1
+    config, _ = load_config(first.folder / "config.yaml")
+    assert train(config, save_weights_every=None).perplexity == first.perplexity
+    again = train(resume=first.folder, number_of_outer_steps=2)
+    assert (again.folder, again.summary["outer_steps"]) == (first.folder, 2)
+
+
+def test_train_raises_what_the_command_line_prints(tmp_path, cache_dir, monkeypatch):
+    config = write_config(tmp_path, cache_dir)
+    with pytest.raises(ConfigError, match="ETAA: unknown key; did you mean ETA"):
+        train(config, ETAA=1)
+    with pytest.raises(TrainingError, match="lower learning_rate_for_inner_opt"):
+        train(config, learning_rate_for_inner_opt=1e30, gradient_clipping=None)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="processes: "):
+        train(config)
 
 
 def test_the_round_log_has_a_row_per_trainer_and_round(rows):
@@ -328,7 +374,10 @@ def test_the_first_line_is_there_before_anything_that_takes_long_is_loaded(progr
 
 
 def test_help_answers_without_loading_anything(programs):
-    assert "key=value" in programs.run("run.py", "--help", fresh=True).stdout
+    """On one screen."""
+    said = programs.run("run.py", "--help", fresh=True, env=os.environ | {"COLUMNS": "80"}).stdout
+    assert "key=value" in said
+    assert 24 <= len(said.splitlines()) <= 40
 
 
 def test_an_interrupted_run_keeps_what_it_has(programs, tmp_path, cache_dir):

@@ -64,14 +64,17 @@ class Checks:
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), checks: Checks | None = None
+    source: str | Path | Mapping | Config, overrides: Sequence[str] = (), checks: Checks | None = None
 ) -> tuple[Config, list[str]]:
-    """Read a YAML file into a Config and its warnings; see parse_config.
+    """Read a YAML file, a mapping of its keys or a Config into a Config and its warnings; see parse_config.
 
     Raises:
         ConfigError: the file cannot be read, is not a YAML mapping, or has problems.
     """
-    return parse_config(read_mapping(Path(path)), overrides, checks)
+    if isinstance(source, Config):
+        source = dataclasses.asdict(source)
+    raw = source if isinstance(source, Mapping) else read_mapping(Path(source))
+    return parse_config(raw, overrides, checks)
 
 
 def parse_config(raw: Mapping, overrides: Sequence[str] = (), checks: Checks | None = None) -> tuple[Config, list[str]]:
