@@ -8,7 +8,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from algorithms.theory import best_fit
 from training_logs.prediction import NoLawError, RunFit, fit, measured
 from training_logs.showing.run_data import RunData, Table
 from training_logs.showing.styles import (
@@ -220,11 +219,10 @@ def draw_batch_law(axes: Axes, run: RunData, x: str) -> None:
     found = _fitted(axes, run)
     if found is not None:
         places = np.arange(len(found.batches))
-        for index, (regime, law) in enumerate(found.fits.items()):
-            batches = [law.law.batch(place + 1) for place in places]
-            width = 2.5 if law is best_fit(found.fits) else 1
-            label = f"{regime}, weight {law.weight:.2f}"
-            axes.plot(found.first_round + places, batches, lw=width, color=colour(index), label=label)
+        for index, law in enumerate(found.laws):
+            batches = [law.batch(place + 1) for place in places]
+            label = f"{law.regime}, the best fit" if index == 0 else law.regime
+            axes.plot(found.first_round + places, batches, lw=1 if index else 2.5, color=colour(index), label=label)
     binary_logarithmic(axes)
     label_axes(axes, x, "examples per inner step", "Law of the batch")
     axes.legend(fontsize=8)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from training_logs.prediction import NoLawError, fit, sentences
+from training_logs.prediction import NoLawError, fit
 from training_logs.showing.plots import plots_of, share_losses
 from training_logs.showing.run_data import RunData
 from utils.config.schema import FIELDS, Config
@@ -161,7 +161,7 @@ def _prediction(run: RunData) -> str:
         found = fit(run)
     except NoLawError:
         return ""
-    lines = sentences(found, [factor * run.rounds[-1]["examples"] for factor in (2, 4, 10)])
+    lines = found.sentences([factor * run.rounds[-1]["examples"] for factor in (2, 4, 10)])
     return "<h2>Communications for more examples</h2>" + "".join(f"<p>{html.escape(line)}</p>" for line in lines)
 
 
