@@ -14,7 +14,6 @@ import torch
 from algorithms.schedule.limits import RoundSchedule
 from algorithms.synchronisation.group import Event
 from fabrics.data.examples import Examples, TaskData
-from fabrics.data.partition_sampler import ShareCursor
 from fabrics.data.sampler import DataCursor
 from fabrics.models.initialisation import initial_cursors, initial_parameters
 from fabrics.training.flat_model import FlatModel
@@ -89,7 +88,7 @@ class Trainer:
         trainer_id: int,
         config: Config,
         parameters: torch.Tensor | None,
-        cursor: DataCursor | ShareCursor,
+        cursor: DataCursor,
         examples: Examples,
         models: Mapping[torch.device, FlatModel],
         processes: Processes,

@@ -5,7 +5,6 @@ arguments from its `Examples` and never look inside.
 """
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -24,13 +23,11 @@ from fabrics.data.documents import (
 from fabrics.data.examples import TaskData
 from fabrics.data.imdb import load_imdb
 from fabrics.data.language_modelling import task_data, tokenised_documents
-from fabrics.data.partition import describe_shares, share_count
+from fabrics.data.partition import share_count
 from fabrics.data.python_docs import python_docs_source
 from utils.config.schema import Config, ConfigError
 from utils.distributed.collective_checks import agree, done_by_all
 from utils.distributed.processes import LocalProcesses, Processes
-
-logger = logging.getLogger("adloco.dataset")
 
 
 @dataclass(frozen=True)
@@ -103,8 +100,6 @@ def load_data(config: Config, processes: Processes | None = None) -> TaskData:
     data = done_by_all(processes, lambda: data or _load(config))
     if config.splits_data and data.shares is None:
         raise ConfigError(f"data_split: dataset {config.dataset} has no documents to divide; iid over trainers works")
-    if data.shares is not None:
-        logger.info("%s", describe_shares(data.shares.record))
     agree(
         processes,
         "data",
@@ -113,7 +108,6 @@ def load_data(config: Config, processes: Processes | None = None) -> TaskData:
             "training examples": len(data.train),
             "validation examples": len(data.validation),
             "contents": data.fingerprint(),
-            "shares of the documents": data.shares and data.shares.digest,
         },
     )
     return data

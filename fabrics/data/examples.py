@@ -1,9 +1,9 @@
 """Training and validation examples, read by index in batches; task-neutral for the trainers."""
 
+import copy
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -87,34 +87,39 @@ class PaddedSequences:
         self, tokens: np.ndarray, offsets: np.ndarray, limit: int, padding: int, classes: np.ndarray | None = None
     ):
         self._tokens = np.asarray(tokens)
-        self._offsets = np.asarray(offsets)
-        self._limit = limit
+        self._starts = np.asarray(offsets)[:-1]
+        self._lengths = np.minimum(np.diff(offsets), limit)
         self._padding = padding
         self._classes = classes
 
     def __len__(self) -> int:
-        return len(self._offsets) - 1
+        return len(self._starts)
 
-    def _lengths(self, indices: np.ndarray) -> np.ndarray:
-        return np.minimum(self._offsets[indices + 1] - self._offsets[indices], self._limit)
+    def chosen(self, indices: np.ndarray) -> "PaddedSequences":
+        """Return these sequences, in this order."""
+        own = copy.copy(self)
+        own._starts = self._starts[indices]
+        own._lengths = self._lengths[indices]
+        own._classes = None if self._classes is None else self._classes[indices]
+        return own
 
-    @cached_property
+    @property
     def largest(self) -> int:
-        return int(self._lengths(np.arange(len(self))).argmax())
+        return int(self._lengths.argmax())
 
     def batch(self, indices: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
         indices = np.asarray(indices)
-        lengths = self._lengths(indices)
+        lengths = self._lengths[indices]
         columns = np.arange(lengths.max())
         mask = columns < lengths[:, None]
         input_ids = np.full(mask.shape, self._padding, dtype=np.int64)
-        input_ids[mask] = self._tokens[(self._offsets[indices][:, None] + columns)[mask]]
+        input_ids[mask] = self._tokens[(self._starts[indices][:, None] + columns)[mask]]
         labels = np.where(mask, input_ids, IGNORE_INDEX) if self._classes is None else self._classes[indices]
         batch = {"input_ids": input_ids, "attention_mask": mask.astype(np.int64), "labels": labels.astype(np.int64)}
         return {name: _to_device(array, device) for name, array in batch.items()}
 
     def tokens(self, indices: Sequence[int]) -> int:
-        return int(self._lengths(np.asarray(indices, dtype=np.int64)).sum())
+        return int(self._lengths[np.asarray(indices, dtype=np.int64)].sum())
 
 
 class PackedDocuments:
@@ -126,6 +131,7 @@ class PackedDocuments:
         groups: document indices of each group, in order; no sequence spans two groups, and only the last partial
             sequence of each group is lost.
         sequence_length: tokens per sequence.
+        most: most sequences of a group; None: all.
 
     Attributes:
         sizes: sequences of each group; sequences are sorted by group.
@@ -133,7 +139,14 @@ class PackedDocuments:
 
     largest = 0
 
-    def __init__(self, tokens: np.ndarray, offsets: np.ndarray, groups: Sequence[np.ndarray], sequence_length: int):
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        offsets: np.ndarray,
+        groups: Sequence[np.ndarray],
+        sequence_length: int,
+        most: int | None = None,
+    ):
         self._tokens = np.asarray(tokens)
         offsets = np.asarray(offsets)
         self.tokens_per_example: int | None = sequence_length
@@ -143,7 +156,9 @@ class PackedDocuments:
         self._ends = np.cumsum(lengths)
         self._shifts = offsets[order] - (self._ends - lengths)
         ends = np.concatenate([[0], self._ends])[np.cumsum([0, *map(len, groups)])]
-        self.sizes = tuple((np.diff(ends) // sequence_length).tolist())
+        self.sizes = tuple(
+            size if most is None else min(size, most) for size in (np.diff(ends) // sequence_length).tolist()
+        )
         self._group_starts = ends[:-1]
         self._first_sequences = np.cumsum([0, *self.sizes])
 
@@ -163,34 +178,6 @@ class PackedDocuments:
         return len(indices) * self.tokens_per_example
 
 
-class Chosen:
-    """A selection of other examples.
-
-    Args:
-        examples: the other examples.
-        order: indices of the selected ones, in order.
-    """
-
-    def __init__(self, examples: Examples, order: np.ndarray):
-        self._examples = examples
-        self._order = order
-        self.tokens_per_example: int | None = examples.tokens_per_example
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def batch(self, indices: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
-        return self._examples.batch(self._order[np.asarray(indices)], device)
-
-    def tokens(self, indices: Sequence[int]) -> int:
-        return self._examples.tokens(self._order[np.asarray(indices, dtype=np.int64)])
-
-    @cached_property
-    def largest(self) -> int:
-        there = np.flatnonzero(self._order == self._examples.largest)
-        return int(there[0]) if len(there) else max(range(len(self)), key=lambda index: self.tokens([index]))
-
-
 @dataclass(frozen=True)
 class DataShares:
     """The shares of non-IID training data.
@@ -199,13 +186,11 @@ class DataShares:
         sizes: examples of each share; training examples are sorted by share.
         validation: validation examples of each share; empty: shares are not evaluated.
         record: description of the shares for the summary.
-        digest: digest of the share of each document, to compare processes.
     """
 
     sizes: tuple[int, ...]
     validation: tuple[Examples, ...]
     record: Mapping[str, Any]
-    digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -240,7 +225,7 @@ class TaskData:
         """Return a digest of the sizes and of 32 examples of each part, to compare processes and resumed runs."""
         digest = hashlib.sha256()
         if self.shares is not None:
-            digest.update(str(self.shares.sizes).encode())
+            digest.update(f"{self.shares.sizes} {self.shares.record}".encode())
         for examples in (self.train, self.validation):
             chosen = np.unique(np.linspace(0, len(examples) - 1, 32).astype(np.int64))
             batch = examples.batch(chosen, torch.device("cpu"))

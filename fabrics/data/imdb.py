@@ -10,8 +10,8 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from fabrics.data.documents import EMPTY, DatasetError, Skipped, document_hash, matching_files, whole_file
-from fabrics.data.examples import Chosen, Examples, PaddedSequences, TaskData
-from fabrics.data.partition import Corpus, DocumentLabels, divide
+from fabrics.data.examples import PaddedSequences, TaskData
+from fabrics.data.partition import Corpus, DocumentLabels, partition
 from fabrics.data.token_store import TokenisedPart, content_digest
 from fabrics.data.tokenization import describe, named_tokenizer, padding, train_tokenizer, vocabulary_size
 from utils.config.schema import Config, ConfigError
@@ -154,30 +154,26 @@ def load_imdb(config: Config) -> TaskData:
     pad = padding(tokenizer)
     examples = PaddedSequences(train_part.tokens, train_part.offsets, length, pad, classes.train)
     validation = PaddedSequences(evaluation_part.tokens, evaluation_part.offsets, length, pad, classes.validation)
+    content = content_digest((train_part, evaluation_part), tokenizer)
     shares = None
     if config.splits_data:
-
-        def sort(part: TokenisedPart, shares: list[np.ndarray]) -> tuple[Examples, list[int]]:
-            """Sort the reviews by share."""
-            reviews = examples if part is train_part else validation
-            return Chosen(reviews, np.concatenate(shares)), [len(own) for own in shares]
-
-        corpus = Corpus(train_part, evaluation_part, vocabulary_size(tokenizer), origins=lambda: classes)
-        train_examples, shares = divide(config, corpus, sort)
-    else:
-        train_examples = examples
+        corpus = Corpus(train_part, evaluation_part, vocabulary_size(tokenizer), lambda: classes, content)
+        parts = partition(config, corpus)
+        per_share = [validation.chosen(own) for own in parts.validation] if config.validation_per_share else ()
+        shares = parts.shares([len(own) for own in parts.train], per_share)
+        examples = examples.chosen(np.concatenate(parts.train))
     data = TaskData(
         task="classification",
         dataset="imdb",
         source=reviews.name,
-        train=train_examples,
+        train=examples,
         validation=validation,
         tokenizer=tokenizer,
         documents={"train": len(train), "validation": len(evaluation)},
         skipped=skipped.counts,
         class_names=CLASS_NAMES,
         shares=shares,
-        content=content_digest((train_part, evaluation_part), tokenizer),
+        content=content,
     )
     logger.info(
         "data: %s; %s training reviews (%s pos), %s evaluation reviews, balanced; tokenizer %s",

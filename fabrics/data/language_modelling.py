@@ -3,11 +3,9 @@
 import logging
 from pathlib import Path
 
-import numpy as np
-
 from fabrics.data.documents import Source
-from fabrics.data.examples import Examples, PackedDocuments, PackedSequences, TaskData
-from fabrics.data.partition import Corpus, divide, labels_by_origin
+from fabrics.data.examples import PackedDocuments, PackedSequences, TaskData
+from fabrics.data.partition import Corpus, labels_by_origin, partition
 from fabrics.data.token_store import Recipe, TokenisedPart, TokenisedSet, content_digest, tokenised
 from fabrics.data.tokenization import describe, named_tokenizer, vocabulary_size
 from utils.config.schema import Config, ConfigError
@@ -46,36 +44,39 @@ def task_data(config: Config, documents: TokenisedSet) -> TaskData:
         raise ConfigError(f"{documents.folder}: has no validation documents; tokenise with --create_eval_split")
     train = _first(documents.train, config.data_sample_size, "data_sample_size", "training", documents)
     validation = _first(documents.validation, config.val_size, "val_size", "validation", documents)
+    content = content_digest((train, validation), documents.tokenizer)
+    length = config.sequence_length
     shares = None
     if config.splits_data:
         corpus = Corpus(
             train,
             validation,
-            vocabulary=vocabulary_size(documents.tokenizer),
-            origins=lambda: labels_by_origin(train.read_origins(), validation.read_origins()),
-            folder=documents.folder,
+            vocabulary_size(documents.tokenizer),
+            lambda: labels_by_origin(train.read_origins(), validation.read_origins()),
+            content,
         )
-
-        def join(part: TokenisedPart, shares: list[np.ndarray]) -> tuple[Examples, tuple[int, ...]]:
-            """Join the documents of each share; its last partial sequence is lost."""
-            packed = PackedDocuments(part.tokens, part.offsets, shares, config.sequence_length)
-            return packed, packed.sizes
-
-        examples, shares = divide(config, corpus, join, MOST_VALIDATION_SEQUENCES)
+        parts = partition(config, corpus)
+        examples = PackedDocuments(train.tokens, train.offsets, parts.train, length)
+        per_share = []
+        if config.validation_per_share:
+            most = -(-MOST_VALIDATION_SEQUENCES // len(parts.validation))
+            for own in parts.validation:
+                per_share.append(PackedDocuments(validation.tokens, validation.offsets, [own], length, most))
+        shares = parts.shares(examples.sizes, per_share)
     else:
-        examples = _packed(train, "training", config.sequence_length)
+        examples = _packed(train, "training", length)
     skipped = documents.metadata["skipped"]
     data = TaskData(
         task="causal_lm",
         dataset=config.dataset,
         source=source,
         train=examples,
-        validation=_packed(validation, "validation", config.sequence_length, MOST_VALIDATION_SEQUENCES),
+        validation=_packed(validation, "validation", length, MOST_VALIDATION_SEQUENCES),
         tokenizer=documents.tokenizer,
         documents={"train": len(train), "validation": len(validation)},
         skipped={reason: entry["documents"] for reason, entry in skipped.items()},
         shares=shares,
-        content=content_digest((train, validation), documents.tokenizer),
+        content=content,
     )
     logger.info(
         "data: %s; %s training documents in %s sequences, %s validation documents in %s; tokenizer %s",

@@ -4,7 +4,6 @@ Each document has a label: its origin (file, host, class, module) or its cluster
 label's documents every share gets. Documents are divided before they are packed, so no example belongs to two shares.
 """
 
-import hashlib
 import heapq
 import importlib.util
 import logging
@@ -17,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from algorithms.registry import Registry
-from fabrics.data.examples import Chosen, DataShares, Examples
-from fabrics.data.partition_sampler import first_shares
-from fabrics.data.sampler import CLUSTERS, DEALING
+from fabrics.data.examples import DataShares, Examples
+from fabrics.data.sampler import CLUSTERS, DEALING, Shares
 from fabrics.data.token_store import TokenisedPart
 from utils.config.schema import Config, ConfigError
 from utils.files import write_atomically
@@ -58,14 +56,53 @@ class Corpus:
     Attributes:
         vocabulary: number of tokens in the vocabulary.
         origins: finds the origin of each document.
-        folder: cache for clusters, which take seconds to minutes to find; None: no cache.
+        content: digest of the documents and of the tokenizer.
     """
 
     train: TokenisedPart
     validation: TokenisedPart
     vocabulary: int
     origins: Callable[[], DocumentLabels]
-    folder: Path | None = None
+    content: str
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The division of a corpus.
+
+    Attributes:
+        train: indices of the training documents of each share.
+        validation: indices of the validation documents of each share.
+        record: description of the shares, without numbers of examples.
+    """
+
+    train: list[np.ndarray]
+    validation: list[np.ndarray]
+    record: dict[str, Any]
+
+    def shares(self, sizes: Sequence[int], validation: Sequence[Examples]) -> DataShares:
+        """Describe the shares of the training examples.
+
+        Args:
+            sizes: training examples of each share.
+            validation: validation examples of each share; empty: they are not evaluated.
+
+        Raises:
+            ConfigError: a share has no example.
+        """
+        if 0 in sizes:
+            raise ConfigError(
+                f"data_split: the documents of share {list(sizes).index(0)} of {len(sizes)} do not fill one example; "
+                f"use fewer data_shares or a shorter sequence_length"
+            )
+        entries = [entry | {"examples": int(size)} for entry, size in zip(self.record["shares"], sizes, strict=True)]
+        record = self.record | {"shares": entries}
+        logger.info(
+            "data_split %s over %s: %d shares of %s to %s examples; total variation over %s labels %.3f",
+            record["split"], record["over"], len(sizes), f"{min(sizes):,}", f"{max(sizes):,}", record["labels"],
+            record["total_variation"],
+        )  # fmt: skip
+        return DataShares(tuple(sizes), tuple(validation), record)
 
 
 # Labels
@@ -73,11 +110,9 @@ class Corpus:
 
 def labels_by_origin(train: Sequence[str], validation: Sequence[str]) -> DocumentLabels:
     """Number the origins of the documents in alphabetical order."""
-    names = sorted({*train, *validation})
-    numbers = {name: number for number, name in enumerate(names)}
-    train_labels = np.array([numbers[origin] for origin in train], dtype=np.int32)
-    validation_labels = np.array([numbers[origin] for origin in validation], dtype=np.int32)
-    return DocumentLabels(tuple(names), train_labels, validation_labels)
+    names, numbers = np.unique(np.array([*train, *validation], dtype=object), return_inverse=True)
+    numbers = numbers.astype(np.int32)
+    return DocumentLabels(tuple(names), numbers[: len(train)], numbers[len(train) :])
 
 
 def missing_scikit_learn() -> list[str]:
@@ -98,10 +133,11 @@ def _token_counts(part: TokenisedPart, documents: np.ndarray, vocabulary: int):
     return counts
 
 
-def labels_by_cluster(corpus: Corpus, clusters: int, seed: int) -> DocumentLabels:
-    """Cluster the documents by k-means over TF-IDF of their tokens; cluster 0 has the most training tokens.
+def clusters_of(corpus: Corpus, clusters: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cluster the training and validation documents by k-means over TF-IDF of their tokens.
 
-    Documents weigh as their number of tokens. One thread does the work, so every process finds the same clusters.
+    Cluster 0 has the most training tokens. Documents weigh as their number of tokens. One thread does the work, so
+    every process finds the same clusters.
 
     Raises:
         ConfigError: scikit-learn is not installed, or there are fewer documents than clusters.
@@ -137,23 +173,27 @@ def labels_by_cluster(corpus: Corpus, clusters: int, seed: int) -> DocumentLabel
     sizes = np.bincount(train, weights=lengths, minlength=clusters)
     rank = np.empty(clusters, dtype=np.int32)
     rank[np.argsort(-sizes, kind="stable")] = np.arange(clusters)
-    return DocumentLabels(tuple(f"cluster {number}" for number in range(clusters)), rank[train], rank[validation])
+    return rank[train], rank[validation]
 
 
-def _cached_clusters(corpus: Corpus, clusters: int, seed: int) -> DocumentLabels:
-    if corpus.folder is None:
-        return labels_by_cluster(corpus, clusters, seed)
-    documents = f"{len(corpus.train)}_{len(corpus.validation)}"
-    path = corpus.folder / f"{clusters}_clusters_of_{documents}_seed_{seed}.npz"
-    if path.exists():
-        with np.load(path, allow_pickle=False) as file:
-            return DocumentLabels(tuple(file["names"].tolist()), file["train"], file["validation"])
-    labels = labels_by_cluster(corpus, clusters, seed)
+def _cached_clusters(config: Config, corpus: Corpus) -> DocumentLabels:
+    """Find the clusters, which takes seconds to minutes, or read them from the cache."""
+    count = config.data_shares
+    names = tuple(f"cluster {number}" for number in range(count))
+    path = Path(config.cache_dir) / "clusters" / f"{corpus.content}_{count}_seed_{config.training_seed}.npz"
     try:
-        write_atomically(path, lambda temporary: np.savez(temporary, **vars(labels)))
-    except OSError as error:  # a read-only set of somebody else
-        logger.info("%s cannot be cached: %s", path, error.strerror)
-    return labels
+        with np.load(path, allow_pickle=False) as file:
+            return DocumentLabels(names, file["train"], file["validation"])
+    except FileNotFoundError:
+        pass
+    except Exception as error:  # zipfile, zlib and numpy raise a dozen classes for damaged files
+        logger.warning("cached clusters are damaged and will be found again: %s: %s", path, error)
+    train, validation = clusters_of(corpus, count, config.training_seed)
+    try:
+        write_atomically(path, lambda temporary: np.savez(temporary, train=train, validation=validation))
+    except OSError as error:
+        logger.warning("cache_dir: %s cannot be written: %s", path, error.strerror)
+    return DocumentLabels(names, train, validation)
 
 
 # Proportions: the part of each label's tokens that each share gets
@@ -242,8 +282,7 @@ def split_iid(config: Config, corpus: Corpus) -> tuple[DocumentLabels, np.ndarra
 
 def split_by_clusters(config: Config, corpus: Corpus) -> tuple[DocumentLabels, np.ndarray]:
     """Every share gets one cluster (as in arXiv 2311.08105)."""
-    labels = _cached_clusters(corpus, config.data_shares, config.training_seed)
-    return _whole(labels, corpus, config.data_shares)
+    return _whole(_cached_clusters(config, corpus), corpus, config.data_shares)
 
 
 def split_by_sources(config: Config, corpus: Corpus) -> tuple[DocumentLabels, np.ndarray]:
@@ -275,14 +314,13 @@ def split_problems(config: Config) -> list[str]:
     """Return one line per setting of the data split that cannot work."""
     shares = config.data_shares
     trainers = config.number_of_initial_trainers
-    found = []
     if not config.splits_data:
-        for key in ("validation_per_share", "weigh_shares"):
-            if getattr(config, key):
-                found.append(
-                    f"{key}: needs data that are in shares: another data_split than iid, or data_split_over workers"
-                )
-        return found
+        return [
+            f"{key}: needs data that are in shares: another data_split than iid, or data_split_over workers"
+            for key in ("validation_per_share", "weigh_shares")
+            if getattr(config, key)
+        ]
+    found = []
     if shares is not None and shares < trainers:
         found.append(f"data_shares: must be at least the {trainers} trainers, got {shares}")
     if config.weigh_shares and config.data_split_over == "trainers" and trainers == 1:
@@ -308,61 +346,27 @@ def share_count(config: Config, nodes: int) -> int:
     return max(trainers, nodes)
 
 
-# From documents to examples
-
-# From a part and the documents of each share: examples sorted by share, and the examples of each share.
-Join = Callable[[TokenisedPart, list[np.ndarray]], tuple[Examples, Sequence[int]]]
+# The partition
 
 
-def divide(
-    config: Config, corpus: Corpus, join: Join, most_validation: int | None = None
-) -> tuple[Examples, DataShares]:
-    """Return the training examples sorted by share, and the description of the shares.
-
-    Args:
-        config: its data_shares is the number of shares.
-        join: turns documents into examples.
-        most_validation: most validation examples over all shares.
+def partition(config: Config, corpus: Corpus) -> Partition:
+    """Divide the documents into `data_shares` shares.
 
     Raises:
-        ConfigError: the data cannot be divided as configured.
+        ConfigError: they cannot be divided as configured.
     """
-    count = config.data_shares
     labels, proportions = SPLITS[config.data_split](config, corpus)
-    share_of = _shares_of_documents(config, corpus.train, labels.train, proportions, 1)
-    train, sizes = join(corpus.train, _by_share(share_of, count))
-    if 0 in sizes:
-        raise ConfigError(
-            f"data_split: the documents of share {sizes.index(0)} of {count} do not fill one example; use fewer "
-            f"data_shares or a shorter sequence_length"
-        )
-    validation_share_of = _shares_of_documents(config, corpus.validation, labels.validation, proportions, 2)
-    validation = []
-    if config.validation_per_share:
-        everything, counts = join(corpus.validation, _by_share(validation_share_of, count))
-        most = None if most_validation is None else -(-most_validation // count)
-        start = 0
-        for own in counts:
-            validation.append(Chosen(everything, np.arange(start, start + own)[:most]))
-            start += own
-    record = _share_record(config, corpus, labels, share_of, sizes)
-    digest = hashlib.sha256(share_of.astype("<i8").tobytes() + validation_share_of.astype("<i8").tobytes())
-    return train, DataShares(tuple(sizes), tuple(validation), record, digest.hexdigest())
 
+    def shares_of(part: TokenisedPart, own: np.ndarray, stream: int) -> np.ndarray:
+        generator = np.random.default_rng([config.training_seed, DEALING, stream])
+        return assign_documents(own, part.lengths, proportions, generator)
 
-def _shares_of_documents(
-    config: Config, part: TokenisedPart, labels: np.ndarray, proportions: np.ndarray, stream: int
-) -> np.ndarray:
-    generator = np.random.default_rng([config.training_seed, DEALING, stream])
-    return assign_documents(labels, part.lengths, proportions, generator)
+    def by_share(share_of: np.ndarray) -> list[np.ndarray]:
+        return [np.flatnonzero(share_of == share) for share in range(config.data_shares)]
 
-
-def _by_share(share_of: np.ndarray, shares: int) -> list[np.ndarray]:
-    """The documents of each share, in order."""
-    return [np.flatnonzero(share_of == share) for share in range(shares)]
-
-
-# The record of the shares
+    train = shares_of(corpus.train, labels.train, 1)
+    validation = shares_of(corpus.validation, labels.validation, 2)
+    return Partition(by_share(train), by_share(validation), _record(config, corpus, labels, train))
 
 
 def total_variation(counts: np.ndarray) -> float:
@@ -375,29 +379,25 @@ def total_variation(counts: np.ndarray) -> float:
     return float(np.abs(joint - joint.sum(1, keepdims=True) * joint.sum(0, keepdims=True)).sum() / 2)
 
 
-def _share_record(
-    config: Config, corpus: Corpus, labels: DocumentLabels, share_of: np.ndarray, sizes: Sequence[int]
-) -> dict[str, Any]:
+def _record(config: Config, corpus: Corpus, labels: DocumentLabels, share_of: np.ndarray) -> dict[str, Any]:
     """`data_shares` of the summary: sizes, first owner and largest labels of each share."""
-    shares = len(sizes)
+    shares = config.data_shares
     count = len(labels.names)
     cells = np.bincount(share_of * count + labels.train, weights=corpus.train.lengths, minlength=shares * count)
-    label_tokens = cells.reshape(shares, count)
-    documents = np.bincount(share_of, minlength=shares)
+    tokens = cells.reshape(shares, count)
     trainers = config.number_of_initial_trainers
-    owners = {share: trainer for trainer in range(trainers) for share in first_shares(shares, trainer, trainers)}
+    first = Shares(config.training_seed, (0,) * shares).first
+    owners = {share: trainer for trainer in range(trainers) for share in first(trainer, trainers)}
     entries = []
-    for share in range(shares):
-        tokens = label_tokens[share].sum()
-        largest = np.argsort(-label_tokens[share], kind="stable")[:_NAMED_LABELS].tolist()
-        fractions = {labels.names[i]: round(float(label_tokens[share, i] / tokens), 4) for i in largest}
+    for share, own in enumerate(tokens):
+        largest = np.argsort(-own, kind="stable")[:_NAMED_LABELS].tolist()
+        fractions = {labels.names[label]: round(float(own[label] / max(own.sum(), 1)), 4) for label in largest}
         entries.append(
             {
                 "share": share,
                 "first_trainer": owners[share],
-                "documents": int(documents[share]),
-                "examples": int(sizes[share]),
-                "tokens": int(tokens),
+                "documents": int((share_of == share).sum()),
+                "tokens": int(own.sum()),
                 "largest_labels": {name: fraction for name, fraction in fractions.items() if fraction},
             }
         )
@@ -405,15 +405,6 @@ def _share_record(
         "split": config.data_split,
         "over": config.data_split_over,
         "labels": count,
-        "total_variation": total_variation(label_tokens),
+        "total_variation": total_variation(tokens),
         "shares": entries,
     }
-
-
-def describe_shares(record: dict[str, Any]) -> str:
-    """Return one line for the log."""
-    examples = [share["examples"] for share in record["shares"]]
-    return (
-        f"data_split {record['split']} over {record['over']}: {len(examples)} shares of {min(examples):,} to "
-        f"{max(examples):,} examples; total variation over {record['labels']} labels {record['total_variation']:.3f}"
-    )

@@ -1,8 +1,7 @@
-"""Data order: a pure function of (seed, trainer, generation, epoch, position).
+"""Data order: a pure function of (seed, walk, epoch, position).
 
 It does not depend on the reader or on what was read before, so a run resumes from a few integers and reads the same
-data on any number of processes. A trainer's walk is stored as its recipe: its trainer, or the walks that were merged
-into it and the position of each. Orders are drawn only where they are read.
+data on any number of processes. Orders are drawn only where they are read.
 """
 
 import functools
@@ -18,7 +17,7 @@ from fabrics.data.examples import Examples
 # Streams of random numbers derived from one seed; stream 0 shuffles reviews (imdb).
 _SUBSETS = 1
 _ORDER = 2
-SHARES = 3
+_SHARES = 3
 DEALING = 4
 CLUSTERS = 5
 
@@ -27,7 +26,7 @@ class Reading(NamedTuple):
     """Workers that read consecutive slices of the same examples.
 
     Attributes:
-        places: from (offset, count) to example indices; offset 0 is the start of the round.
+        places: from (offset, count) to example indices (int64); offset 0 is the start of the round.
         workers: numbers of the workers.
         size: examples that they have together.
     """
@@ -58,8 +57,7 @@ def tokens_ahead(readings: Iterable[Reading], examples_each: Sequence[int], exam
     )
 
 
-def index_type(examples: int) -> type:
-    """Return the integer type for indices of this many examples."""
+def _index_type(examples: int) -> type:
     return np.int32 if examples < 2**31 else np.int64
 
 
@@ -77,56 +75,104 @@ class Subsets:
     examples: int
     trainers: int = 1
 
-    def _bounds(self, trainer: int) -> tuple[int, int]:
+    def first(self, trainer: int, trainers: int) -> list[int]:
+        """Return the numbers of the walks that a trainer starts with: its own."""
+        return [trainer]
+
+    def key(self, trainer: int) -> tuple[int, ...]:
+        return _ORDER, trainer, 0
+
+    def bounds(self, trainer: int) -> tuple[int, int]:
         return trainer * self.examples // self.trainers, (trainer + 1) * self.examples // self.trainers
 
     def size(self, trainers: Iterable[int]) -> int:
         """Return the number of examples of these trainers."""
-        bounds = [self._bounds(trainer) for trainer in trainers]
+        bounds = [self.bounds(trainer) for trainer in trainers]
         return sum(end - start for start, end in bounds)
 
     def draw(self, trainers: Iterable[int]) -> np.ndarray:
         """Return the examples of these trainers, sorted."""
         chosen = np.zeros(self.trainers, dtype=bool)
         chosen[list(trainers)] = True
-        return np.flatnonzero(chosen[_owners(self)]).astype(index_type(self.examples))
+        return np.flatnonzero(chosen[_owners(self)]).astype(_index_type(self.examples))
+
+    def unite(self, walks: list[tuple["Walk", int]]) -> list[tuple["Walk", int]]:
+        """Return one walk through the data of merged trainers."""
+        stream, trainer, generation = walks[0][0].key
+        return [(Walk(self, (stream, trainer, generation + 1), walks), 0)]
 
 
 @functools.lru_cache(maxsize=1)
 def _owners(subsets: Subsets) -> np.ndarray:
     """The trainer of each example, drawn once per process; one byte per example up to 256 trainers."""
-    order = np.arange(subsets.examples, dtype=index_type(subsets.examples))
+    order = np.arange(subsets.examples, dtype=_index_type(subsets.examples))
     np.random.default_rng([subsets.seed, _SUBSETS]).shuffle(order)
     owners = np.empty(subsets.examples, dtype=np.min_scalar_type(subsets.trainers - 1))
     for trainer in range(subsets.trainers):
-        start, end = subsets._bounds(trainer)
+        start, end = subsets.bounds(trainer)
         owners[order[start:end]] = trainer
     return owners
 
 
+@dataclass(frozen=True)
+class Shares:
+    """The shares of non-IID data; each is walked on its own, and moves with its position from trainer to trainer.
+
+    Attributes:
+        seed: seed of the run.
+        sizes: examples of each share; examples are sorted by share.
+    """
+
+    seed: int
+    sizes: tuple[int, ...]
+
+    def first(self, trainer: int, trainers: int) -> range:
+        """Return the shares that a trainer starts with: consecutive ones, equally many up to one."""
+        count = len(self.sizes)
+        return range(trainer * count // trainers, (trainer + 1) * count // trainers)
+
+    def key(self, share: int) -> tuple[int, ...]:
+        return _SHARES, share
+
+    def size(self, shares: Iterable[int]) -> int:
+        """Return the number of examples of these shares."""
+        return sum(self.sizes[share] for share in shares)
+
+    def draw(self, shares: Iterable[int]) -> np.ndarray:
+        """Return the examples of these shares, sorted."""
+        starts = [0, *np.cumsum(self.sizes).tolist()]
+        parts = [np.arange(*starts[share : share + 2], dtype=_index_type(starts[-1])) for share in sorted(shares)]
+        return np.concatenate(parts)
+
+    def unite(self, walks: list[tuple["Walk", int]]) -> list[tuple["Walk", int]]:
+        """Return the shares of merged trainers."""
+        return sorted(walks, key=lambda part: part[0].key)
+
+
 class Walk:
-    """The order in which a trainer reads its examples, epoch after epoch; it holds no position.
+    """The order in which examples are read, epoch after epoch; it holds no position.
 
     After a merge epochs continue to count. An epoch that some of the merged walks had begun contains only the examples
     that none of them has seen in it. So no example repeats within an epoch and none is left out, whenever trainers
     merge.
 
     Args:
-        subsets: the subsets of all trainers.
-        trainer: number of the trainer.
-        generation: number of merges of the trainer.
+        data: the subsets or shares of the run.
+        key: numbers of the stream, of the trainer or share, and of the merges of a trainer.
         merged: the merged walks, and how many examples of each had been read.
     """
 
-    def __init__(self, subsets: Subsets, trainer: int, generation: int = 0, merged: Sequence[tuple["Walk", int]] = ()):
-        self.subsets = subsets
-        self.trainer = trainer
-        self.generation = generation
+    def __init__(self, data: Subsets | Shares, key: Sequence[int], merged: Sequence[tuple["Walk", int]] = ()):
+        self.data = data
+        self.key = tuple(key)
         self.merged = tuple(merged)
-        self.members = frozenset({trainer}).union(*(walk.members for walk, _ in merged))
-        self.size = subsets.size(self.members)
-        if not self.size:
-            raise ValueError(f"trainer {trainer} has no data")
+        self.members = frozenset({self.number}).union(*(walk.members for walk, _ in merged))
+        self.size = data.size(self.members)
+
+    @property
+    def number(self) -> int:
+        """The trainer or the share."""
+        return self.key[1]
 
     @cached_property
     def _places(self) -> list[tuple["Walk", int, int]]:
@@ -145,7 +191,7 @@ class Walk:
             left = 0
             for walk, reached, at in self._places:
                 if epoch >= reached:
-                    left += walk.length(epoch) - (at if epoch == reached else 0)
+                    left += walk._length(epoch) - (at if epoch == reached else 0)
             lengths.append(left)
         return first, lengths
 
@@ -154,8 +200,7 @@ class Walk:
         first, lengths = self._begun
         return first + len(lengths) - 1
 
-    def length(self, epoch: int) -> int:
-        """Return the examples of an epoch, from the walk's first one on."""
+    def _length(self, epoch: int) -> int:
         first, lengths = self._begun
         return lengths[epoch - first] if epoch <= self._last_begun else self.size
 
@@ -180,85 +225,152 @@ class Walk:
             ]
             order = np.sort(np.concatenate(left))
         else:
-            order = self.subsets.draw(self.members)
-        key = [self.subsets.seed, _ORDER, self.trainer, self.generation, epoch]
-        np.random.default_rng(key).shuffle(order)
+            order = self.data.draw(self.members)
+        np.random.default_rng([self.data.seed, *self.key, epoch]).shuffle(order)
         return order
 
     def state_dict(self) -> dict:
-        """Return the recipe as plain values."""
+        """Return the key and the merged walks as plain values."""
         merged = [{"walk": walk.state_dict(), "position": position} for walk, position in self.merged]
-        return {"trainer": self.trainer, "generation": self.generation, "merged": merged}
+        return {"key": list(self.key), "merged": merged}
 
     @classmethod
-    def from_state_dict(cls, subsets: Subsets, state: dict) -> "Walk":
-        """Build the walk of a recipe."""
-        merged = [(cls.from_state_dict(subsets, part["walk"]), part["position"]) for part in state["merged"]]
-        return cls(subsets, state["trainer"], state["generation"], merged)
+    def from_state_dict(cls, data: Subsets | Shares, state: dict) -> "Walk":
+        merged = [(cls.from_state_dict(data, part["walk"]), part["position"]) for part in state["merged"]]
+        return cls(data, state["key"], merged)
+
+
+def shares_of_workers(shares: Sequence[int], workers: int) -> list[tuple[int, ...]]:
+    """Return the shares of each worker of a trainer.
+
+    Worker w of M reads the shares at places w, w + M, w + 2M, ...; with K < M shares, workers w, w + K, ... read the
+    same share together.
+    """
+    readers = min(len(shares), workers)
+    return [tuple(shares[worker % readers :: readers]) for worker in range(workers)]
+
+
+def next_of_several(positions: Sequence[int], sizes: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Interleave walks that are read together: the walk of each next example, and its position in that walk.
+
+    The walk that has progressed least, in epochs, comes next: walks with equal progress are read once each in an
+    epoch of all, and one that is behind catches up first.
+    """
+    each = np.arange(count)
+    epochs = np.concatenate([(at + each + 1) / size for at, size in zip(positions, sizes, strict=True)])
+    chosen = np.argsort(epochs, kind="stable")[:count]
+    which = chosen // count
+    return which, np.asarray(positions)[which] + chosen % count
 
 
 class DataCursor:
-    """A position in the walk of a trainer.
+    """The positions of a trainer in its walks.
 
     Args:
-        subsets: the subsets of all trainers.
-        trainer: number of the trainer.
+        data: the subsets or shares of the run.
+        numbers: the trainer, or its shares.
+        by_worker: each worker reads its own shares (`shares_of_workers`); otherwise all workers read all.
     """
 
-    def __init__(self, subsets: Subsets, trainer: int):
-        self.position = 0
-        self._set_walk(Walk(subsets, trainer))
+    def __init__(self, data: Subsets | Shares, numbers: Iterable[int], by_worker: bool = False):
+        self._data = data
+        self._by_worker = by_worker
+        self._set_walks([(Walk(data, data.key(number)), 0) for number in numbers])
 
-    def _set_walk(self, walk: Walk) -> None:
-        self._walk = walk
-        # A batch touches two epochs at most while it crosses from one into the next.
-        self._order = functools.lru_cache(maxsize=2)(walk.order)
+    def _set_walks(self, walks: Iterable[tuple[Walk, int]]) -> None:
+        self._walks = {walk.number: walk for walk, _ in walks}
+        self.positions = {walk.number: position for walk, position in walks}
+        # A batch touches two epochs of a walk at most while it crosses from one into the next.
+        self._order = functools.lru_cache(2 * len(self._walks))(lambda number, epoch: self._walks[number].order(epoch))
 
     def __len__(self) -> int:
         """Number of examples of the trainer."""
-        return self._walk.size
+        return sum(walk.size for walk in self._walks.values())
 
     @property
     def smallest(self) -> int:
-        """Examples of the reader with the fewest: all workers read all."""
-        return len(self)
+        """Examples of the reader with the fewest, if every share has its own worker."""
+        return min(walk.size for walk in self._walks.values()) if self._by_worker else len(self)
 
     @property
     def subset(self) -> np.ndarray:
         """Examples of the trainer, sorted."""
-        return self._walk.subsets.draw(self._walk.members)
+        return np.concatenate([self._data.draw(walk.members) for walk in self._walks.values()])
+
+    def _readers(self, workers: int) -> list[tuple[int, ...]]:
+        """The walks that each worker reads."""
+        if self._by_worker:
+            return shares_of_workers(list(self._walks), workers)
+        return [tuple(self._walks)] * workers
+
+    def readings(self, workers: int) -> list[Reading]:
+        """Return where the workers read; workers with the same walks read together."""
+        readers = self._readers(workers)
+        found = []
+        for numbers in dict.fromkeys(readers):
+            together = tuple(worker for worker, own in enumerate(readers) if own == numbers)
+            size = sum(self._walks[number].size for number in numbers)
+            found.append(Reading(self._places(numbers), together, size))
+        return found
 
     def peek(self, offset: int, count: int) -> np.ndarray:
-        """Return `count` example indices (int64) from `offset` after the position; the position stays."""
+        """Return `count` example indices (int64) from `offset` on, of all walks together; the position stays."""
+        return self._places(tuple(self._walks))(offset, count)
+
+    def _next(self, numbers: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray]:
+        positions = [self.positions[number] for number in numbers]
+        return next_of_several(positions, [self._walks[number].size for number in numbers], count)
+
+    def _read(self, number: int, position: int, count: int) -> np.ndarray:
         parts = [np.empty(0, dtype=np.int64)]
-        epoch, at = self._walk.place(self.position + offset)
+        epoch, at = self._walks[number].place(position)
         while count > 0:
-            part = self._order(epoch)[at : at + count]
+            part = self._order(number, epoch)[at : at + count]
             parts.append(part)
             count -= len(part)
             epoch += 1
             at = 0
         return np.concatenate(parts)
 
-    def readings(self, workers: int) -> list[Reading]:
-        """Return where the workers read: all together."""
-        return [Reading(self.peek, tuple(range(workers)), len(self))]
+    def _places(self, numbers: tuple[int, ...]) -> Callable[[int, int], np.ndarray]:
+        if len(numbers) == 1:
+            (number,) = numbers
+            return lambda offset, count: self._read(number, self.positions[number] + offset, count)
+        # Looked up in every inner step, computed a few times per round.
+        ahead = functools.lru_cache(maxsize=1)(functools.partial(self._next, numbers))
+
+        def places(offset: int, count: int) -> np.ndarray:
+            end = offset + count
+            which, positions = ahead(1 << max(end - 1, 0).bit_length())
+            found = np.empty(count, dtype=np.int64)
+            for place, number in enumerate(numbers):
+                own = which[offset:end] == place
+                if own.any():  # its positions are consecutive
+                    found[own] = self._read(number, int(positions[offset:end][own][0]), int(own.sum()))
+            return found
+
+        return places
 
     def advance(self, examples_each: Sequence[int]) -> None:
         """Move past the examples that each worker has read."""
-        self.position += sum(examples_each)
+        counts: dict[tuple[int, ...], int] = {}
+        for numbers, examples in zip(self._readers(len(examples_each)), examples_each, strict=True):
+            counts[numbers] = counts.get(numbers, 0) + examples
+        for numbers, count in counts.items():
+            which, _ = self._next(numbers, count)
+            for number, seen in zip(numbers, np.bincount(which, minlength=len(numbers)).tolist(), strict=True):
+                self.positions[number] += seen
+
+    def _parts(self) -> list[tuple[Walk, int]]:
+        return [(walk, self.positions[number]) for number, walk in self._walks.items()]
 
     def unite(self, others: Iterable["DataCursor"]) -> None:
-        """Take over the data of merged trainers: first the rest of begun epochs, then epochs of the union."""
-        walk = self._walk
-        merged = [(cursor._walk, cursor.position) for cursor in (self, *others)]
-        self._set_walk(Walk(walk.subsets, walk.trainer, walk.generation + 1, merged))
-        self.position = 0
+        """Take over the data of merged trainers; see `Subsets.unite` and `Shares.unite`."""
+        self._set_walks(self._data.unite([part for cursor in (self, *others) for part in cursor._parts()]))
 
     def state_dict(self) -> dict:
-        """Return the position and the recipe as plain values."""
-        return {"walk": self._walk.state_dict(), "position": self.position}
+        """Return walks and positions as plain values."""
+        return {"walks": [{"walk": walk.state_dict(), "position": position} for walk, position in self._parts()]}
 
     def load_state_dict(self, state: dict) -> None:
-        self._set_walk(Walk.from_state_dict(self._walk.subsets, state["walk"]))
-        self.position = state["position"]
+        self._set_walks([(Walk.from_state_dict(self._data, part["walk"]), part["position"]) for part in state["walks"]])

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from fabrics.data.examples import TaskData
-from fabrics.data.partition_sampler import OrderedShares, ShareCursor, first_shares
-from fabrics.data.sampler import DataCursor, Subsets
+from fabrics.data.sampler import DataCursor, Shares, Subsets
 from fabrics.models.compilation import can_compile, compiles
 from fabrics.models.model_family import ModelFamily, is_pretrained
 from fabrics.models.registry import MODELS, build_model, reinitialise_output_layer
@@ -162,9 +161,7 @@ def initial_parameters(config: Config, data: TaskData, trainer: int, first: Flat
     return first.flatten(initial_model(config, data, trainer))
 
 
-def initial_cursors(
-    config: Config, examples: int, sizes: Sequence[int] | None = None
-) -> list[DataCursor] | list[ShareCursor]:
+def initial_cursors(config: Config, examples: int, sizes: Sequence[int] | None = None) -> list[DataCursor]:
     """Return each trainer's cursor at the beginning of its own subset of the training examples.
 
     Args:
@@ -176,18 +173,13 @@ def initial_cursors(
     """
     trainers = config.number_of_initial_trainers
     seed = config.training_seed
-    if sizes is None:
-        subsets = Subsets(seed, examples, trainers)
-        smallest = min(subsets.size([trainer]) for trainer in range(trainers))
-    else:
-        shares = OrderedShares(seed, sizes)
-        owned = [first_shares(len(sizes), trainer, trainers) for trainer in range(trainers)]
-        smallest = min(sum(shares.sizes[share] for share in own) for own in owned)
+    data = Subsets(seed, examples, trainers) if sizes is None else Shares(seed, tuple(sizes))
+    by_worker = sizes is not None and config.data_split_over == "workers"
+    cursors = [DataCursor(data, data.first(trainer, trainers), by_worker) for trainer in range(trainers)]
+    smallest = min(map(len, cursors))
     if config.INITIAL_BATCH_SIZE > smallest:
         raise ConfigError(
             f"INITIAL_BATCH_SIZE: must be at most the {smallest} examples of a trainer's subset "
             f"({examples} in all, {trainers} trainers), got {config.INITIAL_BATCH_SIZE}"
         )
-    if sizes is None:
-        return [DataCursor(subsets, trainer) for trainer in range(trainers)]
-    return [ShareCursor(shares, own, config.data_split_over == "workers") for own in owned]
+    return cursors

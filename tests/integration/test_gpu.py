@@ -49,7 +49,7 @@ def test_rounds_on_a_gpu_equal_the_cpu():
     examples, model = PackedSequences(random_sequences(60)), use_torch_norms(tiny_llama())
     expected = make_trainer(copy.deepcopy(model), config, examples)
     working = FlatModel(model, CUDA)
-    cursor = DataCursor(Subsets(config.training_seed, 60), 0)
+    cursor = DataCursor(Subsets(config.training_seed, 60), [0])
     processes = LocalProcesses([CUDA], 2)
     trainer = Trainer(0, config, working.parameters.detach().clone(), cursor, examples, {CUDA: working}, processes)
     trainer.assign_nodes((Node(0, CUDA, 64), Node(1, CUDA, 64)))
@@ -109,7 +109,7 @@ def test_inner_steps_never_wait_for_the_gpu(autocast):
     model = tiny_llama(dtype=torch.float32, hidden_size=256, intermediate_size=256)  # heads of 64
     dtype = None if autocast is None else getattr(torch, autocast)
     working, examples = FlatModel(model, CUDA, dtype), PackedSequences(random_sequences(60, 64))
-    cursor = DataCursor(Subsets(config.training_seed, 60), 0)
+    cursor = DataCursor(Subsets(config.training_seed, 60), [0])
     processes = LocalProcesses([CUDA], 1)
     trainer = Trainer(0, config, working.parameters.detach().clone(), cursor, examples, {CUDA: working}, processes)
     trainer.assign_nodes((Node(0, CUDA, 4),))
@@ -134,7 +134,7 @@ def test_bfloat16_rounds_stay_near_float32_rounds():
     for dtype in (None, torch.bfloat16):
         config, examples = make_config(INITIAL_BATCH_SIZE=8), PackedSequences(random_sequences(60))
         working = FlatModel(tiny_llama(dtype=torch.float32), CUDA, dtype)
-        cursor = DataCursor(Subsets(config.training_seed, 60), 0)
+        cursor = DataCursor(Subsets(config.training_seed, 60), [0])
         start = working.parameters.detach().clone()
         trainer = Trainer(0, config, start, cursor, examples, {CUDA: working}, LocalProcesses([CUDA], 1))
         trainer.assign_nodes((Node(0, CUDA, 64),))
@@ -149,7 +149,7 @@ def test_state_in_host_memory_gives_nearly_the_same_rounds():
     found = []
     for offload in ([], ["outer_state", "idle_moments"]):
         config, examples = make_config(offload=offload), PackedSequences(random_sequences(60))
-        working, cursor = FlatModel(tiny_llama(), CUDA), DataCursor(Subsets(config.training_seed, 60), 0)
+        working, cursor = FlatModel(tiny_llama(), CUDA), DataCursor(Subsets(config.training_seed, 60), [0])
         start, processes = working.parameters.detach().clone(), LocalProcesses([CUDA], 2)
         trainer = Trainer(0, config, start, cursor, examples, {CUDA: working}, processes)
         trainer.assign_nodes((Node(0, CUDA, 64), Node(1, CUDA, 64)))

@@ -130,7 +130,7 @@ def make_trainer(
 ) -> Trainer:
     """Return one of `trainers` trainers on the CPU; nodes: how many workers, or the numbers of their nodes."""
     working = FlatModel(module, CPU)
-    cursor = DataCursor(Subsets(config.training_seed, len(examples), trainers), trainer_id)
+    cursor = DataCursor(Subsets(config.training_seed, len(examples), trainers), [trainer_id])
     parameters = working.parameters.detach().clone()
     numbers = range(nodes) if isinstance(nodes, int) else nodes
     processes = processes or LocalProcesses([CPU], 8)  # some nodes may join later

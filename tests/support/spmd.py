@@ -226,7 +226,7 @@ def run_scenario(name: str, processes: Processes | None = None) -> dict:
         "lost": counters.lost_messages,
         "merges": len(cluster.merges),
         "warnings": recorder.warnings,
-        "shares": data.shares and (data.shares.sizes, data.shares.digest),
+        "shares": data.shares and (data.shares.sizes, data.shares.record),
         "placement": [
             {report.trainer: [w.node for w in report.workers.values()] for report in result.reports.values()}
             for result in recorder.rounds

@@ -132,13 +132,10 @@ def test_equally_many_but_other_examples_stop_all(loading):
 
 def test_equally_large_but_other_shares_stop_all(loading):
     """The compared examples may be the same."""
-    share = {"examples": 48, "documents": 2}
-    record = {"split": "clusters", "over": "workers", "labels": 2, "total_variation": 0.0, "shares": [share] * 2}
-    shares = {rank: DataShares((48, 48), (), record, digest) for rank, digest in enumerate("aab")}
+    shares = [DataShares((48, 48), (), {"shares": [{"documents": count}]}) for count in (2, 2, 3)]
     loading(c4=lambda rank: dataclasses.replace(DATA, shares=shares[rank]))
-    assert set(refusals(3, load)) == {
-        "the processes have different data: shares of the documents: 'a' on ranks 0, 1, 'b' on rank 2"
-    }
+    (line,) = set(refusals(3, load))
+    assert line.startswith("the processes have different data: contents: ")
 
 
 def test_the_first_process_of_a_machine_loads_before_the_others(loading):

@@ -13,7 +13,7 @@ from fabrics.data.sampler import DataCursor, Subsets
 
 def cursors(trainers: int, examples: int) -> list[DataCursor]:
     subsets = Subsets(5, examples, trainers)
-    return [DataCursor(subsets, trainer) for trainer in range(trainers)]
+    return [DataCursor(subsets, [trainer]) for trainer in range(trainers)]
 
 
 def drawn_by_hand(trainer: int, trainers: int, examples: int) -> list[int]:
@@ -30,7 +30,7 @@ def walked(cursor: DataCursor, count: int) -> list[int]:
 
 def reloaded(cursor: DataCursor) -> DataCursor:
     """The cursor of a resumed run."""
-    fresh = DataCursor(cursor._walk.subsets, 0)
+    fresh = DataCursor(cursor._data, [0])
     fresh.load_state_dict(json.loads(json.dumps(cursor.state_dict())))
     return fresh
 
@@ -48,16 +48,11 @@ def test_subsets_are_parts_of_one_random_permutation(trainers, examples):
     assert subsets.draw([0, trainers - 1]).tolist() == sorted({*drawn[0], *drawn[-1]})
 
 
-def test_a_trainer_without_data_is_an_error():
-    with pytest.raises(ValueError, match="trainer 0 has no data"):
-        DataCursor(Subsets(5, 3, 4), 0)
-
-
 # Walks
 
 
 def test_an_epoch_sees_every_example_once_and_the_next_in_another_order():
-    cursor = DataCursor(Subsets(3, 30), 0)
+    cursor = DataCursor(Subsets(3, 30), [0])
     first, second = cursor.peek(0, 30).tolist(), cursor.peek(30, 30).tolist()
     assert sorted(first) == sorted(second) == list(range(30))
     assert first != second
@@ -73,10 +68,10 @@ def test_the_order_is_numpys_for_seed_trainer_generation_and_epoch():
 
 @given(st.integers(1, 40), st.lists(st.integers(1, 25), min_size=1, max_size=12))
 def test_the_order_is_a_function_of_the_position_alone(size, steps):
-    walker, stream = DataCursor(Subsets(1, size), 0), []
+    walker, stream = DataCursor(Subsets(1, size), [0]), []
     for step in steps:
         stream += walked(walker, step)
-    fresh = DataCursor(Subsets(1, size), 0)
+    fresh = DataCursor(Subsets(1, size), [0])
     assert fresh.peek(0, sum(steps)).tolist() == stream
     assert fresh.peek(steps[0], sum(steps[1:])).tolist() == stream[steps[0] :]
     assert reloaded(walker).peek(0, 7).tolist() == walker.peek(0, 7).tolist()

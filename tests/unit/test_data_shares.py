@@ -13,12 +13,12 @@ from fabrics.config_checks import CHECKS
 from fabrics.data import partition
 from fabrics.data.c4 import host
 from fabrics.data.dataset_loader import DATASETS, Dataset, load_data
-from fabrics.data.examples import Chosen, PackedDocuments, TaskData
+from fabrics.data.examples import PackedDocuments, TaskData
 from fabrics.data.partition import (
     Corpus,
     assign_documents,
+    clusters_of,
     dirichlet_proportions,
-    labels_by_cluster,
     share_count,
     total_variation,
     whole_labels,
@@ -132,12 +132,11 @@ def test_documents_are_packed_by_group_and_in_order():
     assert packed.tokens(chosen) == 63
 
 
-def test_chosen_examples_are_those_of_others():
+def test_chosen_sequences_are_those_of_others():
     texts = padded([[number] * length for number, length in enumerate([3, 9, 4, 7, 5])])
-    chosen = Chosen(texts, np.array([4, 1, 0]))
-    assert (len(chosen), chosen.largest, chosen.tokens([0, 2]), chosen.tokens_per_example) == (3, 1, 8, None)
+    chosen = texts.chosen(np.array([4, 1, 0]))
+    assert (len(chosen), chosen.largest, chosen.tokens([0, 2])) == (3, 1, 8)
     assert chosen.batch([2, 0], CPU)["labels"].equal(texts.batch([0, 4], CPU)["labels"])
-    assert Chosen(texts, np.array([2, 3, 0])).largest == 1
 
 
 def test_sources_are_files_and_no_example_is_of_two_shares(make_text):
@@ -178,12 +177,12 @@ def test_clusters_tell_code_from_prose(tmp_path, tokenizer_folder):
     prose = [text for text in python_documents() if len(text) > 400]
     tokenizer = load_tokenizer(str(tokenizer_folder), "tokenizer")
     parts = [tokenised(code[first:last] + prose[first:last], tokenizer) for first, last in ((0, 150), (150, 180))]
-    labels = labels_by_cluster(Corpus(*parts, len(tokenizer), None), 2, 42)
-    for found, documents in ((labels.train, 150), (labels.validation, 30)):
+    train, validation = clusters_of(Corpus(*parts, len(tokenizer), None, ""), 2, 42)
+    for found, documents in ((train, 150), (validation, 30)):
         of_code = found[:documents]
         of_prose = found[documents:]
         assert max((of_code == own).mean() + (of_prose == 1 - own).mean() for own in (0, 1)) > 1.6  # 1 by chance
-    tokens = np.bincount(labels.train, weights=parts[0].lengths)
+    tokens = np.bincount(train, weights=parts[0].lengths)
     assert tokens[0] >= tokens[1]
 
 
@@ -195,18 +194,29 @@ def test_clusters_of_many_documents_are_those_of_a_sample_found_in_blocks(monkey
     part = TokenisedPart(np.concatenate(tokens), np.cumsum([0, *lengths]), np.arange(60, dtype=np.uint64))
     monkeypatch.setattr(partition, "SAMPLED_DOCUMENTS", 20)
     monkeypatch.setattr(partition, "_BLOCK_DOCUMENTS", 4)
-    labels = labels_by_cluster(Corpus(part, part.first(7), 20, None), 2, 42)
-    assert labels.train[0] != labels.train[1]
-    assert labels.train.tolist() == labels.train[:2].tolist() * 30
-    assert labels.validation.tolist() == labels.train[:7].tolist()
+    train, validation = clusters_of(Corpus(part, part.first(7), 20, None, ""), 2, 42)
+    assert train[0] != train[1]
+    assert train.tolist() == train[:2].tolist() * 30
+    assert validation.tolist() == train[:7].tolist()
 
 
-def test_clusters_are_found_once(make_text, monkeypatch):
+def test_clusters_are_found_once_and_again_if_the_cache_is_damaged(make_text, monkeypatch):
     config = make_text("ab", data_split="clusters", number_of_initial_trainers=2)
     first = texts_by_share(load_data(config))
-    monkeypatch.setattr(partition, "labels_by_cluster", None)
+    with monkeypatch.context() as patch:
+        patch.setattr(partition, "clusters_of", None)
+        assert texts_by_share(load_data(config)) == first
+    (cached,) = Path(config.cache_dir, "clusters").glob("*_2_seed_42.npz")
+    whole = cached.read_bytes()
+    flipped = bytearray(whole)
+    flipped[200] ^= 1
+    for damaged in (bytes(flipped), whole[:-30], b"", b"junk"):
+        cached.write_bytes(damaged)
+        assert texts_by_share(load_data(config)) == first
+        assert cached.read_bytes() == whole
+    cached.unlink()
+    cached.mkdir()
     assert texts_by_share(load_data(config)) == first
-    assert len([*Path(config.cache_dir).glob("tokenised/*/2_clusters_of_68_12_seed_42.npz")]) == 1
 
 
 def test_hosts_are_the_sources_of_c4(make_c4, tokenised_c4, tmp_path):

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from algorithms.nodes.balance import places
 from algorithms.schedule.limits import RunCounters
 from fabrics.data.examples import PackedSequences
-from fabrics.data.partition_sampler import OrderedShares, ShareCursor, first_shares, next_of_several, shares_of_workers
-from fabrics.data.sampler import share_sizes, tokens_ahead
+from fabrics.data.sampler import DataCursor, Shares, next_of_several, share_sizes, shares_of_workers, tokens_ahead
 from fabrics.pool.node_assignment import NodeAssigner
 from fabrics.pool.node_pool import NodePool
 from fabrics.pool.round_scheduler import RoundScheduler
@@ -32,7 +31,7 @@ from trainers import Trainer
 from utils.distributed.processes import LocalProcesses
 
 
-def read(cursor: ShareCursor, batches: list[int], steps: int) -> list[list[int]]:
+def read(cursor: DataCursor, batches: list[int], steps: int) -> list[list[int]]:
     """Return the examples of every worker in a round of inner steps, and advance."""
     found = {}
     for reading in cursor.readings(len(batches)):
@@ -43,9 +42,9 @@ def read(cursor: ShareCursor, batches: list[int], steps: int) -> list[list[int]]
     return [found[worker] for worker in range(len(batches))]
 
 
-def reloaded(cursor: ShareCursor) -> ShareCursor:
+def reloaded(cursor: DataCursor) -> DataCursor:
     """Return the cursor of a resumed run."""
-    fresh = ShareCursor(cursor._shares, [0], cursor._by_worker)
+    fresh = DataCursor(cursor._data, [0], cursor._by_worker)
     fresh.load_state_dict(json.loads(json.dumps(cursor.state_dict())))
     return fresh
 
@@ -65,8 +64,8 @@ def test_workers_divide_the_shares_of_their_trainer(shares, workers, expected):
 
 
 def test_trainers_begin_with_consecutive_shares():
-    assert [list(first_shares(5, trainer, 2)) for trainer in range(2)] == [[0, 1], [2, 3, 4]]
-    assert [list(first_shares(4, trainer, 4)) for trainer in range(4)] == [[0], [1], [2], [3]]
+    assert [list(Shares(1, (1,) * 5).first(trainer, 2)) for trainer in range(2)] == [[0, 1], [2, 3, 4]]
+    assert [list(Shares(1, (1,) * 4).first(trainer, 4)) for trainer in range(4)] == [[0], [1], [2], [3]]
 
 
 def test_the_share_with_the_least_progress_comes_next():
@@ -79,14 +78,14 @@ def test_the_share_with_the_least_progress_comes_next():
 
 
 def test_the_order_is_numpys_for_seed_share_and_epoch():
-    cursor = ShareCursor(OrderedShares(5, (3, 6)), [1], True)
+    cursor = DataCursor(Shares(5, (3, 6)), [1], True)
     for epoch in (0, 1):
         expected = np.random.default_rng([5, 3, 1, epoch]).permutation(np.arange(3, 9))
         assert cursor.readings(1)[0].places(6 * epoch, 6).tolist() == expected.tolist()
 
 
 def test_workers_that_read_the_same_shares_take_consecutive_slices():
-    cursor = ShareCursor(OrderedShares(5, (8, 12)), [0, 1], False)
+    cursor = DataCursor(Shares(5, (8, 12)), [0, 1], False)
     ((upcoming, workers, size),) = cursor.readings(3)
     assert (workers, size) == ((0, 1, 2), 20)
     steps = upcoming(0, 18).reshape(3, 6)
@@ -98,19 +97,19 @@ def test_workers_that_read_the_same_shares_take_consecutive_slices():
 
 
 def test_a_worker_reads_its_own_share_alone():
-    cursor = ShareCursor(OrderedShares(5, (8, 12, 4)), [0, 1, 2], True)
+    cursor = DataCursor(Shares(5, (8, 12, 4)), [0, 1, 2], True)
     assert share_sizes(cursor.readings(3), [1, 1, 1]) == [8, 12, 4]
     assert share_sizes(cursor.readings(6), [1, 1, 0, 1, 1, 1]) == [4, 6, 0, 4, 6, 2]
     parts = read(cursor, [2, 3, 1], 4)
     for share, part in enumerate(parts):
-        assert set(part) <= set(cursor._shares.examples(share))
+        assert set(part) <= set(cursor._data.draw([share]))
         assert len(set(part)) == len(part)
 
 
 @pytest.mark.parametrize("by_worker", [True, False])
 def test_tokens_ahead_are_those_that_are_read(by_worker):
     texts = padded([[1] * length for length in range(1, 25)])
-    cursor, batches = ShareCursor(OrderedShares(1, (6, 10, 8)), [0, 1, 2], by_worker), [2, 1, 3]
+    cursor, batches = DataCursor(Shares(1, (6, 10, 8)), [0, 1, 2], by_worker), [2, 1, 3]
     expected = tokens_ahead(cursor.readings(3), [2 * batch for batch in batches], texts)
     assert expected == sum(texts.tokens(part) for part in read(cursor, batches, 2))
 
@@ -126,8 +125,8 @@ rounds = st.lists(
 @given(st.lists(st.integers(1, 9), min_size=4, max_size=7), st.booleans(), rounds)
 def test_nothing_is_seen_twice_in_an_epoch_of_a_share(sizes, by_worker, events):
     """Also through merges, and resumed at every moment."""
-    shares = OrderedShares(3, tuple(sizes))
-    living = [ShareCursor(shares, first_shares(len(sizes), trainer, 4), by_worker) for trainer in range(4)]
+    shares = Shares(3, tuple(sizes))
+    living = [DataCursor(shares, shares.first(trainer, 4), by_worker) for trainer in range(4)]
     seen = Counter()
     for chosen, batches, steps, merges in events:
         cursor = living[chosen % len(living)]
@@ -140,7 +139,7 @@ def test_nothing_is_seen_twice_in_an_epoch_of_a_share(sizes, by_worker, events):
             other = living.pop()
             living[0].unite([other])
         for share, size in enumerate(sizes):
-            counts = [seen[example] for example in shares.examples(share)]
+            counts = [seen[example] for example in shares.draw([share])]
             assert max(counts) - min(counts) <= 1
             assert sum(counts) == sum(cursor.positions.get(share, 0) for cursor in living)
             assert size == len(counts)
@@ -150,7 +149,7 @@ def test_nothing_is_seen_twice_in_an_epoch_of_a_share(sizes, by_worker, events):
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(1, 3))
 def test_an_epoch_of_all_shares_of_a_trainer_sees_every_example_once(sizes, epochs):
-    cursor = ShareCursor(OrderedShares(3, tuple(sizes)), range(len(sizes)), False)
+    cursor = DataCursor(Shares(3, tuple(sizes)), range(len(sizes)), False)
     for _ in range(epochs):
         (part,) = read(cursor, [1], sum(sizes))
         assert sorted(part) == list(range(sum(sizes)))
@@ -159,7 +158,7 @@ def test_an_epoch_of_all_shares_of_a_trainer_sees_every_example_once(sizes, epoc
 # Trainers
 
 
-def trainer_of(cursor: ShareCursor, examples, nodes: int, number: int = 0, **values) -> Trainer:
+def trainer_of(cursor: DataCursor, examples, nodes: int, number: int = 0, **values) -> Trainer:
     working = FlatModel(tiny_llama(), CPU)
     start, processes = working.parameters.detach().clone(), LocalProcesses([CPU], nodes)
     trainer = Trainer(number, make_config(**values), start, cursor, examples, {CPU: working}, processes)
@@ -170,7 +169,7 @@ def trainer_of(cursor: ShareCursor, examples, nodes: int, number: int = 0, **val
 def test_workers_of_a_trainer_train_on_their_shares():
     examples = PackedSequences(random_sequences(40))
     values = {"INITIAL_BATCH_SIZE": 6, "max_requested_batch": 6}
-    trainer = trainer_of(ShareCursor(OrderedShares(1, (10, 14, 16)), [0, 1, 2], True), examples, 3, **values)
+    trainer = trainer_of(DataCursor(Shares(1, (10, 14, 16)), [0, 1, 2], True), examples, 3, **values)
     trained = []
     batch_of = examples.batch
 
@@ -191,7 +190,7 @@ def test_workers_of_a_trainer_train_on_their_shares():
 def test_weigh_shares_weights_means_by_the_sizes_of_shares(weigh, monkeypatch):
     examples = PackedSequences(random_sequences(40))
     values = {"distributed_algo": "LocalSGD", "sampling_method": "none", "weigh_shares": weigh}
-    trainer = trainer_of(ShareCursor(OrderedShares(1, (10, 30)), [0, 1], True), examples, 2, **values)
+    trainer = trainer_of(DataCursor(Shares(1, (10, 30)), [0, 1], True), examples, 2, **values)
     before, gradients = trainer.parameters.clone(), recorded_pseudo_gradients(monkeypatch)
     train(trainer, 1)
     first, second = gradients
@@ -203,11 +202,11 @@ def test_weigh_shares_weights_means_by_the_sizes_of_shares(weigh, monkeypatch):
 @pytest.mark.parametrize(("weigh", "weights"), [(True, (0.25, 0.75)), (False, (2 / 3, 1 / 3))])
 def test_weigh_shares_weights_merges_by_the_sizes_of_shares(over, weigh, weights):
     """Trainer 0 requests 8 and has shares of 4 and 6 examples, trainer 1 requests 4 and has one of 30."""
-    examples, shares = PackedSequences(random_sequences(40)), OrderedShares(1, (4, 6, 30))
+    examples, shares = PackedSequences(random_sequences(40)), Shares(1, (4, 6, 30))
     values = {"data_split_over": over, "data_split": "sources", "weigh_shares": weigh}
     config, by_worker = make_config(**values), over == "workers"
     trainers = {
-        number: trainer_of(ShareCursor(shares, own, by_worker), examples, 1, number, **values)
+        number: trainer_of(DataCursor(shares, own, by_worker), examples, 1, number, **values)
         for number, own in enumerate(([0, 1], [2]))
     }
     trainers[0].batch.requested_batch = 8

@@ -29,7 +29,7 @@ def test_every_device_evaluates_the_batches_of_its_workers(monkeypatch):
     monkeypatch.setattr(eval_tool, "begin_batches", recorded)
     parameters = working[CPU].parameters.detach().clone().mul_(1.5)
     processes = LocalProcesses([CPU, elsewhere], 2)
-    cursor = DataCursor(Subsets(1, len(data.train)), 0)
+    cursor = DataCursor(Subsets(1, len(data.train)), [0])
     trainer = Trainer(0, config, parameters, cursor, data.train, working, processes)
     trainer.assign_nodes((Node(0, CPU, 8), Node(1, elsewhere, 8), Node(2, CPU, 8)))
     judge = Validation(data, working, batch_size=6)  # seven batches
