@@ -108,21 +108,6 @@ def test_a_repeated_round_replaces_its_checkpoint(checkpoints, folder):
     assert newest(folder).state == {"round": "again"}
 
 
-@pytest.mark.parametrize("name", ["state.json", "trainer_0.safetensors", "config.yaml"])
-@pytest.mark.parametrize("fault", ["cut", "removed"])
-def test_an_incomplete_checkpoint_is_skipped_and_reported(checkpoints, folder, name, fault):
-    save(checkpoints, folder, 1)
-    path = save(checkpoints, folder, 2) / name
-    data = path.read_bytes()
-    path.unlink()
-    if fault == "cut":
-        path.write_bytes(data[: len(data) // 2])
-    found = newest(folder)
-    assert found.state["round"] == 1
-    (problem,) = found.problems
-    assert "round_00002" in problem
-
-
 def test_an_unfinished_checkpoint_does_not_count_and_is_removed(checkpoints, folder, warnings):
     save(checkpoints, folder, 1)
     half = folder / ".round_00002.new"

@@ -83,18 +83,6 @@ def test_a_resumed_run_on_two_processes_equals_the_uninterrupted_run_on_one(prog
     assert shlex.split(resumed["command"])[1:] == done.args[1:]
 
 
-def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(stopped, whole, capsys):
-    state = stopped / "checkpoints" / "round_00004" / "state.json"
-    state.write_text(state.read_text()[:-10])
-    assert program.main(["--resume", str(stopped)]) == 0
-    assert "resumed after round 2" in (stopped / "training_log.log").read_text()
-    (warning,) = warnings_of(stopped)
-    assert "a checkpoint was passed over" in warning
-    assert "round_00004" in warning
-    assert (stopped / "checkpoints" / "damaged_round_00004").is_dir()
-    assert_same_run(stopped, whole, besides=("warnings",))
-
-
 def test_a_finished_run_can_be_made_longer(whole, tmp_path, cache_dir):
     folder = tmp_path / "longer"
     shutil.copytree(whole, folder)

@@ -1,7 +1,7 @@
 """Checkpoints of a run: `checkpoints/round_NNNNN/`, complete or not there.
 
 A checkpoint holds safetensors files named by trainer and worker, never by process; `config.yaml`; and `state.json` with
-all plain values and the size of every file. Reading one executes no code.
+all plain values and the checksum of every file. Reading one executes no code.
 
 Training waits while all processes save together. Each writes its own tensors into a hidden folder. When all have
 succeeded, the main process writes `state.json` and renames the folder, so that a process may die at any time. With
@@ -19,7 +19,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from utils.distributed.processes import Processes
 
 STATE = "state.json"
+_BLOCK_BYTES = 1 << 20
 KEPT = 2  # newest checkpoints that are not removed
 _NAME = re.compile(r"round_(\d{5,})")
 
@@ -129,15 +131,30 @@ def _finished_checkpoints(folder: Path) -> list[Path]:
 def _read_state(path: Path) -> dict:
     try:
         content = json.loads((path / STATE).read_text(encoding="utf-8"))
-        for name, size in content["files"].items():
-            actual = (path / name).stat().st_size
-            if actual != size:
-                raise CheckpointError(f"{path}: {name} has {actual:,} bytes instead of {size:,}")
+        if content.pop("crc32") != _text_crc32(content):
+            raise CheckpointError(f"{path}: {STATE} has changed since it was written")
+        for name, written in content["files"].items():
+            if _crc32(path / name) != written:
+                raise CheckpointError(f"{path}: {name} has changed since it was written")
         return content["state"]
     except CheckpointError:
         raise
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except OSError as error:
         raise CheckpointError(f"{path}: {error}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: {STATE}: {error}") from None
+
+
+def _crc32(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def _text_crc32(content: Mapping) -> int:
+    return zlib.crc32(json.dumps(content).encode())
 
 
 # Writing
@@ -187,12 +204,13 @@ class Checkpoints:
             text_files: content of further files by name, of the main process.
         """
         temporary = self._folder / f".round_{number:05d}.new"
-        own_problem = _problem_of(lambda: self._write_tensors(temporary, groups))
-        problems = {problem for problem in self._processes.gather(own_problem) if problem is not None}
+        problem, _ = self._together(lambda: self._write_tensors(temporary, groups))
+        checksums = []
+        if not problem:  # all files are complete
+            problem, checksums = self._together(lambda: self._checksums(temporary, groups))
         if self._processes.is_main:
-            problem = "; ".join(sorted(problems))
             if not problem:
-                problem = _problem_of(lambda: self._complete(temporary, state, text_files))
+                problem, _ = _attempt(lambda: self._complete(temporary, checksums, state, text_files))
             if problem:
                 shutil.rmtree(temporary, ignore_errors=True)
                 self._warn(f"no checkpoint after round {number}: {problem}; training continues")
@@ -204,11 +222,25 @@ class Checkpoints:
             parts = {name: each if isinstance(each, FilePart) else whole(each) for name, each in tensors.items()}
             write_parts(temporary / f"{group}.safetensors", parts, with_header=self._processes.shard_group.index == 0)
 
-    def _complete(self, temporary: Path, state: Mapping[str, Any], text_files: Mapping[str, str]) -> None:
+    def _checksums(self, temporary: Path, groups: Iterable[str]) -> dict[str, int]:
+        """Return the checksums of the files to which this process wrote the headers."""
+        if self._processes.shard_group.index:
+            return {}
+        return {f"{group}.safetensors": _crc32(temporary / f"{group}.safetensors") for group in groups}
+
+    def _together(self, work: Callable[[], Any]) -> tuple[str, list]:
+        """Let all processes work; return their problems, and their results by rank."""
+        problems, results = zip(*self._processes.gather(_attempt(work)), strict=True)
+        return "; ".join(sorted({problem for problem in problems if problem})), list(results)
+
+    def _complete(self, temporary: Path, checksums: Sequence[Mapping], state: Mapping, text_files: Mapping) -> None:
         for name, text in text_files.items():
             _write_text(temporary / name, text)
-        files = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
-        _write_text(temporary / STATE, json.dumps({"files": files, "state": state}, indent=1) + "\n")
+        files = {name: checksum for own in checksums for name, checksum in own.items()}
+        files |= {name: _crc32(temporary / name) for name in text_files}
+        content = json.loads(json.dumps({"files": files, "state": state}))
+        content["crc32"] = _text_crc32(content)
+        _write_text(temporary / STATE, json.dumps(content, indent=1) + "\n")
         _sync_folder(temporary)
         final = temporary.with_name(temporary.stem[1:])
         old = temporary.with_suffix(".old")
@@ -223,15 +255,14 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _problem_of(work: Callable[[], None]) -> str | None:
-    """Return why this process cannot write: the disk, or memory for a copy on the host."""
+def _attempt(work: Callable[[], Any]) -> tuple[str, Any]:
+    """Return why this process cannot write (the disk, or memory for a copy on the host), or "" and the result."""
     try:
-        work()
+        return "", work()
     except OSError as error:
-        return error.strerror or str(error)
+        return error.strerror or str(error), None
     except (MemoryError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+        return f"{type(error).__name__}: {error}", None
 
 
 def _write_text(path: Path, text: str) -> None:
