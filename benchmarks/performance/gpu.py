@@ -5,11 +5,10 @@ own process with a time limit. A part that fails leaves the reason in its place,
 
 - tests: tests/integration/test_gpu.py, which also checks that no inner step waits for the GPU.
 - eager, compiled: MicroLlama (305M parameters) at sequence length 512 in bfloat16 against a bare loop, with the model
-  FLOPs utilisation (MFU).
-- statistics: what the per-example statistics add to a round of 200 inner steps.
+  FLOPs utilisation (MFU), and what the per-example statistics add to a round of 200 inner steps.
 - large: 1.1B parameters; large_with_less: with activation checkpointing and the outer state in host memory. Both
   compare the allocator's peak with the plan.
-- trainers: several trainers in turn in one process. processes: several processes that share the GPU.
+- processes: several processes that share the GPU.
 - demo: config.yaml on the GPU.
 - exchange: the mean of 100M parameters over two GPUs (NCCL) in every encoding.
 """
@@ -19,10 +18,8 @@ import json
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -31,27 +28,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks.performance import scaling
+from algorithms.schedule.limits import RoundSchedule
 from benchmarks.performance.throughput import (
-    DEFAULTS,
-    build_vocabulary,
-    flops_per_token,
+    OVERHEAD,
     inner_steps,
+    launch_exchange,
     make_data,
-    peak_flops,
-    schedule_of,
+    run_summary,
     seconds,
-    statistics_ratio,
-    step_times,
-    trainers_together,
+    step_speeds,
     whole_round,
 )
 from cluster import Cluster
 from fabrics.config_checks import CHECKS
+from fabrics.models.meta_model import flops_per_token
 from fabrics.planning.estimate import estimate
 from utils.config.reading import parse_config
 from utils.config.schema import Config
-from utils.distributed.launch import Launch
 from utils.files import write_json_atomically, write_text_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,6 +54,8 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 BEGIN = "<!-- gpu: written by benchmarks/performance/gpu.py -->"
 END = "<!-- end of gpu -->"
 TOTAL_SECONDS = 540.0  # ten minutes with start and end
+# Dense bfloat16 FLOP/s from data sheets.
+DATA_SHEETS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 _LARGE = {"large": "1.1B parameters", "large_with_less": "1.1B parameters with less memory"}
 
 MICROLLAMA = {
@@ -82,7 +77,7 @@ LARGE = MICROLLAMA | {
 
 def configured(values: Mapping, **more) -> Config:
     """Return the configuration of a measured training run."""
-    return parse_config(DEFAULTS | dict(values) | more, checks=CHECKS)[0]
+    return parse_config(OVERHEAD | dict(values) | more, checks=CHECKS)[0]
 
 
 # The parts; each returns JSON values.
@@ -96,33 +91,40 @@ def tests() -> dict:
     return {"status": done.returncode, **counts, "output": done.stdout[-2000:] if done.returncode else ""}
 
 
+def peak_flops(device: torch.device) -> float:
+    """Return the device's bfloat16 FLOP/s: of its data sheet, or of a large matrix product measured here."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for known, peak in DATA_SHEETS.items():
+            if known in name:
+                return peak
+    size = 8192 if device.type == "cuda" else 1024
+    matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    return 2.0 * size**3 / min(seconds(lambda: torch.mm(matrix, matrix), device) for _ in range(8))
+
+
 def speeds(config: Config, repeats: int = 3) -> dict:
-    """Measure the bare loop, inner steps and whole rounds: tokens/s and MFU."""
-    found = step_times(config, repeats)
-    peak, source = peak_flops(found.device, config.autocast)
-    names = {"bare_loop": "bare loop", "inner_steps": "inner steps", "whole_round": "whole round"}
-    tokens_per_second = {key: found.speed(name) for key, name in names.items()}
+    """Measure the bare loop, inner steps and whole rounds: tokens/s and MFU, and the share of the statistics."""
+    found = step_speeds(config, repeats)
+    tokens_per_second = {name.replace(" ", "_"): speed for name, speed in found["tokens_per_second"].items()}
+    tested = tokens_per_second.pop("whole_round_with_norm_test")
+    added_steps = (tokens_per_second["whole_round"] / tested - 1.0) * config.number_of_inner_steps_between_outers
+    peak = peak_flops(torch.device(config.devices[0]))
     return {
         "tokens_per_second": tokens_per_second,
-        "mfu": {key: speed * found.flops / peak for key, speed in tokens_per_second.items()},
-        "inner_steps_of_bare_loop": tokens_per_second["inner_steps"] / tokens_per_second["bare_loop"],
+        "mfu": {name: speed * found["flops_per_token"] / peak for name, speed in tokens_per_second.items()},
+        "inner_steps_of_bare_loop": found["of_bare_loop"]["inner steps"],
+        "statistics_share_of_200_steps": added_steps / 200,
         "peak_flops": peak,
-        "peak_from": source,
     }
-
-
-def statistics_share(config: Config, repeats: int = 2, steps: int = 200) -> dict:
-    """Measure what the statistics add to a round."""
-    ratio, added = statistics_ratio(config, repeats)
-    return {"plain_steps": ratio, "share_of_round": added / steps, "steps": steps}
 
 
 def large(config: Config) -> dict:
     """Measure a round, and its inner steps alone, after a warm-up round: tokens/s, MFU and the allocator's peak."""
-    cluster = Cluster(config, make_data(config, build_vocabulary(config)))
+    cluster = Cluster(config, make_data(config))
     device = cluster.devices[0]
     (trainer,) = cluster.trainers.values()
-    schedule = schedule_of(config)
+    schedule = RoundSchedule(config.number_of_inner_steps_between_outers, 0.0, 0.0)
     whole_round(trainer, schedule)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -132,7 +134,7 @@ def large(config: Config) -> dict:
         "inner_steps": tokens / seconds(lambda: inner_steps(trainer, schedule), device),
     }
     flops = flops_per_token(cluster.models[device].module, config.sequence_length)
-    peak, _ = peak_flops(device, config.autocast)
+    peak = peak_flops(device)
     return {
         "parameters": cluster.parameter_count,
         "tokens_per_second": tokens_per_second,
@@ -142,66 +144,41 @@ def large(config: Config) -> dict:
     }
 
 
-def trainers_in_turn(config: Config, repeats: int = 2) -> dict:
-    """Measure several trainers that share the GPU in one process."""
-    found = trainers_together(config, repeats, (1, 2, 4))
-    return {str(count): {"tokens_per_second": speed, "of_one": ratio} for count, (speed, ratio) in found.items()}
-
-
-def run_summary(**values) -> dict:
-    """Return the summary of a run of the demo with other values."""
-    with tempfile.TemporaryDirectory() as folder:
-        keys = {"devices": "[cuda:0]", "clearml": "off", "plot_at_end": "false", "log_dir": folder} | values
-        command = [sys.executable, "run.py", *(f"{key}={value}" for key, value in keys.items())]
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if ended.returncode:
-            raise RuntimeError(f"run.py ended with status {ended.returncode}: {ended.stderr[-500:]}")
-        (summary,) = Path(folder).glob("*/model_training_report/summary.json")
-        return json.loads(summary.read_text(encoding="utf-8"))
-
-
 def processes_that_share() -> dict:
     """Measure the demo's training in several processes that share the GPU."""
-    fixed = {"sampling_method": "none", "smallest_worker_batch": "null", "merge_frequency": 10**6, "eval_every": 1000}
+    fixed = {
+        "devices": "[cuda:0]",
+        "sampling_method": "none",
+        "smallest_worker_batch": "null",
+        "merge_frequency": 10**6,
+        "eval_every": 1000,
+    }
     length = {"number_of_outer_steps": 15, "number_of_inner_steps_between_outers": 40, "max_tokens": "null"}
-    found = {count: run_summary(processes=count, **fixed, **length)["tokens_per_second"] for count in (1, 2, 4)}
+    found = {n: run_summary(fixed | length | {"processes": n})["tokens_per_second"] for n in (1, 2, 4)}
     return {str(count): {"tokens_per_second": speed, "of_one": speed / found[1]} for count, speed in found.items()}
 
 
 def demo() -> dict:
     """Run the demo."""
-    summary = run_summary()
+    summary = run_summary({"devices": "[cuda:0]"})
     return {key: summary[key] for key in ("wall_seconds", "tokens_per_second", "final_metric", "communications")}
 
 
-def exchange(parameters: int = 100_000_000, repeats: int = 3, gpus: int = 2) -> dict:
-    """Measure the mean of a model over two processes: median seconds and bytes sent by both, for each encoding.
-
-    Args:
-        gpus: GPUs to use; 0: two processes on the CPU.
-    """
-    if gpus > torch.cuda.device_count():
-        return {"problem": f"needs {gpus} GPUs"}
-    arguments = (parameters, repeats, 1, gpus)
-    with Launch(2, [scaling.__file__, "--synchronisation", *map(str, arguments)]) as launch:
-        found = scaling.synchronise(*arguments, launch)
-    return {
-        f"{one.encoding}, {one.order}": {"seconds": statistics.median(one.seconds), "bytes": one.sent} for one in found
-    }
+def exchange() -> dict:
+    """Measure the mean of 100M parameters over two GPUs."""
+    return launch_exchange(100_000_000, 3, 1, 2) if torch.cuda.device_count() > 1 else {"problem": "needs 2 GPUs"}
 
 
 # The parts, in order of importance, each with its time limit in seconds.
 PARTS: dict[str, tuple[Callable[[], dict], float]] = {
     "tests": (tests, 240.0),
     "eager": (lambda: speeds(configured(MICROLLAMA)), 120.0),
-    "statistics": (lambda: statistics_share(configured(MICROLLAMA)), 60.0),
     "large": (lambda: large(configured(LARGE)), 120.0),
     "large_with_less": (
         lambda: large(configured(LARGE, activation_checkpointing=True, offload=["outer_state"])),
         150.0,
     ),
     "compiled": (lambda: speeds(configured(MICROLLAMA, compile_model=True)), 240.0),
-    "trainers": (lambda: trainers_in_turn(configured(MICROLLAMA, number_of_inner_steps_between_outers=10)), 90.0),
     "processes": (processes_that_share, 150.0),
     "demo": (demo, 120.0),
     "exchange": (exchange, 60.0),
@@ -252,8 +229,7 @@ def targets(parts: Mapping[str, Mapping]) -> list[tuple[str, bool]]:
         ratio = min(part["inner_steps_of_bare_loop"] for part in models)
         compare("MFU of MicroLlama", mfu, 0.45, mfu >= 0.45)
         compare("inner steps, ratio to the bare loop", ratio, 0.97, ratio >= 0.97)
-    share = parts.get("statistics", {}).get("share_of_round")
-    if share is not None:
+        share = max(part["statistics_share_of_200_steps"] for part in models)
         compare("statistics, share of a round of 200 steps", share, 0.03, share < 0.03)
     for name, label in _LARGE.items():
         part = parts.get(name, {})
@@ -273,10 +249,9 @@ def rows(parts: Mapping[str, Mapping]) -> Iterator[tuple[str, float, float | Non
         part = parts.get(name, {})
         for key, speed in part.get("tokens_per_second", {}).items():
             yield f"{label}, {part['peak_bytes'] / 1e9:.1f} GB, {key.replace('_', ' ')}", speed, part["mfu"][key]
-    for name, label in (("trainers", "trainers of MicroLlama in turn"), ("processes", "processes, the demo's model")):
-        for count, part in parts.get(name, {}).items():
-            if count.isdecimal():
-                yield f"{count} {label}: {part['of_one']:.2f} of one", part["tokens_per_second"], None
+    for count, part in parts.get("processes", {}).items():
+        if count.isdecimal():
+            yield f"{count} processes, the demo's model: {part['of_one']:.2f} of one", part["tokens_per_second"], None
 
 
 def section(results: Mapping) -> str:

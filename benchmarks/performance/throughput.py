@@ -1,38 +1,30 @@
-"""Measure the cost of the framework: python benchmarks/performance/throughput.py [--parts ...] [key=value ...].
+"""Measure the speed of the framework: python benchmarks/performance/throughput.py [--parts ...] [key=value ...].
 
-Prints ratios of medians of interleaved measurements, because single timings on a shared machine mean little:
+Measurements are interleaved, and their ratios are printed: single timings on a shared machine mean little.
 
-- steps: tokens/s of a trainer's inner steps and of whole rounds (outer step, batch test and statistics, no evaluation)
-  against a loop without the framework: same model and batch, autocast and compilation as configured, fused AdamW,
-  gradient clipping, the loss read once at the end. With the model FLOPs utilisation (MFU).
-- statistics: what the per-example statistics add to a round.
-- memory: peak bytes per parameter of all tensors of model size, and the formula.
-- trainers: tokens/s of several trainers that share a device, against one that has the device for itself.
-
-The model is the demo's unless model_config names another. Tokens are random. On a GPU:
-
-    python benchmarks/performance/throughput.py devices=[cuda:0] autocast=bfloat16 \\
-        model_config.preset=keeeeenw/MicroLlama model_config.vocab_size=32000 sequence_length=512 \\
-        INITIAL_BATCH_SIZE=32 number_of_inner_steps_between_outers=200
+- overhead (the default): inner steps and whole rounds on random tokens, against a loop without the framework.
+- processes: short runs of the demo with different numbers of processes and threads.
+- shard_groups: the same with one trainer, on one and two devices, with a whole model each and with a shared one.
+- exchange: the mean of 100M parameters over two nodes of one and of two devices, in every encoding.
 """
 
 import argparse
-import functools
-import gc
+import json
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from algorithms.batch.per_example import PerExampleProbe
 from algorithms.schedule.limits import RoundSchedule
+from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
 from cluster import Cluster
 from fabrics.config_checks import CHECKS
 from fabrics.data.examples import PackedSequences, TaskData
@@ -40,13 +32,17 @@ from fabrics.data.tokenization import train_tokenizer
 from fabrics.models.attention import unmasked
 from fabrics.models.meta_model import flops_per_token
 from fabrics.models.registry import build_model
-from fabrics.training.forward_backward import backward
 from fabrics.training.inner_loop import InnerLoop
 from trainers import Trainer
 from utils.config.reading import parse_config
 from utils.config.schema import Config, ConfigError
+from utils.distributed.launch import Launch, cores
+from utils.distributed.processes import meet
 
-DEFAULTS = {
+ROOT = Path(__file__).resolve().parents[2]
+
+# Configuration of the overhead, and what each run of the other parts changes in config.yaml.
+OVERHEAD = {
     "number_of_outer_steps": 1,
     "number_of_initial_trainers": 1,
     "nodes_per_gpu": 1,
@@ -54,12 +50,63 @@ DEFAULTS = {
     "INITIAL_BATCH_SIZE": 8,
     "max_batch_size": 64,
     "sampling_method": "none",
+    "model_config": {"preset": "demo", "vocab_size": 2048},
+}
+RUN = {
+    "devices": "[cpu]",
+    "cpu_threads": 1,
+    "sequence_length": 128,
+    "vocab_size": 2048,
+    "INITIAL_BATCH_SIZE": 8,
+    "sampling_method": "none",
+    "smallest_worker_batch": "null",
+    "merge_frequency": 10**6,
+    "number_of_outer_steps": 4,
+}
+PROCESSES = {
+    "1 process, a thread per core": {"processes": 1, "cpu_threads": cores()},
+    "1 process of 1 thread": {"processes": 1},
+    "2 processes of 1 thread": {"processes": 2},
+}
+SHARD_GROUPS = {
+    "1 device": {"processes": 1, "nodes_per_gpu": 1},
+    "2 devices, a whole model each": {"processes": 2, "nodes_per_gpu": 2},
+    "1 shard group of 2 devices": {"processes": 2, "nodes_per_gpu": 1, "devices_per_node": 2},
+    "2 shard groups of 2 devices": {"processes": 4, "nodes_per_gpu": 2, "devices_per_node": 2},
 }
 
 
-def make_data(config: Config, vocabulary: int, examples: int = 512) -> TaskData:
-    """Make random tokens in sequences of the configured length."""
-    tokens = np.random.default_rng(0).integers(0, vocabulary, (examples, config.sequence_length), dtype=np.int32)
+def seconds(function: Callable[[], None], device: torch.device) -> float:
+    """Return the wall-clock seconds of one call, including the device's work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    function()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
+
+
+def interleaved(
+    functions: Mapping[str, Callable[[], None]], device: torch.device, repeats: int
+) -> dict[str, list[float]]:
+    """Measure the seconds of every function in turn, after a warm-up call."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for repeat in range(repeats + 1):
+        for name, function in functions.items():
+            elapsed = seconds(function, device)
+            if repeat:
+                times[name].append(elapsed)
+    return times
+
+
+# Overhead over a loop without the framework
+
+
+def make_data(config: Config) -> TaskData:
+    """Make 512 sequences of random tokens."""
+    vocabulary = config.model_config["vocab_size"]
+    tokens = np.random.default_rng(0).integers(0, vocabulary, (512, config.sequence_length), dtype=np.int32)
     return TaskData(
         task="causal_lm",
         dataset="random",
@@ -71,7 +118,7 @@ def make_data(config: Config, vocabulary: int, examples: int = 512) -> TaskData:
 
 
 class BareLoop:
-    """Training without the framework: same model, data, optimizer, clipping and attention."""
+    """Training without the framework: same model, data, autocast, compilation, fused AdamW, clipping and attention."""
 
     def __init__(self, config: Config, data: TaskData, device: torch.device):
         self.model = build_model(config.model_type, config.model_config, data.tokenizer, config.sequence_length, 0)
@@ -112,55 +159,6 @@ class BareLoop:
         loss_sum.item()
 
 
-# Dense bfloat16 FLOP/s from data sheets.
-DATA_SHEETS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
-
-
-@functools.cache
-def peak_flops(device: torch.device, autocast: str | None) -> tuple[float, str]:
-    """Return the device's FLOP/s and its source: a data sheet, or a large matrix product measured here."""
-    dtype = torch.bfloat16 if autocast else torch.float32
-    if device.type == "cuda" and autocast:
-        name = torch.cuda.get_device_name(device)
-        for known, peak in DATA_SHEETS.items():
-            if known in name:
-                return peak, f"{known}, data sheet, dense bfloat16"
-    size = 8192 if device.type == "cuda" else 1024
-    matrix = torch.randn(size, size, device=device, dtype=dtype)
-    found = [seconds(lambda: torch.mm(matrix, matrix), device) for _ in range(8)]
-    return 2.0 * size**3 / min(found), f"the fastest {size} x {size} matrix product here, {dtype}"
-
-
-def seconds(function, device: torch.device) -> float:
-    """Return the wall-clock seconds of one call, including the device's work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    started = time.perf_counter()
-    function()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started
-
-
-def interleaved(functions: dict, device: torch.device, repeats: int) -> dict[str, list[float]]:
-    """Measure the seconds of every function in turn, after a warm-up call."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for repeat in range(repeats + 1):
-        for name, function in functions.items():
-            elapsed = seconds(function, device)
-            if repeat:
-                times[name].append(elapsed)
-    return times
-
-
-# One trainer against the bare loop
-
-
-def schedule_of(config: Config) -> RoundSchedule:
-    """Return a round of the configured length."""
-    return RoundSchedule(config.number_of_inner_steps_between_outers, 0.0, 0.0)
-
-
 def inner_steps(trainer: Trainer, schedule: RoundSchedule) -> None:
     """Run the inner steps of a round, without outer step and batch test."""
     assignment = trainer.assignments(trainer.split_work(), schedule)[0]
@@ -168,207 +166,151 @@ def inner_steps(trainer: Trainer, schedule: RoundSchedule) -> None:
     loop.run(until=schedule.inner_steps)
 
 
-def whole_round(trainer: Trainer, schedule: RoundSchedule, on_step: Callable[[], None] = lambda: None) -> None:
-    """Run a whole round of a trainer."""
+def whole_round(trainer: Trainer, schedule: RoundSchedule) -> None:
+    """Run a whole round of a trainer, without evaluation."""
     split = trainer.split_work()
-    trained = trainer.train_round(split, schedule, on_step)
+    trained = trainer.train_round(split, schedule, lambda: None)
     trainer.conclude_round(split, schedule, trained)
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """Measured times of the bare loop and of the framework.
-
-    Attributes:
-        seconds: seconds of every repetition, by name.
-        tokens: tokens of one repetition.
-        flops: model FLOPs per token.
-    """
-
-    seconds: dict[str, list[float]]
-    tokens: int
-    flops: float
-    device: torch.device
-
-    def speed(self, name: str) -> float:
-        """Return the tokens per second."""
-        return self.tokens / statistics.median(self.seconds[name])
-
-
-def step_times(config: Config, repeats: int) -> StepTimes:
-    """Measure the bare loop, inner steps, and whole rounds without and with a batch test, interleaved."""
-    data = make_data(config, build_vocabulary(config))
+def step_speeds(config: Config, repeats: int) -> dict:
+    """Return by name the tokens_per_second and its ratio of_bare_loop, and the model's flops_per_token."""
+    data = make_data(config)
     cluster = Cluster(config, data)
-    tested = Cluster(with_values(config, sampling_method="norm_test", max_batch_growth=1.0), data)
+    tested = Cluster(parse_config(vars(config) | {"sampling_method": "norm_test", "max_batch_growth": 1.0})[0], data)
     device = cluster.devices[0]
     bare = BareLoop(config, data, device)
-    schedule = schedule_of(config)
-    times = interleaved(
-        {
-            "bare loop": lambda: bare.run(schedule.inner_steps),
-            "inner steps": lambda: inner_steps(cluster.trainers[0], schedule),
-            "whole round": lambda: whole_round(cluster.trainers[0], schedule),
-            "whole round with norm test": lambda: whole_round(tested.trainers[0], schedule),
-        },
-        device,
-        repeats,
-    )
+    schedule = RoundSchedule(config.number_of_inner_steps_between_outers, 0.0, 0.0)
+    functions = {
+        "bare loop": lambda: bare.run(schedule.inner_steps),
+        "inner steps": lambda: inner_steps(cluster.trainers[0], schedule),
+        "whole round": lambda: whole_round(cluster.trainers[0], schedule),
+        "whole round with norm test": lambda: whole_round(tested.trainers[0], schedule),
+    }
+    times = interleaved(functions, device, repeats)
     tokens = schedule.inner_steps * config.INITIAL_BATCH_SIZE * config.sequence_length
-    return StepTimes(times, tokens, flops_per_token(bare.model, config.sequence_length), device)
-
-
-def print_step_times(config: Config, repeats: int) -> None:
-    """Print tokens/s, MFU and the ratio to the bare loop."""
-    found = step_times(config, repeats)
-    bare = found.seconds["bare loop"]
-    peak, source = peak_flops(found.device, config.autocast)
-    print(
-        f"\nmodel FLOPs: {found.flops:,.0f} per token (6 per linear weight, 6 * layers * width * length for attention)"
-    )
-    print(f"peak: {peak / 1e12:,.3f} TFLOP/s ({source}; {torch.get_num_threads()} threads)")
-    print(f"\n{'':28} {'tokens/s':>10}    MFU   ratio to the bare loop (median of pairs; quartiles)")
-    for name, values in found.seconds.items():
-        pairs = [b / v for b, v in zip(bare, values, strict=True)]
-        low, middle, high = statistics.quantiles(pairs, n=4)
-        speed = found.speed(name)
-        ratio = statistics.median(bare) / statistics.median(values)
-        print(
-            f"{name:28} {speed:>10,.0f}  {speed * found.flops / peak:5.1%}   {ratio:.3f}"
-            f"   ({middle:.3f}; {low:.3f} to {high:.3f})"
-        )
-
-
-# Statistics and memory
-
-
-def statistics_ratio(config: Config, repeats: int) -> tuple[float, float]:
-    """Return the cost of a pass with statistics, and the cost it adds to a round, in plain steps."""
-    data = make_data(config, build_vocabulary(config))
-    device, working = next(iter(Cluster(config, data).models.items()))
-    batch = config.INITIAL_BATCH_SIZE
-    in_step = batch >= config.statistics_batch_size
-    sample = np.arange(batch if in_step else config.statistics_batch_size)
-
-    def plain() -> None:
-        backward(working, data.train, sample[:batch])
-        working.gradient.zero_()
-
-    def probed() -> None:
-        with PerExampleProbe(working.module, batch_size=len(sample)) as probe:
-            backward(working, data.train, sample, hooked=True)
-        probe.statistics()
-        working.gradient.zero_()
-
-    times = interleaved({"plain": plain, "probed": probed}, device, repeats * 5)
-    ratio = statistics.median(times["probed"]) / statistics.median(times["plain"])
-    return ratio, ratio - 1.0 if in_step else ratio
-
-
-def print_statistics_cost(config: Config, repeats: int) -> None:
-    """Print what the statistics add to a round: hooks on its first step, or a probe batch if the step is too small."""
-    batch = config.INITIAL_BATCH_SIZE
-    steps = config.number_of_inner_steps_between_outers
-    ratio, added = statistics_ratio(config, repeats)
-    in_step = batch >= config.statistics_batch_size
-    what = "a step with hooks" if in_step else f"a probe batch of {config.statistics_batch_size} examples"
-    print(f"\nstatistics: {what} costs {ratio:.2f} plain steps of {batch} examples,")
-    print(f"  which adds {100 * added / steps:.1f}% to a round of {steps} steps")
-
-
-def print_memory(config: Config) -> None:
-    """Print the peak bytes per parameter of all tensors of model size within a round, and the formula."""
-    config = with_values(config, number_of_initial_trainers=2, nodes_per_gpu=4, merge_frequency=10**6)
-    cluster = Cluster(config, make_data(config, build_vocabulary(config)))
-    parameters = cluster.parameter_count
-    peak = 0
-
-    def look() -> None:
-        nonlocal peak
-        found = [entry for entry in gc.get_objects() if type(entry) in (torch.Tensor, torch.nn.Parameter)]
-        sizes = {t.data_ptr(): t.numel() * t.element_size() for t in found if t.numel() >= parameters and not t.is_meta}
-        peak = max(peak, sum(sizes.values()))
-
-    gc.collect()
-    for _ in range(2):
-        for trainer in cluster.trainers.values():
-            whole_round(trainer, RoundSchedule(2, 0.0, 0.0), look)
-    workers = sum(len(trainer.workers) for trainer in cluster.trainers.values())
-    trainers = len(cluster.trainers)
-    formula = 4 * (2 + 1 + 2 * trainers + 2 * workers)
-    print(f"\npeak memory of model size, {trainers} trainers, {workers} workers, {parameters:,} parameters:")
-    print(f"  measured {peak / parameters:.2f} bytes per parameter; per replica {peak / parameters / workers:.2f}")
-    print(f"  formula  {formula} = 4 (2 working + 1 pseudo-gradient + 2 per trainer + 2 per worker)")
-
-
-# Several trainers on one device
-
-
-def trainers_together(config: Config, repeats: int, counts: tuple[int, ...]) -> dict[int, tuple[float, float]]:
-    """Return the tokens/s of all trainers of a device, and its ratio to one alone, by number of trainers."""
-    data = make_data(config, build_vocabulary(config))
-    schedule = schedule_of(config)
-    clusters = {
-        count: Cluster(with_values(config, number_of_initial_trainers=count, nodes_per_gpu=count), data)
-        for count in counts
+    return {
+        "tokens_per_second": {name: tokens / statistics.median(values) for name, values in times.items()},
+        "of_bare_loop": {name: float(np.median(np.divide(times["bare loop"], own))) for name, own in times.items()},
+        "flops_per_token": flops_per_token(bare.model, config.sequence_length),
     }
 
-    def all_trainers(cluster: Cluster) -> None:
-        for trainer in cluster.trainers.values():
-            whole_round(trainer, schedule)
 
-    rounds = {count: functools.partial(all_trainers, cluster) for count, cluster in clusters.items()}
-    times = interleaved(rounds, clusters[counts[0]].devices[0], repeats)
-    tokens = schedule.inner_steps * config.INITIAL_BATCH_SIZE * config.sequence_length
+def print_overhead(config: Config, repeats: int) -> None:
+    found = step_speeds(config, repeats)
+    print(f"{'':28} {'tokens/s':>10}   of the bare loop")
+    for name, speed in found["tokens_per_second"].items():
+        print(f"{name:28} {speed:>10,.0f}   {found['of_bare_loop'][name]:.3f}")
+
+
+# Short runs
+
+
+def run_summary(values: Mapping, overrides: list[str] = ()) -> dict:
+    """Return the summary of a run of run.py."""
+    with tempfile.TemporaryDirectory() as folder:
+        keys = dict(values) | {"clearml": "off", "plot_at_end": "false", "log_dir": folder}
+        command = [sys.executable, "run.py", *(f"{key}={value}" for key, value in keys.items()), *overrides]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if ended.returncode:
+            raise RuntimeError(f"run.py ended with status {ended.returncode}: {ended.stderr[-500:]}")
+        (summary,) = Path(folder).glob("*/model_training_report/summary.json")
+        return json.loads(summary.read_text(encoding="utf-8"))
+
+
+def print_runs(
+    title: str, settings: Mapping[str, Mapping], values: Mapping, overrides: list[str], repeats: int
+) -> None:
+    """Print the speeds of short runs, interleaved, and their ratios to the first setting."""
+    speeds: dict[str, list[float]] = {name: [] for name in settings}
+    for _ in range(repeats):
+        for name, setting in settings.items():
+            speeds[name].append(run_summary(RUN | values | setting, overrides)["tokens_per_second"])
+    first = next(iter(speeds.values()))
+    print(f"\n{title:36} {'tokens/s':>10}   of the first")
+    for name, found in speeds.items():
+        ratio = np.median(np.divide(found, first))
+        print(f"{name:36} {statistics.median(found):>10,.0f}   {ratio:.2f}")
+
+
+# The mean of a model over two nodes
+
+
+def exchange(parameters: int, repeats: int, devices_per_node: int, gpus: int, launch: Launch | None) -> dict:
+    """Average a flat model over two nodes, called by every process of them.
+
+    Args:
+        gpus: GPUs to use; 0: every process is a device on the CPU.
+
+    Returns:
+        By encoding and order of summation: seconds (median, with encoding and decoding), and bytes sent by all.
+    """
+    torch.set_num_threads(1)
+    processes = meet(launch)
+    devices = [torch.device("cuda", index) for index in range(gpus)] or [torch.device("cpu")]
+    processes.place(devices, 1 if gpus else 2, True, devices_per_node)
+    (device,) = (device for node, device in enumerate(processes.devices) if processes.owns(node))
+    shard = torch.randn(parameters // devices_per_node, device=device) * 1e-3
     found = {}
-    for count, values in times.items():
-        pairs = [count * alone / own for alone, own in zip(times[counts[0]], values, strict=True)]
-        found[count] = count * tokens / statistics.median(values), statistics.median(pairs)
+    for name, encoding in COMMUNICATION_DTYPES.items():
+        for in_order in (True, False) if encoding.lossless else (True,):
+            processes._in_order = in_order
+            workers = processes.workers([0, 1])
+            like = torch.zeros_like(shard)
+
+            def average(workers=workers, encoding=encoding, like=like) -> None:
+                encoded = encoding.encode(shard)
+                mean = workers.mean(like, encoding)
+                for index in workers.local_workers:
+                    mean.add(index, encoded)
+                mean.result()
+
+            times = []
+            for _ in range(repeats + 1):
+                processes.gather(None)  # all begin together
+                times.append(seconds(average, device))
+            order = "in worker order" if in_order else "one all-reduce"
+            sent = encoding.reduction_bytes(2, parameters, torch.float32)
+            found[f"{name}, {order}"] = {"seconds": statistics.median(times[1:]), "bytes": sent}
+    processes.close()
     return found
 
 
-def print_trainers(config: Config, repeats: int) -> None:
-    """Print the tokens/s of several trainers that share a device."""
-    print("\ntrainers on one device, in turn in one process: tokens/s of all together")
-    for count, (speed, ratio) in trainers_together(config, repeats, (1, 2, 4)).items():
-        print(f"  {count} trainer(s): {speed:>10,.0f}, {ratio:.3f} of one alone")
-
-
-def with_values(config: Config, **values) -> Config:
-    """Return the configuration with other values."""
-    return parse_config(vars(config) | values, checks=CHECKS)[0]
-
-
-def build_vocabulary(config: Config) -> int:
-    """Return the vocabulary of the measured model."""
-    return config.model_config.get("vocab_size", 2048)
-
-
-PARTS = {
-    "memory": lambda config, repeats: print_memory(config),
-    "statistics": print_statistics_cost,
-    "steps": print_step_times,
-    "trainers": print_trainers,
-}
+def launch_exchange(parameters: int, repeats: int, devices_per_node: int, gpus: int = 0) -> dict:
+    """Start the processes of two nodes, and return the result of `exchange`."""
+    arguments = (parameters, repeats, devices_per_node, gpus)
+    with Launch(2 * devices_per_node, [__file__, "--exchange", *map(str, arguments)]) as launch:
+        return exchange(*arguments, launch)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Measure the framework against a bare training loop.")
-    parser.add_argument("--repeats", type=int, default=15, help="repetitions of every measurement, at least 2")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="config values")
-    options = parser.parse_args(arguments)
+    parser = argparse.ArgumentParser(description="Measure the speed of the framework.")
+    parts = ("overhead", "processes", "shard_groups", "exchange")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=["overhead"], help="default: overhead")
+    parser.add_argument("--repeats", type=int, default=5, help="measurements of everything; default: %(default)s")
+    parser.add_argument("--exchange", nargs=4, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration values")
+    options = parser.parse_intermixed_args(arguments)
+    if options.exchange:
+        exchange(*options.exchange, None)
+        return 0
     try:
-        raw = DEFAULTS | {"model_config": {"preset": "demo", "vocab_size": 2048}}
-        config, _ = parse_config(raw, options.overrides, CHECKS)
+        config, _ = parse_config(OVERHEAD, options.overrides, CHECKS)
     except ConfigError as error:
         print("\n".join(f"error: {problem}" for problem in error.problems), file=sys.stderr)
         return 2
-    if options.repeats < 2:
-        parser.error("--repeats must be at least 2")
-    if config.cpu_threads:
-        torch.set_num_threads(config.cpu_threads)
-    for part in options.parts:
-        PARTS[part](config, options.repeats)
+    if "overhead" in options.parts:
+        torch.set_num_threads(config.cpu_threads or cores())
+        print_overhead(config, options.repeats)
+    if "processes" in options.parts:
+        print_runs("4 trainers of batch 8", PROCESSES, {}, options.overrides, options.repeats)
+    if "shard_groups" in options.parts:
+        values = {"number_of_initial_trainers": 1}
+        print_runs("1 trainer of batch 8", SHARD_GROUPS, values, options.overrides, options.repeats)
+    for devices in (1, 2) if "exchange" in options.parts else ():
+        print(f"\nmean of 100M parameters over two nodes of {devices} device(s)")
+        for name, found in launch_exchange(100_000_000, options.repeats, devices).items():
+            print(f"  {name:26} {found['seconds']:6.2f} s, {found['bytes'] / 1e6:7.1f} MB sent by both nodes")
     return 0
 
 
