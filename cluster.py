@@ -191,7 +191,7 @@ class Cluster:
         trained = self._train(splits, schedule, observer.on_step)
         evaluated = self._evaluate_locally() if evaluates else {}
         report = ProcessReport(trained, evaluated, memory_use(self.devices), checkpoint_policy.vote())
-        processes = self.processes.gather(report)
+        processes = self.processes.gather_in_round(report)
 
         # Decisions, the same in every process.
         checkpoint_policy.decide([process.vote for process in processes])

@@ -31,8 +31,6 @@ def initial_model(config: Config, data: TaskData, trainer: int) -> torch.nn.Modu
         seed if config.identical_initialisation else seed + trainer,
         data.class_names,
     )
-    if config.parameter_dtype != "float32":
-        model = model.to(getattr(torch, config.parameter_dtype))
     if config.need_to_reinit_output_layers:
         reinitialise_output_layer(config.model_type, model, seed if config.single_seed else seed + trainer)
     return model
@@ -50,7 +48,7 @@ def architecture_settings(config: Config) -> dict:
 def architecture(config: Config, data: TaskData) -> torch.nn.Module:
     """Build the model of every trainer on the meta device, without weights."""
     with torch.device("meta"):
-        model = build_model(
+        return build_model(
             config.model_type,
             architecture_settings(config),
             data.tokenizer,
@@ -58,7 +56,6 @@ def architecture(config: Config, data: TaskData) -> torch.nn.Module:
             config.training_seed,
             data.class_names,
         )
-    return model if config.parameter_dtype == "float32" else model.to(getattr(torch, config.parameter_dtype))
 
 
 def recompute_activations(model: torch.nn.Module, model_type: str) -> None:

@@ -59,7 +59,7 @@ def meta_model(config: Config) -> tuple[nn.Module, list[str]]:
     with META:
         arguments = tokenizer, config.sequence_length, config.training_seed, class_names
         model = build_model(config.model_type, settings, *arguments)
-    return model.to(getattr(torch, config.parameter_dtype)), assumed
+    return model, assumed
 
 
 def flops_per_token(model: nn.Module, sequence_length: int) -> float:

@@ -165,6 +165,37 @@ def test_a_dead_process_ends_the_others_and_is_named(programs, tmp_path, cache_d
     assert "was killed (SIGKILL)" in output
 
 
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_a_process_that_stops_answering_in_a_round_ends_the_run_and_is_named(programs, tmp_path, cache_dir, trainers):
+    """The first process waits for it in a mean of their common trainer, or at the end of the round."""
+    values = {"number_of_initial_trainers": trainers, "merge_frequency": 99, "collective_timeout_minutes": 0.05}
+    config = write_config(tmp_path, cache_dir, processes=2, **values)
+    ended = programs.run("tests/support/killed_in_round.py", "SIGSTOP", 1, "--config", config, status=1)
+    assert "error: rank 1 did not answer within collective_timeout_minutes" in ended.stdout + ended.stderr
+
+
+SLOW_DISK = """
+import os, time
+from utils.checkpoint import checkpoint
+
+write = checkpoint.write_parts
+
+def slowly(path, *arguments, **keywords):
+    if "round_00001" in str(path) and os.environ["RANK"] == "1":
+        time.sleep(4.0)
+    write(path, *arguments, **keywords)
+
+checkpoint.write_parts = slowly
+"""
+
+
+def test_a_checkpoint_may_take_longer_than_a_collective_within_a_round(programs, tmp_path, cache_dir):
+    (tmp_path / "slow.py").write_text(SLOW_DISK)
+    values = {"save_weights_every": 1, "number_of_outer_steps": 2, "collective_timeout_minutes": 0.05}
+    config = write_config(tmp_path, cache_dir, processes=2, plugins=[str(tmp_path / "slow.py")], **values)
+    programs.run("run.py", "--config", config)
+
+
 def test_torchrun_resumes_from_the_last_checkpoint(programs, tmp_path, cache_dir):
     values = {"number_of_outer_steps": 8, "save_weights_every": 1, "max_requested_batch": 16}
     configuration = write_config(tmp_path, cache_dir, **values)

@@ -237,7 +237,7 @@ from tests.support.helpers import use_torch_norms
 
 class Double(TransformersFamily):
     def model(self, settings, demands):
-        return use_torch_norms(super().model(settings, demands))
+        return use_torch_norms(super().model(settings, demands).double())
 
 MODELS["double"] = Double(**vars(MICROLLAMA))
 """
@@ -249,7 +249,7 @@ def killed(programs, cache_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("killed")
     (folder / "double.py").write_text(DOUBLE)
     config = write_config(
-        folder, cache_dir, parameter_dtype="float64", model_type="double", plugins=[str(folder / "double.py")],
+        folder, cache_dir, model_type="double", plugins=[str(folder / "double.py")],
         save_weights_every=1, **FEW_STEPS,
     )  # fmt: skip
     programs.run("run.py", "--config", config, "processes=1")
@@ -269,7 +269,7 @@ def test_a_run_whose_device_dies_resumes_with_shard_groups_of_another_size(rank,
     config, expected = killed
     own = "processes=2", "devices_per_node=2", f"log_dir={tmp_path}"
     ended = 1 if rank > 0 else -signal.SIGKILL  # the first one is the command
-    done = programs.run("tests/support/killed_in_round.py", rank, "--config", config, *own, status=ended)
+    done = programs.run("tests/support/killed_in_round.py", "SIGKILL", rank, "--config", config, *own, status=ended)
     if rank > 0:
         said = done.stdout + done.stderr
         assert "was killed (SIGKILL)" in said, said

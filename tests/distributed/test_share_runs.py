@@ -57,7 +57,7 @@ def share_log(folder: Path) -> list[dict]:
 def test_a_run_of_which_a_process_is_killed_goes_on_with_the_same_bits(programs, whole, cache_dir, tmp_path):
     """By SIGKILL, the second of two in round 4; on one. Clusters are found before, and again after."""
     begin = command(cache_dir, tmp_path, processes=2)
-    done = programs.run("tests/support/killed_in_round.py", 1, *begin, status=1)
+    done = programs.run("tests/support/killed_in_round.py", "SIGKILL", 1, *begin, status=1)
     assert "was killed (SIGKILL)" in done.stdout + done.stderr
     (folder,) = tmp_path.iterdir()
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["round_00002"]

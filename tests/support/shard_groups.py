@@ -339,7 +339,7 @@ INITIAL = {
     "tied": (double, {}),
     "frozen": (build_bert, {"distributed_algo": "LocalSGD"}),
     "pretrained": (BUILD, {}),
-    "pretrained, frozen, to float64": (build_frozen, {"parameter_dtype": "float64"}),
+    "pretrained, frozen": (build_frozen, {}),
 }
 
 

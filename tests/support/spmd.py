@@ -118,9 +118,9 @@ class Wire:
             self.sent += 2 * (len(transport.ranks) - 1) / len(transport.ranks) * tensor.nbytes  # a ring
             return all_reduce(transport, tensor)
 
-        def counted_gather(*arguments):
+        def counted_gather(*arguments, **keywords):
             self.calls["gather"] += 1
-            return gather(*arguments)
+            return gather(*arguments, **keywords)
 
         self._patches = [
             patch.object(Transport, "exchange", counted_exchange),

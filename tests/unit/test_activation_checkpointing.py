@@ -95,27 +95,10 @@ def test_a_module_that_cannot_recompute_is_refused():
         light_cluster(activation_checkpointing=True)
 
 
-def test_parameters_of_float64():
-    """Every exchange has twice the bytes, and the run is nearly the same."""
-    found = []
-    for dtype in ("float32", "float64"):
-        cluster = tiny_cluster(parameter_dtype=dtype, number_of_initial_trainers=1, identical_initialisation=True)
-        recorder = Recorder()
-        cluster.train(recorder)
-        kinds = {t.dtype for part in cluster.tensors().values() for name, t in part.items() if name != "step"}
-        assert kinds == {getattr(torch, dtype)}
-        assert cluster.models[CPU].gradient.dtype == getattr(torch, dtype)
-        found.append((recorder.rounds[0].reports[0].bytes_synchronised, recorder.rounds[-1].reports[0].train_loss))
-    assert found[1][0] == 2 * found[0][0] > 0
-    assert found[1][1] != found[0][1]
-    assert found[1][1] == pytest.approx(found[0][1], rel=1e-4)
-
-
 @pytest.mark.parametrize(
     ("values", "key"),
     [
-        ({"parameter_dtype": "bfloat16"}, "parameter_dtype"),
-        ({"parameter_dtype": "float64", "autocast": "bfloat16"}, "autocast"),
+        ({"autocast": "float16"}, "autocast"),
         ({"compile_model": "often"}, "compile_model"),
         ({"offload": "gpu"}, "offload"),
         ({"activation_checkpointing": 3}, "activation_checkpointing"),

@@ -143,6 +143,12 @@ class Devices(Section):
     cpu_threads: PositiveInt | None = key(
         None, "PyTorch CPU threads in each process; null: the cores divided among the processes."
     )
+    collective_timeout_minutes: PositiveFloat = key(
+        30.0,
+        "Longest wait for another process within a round, which then ends the run; evaluation and checkpoints may take "
+        "longer.",
+        changes_training=False,
+    )
     deterministic: bool | None = key(
         None, "Sum in worker order, so that bits do not depend on the number of processes; null: true on CPUs only."
     )
@@ -155,7 +161,6 @@ class Computation(Section):
     autocast: Literal["bfloat16"] | None = key(
         None, "Type in which models compute (torch.autocast); parameters, moments and sums stay float32; null: float32."
     )
-    parameter_dtype: Literal["float32", "float64"] = key("float32", "Type of parameters, gradients, moments and sums.")
     compile_model: Literal["auto", True, False] = key(
         "auto", "Compile the model (torch.compile); auto: on CPUs, if the run is long enough to save time."
     )
@@ -178,11 +183,6 @@ class Computation(Section):
         None, "Largest micro-batch, in examples; null: measured from the device's memory."
     )
     padding_percentage: Fraction = key(0.9, "Share of a device's memory that a run may use.")
-
-    def check(self) -> list[str]:
-        if self.autocast is not None and self.parameter_dtype != "float32":
-            return [f"autocast: must be null with parameter_dtype {self.parameter_dtype}, got {self.autocast}"]
-        return []
 
 
 @dataclass(frozen=True)

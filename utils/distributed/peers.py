@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class PeerWatch:
     def __init__(self, children: Mapping[int, subprocess.Popen] | None = None, store: "Store | None" = None):
         self._children = children or {}
         self._store = store
+        self._rounds = 0
         self._lost: str | None = None
         self._killed = False
         self._found = threading.Event()
@@ -77,31 +78,52 @@ class PeerWatch:
             return
 
     def _end(self) -> None:
-        print(f"error: {self._lost}; --resume continues from the last checkpoint", file=sys.stderr, flush=True)
+        reason = self._left_reason() or self._lost
+        print(f"error: {reason}; --resume continues from the last checkpoint", file=sys.stderr, flush=True)
         for child in self._children.values():
             child.kill()
         os._exit(1)
 
     @contextlib.contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Turn the failure of a collective into a PeerLostError."""
+    def explaining(self, awaited: Callable[[], Sequence[int]] = tuple) -> Iterator[None]:
+        """Turn the failure of a collective into a PeerLostError.
+
+        Args:
+            awaited: the ranks that a collective waits for when its time is over.
+        """
         try:
             yield
         except RuntimeError as error:
             if not is_lost_connection(error):
                 raise
-            raise PeerLostError(self._reason(error)) from error
+            raise PeerLostError(self._reason(error, awaited)) from error
 
-    def _reason(self, error: RuntimeError) -> str:
+    def _reason(self, error: RuntimeError, awaited: Callable[[], Sequence[int]]) -> str:
+        text = " ".join(str(error).split())
+        if "timed out" in text.lower() and (late := awaited()):
+            ranks = ", ".join(map(str, late))
+            return f"rank {ranks} did not answer within collective_timeout_minutes"
         if self._children:
             self._found.wait(_NAMING_SECONDS)
         if self._lost is not None and self._killed:
             return self._lost
+        return self._left_reason() or self._lost or f"another process of the run is gone: {text}"
+
+    def _left_reason(self) -> str | None:
         with contextlib.suppress(RuntimeError):  # the first process, which keeps the store, may be gone
             if self._store is not None and self._store.check(["ended"]):
                 return self._store.get("ended").decode()
-        text = " ".join(str(error).split())
-        return self._lost or f"another process of the run is gone: {text}"
+        return None
+
+    def round_ended(self, rank: int) -> None:
+        """Let the other processes know that this one has reached the end of another round."""
+        self._rounds += 1
+        self._store.set(f"rounds of {rank}", str(self._rounds))
+
+    def late(self, count: int) -> list[int]:
+        """Return the processes, of this number of them, that have reached the end of fewer rounds than this one."""
+        keys = [f"rounds of {rank}" for rank in range(count)]
+        return [rank for rank, key in enumerate(keys) if self._store.add(key, 0) < self._rounds]
 
     def failed(self, rank: int, reason: str) -> None:
         """Tell the other processes why this one ends by itself."""

@@ -3,7 +3,12 @@
 Every process (rank) runs the same program and takes the same decisions from the same gathered values; it owns some of
 the nodes. Algorithms, trainers and the cluster speak of nodes and workers; only `utils` knows ranks. Values travel over
 gloo. Means and the state that moves with nodes travel over nccl where every process has GPUs of its own, otherwise over
-gloo too. All communicators are made once, when the nodes are placed, and every collective has a finite timeout.
+gloo too. All communicators are made once, when the nodes are placed.
+
+Every collective has a finite timeout. Within a round it is `collective_timeout_minutes`: all processes train and
+evaluate their shares of the same work, so one that is much later than the others has a problem. Between rounds one
+process may rightly work for long while the others wait: it tokenises a corpus, or writes models to a slow disk. The
+collectives that follow such work have a timeout of twelve hours.
 """
 
 import ctypes
@@ -36,8 +41,7 @@ from utils.distributed.shard_groups import ShardGroup
 
 T = TypeVar("T")
 
-# A process may wait for one that evaluates, draws or is slow, but not forever for one that has stopped answering.
-_TIMEOUT = datetime.timedelta(hours=2)
+_BETWEEN_ROUNDS = datetime.timedelta(hours=12)
 _CONNECTING = datetime.timedelta(minutes=10)
 
 
@@ -72,11 +76,16 @@ class Processes:
         if self.count > 1:
             with self._peers.explaining():
                 dist.init_process_group(
-                    "gloo", store=store, rank=self._rank.number, world_size=self.count, timeout=_TIMEOUT
+                    "gloo", store=store, rank=self._rank.number, world_size=self.count, timeout=_BETWEEN_ROUNDS
                 )
 
     def place(
-        self, devices: Sequence[torch.device], nodes_per_device: int, in_order: bool = True, devices_per_node: int = 1
+        self,
+        devices: Sequence[torch.device],
+        nodes_per_device: int,
+        in_order: bool = True,
+        devices_per_node: int = 1,
+        timeout_minutes: float = 30.0,
     ) -> None:
         """Share out the nodes of all devices; all processes call this together.
 
@@ -86,12 +95,14 @@ class Processes:
             in_order: sum means in worker order, so that bits do not depend on the number of processes.
             devices_per_node: size of a shard group. So many processes with consecutive ranks own nodes together; each
                 exchanges tensors with the process at its place in the other shard groups.
+            timeout_minutes: longest wait for another process within a round.
 
         Raises:
             ValueError: the nodes cannot be shared out; see `share_out` and `shard_group_sites`.
         """
         self._in_order = in_order
         self._shard_group_size = devices_per_node
+        self._timeout = datetime.timedelta(minutes=timeout_minutes)
         place = self._rank.number % devices_per_node
         if devices_per_node > 1:
             devices = [own_device(devices, self._rank)]
@@ -113,6 +124,7 @@ class Processes:
         device = next(device for node, device in enumerate(self.devices) if self.owns(node))
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        self._round_group = self._new_group(range(self.count), on_gpus=False)
         on_gpus = gpus_of_their_own(slots)
         # All processes make all communicators, in the same order.
         for other in range(size):
@@ -129,19 +141,33 @@ class Processes:
 
     def _new_group(self, ranks: Iterable[int], on_gpus: bool) -> dist.ProcessGroup:
         with self._peers.explaining():
-            group = dist.new_group(list(ranks), timeout=_TIMEOUT, backend="nccl" if on_gpus else "gloo")
+            group = dist.new_group(list(ranks), timeout=self._timeout, backend="nccl" if on_gpus else "gloo")
             if on_gpus and self._rank.number in ranks:
                 # The communicator takes its memory now, and not when training has filled the GPU.
                 dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
         return group
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all processes, by rank; also a barrier."""
+        """Return the values of all processes, by rank; also a barrier between rounds."""
         if self.count == 1:
             return [value]
         values: list = [None] * self.count
         with self._peers.explaining():
             dist.all_gather_object(values, value)
+        return values
+
+    def gather_in_round(self, value: T) -> list[T]:
+        """Return the values of all processes, by rank, at the end of a round.
+
+        Raises:
+            PeerLostError: a process is later than `collective_timeout_minutes`; the message names it.
+        """
+        if self.count == 1:
+            return [value]
+        values: list = [None] * self.count
+        self._peers.round_ended(self._rank.number)
+        with self._peers.explaining(lambda: self._peers.late(self.count)):
+            dist.all_gather_object(values, value, group=self._round_group)
         return values
 
     def owns(self, node: int) -> bool:
@@ -269,7 +295,9 @@ def place_nodes(processes: Processes, config: Config) -> list[str]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
         torch.use_deterministic_algorithms(True)
     try:
-        processes.place(devices, config.nodes_per_gpu, in_order, config.devices_per_node)
+        processes.place(
+            devices, config.nodes_per_gpu, in_order, config.devices_per_node, config.collective_timeout_minutes
+        )
     except ValueError as error:
         raise ConfigError(f"processes: {error}") from None
     shard_groups = processes.count // config.devices_per_node

@@ -79,7 +79,9 @@ class Transport:
         if not operations:
             return
         with self._peers.explaining():
-            for work in dist.batch_isend_irecv(operations):
+            works = dist.batch_isend_irecv(operations)
+        for work, operation in zip(works, operations, strict=False):  # nccl has one work for all
+            with self._peers.explaining(lambda peer=operation.peer: [peer]):
                 work.wait()
         for tensor, staged in arriving:
             if staged is not tensor:
