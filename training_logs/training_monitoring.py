@@ -1,6 +1,7 @@
-"""Draw plots and report of run folders again, and several runs on common axes:
+"""Draw plots and report of a run folder again, or compare several runs:
 
-python -m training_logs.training_monitoring RUN_DIR [RUN_DIR ...] [--output FOLDER]
+python -m training_logs.training_monitoring RUN_DIR
+python -m training_logs.training_monitoring RUN_DIR RUN_DIR [...] [--output FOLDER]
 """
 
 import argparse
@@ -13,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from training_logs.showing.plots import plot_run
-from training_logs.showing.report import headline, page, picture, table, write_report
+from training_logs.showing.plots import best_metrics_by, plot_run
+from training_logs.showing.report import headline, page, picture, setting, table, write_report
 from training_logs.showing.run_data import RunData, RunFolderError, damage_reported, read_run
 from training_logs.showing.styles import OVER, colour, decimal_logarithmic, draw_line, label_axes, make_figure
 from utils.files import write_atomically, write_text_atomically
@@ -43,44 +44,41 @@ def differences(runs: Sequence[RunData]) -> dict[str, list]:
 
 
 def _names(runs: Sequence[RunData]) -> list[str]:
-    names = [run.folder.name for run in runs]
+    """Return the runs' own names, or those of their folders; paths where names are equal."""
+    names = [run.config.get("run_name") or run.folder.name for run in runs]
     return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
 
 
 def draw_comparison(runs: Sequence[RunData]) -> Figure:
-    """Draw the best metric over each column that a plot can be drawn over."""
-    figure, axes = make_figure(len(OVER))
-    metric = runs[0].metric.name
-    for place, x in zip(axes, OVER, strict=True):
+    """Draw the best metric over each column that a plot can be drawn over; every metric has its own panels."""
+    metrics = dict.fromkeys(run.metric.name for run in runs)
+    panels = [(metric, x) for metric in metrics for x in OVER]
+    figure, axes = make_figure(len(panels))
+    for place, (metric, x) in zip(axes, panels, strict=True):
         for index, (run, name) in enumerate(zip(runs, _names(runs), strict=True)):
-            xs, values = run.best_metrics(x)
-            # matplotlib takes $ for mathematics, and leaves a label that begins with _ out of the legend.
-            label = " " + name.replace("$", r"\$")
-            draw_line(place, np.array(xs), np.array(values), color=colour(index), label=label)
+            if run.metric.name == metric:
+                points = best_metrics_by(run, x)
+                # matplotlib takes $ for mathematics, and leaves a label that begins with _ out of the legend.
+                label = " " + name.replace("$", r"\$")
+                draw_line(
+                    place, np.array(list(points)), np.array(list(points.values())), color=colour(index), label=label
+                )
         if metric == "perplexity":
             decimal_logarithmic(place)
-        label_axes(place, x, metric, f"Best {metric} of the living trainers")
-    axes[0].legend(fontsize=8)
+        label_axes(place, x, f"best {metric} of the living trainers", f"{metric.capitalize()} over {OVER[x]}")
+        place.legend(fontsize=8)
     return figure
 
 
 def compare(runs: Sequence[RunData], output: Path) -> Path:
-    """Write comparison.png and comparison.html into a folder; return the path of the page.
-
-    Raises:
-        RunFolderError: the runs have different metrics, or one has no round.
-    """
-    for run in runs:
-        if run.metric.name != runs[0].metric.name:
-            raise RunFolderError(
-                f"{run.folder}: its metric is {run.metric.name}, that of {runs[0].folder} {runs[0].metric.name}"
-            )
-        if not len(run.rounds):
-            raise RunFolderError(f"{run.folder}: has no round yet")
+    """Write comparison.png and comparison.html into a folder; return the path of the page."""
     names = _names(runs)
+    headlines = []
+    for run in runs:
+        with damage_reported(run.folder):
+            headlines.append(headline(run))
     image = output / "comparison.png"
     write_atomically(image, lambda path: draw_comparison(runs).savefig(path, dpi=110))
-    headlines = [headline(run) for run in runs]
     # A run with a budget, or with a simulated time, has numbers that others lack.
     labels = dict.fromkeys(label for values in headlines for label in values)
     body = [
@@ -89,8 +87,8 @@ def compare(runs: Sequence[RunData], output: Path) -> Path:
         picture(image),
         "<h2>Numbers</h2>",
         table(("", *names), [(label, *(values.get(label, "-") for values in headlines)) for label in labels]),
-        "<h2>What differs in the configurations</h2>",
-        table(("key", *names), [(key, *map(str, values)) for key, values in differences(runs).items()]),
+        "<h2>Differences of the configurations</h2>",
+        table(("key", *names), [(key, *map(setting, values)) for key, values in differences(runs).items()]),
     ]
     path = output / "comparison.html"
     write_text_atomically(path, page("Comparison", "".join(body)))
@@ -101,16 +99,19 @@ def main(arguments: list[str] | None = None) -> int:
     """Return 0, or 2 if a folder is not a run folder, or a file cannot be written."""
     parser = argparse.ArgumentParser(
         prog="python -m training_logs.training_monitoring",
-        description="Draw plots and report of a run folder again; with several, also a comparison.",
+        description="Draw plots and report of a run folder again, or compare several runs.",
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--output", type=Path, default=Path("comparison"), help="folder of the comparison")
+    parser.add_argument(
+        "--output", type=Path, default=Path("comparison"), help="folder of the comparison; default: %(default)s"
+    )
     options = parser.parse_args(arguments)
     try:
-        for folder in options.runs:
-            print(draw(folder))
-        if len(options.runs) > 1:
-            print(compare([read_run(folder) for folder in options.runs], options.output))
+        if len(options.runs) == 1:
+            print(draw(options.runs[0]))
+            return 0
+        runs = [read_run(folder) for folder in options.runs]
+        print(compare(runs, options.output))
     except (RunFolderError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

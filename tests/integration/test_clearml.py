@@ -17,7 +17,7 @@ from tests.support.clearml_server import ClearMLServer
 from tests.support.runs import record_run
 from training_logs import log_processor
 from training_logs.recording.recorder import RunRecorder
-from training_logs.showing.plots import PLOTS
+from training_logs.showing.plots import plots_of
 from training_logs.showing.run_data import read_run
 from training_logs.trackers import tracker
 from training_logs.trackers.clearml import has_credentials, resolved_mode
@@ -118,7 +118,7 @@ def test_the_session_holds_config_plots_texts_summary_and_model(folder):
         assert f"merge after round {merge.outer_step}: trainer " in log
     assert json.dumps("prompt: e\ncontinuation: f\nreference: g")[1:-1] in log
     names = session.namelist()
-    for plot in PLOTS:
+    for plot in plots_of(run):
         assert any(name.endswith(f"plots_{Path(plot).stem}_00000000.png") for name in names), plot
     (summary,) = [name for name in names if name.endswith("summary.json")]
     assert json.loads(session.read(summary))["final_metric"] == run.summary["final_metric"]
@@ -286,7 +286,7 @@ def test_a_server_is_told_everything_while_the_run_goes_on(online, tmp_path, mon
     assert warnings_of(folder) == []
     run = read_run(folder)
     assert server.scalars == expected_scalars(run)
-    assert server.uploads == len(PLOTS) + 2  # the summary and changes.patch
+    assert server.uploads == len(plots_of(run)) + 2  # the summary and changes.patch
     assert server.task["status"] == "completed"
     weights = (folder / run.summary["best_model"] / "model.safetensors").resolve().as_uri()
     assert weights in [body.get("uri") for name, body in server.calls if name == "models.edit"]

@@ -14,9 +14,9 @@ import torch
 from tests.support.runs import record_run, table_of
 from training_logs import log_processor, training_monitoring
 from training_logs.recording.recorder import RunRecorder
-from training_logs.showing import plots
-from training_logs.showing.plots import PLOTS, accumulation_threshold, draw
-from training_logs.showing.report import headline, run_body, table
+from training_logs.showing import plots, report
+from training_logs.showing.plots import accumulation_threshold, draw, plots_of
+from training_logs.showing.report import headline, number, run_body, table
 from training_logs.showing.run_data import read_run, read_table
 from training_logs.showing.styles import OVER, colour
 from training_logs.training_monitoring import compare, differences, draw_comparison
@@ -95,7 +95,7 @@ def test_step_losses_are_means_over_workers_in_order(run):
 
 
 def test_all_plots_and_the_report_are_there(folder, run):
-    for name in PLOTS:
+    for name in plots_of(run):
         assert (run.report_dir / name).stat().st_size > 10_000, name
     assert (run.report_dir / "report.html").exists()
 
@@ -120,7 +120,7 @@ def test_the_metric_is_drawn_as_the_csv_has_it(run, x):
         (plots.draw_batches, lambda row: row["requested_batch"]),
         (plots.draw_variance, lambda row: row["gradient_variance"]),
         (plots.draw_squared_norm, lambda row: row["gradient_squared_norm"]),
-        (plots.draw_noise_ratio, lambda row: row["gradient_variance"] / row["gradient_squared_norm"]),
+        (plots.draw_noise_scale, lambda row: row["gradient_variance"] / row["gradient_squared_norm"]),
         (plots.draw_throughput, lambda row: row["round_tokens"] / row["seconds"]),
         (plots.draw_worker_batches, lambda row: math.ceil(row["requested_batch"] / row["nodes"])),
     ],
@@ -133,7 +133,7 @@ def test_panels_show_the_csv_where_it_is_positive(run, panel, value):
 
 def test_merges_are_marked_and_drawn_with_their_weights(run):
     axes = draw(run, [(plots.draw_loss, "outer_step")]).axes[0]
-    marks = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
+    marks = [line.get_xdata()[0] for line in axes.lines if (line.get_linestyle(), line.get_color()) == (":", "grey")]
     assert marks == [merge.outer_step for merge in run.merges] == [2, 4]
     genealogy = draw(run, [(plots.draw_genealogy, "outer_step")]).axes[0]
     texts = [text.get_text().strip() for text in genealogy.texts if text.get_text().strip()]
@@ -153,7 +153,7 @@ def test_the_region_of_accumulation_is_the_switch_modes(run, mode, threshold):
 
 def test_the_report_holds_everything_and_needs_no_other_file(run):
     page = (run.report_dir / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == len(PLOTS)
+    assert page.count("data:image/png;base64,") == len(plots_of(run))
     assert not re.findall(r'(?:src|href)="(?!data:)', page)
     for text in (f"{run.summary['final_metric']:,.2f}", "completed", "trainer 0", "after round 2", "training loss"):
         assert text in page, text
@@ -174,7 +174,7 @@ def test_the_report_states_the_origin_of_the_run(folder, run):
     page = run_body(with_summary(run, invocations=[invocation, resumed]))
     begun = "<td>2026-01-02T03:04:05+01:00</td><td>{}</td><td>python run.py &#x27;run_name=&lt;i&gt;&#x27;</td>"
     assert begun.format("1") + "<td>c0ffee</td><td>in changes.patch</td>" in page
-    assert begun.format("1,234") + "<td>&lt;b&gt;unknown&lt;/b&gt;</td><td>not known</td>" in page
+    assert begun.format("1,234") + "<td>&lt;b&gt;unknown&lt;/b&gt;</td><td>-</td>" in page
     cuda = f" for CUDA {torch.version.cuda}" if torch.version.cuda else ""
     assert f"torch {torch.__version__}{cuda}, 1 process</td>" in page
     assert "<h2>Origin</h2>" not in run_body(with_summary(run, invocations=[]))
@@ -191,6 +191,15 @@ def test_report_and_log_show_the_continuations(folder, run):
     log = (folder / "training_log.log").read_text()
     assert "1 of 2, of a validation text\n  prompt:    'a <i>\\n'\n  model:     'b <script>\\x1b'\n" in log
     assert "<h2>Continuations</h2>" not in run_body(with_summary(run, continuations=[]))
+
+
+def test_values_of_tables_are_words_and_numbers(run):
+    assert [number(value) for value in (None, True, False, math.nan, 1234567, 0.5)] == [
+        *("-", "yes", "no", "-", "1,234,567", "0.5")
+    ]
+    page = run_body(run)
+    assert not re.findall("<td>(None|True|False)</td>", page)
+    assert "metric_decimals" not in page
 
 
 def test_classes_have_a_table(run):
@@ -233,7 +242,8 @@ def test_budgets_in_words():
 @pytest.fixture
 def one_plot(monkeypatch):
     """Draw the losses of every run alone: drawing takes longer than small runs do."""
-    monkeypatch.setattr(plots, "PLOTS", {"loss.png": PLOTS["loss.png"]})
+    for module in (plots, report):
+        monkeypatch.setattr(module, "plots_of", lambda run: {"loss.png": [(plots.draw_loss, "outer_step")]})
 
 
 def test_a_killed_run_has_a_report_up_to_its_last_round(tmp_path, monkeypatch, one_plot):
@@ -267,6 +277,7 @@ def test_several_runs_are_drawn_on_common_axes(folder, run, tmp_path, capsys, on
     other = record_run(tmp_path / "logs", number_of_initial_trainers=1, sampling_method="none")
     assert training_monitoring.main([str(folder), str(other), "--output", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "out" / "comparison.html")
+    assert not (other / "model_training_report" / "report.html").exists()  # only the comparison is written
     runs = [run, read_run(other)]
     found = differences(runs)
     expected = {"number_of_initial_trainers": [3, 1], "plot_at_end": [True, False]}
@@ -277,11 +288,43 @@ def test_several_runs_are_drawn_on_common_axes(folder, run, tmp_path, capsys, on
     figure = draw_comparison(runs)
     for axes, x in zip(figure.axes, OVER, strict=True):
         for index, each in enumerate(runs):
-            assert tuple(map(list, axes.lines[index].get_data())) == each.best_metrics(x)
+            drawn = axes.lines[index].get_data()
+            assert dict(zip(*drawn, strict=True)) == dict(zip(*each.best_metrics(x), strict=True))
     best = run.best_metrics("communications")[1]
     assert best == [
         min(row["validation_metric"] for row in run.rounds if row["outer_step"] == step) for step in range(1, 6)
     ]
+
+
+def test_runs_with_different_metrics_or_without_a_round_are_compared(run, tmp_path):
+    other = with_summary(run, metric="accuracy", metric_higher_is_better=True, metric_decimals=4)
+    begun = with_summary(dataclasses.replace(run, rounds=run.rounds[:0]), initial_metric=None, final_metric=None)
+    figure = draw_comparison([run, other, begun])
+    assert [axes.get_title().split()[0] for axes in figure.axes] == ["Perplexity"] * 5 + ["Accuracy"] * 5
+    assert len({axes.get_title() for axes in figure.axes}) == 10
+    assert [len(axes.lines) for axes in figure.axes] == [2] * 5 + [1] * 5
+    assert compare([begun, other], tmp_path).exists()
+
+
+def test_panels_without_data_are_left_out(run):
+    assert [panel for panel, _ in plots_of(run)["communications.png"]] == [plots.draw_communications]
+    alone = dataclasses.replace(run, rounds=run.rounds.copy(), merges=[])
+    alone.rounds["communications"] = 0
+    alone.rounds["gradient_variance"] = math.nan
+    found = plots_of(alone)
+    assert not {"communications.png", "gradient_statistics.png"} & set(found)
+    assert [panel for panel, _ in found["metric.png"]] == [plots.draw_metric]
+
+
+def test_a_smoothed_loss_does_not_lag(run):
+    """The mean of a line of slope -1 is the line itself; of 400 steps, 10 on each side are in the window."""
+    line_of_losses = (np.arange(1, 401), np.arange(400, 0, -1.0))
+    run.__dict__["step_losses"], kept = {0: line_of_losses}, run.step_losses
+    (axes,) = draw(run, [(plots.draw_step_loss, "outer_step")]).axes
+    run.__dict__["step_losses"] = kept
+    steps, losses = line(axes, "trainer 0").get_data()
+    assert (steps[0], steps[-1]) == (11, 390)
+    assert losses == pytest.approx(401 - steps)
 
 
 def test_rounds_that_do_not_communicate_stay_apart(run):

@@ -1,6 +1,5 @@
-"""Plots of a run, drawn from its run folder. A trainer has the same colour in all of them."""
+"""Plots of a run, drawn from its run folder. A trainer has the same look in all of them."""
 
-import textwrap
 from collections.abc import Callable
 
 import numpy as np
@@ -12,6 +11,7 @@ from training_logs.prediction import NoLawError, RunFit, fit, measured
 from training_logs.showing.run_data import RunData, Table
 from training_logs.showing.styles import (
     MARKS,
+    OVER,
     binary_logarithmic,
     colour,
     decimal_logarithmic,
@@ -21,14 +21,18 @@ from training_logs.showing.styles import (
 )
 from utils.files import write_atomically
 
+Draw = Callable[[Axes, RunData, str], None]
 
-def _note(axes: Axes, text: str) -> None:
-    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8}
-    axes.text(0.45, 0.5, textwrap.fill(text, 40), ha="center", fontsize=8, bbox=box, transform=axes.transAxes)
+
+def _look(run: RunData, trainer: int) -> dict:
+    """A trainer that lives at the end has a wide line; the others have thin lines above it, in different patterns."""
+    if trainer in run.rounds[run.rounds["outer_step"] == run.rounds["outer_step"][-1]]["trainer_id"]:
+        return {"color": colour(trainer), "lw": 2.4, "ls": "-", "zorder": 2}
+    return {"color": colour(trainer), "lw": 1.2, "ls": ("-", "--", ":", "-.")[trainer % 4], "zorder": 3}
 
 
 def _mark_merges(axes: Axes, run: RunData, x: str) -> None:
-    """Draw a dotted line at the end of each round after which trainers merged."""
+    """Draw a grey line at the end of each round after which trainers merged."""
     label = "trainers merge"
     for merge in run.merges:
         if merge.outer_step in run.by_round:
@@ -41,50 +45,75 @@ def _mark_every(run: RunData) -> int:
     return -(-len(run.by_round) // MARKS)
 
 
+def _draw_trainers(
+    axes: Axes, run: RunData, x: str, title: str, label: str, values: Callable[[Table], np.ndarray]
+) -> None:
+    """Draw values of every trainer's rounds."""
+    for trainer, rows in run.by_trainer.items():
+        draw_line(axes, rows[x], values(rows), label=f"trainer {trainer}", **_look(run, trainer))
+    _mark_merges(axes, run, x)
+    label_axes(axes, x, label, title)
+    axes.legend(fontsize=8)
+
+
 # Panels
 
 
 def draw_step_loss(axes: Axes, run: RunData, x: str) -> None:
-    """Training loss of every inner step (pale), and its mean over a twentieth of the trainer's steps."""
+    """Training loss of every inner step (pale), and its mean over a twentieth of the trainer's steps around it."""
     for trainer, (steps, losses) in run.step_losses.items():
         axes.plot(steps, losses, lw=0.6, alpha=0.35, color=colour(trainer))
-        width = max(len(losses) // 20, 1)
-        mean = np.convolve(losses, np.full(width, 1 / width), "valid")
-        axes.plot(steps[width - 1 :], mean, color=colour(trainer), label=f"trainer {trainer}")
+        half = len(losses) // 40
+        mean = np.convolve(losses, np.full(2 * half + 1, 1 / (2 * half + 1)), "valid")
+        axes.plot(steps[half : half + len(mean)], mean, label=f"trainer {trainer}", **_look(run, trainer))
     label_axes(axes, x, "loss (nats per target)", "Training loss per inner step")
     axes.set_xlabel("inner step")
     axes.legend(fontsize=8)
 
 
 def draw_loss(axes: Axes, run: RunData, x: str) -> None:
-    """Training loss (dashed) and validation loss of every trainer."""
+    """Validation loss, and training loss (pale), of every trainer."""
     for trainer, rows in run.by_trainer.items():
-        draw_line(axes, rows[x], rows["train_loss"], marker=None, ls="--", lw=1, color=colour(trainer), alpha=0.7)
-        draw_line(axes, rows[x], rows["validation_loss"], color=colour(trainer), label=f"trainer {trainer}")
-    axes.plot([], [], "--", lw=1, color="grey", label="training (dashed)")
-    _mark_merges(axes, run, x)
-    label_axes(axes, x, "loss (nats per target)", "Loss per round")
-    axes.legend(fontsize=8)
+        axes.plot(rows[x], rows["train_loss"], color=colour(trainer), lw=1, alpha=0.5)
+    axes.plot([], [], lw=1, color="grey", alpha=0.5, label="training (pale)")
+    _draw_trainers(axes, run, x, "Loss per round", "loss (nats per target)", lambda rows: rows["validation_loss"])
 
 
 def draw_metric(axes: Axes, run: RunData, x: str) -> None:
     """Validation metric of every trainer."""
-    for trainer, rows in run.by_trainer.items():
-        draw_line(axes, rows[x], rows["validation_metric"], color=colour(trainer), label=f"trainer {trainer}")
-    if run.metric.name == "perplexity":
+    name = run.metric.name
+    title = f"{name.capitalize()} over {OVER[x].split(',')[0]}"
+    _draw_trainers(axes, run, x, title, name, lambda rows: rows["validation_metric"])
+    if name == "perplexity":
         decimal_logarithmic(axes)
-    _mark_merges(axes, run, x)
-    label_axes(axes, x, run.metric.name, f"Validation {run.metric.name}")
-    axes.legend(fontsize=8)
+
+
+def best_metrics_by(run: RunData, x: str) -> dict[float, float]:
+    """Return the best metric of the living trainers by a column of the round log, after the last round of each value.
+
+    Rounds with one worker do not communicate, so that several rounds have the same number of communications.
+    """
+    return dict(zip(*run.best_metrics(x), strict=True))
+
+
+def draw_best_metric(axes: Axes, run: RunData, x: str) -> None:
+    """Best validation metric of the living trainers."""
+    points = best_metrics_by(run, x)
+    draw_line(axes, np.array(list(points)), np.array(list(points.values())), color="black")
+    name = run.metric.name
+    if name == "perplexity":
+        decimal_logarithmic(axes)
+    label_axes(axes, x, name, f"Best {name} over {OVER[x]}")
 
 
 def draw_batches(axes: Axes, run: RunData, x: str) -> None:
     """Requested batch (line) and effective batch (circles) of every trainer; filled where it accumulates."""
     for trainer, rows in run.by_trainer.items():
-        axes.step(rows[x], rows["requested_batch"], where="mid", color=colour(trainer), label=f"trainer {trainer}")
+        look = _look(run, trainer)
+        axes.step(rows[x], rows["requested_batch"], where="mid", label=f"trainer {trainer}", **look)
         for accumulates, fill in ((False, "white"), (True, colour(trainer))):
             own = rows[(rows["accumulation_steps"] > 1) == accumulates][:: _mark_every(run)]
-            axes.plot(own[x], own["effective_batch"], "o", ms=5, color=colour(trainer), mfc=fill)
+            axes.plot(own[x], own["effective_batch"], "o", ms=2 * look["lw"], color=colour(trainer), mfc=fill)
     axes.plot([], [], "o", color="grey", mfc="white", label="effective, one micro-batch")
     axes.plot([], [], "o", color="grey", label="effective, accumulated")
     binary_logarithmic(axes)
@@ -105,10 +134,11 @@ def draw_worker_batches(axes: Axes, run: RunData, x: str) -> None:
     largest = run.rounds["max_batch"].max()
     top = max(largest, np.ceil(run.rounds["requested_batch"] / run.rounds["nodes"]).max())
     for trainer, rows in run.by_trainer.items():
+        look = _look(run, trainer)
         request = np.ceil(rows["requested_batch"] / rows["nodes"])
-        axes.step(rows[x], request, where="mid", color=colour(trainer), label=f"trainer {trainer}")
+        axes.step(rows[x], request, where="mid", label=f"trainer {trainer}", **look)
         shown = rows[:: _mark_every(run)]
-        axes.plot(shown[x], shown["effective_batch"] / shown["nodes"], "o", ms=4, color=colour(trainer))
+        axes.plot(shown[x], shown["effective_batch"] / shown["nodes"], "o", ms=2 * look["lw"], color=colour(trainer))
     axes.axhline(largest, color="black", lw=1.2, ls="--", label="max batch")
     threshold = accumulation_threshold(run)
     if threshold is not None:
@@ -120,54 +150,39 @@ def draw_worker_batches(axes: Axes, run: RunData, x: str) -> None:
     axes.legend(fontsize=8)
 
 
-def _draw_statistic(axes: Axes, run: RunData, x: str, title: str, label: str, value: Callable) -> None:
-    """Draw the positive values of every trainer on a logarithmic axis; an estimate may be negative."""
-    measured_once = False
-    for trainer, rows in run.by_trainer.items():
-        values = value(rows)
-        positive = values > 0
-        measured_once = measured_once or bool(positive.any())
-        draw_line(axes, rows[x], np.where(positive, values, np.nan), color=colour(trainer), label=f"trainer {trainer}")
-    _mark_merges(axes, run, x)
-    label_axes(axes, x, label, title)
-    if measured_once:
-        decimal_logarithmic(axes)
-        axes.legend(fontsize=8)
-    else:
-        _note(axes, "not measured in this run")
+def _positive(values: np.ndarray) -> np.ndarray:
+    """Leave out estimates that are not positive, which a logarithmic axis cannot show."""
+    return np.where(values > 0, values, np.nan)
 
 
 def draw_variance(axes: Axes, run: RunData, x: str) -> None:
     """Variance of the per-example gradients (the trace of their covariance)."""
-    _draw_statistic(axes, run, x, "Gradient variance", "V", lambda rows: rows["gradient_variance"])
+    _draw_trainers(axes, run, x, "Gradient variance", "V", lambda rows: _positive(rows["gradient_variance"]))
+    decimal_logarithmic(axes)
 
 
 def draw_squared_norm(axes: Axes, run: RunData, x: str) -> None:
     """Estimated squared norm of the true gradient."""
-    _draw_statistic(axes, run, x, "Squared gradient norm", "||∇F||²", lambda rows: rows["gradient_squared_norm"])
+    title = "Squared gradient norm"
+    _draw_trainers(axes, run, x, title, "||∇F||²", lambda rows: _positive(rows["gradient_squared_norm"]))
+    decimal_logarithmic(axes)
 
 
-def _noise_ratio(rows: Table) -> np.ndarray:
-    squared_norm = rows["gradient_squared_norm"]
-    return rows["gradient_variance"] / np.where(squared_norm == 0, np.nan, squared_norm)
-
-
-def draw_noise_ratio(axes: Axes, run: RunData, x: str) -> None:
+def draw_noise_scale(axes: Axes, run: RunData, x: str) -> None:
     """Variance over squared norm: the batch at which noise and gradient are equally large."""
-    title = "Gradient noise: variance / squared norm"
-    _draw_statistic(axes, run, x, title, "V / ||∇F||² (examples)", _noise_ratio)
+
+    def ratio(rows: Table) -> np.ndarray:
+        return _positive(rows["gradient_variance"]) / _positive(rows["gradient_squared_norm"])
+
+    _draw_trainers(axes, run, x, "Gradient noise scale", "V / ||∇F||² (examples)", ratio)
+    decimal_logarithmic(axes)
 
 
 def draw_throughput(axes: Axes, run: RunData, x: str) -> None:
     """Training tokens per second of every trainer's rounds, without evaluation."""
-    for trainer, rows in run.by_trainer.items():
-        speeds = rows["round_tokens"] / rows["seconds"]
-        draw_line(axes, rows[x], speeds, color=colour(trainer), label=f"trainer {trainer}")
+    _draw_trainers(axes, run, x, "Throughput", "tokens per second", lambda rows: rows["round_tokens"] / rows["seconds"])
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(EngFormatter())
-    _mark_merges(axes, run, x)
-    label_axes(axes, x, "tokens per second", "Throughput")
-    axes.legend(fontsize=8)
 
 
 def draw_living(axes: Axes, run: RunData, x: str) -> None:
@@ -197,18 +212,25 @@ def draw_genealogy(axes: Axes, run: RunData, x: str) -> None:
         axes.plot(ends, [lane[trainer]] * 2, lw=5, color=colour(trainer), solid_capstyle="round")
     for merge in run.merges:
         place = run.by_round[merge.outer_step][x][0]
-        for trainer, weight in merge.weights.items():
-            side = 0.12
+        to = lane[merge.representative]
+        # Short arrows lie above long ones.
+        for trainer in sorted(merge.weights, key=lambda trainer: -abs(lane[trainer] - to)):
             if trainer != merge.representative:
-                side = -0.28
                 arrow = {"arrowstyle": "->", "color": colour(trainer), "lw": 1.8}
-                axes.annotate("", (place, lane[merge.representative]), (place, lane[trainer]), arrowprops=arrow)
-            text = f"{weight:.2f}  "
-            axes.text(place, lane[trainer] + side, text, fontsize=8, ha="right", color=colour(trainer))
+                axes.annotate("", (place, to), (place, lane[trainer]), arrowprops=arrow)
+            weight = f"  {merge.weights[trainer]:.2f}"
+            axes.text(place, lane[trainer] + 0.14, weight, fontsize=8, color=colour(trainer))
     axes.set_yticks(list(lane.values()), [f"trainer {trainer}" for trainer in lane])
     axes.set_ylim(-0.6, len(lane) - 0.4)
     axes.margins(x=0.06)
     label_axes(axes, x, "", "Merges, with weights")
+
+
+def _law(run: RunData) -> RunFit | None:
+    try:
+        return fit(run)
+    except NoLawError:
+        return None
 
 
 def draw_batch_law(axes: Axes, run: RunData, x: str) -> None:
@@ -216,23 +238,22 @@ def draw_batch_law(axes: Axes, run: RunData, x: str) -> None:
     totals = [rows["effective_batch"].sum() for rows in run.by_round.values()]
     every = _mark_every(run)
     axes.plot(list(run.by_round)[::every], totals[::every], "o", ms=4, color="black", label="measured, all trainers")
-    found = _fitted(axes, run)
-    if found is not None:
-        places = np.arange(len(found.batches))
-        for index, law in enumerate(found.laws):
-            batches = [law.batch(place + 1) for place in places]
-            label = f"{law.regime}, the best fit" if index == 0 else law.regime
-            axes.plot(found.first_round + places, batches, lw=1 if index else 2.5, color=colour(index), label=label)
+    found = fit(run)
+    places = np.arange(len(found.batches))
+    for index, law in enumerate(found.laws):
+        batches = [law.batch(place + 1) for place in places]
+        label = f"{law.regime}, the best fit" if index == 0 else law.regime
+        axes.plot(found.first_round + places, batches, lw=1 if index else 2.5, color=colour(index), label=label)
     binary_logarithmic(axes)
     label_axes(axes, x, "examples per inner step", "Law of the batch")
     axes.legend(fontsize=8)
 
 
-def draw_prediction(axes: Axes, run: RunData, x: str) -> None:
-    """Communications over examples: measured, and predicted for up to three times as many, with a 90% interval."""
+def draw_communications(axes: Axes, run: RunData, x: str) -> None:
+    """Communications over examples; with a law of the batch also predicted, with a 90% interval."""
     examples, communications = measured(run)
     draw_line(axes, np.array([0, *examples]), np.array([0, *communications]), color="black", label="measured")
-    found = _fitted(axes, run)
+    found = _law(run)
     if found is not None:
         ahead = np.linspace(examples[-1], 3.0 * examples[-1], 9)
         values = [found.predict(count) for count in ahead]
@@ -240,43 +261,29 @@ def draw_prediction(axes: Axes, run: RunData, x: str) -> None:
         low = [value.low for value in values]
         high = [value.high for value in values]
         axes.fill_between(ahead, low, high, color=colour(0), alpha=0.2, lw=0)
-    label_axes(axes, x, "communications", "Communications: measured and predicted")
+    label_axes(axes, x, "communications", "Communications" + (": measured and predicted" if found else ""))
     axes.set_xlabel("training examples, all trainers")
     axes.xaxis.set_major_formatter(EngFormatter())
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8, loc="upper left")
 
 
-def _fitted(axes: Axes, run: RunData) -> RunFit | None:
-    try:
-        return fit(run)
-    except NoLawError as error:
-        _note(axes, f"no law: {error}")
-        return None
-
-
 def draw_memory(axes: Axes, run: RunData, x: str) -> None:
-    """Memory of every process and GPU: allocated (line) and the largest so far (dashed)."""
-    devices = [device for device in run.memory if device != "host"]
-    for index, device in enumerate(devices):
-        columns = run.memory[device]
-        axes.plot(columns["seconds"], columns["allocated_bytes"], lw=1.5, color=colour(index), label=device)
-        axes.plot(columns["seconds"], columns["peak_bytes"], "--", lw=1, color=colour(index), label=f"{device}, peak")
+    """Allocated memory of every process and GPU."""
+    for index, (device, columns) in enumerate(run.memory.items()):
+        if device != "host":
+            axes.plot(columns["seconds"], columns["allocated_bytes"], lw=1.5, color=colour(index), label=device)
     axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
     axes.margins(y=0.1)
     axes.set_ylim(bottom=0)
     label_axes(axes, x, "", "Memory")
     axes.set_xlabel("seconds since training began")
-    if devices:
-        axes.legend(fontsize=8, loc="lower right")
+    axes.legend(fontsize=8, loc="lower right")
 
 
 def draw_node_times(axes: Axes, run: RunData, x: str) -> None:
     """Seconds that each node was busy, waiting and exchanging, by its clock (simulated with node_speeds)."""
     rows = run.node_rows
-    if not len(rows):
-        _note(axes, "no node log in this run folder")
-        return
     nodes = np.unique(rows["node"]).astype(int)
     bottom = np.zeros(len(nodes))
     for name, filled in (("busy", colour(0)), ("waiting", "#d9dee5"), ("exchanging", "#f0a830")):
@@ -312,39 +319,52 @@ def draw_share_losses(axes: Axes, run: RunData, x: str) -> None:
     axes.legend(fontsize=8, ncols=2)
 
 
-Draw = Callable[[Axes, RunData, str], None]
-
-# File name: its panels, and the column that each is drawn over.
-PLOTS: dict[str, list[tuple[Draw, str]]] = {
-    "overview.png": [
-        (draw_metric, "tokens"),
-        (draw_batches, "outer_step"),
-        (draw_living, "outer_step"),
-        (draw_metric, "communications"),
-    ],
-    "loss.png": [(draw_step_loss, "outer_step"), (draw_loss, "outer_step")],
-    "metric.png": [(draw_metric, "bytes_communicated"), (draw_metric, "wall_seconds")],
-    "batch_sizes.png": [(draw_worker_batches, "outer_step"), (draw_noise_ratio, "outer_step")],
-    "gradient_statistics.png": [(draw_variance, "outer_step"), (draw_squared_norm, "outer_step")],
-    "communications.png": [(draw_batch_law, "outer_step"), (draw_prediction, "communications")],
-    "trainers.png": [(draw_genealogy, "outer_step"), (draw_throughput, "outer_step")],
-    "resources.png": [(draw_memory, "wall_seconds"), (draw_node_times, "outer_step")],
-}
+# Figures
 
 
 def plots_of(run: RunData) -> dict[str, list[tuple[Draw, str]]]:
-    """Return the plots of a run; shares of non-IID data have one if they are evaluated."""
-    if not len(run.share_rows):
-        return PLOTS
-    return PLOTS | {"shares.png": [(draw_share_losses, "outer_step"), (draw_loss, "outer_step")]}
+    """Return by file name the panels of each plot, and the column that each panel is drawn over.
+
+    Panels about something that the run does not have are left out.
+    """
+    communicates = run.rounds["communications"][-1] > 0
+    tested = bool((run.rounds["gradient_variance"] > 0).any())
+    panels = {
+        "overview.png": {
+            (draw_metric, "tokens"): True,
+            (draw_best_metric, "communications"): communicates,
+            (draw_batches, "outer_step"): True,
+            (draw_living, "outer_step"): True,
+        },
+        "loss.png": {(draw_step_loss, "outer_step"): bool(run.step_losses), (draw_loss, "outer_step"): True},
+        "metric.png": {(draw_metric, "wall_seconds"): True, (draw_best_metric, "bytes_communicated"): communicates},
+        "batch_sizes.png": {(draw_worker_batches, "outer_step"): True, (draw_noise_scale, "outer_step"): tested},
+        "gradient_statistics.png": {(draw_variance, "outer_step"): tested, (draw_squared_norm, "outer_step"): tested},
+        "communications.png": {
+            (draw_communications, "communications"): communicates,
+            (draw_batch_law, "outer_step"): communicates and _law(run) is not None,
+        },
+        "trainers.png": {
+            (draw_throughput, "outer_step"): True,
+            (draw_genealogy, "outer_step"): len(run.by_trainer) > 1,
+        },
+        "resources.png": {
+            (draw_memory, "wall_seconds"): bool(run.memory),
+            (draw_node_times, "outer_step"): len(run.node_rows) > 0,
+        },
+        "shares.png": {(draw_share_losses, "outer_step"): len(run.share_rows) > 0},
+    }
+    shown = {name: [panel for panel, present in own.items() if present] for name, own in panels.items()}
+    return {name: own for name, own in shown.items() if own}
 
 
 def draw(run: RunData, panels: list[tuple[Draw, str]]) -> Figure:
     figure, axes = make_figure(len(panels))
     # Fixed margins: a layout that measures all texts first takes as long as the drawing itself.
     figure.set_layout_engine(None)
-    height = figure.get_figheight()
-    figure.subplots_adjust(left=0.08, right=0.99, bottom=0.55 / height, top=1 - 0.4 / height, wspace=0.2, hspace=0.34)
+    width, height = figure.get_size_inches()
+    margins = {"left": 0.9 / width, "right": 1 - 0.1 / width, "bottom": 0.55 / height, "top": 1 - 0.4 / height}
+    figure.subplots_adjust(**margins, wspace=0.2, hspace=0.34)
     for place, (panel, x) in zip(axes, panels, strict=True):
         panel(place, run, x)
     return figure

@@ -52,14 +52,21 @@ details summary { cursor: pointer; color: var(--accent); margin: 8px 0; }
 
 
 def number(value: Any) -> str:
-    """Format a value: thousands separated, five digits of a fraction."""
+    """Format a value: yes, no, or - for None; thousands separated, five digits of a fraction."""
     if value is None or value != value:
         return "-"
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, int | float):
         return str(value)
     if float(value).is_integer() and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:,.5g}" if abs(value) < 1e5 else f"{value:,.0f}"
+
+
+def setting(value: Any) -> str:
+    """Format the value of a configuration key; numbers stay as they are written."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else number(value)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], shaded: Sequence[bool] = ()) -> str:
@@ -159,8 +166,8 @@ def _prediction(run: RunData) -> str:
         return ""
     try:
         found = fit(run)
-    except NoLawError:
-        return ""
+    except NoLawError as error:
+        return f"<p class=dim>No prediction of communications: {html.escape(str(error))}</p>"
     lines = found.sentences([factor * run.rounds[-1]["examples"] for factor in (2, 4, 10)])
     return "<h2>Communications for more examples</h2>" + "".join(f"<p>{html.escape(line)}</p>" for line in lines)
 
@@ -254,23 +261,25 @@ def _machine(machine: Mapping[str, Any]) -> str:
 def _origin(run: RunData) -> str:
     rows = []
     for invocation in run.summary.get("invocations", ()):
-        difference = {None: "not known", False: "none", True: "yes"}[invocation["changed"]]
-        if invocation["patch"]:
-            difference = f"in {invocation['patch']}"
+        difference = f"in {invocation['patch']}" if invocation["patch"] else number(invocation["changed"])
         machines = "; ".join(map(_machine, invocation["hardware"]))
         plugins = ", ".join(f"{entry['path']} ({entry['sha256'][:16]})" for entry in invocation["plugins"])
         start = [invocation[name] for name in ("started", "first_round", "command", "commit")]
         rows.append((*start, difference, plugins or "none", machines))
-    columns = ("started", "from round", "command", "commit", "files that differ", "plugins", "hardware")
+    columns = ("started", "from round", "command", "commit", "changed files", "plugins", "hardware")
     return "<h2>Origin</h2>" + table(columns, rows) if rows else ""
 
 
 def _details(run: RunData) -> str:
     """The summary's plain values, the configuration, and the versions of libraries."""
-    plain = [(key, str(value)) for key, value in run.summary.items() if not isinstance(value, dict | list)]
+    plain = [
+        (key, number(value))
+        for key, value in run.summary.items()
+        if not isinstance(value, dict | list) and key not in ("metric_higher_is_better", "metric_decimals")
+    ]
     defaults = Config()
     config = {key: value for key, value in run.config.items() if key in FIELDS}
-    rows = [(key, str(value), FIELDS[key].metadata["meaning"]) for key, value in config.items()]
+    rows = [(key, setting(value), FIELDS[key].metadata["meaning"]) for key, value in config.items()]
     changed = [value != getattr(defaults, key) for key, value in config.items()]
     versions = ", ".join(f"{name} {version}" for name, version in run.summary.get("versions", {}).items())
     return (
@@ -291,7 +300,7 @@ def run_body(run: RunData) -> str:
         _warnings(run),
         _cards(headline(run)),
         "<h2>Plots</h2>",
-        *(picture(run.report_dir / name) for name in plots_of(run)),
+        *(picture(run.report_dir / name) for name in (plots_of(run) if len(run.rounds) else ())),
         _prediction(run),
         _merges(run),
         _shares(run),

@@ -36,6 +36,7 @@ def make_figure(panels: int, columns: int = 2, size: tuple[float, float] | None 
     Args:
         size: in inches; None: the usual size.
     """
+    columns = min(columns, panels)
     lines = -(-panels // columns)
     # Figures made without pyplot need no display and need not be closed.
     figure = Figure(figsize=size or (5.5 * columns, 4.2 * lines), layout="constrained")
