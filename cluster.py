@@ -6,7 +6,8 @@ gather the same reports once per round. Tensors, and the work on them, are divid
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,18 +39,26 @@ from utils.distributed.signals import StopRequest
 
 
 @dataclass(frozen=True)
+class LocalEvaluation:
+    """One process's parts of evaluations, by trainer, and the seconds that they took."""
+
+    parts: dict[int, EvaluationPart] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class ProcessReport:
     """What one process sends to all others, once per round.
 
     Attributes:
         trained: its part of each trainer's round, by trainer.
-        evaluations: its part of each trainer's evaluation, by trainer; empty if the round is not evaluated.
+        evaluated: its part of the evaluations; empty if the round is not evaluated.
         memory: memory use of its devices.
         vote: whether it wants a checkpoint, or the run to stop.
     """
 
     trained: dict[int, TrainedRound]
-    evaluations: dict[int, EvaluationPart]
+    evaluated: LocalEvaluation
     memory: list[Use]
     vote: Vote
 
@@ -155,9 +164,12 @@ class Cluster:
                 observer.warn(warning)
             if self.stopped:
                 return {}
-            if result is None or result.merge is not None:
+            if result is None:
                 return self.evaluate()
-            return result.evaluations
+            evaluations = {trainer: result.evaluations[trainer] for trainer in self.trainers}
+            if result.merge is not None:
+                evaluations[result.merge.plan.representative] = result.merged
+            return evaluations
 
     def _start(self, observer: Observer) -> None:
         for warning in self.warnings:
@@ -189,7 +201,7 @@ class Cluster:
         local_steps = self._local_steps(splits, schedule)
         observer.on_round_start(self.counters.outer_steps + 1, schedule.progress_before, local_steps)
         trained = self._train(splits, schedule, observer.on_step)
-        evaluated = self._evaluate_locally() if evaluates else {}
+        evaluated = self._evaluate_locally(self.trainers) if evaluates else LocalEvaluation()
         report = ProcessReport(trained, evaluated, memory_use(self.devices), checkpoint_policy.vote())
         processes = self.processes.gather_in_round(report)
 
@@ -198,10 +210,14 @@ class Cluster:
         reports = self._conclude(splits, schedule, processes, observer.warn)
         evaluations = {}
         if evaluates:
-            evaluations = self.validation.combine([process.evaluations for process in processes], list(self.trainers))
+            evaluations = self._combine([process.evaluated for process in processes], self.trainers)
         merge = None
+        merged = None
+        bytes_before = self.counters.bytes_merged
         if len(self.trainers) > 1 and self.counters.outer_steps % self.config.merge_frequency == 0:
             merge = self._merge()
+            if evaluates:
+                merged = self.evaluate([merge.plan.representative])[merge.plan.representative]
 
         return ClusterRound(
             outer_step=self.counters.outer_steps,
@@ -211,6 +227,8 @@ class Cluster:
             merge=merge,
             counters=dataclasses.replace(self.counters),
             memory=[process.memory for process in processes],
+            merge_bytes=self.counters.bytes_merged - bytes_before,
+            merged=merged,
         )
 
     def assign_nodes(self) -> None:
@@ -267,6 +285,8 @@ class Cluster:
             reports[trainer.id] = trainer.conclude_round(splits[trainer.id], schedule, TrainedRound.join(parts))
         counters = self.counters
         counters.outer_steps += 1
+        if len(self.nodes) > 1 and sum(len(report.workers) for report in reports.values()) == 1:
+            counters.rounds_alone += 1
         for report in reports.values():
             counters.examples += report.examples
             counters.tokens += report.tokens
@@ -291,19 +311,26 @@ class Cluster:
 
     # Evaluation
 
-    def evaluate(self) -> dict[int, Evaluation]:
-        """Evaluate every living trainer on the validation examples, which are divided over the workers."""
-        return self.validation.combine(self.processes.gather(self._evaluate_locally()), list(self.trainers))
+    def evaluate(self, trainers: Collection[int] | None = None) -> dict[int, Evaluation]:
+        """Evaluate living trainers, by default all, on the validation examples, which are divided over the workers."""
+        chosen = list(self.trainers if trainers is None else trainers)
+        return self._combine(self.processes.gather(self._evaluate_locally(chosen)), chosen)
 
-    def _evaluate_locally(self) -> dict[int, EvaluationPart]:
+    def _evaluate_locally(self, trainers: Collection[int]) -> LocalEvaluation:
+        started = time.perf_counter()
         parts = {}
-        for trainer in self.trainers.values():
-            trainer.worker_group.refresh()
-        for trainer in self.trainers.values():
+        for number in trainers:
+            self.trainers[number].worker_group.refresh()
+        for number in trainers:
+            trainer = self.trainers[number]
             part = self.validation.part(trainer.worker_group, trainer.parameters)
             if part is not None:
-                parts[trainer.id] = part
-        return parts
+                parts[number] = part
+        return LocalEvaluation(parts, time.perf_counter() - started)
+
+    def _combine(self, evaluated: Sequence[LocalEvaluation], trainers: Collection[int]) -> dict[int, Evaluation]:
+        self.counters.evaluation_seconds += max(process.seconds for process in evaluated)
+        return self.validation.combine([process.parts for process in evaluated], list(trainers))
 
     def best(self, evaluations: dict[int, Evaluation]) -> int:
         """Return the trainer with the best metric; ties go to the smaller id."""

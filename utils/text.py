@@ -28,6 +28,11 @@ def byte_size(count: float | None) -> str:
     return f"{value:.1f} TB"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun, such as 1 round or 2 rounds."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def budget_used(budget: Mapping) -> str:
     """Return how much of its budget a run has used; `budget` is as in summary.json."""
     unit = budget["unit"]

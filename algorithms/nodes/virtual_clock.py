@@ -130,9 +130,15 @@ class Clocks:
 
     @property
     def waiting_share(self) -> float:
-        """The share of all nodes' time in which they wait for others."""
+        """The share of the working nodes' time in which they wait for others."""
         total = sum(spent.total for spent in self.spent)
         return sum(spent.waiting for spent in self.spent) / total if total else 0.0
+
+    @property
+    def idle_share(self) -> float:
+        """The share of all nodes' time in which they have no work."""
+        everything = sum(self._ready)
+        return max(0.0, 1.0 - sum(spent.total for spent in self.spent) / everything) if everything else 0.0
 
     def ready(self, node: int) -> float:
         """When the node has done all that it began."""

@@ -17,12 +17,14 @@ class RunCounters:
 
     Attributes:
         outer_steps: rounds.
+        rounds_alone: rounds in which one worker worked alone, although there are several nodes.
         bytes_synchronised: of the workers of trainers.
         bytes_merged: of merges.
         bytes_redistributed: of state that moves with nodes.
         left_out: workers whose updates were left out of a mean.
         lost_messages: workers whose messages were lost.
         training_seconds: measured.
+        evaluation_seconds: measured.
         link_seconds: of exchanges over the simulated link, in a run with a `time_budget`.
         measured_seconds: training seconds without the first round, which also compiles and allocates.
         measured_examples: examples without the first round.
@@ -37,7 +39,9 @@ class RunCounters:
     bytes_redistributed: int = 0
     left_out: int = 0
     lost_messages: int = 0
+    rounds_alone: int = 0
     training_seconds: float = 0.0
+    evaluation_seconds: float = dataclasses.field(default=0.0, compare=False)
     link_seconds: float = 0.0
     measured_seconds: float = 0.0
     measured_examples: int = 0

@@ -206,10 +206,15 @@ class RoundScheduler:
         used = counters.used(self._budget.unit)
         if used >= _SPENT * self._budget.amount:
             return None
-        return (
-            f"{self._config.budget}: {used:,.10g} of {self._budget.amount:,.10g} {self._budget.unit} were used; the "
-            f"rest was less than a round needs, or had no use"
-        )
+        line = f"{self._config.budget}: {used:,.10g} of {self._budget.amount:,.10g} {self._budget.unit} were used"
+        smallest = self._config.smallest_worker_batch
+        if smallest is not None and counters.rounds_alone:
+            share = counters.rounds_alone / counters.outer_steps
+            return (
+                f"{line}: one worker worked alone in {share:.0%} of the rounds, as the batch was below {2 * smallest}, "
+                f"which a second worker needs"
+            )
+        return f"{line}; the rest was less than a round needs, or had no use"
 
 
 def exchange_sizes(trainer: "Trainer") -> ExchangeSizes:

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import platform
+import re
 import shlex
 import signal
 from pathlib import Path
@@ -212,6 +213,38 @@ def test_one_readable_line_per_trainer_and_round(finished, rows):
         assert all(word in line for line in lines), word
     assert log.count("merge after round") == 2
     assert "trainer 0" in finished[1].stderr + finished[1].stdout
+
+
+def test_the_log_says_why_a_trainer_works_alone_and_what_that_costs(tmp_path, cache_dir):
+    config = write_config(
+        tmp_path, cache_dir, number_of_initial_trainers=2, merge_frequency=2, eval_every=2, sampling_method="none",
+        INITIAL_BATCH_SIZE=8, smallest_worker_batch=8, number_of_outer_steps=None, max_tokens=3072,
+        communication_budget=30, save_weights_every=None,
+    )  # fmt: skip
+    run = train(config)
+    # Two rounds with two trainers of one worker each, then two rounds with one: 2 x 1,024 and 2 x 512 tokens.
+    assert (run.summary["communications"], run.summary["alone_share"]) == (1, 0.5)
+    assert run.summary["idle_share"] > 0.5
+    assert warnings_of(run.folder) == [
+        "communication_budget: 1 of 30 communications were used: one worker worked alone in 50% of the rounds, as the "
+        "batch was below 16, which a second worker needs"
+    ]
+    log = (run.folder / "training_log.log").read_text()
+    assert [log.count(f"trainer {number} works alone: its batch, 8, is below 16") for number in (0, 1)] == [1, 1]
+    rounds = [line for line in log.splitlines() if "| trainer" in line]
+    assert ["perplexity" in line for line in rounds] == [False, False, True, True, False, True]
+    assert [int(line.split("communications")[1].split()[0]) for line in rounds] == [0, 0, 0, 0, 1, 1]
+    (merge,) = (line for line in log.splitlines() if "merge after round 2" in line)
+    assert "| perplexity " in merge
+    assert "| communications 1 (" in merge
+    assert "in 4 rounds with 1 communication (" in log
+    assert "; one worker alone in 50% of the rounds" in log
+    parts = [
+        float(number)
+        for number in re.search(r"; (.+) s: start-up (.+) s, training (.+) s, eval\w+ (.+) s", log).groups()
+    ]
+    assert sum(parts[1:]) <= parts[0] + 0.2
+    assert not re.search(r"\b(None|False|1 (trainer|node|round|communication)s)\b", log)
 
 
 def test_the_final_model_generates_text(finished, summary):

@@ -22,7 +22,10 @@ from training_logs.recording.recorder import RunRecorder
 from training_logs.recording.run_folder import make_run_folder, start_logging
 from utils.run_layout import has_checkpoint
 
-TIMES = ("wall_seconds", "training_seconds", "tokens_per_second", "memory_peaks", "waiting_share", "invocations")
+TIMES = (
+    *("wall_seconds", "startup_seconds", "training_seconds", "evaluation_seconds", "tokens_per_second"),
+    *("memory_peaks", "waiting_share", "idle_share", "invocations"),
+)
 SHORT = {
     "model_config": {"preset": "demo", "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24},
     "data_sample_size": 400,

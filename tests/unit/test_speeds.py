@@ -235,7 +235,7 @@ def test_the_run_folder_says_how_long_nodes_waited(tmp_path):
     # Rounds of 3 steps, 8 examples each: 0.24 and 0.96 s; then 10 and 2: 0.3 and 0.24 s.
     expected = (3 * 0.72 + 0.06) / (4 * (0.96 + 0.3))
     assert run.summary["waiting_share"] == pytest.approx(expected)
-    assert headline(run)["nodes wait"] == "44.0% of their time"
+    assert headline(run)["nodes wait"] == "44.0% of their working time"
     (times,) = draw(run, [(draw_node_times, "outer_step")]).axes
     busy, waiting, exchanging = ([bar.get_height() for bar in bars] for bars in times.containers)
     assert busy == pytest.approx([0.54] * 3 + [1.2])
@@ -295,7 +295,7 @@ def test_clocks_distinguish_waiting_from_exchanging():
     ]
     assert clocks.waiting_share == 4 / 20
     clocks.skip([1])
-    assert (clocks.ready(1), clocks.waiting_share) == (10, 4 / 20)
+    assert (clocks.ready(1), clocks.waiting_share, clocks.idle_share) == (10, 4 / 20, pytest.approx(1 / 3))
     # Waited for one step later: it travels from 14 to 15, and node 0 makes its third step until 16.
     clocks.round(0, [0, 2], 4, [2.0, 1.0], [0.0, 0.0], [Sending(2, 0.5, 0.5, behind=1)])
     assert [(spent.busy, spent.waiting, spent.exchanging) for spent in clocks.spent][::2] == [(16, 0, 2), (8, 5, 3)]

@@ -1,4 +1,4 @@
-"""Validation is divided among the workers, and does not depend on who evaluates what."""
+"""Validation is divided among the workers, and changes no training."""
 
 import copy
 
@@ -10,7 +10,7 @@ from fabrics.pool import eval_tool
 from fabrics.pool.eval_tool import Validation, evaluate
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.worker import Node
-from tests.support.helpers import CPU, make_config, tiny_data, tiny_llama
+from tests.support.helpers import CPU, Recorder, make_config, tiny_cluster, tiny_data, tiny_llama
 from trainers import Trainer
 from utils.distributed.processes import LocalProcesses
 
@@ -41,3 +41,23 @@ def test_every_device_evaluates_the_batches_of_its_workers(monkeypatch):
     working[CPU].load(parameters)
     expected = evaluate(working[CPU].module.eval(), data.validation, data.task, 6, CPU)
     assert found.loss == pytest.approx(expected.loss, rel=1e-12)
+
+
+def test_merged_trainers_are_evaluated_if_the_round_is_and_train_alike():
+    values = {"number_of_initial_trainers": 3, "merge_frequency": 1, "number_of_outer_steps": 3}
+    evaluated = tiny_cluster(**values)
+    recorder = Recorder()
+    final = evaluated.train(recorder)
+    first, second, _ = recorder.rounds
+    rest = tiny_cluster(**values, eval_every=3)
+    rest.train(silent := Recorder())
+    assert [result.merged is None for result in recorder.rounds] == [False, False, True]
+    assert [result.merged for result in silent.rounds] == [None] * 3
+    assert first.merge_bytes == first.counters.bytes_merged > 0
+    assert second.merge_bytes == second.counters.bytes_merged - first.merge_bytes
+    (survivor,) = evaluated.trainers
+    assert torch.equal(evaluated.trainers[survivor].parameters, rest.trainers[survivor].parameters)
+    assert evaluated.evaluate() == final
+    again = tiny_cluster(**values | {"number_of_outer_steps": 2})
+    assert again.train(Recorder())[survivor] == second.merged
+    assert again.evaluate()[survivor] == second.merged

@@ -43,16 +43,14 @@ class NodeLog:
         self._marks: list[Mark] = []
         # By trainer: its nodes in the last round.
         self._nodes: dict[int, list[int]] = {}
-        # Totals after the last round.
+        # The total after the last round.
         self._redistributed_bytes = 0
-        self._merged_bytes = 0
         if state and state["clocks"]:
             self._marks = [tuple(mark) for mark in state["marks"]]
             self._clocks = Clocks(self._link, len(self._marks))
             self._clocks.load_state_dict(state["clocks"])
             self._nodes = dict(state["nodes"])
             self._redistributed_bytes = state["redistributed_bytes"]
-            self._merged_bytes = state["merged_bytes"]
 
     def state_dict(self) -> dict:
         return {
@@ -61,14 +59,15 @@ class NodeLog:
             "marks": self._marks,
             "nodes": list(self._nodes.items()),
             "redistributed_bytes": self._redistributed_bytes,
-            "merged_bytes": self._merged_bytes,
         }
 
     def summary(self) -> dict[str, float | None]:
-        """Return the simulated seconds of the run, and the share of all nodes' time that they waited."""
+        """Return the simulated seconds of the run, and the shares of time in which nodes wait and are idle."""
+        clocks = self._clocks
         return {
-            "simulated_seconds": self._clocks.elapsed if self._clocks is not None and self._speeds else None,
-            "waiting_share": None if self._clocks is None else self._clocks.waiting_share,
+            "simulated_seconds": clocks.elapsed if clocks is not None and self._speeds else None,
+            "waiting_share": None if clocks is None else clocks.waiting_share,
+            "idle_share": None if clocks is None else clocks.idle_share,
         }
 
     def log(self, nodes: int, result: ClusterRound) -> None:
@@ -114,13 +113,10 @@ class NodeLog:
         self._nodes = placed
 
     def _merge(self, result: ClusterRound, placed: dict[int, list[int]], idle: set[int]) -> None:
-        total_bytes = result.counters.bytes_merged
         if result.merge is not None:
             plan = result.merge.plan
-            sent = total_bytes - self._merged_bytes
-            exchange = merge_exchange(len(plan.weights) - 1, len(placed[plan.representative]), sent)
+            exchange = merge_exchange(len(plan.weights) - 1, len(placed[plan.representative]), result.merge_bytes)
             self._clocks.exchange_all(exchange.link, idle)
-        self._merged_bytes = total_bytes
 
     def _run(self, report: RoundReport) -> None:
         workers = report.workers.values()

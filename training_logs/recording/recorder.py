@@ -31,7 +31,7 @@ from utils.config.reading import dump_config
 from utils.config.schema import Config
 from utils.files import write_json_atomically, write_text_atomically
 from utils.run_layout import LOG_FILE, MEMORY_FOLDER, REPORT_FOLDER
-from utils.text import budget_used, byte_size, merge_line
+from utils.text import budget_used, counted
 
 # The round log comes last: a reader finds the steps and exchanges of each of its rounds.
 TABLES = ("step_loss_log.csv", "exchange_log.csv", "share_log.csv", "merge_log.csv", "training_log.csv")
@@ -72,6 +72,8 @@ class RunRecorder(Observer):
         entries = state["invocations"] if state else None
         self._invocations = Invocations(folder, self.report_dir / "summary.json", origin, entries)
         self._started = started - (state["seconds"] if state else 0.0)
+        self._program_started = started
+        self._startup_seconds: float = state["startup_seconds"] if state else 0.0
         logs = state["logs"] if state else {}
         self._tables = {name: CsvLog(self.report_dir / name, logs.get(name)) for name in TABLES}
         self._nodes = NodeLog(self.report_dir, config, logs.get("nodes"))
@@ -92,6 +94,7 @@ class RunRecorder(Observer):
         self._warnings: dict[str, int] = dict(state["warnings"]) if state else {}
         self._logged_warnings: set[str] = set()
         self._placement: dict[int, list[int]] = {}
+        self._alone: set[int] = set()
         self._tracker_mode = resolved_mode(config.clearml)
         self._tracker: TrackerProcess | None = None
         self._rounds_bar: tqdm | None = None
@@ -114,6 +117,7 @@ class RunRecorder(Observer):
                 "text": self._log_path.stat().st_size if self._log_path.exists() else 0,
             },
             "seconds": time.perf_counter() - self._started,
+            "startup_seconds": self._startup_seconds,
             "initial_metric": self._initial_metric,
             "largest_request": self._largest_request,
             "last_accumulation_steps": self._last_accumulation_steps,
@@ -149,6 +153,8 @@ class RunRecorder(Observer):
         self._attempt("memory_log.csv", self._memory.log, "before training", outer_steps, [memory_use(run.devices)])
         if initial:
             self._initial_metric = sum(evaluation.metric for evaluation in initial.values()) / len(initial)
+        evaluating = run.counters.evaluation_seconds if initial else 0.0
+        self._startup_seconds += time.perf_counter() - self._program_started - evaluating
         self._save_summary(self._summary(run, {}, "running"))
         if self._tracker_mode == "online":
             try:
@@ -202,11 +208,23 @@ class RunRecorder(Observer):
         if placement != self._placement:
             self._placement = placement
             logger.info("round %d: %s", result.outer_step, round_log.placement_line(placement))
+        self._log_who_works_alone(run, result)
         for report in result.reports.values():
             logger.info(round_log.round_line(result, report, run.metric))
         if result.merge is not None:
-            plan = result.merge.plan
-            logger.info(merge_line(result.outer_step, plan.representative, plan.weights))
+            logger.info(round_log.merged_line(result, run.metric))
+
+    def _log_who_works_alone(self, run: RunView, result: ClusterRound) -> None:
+        smallest = self.config.smallest_worker_batch
+        working = {worker.node for report in result.reports.values() for worker in report.workers.values()}
+        if smallest is None or len(working) == len(run.nodes):
+            return
+        for report in result.reports.values():
+            if len(report.workers) > 1 or report.requested_batch >= 2 * smallest:
+                self._alone.discard(report.trainer)
+            elif report.trainer not in self._alone:
+                self._alone.add(report.trainer)
+                logger.info(round_log.alone_line(report, smallest))
 
     # The end
 
@@ -253,15 +271,11 @@ class RunRecorder(Observer):
         status = summary["status"]
         if "best_trainer" not in summary:
             where = f"; models: {next(iter(models.values())).parent}" if models else ""
-            logger.info("%s after %d rounds%s", status, run.counters.outer_steps, where)
+            logger.info("%s after %s%s", status, counted(run.counters.outer_steps, "round"), where)
             return
-        decimals = run.metric.decimals
-        logger.info(
-            f"{status}: {run.metric.name} {summary['initial_metric']:.{decimals}f} before training, "
-            f"{summary['final_metric']:.{decimals}f} after {summary['tokens']:,} tokens in "
-            f"{summary['outer_steps']} rounds with {summary['communications']} communications "
-            f"({byte_size(summary['bytes_communicated'])}); {summary['wall_seconds']:.0f} s"
-        )
+        logger.info(round_log.end_line(summary))
+        if len(run.nodes) > 1 and summary["idle_share"] is not None:
+            logger.info(round_log.nodes_line(summary))
         if summary["budget"]:
             logger.info("budget: %s", budget_used(summary["budget"]))
         if models:
@@ -309,6 +323,7 @@ class RunRecorder(Observer):
             "largest_requested_batch": self._largest_request,
             "last_accumulation_steps": self._last_accumulation_steps,
             "wall_seconds": time.perf_counter() - self._started,
+            "startup_seconds": self._startup_seconds,
             **self._nodes.summary(),
             "memory_peaks": self._memory.peaks,
             "warnings": self._warning_entries(),

@@ -112,8 +112,10 @@ class ClusterRound:
     Attributes:
         progress: finished part of the run after the round, 0 to 1.
         evaluations: by trainer, before the merge; empty if the round was not evaluated.
-        counters: of the run so far.
+        counters: of the run so far, with the merge.
         memory: memory use of each process after the round.
+        merge_bytes: sent by the merge.
+        merged: evaluation of the merged trainer, if the round was evaluated.
     """
 
     outer_step: int
@@ -123,6 +125,8 @@ class ClusterRound:
     merge: Merge | None
     counters: RunCounters
     memory: list[list[Use]]
+    merge_bytes: int = 0
+    merged: Evaluation | None = None
 
 
 class RunView(Protocol):

@@ -1,6 +1,7 @@
 """The rows of a round in training_log.csv and other CSVs, and the lines of the log about a run, a round and a text."""
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from fabrics.data.examples import DataShares
 from fabrics.models.continuations import Continuation
 from fabrics.pool.eval_tool import Evaluation, Metric
 from training_logs.recording.records import ClusterRound, RoundReport, RunView
-from utils.text import byte_size
+from utils.text import byte_size, counted, merge_line
 
 # Rows
 
@@ -165,8 +166,8 @@ def start_line(run: RunView, initial_metric: float) -> str:
     sizes = "/".join(str(size) for size in sorted({node.max_batch for node in run.nodes}))
     return (
         f"{run.config.model_type} with {run.parameter_count:,} parameters on {data.dataset} ({len(data.train):,} "
-        f"training and {len(data.validation):,} validation examples); {len(run.trainers)} trainers on "
-        f"{len(run.nodes)} nodes ({places}), max batch {sizes}; "
+        f"training and {len(data.validation):,} validation examples); {counted(len(run.trainers), 'trainer')} on "
+        f"{counted(len(run.nodes), 'node')} ({places}), max batch {sizes}; "
         f"{metric.name} before training {initial_metric:.{metric.decimals}f}"
     )
 
@@ -174,15 +175,55 @@ def start_line(run: RunView, initial_metric: float) -> str:
 def round_line(result: ClusterRound, report: RoundReport, metric: Metric) -> str:
     """Describe a trainer's round."""
     evaluation = result.evaluations.get(report.trainer)
-    nodes = "node" if len(report.workers) == 1 else "nodes"
-    measured = f"{evaluation.metric:8.{metric.decimals}f}" if evaluation else f"{'-':>8}"
+    measured = f"{metric.name} {evaluation.metric:8.{metric.decimals}f} | " if evaluation else ""
+    # A merge comes after the round, and has a line of its own.
+    communications = result.counters.communications - (result.merge is not None)
+    sent = byte_size(result.counters.bytes_communicated - result.merge_bytes)
     return (
         f"round {result.outer_step:>3} ({int(100 * result.progress):>3}%) | trainer {report.trainer} | "
-        f"loss {report.train_loss:6.3f} | {metric.name} {measured} | batch {report.requested_batch:>3} "
-        f"({report.micro_batch} x {report.accumulation_steps} on {len(report.workers)} {nodes}) | "
-        f"{report.tokens / report.seconds:>7,.0f} tokens/s | "
-        f"communications {result.counters.communications:>2} ({byte_size(result.counters.bytes_communicated)})"
+        f"loss {report.train_loss:6.3f} | {measured}batch {report.requested_batch:>3} "
+        f"({report.micro_batch} x {report.accumulation_steps} on {counted(len(report.workers), 'node')}) | "
+        f"{report.tokens / report.seconds:>7,.0f} tokens/s | communications {communications:>2} ({sent})"
     )
+
+
+def merged_line(result: ClusterRound, metric: Metric) -> str:
+    """Describe the merge after a round."""
+    plan = result.merge.plan
+    line = merge_line(result.outer_step, plan.representative, plan.weights)
+    if result.merged is not None:
+        line += f" | {metric.name} {result.merged.metric:.{metric.decimals}f}"
+    sent = byte_size(result.counters.bytes_communicated)
+    return f"{line} | communications {result.counters.communications} ({sent})"
+
+
+def alone_line(report: RoundReport, smallest_worker_batch: int) -> str:
+    """Say why a trainer has a single worker although nodes are idle."""
+    return (
+        f"trainer {report.trainer} works alone: its batch, {report.requested_batch}, is below "
+        f"{2 * smallest_worker_batch}, which a second worker needs"
+    )
+
+
+def end_line(summary: Mapping) -> str:
+    """Describe the result, cost and time of a completed run."""
+    decimals = summary["metric_decimals"]
+    return (
+        f"{summary['status']}: {summary['metric']} {summary['initial_metric']:.{decimals}f} before training, "
+        f"{summary['final_metric']:.{decimals}f} after {summary['tokens']:,} tokens in "
+        f"{counted(summary['outer_steps'], 'round')} with {counted(summary['communications'], 'communication')} "
+        f"({byte_size(summary['bytes_communicated'])}); {summary['wall_seconds']:.1f} s: "
+        f"start-up {summary['startup_seconds']:.1f} s, training {summary['training_seconds']:.1f} s, "
+        f"evaluation {summary['evaluation_seconds']:.1f} s"
+    )
+
+
+def nodes_line(summary: Mapping) -> str:
+    """Describe how much of the time nodes had no work, or waited."""
+    line = f"nodes: idle {summary['idle_share']:.1%} of the time, waiting {summary['waiting_share']:.1%} of the rest"
+    if summary["alone_share"]:
+        line += f"; one worker alone in {summary['alone_share']:.0%} of the rounds"
+    return line
 
 
 def placement_line(placement: dict[int, list[int]]) -> str:
