@@ -1,7 +1,6 @@
 """Tokenise C4 once, for any number of runs: python c4/tokenize_c4.py --help; see c4/guide.md.
 
-Writes the folder that `c4_tokenized_path` in a configuration names. It appears only when it is complete. The same
-command continues an interrupted run, and does nothing if the folder is complete.
+Writes the folder that `c4_tokenized_path` in a configuration names.
 """
 
 import argparse
@@ -65,17 +64,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_recipe(options: argparse.Namespace) -> Recipe:
-    """Return what the options ask for.
-
-    Raises:
-        ConfigError: the tokenizer cannot be loaded.
-        DatasetError: the local shards cannot be listed.
-    """
     return Recipe(
         source=local_source(options.input, options.language) if options.input else hub_source(options.language),
         train_size=options.data_sample_size,
-        val_size=options.eval_size,
-        validate=options.create_eval_split,
+        val_size=options.eval_size if options.create_eval_split else 0,
         tokenizer=load_tokenizer(options.model_name, "--model_name"),
     )
 

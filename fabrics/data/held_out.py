@@ -29,7 +29,7 @@ class Parts:
     validation: Documents | None
 
 
-def split(source: Source, train_size: int | None, val_size: int | None, validate: bool = True) -> Parts:
+def split(source: Source, train_size: int | None, val_size: int | None) -> Parts:
     """Divide a source into training and validation documents; no text is in both.
 
     Validation is the beginning of the source's own validation part. Without one, the documents with the smallest
@@ -38,17 +38,18 @@ def split(source: Source, train_size: int | None, val_size: int | None, validate
 
     Args:
         train_size: use the first train_size training documents; None: all.
-        val_size: None: one for every twenty of train_size, or of all documents, at most MOST_BY_DEFAULT.
-        validate: False: no validation part.
+        val_size: None: one for every twenty of train_size, or of all documents, at most MOST_BY_DEFAULT; 0: no
+            validation part.
 
     Raises:
         ConfigError: there are fewer documents.
         DatasetError: the source cannot be read.
     """
     own = source.validation is not None
-    if not validate:
-        return Parts(partial(_train, source.train, train_size, frozenset(), own), None)
-    if own:
+    if val_size == 0:
+        validation = None
+        held_out = frozenset()
+    elif own:
         validation = partial(_first, source.validation, train_size, val_size)
         held_out = frozenset(document_hash(document.text) for document in validation(Skipped()))
     else:

@@ -18,9 +18,8 @@ import numpy as np
 from algorithms.registry import Registry
 from fabrics.data.examples import DataShares, Examples
 from fabrics.data.sampler import CLUSTERS, DEALING, Shares
-from fabrics.data.token_store import TokenisedPart
+from fabrics.data.token_store import TokenisedPart, read_arrays, write_arrays
 from utils.config.schema import Config, ConfigError
-from utils.files import write_atomically
 
 logger = logging.getLogger("adloco.dataset")
 
@@ -181,19 +180,15 @@ def _cached_clusters(config: Config, corpus: Corpus) -> DocumentLabels:
     count = config.data_shares
     names = tuple(f"cluster {number}" for number in range(count))
     path = Path(config.cache_dir) / "clusters" / f"{corpus.content}_{count}_seed_{config.training_seed}.npz"
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return DocumentLabels(names, file["train"], file["validation"])
-    except FileNotFoundError:
-        pass
-    except Exception as error:  # zipfile, zlib and numpy raise a dozen classes for damaged files
-        logger.warning("cached clusters are damaged and will be found again: %s: %s", path, error)
-    train, validation = clusters_of(corpus, count, config.training_seed)
-    try:
-        write_atomically(path, lambda temporary: np.savez(temporary, train=train, validation=validation))
-    except OSError as error:
-        logger.warning("cache_dir: %s cannot be written: %s", path, error.strerror)
-    return DocumentLabels(names, train, validation)
+    found = read_arrays(path)
+    if found is None:
+        train, validation = clusters_of(corpus, count, config.training_seed)
+        found = {"train": train, "validation": validation}
+        try:
+            write_arrays(path, found)
+        except OSError as error:
+            logger.warning("cache_dir: %s cannot be written: %s", path, error.strerror)
+    return DocumentLabels(names, found["train"], found["validation"])
 
 
 # Proportions: the part of each label's tokens that each share gets

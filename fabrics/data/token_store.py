@@ -1,28 +1,19 @@
 """Tokenised documents on disk: written once, block by block, then memory-mapped.
 
-A set is a folder:
-
-    metadata.json           its source, arguments, tokenizer and sizes
-    tokenizer/              the tokenizer, as a Hugging Face folder
-    train/, validation/     tokens.bin: all documents, each followed by end-of-text (uint16 or uint32)
-                            offsets.bin: the start of each document, and the end of the last (int64)
-                            hashes.bin: document_hash of each text (uint64)
-                            origins.jsonl: the origin of each document, a JSON string per line
-
-Documents are kept whole, so one set serves every sequence length. A set is written to <name>.partial and renamed when
-complete. An interrupted run is continued: state.json describes the last complete block, and bytes after it are cut
-off. Memory: one block of documents.
+A set is a folder; c4/guide.md describes its files. Documents are kept whole, so one set serves every sequence length.
+Every block of documents is first written to a file of its own in <name>.partial, so an interrupted program repeats one
+block at most. A complete set is renamed to <name>. Checksums of all files are verified whenever it is opened.
 """
 
 import hashlib
+import io
 import itertools
 import json
 import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,21 +24,18 @@ from filelock import FileLock
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from fabrics.data.documents import DatasetError, Document, Documents, Skipped, Source, document_hash
-from fabrics.data.held_out import Parts, split
+from fabrics.data.documents import DatasetError, Document, Skipped, Source, document_hash
+from fabrics.data.held_out import split
 from fabrics.data.tokenization import end_of_text, fingerprint, load_tokenizer, train_tokenizer, vocabulary_size
 from utils.config.schema import ConfigError
-from utils.files import write_json_atomically
+from utils.files import write_atomically, write_json_atomically
 
 logger = logging.getLogger("adloco.dataset")
 
-FORMAT = 2
+FORMAT = 3
 BLOCK_DOCUMENTS = 500
-_OFFSET = np.dtype("<i8")
+_SUMS = "SHA256SUMS"
 _HASH = np.dtype("<u8")
-
-
-# Reading
 
 
 @dataclass(frozen=True)
@@ -111,54 +99,40 @@ class TokenisedSet:
 
 
 def open_tokenised(folder: Path) -> TokenisedSet:
-    """Map a complete set into memory; only metadata and tokenizer are read.
+    """Verify the checksums of a set and map it into memory.
 
     Raises:
         DatasetError: the folder holds no complete, undamaged set.
     """
     try:
+        listed = dict(reversed(line.split("  ", 1)) for line in (folder / _SUMS).read_text().splitlines())
+        if damaged := sorted(name for name, _ in listed.items() ^ _checksums(folder).items()):
+            raise ValueError(f"{folder / damaged[0]} is damaged or missing")
         metadata = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
-        if metadata["format"] != FORMAT:
-            raise ValueError(f"format {metadata['format']}, not {FORMAT}")
-        dtype = np.dtype(metadata["dtype"])
-        parts = {name: _open_part(folder / name, dtype, sizes) for name, sizes in metadata["parts"].items()}
+        parts = {name: _open_part(folder / name, metadata["dtype"]) for name in metadata["parts"]}
         tokenizer = load_tokenizer(str(folder / "tokenizer"), "tokenizer")
-        if fingerprint(tokenizer) != metadata["tokenizer"]["fingerprint"]:
-            raise ValueError(f"{folder}/tokenizer is not the tokenizer that metadata.json names")
         return TokenisedSet(folder, metadata, tokenizer, parts["train"], parts.get("validation"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DatasetError(f"{folder}: no complete tokenised set: {type(error).__name__}: {error}") from None
 
 
-def _open_part(folder: Path, dtype: np.dtype, sizes: Mapping[str, int]) -> TokenisedPart:
-    files = _lengths(sizes, dtype)
-    for name, length in files.items():
-        size = (folder / name).stat().st_size
-        if size != length:
-            raise ValueError(f"{folder / name} has {size} bytes instead of {length}")
-
-    def mapped(name: str, dtype: np.dtype) -> np.ndarray:
-        return np.memmap(folder / name, dtype, mode="r") if files[name] else np.empty(0, dtype)
-
-    return TokenisedPart(
-        mapped("tokens.bin", dtype),
-        mapped("offsets.bin", _OFFSET),
-        mapped("hashes.bin", _HASH),
-        folder / "origins.jsonl",
-    )
+def _checksums(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file of a set, by name."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != _SUMS and path.name[0] != ".":
+            with path.open("rb") as file:
+                found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
-def _lengths(sizes: Mapping[str, int], dtype: np.dtype) -> dict[str, int]:
-    """The bytes of each file of a part."""
-    return {
-        "tokens.bin": sizes["tokens"] * dtype.itemsize,
-        "offsets.bin": (sizes["documents"] + 1) * _OFFSET.itemsize,
-        "hashes.bin": sizes["documents"] * _HASH.itemsize,
-        "origins.jsonl": sizes["origin_bytes"],
-    }
+def _open_part(folder: Path, dtype: str) -> TokenisedPart:
+    def mapped(name: str, dtype: str) -> np.ndarray:
+        path = folder / name
+        return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
 
-
-# Writing
+    tokens = mapped("tokens.bin", dtype)
+    return TokenisedPart(tokens, mapped("offsets.bin", "<i8"), mapped("hashes.bin", _HASH), folder / "origins.jsonl")
 
 
 @dataclass(frozen=True)
@@ -169,7 +143,6 @@ class Recipe:
         source: the documents.
         train_size: see `held_out.split`.
         val_size: see `held_out.split`.
-        validate: whether the set has validation documents.
         tokenizer: None: one is trained on the training documents.
         vocab_size: vocabulary of a tokenizer that is trained.
     """
@@ -177,7 +150,6 @@ class Recipe:
     source: Source
     train_size: int | None
     val_size: int | None
-    validate: bool = True
     tokenizer: PreTrainedTokenizerBase | None = None
     vocab_size: int | None = None
 
@@ -188,7 +160,7 @@ class Recipe:
             "format": FORMAT,
             "source": self.source.identity,
             "train_documents": self.train_size,
-            "validation_documents": self.val_size if self.validate else 0,
+            "validation_documents": self.val_size,
             "tokenizer": fingerprint(self.tokenizer) if self.tokenizer else {"trained": self.vocab_size},
         }
         return json.loads(json.dumps(arguments))
@@ -211,25 +183,26 @@ def tokenised(folder: Path, recipe: Recipe, cache: bool) -> TokenisedSet:
         ConfigError: there are too few documents, the folder holds another set, or it cannot be written.
         DatasetError: the source cannot be read, or the folder holds something else and is not of the cache.
     """
-    if documents := _existing(folder, recipe, cache):
-        logger.info("documents of %s: tokenised before, in %s", recipe.source.name, folder)
-        return documents
-    logger.info("documents of %s: reading and tokenising", recipe.source.name)
     lock = folder.with_name(f".{folder.name}.lock")
     partial = folder.with_name(f"{folder.name}.partial")
     try:
+        if documents := _existing(folder, recipe, cache):
+            logger.info("documents of %s: tokenised before, in %s", recipe.source.name, folder)
+            return documents
+        logger.info("documents of %s: reading and tokenising", recipe.source.name)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(lock):
             # Another program may have made it in the meantime.
             if not _existing(folder, recipe, cache):
-                _write(partial, recipe)
-                if folder.exists():
-                    damaged = folder.with_name(f"{folder.name}.damaged")
-                    os.replace(folder, damaged)
-                    shutil.rmtree(damaged, ignore_errors=True)
-                os.replace(partial, folder)
+                new = _write(partial, recipe)
+                _remove(folder)
+                os.replace(new, folder)
+                _remove(partial)
             # Programs that wait for the lock, or create it again, find the set complete.
             lock.unlink(missing_ok=True)
+    except ConfigError:
+        shutil.rmtree(partial, ignore_errors=True)  # a corrected recipe would not continue it
+        raise
     except OSError as error:
         key = "cache_dir" if cache else "--output_dir"
         raise ConfigError(f"{key}: cannot write {error.filename or folder}: {error.strerror or error}") from None
@@ -258,6 +231,13 @@ def _existing(folder: Path, recipe: Recipe, cache: bool) -> TokenisedSet | None:
     return documents
 
 
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
     """Return the tokens of each text, followed by end-of-text (uint32).
 
@@ -269,131 +249,113 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndar
     return [np.array([*tokens, tokenizer.eos_token_id], dtype=np.uint32) for tokens in ids]
 
 
-def _write(partial: Path, recipe: Recipe) -> None:
-    try:
-        parts = split(recipe.source, recipe.train_size, recipe.val_size, recipe.validate)
-        state = _continued(partial, recipe) or _begun(partial, recipe, parts)
-        # The stored tokenizer is the one to use.
-        tokenizer = load_tokenizer(str(partial / "tokenizer"), "tokenizer")
-        # The largest token decides: vocabularies may have gaps.
-        dtype = np.dtype("<u2" if vocabulary_size(tokenizer) <= 2**16 else "<u4")
-        state["tokenizer"] |= {
-            "fingerprint": fingerprint(tokenizer),
-            "vocabulary": len(tokenizer),
-            "end_of_text": end_of_text(tokenizer),
-        }
-        for name, documents in (("validation", parts.validation), ("train", parts.train)):
-            if documents is not None and name not in state["complete"]:
-                _write_part(partial, name, documents, tokenizer, dtype, state)
-    except ConfigError:
-        shutil.rmtree(partial, ignore_errors=True)  # a corrected recipe would not continue it
-        raise
-    write_json_atomically(partial / "metadata.json", {"format": FORMAT, "dtype": dtype.str} | state)
-    (partial / "state.json").unlink()
-
-
-def _continued(partial: Path, recipe: Recipe) -> dict | None:
-    """The state of an interrupted run of the same recipe."""
-    try:
-        state = json.loads((partial / "state.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return None
-    if state.get("arguments") != recipe.arguments:
-        return None
-    done = sum(part["documents"] for part in state["parts"].values())
-    logger.info("continuing an interrupted tokenisation after %s documents", f"{done:,}")
-    return state
-
-
-def _begun(partial: Path, recipe: Recipe, parts: Parts) -> dict:
-    """Write the tokenizer and the first state."""
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+def _write(partial: Path, recipe: Recipe) -> Path:
+    """Write the complete set to a folder in `partial`, which this returns."""
+    parts = split(recipe.source, recipe.train_size, recipe.val_size)
     tokenizer = recipe.tokenizer
     if tokenizer is None:
         tokenizer = train_tokenizer((document.text for document in parts.train(Skipped())), recipe.vocab_size)
-    tokenizer.save_pretrained(partial / "tokenizer")
-    state = {
+    name = tokenizer.name_or_path or "trained on the documents"
+    new = partial / "new"
+    _remove(new)
+    new.mkdir(parents=True)
+    try:
+        tokenizer.save_pretrained(new / "tokenizer")
+    except OSError:
+        raise
+    except Exception as error:  # tokenizers has no class of its own for a full disk
+        raise OSError(str(error)) from None
+    tokenizer = load_tokenizer(str(new / "tokenizer"), "tokenizer")  # the stored tokenizer is the one to use
+    # The largest token decides: vocabularies may have gaps.
+    dtype = np.dtype("<u2" if vocabulary_size(tokenizer) <= 2**16 else "<u4")
+    metadata = {
+        "format": FORMAT,
+        "dtype": dtype.str,
         "source": recipe.source.name,
         "arguments": recipe.arguments,
-        "tokenizer": {"name": tokenizer.name_or_path or "trained on the documents"},
+        "tokenizer": {"name": name, "vocabulary": len(tokenizer), "end_of_text": end_of_text(tokenizer)},
         "parts": {},
-        "complete": [],
         "skipped": {},
     }
-    write_json_atomically(partial / "state.json", state)
-    return state
+    # A block is used again only for the same documents and the same tokenizer.
+    blocks = partial / f"{recipe.key}_{fingerprint(tokenizer)}"
+    blocks.mkdir(exist_ok=True)
+    if finished := sum(path.name[0] != "." for path in blocks.iterdir()):
+        logger.info("continuing an interrupted tokenisation after %s blocks", f"{finished:,}")
+    for part, documents in (("validation", parts.validation), ("train", parts.train)):
+        if documents is not None:
+            skipped = Skipped()
+            metadata["parts"][part] = _write_part(new / part, blocks, documents(skipped), tokenizer, metadata)
+            for reason, count in skipped.counts.items():
+                total = metadata["skipped"].setdefault(reason, {"documents": 0, "first": skipped.first[reason]})
+                total["documents"] += count
+    write_json_atomically(new / "metadata.json", metadata)
+    sums = "".join(f"{digest}  {name}\n" for name, digest in _checksums(new).items())
+    (new / _SUMS).write_text(sums, encoding="utf-8")
+    return new
 
 
 def _write_part(
-    partial: Path,
-    name: str,
-    documents: Documents,
-    tokenizer: PreTrainedTokenizerBase,
-    dtype: np.dtype,
-    state: dict,
-) -> None:
-    """Tokenise the missing documents of one part; the state is saved after every block."""
-    nothing = {"documents": 0, "tokens": 0, "origin_bytes": 0, "longest_document": 0}
-    sizes = state["parts"].setdefault(name, nothing)
-    skipped = Skipped()
-    # Reading the finished documents again is cheap and counts the skipped records.
-    ahead = itertools.islice(documents(skipped), sizes["documents"], None)
+    folder: Path, blocks: Path, documents: Iterator[Document], tokenizer: PreTrainedTokenizerBase, metadata: dict
+) -> dict[str, int]:
+    """Join finished and missing blocks to the files of one part, and return its sizes."""
+    folder.mkdir()
+    sizes = {"documents": 0, "tokens": 0, "longest_document": 0}
     with (
-        closing(_PartWriter(partial / name, dtype, sizes)) as writer,
+        (folder / "tokens.bin").open("wb") as tokens,
+        (folder / "offsets.bin").open("wb") as offsets,
+        (folder / "hashes.bin").open("wb") as hashes,
+        (folder / "origins.jsonl").open("wb") as origins,
         tqdm(
-            desc=f"tokenising {name} documents",
+            desc=f"tokenising {folder.name} documents",
             unit=" documents",
-            total=state["arguments"][f"{name}_documents"],
-            initial=sizes["documents"],
-            # In a log file: one line per 30 seconds.
-            mininterval=0.1 if sys.stderr.isatty() else 30.0,
+            total=metadata["arguments"][f"{folder.name}_documents"],
+            mininterval=0.1 if sys.stderr.isatty() else 30.0,  # in a log file: one line per 30 seconds
         ) as progress,
     ):
-        while block := list(itertools.islice(ahead, BLOCK_DOCUMENTS)):
-            writer.append(block, encode(tokenizer, [document.text for document in block]))
-            write_json_atomically(partial / "state.json", state)
-            progress.update(len(block))
-    state["complete"].append(name)
-    for reason, count in skipped.counts.items():
-        total = state["skipped"].setdefault(reason, {"documents": 0, "first": skipped.first[reason]})
-        total["documents"] += count
-    write_json_atomically(partial / "state.json", state)
+        offsets.write(np.zeros(1, "<i8").tobytes())
+        for number in itertools.count():
+            own = list(itertools.islice(documents, BLOCK_DOCUMENTS))
+            if not own:
+                return sizes
+            block = _block(blocks / f"{folder.name}_{number:07d}.npz", own, tokenizer)
+            ends = sizes["tokens"] + np.cumsum(block["lengths"])
+            tokens.write(block["tokens"].astype(metadata["dtype"]).tobytes())
+            offsets.write(ends.astype("<i8").tobytes())
+            hashes.write(block["hashes"].tobytes())
+            origins.write("".join(json.dumps(document.origin) + "\n" for document in own).encode())
+            sizes["documents"] += len(own)
+            sizes["tokens"] = int(ends[-1])
+            sizes["longest_document"] = max(sizes["longest_document"], int(block["lengths"].max()))
+            progress.update(len(own))
 
 
-class _PartWriter:
-    """Appends blocks of tokenised documents to the files of one part, after what `sizes` counts."""
+def _block(path: Path, documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> dict[str, np.ndarray]:
+    """Read a finished block, or tokenise its documents and write it."""
+    hashes = np.array([document_hash(document.text) for document in documents], _HASH)
+    found = read_arrays(path)
+    if found is not None and np.array_equal(found["hashes"], hashes):
+        return found
+    tokens = encode(tokenizer, [document.text for document in documents])
+    block = {"tokens": np.concatenate(tokens), "lengths": np.array([len(own) for own in tokens]), "hashes": hashes}
+    write_arrays(path, block)
+    return block
 
-    def __init__(self, folder: Path, dtype: np.dtype, sizes: dict):
-        folder.mkdir(exist_ok=True)
-        self._sizes = sizes
-        self._dtype = dtype
-        self._files = {}
-        for name, length in _lengths(sizes, dtype).items():
-            path = folder / name
-            path.touch()
-            self._files[name] = path.open("r+b")
-            self._files[name].truncate(length)  # the first offset becomes 0
-            self._files[name].seek(length)
 
-    def append(self, documents: list[Document], tokens: list[np.ndarray]) -> None:
-        """Write documents with their tokens, end-of-text included, and sync them to disk."""
-        ends = self._sizes["tokens"] + np.cumsum([len(own) for own in tokens])
-        blocks = {
-            "tokens.bin": np.concatenate(tokens).astype(self._dtype).tobytes(),
-            "offsets.bin": ends.astype(_OFFSET).tobytes(),
-            "hashes.bin": np.array([document_hash(document.text) for document in documents], _HASH).tobytes(),
-            "origins.jsonl": "".join(json.dumps(document.origin) + "\n" for document in documents).encode(),
-        }
-        for name, file in self._files.items():
-            file.write(blocks[name])
-            file.flush()
-            os.fsync(file.fileno())
-        self._sizes["documents"] += len(documents)
-        self._sizes["tokens"] = int(ends[-1])
-        self._sizes["origin_bytes"] += len(blocks["origins.jsonl"])
-        self._sizes["longest_document"] = max(self._sizes["longest_document"], *map(len, tokens))
+def read_arrays(path: Path) -> dict[str, np.ndarray] | None:
+    """Return the arrays of a cached .npz file; None if it is missing or damaged. The format has checksums."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return dict(file)
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # zipfile, zlib and numpy raise a dozen classes for damaged files
+        logger.warning("a cached file is damaged and will be made again: %s: %s", path, error)
+        return None
 
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays to an .npz file, whole or not at all."""
+    content = io.BytesIO()
+    np.savez(content, **arrays)
+    write_atomically(path, lambda temporary: temporary.write_bytes(content.getvalue()))

@@ -8,7 +8,6 @@ checks configs/c4_microllama_small.yaml, which needs no network.
 """
 
 import argparse
-import json
 import logging
 import shutil
 import sys
@@ -23,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from configs import make_samples
 from fabrics.config_checks import CHECKS
+from fabrics.data import token_store
 from fabrics.data.c4 import c4_documents
 from fabrics.data.documents import DatasetError, document_hash
 from fabrics.data.examples import Examples
@@ -179,9 +179,8 @@ def test_the_check_finds_what_is_wrong(tokenised_c4, make_c4, tmp_path, capsys):
     offsets[1:] += len(leaked) - offsets[1]
     tokens.tofile(broken / "train" / "tokens.bin")
     offsets.tofile(broken / "train" / "offsets.bin")
-    metadata = json.loads((broken / "metadata.json").read_text())
-    metadata["parts"]["train"]["tokens"] = len(tokens)
-    (broken / "metadata.json").write_text(json.dumps(metadata))
+    sums = "".join(f"{digest}  {name}\n" for name, digest in token_store._checksums(broken).items())
+    (broken / "SHA256SUMS").write_text(sums)
     assert check(make_c4(c4_tokenized_path=broken)) == ["1 training documents are validation documents as well"]
     assert "decoding train: 199 of 200 documents give back their exact text" in capsys.readouterr().out
 

@@ -1,7 +1,6 @@
 """C4: where it comes from, and what happens where it cannot be read."""
 
 import itertools
-import json
 import shutil
 
 import pytest
@@ -148,8 +147,7 @@ def test_documents_are_read_only_as_they_are_tokenised(monkeypatch, tmp_path, to
             yield document
 
     def written() -> int:
-        state = tmp_path / "set.partial" / "state.json"
-        return json.loads(state.read_text())["parts"].get("train", {}).get("documents", 0) if state.exists() else 0
+        return 20 * len([*tmp_path.glob("set.partial/*/train_*.npz")])
 
     monkeypatch.setattr(c4, "_read_shards", counted)
     monkeypatch.setattr(token_store, "BLOCK_DOCUMENTS", 20)

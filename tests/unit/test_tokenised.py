@@ -1,7 +1,6 @@
 """Tokenised documents on disk: content, interruption, damage, several programs at once."""
 
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -47,6 +46,26 @@ def write(folder, tokenizer, texts=None, train=200, validation=20, read=None, ca
 
 def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def content_of(path: Path, left: str) -> None:
+    """Replace a file by what damage leaves."""
+    whole = path.read_bytes() if path.is_file() else b""
+    half = len(whole) // 2
+    contents = {"truncated": whole[:half], "empty": b"", "junk": b"\xff\xfe junk", "whole": whole}
+    contents["flipped"] = whole[:half] + bytes(byte ^ 1 for byte in whole[half : half + 1]) + whole[half + 1 :]
+    path.unlink(missing_ok=True)
+    if left == "folder":
+        path.mkdir()
+    elif left != "missing":
+        path.write_bytes(contents[left])
+
+
+@pytest.fixture(scope="module")
+def small(tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("small") / "set"
+    write(folder, tokenizer, train=50, validation=5)
+    return folder
 
 
 def word_tokenizer(**vocabulary: int) -> PreTrainedTokenizerFast:
@@ -106,9 +125,12 @@ def test_the_largest_token_decides_the_bytes_of_all(tmp_path, largest, dtype):
     assert tokens == [0, 0, 1, 1, 1, largest, largest]
 
 
-@pytest.mark.parametrize(("stop", "done"), [(30, 0), (170, 160), (270, 260)])
-def test_an_interrupted_set_is_continued_to_the_same_bytes(tokenizer, tmp_path, stop, done, caplog, monkeypatch):
-    """In blocks of 100 documents, of 60 for validation and 240 for training."""
+@pytest.mark.parametrize(("stop", "blocks"), [(30, 0), (170, 2), (270, 3)])
+@pytest.mark.parametrize("left", ["whole", "flipped", "truncated", "empty"])
+def test_an_interrupted_set_is_continued_to_the_same_bytes(
+    tokenizer, tmp_path, stop, blocks, left, caplog, monkeypatch
+):
+    """In blocks of 100 documents, of 60 for validation and 240 for training; damaged blocks are made again."""
     monkeypatch.setattr(token_store, "BLOCK_DOCUMENTS", 100)
     texts = python_documents()[:400]
     write(tmp_path / "whole", tokenizer, texts, 240, 60)
@@ -129,24 +151,33 @@ def test_an_interrupted_set_is_continued_to_the_same_bytes(tokenizer, tmp_path, 
     with pytest.raises(Stopped):
         write(tmp_path / "set", tokenizer, texts, 240, 60, read=read)
     assert not (tmp_path / "set").exists()
-    if stop > 100:
-        # Half a block, as a machine that stopped in the middle of writing leaves it.
-        for name in ("tokens.bin", "origins.jsonl"):
-            with (tmp_path / "set.partial" / "train" / name).open("ab") as file:
-                file.write(bytes(10**6))
+    finished = sorted(tmp_path.glob("set.partial/*/*.npz"))
+    assert len(finished) == blocks
+    for path in finished[-1:]:
+        content_of(path, left)
+    encoded = []
+    monkeypatch.setattr(token_store, "encode", lambda own, texts: encoded.extend(texts) or encode(own, texts))
     with caplog.at_level("INFO", "adloco.dataset"):
         write(tmp_path / "set", tokenizer, texts, 240, 60)
-    assert f"continuing an interrupted tokenisation after {done:,} documents" in caplog.text
+    assert (f"continuing an interrupted tokenisation after {blocks} blocks" in caplog.text) == (blocks > 0)
+    damaged = blocks > 0 and left != "whole"
+    assert ("is damaged and will be made again" in caplog.text) == damaged
+    assert len(encoded) == 300 - {0: 0, 2: 160, 3: 260}[blocks] + 60 * damaged  # the last is of validation
     assert content(tmp_path / "set") == content(tmp_path / "whole")
     assert not (tmp_path / "set.partial").exists()
 
 
 def test_what_another_recipe_left_unfinished_is_not_continued(tokenizer, tmp_path):
+    def interrupted(skipped):
+        yield from itertools.islice(source_of().train(skipped), 700)
+        raise KeyboardInterrupt
+
     write(tmp_path / "whole", tokenizer)
-    write(tmp_path / "set.partial", tokenizer, train=100)
-    (tmp_path / "set.partial" / "state.json").write_text(json.dumps({"arguments": {"other": 1}, "parts": {}}))
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "set", tokenizer, train=690, validation=20, read=interrupted)
     write(tmp_path / "set", tokenizer)
     assert content(tmp_path / "set") == content(tmp_path / "whole")
+    assert not (tmp_path / "set.partial").exists()
 
 
 def test_a_finished_set_is_not_made_again_and_not_overwritten(tokenizer, tmp_path):
@@ -173,34 +204,74 @@ def test_too_few_documents_leave_nothing_behind(tokenizer, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == []
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda folder: os.truncate(folder / "train" / "tokens.bin", 1000), "tokens.bin has 1000 bytes instead of"),
-        (lambda folder: (folder / "validation" / "origins.jsonl").unlink(), "FileNotFoundError: .*origins.jsonl"),
-        (lambda folder: (folder / "metadata.json").write_text("{"), "JSONDecodeError"),
-        (lambda folder: (folder / "metadata.json").write_text('{"format": 9}'), "format 9, not 2"),
-        (lambda folder: (folder / "metadata.json").write_text('{"format": 2}'), "KeyError: 'dtype'"),
-        (lambda folder: (folder / "metadata.json").unlink(), "FileNotFoundError: .*metadata.json"),
-        (lambda folder: shutil.rmtree(folder / "tokenizer"), "cannot load the tokenizer"),
-        (
-            lambda folder: train_tokenizer(["other text"], 280).save_pretrained(folder / "tokenizer"),
-            "is not the tokenizer that metadata.json names",
-        ),
-    ],
-)
-def test_a_damaged_set_is_an_error_that_names_the_file_and_is_made_again_in_a_cache(
-    tokenizer, tmp_path, caplog, damage, message
-):
-    write(tmp_path / "set", tokenizer, train=50, validation=5)
-    before = content(tmp_path / "set")
-    damage(tmp_path / "set")
-    with pytest.raises(DatasetError, match=message):
-        open_tokenised(tmp_path / "set")
-    write(tmp_path / "set", tokenizer, train=50, validation=5, cache=True)
+FILES = [
+    "SHA256SUMS", "metadata.json", "tokenizer/tokenizer.json", "train/tokens.bin", "train/offsets.bin",
+    "train/hashes.bin", "train/origins.jsonl", "validation/tokens.bin",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("left", ["flipped", "truncated", "empty", "junk", "missing", "folder"])
+def test_a_damaged_set_is_an_error_and_is_made_again_in_a_cache(tokenizer, small, tmp_path, caplog, name, left):
+    folder = tmp_path / "set"
+    shutil.copytree(small, folder)
+    content_of(folder / name, left)
+    with pytest.raises(DatasetError, match=f"{folder}: no complete tokenised set: ") as error:
+        open_tokenised(folder)
+    assert "\n" not in str(error.value)
+    write(folder, tokenizer, train=50, validation=5, cache=True)
     assert "cached documents are damaged and will be made again" in caplog.text
-    assert content(tmp_path / "set") == before
+    assert content(folder) == content(small)
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
+
+
+@pytest.mark.parametrize("left", ["junk", "empty"])
+def test_a_file_in_place_of_a_cached_set_is_replaced(tokenizer, small, tmp_path, left):
+    content_of(tmp_path / "set", left)
+    write(tmp_path / "set", tokenizer, train=50, validation=5, cache=True)
+    assert content(tmp_path / "set") == content(small)
+
+
+@pytest.mark.parametrize("name", [".set.lock", "set.partial"])
+def test_a_set_is_made_or_refused_whatever_is_in_its_way(tokenizer, small, tmp_path, name):
+    """A folder in place of the lock, a file in place of the unfinished set."""
+    content_of(tmp_path / name, "folder" if name == ".set.lock" else "junk")
+    with pytest.raises(ConfigError, match=f"cache_dir: cannot write .*{name}"):
+        write(tmp_path / "set", tokenizer, train=50, validation=5, cache=True)
+
+
+@pytest.mark.parametrize("largest", [0, 1_000, 20_000, 60_000])
+def test_a_full_disk_is_an_error_and_leaves_no_set(tmp_path, programs, largest):
+    """No file may have more bytes; tokenizer, blocks and tokens fail in turn."""
+    program = f"""
+import resource
+from pathlib import Path
+from fabrics.data.python_docs import python_docs_source
+from fabrics.data.token_store import Recipe, tokenised
+from utils.config.schema import ConfigError
+resource.setrlimit(resource.RLIMIT_FSIZE, ({largest}, {largest}))
+try:
+    tokenised(Path({str(tmp_path / "set")!r}), Recipe(python_docs_source(), 900, 20, None, 300), cache=True)
+except ConfigError as error:
+    print(error)
+"""
+    done = programs.run("-c", program)
+    assert done.stdout.startswith("cache_dir: cannot write ")
+    assert "File too large" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "set").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_cache_that_cannot_be_written_serves_what_it_has(tokenizer, tmp_path):
+    write(tmp_path / "set", tokenizer, train=50, validation=5, cache=True)
+    tmp_path.chmod(0o555)
+    try:
+        assert len(write(tmp_path / "set", tokenizer, train=50, validation=5, cache=True).train) == 50
+        with pytest.raises(ConfigError, match="cache_dir: cannot write"):
+            write(tmp_path / "other", tokenizer, train=50, validation=5, cache=True)
+    finally:
+        tmp_path.chmod(0o755)
 
 
 def test_a_damaged_set_is_made_again_by_the_first_of_two_programs_alone(tokenizer, tmp_path, monkeypatch):
@@ -260,9 +331,8 @@ def test_a_killed_program_is_continued_by_the_same_command(programs, tmp_path, t
     script = str(ROOT / "c4" / "tokenize_c4.py")
     places = ["--model_name", tokenizer_folder, "--output_dir", tmp_path / "set", "--input", tmp_path]
     command = [script, *map(str, places), "--create_eval_split", "--data_sample_size", "9000"]
-    state = tmp_path / "set.partial" / "state.json"
     program = programs.start(*command)
-    wait_until(lambda: state.exists() and '"train"' in state.read_text(), "a first block", program)
+    wait_until(lambda: [*tmp_path.glob("set.partial/*/train_*.npz")], "a first block", program)
     program.send_signal(signal.SIGKILL)
     program.wait()
     assert not (tmp_path / "set").exists()
