@@ -13,7 +13,9 @@ from pathlib import Path
 
 import torch
 
-from algorithms.nodes.traffic import synchronisation_exchange
+from algorithms.nodes.distribution import distribute_nodes
+from algorithms.nodes.policies import MERGE_POLICIES
+from algorithms.nodes.traffic import merge_exchange, redistribution_exchange, synchronisation_exchange
 from algorithms.schedule.limits import RoundSchedule, RunCounters
 from fabrics.data.examples import TaskData
 from fabrics.models.export import save_models
@@ -22,12 +24,11 @@ from fabrics.pool.checkpoint_policy import CheckpointPolicy, Vote
 from fabrics.pool.device_errors import explain_training_errors
 from fabrics.pool.eval_tool import Evaluation, EvaluationPart, Validation
 from fabrics.pool.max_batch import measured_max_batches
-from fabrics.pool.node_assignment import NodeAssigner, NoNodeLeftError, requested_batches
-from fabrics.pool.node_pool import NodePool
+from fabrics.pool.node_pool import NodePool, NoNodeLeftError
 from fabrics.pool.round_scheduler import RoundScheduler
 from fabrics.pool.run_checks import check_model, check_statistics
 from fabrics.training.work_split import WorkSplit
-from fabrics.training.worker import Node
+from fabrics.training.worker import Node, TrainingError
 from trainers import TrainedRound, Trainer, first_trainers
 from training_logs.recording.memory_monitor import Use, memory_use
 from training_logs.recording.records import ClusterRound, Merge, Observer, RoundReport
@@ -48,16 +49,9 @@ class LocalEvaluation:
 
 @dataclass(frozen=True)
 class ProcessReport:
-    """What one process sends to all others, once per round.
+    """What one process sends to all others, once per round."""
 
-    Attributes:
-        trained: its part of each trainer's round, by trainer.
-        evaluated: its part of the evaluations; empty if the round is not evaluated.
-        memory: memory use of its devices.
-        vote: whether it wants a checkpoint, or the run to stop.
-    """
-
-    trained: dict[int, TrainedRound]
+    trained: dict[int, TrainedRound]  # by trainer
     evaluated: LocalEvaluation
     memory: list[Use]
     vote: Vote
@@ -97,10 +91,9 @@ class Cluster:
         self.validation = Validation(data, self.models, config.eval_batch_size)
         self.metric = self.validation.metric
         self.scheduler = RoundScheduler(config, len(data.train), len(self.nodes))
-        self._assigner = NodeAssigner(config, self.pool, self.scheduler)
         self.trainers: dict[int, Trainer] = {}
         requests = dict.fromkeys(range(config.number_of_initial_trainers), config.INITIAL_BATCH_SIZE)
-        self.trainers = first_trainers(config, data, self._assignment(requests), self.models, self.processes)
+        self.trainers = first_trainers(config, data, self._distribution(requests, {}, 0.0), self.models, self.processes)
         self.assign_nodes()
         if config.max_batch_size is None:
             # Measured last, when everything that lives between rounds has its memory.
@@ -116,11 +109,6 @@ class Cluster:
     def nodes(self) -> tuple[Node, ...]:
         """All nodes of the run."""
         return self.pool.nodes
-
-    @property
-    def failed_nodes(self) -> set[int]:
-        """Ids of the nodes that have failed for good."""
-        return self.pool.failed
 
     @property
     def parameter_count(self) -> int:
@@ -147,7 +135,7 @@ class Cluster:
         Raises:
             TrainingError: training cannot continue. If no node is left, a checkpoint is written before.
         """
-        checkpoint_policy = CheckpointPolicy(self.config, self.processes, observer, folder, stop)
+        checkpoint_policy = CheckpointPolicy(self, observer, folder, stop)
         with explain_training_errors():
             self._start(observer)
             result = None
@@ -155,11 +143,11 @@ class Cluster:
                 try:
                     result = self.run_round(observer, checkpoint_policy)
                 except NoNodeLeftError:
-                    checkpoint_policy.save_checkpoint(self)
+                    checkpoint_policy.save_checkpoint()
                     raise
                 observer.on_round(self, result)
-                self.stopped = checkpoint_policy.stopping
-                checkpoint_policy.after_round(self)
+                self.stopped = checkpoint_policy.decision.stop
+                checkpoint_policy.after_round()
             if self.finished and (warning := self.scheduler.unspent_warning(self.counters)) is not None:
                 observer.warn(warning)
             if self.stopped:
@@ -187,7 +175,7 @@ class Cluster:
         Raises:
             TrainingError: training cannot continue.
         """
-        checkpoint_policy = checkpoint_policy or CheckpointPolicy(self.config, self.processes, observer)
+        checkpoint_policy = checkpoint_policy or CheckpointPolicy(self, observer)
 
         # What the round is: nodes, examples and inner steps.
         self.assign_nodes()
@@ -195,11 +183,12 @@ class Cluster:
         schedule = self.scheduler.next_round(
             self.counters, self.trainers.values(), splits.values(), self.pool, observer.warn
         )
-        evaluates = self._evaluates_after(schedule)
+        round_number = self.counters.outer_steps + 1
+        evaluates = schedule.progress_after >= 1.0 or round_number % self.config.eval_every == 0
 
         # The work of this process, and the reports of all processes.
         local_steps = self._local_steps(splits, schedule)
-        observer.on_round_start(self.counters.outer_steps + 1, schedule.progress_before, local_steps)
+        observer.on_round_start(round_number, schedule.progress_before, local_steps)
         trained = self._train(splits, schedule, observer.on_step)
         evaluated = self._evaluate_locally(self.trainers) if evaluates else LocalEvaluation()
         report = ProcessReport(trained, evaluated, memory_use(self.devices), checkpoint_policy.vote())
@@ -214,13 +203,13 @@ class Cluster:
         merge = None
         merged = None
         bytes_before = self.counters.bytes_merged
-        if len(self.trainers) > 1 and self.counters.outer_steps % self.config.merge_frequency == 0:
+        if len(self.trainers) > 1 and round_number % self.config.merge_frequency == 0:
             merge = self._merge()
             if evaluates:
                 merged = self.evaluate([merge.plan.representative])[merge.plan.representative]
 
         return ClusterRound(
-            outer_step=self.counters.outer_steps,
+            outer_step=round_number,
             progress=schedule.progress_after,
             reports=reports,
             evaluations=evaluations,
@@ -237,19 +226,34 @@ class Cluster:
         Raises:
             NoNodeLeftError: all nodes have failed.
         """
-        self._assign(self._assignment(requested_batches(self.trainers)))
+        self._assign(self._distribution(self._requests, self.trainers, self.scheduler.progress(self.counters)))
 
-    def _assignment(self, requests: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-        return self._assigner.assignment(requests, self.trainers, self.scheduler.progress(self.counters))
+    @property
+    def _requests(self) -> dict[int, int]:
+        return {number: trainer.requested_batch for number, trainer in self.trainers.items()}
 
-    def _assign(self, assignment: Mapping[int, Sequence[int]]) -> None:
-        self._assigner.assign(assignment, self.trainers, self.counters)
+    def _distribution(
+        self, requests: Mapping[int, int], trainers: Mapping[int, Trainer], progress: float
+    ) -> dict[int, tuple[int, ...]]:
+        """Return the nodes of each trainer, by its requested batch; `trainers` keep theirs as far as they can."""
+        nodes = [node.id for node in self.pool.working(progress)]
+        if not nodes:
+            raise NoNodeLeftError("no node is left to train on: all of them failed")
+        present = {number: [node.id for node in trainer.nodes] for number, trainer in trainers.items()}
+        return distribute_nodes(requests, nodes, present, self.config.smallest_worker_batch)
+
+    def _assign(self, nodes_of: Mapping[int, Sequence[int]]) -> None:
+        new_nodes = 0
+        sent = 0
+        for number, nodes in nodes_of.items():
+            trainer = self.trainers[number]
+            new_nodes += len(set(nodes) - {node.id for node in trainer.nodes})
+            sent += trainer.assign_nodes(tuple(self.nodes[node] for node in nodes))
+        self.counters.bytes_redistributed += sent
+        self.scheduler.count_link_seconds(self.counters, redistribution_exchange(new_nodes, sent))
 
     def _split_work(self) -> dict[int, WorkSplit]:
         return {trainer.id: trainer.split_work() for trainer in self.trainers.values()}
-
-    def _evaluates_after(self, schedule: RoundSchedule) -> bool:
-        return schedule.progress_after >= 1.0 or (self.counters.outer_steps + 1) % self.config.eval_every == 0
 
     def _local_steps(self, splits: Mapping[int, WorkSplit], schedule: RoundSchedule) -> int:
         """Return the inner steps that the workers of this process make in the round, all together."""
@@ -303,8 +307,25 @@ class Cluster:
         return reports
 
     def _merge(self) -> Merge:
-        """Merge the trainers that the policy picks; communications and bytes are counted."""
-        plan = self._assigner.merge(self.trainers, self.counters)
+        """Merge the trainers that the policy picks into their representative; communications and bytes are counted.
+
+        Raises:
+            TrainingError: the policy's plan is not a merge of these trainers.
+        """
+        policy = self.config.merging_policy
+        plan = MERGE_POLICIES[policy](self._requests, self.config.merge_count)
+        problem = plan.problem(self.trainers)
+        if problem is not None:
+            raise TrainingError(f"merging_policy: {policy} {problem}")
+        if self.config.weigh_shares:
+            plan = plan.weighted({trainer: len(self.trainers[trainer].cursor) for trainer in plan.weights})
+        others = [self.trainers.pop(trainer) for trainer in plan.weights if trainer != plan.representative]
+        representative = self.trainers[plan.representative]
+        sent = representative.absorb(others, plan.weights)
+        self.counters.bytes_merged += sent
+        self.counters.communications += 1
+        exchange = merge_exchange(len(others), len(representative.nodes), sent)
+        self.scheduler.count_link_seconds(self.counters, exchange)
         merge = Merge(self.counters.outer_steps, plan)
         self.merges.append(merge)
         return merge
@@ -331,10 +352,6 @@ class Cluster:
     def _combine(self, evaluated: Sequence[LocalEvaluation], trainers: Collection[int]) -> dict[int, Evaluation]:
         self.counters.evaluation_seconds += max(process.seconds for process in evaluated)
         return self.validation.combine([process.parts for process in evaluated], list(trainers))
-
-    def best(self, evaluations: dict[int, Evaluation]) -> int:
-        """Return the trainer with the best metric; ties go to the smaller id."""
-        return self.validation.best(evaluations)
 
     # Models and state
 
@@ -398,11 +415,11 @@ class Cluster:
         counters = RunCounters(**state["counters"])
         living = {int(trainer): values for trainer, values in state["trainers"].items()}
         self.trainers = {trainer: self.trainers[trainer] for trainer in living}
-        assignment = {trainer: values["workers"]["nodes"] for trainer, values in living.items()}
+        nodes_of = {trainer: values["workers"]["nodes"] for trainer, values in living.items()}
         if len(state["nodes"]["max_batches"]) != len(self.nodes):  # the checkpoint's run had other nodes
             requests = {trainer: values["batch"]["requested_batch"] for trainer, values in living.items()}
-            assignment = self._assigner.assignment(requests, {}, self.scheduler.progress(counters))
-        self._assign(assignment)
+            nodes_of = self._distribution(requests, {}, self.scheduler.progress(counters))
+        self._assign(nodes_of)
         self.counters = counters
         local_part = self.models.first.local_part
         for trainer, values in living.items():

@@ -121,7 +121,7 @@ def best_continuations(cluster: Cluster, final: dict[int, Evaluation], observer:
     """Continue validation texts with the best model; empty in processes that do not have it."""
     config = cluster.config
     node = cluster.nodes[0]  # of the main process
-    parameters = cluster.trainers[cluster.best(final)].worker_group.parameters_for(node)
+    parameters = cluster.trainers[cluster.validation.best(final)].worker_group.parameters_for(node)
     if parameters is None:
         return []
     try:

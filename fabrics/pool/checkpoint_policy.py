@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 from fabrics.models.export import round_folder
 from utils.checkpoint.checkpoint import Checkpoints
 from utils.config.reading import dump_config
-from utils.config.schema import Config
-from utils.distributed.processes import Processes
 from utils.distributed.signals import StopRequest
 from utils.run_layout import CHECKPOINTS_FOLDER, MODELS_FOLDER
 
@@ -22,12 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Vote:
-    """The vote of one process after a round.
-
-    Attributes:
-        stop: end the run with a checkpoint, because a signal came.
-        save: write a checkpoint, because the last one is too old.
-    """
+    """A process's vote after a round: stop, because a signal came; save, because the last checkpoint is too old."""
 
     stop: bool = False
     save: bool = False
@@ -39,30 +32,23 @@ class CheckpointPolicy:
     All processes have one and call it at the same places. A failure to write is a warning, and training continues.
 
     Args:
-        config: the run's configuration.
-        processes: the processes of the run.
-        observer: receives warnings; its state is part of checkpoints.
         folder: the run folder; None: nothing is written.
         stop: a request to stop the run; None: there will be none.
+
+    Attributes:
+        decision: what the processes do after this round.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        processes: Processes,
-        observer: Observer,
-        folder: Path | None = None,
-        stop: StopRequest | None = None,
-    ):
-        self._config = config
+    def __init__(self, run: Cluster, observer: Observer, folder: Path | None = None, stop: StopRequest | None = None):
+        self.decision = Vote()
+        self._run = run
         self._observer = observer
         self._folder = folder
         self._stop = stop
-        self._decision = Vote()
         self._checkpoints = None
         if folder is not None:
-            minutes = config.checkpoint_every_minutes
-            self._checkpoints = Checkpoints(folder / CHECKPOINTS_FOLDER, minutes, processes, observer.warn)
+            minutes = run.config.checkpoint_every_minutes
+            self._checkpoints = Checkpoints(folder / CHECKPOINTS_FOLDER, minutes, run.processes, observer.warn)
 
     def vote(self) -> Vote:
         """Return the vote of this process."""
@@ -73,30 +59,24 @@ class CheckpointPolicy:
 
     def decide(self, votes: Sequence[Vote]) -> None:
         """Do what any process votes for."""
-        self._decision = Vote(
-            stop=any(vote.stop for vote in votes),
-            save=any(vote.save for vote in votes),
-        )
+        self.decision = Vote(any(vote.stop for vote in votes), any(vote.save for vote in votes))
 
-    @property
-    def stopping(self) -> bool:
-        """True if the run stops after this round."""
-        return self._decision.stop
-
-    def after_round(self, run: Cluster) -> None:
+    def after_round(self) -> None:
         """Write what is due after a round."""
-        every = self._config.save_weights_every
+        run = self._run
+        every = run.config.save_weights_every
         step = run.counters.outer_steps
         due = every is not None and step % every == 0
         # Models come first: a run that is killed in between repeats the round and writes them again.
         if due and self._folder is not None:
             run.save_models(round_folder(self._folder / MODELS_FOLDER, step), self._observer)
-        if due or run.finished or self._decision.save or self._decision.stop:
-            self.save_checkpoint(run)
+        if due or run.finished or self.decision.save or self.decision.stop:
+            self.save_checkpoint()
 
-    def save_checkpoint(self, run: Cluster) -> None:
+    def save_checkpoint(self) -> None:
         """Write a checkpoint now."""
         if self._checkpoints is not None:
+            run = self._run
             state = {"cluster": run.state_dict(), "observer": self._observer.state_dict()}
-            texts = {"config.yaml": dump_config(self._config)}
+            texts = {"config.yaml": dump_config(run.config)}
             self._checkpoints.save(run.counters.outer_steps, run.tensors(), state, texts)

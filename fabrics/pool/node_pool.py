@@ -7,11 +7,15 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fabrics.training.work_split import scheduled_nodes
-from fabrics.training.worker import Node, WorkerRound
+from fabrics.training.worker import Node, TrainingError, WorkerRound
 from utils.config.schema import Config, ConfigError
 
 # A measured speed is that of this many rounds, each without its first inner step.
 _MEASURED_ROUNDS = 3
+
+
+class NoNodeLeftError(TrainingError):
+    """All nodes failed; the trainers are as they were after their last round."""
 
 
 class NodePool:

@@ -18,8 +18,7 @@ from cluster import Cluster
 from fabrics.data.examples import PackedSequences
 from fabrics.models import transformers_models
 from fabrics.pool.device_errors import explain_setup_errors
-from fabrics.pool.node_assignment import NoNodeLeftError
-from fabrics.pool.node_pool import NodePool
+from fabrics.pool.node_pool import NodePool, NoNodeLeftError
 from fabrics.training import forward_backward, inner_loop
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import InnerLoop
@@ -367,7 +366,7 @@ def test_the_run_ends_with_a_result_on_the_nodes_that_are_left(failing):
     failing(lambda step, node: node < 3 and step >= node)  # node 0 at once, node 1 after a round, node 2 after two
     cluster, recorder = light_cluster(number_of_outer_steps=5, number_of_initial_trainers=2), Recorder()
     final = cluster.train(recorder)
-    assert cluster.failed_nodes == {0, 1, 2}
+    assert cluster.pool.failed == {0, 1, 2}
     assert cluster.counters.outer_steps == 5
     assert all(torch.isfinite(trainer.parameters).all() for trainer in cluster.trainers.values())
     assert all(evaluation.loss < 10 for evaluation in final.values())
@@ -380,7 +379,7 @@ def test_a_node_that_serves_two_trainers_fails_for_both(failing):
     failing(lambda step, node: node == 1)
     cluster, recorder = light_cluster(nodes_per_gpu=2, number_of_initial_trainers=4), Recorder()
     cluster.train(recorder)
-    assert cluster.failed_nodes == {1}
+    assert cluster.pool.failed == {1}
     assert recorder.rounds[0].counters.left_out == 2
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,10 +12,9 @@ from hypothesis import strategies as st
 
 from algorithms.nodes.balance import places
 from algorithms.schedule.limits import RunCounters
+from cluster import Cluster
 from fabrics.data.examples import PackedSequences
 from fabrics.data.sampler import DataCursor, Shares, next_of_several, share_sizes, shares_of_workers, tokens_ahead
-from fabrics.pool.node_assignment import NodeAssigner
-from fabrics.pool.node_pool import NodePool
 from fabrics.pool.round_scheduler import RoundScheduler
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.worker import Node
@@ -213,8 +213,12 @@ def test_weigh_shares_weights_merges_by_the_sizes_of_shares(over, weigh, weights
     for number, trainer in trainers.items():
         trainer.shared["parameters"].fill_(float(number))
         trainer.shared["velocity"].fill_(2 * number)
-    pool = NodePool([CPU], config)
-    plan = NodeAssigner(config, pool, RoundScheduler(config, 40, 1)).merge(trainers, RunCounters())
+    requests = {number: trainer.requested_batch for number, trainer in trainers.items()}
+    scheduler = RoundScheduler(config, 40, 1)
+    cluster = SimpleNamespace(
+        config=config, trainers=trainers, scheduler=scheduler, counters=RunCounters(), merges=[], _requests=requests
+    )
+    plan = Cluster._merge(cluster).plan
     assert (plan.representative, list(trainers)) == (0, [0])
     assert plan.weights == pytest.approx(dict(enumerate(weights)))
     torch.testing.assert_close(trainers[0].parameters, torch.full_like(trainers[0].parameters, weights[1]))

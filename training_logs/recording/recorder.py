@@ -251,7 +251,7 @@ class RunRecorder(Observer):
         self._attempt("memory_log.csv", self._memory.log, "end", run.counters.outer_steps, uses)
         summary = self._summary(run, final, status)
         if final:
-            summary["best_trainer"] = run.best(final)
+            summary["best_trainer"] = run.validation.best(final)
             if models:
                 summary["best_model"] = str(models[summary["best_trainer"]].relative_to(self.folder))
         summary["continuations"] = [dataclasses.asdict(text) for text in texts]

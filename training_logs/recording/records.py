@@ -13,7 +13,8 @@ from algorithms.schedule.limits import RunCounters
 from algorithms.synchronisation.group import Event
 from fabrics.data.examples import TaskData
 from fabrics.models.initialisation import DeviceModels
-from fabrics.pool.eval_tool import Evaluation, Metric
+from fabrics.pool.eval_tool import Evaluation, Metric, Validation
+from fabrics.pool.node_pool import NodePool
 from fabrics.training.worker import WorkerRound
 from training_logs.recording.memory_monitor import Use
 from utils.config.schema import Config
@@ -138,15 +139,13 @@ class RunView(Protocol):
     devices: list[torch.device]
     nodes: Sequence
     trainers: Mapping[int, object]
-    failed_nodes: set[int]
+    pool: NodePool
+    validation: Validation
     merges: list[Merge]
     counters: RunCounters
     parameter_count: int
     models: DeviceModels
     processes: Processes
-
-    def best(self, evaluations: dict[int, Evaluation]) -> int:
-        """Return the trainer with the best metric."""
 
 
 class Observer:

@@ -43,7 +43,7 @@ def run_summary(run: RunView, final: dict[int, Evaluation], status: str, recorde
     """
     counters = run.counters
     config = run.config
-    best = final[run.best(final)] if final else None
+    best = final[run.validation.best(final)] if final else None
     # Several processes may each call their GPU cuda:0.
     of_groups = dict(zip(run.processes.groups, run.processes.devices, strict=True))
     classes = zip(run.data.class_names, best.classes, strict=True) if best else ()
@@ -67,7 +67,7 @@ def run_summary(run: RunView, final: dict[int, Evaluation], status: str, recorde
         "budget": budget_record(config, counters),
         "left_out_workers": counters.left_out,
         "lost_messages": counters.lost_messages,
-        "failed_nodes": sorted(run.failed_nodes),
+        "failed_nodes": sorted(run.pool.failed),
         "merges": len(run.merges),
         "merge_history": [
             {
