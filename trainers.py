@@ -228,7 +228,7 @@ class Trainer:
             tokens=tokens,
             events=trained.events,
             seconds=trained.seconds,
-            warnings=(*warnings, *filter(None, (problem, doubt))),
+            warnings=(*warnings, *filter(None, (problem, doubt, self.worker_group.method.warning(trained.values)))),
         )
 
     def assignments(self, split: WorkSplit, schedule: RoundSchedule) -> dict[int, Assignment]:

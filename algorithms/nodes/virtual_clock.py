@@ -7,7 +7,6 @@ after how many further inner steps. Nodes without a common exchange do not affec
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from algorithms.nodes.traffic import Link
 
@@ -23,7 +22,7 @@ class Sending:
         sent: bytes that each worker sends.
         received: bytes that each worker receives.
         behind: further inner steps until workers wait for them; None: the end of the next round.
-        through: all workers alike, groups (here pairs), or a server.
+        through: all workers alike, "groups of" a size, or a server.
         kind: their purpose.
         behind_step: they travel during the step itself, as the gradient of the last layer is ready first.
         by: the places of the senders among the trainer's nodes, each of which waits only for itself; None: all nodes,
@@ -34,7 +33,7 @@ class Sending:
     sent: float
     received: float
     behind: int | None = 0
-    through: Literal["all", "groups", "server"] = "all"
+    through: str = "all"
     kind: str = "synchronisation"
     behind_step: bool = False
     by: tuple[int, ...] | None = None
@@ -54,15 +53,16 @@ def joined_sendings(sendings: Iterable[Sending]) -> list[Sending]:
     return sorted(found.values(), key=lambda sending: sending.step)
 
 
-def pairs(nodes: Sequence[int], turn: int) -> list[tuple[int, int]]:
-    """The pairs of a turn, so that over the turns every node meets every other (circle method); an odd one rests."""
+def meetings(nodes: Sequence[int], size: int, turn: int) -> list[list[int]]:
+    """The groups of a turn, so that over the turns every node meets every other (circle method); a single one rests."""
     first, *rest = nodes
-    if len(nodes) % 2:
+    if size == 2 and len(nodes) % 2:
         rest.append(None)
     turn %= max(len(rest), 1)
     circle = [first, *rest[turn:], *rest[:turn]]
-    half = len(circle) // 2
-    return [pair for pair in zip(circle[:half], reversed(circle[half:]), strict=True) if None not in pair]
+    folded = [circle[-1 - place // 2 if place % 2 else place // 2] for place in range(len(circle))]
+    groups = [folded[start : start + size] for start in range(0, len(folded), size)]
+    return [group for group in groups if len(group) > 1 and None not in group]
 
 
 @dataclass
@@ -229,8 +229,8 @@ class Clocks:
     def _send(self, nodes: Sequence[int], sending: Sending, step_seconds: Mapping[int, float]) -> _Exchange:
         """Start an exchange on the links of the senders."""
         senders = nodes if sending.by is None else [nodes[place] for place in sending.by]
-        if sending.through == "groups":
-            groups: Sequence[Sequence[int]] = pairs(nodes, self._turns)
+        if sending.through.startswith("groups of "):
+            groups = meetings(nodes, int(sending.through.removeprefix("groups of ")), self._turns)
             self._turns += 1
         elif sending.by is not None and sending.behind == 0:
             groups = [[node] for node in senders]

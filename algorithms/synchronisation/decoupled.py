@@ -33,7 +33,8 @@ class Decoupled(Method):
     when all are ready. The server has one exchange of p under way at a time. A worker that has not sent p gets no x_p.
     With fewer workers than the quorum, all are needed. The default quorum is more than half of the workers: with a
     quorum of one every arrival makes an outer step of full size, which diverged with unequal speeds
-    (docs/results/pool.md). After a merge nothing is under way.
+    (docs/results/pool.md). Before a merge, and before workers leave, each sends every fragment once more, as far as it
+    has made steps since it last sent it; afterwards nothing is under way.
 
     Attributes:
         fragments: P.
@@ -138,6 +139,20 @@ class Decoupled(Method):
             if progressed:
                 new = torch.lerp(new, read_part(worker.parameters, part), self.mixing)
             write_part(worker.parameters, part, new)
+
+    def settle(self, group: Group) -> None:
+        for number, part in enumerate(self._parts(group)):
+            under_way = {}
+            weights = {}
+            for worker, weight in enumerate(group.weights):
+                steps = group.values.get(f"steps_{number}_{worker}", 0)
+                if weight and steps:
+                    weights[worker] = group.values[f"examples_{number}_{worker}"] ** 2 / steps
+                if f"back_{number}_{worker}" in group.values:
+                    under_way[worker] = steps > 0
+            self._answer(group, part, Answered(0, under_way))
+            if weights:
+                self._send(group, part, Sent(0, weights, 0))
 
     def restarted(self, values: dict[str, float], workers: Collection[int] | None) -> None:
         forget(values, workers)

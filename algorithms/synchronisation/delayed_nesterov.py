@@ -27,8 +27,9 @@ class DelayedNesterov(Method):
     With `steps`, workers arrive after that many of their own steps instead (a leg), counted over rounds, and none waits
     for others: a round is a span of time, in which slower workers make fewer inner steps
     (`algorithms.nodes.async_clock`), and fast workers arrive several times, as in the paper. The server receives a
-    worker's g at once; until the worker has the answer, by the link's time there and back, it makes no step. After a
-    merge every worker starts from the merged parameters.
+    worker's g at once; until the worker has the answer, by the link's time there and back, it makes no step. Before
+    a merge, and before workers leave, those that have begun a leg send what they have: x and b take it, and it counts
+    as no arrival. Then every worker starts from the shared parameters.
 
     Attributes:
         buffer: K; None: the number of workers.
@@ -144,6 +145,20 @@ class DelayedNesterov(Method):
                 if self.worker_state:
                     local[index].state["start"].copy_(parameters)
         group.values["waiting"] = waiting
+
+    def settle(self, group: Group) -> None:
+        present = [worker for worker, weight in enumerate(group.weights) if weight]
+        begun = [worker for worker in present if group.values.get(f"begun_{worker}")]
+        if not begun:
+            return
+        incoming = group.messages(tensors=1, through="server", senders=begun)
+        for worker in group.local_workers:
+            if worker.index in begun:
+                incoming.add(worker, (worker.state["start"] - worker.parameters,))
+        size = self.buffer or len(group.weights)
+        for (moved,) in incoming.result().values():
+            group.shared["parameters"].add_(moved, alpha=-group.outer.learning_rate / size)
+            group.shared["buffer"].add_(moved)
 
     def restarted(self, values: dict[str, float], workers: Collection[int] | None) -> None:
         forget(values, workers)

@@ -9,7 +9,7 @@ import torch
 
 from algorithms.flat import Block, Part, read_part, write_part
 from algorithms.synchronisation.encodings.sparse import Chunks, TopK, add_at
-from algorithms.synchronisation.group import Group, LocalWorker, WorkerMessages
+from algorithms.synchronisation.group import Group, LocalWorker, WorkerMean, WorkerMessages
 from algorithms.synchronisation.method import Capabilities, Method
 
 
@@ -21,6 +21,10 @@ class DeMo(Method):
     communication_dtype bfloat16 coefficients are rounded, and the rounding error stays in m. As published
     (bloc97/DeMo, demo.py), except that positions are packed; they are int64 there. `matrices_of` says how tensors are
     cut.
+
+    A lone worker has nobody to send to: q is all of the DCT, so u = m, and m = 0 after the step. The paper has no
+    merges, and no rule for what is left in m, of which only signs would reach x: as AdamW's moments, m stays with its
+    worker in a merge, and ends with a worker that leaves.
 
     Attributes:
         chunk: the longest side of a tile.
@@ -55,7 +59,9 @@ class DeMo(Method):
         """Return the tensors of these blocks as matrices cut into tiles."""
         return matrices_of(tuple(blocks), self.chunk, self.top_k)
 
-    def incoming(self, group: Group) -> WorkerMessages:
+    def incoming(self, group: Group) -> WorkerMessages | WorkerMean:
+        if group.lone:
+            return group.mean(kind="parameters")
         dtype = group.outer.message_dtype
         size = _message_bytes(self.matrices(group.model.full_tensors.blocks), dtype)
         return group.messages(size, total_size=_message_bytes(self.matrices(group.model.blocks), dtype))
@@ -65,6 +71,8 @@ class DeMo(Method):
         dtype = group.outer.message_dtype
         state = worker.state["momentum"].mul_(self.decay)
         state.add_(worker.gradient, alpha=group.inner.learning_rate)
+        if group.lone:
+            return state
         momentum = full_tensors.gather(state)
         messages = [momentum.new_empty(0, dtype=torch.uint8)]  # a device may have no full tensor
         for matrices in self.matrices(full_tensors.blocks):
@@ -76,10 +84,15 @@ class DeMo(Method):
         full_tensors.scatter(momentum, state)
         return torch.cat(messages)
 
-    def apply(self, group: Group, arrived: Mapping[int, torch.Tensor]) -> None:
+    def apply(self, group: Group, arrived: Mapping[int, torch.Tensor] | torch.Tensor) -> None:
         full_tensors = group.model.full_tensors
         dtype = group.outer.message_dtype
         lr = group.inner.learning_rate
+        if group.lone:
+            group.shared["parameters"].mul_(1.0 - lr * group.inner.weight_decay).sub_(arrived.sign_(), alpha=lr)
+            for worker in group.local_workers:
+                worker.state["momentum"].zero_()
+            return
         all_matrices = self.matrices(full_tensors.blocks)
         sizes = [matrices.top_k.bytes(dtype) for matrices in all_matrices]
         weights = [group.weights[worker] for worker in arrived]

@@ -1,7 +1,7 @@
 """FDA: workers synchronise when an estimate of their variance says so (arXiv 2405.20988)."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +10,9 @@ import torch
 from algorithms.flat import inner_product, sketch
 from algorithms.synchronisation.group import Group
 from algorithms.synchronisation.method import Capabilities, Method
+
+# Checks in a row that all synchronise, after which the threshold seems to be too low.
+_SATURATED = 20
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,9 @@ class FDA(Method):
     vector: one of n dimensions tells nothing.
 
     Without a threshold the first rounds synchronise at their end, and the threshold becomes the mean of the variances
-    there, that of round i with weight i^(1/3) (FDA-Opt, arXiv 2505.04535). Drifts follow the learning rate, the
-    threshold does not: see max_inner_steps.
+    there, that of round i with weight i^(1/3) (FDA-Opt, arXiv 2505.04535). Rounds of one worker, whose variance is 0,
+    and rounds in which the learning rate warms up do not count. Drifts follow the learning rate and the number of
+    workers, the threshold does not: see max_inner_steps. A merge keeps the threshold.
 
     Attributes:
         threshold: of the variance; None: calibrated.
@@ -73,6 +77,7 @@ class FDA(Method):
 
     def stops(self, group: Group) -> Sequence[int]:
         inner_steps = group.clock.inner_steps
+        group.values.setdefault("learning_rate", group.inner.learning_rate)
         if self._calibrates(group.values):
             return (inner_steps,)
         # Checks are counted from the last synchronisation, which max_inner_steps may have made between two of them.
@@ -92,6 +97,7 @@ class FDA(Method):
             group.values["since"] = -step
         if step == group.clock.inner_steps:
             group.values["since"] = since
+            group.values["learning_rate"] = group.inner.learning_rate
 
     def _too_far_apart(self, group: Group) -> bool:
         point = group.shared["synchronised"]
@@ -106,8 +112,25 @@ class FDA(Method):
                 local_state = sketch_state(drift, group.model.sketch, total)
             incoming.add(worker, local_state)
         mean = incoming.result()
-        threshold = group.values["threshold"] if self.threshold is None else self.threshold
-        return mean is not None and variance_estimate(mean) > threshold
+        too_far = mean is not None and variance_estimate(mean) > self._threshold(group.values)
+        if not group.lone:
+            group.values["synchronised_checks"] = group.values.get("synchronised_checks", 0) + 1 if too_far else 0
+        return too_far
+
+    def _threshold(self, values: Mapping[str, float]) -> float:
+        return values["threshold"] if self.threshold is None else self.threshold
+
+    def warning(self, values: Mapping[str, float]) -> str | None:
+        if values.get("synchronised_checks", 0) < _SATURATED:
+            return None
+        return (
+            f"the threshold of FDA, {self._threshold(values):.3g}, decides nothing: workers synchronised at "
+            f"{_SATURATED} checks in a row; raise synchronisation.threshold"
+        )
+
+    def restarted(self, values: dict[str, float], workers: Collection[int] | None) -> None:
+        if workers is None:
+            values["since"] = 0
 
     def _synchronise(self, group: Group) -> None:
         shared = group.shared
@@ -117,7 +140,8 @@ class FDA(Method):
         delta = group.pseudo_gradient()
         if delta is None:
             return
-        if self._calibrates(group.values):
+        warms_up = group.inner.learning_rate > group.values["learning_rate"]
+        if self._calibrates(group.values) and not group.lone and not warms_up:
             self._calibrate(group, torch.sub(point, delta, out=parameters))
             parameters.copy_(point)
         parameters.sub_(delta)

@@ -21,7 +21,8 @@ from algorithms.synchronisation.method import ERROR
 # These are sent exactly, whatever communication_dtype says.
 _EXACT_KINDS = ("monitor", "parameters")
 
-Route = Literal["all", "groups", "server"]
+# "all", "server", or "groups of 2"; see Event.
+Route = str
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Event:
         sent: bytes that each worker sends, a mean over all workers.
         received: bytes that each worker receives, likewise.
         behind: inner steps that may be made before anybody waits for it.
-        through: all workers alike (a ring), pairs or small groups, or a server, which is no worker's node.
+        through: all workers alike (a ring), groups of a size, or a server, which is no worker's node.
         by: the workers that send, by number, if the others take no part; None: all.
     """
 
@@ -130,7 +131,7 @@ class Inner:
     Attributes:
         weight_decay: the configured one.
         update: make the inner optimizer's step of the shared parameters with a gradient [n].
-        learning_rate: of the last inner step.
+        learning_rate: of the last inner step; before a round's first one, of that.
     """
 
     weight_decay: float
@@ -200,6 +201,11 @@ class Group:
         self._present = [worker for worker, weight in enumerate(weights) if weight]
         # A lone worker sends nothing.
         self._events = events if len(self._present) > 1 else []
+
+    @property
+    def lone(self) -> bool:
+        """True if one worker takes part: it sends nothing, so its update is applied in full."""
+        return len(self._present) == 1
 
     def generator(self) -> torch.Generator:
         """Return random numbers for this place in the run, the same in every process, on the CPU."""

@@ -34,9 +34,12 @@ class LoCoDL(Method):
     of all messages, a sum of squared distances from the minimum shrinks in every step at least as fast as
     max((1 - lr mu)^2, (1 - lr L)^2, 1 - p^2 chi / (1 + 2 omega)). Without g, as here, it does not grow; on quadratics
     it shrinks linearly in the end, sometimes slightly slower than that. The default rho = chi = 1 / (1 + omega / M) is
-    the largest pair of equals that this allows, as independent messages have omega_av = omega / M. u_m and v restart
-    at zero when workers join, leave or are lost, and after a merge. Unequal weights of workers, and AdamW, are outside
-    the theory.
+    the largest pair of equals that this allows, as independent messages have omega_av = omega / M. Unequal weights of
+    workers, and AdamW, are outside the theory.
+
+    A lone worker has nobody to send to: C_m keeps everything, omega = 0. u_m and v are zero at the first inner step
+    after workers join, leave or are lost, and after a merge. Before a merge, and before workers leave, an exchange
+    without C_m and with rho = 1 is made: y = y + (1/2) mean_m (x_m - y).
 
     Attributes:
         probability: p.
@@ -76,21 +79,40 @@ class LoCoDL(Method):
         )
 
     def stops(self, group: Group) -> Sequence[int]:
+        if group.values.get("workers") != len(group.weights):
+            # With other workers corrections no longer cancel.
+            group.values["workers"] = len(group.weights)
+            group.shared["control"].zero_()
+            for worker in group.local_workers:
+                worker.state["correction"].zero_()
         return range(1, group.clock.inner_steps + 1)
+
+    def settle(self, group: Group) -> None:
+        delta = group.pseudo_gradient()
+        if delta is not None:
+            group.shared["parameters"].sub_(delta, alpha=0.5)
 
     def exchange(self, group: Group) -> None:
         shared = group.shared
         generator = group.generator()
-        workers = len(group.weights)
-        if group.values.setdefault("workers", workers) != workers:
-            # With other workers corrections no longer cancel.
-            group.values["workers"] = workers
-            shared["control"].zero_()
-            for worker in group.local_workers:
-                worker.state["correction"].zero_()
         shared["parameters"].add_(shared["control"], alpha=group.inner.learning_rate)
-        if torch.rand((), generator=generator, dtype=torch.float64).item() < self.probability:
+        if torch.rand((), generator=generator, dtype=torch.float64).item() >= self.probability:
+            return
+        if group.lone:
+            self._communicate_alone(group)
+        else:
             self._communicate(group, generator)
+
+    def _communicate_alone(self, group: Group) -> None:
+        y = group.shared["parameters"]
+        rho = self.rho or 1.0
+        rate = self.probability * (self.chi or 1.0) / group.inner.learning_rate
+        for worker in group.local_workers:
+            half = worker.parameters.to(y.device).sub(y).mul_(0.5)
+            worker.parameters.lerp_(worker.to_device(y + half), rho)
+            worker.state["correction"].add_(worker.to_device(half), alpha=rate)
+            y.add_(half, alpha=rho)
+            group.shared["control"].add_(half, alpha=rate)
 
     def _communicate(self, group: Group, generator: torch.Generator) -> None:
         y = group.shared["parameters"]

@@ -151,11 +151,22 @@ class Method:
         """Come together at a stop, for methods with replicas, whose workers have all arrived."""
         raise NotImplementedError
 
+    def settle(self, group: "Group") -> None:
+        """Apply to the shared parameters what the workers have learned and not sent yet.
+
+        Called before a merge and before workers leave, after which all start from the shared parameters. There is no
+        inner step: of `group` the clock and the inner optimizer are missing.
+        """
+
     def restarted(self, values: dict[str, float], workers: Collection[int] | None) -> None:
         """Change the values in place after workers restarted from the shared parameters.
 
-        workers: the workers that a round lost; None: all, after a merge.
+        workers: the workers that a round lost; None: all, after a merge or after workers have left.
         """
+
+    def warning(self, values: Mapping[str, float]) -> str | None:
+        """Return what users should know about the values after a round; one text is shown once."""
+        return None
 
 
 def taken_names(method: Method, moments: Collection[str]) -> list[str]:

@@ -73,7 +73,7 @@ class NoLoCo(Method):
         return {worker: drawn for drawn in groups for worker in drawn}
 
     def incoming(self, group: Group) -> WorkerMessages:
-        return group.messages(tensors=2, to=self._peers(group).__getitem__, through="groups")
+        return group.messages(tensors=2, to=self._peers(group).__getitem__, through=f"groups of {self.group}")
 
     def message(self, worker: LocalWorker, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
         return worker.parameters.sub_(worker.start), worker.start

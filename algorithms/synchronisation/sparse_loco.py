@@ -8,7 +8,7 @@ import torch
 
 from algorithms.flat import Block, Part, read_part, write_part
 from algorithms.synchronisation.encodings.sparse import PLAIN_BITS, Chunks, TopK, add_at
-from algorithms.synchronisation.group import Group, LocalWorker, WorkerMessages
+from algorithms.synchronisation.group import Group, LocalWorker, WorkerMean, WorkerMessages
 from algorithms.synchronisation.method import Capabilities, Method
 
 
@@ -21,6 +21,9 @@ class SparseLoCo(Method):
     tensor (`quantise`). The paper's mean is over all workers. The published code (tplr-ai/templar) takes the mean over
     those who sent a position, cuts matrices into squares of 64 x 64 and scales every worker's values down to the median
     of their norms; the last two are not done here. A worker that is left out starts with e_m = 0 again.
+
+    A lone worker has nobody to send to: s_m = e_m. The paper has no merges: before one, and before workers leave,
+    x = x - lr mean_m e_m, sent exactly, and e_m = 0.
 
     Attributes:
         density: share of the elements that is sent.
@@ -80,7 +83,9 @@ class SparseLoCo(Method):
     ) -> float:
         return workers * (workers - 1) * self._message_bytes(blocks, dtype)
 
-    def incoming(self, group: Group) -> WorkerMessages:
+    def incoming(self, group: Group) -> WorkerMessages | WorkerMean:
+        if group.lone:
+            return group.mean(kind="parameters")
         dtype = group.shared["parameters"].dtype
         size = self._message_bytes(group.model.full_tensors.blocks, dtype)
         return group.messages(size, total_size=self._message_bytes(group.model.blocks, dtype))
@@ -89,6 +94,8 @@ class SparseLoCo(Method):
         full_tensors = group.model.full_tensors
         state = worker.state["unsent"].mul_(self.error_decay)
         state.add_(worker.pseudo_gradient(group.shared["parameters"]))
+        if group.lone:
+            return state
         unsent = full_tensors.gather(state)
         messages = [unsent.new_empty(0, dtype=torch.uint8)]  # a device may have no full tensor
         for part, top_k in self._top_k(full_tensors.blocks):
@@ -99,8 +106,11 @@ class SparseLoCo(Method):
         full_tensors.scatter(unsent, state)
         return torch.cat(messages)
 
-    def apply(self, group: Group, arrived: Mapping[int, torch.Tensor]) -> None:
+    def apply(self, group: Group, arrived: Mapping[int, torch.Tensor] | torch.Tensor) -> None:
         shared = group.shared["parameters"]
+        if group.lone:
+            self._apply_all(group, arrived)
+            return
         full_tensors = group.model.full_tensors
         tensors = self._top_k(full_tensors.blocks)
         sizes = [top_k.bytes(shared.dtype) for _, top_k in tensors]
@@ -112,3 +122,16 @@ class SparseLoCo(Method):
             mean = top_k.mean(sent, weights, shared.dtype, shared.dtype, over_senders).flatten()
             write_part(full, part, read_part(full, part).sub_(mean, alpha=group.outer.learning_rate))
         full_tensors.scatter(full, shared)
+
+    def settle(self, group: Group) -> None:
+        incoming = group.mean(kind="parameters")
+        for worker in group.local_workers:
+            incoming.add(worker, worker.state["unsent"])
+        unsent = incoming.result()
+        if unsent is not None:
+            self._apply_all(group, unsent)
+
+    def _apply_all(self, group: Group, unsent: torch.Tensor) -> None:
+        group.shared["parameters"].sub_(unsent, alpha=group.outer.learning_rate)
+        for worker in group.local_workers:
+            worker.state["unsent"].zero_()

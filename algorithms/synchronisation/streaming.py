@@ -25,17 +25,20 @@ class StreamingDiLoCo(Method):
         x_m,p = mixing x_m,p + (1 - mixing) x_p
 
     `layer_fragments` says which layers are in which fragment. If P does not divide the H of a round, (p + 1) H / P is
-    rounded up. A fragment that is on its way arrives at the latest when it is sent again, and not at all after a merge.
+    rounded up. A fragment that is on its way arrives at the latest when it is sent again.
+
+    The paper has no merges. Before one, and before workers leave, all fragments but the last, which has just been sent,
+    are sent once more.
 
     Attributes:
         fragments: P.
         delay: inner steps between sending and arrival.
-        mixing: the weight of a worker's own parameters.
+        mixing: the weight of a worker's own parameters; None: 0.5, or 0 without a delay.
     """
 
     fragments: int = 2
     delay: int = 1
-    mixing: float = 0.5
+    mixing: float | None = None
 
     keeps = "replica"
     state = ("velocity",)
@@ -45,7 +48,7 @@ class StreamingDiLoCo(Method):
             raise ValueError(f"fragments: must be a positive integer, got {self.fragments}")
         if self.delay < 0:
             raise ValueError(f"delay: must not be negative, got {self.delay}")
-        if not 0 <= self.mixing < 1:
+        if self.mixing is not None and not 0 <= self.mixing < 1:
             raise ValueError(f"mixing: must be at least 0 and less than 1, got {self.mixing}")
 
     @property
@@ -83,11 +86,7 @@ class StreamingDiLoCo(Method):
         for number, (part, sent) in enumerate(zip(parts, self._sent_after(inner_steps), strict=True)):
             name = f"fragment_{number}"
             if sent == step:
-                if name in arrives:  # the round was shorter than the delay
-                    self._arrive(group, part)
-                delta = group.pseudo_gradient(part, behind=self.delay)
-                if delta is not None:
-                    fragment_step(group.shared, part, delta, group.outer.learning_rate, group.outer.momentum)
+                self._send(group, name, part)
                 arrives[name] = step + self.delay
             if arrives.get(name) == step:
                 self._arrive(group, part)
@@ -96,11 +95,25 @@ class StreamingDiLoCo(Method):
             for name in arrives:
                 arrives[name] -= inner_steps
 
+    def _send(self, group: Group, name: str, part: Part | None) -> None:
+        if name in group.values:  # the round was shorter than the delay
+            self._arrive(group, part)
+        delta = group.pseudo_gradient(part, behind=self.delay)
+        if delta is not None:
+            fragment_step(group.shared, part, delta, group.outer.learning_rate, group.outer.momentum)
+
     def _arrive(self, group: Group, part: Part | None) -> None:
         shared = read_part(group.shared["parameters"], part)
+        default = 0.5 if self.delay else 0.0
+        mixing = default if self.mixing is None else self.mixing
         for worker in group.local_workers:
             own = read_part(worker.parameters, part)
-            write_part(worker.parameters, part, torch.lerp(worker.to_device(shared), own, self.mixing))
+            write_part(worker.parameters, part, torch.lerp(worker.to_device(shared), own, mixing))
+
+    def settle(self, group: Group) -> None:
+        *parts, _ = layer_fragments(group.model.blocks, self.fragments)
+        for number, part in enumerate(parts):
+            self._send(group, f"fragment_{number}", part)
 
     def restarted(self, values: dict[str, float], workers: Collection[int] | None) -> None:
         if workers is None:

@@ -6,12 +6,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from algorithms.synchronisation.encodings.encoding import BFLOAT16
-from algorithms.synchronisation.group import Clock, Event, Group, Inner, LocalWorker, Outer
+from algorithms.synchronisation.group import Clock, Event, Group, Inner, LocalWorker
 from fabrics.training.inner_loop import InnerLoop, clip
 from fabrics.training.optimizers import INNER_OPTIMIZERS, InnerOptimizer, inner_optimizer_name
 from fabrics.training.work_split import WorkSplit, draw_lost_messages
-from fabrics.training.worker import COPY, Assignment, WorkerRound
+from fabrics.training.worker import COPY, Assignment, WorkerRound, local_worker
 from fabrics.training.worker_group import WorkerGroup
 from utils.config.schema import Config
 
@@ -59,8 +58,8 @@ class OuterRound:
             values=dict(workers.values),
             weights=[weight / sum(weights) for weight in weights],
             clock=_clock(config, workers, split, inner_steps),
-            inner=Inner(config.weight_decay, self._update_shared),
-            outer=_outer(config, workers),
+            inner=Inner(config.weight_decay, self._update_shared, first.learning_rates[0]),
+            outer=workers.outer,
             generator=self._generator,
             events=self.events,
         )
@@ -74,18 +73,10 @@ class OuterRound:
         worker = self._workers.local[index]
         parameters = self._workers.shared["parameters"]
         start = worker.state.get(COPY, parameters)
-        has_replica = self._method.keeps == "replica"
         # A worker whose message is lost continues from its own parameters.
-        keeps_end = has_replica or index in self.lost_messages
+        keeps_end = self._method.keeps == "replica" or index in self.lost_messages
         self.loops[index] = InnerLoop(worker, assignment, start, keeps_end, on_step)
-        self._local[index] = LocalWorker(
-            index=index,
-            parameters=start if has_replica else worker.model.parameters.data,
-            # After a lost message a worker starts elsewhere, but its message is relative to the shared parameters.
-            start=parameters if self._method.keeps == "shared" else start,
-            gradient=worker.model.gradient if self._method.capabilities.exchanges_gradients else None,
-            state=worker.state,
-        )
+        self._local[index] = local_worker(index, worker, parameters, self._method)
 
     @torch.no_grad()
     def run(self) -> None:
@@ -167,11 +158,6 @@ class OuterRound:
         entropy = [self._key.seed, self._key.trainer, self._key.round, step]
         seed = int(np.random.SeedSequence(entropy, spawn_key=(1,)).generate_state(1, np.uint64)[0])
         return torch.Generator().manual_seed(seed)
-
-
-def _outer(config: Config, workers: WorkerGroup) -> Outer:
-    dtype = torch.bfloat16 if workers.encoding is BFLOAT16 else workers.dtype
-    return Outer(config.learning_rate_for_outer_opt, config.outer_momentum, dtype)
 
 
 def _clock(config: Config, workers: WorkerGroup, split: WorkSplit, inner_steps: int) -> Clock:

@@ -15,6 +15,7 @@ from algorithms.batch.gradient_statistics import GradientMoments, SampleEstimate
 from algorithms.batch.switch_mode import ExecutionPlan
 from algorithms.synchronisation import Method
 from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
+from algorithms.synchronisation.group import LocalWorker
 from algorithms.synchronisation.method import COPY, ERROR
 from fabrics.data.examples import Examples
 from fabrics.training.flat_model import FlatModel
@@ -193,6 +194,19 @@ class Worker:
                         f"resume with the run's own values of these keys"
                     )
                 tensor.copy_(state[name])
+
+
+def local_worker(index: int, worker: Worker, parameters: torch.Tensor, method: Method) -> LocalWorker:
+    """Return a worker as its method sees it; parameters: the trainer's."""
+    start = worker.state.get(COPY, parameters)
+    return LocalWorker(
+        index=index,
+        parameters=start if method.keeps == "replica" else worker.model.parameters.data,
+        # After a lost message a worker starts elsewhere, but its message is relative to the shared parameters.
+        start=parameters if method.keeps == "shared" else start,
+        gradient=worker.model.gradient if method.capabilities.exchanges_gradients else None,
+        state=worker.state,
+    )
 
 
 def personal_tensors(config: Config, method: Method) -> tuple[str, ...]:

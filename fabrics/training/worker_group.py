@@ -12,12 +12,13 @@ import torch
 from algorithms.nodes.async_clock import in_steps
 from algorithms.nodes.distribution import HandOver, StateBytes, hand_overs
 from algorithms.nodes.traffic import Link, merge_bytes, redistribution_bytes
-from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES, PLAIN, Encoding
+from algorithms.synchronisation.encodings.encoding import BFLOAT16, COMMUNICATION_DTYPES, PLAIN, Encoding
+from algorithms.synchronisation.group import Clock, Event, Group, Outer
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.method_config import method_of, round_bytes
 from fabrics.training.offload import StateMemory
 from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
-from fabrics.training.worker import COPY, Node, Worker, personal_tensors
+from fabrics.training.worker import COPY, Node, Worker, local_worker, personal_tensors
 from utils.config.schema import Config
 from utils.distributed.reductions import Mean, Messages, Workers
 
@@ -66,7 +67,7 @@ class WorkerGroup:
         self._processes = processes
         self._workers = Workers()
         self._resting: frozenset[int] = frozenset()  # nodes that missed the last round's outer step
-        self._copy_weights: list[float] = []  # of workers' copies that have moved since the last mean; empty: none have
+        self._weights: list[float] = []  # of the workers in the last round; empty: nothing is left to settle
         self._encoding = COMMUNICATION_DTYPES[config.communication_dtype]
         self._state_memory = StateMemory.choose("outer_state" in config.offload, self.first_model.device)
         self._describe_state()
@@ -121,7 +122,7 @@ class WorkerGroup:
         """
         sent = 0
         if self.lost or 0 < len(self.nodes) != len(nodes):  # new workers start from the trainer's parameters
-            sent += self._settle()
+            sent += self._settle(some_end=len(nodes) < len(self.nodes))
         sent += self._reassign(nodes)
         returning = self._resting & {nodes[worker].id for worker in participants}
         self._resting -= returning
@@ -154,8 +155,8 @@ class WorkerGroup:
         moves = hand_overs(before, after, lost)
         for move in moves:
             self._hand_over(move, old_workers.get(move.worker))
-        if len(after) < len(before) and self.method.capabilities.averages_copies:
-            self._reset_copies()  # the mean keeps what the workers that end have learned
+        if len(after) < len(before) and (self.method.keeps == "replica" or self.method.capabilities.averages_copies):
+            self._restart()  # the trainer's parameters keep what the workers that end have learned
         return redistribution_bytes(before, after, moves, self.sizes)
 
     def _hand_over(self, move: HandOver, source: Worker | None) -> None:
@@ -210,6 +211,12 @@ class WorkerGroup:
         """The encoding of pseudo-gradients; plain for a lone worker, which sends nothing."""
         return self._encoding if len(self) > 1 else PLAIN
 
+    @property
+    def outer(self) -> Outer:
+        """The configuration of outer steps."""
+        dtype = torch.bfloat16 if self.encoding is BFLOAT16 else self.dtype
+        return Outer(self._config.learning_rate_for_outer_opt, self._config.outer_momentum, dtype)
+
     def mean(self, like: torch.Tensor, encoding: Encoding = PLAIN, weights: Sequence[float] | None = None) -> Mean:
         """Start a mean over all workers, wherever they are.
 
@@ -218,14 +225,19 @@ class WorkerGroup:
             encoding: how the added tensors are encoded.
             weights: of all workers, by number; None: equal.
         """
-        return self._workers.mean(like, encoding, weights)
+        return self._connected.mean(like, encoding, weights)
 
     def messages(self, size: int, takers: Sequence[Collection[int]]) -> Messages:
         """Start an exchange of messages between workers, of `size` bytes each.
 
         takers: the receivers of every worker's message, by number of the sender.
         """
-        return self._workers.messages(size, takers, self._state_memory.device)
+        return self._connected.messages(size, takers, self._state_memory.device)
+
+    @property
+    def _connected(self) -> Workers:
+        """The workers; in a process without one, no worker, so that no message comes."""
+        return self._workers if self.local else Workers()
 
     def server_seconds(self, elements: int) -> float:
         """Return the seconds until a server has received this many elements of a worker and answered them."""
@@ -263,8 +275,8 @@ class WorkerGroup:
         return active_steps
 
     def begin_round(self, weights: Sequence[float]) -> None:
-        """Note the weights of the workers' copies, which move in this round, for their mean."""
-        self._copy_weights = list(weights) if self.method.capabilities.averages_copies else []
+        """Note the weights of the workers in this round, for means after it."""
+        self._weights = list(weights)
 
     def end_round(self, workers: Mapping[int, "WorkerRound"], values: dict[str, float]) -> None:
         """Take over what all processes know after a round.
@@ -286,7 +298,7 @@ class WorkerGroup:
 
         Every process with a worker takes part. Nothing is counted: this serves evaluation and checkpoints.
         """
-        if not (self._copy_weights and self.local):
+        if not (self._weights and self.local and self.method.capabilities.averages_copies):
             return
         # An anchor outlives its worker's failure. A replica is as it was when its worker was last healthy, and counts
         # only if no worker is healthy. During a round each process knows the lost workers of its own only.
@@ -298,18 +310,62 @@ class WorkerGroup:
             self.shared["parameters"].copy_(mean)
 
     def _mean_of_copies(self, without: Collection[int]) -> tuple[torch.Tensor, int]:
-        incoming = self.mean(self.shared["parameters"], weights=self._copy_weights)
+        incoming = self.mean(self.shared["parameters"], weights=self._weights)
         for index, worker in self.local.items():
             if index not in without:
                 incoming.add(index, PLAIN.encode(worker.state[COPY]))
         return incoming.result()
 
-    def _settle(self) -> int:
-        """Continue from up-to-date parameters, and return the bytes that the workers send for them."""
-        self.refresh()
-        moved = bool(self._copy_weights)
-        self._copy_weights = []
-        return PLAIN.reduction_bytes(len(self), self.parameter_count, self.dtype) if moved else 0
+    @torch.no_grad()
+    def _settle(self, some_end: bool) -> int:
+        """Continue from up-to-date parameters, and return the bytes that the workers send for them.
+
+        some_end: workers end, so that what they have learned and not sent must reach the parameters.
+        """
+        if self.method.capabilities.averages_copies:
+            self.refresh()
+            moved = bool(self._weights)
+            self._weights = []
+            return PLAIN.reduction_bytes(len(self), self.parameter_count, self.dtype) if moved else 0
+        if not some_end:
+            return 0
+        working = [weight for weight in self._weights if weight]
+        typical = sum(working) / max(len(working), 1)  # for workers that rested
+        weights = [0.0 if index in self.lost else weight or typical for index, weight in enumerate(self._weights)]
+        weights += [0.0] * (len(self) - len(weights))  # new workers
+        self._weights = []
+        if not any(weights):
+            return 0
+        events: list[Event] = []
+        shared = self._shapes if self.shared is None else self.shared
+        group = Group(
+            workers=self,
+            model=self.first_model,
+            shared=shared,
+            values=self.values,
+            weights=[weight / sum(weights) for weight in weights],
+            clock=Clock(0, (), (), (), 0.0, self.server_seconds),
+            inner=None,
+            outer=self.outer,
+            generator=None,
+            events=events,
+        )
+        group.local_workers = [
+            local_worker(index, worker, shared["parameters"], self.method)
+            for index, worker in self.local.items()
+            if index not in self.lost
+        ]
+        self.method.settle(group)
+        working = sum(weight > 0 for weight in weights)
+        return round(sum(working * event.bytes_per_worker for event in events))
+
+    def _restart(self) -> None:
+        """Let all workers start from the trainer's parameters."""
+        if self.shared is not None:
+            for name in self.method.capabilities.copies:
+                self.shared[name].copy_(self.shared["parameters"])
+        self.method.restarted(self.values, None)
+        self._reset_copies()
 
     def _reset_copies(self) -> None:
         for worker in self.local.values():
@@ -327,7 +383,7 @@ class WorkerGroup:
         Args:
             weights: of this trainer, then of the others; they sum to 1.
         """
-        sent = sum(group._settle() for group in (self, *others))
+        sent = sum(group._settle(some_end=True) for group in (self, *others))
         first = self.nodes[:1]
         if 0 in self.local:
             for name in self.merged_tensors:
@@ -338,11 +394,7 @@ class WorkerGroup:
                 for name in self.merged_tensors:
                     self.shared[name].add_(theirs[name], alpha=weight)
         self._provide(self.shared, first, self.nodes, self.merged_tensors, overwrite=True)
-        if self.shared is not None:
-            for name in self.method.capabilities.copies:
-                self.shared[name].copy_(self.shared["parameters"])
-        self.method.restarted(self.values, None)
-        self._reset_copies()
+        self._restart()
         self._resting = frozenset()
         own_nodes, *other_nodes = ([node.id for node in group.nodes] for group in (self, *others))
         return sent + merge_bytes(own_nodes, other_nodes, len(self.merged_tensors) * self.parameter_bytes)
@@ -356,7 +408,7 @@ class WorkerGroup:
             "values": self.values,
             "lost": sorted(self.lost),
             "resting": sorted(self._resting),
-            "copy_weights": self._copy_weights,
+            "weights": self._weights,
         }
 
     def load_state_dict(
@@ -376,9 +428,9 @@ class WorkerGroup:
         """
         self.values = dict(state["values"])
         self._resting = frozenset(state["resting"])
-        self._copy_weights = list(state["copy_weights"])
-        if self._copy_weights and len(self._copy_weights) != len(self):
-            self._copy_weights = [1.0] * len(self)
+        self._weights = list(state["weights"])
+        if self._weights and len(self._weights) != len(self):
+            self._weights = [1.0] * len(self)
         if self.local:
             for name, tensor in self.shared.items():
                 tensor.copy_(read_shared(name))

@@ -1,6 +1,7 @@
 """Every synchronisation method through resumes, merges, moving nodes and faults; see tests/support/matrix.py."""
 
 import contextlib
+import itertools
 import json
 
 import pytest
@@ -13,7 +14,7 @@ from tests.support import matrix, matrix_killed
 from tests.support.helpers import CPU, Recorder, train
 from trainers import Trainer
 from utils.config.schema import ConfigError
-from utils.distributed.reductions import Workers
+from utils.distributed.reductions import Mean, Messages, Workers
 
 every_method = pytest.mark.parametrize("name", matrix.NAMES)
 
@@ -64,7 +65,7 @@ def test_the_runs_are_killed_while_messages_are_under_way():
     late, ring = (matrix.alone(name)["states"]["stopped"] for name in ("Late", "Ring"))
     assert late["tensors"]["trainer_0 under_way"].any()
     assert json.loads(late["values"])["trainers"]["0"]["workers"]["values"] == {"under_way": 1}
-    assert json.loads(ring["values"])["trainers"]["0"]["workers"]["copy_weights"]
+    assert json.loads(ring["values"])["trainers"]["0"]["workers"]["weights"]
 
 
 def test_copies_keep_the_weights_of_the_round_that_made_them():
@@ -105,15 +106,12 @@ def test_four_trainers_become_one_whose_batch_grows(name):
 def test_a_trainer_that_absorbs_another_continues_from_the_weighted_average(name):
     first, second = matrix.trainer_of(name, workers=2), matrix.trainer_of(name, workers=2)
     second.id = 1
-    for trainer in (first, second):
-        train(trainer, 1, matrix.INNER_STEPS)
-        trainer.worker_group.refresh()
-    expected = 0.25 * first.parameters + 0.75 * second.parameters
-    state = first.worker_group.method.state
-    kept = {key: 0.25 * first.shared[key] + 0.75 * second.shared[key] for key in state}
+    for trainer, rounds in ((first, 1), (second, 2)):
+        train(trainer, rounds, matrix.INNER_STEPS)
+        settle(trainer)
+    expected = {key: 0.25 * first.shared[key] + 0.75 * second.shared[key] for key in first.worker_group.merged_tensors}
     first.absorb([second], {0: 0.25, 1: 0.75})
-    torch.testing.assert_close(first.parameters, expected)
-    for key, tensor in kept.items():
+    for key, tensor in expected.items():
         torch.testing.assert_close(first.shared[key], tensor)
     for worker in first.workers.values():
         assert COPY not in worker.state or torch.equal(worker.state[COPY], first.parameters)
@@ -125,7 +123,7 @@ def test_a_trainer_that_absorbs_another_continues_from_the_weighted_average(name
 def test_joining_workers_have_the_shared_parameters_and_their_bytes_are_counted(name):
     trainer = matrix.trainer_of(name, workers=2)
     train(trainer, 2, matrix.INNER_STEPS)
-    stale, worker_group = trainer.worker_group.state_dict()["copy_weights"], trainer.worker_group
+    worker_group = trainer.worker_group
     before = [worker.state_dict() for worker in trainer.workers.values()]
     before = [{key: tensor.clone() for key, tensor in state.items()} for state in before]
     arrived = trainer.assign_nodes(nodes(4))
@@ -136,7 +134,7 @@ def test_joining_workers_have_the_shared_parameters_and_their_bytes_are_counted(
             assert torch.equal(tensor, state[key])
     model = worker_group.parameter_bytes
     # The mean of two workers' copies: each sends the other one half of it, and receives half.
-    refreshed = 2 * model if stale else 0
+    refreshed = 2 * model if worker_group.method.capabilities.averages_copies else 0
     step_count = 4 if trainer.workers[0].moments.keys() >= {"step"} else 0
     moments = len(trainer.workers[0].moments.keys() - {"step"}) * model + step_count
     shared = sum(model if len(tensor.shape) else 4 for tensor in trainer.shared.values())
@@ -153,20 +151,143 @@ def test_the_loss_falls(name):
     assert last.train_loss < 0.97 * first.train_loss
 
 
+# What holds for every method
+
+
+def settle(trainer: Trainer) -> int:
+    return trainer.worker_group._settle(some_end=True)
+
+
+def lone_trainer(name: str, **values) -> Trainer:
+    """Return a trainer of one worker; the test is skipped if the method does not work with one."""
+    try:
+        check_method(matrix.config_of(name), 1)
+    except ConfigError:
+        pytest.skip("needs several workers")
+    return matrix.trainer_of(name, workers=1, **values)
+
+
 @every_method
 def test_one_worker_sends_nothing(name):
-    config = matrix.config_of(name)
-    try:
-        check_method(config, 1)
-    except ConfigError:
-        return
-    trainer = matrix.trainer_of(name, workers=1)
+    trainer = lone_trainer(name)
     before = trainer.parameters.clone()
     for report in train(trainer, 3, matrix.INNER_STEPS):
         assert (report.events, report.communications, report.bytes_synchronised) == ((), 0, 0)
-    assert trainer.worker_group._settle() == 0
+    assert settle(trainer) == 0
     assert all_finite(trainer)
     assert not torch.equal(trainer.parameters, before)
+
+
+# Parameters with which a worker exchanges everything after its first inner step.
+AT_ONCE = {
+    "StreamingDiLoCo": {"fragments": 1, "delay": 0},
+    "LoCoDL": {"probability": 1, "density": 0.1},
+    "Decoupled": {"fragments": 1, "steps": 1},
+    "SparseLoCo": {},  # its defaults: 1 of 64 elements, with 2 bits
+    "SPARTA": {},
+}
+
+
+@pytest.mark.parametrize("name", matrix.METHODS)
+def test_the_update_of_a_lone_worker_is_neither_sparse_nor_rounded(name):
+    """In the first round, of one inner step, it is a multiple of the worker's own step, or has its signs."""
+    parameters = {"synchronisation": AT_ONCE[name]} if name in AT_ONCE else {}
+    able = matrix.METHODS[name]().capabilities
+    dtypes = able.encodings or ("float32", "bfloat16", "int8", "int4")
+    moved = []
+    for dtype in dtypes:
+        trainer = lone_trainer(name, communication_dtype=dtype, **parameters)
+        start = trainer.parameters.clone()
+        train(trainer, 1, 1)
+        trainer.worker_group.refresh()
+        moved.append(trainer.parameters - start)
+    assert all(torch.equal(each, moved[0]) for each in moved)
+    optimizer = {"inner_optimizer": able.inner_optimizer or "sgd", "gradient_clipping": None}
+    rate = matrix.PARAMETERS.get(name, {}).get("learning_rate_for_inner_opt", 0.01)
+    averaging = lone_trainer("LocalSGD", learning_rate_for_inner_opt=rate, **optimizer)
+    train(averaging, 1, 1)
+    own = averaging.parameters - start
+    clear = own.abs() > 1e-3 * own.abs().max()
+    assert clear.float().mean() > 0.1
+    assert torch.equal(moved[0][clear].sign(), own[clear].sign())
+    if name not in ("DeMo", "FedOpt"):  # divide by magnitudes
+        ratios = moved[0][clear] / own[clear]
+        assert ratios.min() > 0.99 * ratios.max()
+
+
+@every_method
+def test_merging_identical_trainers_changes_nothing(name):
+    first, second = matrix.trainer_of(name, workers=2), matrix.trainer_of(name, workers=2)
+    for trainer in (first, second):
+        train(trainer, 2, matrix.INNER_STEPS)
+        settle(trainer)
+    second.id = 1
+    before = {key: tensor.clone() for key, tensor in first.shared.items()}
+    first.absorb([second], {0: 0.5, 1: 0.5})
+    for key in first.worker_group.merged_tensors:
+        assert torch.equal(first.shared[key], before[key])
+
+
+# Tensors of workers that hold no progress, and end with them: momenta, deviations from means, starting points.
+NO_PROGRESS = {
+    "EagerDiLoCo": {"velocity", "deviation"},
+    "NoLoCo": {"velocity"},
+    "DeMo": {"momentum"},
+    "LoCoDL": {"correction"},
+    "DelayedNesterov": {COPY},
+    "Ring": {"speed"},
+    "Signs": {"unsaid"},
+    "Late": {COPY},
+}
+
+
+@pytest.mark.parametrize("how", ["a merge", "its node leaves"])
+@every_method
+def test_what_a_worker_has_not_sent_reaches_the_parameters_before_it_ends(name, how):
+    """Each of its tensors is moved a little after the round; one that holds progress moves the parameters with it."""
+
+    def after(moved: str) -> tuple[torch.Tensor, int]:
+        trainer, other = matrix.trainer_of(name, workers=2), matrix.trainer_of(name, workers=2)
+        other.id = 1
+        for each in (trainer, other):
+            train(each, 1, matrix.INNER_STEPS)
+        ending = (other if how == "a merge" else trainer).workers[1]
+        if moved:
+            ending.state[moved].add_(0.01)
+        if how == "a merge":
+            trainer.absorb([other], {0: 0.5, 1: 0.5})
+        else:
+            trainer.assign_nodes(nodes(1))
+        trainer.worker_group.refresh()
+        return trainer.parameters.clone()
+
+    unmoved = after("")
+    assert torch.equal(unmoved, after(""))
+    for tensor in matrix.trainer_of(name, workers=2).workers[1].state:
+        assert torch.equal(after(tensor), unmoved) == (tensor in NO_PROGRESS.get(name, ())), tensor
+
+
+@pytest.mark.parametrize("name", matrix.METHODS)
+def test_a_method_reports_the_bytes_of_its_encoded_messages(name, monkeypatch):
+    """Four workers, in float32, whose answers are as long as messages; zeros that fill the last row are not counted."""
+    sent: list[tuple[object, int]] = []
+    for owner in (Mean, Messages):
+
+        def recorded(self, worker, encoded, add=owner.add):
+            sent.append((self, encoded.nbytes))
+            add(self, worker, encoded)
+
+        monkeypatch.setattr(owner, "add", recorded)
+    trainer = matrix.trainer_of(name, workers=4)
+    events = [event for report in train(trainer, 2, matrix.INNER_STEPS) for event in report.events]
+    exchanges = [list(group) for _, group in itertools.groupby(sent, key=lambda entry: id(entry[0]))]
+    assert len(events) == len(exchanges) > 0
+    for event, exchange in zip(events, exchanges, strict=True):
+        averages = isinstance(exchange[0][0], Mean)
+        times = {"all": 3 + 3 * averages, "groups of 2": 1, "server": 2}[event.through]
+        reported = 4 * event.bytes_per_worker / times
+        encoded = sum(size for _, size in exchange) / (4 if averages and event.through == "all" else 1)
+        assert 0 <= encoded - reported < 64 * len(exchange)
 
 
 # Faults

@@ -301,14 +301,14 @@ class Following(Recorder):
             setattr(owner, name, original)
 
     def _followed(self, name, original):
-        def call(trainer, *arguments):
+        def call(trainer, *arguments, **named):
             if name == "_settle":
-                sent = original(trainer)
+                sent = original(trainer, *arguments, **named)
                 self.refreshed += sent if self._moving else 0
                 return sent
             self._moving = True
             try:
-                return original(trainer, *arguments)
+                return original(trainer, *arguments, **named)
             finally:
                 self._moving = False
 

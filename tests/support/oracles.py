@@ -249,7 +249,9 @@ def table_quantised(values: Vector, bits: int) -> Vector:
 
 
 def chunk_top_k(problem: Problem, vector: Vector, density: float, chunk: int, bits: int) -> tuple[Vector, Vector]:
-    """Return the top-k of every chunk of every tensor, quantised per tensor, and a mask of what is sent."""
+    """Return the top-k of every chunk of every tensor, quantised per tensor, and a mask; everything for one worker."""
+    if problem.workers == 1:
+        return vector, np.ones_like(vector)
     kept, sent = np.zeros_like(vector), np.zeros_like(vector)
     for _, start, stop, _ in problem.shapes:
         places = []
@@ -305,8 +307,9 @@ def demo(problem: Problem, chunk: int, top_k: int, decay: float) -> History:
         for step in problem.steps(t):
             for i in range(problem.workers):
                 m[i] = decay * m[i] + lr * problem.clipped(problem.gradient(i, step, theta))
-            u = np.zeros_like(theta)
-            for places, columns, rows in tiles(problem, chunk):
+            alone = problem.workers == 1  # it sends nothing: all of m is its update
+            u, m[0] = (m[0], 0.0 * m[0]) if alone else (np.zeros_like(theta), m[0])
+            for places, columns, rows in [] if alone else tiles(problem, chunk):
                 kept = [np.zeros(places.size) for _ in m]
                 sent = [np.zeros(places.size) for _ in m]
                 for i in range(problem.workers):

@@ -68,6 +68,7 @@ def stepped(
         shared={"parameters": y[0], "control": control[0]},
         values={},
         weights=[1 / workers] * workers,
+        lone=False,
         inner=Inner(0.0, None, lr),
         model=SimpleNamespace(whole_size=y.shape[1], local_places=lambda places: places),
         local_workers=members,

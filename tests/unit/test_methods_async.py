@@ -12,7 +12,7 @@ import torch
 from algorithms.nodes.async_clock import forget, in_steps
 from algorithms.nodes.balance import turns
 from algorithms.nodes.traffic import Link
-from algorithms.nodes.virtual_clock import Clocks, Sending
+from algorithms.nodes.virtual_clock import Clocks, Sending, meetings
 from algorithms.synchronisation.decoupled import Answered, Sent, Server, fragment_round
 from algorithms.synchronisation.delayed_nesterov import leg_round, legs_of
 from algorithms.synchronisation.group import Event
@@ -191,6 +191,17 @@ def test_a_node_waits_only_for_exchanges_in_which_it_takes_part():
     assert Event("synchronisation", 2, 10.0, 5.0, by=(4,)).sending([1, 4, 7]) == Sending(2, 30.0, 15.0, by=(1,))
 
 
+def test_nodes_wait_for_their_whole_group():
+    """Of five nodes that meet in threes, two are alone in a group of their own; in pairs, one rests."""
+    assert sorted(len(group) for group in meetings(range(5), 3, 7)) == [2, 3]
+    assert sorted(len(group) for group in meetings(range(5), 2, 7)) == [2, 2]
+    met = {frozenset(pair) for turn in range(7) for pair in meetings(range(8), 2, turn)}
+    assert len(met) == 8 * 7 / 2
+    clocks = Clocks(Link(8.0, 0.0), 4)
+    clocks.round(0, range(4), 1, [1.0, 1.0, 1.0, 5.0], [0.0] * 4, [Sending(1, 3.0, 3.0, through="groups of 4")])
+    assert [spent.waiting for spent in clocks.spent] == [4, 4, 4, 0]
+
+
 # Against the oracles
 
 
@@ -356,7 +367,7 @@ def test_a_worker_that_replaces_another_begins_a_leg():
     train(trainer, 1, H)
     trainer.assign_nodes(nodes[:2])
     train(trainer, 1, H)
-    assert trainer.worker_group.values == {"begun_0": 1, "begun_1": 1, "waiting": 0}
+    assert trainer.worker_group.values == {"begun_0": 3, "begun_1": 3, "waiting": 0}  # both began anew: 8 steps
     trainer.assign_nodes(nodes)
     start = trainer.parameters.clone()
     train(trainer, 1, 1)
@@ -364,7 +375,7 @@ def test_a_worker_that_replaces_another_begins_a_leg():
     assert not torch.equal(trainer.workers[0].state["start"], start)
     assert not torch.equal(trainer.workers[2].state[COPY], start)
     values = trainer.worker_group.values
-    assert [values[f"begun_{worker}"] for worker in range(4)] == [2, 2, 1, 1]
+    assert [values[f"begun_{worker}"] for worker in range(4)] == [4, 4, 1, 1]
 
 
 @pytest.mark.parametrize(
