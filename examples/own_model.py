@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from fabrics.data.dataset_loader import DATASETS, Dataset
 from fabrics.data.examples import TaskData
-from fabrics.models.model_family import Demands, ModelFamily
-from fabrics.models.registry import MODELS
+from fabrics.models.model_family import MODELS, Demands, ModelFamily
 from utils.config.schema import Config
 
 

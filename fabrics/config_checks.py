@@ -16,8 +16,7 @@ from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
 from algorithms.synchronisation.method import OUTER_KEYS
 from fabrics.data.dataset_loader import DATASETS, TEXT_DOCUMENTS
 from fabrics.data.partition import SPLITS, split_problems
-from fabrics.models.model_family import is_pretrained
-from fabrics.models.registry import MODELS
+from fabrics.models.model_family import MODELS, is_pretrained
 from fabrics.training.method_config import method_if_valid, method_of
 from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
 from utils.config.reading import Checks

@@ -27,7 +27,7 @@ from algorithms.batch.per_example import UnsupportedModuleError
 from fabrics.config_checks import CHECKS
 from fabrics.data.dataset_loader import load_data
 from fabrics.data.examples import TaskData
-from fabrics.models.registry import build_model
+from fabrics.models.model_family import build_model
 from fabrics.training.flat_model import FlatModel
 from gradient_analysis.figures import RunMarks, deviations_figure, law_figure, layers_figure, requests_figure
 from gradient_analysis.gradients import Gradients

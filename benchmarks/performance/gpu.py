@@ -41,7 +41,7 @@ from benchmarks.performance.throughput import (
 )
 from cluster import Cluster
 from fabrics.config_checks import CHECKS
-from fabrics.models.meta_model import flops_per_token
+from fabrics.models.initialisation import flops_per_token
 from fabrics.planning.estimate import estimate
 from utils.config.reading import parse_config
 from utils.config.schema import Config

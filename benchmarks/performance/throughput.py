@@ -30,8 +30,8 @@ from fabrics.config_checks import CHECKS
 from fabrics.data.examples import PackedSequences, TaskData
 from fabrics.data.tokenization import train_tokenizer
 from fabrics.models.attention import unmasked
-from fabrics.models.meta_model import flops_per_token
-from fabrics.models.registry import build_model
+from fabrics.models.initialisation import flops_per_token
+from fabrics.models.model_family import build_model
 from fabrics.training.inner_loop import InnerLoop
 from trainers import Trainer
 from utils.config.reading import parse_config

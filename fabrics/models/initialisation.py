@@ -1,22 +1,29 @@
-"""The start of a run: the models of devices, the initial weights of trainers, and their subsets of the data."""
+"""The start of a run: the models of devices, the initial weights of trainers, and their places in the data."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
+from fabrics.data.dataset_loader import DATASETS
 from fabrics.data.examples import TaskData
 from fabrics.data.sampler import DataCursor, Shares, Subsets
+from fabrics.data.tokenization import END_OF_TEXT, named_tokenizer, train_tokenizer
 from fabrics.models.compilation import can_compile, compiles
-from fabrics.models.model_family import ModelFamily, is_pretrained
-from fabrics.models.registry import MODELS, build_model, reinitialise_output_layer
+from fabrics.models.model_family import MODELS, ModelFamily, build_model, is_pretrained, reinitialise_output_layer
 from fabrics.sharding.layers import sharded_layers
 from fabrics.sharding.sharded_model import ShardedModel
 from fabrics.training.flat_model import FlatModel
 from utils.config.schema import Config, ConfigError
 from utils.distributed.processes import Processes
 
+META = torch.device("meta")
+# Smaller than any vocabulary that a model from scratch may have.
+_FEW_TOKENS = 258
 
-def initial_model(config: Config, data: TaskData, trainer: int) -> torch.nn.Module:
+
+def initial_model(config: Config, data: TaskData, trainer: int) -> nn.Module:
     """Build or load the model that a trainer starts with, on the CPU.
 
     Raises:
@@ -45,20 +52,72 @@ def architecture_settings(config: Config) -> dict:
     return settings
 
 
-def architecture(config: Config, data: TaskData) -> torch.nn.Module:
+def _architecture(
+    config: Config, settings: dict, tokenizer: PreTrainedTokenizerBase | None, class_names: Sequence[str]
+) -> nn.Module:
     """Build the model of every trainer on the meta device, without weights."""
-    with torch.device("meta"):
-        return build_model(
-            config.model_type,
-            architecture_settings(config),
-            data.tokenizer,
-            config.sequence_length,
-            config.training_seed,
-            data.class_names,
-        )
+    with META:
+        seed = config.training_seed
+        return build_model(config.model_type, settings, tokenizer, config.sequence_length, seed, class_names)
 
 
-def recompute_activations(model: torch.nn.Module, model_type: str) -> None:
+def _stand_in(config: Config, settings: dict) -> tuple[PreTrainedTokenizerBase, bool]:
+    """Return a tokenizer, without reading data, and whether its size is assumed to be `vocab_size`.
+
+    It is assumed if neither the model nor the name of a tokenizer tells it; it is added to the settings then.
+    """
+    family = MODELS[config.model_type]
+    few = train_tokenizer([END_OF_TEXT], _FEW_TOKENS, family.task)
+    name = settings.get("preset") or settings.get("name") or "demo"
+    presets: Mapping[str, Mapping] = getattr(family, "presets", {})
+    if "vocab_size" in settings or "vocab_size" in presets.get(name, {"vocab_size": None}):
+        return few, False
+    if (named := named_tokenizer(config)) is not None:
+        return named, False
+    if isinstance(family, ModelFamily):  # reads the size of the tokenizer
+        few.add_tokens([f"<token {number}>" for number in range(config.vocab_size - len(few))])
+    else:
+        settings["vocab_size"] = config.vocab_size
+    return few, True
+
+
+def meta_model(config: Config) -> tuple[nn.Module, list[str]]:
+    """Return the model of a run on the meta device for estimates, and the assumptions about its data, one line each.
+
+    It takes no model-sized memory, and reads neither data nor weights.
+
+    Raises:
+        ConfigError: it cannot be built.
+    """
+    settings = architecture_settings(config)
+    assumed = []
+    tokenizer, assumes_vocabulary = _stand_in(config, settings)
+    if assumes_vocabulary:
+        assumed.append(f"the vocabulary: assumed to have vocab_size {config.vocab_size} tokens")
+    class_names = ()
+    if isinstance(MODELS[config.model_type], ModelFamily) and DATASETS[config.dataset].task == "classification":
+        class_names = ("0", "1")
+        assumed.append("the classes of the data: assumed to be 2")
+    return _architecture(config, settings, tokenizer, class_names), assumed
+
+
+def flops_per_token(model: nn.Module, sequence_length: int) -> float:
+    """Return the FLOPs of training on one token.
+
+    6 for every weight of a linear layer, the head included (2 forward, 4 backward), and 6 * layers * width *
+    sequence_length for attention: 12 for all pairs of tokens, half of which are masked. A model whose config names no
+    attention heads counts as having none.
+    """
+    linear = 6.0 * sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    config = getattr(model, "config", None)
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        return linear
+    width = heads * getattr(config, "head_dim", config.hidden_size // heads)
+    return linear + 6.0 * config.num_hidden_layers * width * sequence_length
+
+
+def recompute_activations(model: nn.Module, model_type: str) -> None:
     """Let the layers of a model keep only their inputs for the backward pass, and recompute the rest there.
 
     Raises:
@@ -128,7 +187,10 @@ class DeviceModels(dict[torch.device, FlatModel]):
 def _flat_model(config: Config, data: TaskData, device: torch.device, processes: Processes) -> FlatModel:
     # The first device of a node has the weights, and sends the others their parts.
     has_weights = processes.shard_group.index == 0
-    module = initial_model(config, data, 0) if has_weights else architecture(config, data)
+    if has_weights:
+        module = initial_model(config, data, 0)
+    else:
+        module = _architecture(config, architecture_settings(config), data.tokenizer, data.class_names)
     if config.activation_checkpointing:
         recompute_activations(module, config.model_type)
     autocast = None if config.autocast is None else getattr(torch, config.autocast)

@@ -1,24 +1,43 @@
-"""The interface of a model family, and the family of a plain nn.Module; `transformers_models` has Hugging Face's."""
+"""Models by name: families of Hugging Face's transformers, and families of any nn.Module.
 
+`pretrained: true` loads from a hub name or a local folder: safetensors only, no remote code.
+"""
+
+import functools
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    LlamaConfig,
+    PreTrainedTokenizerBase,
+)
 
+from algorithms.registry import Registry
+from fabrics.data.tokenization import padding, vocabulary_size
 from utils.config.schema import ConfigError
-from utils.text import did_you_mean
+from utils.distributed.devices import is_out_of_memory
+from utils.text import did_you_mean, first_line
 
 # Keys of model_config that are not architecture values.
 OWN_KEYS = frozenset(("preset", "name", "pretrained"))
 _WEIGHTS = "model.safetensors"
 _ARCHITECTURE = "config.json"
+# Errors of the libraries for architecture values that they do not check beforehand.
+_IMPOSSIBLE_ARCHITECTURE = (
+    StrictDataclassError, ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,26 +55,87 @@ class Demands:
     class_names: Sequence[str] = ()
 
 
-class Family(Protocol):
-    """One value of `model_type`.
+def is_pretrained(settings: Mapping[str, Any]) -> bool:
+    """True if model_config asks for pretrained weights."""
+    return settings.get("pretrained") is True
 
-    Attributes:
-        task: the examples that its models train on, and how they are evaluated (a key of eval_tool.METRICS).
-        output_layer: finds the layer that need_to_reinit_output_layers means; None: there is none.
+
+def architecture_values(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the architecture values of a model_config."""
+    return {key: value for key, value in settings.items() if key not in OWN_KEYS}
+
+
+LLAMA_PRESETS = {
+    # 0.22M parameters with a vocabulary of 2048: trains on a laptop's CPU in minutes.
+    "demo": {
+        "hidden_size": 64,
+        "intermediate_size": 176,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+    },
+    # 304.6M parameters, the architecture of the hub's model of this name.
+    "keeeeenw/MicroLlama": {
+        "vocab_size": 32000,
+        "hidden_size": 1024,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-5,
+    },
+}
+
+BERT_PRESETS = {
+    "demo": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+    },
+    # 109.5M parameters.
+    "google-bert/bert-base-uncased": {
+        "vocab_size": 30522,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 512,
+    },
+}
+
+
+def _problems(settings: Mapping[str, Any], presets: Collection[str], known: Collection[str], owner: str) -> list[str]:
+    """Return what is wrong with a `model_config`, one line each, without loading anything.
+
+    Args:
+        known: names of the family's architecture values.
+        owner: the model that has these values, in words.
     """
-
-    task: str
-    output_layer: Callable[[nn.Module], nn.Module] | None
-
-    def problems(self, settings: Mapping[str, Any]) -> list[str]:
-        """Return what is wrong with a `model_config`, one line each, without loading anything."""
-
-    def model(self, settings: Mapping[str, Any], demands: Demands) -> nn.Module:
-        """Build a model in float32 on the CPU, initialised from PyTorch's generator.
-
-        Raises:
-            ConfigError: it cannot be built.
-        """
+    problems = []
+    pretrained = settings.get("pretrained", False)
+    preset = settings.get("preset")
+    if not isinstance(pretrained, bool):
+        problems.append(f"model_config.pretrained: must be true or false, got {pretrained!r}")
+    elif pretrained and not settings.get("name"):
+        problems.append("model_config.name: pretrained: true needs the name of a hub model or a local folder")
+    if preset is not None and preset not in presets:
+        problems.append(f"model_config.preset: must be one of {', '.join(presets)}, got {preset!r}")
+    for key, value in architecture_values(settings).items():
+        if key not in known:
+            hint = did_you_mean(str(key), {*known, *OWN_KEYS})
+            problems.append(f"model_config.{key}: not an architecture value of {owner}{hint}")
+            continue
+        is_count = key.startswith(("num_", "max_")) or key.endswith("_size")
+        if is_count and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            problems.append(f"model_config.{key}: must be a positive integer, got {value!r}")
+    return problems
 
 
 @dataclass(frozen=True)
@@ -67,10 +147,10 @@ class ModelFamily:
     generator.
 
     Attributes:
-        task: see Family.
+        task: the examples that its models train on, and how they are evaluated (a key of eval_tool.METRICS).
         build: builds a module from architecture values and demands.
         presets: architecture values by name; each names all values of the family. The default is `demo`.
-        output_layer: see Family.
+        output_layer: finds the layer that need_to_reinit_output_layers means; None: there is none.
     """
 
     task: str
@@ -80,9 +160,10 @@ class ModelFamily:
 
     def problems(self, settings: Mapping[str, Any]) -> list[str]:
         known = {key for values in self.presets.values() for key in values}
-        return settings_problems(settings, self.presets, known, "this model")
+        return _problems(settings, self.presets, known, "this model")
 
     def model(self, settings: Mapping[str, Any], demands: Demands) -> nn.Module:
+        """Build a model in float32 on the CPU; ConfigError: it cannot be built."""
         if not is_pretrained(settings):
             values = dict(self.presets[settings.get("preset") or "demo"]) | architecture_values(settings)
             module = self.build(values, demands)
@@ -111,41 +192,165 @@ def save_plain(module: nn.Module, state: Mapping[str, torch.Tensor], folder: Pat
     (folder / _ARCHITECTURE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def is_pretrained(settings: Mapping[str, Any]) -> bool:
-    """True if model_config asks for pretrained weights."""
-    return settings.get("pretrained") is True
+@functools.cache
+def _known(config_class: type) -> frozenset[str]:
+    return frozenset(config_class().to_dict()) | {"num_labels"}
 
 
-def architecture_values(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the architecture values of a model_config."""
-    return {key: value for key, value in settings.items() if key not in OWN_KEYS}
+@dataclass(frozen=True)
+class TransformersFamily:
+    """A family of the library transformers.
+
+    Attributes:
+        task: see ModelFamily.
+        config_class: the library's configuration class.
+        auto_class: the library's class that builds and loads models.
+        presets: architecture values by name.
+        output_layer: see ModelFamily.
+    """
+
+    task: str
+    config_class: type
+    auto_class: type
+    presets: Mapping[str, Mapping[str, Any]]
+    output_layer: Callable[[nn.Module], nn.Module]
+
+    def problems(self, settings: Mapping[str, Any]) -> list[str]:
+        return _problems(settings, self.presets, _known(self.config_class), self.config_class.__name__)
+
+    def model(self, settings: Mapping[str, Any], demands: Demands) -> nn.Module:
+        """Build or load a model. Unless the settings say otherwise, the vocabulary is the tokenizer's."""
+        tokenizer = demands.tokenizer
+        if tokenizer is None:
+            raise ConfigError("model_type: this model reads text, and the dataset has no tokenizer")
+        model = self._pretrained(settings) if is_pretrained(settings) else self._from_scratch(settings, tokenizer)
+        if model.config.vocab_size < vocabulary_size(tokenizer):
+            raise ConfigError(
+                f"model_config.vocab_size: the model has {model.config.vocab_size} tokens, the tokenizer "
+                f"{vocabulary_size(tokenizer)}"
+            )
+        if model.config.max_position_embeddings < demands.sequence_length:
+            raise ConfigError(
+                f"sequence_length: the model takes at most {model.config.max_position_embeddings} tokens, "
+                f"got {demands.sequence_length}"
+            )
+        if names := demands.class_names:
+            if model.config.num_labels != len(names):
+                raise ConfigError(
+                    f"model_config.num_labels: the data has {len(names)} classes, got {model.config.num_labels}"
+                )
+            model.config.id2label = dict(enumerate(names))
+            model.config.label2id = {name: label for label, name in enumerate(names)}
+        if hasattr(model.config, "use_cache"):
+            model.config.use_cache = False  # a cache of keys and values is only for generation
+        return model
+
+    def _pretrained(self, settings: Mapping[str, Any]) -> nn.Module:
+        try:
+            options = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False}
+            model = self.auto_class.from_pretrained(settings["name"], **options, **architecture_values(settings))
+        except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
+            raise _load_failed(settings["name"], error) from None
+        if model.config.model_type != self.config_class.model_type:
+            raise ConfigError(
+                f"model_config.name: {settings['name']!r} is a {model.config.model_type} model, "
+                f"not {self.config_class.model_type}"
+            )
+        return model
+
+    def _from_scratch(self, settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> nn.Module:
+        values = {"vocab_size": vocabulary_size(tokenizer)} | self._architecture(settings)
+        values |= {"pad_token_id": padding(tokenizer) if self.task == "classification" else None}
+        values |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+        try:
+            model = self.auto_class.from_config(self.config_class(**values), dtype=torch.float32)
+            # Some impossible values fail only in use. A model on the meta device has no values to use.
+            if model.device.type != "meta":
+                with torch.no_grad():
+                    model.eval()(input_ids=torch.zeros(1, 2, dtype=torch.long))
+        except _IMPOSSIBLE_ARCHITECTURE as error:
+            if is_out_of_memory(error):
+                raise
+            raise ConfigError(
+                f"model_config: cannot build this architecture: {' '.join(str(error).split())}"
+            ) from error
+        return model
+
+    def _architecture(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the architecture of a model from scratch: that of its preset or name, updated by the values given."""
+        name = settings.get("preset") or settings.get("name") or "demo"
+        if name in self.presets:
+            base = dict(self.presets[name])
+        else:
+            try:
+                base = AutoConfig.from_pretrained(name, trust_remote_code=False).to_dict()
+            except (OSError, ValueError) as error:
+                raise _load_failed(name, error) from None
+            if base.get("model_type") != self.config_class.model_type:
+                raise ConfigError(
+                    f"model_config.name: {name!r} is a {base.get('model_type')} model, "
+                    f"not {self.config_class.model_type}"
+                )
+        return base | architecture_values(settings)
 
 
-def settings_problems(
-    settings: Mapping[str, Any], presets: Collection[str], known: Collection[str], owner: str
-) -> list[str]:
-    """Return what is wrong with a `model_config`, one line each.
+def _load_failed(name: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"model_config.name: cannot load {name!r}, neither as a local folder nor from the hub: {first_line(error)}"
+    )
+
+
+MICROLLAMA = TransformersFamily(
+    "causal_lm", LlamaConfig, AutoModelForCausalLM, LLAMA_PRESETS, lambda model: model.lm_head
+)
+BERT = TransformersFamily(
+    "classification", BertConfig, AutoModelForSequenceClassification, BERT_PRESETS, lambda model: model.classifier
+)
+# Values of `model_type`.
+MODELS: Registry[ModelFamily | TransformersFamily] = Registry({"microllama": MICROLLAMA, "bert": BERT})
+
+
+def build_model(
+    model_type: str,
+    settings: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+    sequence_length: int,
+    seed: int,
+    class_names: Sequence[str] = (),
+) -> nn.Module:
+    """Build a model in float32, in train mode, on the CPU.
 
     Args:
-        presets: names of the family's presets.
-        known: names of its architecture values.
-        owner: the model that has these values, in words.
+        model_type: a key of MODELS.
+        settings: `model_config`: preset, name, pretrained, and architecture values.
+        tokenizer: see Demands, also for sequence_length and class_names.
+        seed: seed of the initialisation; the global generator is left as it was.
+
+    Raises:
+        ConfigError: a preset, name or value is unknown, or does not fit the tokenizer or the sequences.
     """
-    problems = []
-    pretrained = settings.get("pretrained", False)
-    preset = settings.get("preset")
-    if not isinstance(pretrained, bool):
-        problems.append(f"model_config.pretrained: must be true or false, got {pretrained!r}")
-    elif pretrained and not settings.get("name"):
-        problems.append("model_config.name: pretrained: true needs the name of a hub model or a local folder")
-    if preset is not None and preset not in presets:
-        problems.append(f"model_config.preset: must be one of {', '.join(presets)}, got {preset!r}")
-    for key, value in architecture_values(settings).items():
-        if key not in known:
-            hint = did_you_mean(str(key), {*known, *OWN_KEYS})
-            problems.append(f"model_config.{key}: not an architecture value of {owner}{hint}")
-            continue
-        is_count = key.startswith(("num_", "max_")) or key.endswith("_size")
-        if is_count and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            problems.append(f"model_config.{key}: must be a positive integer, got {value!r}")
-    return problems
+    family = MODELS[model_type]
+    if problems := family.problems(settings):
+        raise ConfigError(problems)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # the CPU's, where models are made; GPUs keep their states
+        return family.model(settings, Demands(tokenizer, sequence_length, class_names)).train()
+
+
+def reinitialise_output_layer(model_type: str, model: nn.Module, seed: int) -> None:
+    """Draw the weight of the output layer again (Xavier uniform, bias zero), in place.
+
+    Raises:
+        ConfigError: there is no output layer, or it shares its weight with the embedding.
+    """
+    family = MODELS[model_type]
+    if family.output_layer is None:
+        raise ConfigError(f"need_to_reinit_output_layers: {model_type} does not say which layer that is")
+    if family.task == "causal_lm" and getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        raise ConfigError("need_to_reinit_output_layers: the output layer of this model is tied to its embedding")
+    layer = family.output_layer(model)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(seed)
+        nn.init.xavier_uniform_(layer.weight)
+        if layer.bias is not None:
+            layer.bias.zero_()

@@ -27,7 +27,7 @@ from algorithms.batch.switch_mode import execution_plans
 from algorithms.nodes.traffic import Exchange, ExchangeSizes, Link, even_split, rounds_ahead
 from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
 from algorithms.synchronisation.method import Method
-from fabrics.models.meta_model import META, flops_per_token, meta_model
+from fabrics.models.initialisation import META, flops_per_token, meta_model
 from fabrics.pool.max_batch import round_tensors
 from fabrics.pool.run_checks import check_model
 from fabrics.sharding.layers import gathered_elements

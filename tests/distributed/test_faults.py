@@ -16,7 +16,7 @@ import run as program
 from algorithms.batch.per_example import UnsupportedModuleError
 from cluster import Cluster
 from fabrics.data.examples import PackedSequences
-from fabrics.models import transformers_models
+from fabrics.models import model_family
 from fabrics.pool.device_errors import explain_setup_errors
 from fabrics.pool.node_pool import NodePool, NoNodeLeftError
 from fabrics.training import forward_backward, inner_loop
@@ -281,7 +281,7 @@ def test_a_model_for_which_there_is_no_memory_is_not_called_impossible(monkeypat
     def full(*arguments, **keywords):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
 
-    monkeypatch.setattr(transformers_models.AutoModelForCausalLM, "from_config", full)
+    monkeypatch.setattr(model_family.AutoModelForCausalLM, "from_config", full)
     with pytest.raises(ConfigError, match="no memory for models, moments"), explain_setup_errors():
         tiny_cluster()
 

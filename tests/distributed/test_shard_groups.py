@@ -231,8 +231,7 @@ FEW_STEPS = {
 }
 # A plugin in float64: Llama's own norm computes in float32.
 DOUBLE = """
-from fabrics.models.registry import MODELS
-from fabrics.models.transformers_models import MICROLLAMA, TransformersFamily
+from fabrics.models.model_family import MICROLLAMA, MODELS, TransformersFamily
 from tests.support.helpers import use_torch_norms
 
 class Double(TransformersFamily):

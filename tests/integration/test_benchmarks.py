@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from algorithms.schedule.limits import RoundSchedule
 from benchmarks.performance import throughput
 from cluster import Cluster
-from fabrics.models.meta_model import flops_per_token
+from fabrics.models.initialisation import flops_per_token
 from tests.support.helpers import make_config, random_sequences, tiny_llama
 
 

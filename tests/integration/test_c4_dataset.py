@@ -28,7 +28,7 @@ from fabrics.data.documents import DatasetError, document_hash
 from fabrics.data.examples import Examples
 from fabrics.data.language_modelling import task_data
 from fabrics.data.token_store import TokenisedPart, TokenisedSet, encode
-from fabrics.models.registry import build_model
+from fabrics.models.model_family import build_model
 from fabrics.pool.eval_tool import evaluate
 from utils.config.reading import load_config
 from utils.config.schema import Config, ConfigError

@@ -10,7 +10,7 @@ import run as program
 from algorithms.nodes.traffic import Link
 from algorithms.synchronisation import METHODS
 from fabrics.config_checks import CHECKS
-from fabrics.models.meta_model import flops_per_token, meta_model
+from fabrics.models.initialisation import flops_per_token, meta_model
 from fabrics.planning.command import parse_count, parse_link, parse_memory, parse_positive
 from fabrics.planning.estimate import Resources, activation_bytes, estimate
 from fabrics.sharding.layers import gathered_elements

@@ -21,8 +21,7 @@ from algorithms.synchronisation import METHODS
 from fabrics.config_checks import CHECKS
 from fabrics.data.dataset_loader import load_data
 from fabrics.models.export import save_model
-from fabrics.models.model_family import ModelFamily
-from fabrics.models.registry import MODELS, build_model, reinitialise_output_layer
+from fabrics.models.model_family import MODELS, ModelFamily, build_model, reinitialise_output_layer
 from fabrics.planning.estimate import estimate
 from gradient_analysis.gradient_analysis import AnalysisConfig, resolve_model
 from tests.support.helpers import make_config, tiny_data, warnings_of

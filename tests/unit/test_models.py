@@ -14,8 +14,7 @@ from transformers import (
 from fabrics.data.tokenization import load_tokenizer
 from fabrics.models import export
 from fabrics.models.export import round_folder, save_model
-from fabrics.models.model_family import is_pretrained
-from fabrics.models.registry import MODELS, build_model, reinitialise_output_layer
+from fabrics.models.model_family import MODELS, build_model, is_pretrained, reinitialise_output_layer
 from fabrics.training.flat_model import FlatModel
 from tests.support.helpers import CPU, TINY_ARCHITECTURE, Recorder, tiny_bert, tiny_cluster, tiny_data, tiny_llama
 from utils.config.schema import ConfigError
