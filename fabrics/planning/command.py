@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import logging
-import re
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,9 +12,6 @@ from algorithms.nodes.traffic import Link
 
 if TYPE_CHECKING:
     from fabrics.planning.estimate import Estimate
-
-_POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
-_MEMORY = re.compile(r"(\d+(?:\.\d+)?)([kMGT]?)(i?)B")
 
 _PARTS = {
     "parameters": "parameters of the working model",
@@ -38,42 +35,44 @@ def parse_link(text: str) -> tuple[str, Link]:
 
 def parse_memory(text: str) -> int:
     """A size in bytes."""
-    found = _MEMORY.fullmatch(text)
-    if found is None or not float(found[1]) or (found[3] and not found[2]):
-        raise _wrong("a size such as 80GB or 141GiB", text)
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** _POWERS[found[2]])
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        raise argparse.ArgumentTypeError(f"must be a size such as 80GB or 141GiB, got {text!r}") from None
 
 
 def parse_positive(text: str) -> float:
     """A positive number."""
-    if not re.fullmatch(r"\d*\.?\d+(e[+-]?\d+)?", text) or not 0.0 < float(text) < float("inf"):
-        raise _wrong("a positive number", text)
-    return float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
+    return value
 
 
 def parse_count(text: str) -> int:
     """A positive integer."""
     if not text.isdecimal() or not int(text):
-        raise _wrong("a positive integer", text)
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
     return int(text)
 
 
-def _wrong(expected: str, text: str) -> argparse.ArgumentTypeError:
-    return argparse.ArgumentTypeError(f"must be {expected}, got {text!r}")
-
-
 OPTIONS: dict[str, tuple[str, Callable, str]] = {
-    "link": ("1Gb/s,20ms", parse_link, "a link between nodes: rate and latency; may be repeated"),
+    "link": ("1Gb/s,20ms", parse_link, "a link between the nodes: rate and latency; may be given several times"),
     "tflops": ("X", parse_positive, "TFLOP/s that a device sustains"),
     "device-memory": ("80GB", parse_memory, "memory of a device; a run that does not fit is refused"),
-    "devices": ("N", parse_count, "devices of all machines (default: as the key devices says)"),
-    "json": ("FILE", str, "also write JSON; -: print JSON instead of text"),
+    "devices": ("N", parse_count, "devices of all machines (default: those of the key devices, or one node's)"),
+    "json": ("FILE", str, "also write the estimate as JSON; -: print JSON instead of text"),
 }
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add --plan and the options that belong to it."""
-    parser.add_argument("--plan", action="store_true", help="train nothing; estimate memory, traffic and time")
+    parser.add_argument("--plan", action="store_true", help="train nothing; estimate what the run would need")
     group = parser.add_argument_group("with --plan")
     for name, (metavar, parse, meaning) in OPTIONS.items():
         action = "append" if name == "link" else "store"
@@ -103,11 +102,11 @@ def print_plan(options: argparse.Namespace) -> None:
     config, warnings = load_config(options.config or "config.yaml", options.overrides, CHECKS)
     resources = Resources(options.devices, options.device_memory, options.tflops, tuple(options.link or ()))
     found = estimate(config, resources)
-    text = json_text(dataclasses.asdict(found) | {"device_bytes": found.device_bytes})
+    text = json_text(dataclasses.asdict(found))
     if options.json == "-":
         print(text, end="")
         return
-    print("\n".join([*_lines(found), *(f"warning: {warning}" for warning in warnings)]))
+    print("\n".join([*_lines(found, config.nodes_per_gpu), *(f"warning: {warning}" for warning in warnings)]))
     if options.json is not None:
         try:
             write_text_atomically(Path(options.json), text)
@@ -115,37 +114,49 @@ def print_plan(options: argparse.Namespace) -> None:
             raise ConfigError(f"--json: cannot write {options.json}: {error.strerror}") from None
 
 
-def _lines(found: "Estimate") -> Iterator[str]:
+def _lines(found: "Estimate", nodes_per_gpu: int) -> Iterator[str]:
     from utils.text import byte_size
 
-    yield f"parameters: {found.parameters:,}"
-    yield f"devices: {found.devices}; {found.nodes} nodes; {found.trainers} trainers with {found.workers} workers"
-    yield f"memory per device: {byte_size(found.device_bytes)}"
+    yield f"model: {found.parameters:,} parameters"
+    yield f"devices: {found.devices}, with {found.nodes} nodes (nodes_per_gpu {nodes_per_gpu}), each for one worker"
+    yield f"trainers: {found.trainers} at first"
+    yield f"memory per device: {byte_size(found.device_bytes)}, with micro-batches of {found.micro_batch:,}"
     for name, meaning in _PARTS.items():
         if found.memory[name]:
             yield f"  {byte_size(found.memory[name]):>9}  {meaning}"
+    if found.trainers_per_device > 1:
+        yield f"  state of {found.trainers_per_device} trainers: a device's nodes may work for so many different ones"
     if found.host_bytes:
         yield f"host memory: {byte_size(found.host_bytes)}"
-    limit = "the largest that fits" if found.micro_batch is None else f"at most {found.micro_batch:,}"
-    yield f"batch of an inner step, all trainers: {found.batch:,} examples; micro-batches: {limit}"
-    if found.rounds is not None:
-        yield f"rounds: {found.rounds:,}, {found.tokens:,} tokens, {found.flops:.3g} FLOPs"
     yield f"checkpoint: {byte_size(found.checkpoint_bytes)}"
-    if found.round_bytes is not None:
-        each = byte_size(found.round_bytes / found.workers)
-        yield f"sent per round: {byte_size(found.round_bytes)}, {each} per worker"
-    if found.total_bytes is not None:
-        yield f"sent in the run: {byte_size(found.total_bytes)} in {found.communications:,} communications"
-    if found.compute_seconds is not None:
-        yield f"computing: {_duration(found.compute_seconds)}"
-    for name, seconds in found.link_seconds.items():
-        line = f"over {name}: {_duration(seconds)} of sending"
-        if found.compute_seconds is not None:
-            total = seconds + found.compute_seconds
-            line += f", {_duration(total)} in all, {seconds / total:.1%} of it communicating"
-        yield line
-    for line in found.unknown:
-        yield f"note: {line}"
+    yield f"batch of a trainer: {_range(found, 'batch', _count)} examples"
+    yield f"workers of a trainer: {_range(found, 'workers', _count)}"
+    names = {
+        "rounds": ("rounds", _count),
+        "tokens": ("tokens", _count),
+        "flops": ("FLOPs", lambda value: f"{value:.3g}"),
+        "communications": ("communications", _count),
+        "sent_bytes": ("sent", byte_size),
+        "compute_seconds": ("computing", _duration),
+    }
+    for name in found.ranges:
+        if name in names:
+            title, shown = names[name]
+            yield f"{title}: {_range(found, name, shown)}"
+        elif name.startswith("over "):
+            yield f"sending {name.removesuffix(' seconds')}: {_range(found, name, _duration)}"
+    yield "assumptions:"
+    for line in found.assumptions:
+        yield f"  - {line}"
+
+
+def _range(found: "Estimate", name: str, shown: Callable[[float], str]) -> str:
+    least, most = map(shown, found.ranges[name])
+    return least if least == most else f"{least} to {most}"
+
+
+def _count(value: float) -> str:
+    return f"{value:,}"
 
 
 def _duration(seconds: float) -> str:

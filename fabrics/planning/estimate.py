@@ -1,7 +1,5 @@
 """Estimate the memory, traffic and time of a run from formulas. Nothing is trained and no data are read.
 
-The requested batch is assumed to stay `INITIAL_BATCH_SIZE`, because a batch test's answers are unknown before the run.
-
 Memory of a device, for P bytes of trainable parameters, N devices per node, t trainers and w workers on the device:
 
     P / N * (2                                parameters and gradients of the working model
@@ -12,21 +10,21 @@ Memory of a device, for P bytes of trainable parameters, N devices per node, t t
     + activations and logits of the largest micro-batch, see `activation_bytes`
     + for N > 1 the layers that a device holds whole at a time, see `gathered_elements`
 
-The bytes of a round are the method's `bytes_per_round`; those of merges and redistributions are counted by
-`algorithms.nodes.traffic`. Compute time is FLOPs over the rate of equally busy devices. Sending takes latency + bytes /
-bandwidth per exchange and overlaps with nothing.
+What a batch test will ask for is unknown before the run. So the run is followed several times, each time with another
+constant batch, from `INITIAL_BATCH_SIZE` in powers of two to the largest that the configuration allows. Every total is
+given as the range over these.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
 from algorithms.batch.calc_batch import BATCH_TESTS
 from algorithms.batch.switch_mode import execution_plans
-from algorithms.nodes.traffic import Exchange, ExchangeSizes, Link, even_split, rounds_ahead
+from algorithms.nodes.traffic import ExchangeSizes, Link, even_split, rounds_ahead
 from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
-from algorithms.synchronisation.method import Method
 from fabrics.models.initialisation import META, flops_per_token, meta_model
 from fabrics.pool.max_batch import round_tensors
 from fabrics.pool.run_checks import check_model
@@ -58,31 +56,30 @@ class Resources:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The needs of a run. None: unknown."""
+    """The needs of a run.
+
+    Attributes:
+        trainers_per_device: the most trainers whose state the busiest device holds.
+        micro_batch: examples of the micro-batch that the memory is for.
+        memory: bytes of the busiest device, by part.
+        host_bytes: state in host memory instead.
+        ranges: the least and the most of every total that is known: `batch` and `workers` of a trainer, and of the
+            run `rounds`, `tokens`, `flops`, `communications`, `sent_bytes`, `compute_seconds`, `over LINK seconds`.
+        assumptions: one sentence each.
+    """
 
     parameters: int
     devices: int
     nodes: int
     trainers: int
-    workers: int  # of all trainers, in the first round
-    memory: dict[str, int]  # bytes of the busiest device, by part
-    host_bytes: int  # state in host memory instead
-    batch: int  # examples of an inner step, over all trainers
-    micro_batch: int | None  # largest of a node; None: measured by the run
-    rounds: int | None  # None if only epochs end the run
-    tokens: int | None
-    communications: int | None
-    round_bytes: float | None  # sent by all workers in a round with a batch test
-    total_bytes: float | None  # sent in the run, including merges and redistributions
+    trainers_per_device: int
+    micro_batch: int
+    memory: dict[str, int]
+    device_bytes: int
+    host_bytes: int
     checkpoint_bytes: int
-    flops: float | None
-    compute_seconds: float | None
-    link_seconds: dict[str, float]  # by link
-    unknown: tuple[str, ...]  # what the estimate leaves out
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(self.memory.values())
+    ranges: dict[str, tuple[float, float]]
+    assumptions: tuple[str, ...]
 
 
 def activation_bytes(config: Config, module: nn.Module) -> tuple[int, int] | None:
@@ -114,10 +111,12 @@ def activation_bytes(config: Config, module: nn.Module) -> tuple[int, int] | Non
 
 
 class _Run:
-    """The model, the method and the workers of a run."""
+    """The model, the method and the nodes of a run."""
 
     def __init__(self, config: Config, resources: Resources):
         self.config = config
+        self.resources = resources
+        self.assumptions: list[str] = []
         size = config.devices_per_node
         self.on_host = bool(config.devices) and all(name.startswith("cpu") for name in config.devices)
         self.devices = resources.devices or (size if self.on_host or not config.devices else len(config.devices))
@@ -126,16 +125,17 @@ class _Run:
         self.groups = self.devices // size
         # The processes of a machine without GPUs share its nodes.
         self.nodes = config.nodes_per_gpu * (1 if self.on_host and size > 1 else self.groups)
-        trainers = config.number_of_initial_trainers
-        self.most_workers = self.nodes  # of a trainer
-        if config.smallest_worker_batch is not None:
-            self.most_workers = max(1, config.INITIAL_BATCH_SIZE // config.smallest_worker_batch)
-        self.workers = even_split(min(self.nodes, trainers * self.most_workers), trainers)  # of each trainer
+        self.trainers = config.number_of_initial_trainers
+        self.workers = self.workers_of(config.INITIAL_BATCH_SIZE)  # of each trainer in the first round
+        # Of the busiest device. Its nodes may all have other trainers once the batches differ.
+        self.workers_here = -(-max(self.nodes, self.trainers) // self.groups)
+        self.trainers_here = min(self.trainers, self.workers_here)
 
-        module, self.assumed = meta_model(config)
+        module, assumed = meta_model(config)
+        self.assumptions += assumed
         self.model = FlatModel(module, META)
         check_model(config, self.model)
-        self.method: Method = method_of(config, self.model)
+        self.method = method_of(config, self.model)
         check_method(config, self.workers[-1])
         self.flat_bytes = self.model.parameter_count * self.model.parameters.element_size()
         kind = inner_optimizer_name(config)
@@ -143,34 +143,25 @@ class _Run:
         self.trainer_bytes = (1 + len(self.method.state)) * self.flat_bytes
         self.worker_bytes = len(personal_tensors(config, self.method)) * self.flat_bytes
 
-    def step_examples(self, workers: int) -> int:
-        """Examples of an inner step of a trainer with this number of workers."""
-        config = self.config
-        largest = config.max_batch_size or config.INITIAL_BATCH_SIZE
-        plans = execution_plans(
-            config.switch_mode, config.INITIAL_BATCH_SIZE, [largest] * workers, config.switch_multiplier
-        )
-        return sum(plan.effective_batch for plan in plans)
+    def most_workers(self, batch: int) -> int:
+        """The most workers of a trainer with this batch."""
+        smallest = self.config.smallest_worker_batch
+        return self.nodes if smallest is None else max(1, min(self.nodes, batch // smallest))
 
-    def largest_micro_batch(self) -> int | None:
-        """The largest micro-batch that the configuration allows a node; None: no limit."""
-        config = self.config
-        limits = [config.max_batch_size]
-        if config.sampling_method == "none" and not config.batch_schedule:
-            limits.append(-(-config.INITIAL_BATCH_SIZE // self.workers[-1]))
-        elif config.max_requested_batch is not None:
-            limits.append(-(-config.max_requested_batch // self.workers[-1]))
-        return min((limit for limit in limits if limit is not None), default=None)
+    def workers_of(self, batch: int) -> tuple[int, ...]:
+        """The workers of each trainer in the first round."""
+        return even_split(min(self.nodes, self.trainers * self.most_workers(batch)), self.trainers)
+
+    # Memory
 
     def memory(self, activations: int) -> tuple[dict[str, int], int]:
         """Bytes of the busiest device by part, and bytes in host memory."""
         config = self.config
         size = config.devices_per_node
-        workers = -(-max(self.nodes, len(self.workers)) // self.groups)
-        trainers = min(len(self.workers), workers)
-        owners = trainers if self.method.capabilities.exchanges_gradients else workers
+        workers = self.workers_here
+        owners = self.trainers_here if self.method.capabilities.exchanges_gradients else workers
         moments = owners * self.moment_bytes
-        outer = trainers * self.trainer_bytes
+        outer = self.trainers_here * self.trainer_bytes
         in_round = round(self.flat_bytes * round_tensors(config, workers, self.groups > 1, self.nodes - workers))
         host = 0
         if "idle_moments" in config.offload and not self.on_host and owners > 1:
@@ -195,90 +186,157 @@ class _Run:
         }
         return parts, host // size
 
-    def round_bytes(self, workers: int, number: int) -> int:
-        """Bytes that this number of workers of a trainer send in a round, counted from 1."""
-        tested = BATCH_TESTS[self.config.sampling_method] is not None and number >= self.config.batch_test_start
-        encoding = COMMUNICATION_DTYPES[self.config.communication_dtype]
-        return round_bytes(self.config, self.method, encoding, self.model, workers, tested)
+    def micro_batch(self, largest_batch: int | None, room: int | None) -> tuple[int, int]:
+        """The largest micro-batch of a node, and the bytes of its activations on a device.
 
-    def exchange_sizes(self) -> ExchangeSizes:
-        method = self.method
-        given = 1 + sum(name not in method.capabilities.copies for name in method.state)
-        known = method.capabilities.one_exchange
-        return ExchangeSizes(
-            round=self.round_bytes if known else lambda workers, number: 0,
-            merge=given * self.flat_bytes,
-            joining=self.trainer_bytes + self.moment_bytes,
+        Args:
+            largest_batch: the largest batch of a trainer; None: unknown.
+            room: bytes of a device that the run may use; None: unknown.
+        """
+        config = self.config
+        size = config.devices_per_node
+        limits = [config.max_batch_size]
+        if largest_batch is not None:
+            limits.append(-(-largest_batch // self.workers_of(largest_batch)[-1]))
+        micro_batch = min((limit for limit in limits if limit is not None), default=None)
+        example = activation_bytes(config, self.model.module)
+        if example is None:
+            self.assumptions.append("activations: not counted, as the model's config names no hidden_size")
+            return micro_batch or 1, 0
+        kept, logits = example
+        if config.max_batch_size is None and room is not None:
+            parts, _ = self.memory(activations=0)
+            fitting = max(1, size * int((room - sum(parts.values())) // (kept + logits)))
+            micro_batch = min(fitting, micro_batch or fitting)
+        elif config.max_batch_size is None:
+            micro_batch = 1
+            self.assumptions.append(
+                "micro-batch: one example, as max_batch_size is null; --device-memory estimates the largest that fits"
+            )
+        trained = -(-micro_batch // size) * (kept + logits)
+        layers = self.model.module.config.num_hidden_layers
+        return micro_batch, max(trained, config.eval_batch_size * (kept // layers + 2 * logits // _LOGITS))
+
+    def checkpoint_bytes(self) -> int:
+        workers = sum(self.workers)
+        owners = self.trainers if self.method.capabilities.exchanges_gradients else workers
+        return self.trainers * self.trainer_bytes + workers * self.worker_bytes + owners * self.moment_bytes
+
+    # Batches
+
+    def largest_batch(self) -> int | None:
+        """The largest batch of a trainer that the configuration allows; None: unknown before data are read."""
+        config = self.config
+        if config.sampling_method == "none":
+            requests = [int(request) for _, request in config.batch_schedule or ()]
+            return max([config.INITIAL_BATCH_SIZE, *requests])
+        if config.max_requested_batch is not None:
+            return config.max_requested_batch
+        if config.data_sample_size is not None:
+            self.assumptions.append("largest batch: all data of a trainer, with one sequence per document")
+            return max(config.INITIAL_BATCH_SIZE, config.data_sample_size)
+        if config.max_tokens is not None:
+            self.assumptions.append("largest batch: one round trains max_tokens")
+            steps = config.number_of_inner_steps_between_outers
+            return max(config.INITIAL_BATCH_SIZE, config.max_tokens // (config.sequence_length * steps))
+        self.assumptions.append(
+            "batch: stays INITIAL_BATCH_SIZE; its limit is known with max_requested_batch or data_sample_size"
         )
-
-
-@dataclass
-class _Length:
-    """Totals of a run; `device_tokens`: tokens of one node."""
-
-    rounds: int
-    tokens: int
-    device_tokens: float
-    exchanges: list[Exchange]
-
-
-def _length(run: _Run) -> _Length | None:
-    """Follow the rounds, with merges, until a limit in rounds or tokens; None if there is no such limit."""
-    config = run.config
-    if config.number_of_outer_steps is None and config.max_tokens is None:
         return None
-    done = _Length(0, 0, 0.0, [])
-    trainers = config.number_of_initial_trainers
-    ahead = rounds_ahead(
-        trainers, run.nodes, 1, config.merge_frequency, config.merge_count, run.exchange_sizes(), run.most_workers
-    )
-    for workers, exchanges in ahead:
-        step_tokens = config.sequence_length * sum(run.step_examples(count) for count in workers)
-        steps = config.number_of_inner_steps_between_outers
-        if config.max_tokens:
-            steps = min(steps, math.ceil((config.max_tokens - done.tokens) / step_tokens))
-        done.rounds += 1
-        done.tokens += steps * step_tokens
-        done.device_tokens += steps * step_tokens / min(run.groups, sum(workers))
-        done.exchanges += exchanges
-        if done.rounds == config.number_of_outer_steps or (config.max_tokens and done.tokens >= config.max_tokens):
-            break
-    return done
+
+    def totals(self, batch: int) -> dict[str, float]:
+        """Follow the run, with merges, for trainers that all have this batch; return its totals by name."""
+        config = self.config
+        documents = config.data_sample_size
+        most_tokens = config.max_tokens
+        if config.number_of_training_epochs is not None and documents is not None and most_tokens is None:
+            most_tokens = math.ceil(config.number_of_training_epochs * documents * config.sequence_length)
+        workers = self.most_workers(batch)
+        found = {"batch": batch, "workers": self.workers_of(batch)[-1]}
+        if config.number_of_outer_steps is None and most_tokens is None:
+            return found
+
+        tokens = 0
+        device_tokens = 0.0  # of the busiest node
+        exchanges = []
+        sizes = self._exchange_sizes()
+        ahead = rounds_ahead(self.trainers, self.nodes, 1, config.merge_frequency, config.merge_count, sizes, workers)
+        for number, (of_trainers, sent) in enumerate(ahead, start=1):
+            request = batch
+            if config.max_requested_batch is None and documents is not None:
+                request = max(config.INITIAL_BATCH_SIZE, min(batch, documents // len(of_trainers)))
+            step_tokens = config.sequence_length * sum(self._step_examples(request, count) for count in of_trainers)
+            steps = config.number_of_inner_steps_between_outers
+            if most_tokens is not None:
+                steps = min(steps, math.ceil((most_tokens - tokens) / step_tokens))
+            tokens += steps * step_tokens
+            device_tokens += steps * step_tokens / min(self.groups, sum(of_trainers))
+            exchanges += sent
+            found["workers"] = max(found["workers"], of_trainers[0])
+            if number == config.number_of_outer_steps or (most_tokens is not None and tokens >= most_tokens):
+                break
+
+        token_flops = flops_per_token(self.model.module, config.sequence_length)
+        if config.activation_checkpointing:
+            token_flops *= 4.0 / 3.0  # one more forward pass
+        found |= {"rounds": number, "tokens": tokens, "flops": tokens * token_flops}
+        if self.method.capabilities.one_exchange:
+            found["communications"] = sum(exchange.communications for exchange in exchanges)
+            found["sent_bytes"] = sum(exchange.sent for exchange in exchanges)
+            for name, link in self.resources.links:
+                found[f"over {name} seconds"] = sum(link.seconds(each.link) for each in exchanges if each.sent)
+        if self.resources.tflops is not None:
+            rate = self.resources.tflops * 1e12 * config.devices_per_node
+            found["compute_seconds"] = device_tokens * token_flops / rate
+        return found
+
+    def _step_examples(self, batch: int, workers: int) -> int:
+        config = self.config
+        max_batches = [config.max_batch_size or batch] * workers
+        plans = execution_plans(config.switch_mode, batch, max_batches, config.switch_multiplier)
+        return sum(plan.effective_batch for plan in plans)
+
+    def _exchange_sizes(self) -> ExchangeSizes:
+        method = self.method
+        config = self.config
+        encoding = COMMUNICATION_DTYPES[config.communication_dtype]
+
+        def sent(workers: int, number: int) -> float:
+            if not method.capabilities.one_exchange:
+                return 0
+            tested = BATCH_TESTS[config.sampling_method] is not None and number >= config.batch_test_start
+            return round_bytes(config, method, encoding, self.model, workers, tested)
+
+        given = 1 + sum(name not in method.capabilities.copies for name in method.state)
+        return ExchangeSizes(sent, given * self.flat_bytes, self.trainer_bytes + self.moment_bytes)
 
 
-def _left_out(config: Config, method: Method) -> list[str]:
-    """Parts of the configuration that the estimate ignores, one line each."""
-    adapts = config.sampling_method != "none" or config.batch_schedule
-    endless = config.number_of_outer_steps is None and config.max_tokens is None
-    changing = config.participants < 1.0 or config.message_loss or config.node_schedule or config.node_speeds
-    ignored = [
-        (adapts, "growth of the batch: rounds and bytes are those of a constant batch"),
-        (config.smallest_worker_batch is not None, "workers that join as the batch grows, and their bytes"),
-        (endless, "rounds: epochs of data end the run, and no data are read"),
-        (not method.capabilities.one_exchange, f"bytes: a round of {config.distributed_algo} has no fixed size"),
-        (config.budget is not None, f"the effect of {config.budget} on the length of rounds"),
-        (changing, "nodes that rest, join later or differ in speed, and lost messages"),
-    ]
-    return [line for applies, line in ignored if applies]
-
-
-def _activations(run: _Run, memory: int | None) -> tuple[int | None, int]:
-    """The largest micro-batch of a node and the bytes of its activations; None: the run measures it.
-
-    memory: bytes that the run may use of a device, in which a micro-batch without a limit has to fit.
-    """
-    size = run.config.devices_per_node
-    micro_batch = run.largest_micro_batch()
-    example = activation_bytes(run.config, run.model.module)
-    if example is None:
-        return micro_batch, 0
-    kept, logits = example
-    if micro_batch is None and memory is not None:
-        parts, _ = run.memory(activations=0)
-        micro_batch = max(1, size * int((memory - sum(parts.values())) // (kept + logits)))
-    trained = -(-(micro_batch or 1) // size) * (kept + logits)
-    layers = run.model.module.config.num_hidden_layers
-    return micro_batch, max(trained, run.config.eval_batch_size * (kept // layers + 2 * logits // _LOGITS))
+def _assumptions(run: _Run, adapts: bool, ends: bool) -> Iterator[str]:
+    config = run.config
+    if adapts:
+        yield "ranges: of runs with one constant batch, from the smallest to the largest; a growing one lies between"
+    if config.smallest_worker_batch is not None:
+        yield (
+            f"workers: one joins for every {config.smallest_worker_batch} examples of a trainer's batch "
+            f"(smallest_worker_batch)"
+        )
+    if not ends:
+        yield "length: epochs of data end the run, and no data are read; give data_sample_size, or max_tokens"
+    elif config.max_tokens is None and config.number_of_training_epochs is not None:
+        yield "length: data_sample_size documents have one sequence each"
+    if run.resources.tflops is not None:
+        yield f"computing: a device sustains {run.resources.tflops:g} TFLOP/s with any micro-batch; small ones do not"
+    if run.resources.links:
+        yield "sending: overlaps with nothing, and every node has a link of its own"
+        if config.nodes_per_gpu > 1:
+            each = config.nodes_per_gpu
+            yield f"sending: in fact the {each} nodes of a device share its link and take up to {each} times as long"
+    if not run.method.capabilities.one_exchange:
+        yield f"communications and bytes: not estimated, as a round of {config.distributed_algo} has no fixed size"
+    if config.budget is not None:
+        yield f"{config.budget}: its effect on the length of rounds is ignored"
+    if config.participants < 1.0 or config.message_loss or config.node_schedule or config.node_speeds:
+        yield "nodes: all work all the time at one speed, and no message is lost"
 
 
 def estimate(config: Config, resources: Resources | None = None) -> Estimate:
@@ -289,10 +347,9 @@ def estimate(config: Config, resources: Resources | None = None) -> Estimate:
     """
     resources = resources or Resources()
     run = _Run(config, resources)
-    method = run.method.capabilities
-    workers = sum(run.workers)
+    largest = run.largest_batch()
     room = None if resources.memory is None else round(config.padding_percentage * resources.memory)
-    micro_batch, activations = _activations(run, room)
+    micro_batch, activations = run.micro_batch(largest, room)
     memory, host_bytes = run.memory(activations)
     if room is not None and sum(memory.values()) > room:
         most = max(memory, key=memory.get)
@@ -302,51 +359,27 @@ def estimate(config: Config, resources: Resources | None = None) -> Estimate:
             f"eval_batch_size or sequence_length, raise devices_per_node, or set activation_checkpointing: true or "
             f"offload: [outer_state, idle_moments]"
         )
-    unknown = [*run.assumed, *_left_out(config, run.method)]
-    if not activations:
-        unknown.append("activations: the model's config names no hidden_size")
-    if micro_batch is None:
-        unknown.append("the largest micro-batch, which the run measures: memory is that of one example")
-
-    token_flops = flops_per_token(run.model.module, config.sequence_length)
-    if config.activation_checkpointing:
-        token_flops *= 4.0 / 3.0  # one more forward pass
-    length = _length(run)
-    compute_seconds = None
-    if length is not None and resources.tflops is not None:
-        rate = resources.tflops * 1e12 * config.devices_per_node
-        compute_seconds = length.device_tokens * token_flops / rate
-    round_bytes = None
-    communications = None
-    total_bytes = None
-    link_seconds = {}
-    if method.one_exchange:
-        round_bytes = sum(run.round_bytes(count, config.batch_test_start) for count in run.workers)
-        if length is not None:
-            communications = sum(exchange.communications for exchange in length.exchanges)
-            total_bytes = sum(exchange.sent for exchange in length.exchanges)
-            for name, link in resources.links:
-                link_seconds[name] = sum(link.seconds(each.link) for each in length.exchanges if each.sent)
-
-    owners = len(run.workers) if method.exchanges_gradients else workers
+    batches = [config.INITIAL_BATCH_SIZE]
+    while largest is not None and 2 * batches[-1] < largest:
+        batches.append(2 * batches[-1])
+    found = [run.totals(batch) for batch in dict.fromkeys([*batches, largest or batches[0]])]
+    ranges = {}
+    for name in found[0]:
+        values = [totals[name] for totals in found]
+        ranges[name] = (min(values), max(values))
+    ranges["workers"] = (run.workers[-1], ranges["workers"][1])
+    assumptions = [*run.assumptions, *_assumptions(run, len(found) > 1, "rounds" in ranges)]
     return Estimate(
         parameters=run.model.parameter_count,
         devices=run.devices,
         nodes=run.nodes,
-        trainers=len(run.workers),
-        workers=workers,
-        memory=memory,
-        host_bytes=host_bytes,
-        batch=sum(run.step_examples(count) for count in run.workers),
+        trainers=run.trainers,
+        trainers_per_device=run.trainers_here,
         micro_batch=micro_batch,
-        rounds=length and length.rounds,
-        tokens=length and length.tokens,
-        communications=communications,
-        round_bytes=round_bytes,
-        total_bytes=total_bytes,
-        checkpoint_bytes=len(run.workers) * run.trainer_bytes + workers * run.worker_bytes + owners * run.moment_bytes,
-        flops=length and length.tokens * token_flops,
-        compute_seconds=compute_seconds,
-        link_seconds=link_seconds,
-        unknown=tuple(unknown),
+        memory=memory,
+        device_bytes=sum(memory.values()),
+        host_bytes=host_bytes,
+        checkpoint_bytes=run.checkpoint_bytes(),
+        ranges=ranges,
+        assumptions=(*assumptions, "no estimate of this program has been checked on a GPU"),
     )

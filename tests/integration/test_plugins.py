@@ -343,7 +343,7 @@ def test_the_settings_of_a_plain_module_are_checked_against_its_presets(digits):
 
 def test_an_estimate_of_a_plain_module_states_its_assumptions(digits, monkeypatch):
     config = dataclasses.replace(digits, number_of_training_epochs=None, number_of_outer_steps=2)
-    assert any("classes of the data: assumed to be 2" in line for line in estimate(config).unknown)
+    assert any("classes of the data: assumed to be 2" in line for line in estimate(config).assumptions)
 
     class Words(nn.Module):
         def __init__(self, settings, demands):
@@ -357,7 +357,7 @@ def test_an_estimate_of_a_plain_module_states_its_assumptions(digits, monkeypatc
     values = {"model_type": "words", "model_config": {}, "vocab_size": 400, "sampling_method": "none"}
     plan = estimate(make_config(**values))
     assert plan.parameters == 1600
-    assert any("assumed to have vocab_size 400" in line for line in plan.unknown)
+    assert any("assumed to have vocab_size 400" in line for line in plan.assumptions)
 
 
 def test_the_output_layer_of_a_plain_module_is_reinitialised(digits):
