@@ -59,8 +59,11 @@ class PackedSequences:
     def __len__(self) -> int:
         return self._tokens.shape[0]
 
+    def _rows(self, indices: np.ndarray) -> np.ndarray:
+        return self._tokens[indices]
+
     def batch(self, indices: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
-        input_ids = _to_device(self._tokens[np.asarray(indices)].astype(np.int64), device)
+        input_ids = _to_device(self._rows(np.asarray(indices)).astype(np.int64), device)
         # The loss shifts the labels (algorithms.batch.losses): they are the inputs themselves.
         return {"input_ids": input_ids, "labels": input_ids}
 
@@ -122,7 +125,7 @@ class PaddedSequences:
         return int(self._lengths[np.asarray(indices, dtype=np.int64)].sum())
 
 
-class PackedDocuments:
+class PackedDocuments(PackedSequences):
     """Documents that are joined in a given order and cut into sequences of equal length, without a copy.
 
     Args:
@@ -136,8 +139,6 @@ class PackedDocuments:
     Attributes:
         sizes: sequences of each group; sequences are sorted by group.
     """
-
-    largest = 0
 
     def __init__(
         self,
@@ -165,17 +166,11 @@ class PackedDocuments:
     def __len__(self) -> int:
         return int(self._first_sequences[-1])
 
-    def batch(self, indices: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
-        indices = np.asarray(indices)
+    def _rows(self, indices: np.ndarray) -> np.ndarray:
         groups = np.searchsorted(self._first_sequences, indices, side="right") - 1
         starts = self._group_starts[groups] + (indices - self._first_sequences[groups]) * self.tokens_per_example
         places = starts[:, None] + np.arange(self.tokens_per_example)
-        tokens = self._tokens[places + self._shifts[np.searchsorted(self._ends, places, side="right")]]
-        input_ids = _to_device(tokens.astype(np.int64), device)
-        return {"input_ids": input_ids, "labels": input_ids}
-
-    def tokens(self, indices: Sequence[int]) -> int:
-        return len(indices) * self.tokens_per_example
+        return self._tokens[places + self._shifts[np.searchsorted(self._ends, places, side="right")]]
 
 
 @dataclass(frozen=True)

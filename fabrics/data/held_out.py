@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator, Set
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -21,16 +20,8 @@ def default_validation_size(documents: int) -> int:
     return min(max(1, documents // 20), MOST_BY_DEFAULT)
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Readers of the training and validation documents."""
-
-    train: Documents
-    validation: Documents | None
-
-
-def split(source: Source, train_size: int | None, val_size: int | None) -> Parts:
-    """Divide a source into training and validation documents; no text is in both.
+def split(source: Source, train_size: int | None, val_size: int | None) -> tuple[Documents, Documents | None]:
+    """Return readers of the training and validation documents of a source; no text is in both.
 
     Validation is the beginning of the source's own validation part. Without one, the documents with the smallest
     hashes are held out: among the first train_size + val_size, or among all. Training documents whose text is held
@@ -55,7 +46,7 @@ def split(source: Source, train_size: int | None, val_size: int | None) -> Parts
     else:
         held_out = _smallest_hashes(source, train_size, val_size)
         validation = partial(_chosen, source.train, held_out)
-    return Parts(partial(_train, source.train, train_size, held_out, own), validation)
+    return partial(_train, source.train, train_size, held_out, own), validation
 
 
 def _train(

@@ -76,7 +76,6 @@ class Subsets:
     trainers: int = 1
 
     def first(self, trainer: int, trainers: int) -> list[int]:
-        """Return the numbers of the walks that a trainer starts with: its own."""
         return [trainer]
 
     def key(self, trainer: int) -> tuple[int, ...]:
@@ -86,7 +85,6 @@ class Subsets:
         return trainer * self.examples // self.trainers, (trainer + 1) * self.examples // self.trainers
 
     def size(self, trainers: Iterable[int]) -> int:
-        """Return the number of examples of these trainers."""
         bounds = [self.bounds(trainer) for trainer in trainers]
         return sum(end - start for start, end in bounds)
 
@@ -135,11 +133,9 @@ class Shares:
         return _SHARES, share
 
     def size(self, shares: Iterable[int]) -> int:
-        """Return the number of examples of these shares."""
         return sum(self.sizes[share] for share in shares)
 
     def draw(self, shares: Iterable[int]) -> np.ndarray:
-        """Return the examples of these shares, sorted."""
         starts = [0, *np.cumsum(self.sizes).tolist()]
         parts = [np.arange(*starts[share : share + 2], dtype=_index_type(starts[-1])) for share in sorted(shares)]
         return np.concatenate(parts)

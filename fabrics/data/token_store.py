@@ -105,7 +105,9 @@ def open_tokenised(folder: Path) -> TokenisedSet:
         DatasetError: the folder holds no complete, undamaged set.
     """
     try:
-        listed = dict(reversed(line.split("  ", 1)) for line in (folder / _SUMS).read_text().splitlines())
+        listed = dict(
+            reversed(line.split("  ", 1)) for line in (folder / _SUMS).read_text(encoding="utf-8").splitlines()
+        )
         if damaged := sorted(name for name, _ in listed.items() ^ _checksums(folder).items()):
             raise ValueError(f"{folder / damaged[0]} is damaged or missing")
         metadata = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
@@ -251,10 +253,10 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndar
 
 def _write(partial: Path, recipe: Recipe) -> Path:
     """Write the complete set to a folder in `partial`, which this returns."""
-    parts = split(recipe.source, recipe.train_size, recipe.val_size)
+    train, validation = split(recipe.source, recipe.train_size, recipe.val_size)
     tokenizer = recipe.tokenizer
     if tokenizer is None:
-        tokenizer = train_tokenizer((document.text for document in parts.train(Skipped())), recipe.vocab_size)
+        tokenizer = train_tokenizer((document.text for document in train(Skipped())), recipe.vocab_size)
     name = tokenizer.name_or_path or "trained on the documents"
     new = partial / "new"
     _remove(new)
@@ -282,7 +284,7 @@ def _write(partial: Path, recipe: Recipe) -> Path:
     blocks.mkdir(exist_ok=True)
     if finished := sum(path.name[0] != "." for path in blocks.iterdir()):
         logger.info("continuing an interrupted tokenisation after %s blocks", f"{finished:,}")
-    for part, documents in (("validation", parts.validation), ("train", parts.train)):
+    for part, documents in (("validation", validation), ("train", train)):
         if documents is not None:
             skipped = Skipped()
             metadata["parts"][part] = _write_part(new / part, blocks, documents(skipped), tokenizer, metadata)

@@ -114,12 +114,6 @@ def test_text_needs_files_that_are_there(make, tmp_path):
         load_data(make(dataset="text", text_files=[str(tmp_path / "small.txt")]))
 
 
-def test_a_cache_that_cannot_be_written_names_its_key(make, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"cache_dir: cannot write .*file"):
-        load_data(make(cache_dir=str(tmp_path / "file" / "cache")))
-
-
 def test_other_sizes_are_other_documents(make):
     sizes = [(100, 10), (200, 10), (200, 20), (100, 10)]
     loaded = [load_data(make(data_sample_size=train, val_size=validation)).documents for train, validation in sizes]

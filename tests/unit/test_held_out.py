@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fabrics.data.documents import Document, Skipped, Source, document_hash
-from fabrics.data.held_out import Parts, split
+from fabrics.data.held_out import split
 from utils.config.schema import ConfigError
 
 TEXTS = [f"document {index} of some" for index in range(100)]
@@ -20,8 +20,8 @@ def source(texts, validation=None) -> Source:
     return Source("texts", {}, reader(texts), None if validation is None else reader(validation))
 
 
-def texts_of(parts: Parts) -> tuple[list[str], list[str]]:
-    train, validation = ([document.text for document in part(Skipped())] for part in (parts.train, parts.validation))
+def texts_of(parts) -> tuple[list[str], list[str]]:
+    train, validation = ([document.text for document in part(Skipped())] for part in parts)
     return train, validation
 
 
@@ -54,10 +54,10 @@ def test_the_source_is_read_once_to_choose_and_once_for_each_part():
         skipped.add("bad", "line 1")
         yield from (Document(text, "") for text in TEXTS)
 
-    parts, skipped = split(Source("", {}, documents), 60, 10), Skipped()
-    assert len(list(parts.validation(skipped))) == 10
+    (train, validation), skipped = split(Source("", {}, documents), 60, 10), Skipped()
+    assert len(list(validation(skipped))) == 10
     assert len(passes) == 2
-    assert len(list(parts.train(skipped))) == 60
+    assert len(list(train(skipped))) == 60
     assert len(passes) == 3
     # Both parts come from the same documents: what they leave out is counted once.
     assert skipped.counts == {"bad": 1}
@@ -80,8 +80,8 @@ def test_only_as_much_is_read_as_is_needed_and_no_text_is_kept():
             assert len(alive) <= 2
             yield Document(Text(f"text {index}"), "")
 
-    parts = split(Source("endless", {}, documents), 300, 60)
-    assert sum(1 for _ in parts.train(Skipped())) == 300
+    train, _ = split(Source("endless", {}, documents), 300, 60)
+    assert sum(1 for _ in train(Skipped())) == 300
     assert max(read) <= 360
 
 
@@ -92,7 +92,7 @@ def test_no_text_is_in_both_parts_whatever_repeats(texts, val_size, own_validati
     validation = texts[: 2 * val_size] if own_validation else None
     skipped = Skipped()
     parts = split(source(texts, validation), None, val_size)
-    train = [document.text for document in parts.train(skipped)]
+    train = [document.text for document in parts[0](skipped)]
     _, held_out = texts_of(parts)
     assert len(held_out) == val_size
     assert not set(train) & set(held_out)
