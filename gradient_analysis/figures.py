@@ -8,8 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 from scipy import stats
 
-from gradient_analysis.gradients import BatchGradient
-from gradient_analysis.laws import Distribution, Fit, PowerLaw
+from gradient_analysis.gradients import BatchGradient, PowerLaw
 from training_logs.showing.styles import colour, make_figure
 
 
@@ -19,8 +18,9 @@ class RunMarks:
 
     Attributes:
         test: sampling_method.
-        batch: effective batch in examples.
-        batch_from: where the batch comes from.
+        eta: at the end of the run.
+        batch: last requested batch in examples.
+        reason: why it is this batch.
     """
 
     test: str
@@ -28,20 +28,21 @@ class RunMarks:
     theta: float
     nu: float
     batch: int
-    batch_from: str
+    reason: str
 
 
-def deviations_figure(batches: Sequence[BatchGradient], found: Distribution, batch_size: int) -> Figure:
-    """Draw a histogram of deviations with the fitted distributions, and one of cosines."""
+def deviations_figure(batches: Sequence[BatchGradient], found: Mapping[str, float], batch_size: int) -> Figure:
+    """Draw a histogram of deviations with a normal distribution of equal moments, and one of cosines."""
     figure, (left, right) = make_figure(2)
     values = np.array([batch.deviation for batch in batches])
     left.hist(values, bins="auto", density=True, color=colour(0), alpha=0.45, label=f"{len(values)} batches")
-    xs = np.linspace(values.min(), values.max(), 300)
-    for fit, line, index in zip(found.fits, ("-", "--"), (1, 2), strict=False):
-        density = getattr(stats, fit.name).pdf(xs, *fit.parameters)
-        left.plot(xs, density, line, color=colour(index), label=_fit_label(fit))
-    left.axvline(found.mean, color="black", lw=1, ls="--", label=f"mean {found.mean:.4g}")
-    left.axvline(found.median, color="black", lw=1, ls=":", label=f"median {found.median:.4g}")
+    if found["standard_deviation"] > 0.0:
+        xs = np.linspace(values.min(), values.max(), 300)
+        density = stats.norm.pdf(xs, found["mean"], found["standard_deviation"])
+        label = f"normal distribution (excess kurtosis of the deviations: {found['excess_kurtosis']:.2f})"
+        left.plot(xs, density, color=colour(1), label=label)
+    left.axvline(found["mean"], color="black", lw=3, alpha=0.3, label=f"mean {found['mean']:.4g}")
+    left.axvline(found["median"], color="black", lw=1, ls="--", label=f"median {found['median']:.4g}")
     left.set_title(f"Deviation from the full gradient, batches of {batch_size}")
     left.set_xlabel("||g_B - F||")
     left.set_ylabel("density")
@@ -59,15 +60,7 @@ def deviations_figure(batches: Sequence[BatchGradient], found: Distribution, bat
     return figure
 
 
-def _fit_label(fit: Fit) -> str:
-    quality = f"KS {fit.kolmogorov_smirnov:.3f}, p {fit.p_value:.2f}"
-    if fit.name == "norm":
-        return f"normal ({quality})"
-    freedom = fit.parameters[0]
-    return f"Student's t, {f'{freedom:.1f}' if freedom < 1000 else '> 1000'} degrees of freedom ({quality})"
-
-
-def law_figure(deviations: Mapping[int, float], variance: float, law: PowerLaw | None, sampling: str) -> Figure:
+def law_figure(deviations: Mapping[int, float], variance: float, law: PowerLaw | None) -> Figure:
     """Draw deviations, corrected for the finite sample, against the batch size, with sqrt(V / b) and the fitted law."""
     figure, (axes,) = make_figure(1, 1, (7.5, 4.6))
     xs = np.array(list(deviations), dtype=float)
@@ -88,7 +81,7 @@ def law_figure(deviations: Mapping[int, float], variance: float, law: PowerLaw |
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_title(f"Deviation against batch size, {sampling}")
+    axes.set_title("Deviation against batch size")
     axes.set_xlabel("examples per batch b")
     axes.set_ylabel("||g_B - F||")
     axes.grid(True, alpha=0.3)
@@ -120,16 +113,18 @@ def requests_figure(rows: Sequence[tuple[str, float, int]], sample: int, marks: 
     tests = (
         ("norm_test", "eta", marks.eta, ["norm_test"]),
         ("inner_product_test", "theta", marks.theta, ["inner_product_test", "augmented_inner_product_test"]),
-        ("augmented_inner_product_test", "nu", marks.nu, ["augmented_inner_product_test"]),
+        ("orthogonality", "nu", marks.nu, ["augmented_inner_product_test"]),
     )
     for axes, (test, parameter, own, users) in zip(panels, tests, strict=True):
         shown = [row for row in rows if row[0].startswith(test)]
         for index, name in enumerate(dict.fromkeys(name for name, _, _ in shown)):
             points = [(value, request) for other, value, request in shown if other == name]
             axes.plot(*zip(*points, strict=True), ".-", color=colour(index), label=name.replace("_", " "))
-        label = f"configured {parameter}, {own:g}" + ("" if marks.test in users else " (test not in use)")
+        label = f"the run's {parameter} at its end, {own:g}"
+        if marks.test not in users:
+            label = f"configured {parameter}, {own:g} (test not in use)"
         axes.axvline(own, color="black", lw=1, ls="--", label=label)
-        axes.axhline(marks.batch, color="black", lw=1, ls=":", label=f"batch {marks.batch:,} ({marks.batch_from})")
+        axes.axhline(marks.batch, color="black", lw=1, ls=":", label=f"last requested batch, {marks.batch:,}")
         axes.axhline(sample, color="grey", lw=1, ls=":", label=f"sample, {sample:,}")
         axes.set_xscale("log")
         axes.set_yscale("log")

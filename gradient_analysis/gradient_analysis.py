@@ -2,9 +2,9 @@
 
     python gradient_analysis/gradient_analysis.py [--config PATH] [key=value ...]
 
-The script computes, exactly on a sample: the full gradient; the deviation of batch gradients from it, and how it scales
-with the batch size; the variance of single examples and each parameter's share of it; and the batch that every batch
-test would request at this point. Numbers go to CSV and JSON files, figures to PNG files.
+The script computes exact gradients on a sample of the data: how the gradients of batches deviate from the full
+gradient, the noise scale, each parameter's share of the variance, and the batch that every batch test would request.
+Numbers go to CSV and JSON files, figures to PNG files.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 import yaml
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -30,15 +30,13 @@ from fabrics.data.examples import TaskData
 from fabrics.models.model_family import build_model
 from fabrics.training.flat_model import FlatModel
 from gradient_analysis.figures import RunMarks, deviations_figure, law_figure, layers_figure, requests_figure
-from gradient_analysis.gradients import Gradients
-from gradient_analysis.laws import (
+from gradient_analysis.gradients import (
+    Gradients,
     distribution,
     draw_batches,
-    finite_population_factor,
     noise_scale,
     power_law,
     requests,
-    root_mean_square,
 )
 from training_logs.log_processor import ANALYSIS_SUMMARY
 from training_logs.showing.run_data import RunFolderError, read_run
@@ -50,13 +48,13 @@ from utils.config.yaml_reading import read_mapping, yaml_value
 from utils.distributed.devices import resolve_devices
 from utils.files import write_atomically, write_json_atomically
 from utils.run_layout import REPORT_FOLDER
+from utils.text import did_you_mean
 
 HERE = Path(__file__).resolve().parent
 PositiveInt = Annotated[int, Field(gt=0)]
-Grid = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True)
 class AnalysisConfig:
     """The keys of config_analyze_gradient.yaml, which explains them."""
 
@@ -64,20 +62,17 @@ class AnalysisConfig:
     config: str | None = None
     part: Literal["train", "validation"] = "train"
     sample_size: Annotated[int, Field(ge=2)] | None = 512
-    replacement: bool = False
     batch_size: PositiveInt = 8
     batch_sizes: Annotated[list[PositiveInt], Field(min_length=1)] | None = None
     batches_per_size: PositiveInt = 32
     micro_batch: PositiveInt = 16
     seed: Annotated[int, Field(ge=0)] = 42
     device: str | None = None
+    cpu_threads: PositiveInt | None = None
     output_dir: str = "gradient_plots"
     clearml: Annotated[
         Literal["auto", "online", "offline", "off"], BeforeValidator(lambda value: "off" if value is False else value)
     ] = "off"
-    eta: Grid = dataclasses.field(default_factory=lambda: [0.1, 0.2, 0.4, 0.8, 1.6, 3.2])
-    theta: Grid = dataclasses.field(default_factory=lambda: [0.1, 0.3, 0.9, 2.7])
-    nu: Grid = dataclasses.field(default_factory=lambda: [0.3, 1.0, 5.84, 20.0])
 
 
 def parse_analysis_config(path: Path, overrides: Sequence[str]) -> AnalysisConfig:
@@ -87,12 +82,16 @@ def parse_analysis_config(path: Path, overrides: Sequence[str]) -> AnalysisConfi
         ConfigError: with one line per problem.
     """
     values = read_mapping(path)
+    names = [field.name for field in dataclasses.fields(AnalysisConfig)]
     try:
         for assignment in overrides:
             key, separator, text = assignment.partition("=")
             if not separator:
                 raise ConfigError(f"{assignment}: an override must have the form key=value")
             values[key] = yaml_value(text)
+        unknown = [key for key in values if key not in names]
+        if unknown:
+            raise ConfigError([f"{key}: unknown key{did_you_mean(str(key), names)}" for key in unknown])
         return TypeAdapter(AnalysisConfig).validate_python(values)
     except yaml.YAMLError:
         raise ConfigError(f"{key}: value is not valid YAML: {text}") from None
@@ -161,18 +160,42 @@ def _best_model(run: Path) -> str:
 
 
 def run_marks(training: Config, model: Path | None) -> RunMarks:
-    """Return the parameters of the batch test and the largest batch, at the end of the run or before training."""
-    eta = training.ETA
-    batch = training.INITIAL_BATCH_SIZE
-    batch_from = "INITIAL_BATCH_SIZE"
+    """Return the parameters of the batch test and the request, at the end of the run or before training."""
     run = None if model is None else run_folder_of(model)
-    rounds = {} if run is None else read_run(run).by_round
-    if rounds:
-        last = rounds[max(rounds)]
-        batch = int(last["effective_batch"].max())
-        batch_from = "the run's last round"
-        eta = eta if training.ETA_at_end is None else training.ETA_at_end
-    return RunMarks(training.sampling_method, eta, training.vartheta, training.nu, batch, batch_from)
+    rounds = [] if run is None else read_run(run).rounds
+    test = training.sampling_method
+    if not len(rounds):
+        reason = "the model is not trained" if model is None else "it has no run folder"
+        return RunMarks(test, training.ETA, training.vartheta, training.nu, training.INITIAL_BATCH_SIZE, reason)
+    eta = training.ETA if training.ETA_at_end is None else training.ETA_at_end
+    batch = int(rounds["next_requested_batch"][rounds["outer_step"] == rounds["outer_step"][-1]].max())
+    return RunMarks(test, eta, training.vartheta, training.nu, batch, reason_of_request(training, rounds, batch))
+
+
+def reason_of_request(training: Config, rounds: np.ndarray, batch: int) -> str:
+    """Explain a run's last request by its own statistics and settings."""
+    tested = rounds[np.isfinite(rounds["gradient_variance"])]
+    if training.sampling_method == "none" or not len(tested):
+        return "no batch test changed it"
+    last = tested[-1]
+    variance = last["gradient_variance"]
+    squared_norm = last["gradient_squared_norm"]
+    seen = f"V = {variance:.4g} and ||G||^2 = {squared_norm:.4g}"
+    if squared_norm > 0.0:
+        seen += f" (noise scale {variance / squared_norm:,.0f})"
+    notes = []
+    if training.statistics_smoothing:
+        notes.append("averaged over rounds")
+    if not training.debias:
+        notes.append("not debiased, so that the request grows slowly")
+    if training.batch_test_confidence:
+        notes.append(f"and lowered the request by {training.batch_test_confidence:g} standard errors")
+    if batch == training.max_requested_batch:
+        notes.append("to the largest request allowed")
+    elif training.learning_rate_schedule == "warmup_stable_decay":
+        notes.append("and the request stays while the learning rate decays")
+    round_number = int(last["outer_step"])
+    return ", ".join([f"in round {round_number} the {training.sampling_method} saw {seen}", *notes])
 
 
 def _load(config: AnalysisConfig, training: Config, device: torch.device) -> tuple[TaskData, FlatModel]:
@@ -214,9 +237,9 @@ def _deviations_by_size(
     for size in config.batch_sizes or [2**power for power in range(count.bit_length()) if 2**power <= count]:
         # At least four batches, from several permutations if the sample fills fewer.
         wanted = min(config.batches_per_size, max(4, count // size))
-        drawn = draw_batches(indices, size, wanted, config.replacement, generator)
+        drawn = draw_batches(indices, size, wanted, generator)
         batches = gradients.of_batches(drawn, f"batches of {size}")
-        found[size] = root_mean_square([batch.deviation for batch in batches])
+        found[size] = float(np.sqrt(np.mean([batch.deviation**2 for batch in batches])))
     return found
 
 
@@ -231,12 +254,13 @@ def analyse(config: AnalysisConfig) -> Path:
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"device: {error}") from None
     _warn(warnings)
+    if config.cpu_threads is not None:
+        torch.set_num_threads(config.cpu_threads)
     training, model_folder = resolve_model(config)
     data, working = _load(config, training, devices[0])
     examples = getattr(data, config.part)
     marks = run_marks(training, model_folder)
     name = "untrained" if model_folder is None else str(model_folder)
-    sampling = f"{'with' if config.replacement else 'without'} replacement"
     generator = np.random.default_rng(config.seed)
     indices = np.sort(generator.permutation(len(examples))[: config.sample_size])
     count = len(indices)
@@ -249,20 +273,17 @@ def analyse(config: AnalysisConfig) -> Path:
     gradients.compute_full()
     singles = gradients.of_examples()
     statistics = singles.statistics
-    drawn = draw_batches(indices, config.batch_size, None, config.replacement, generator)
+    drawn = draw_batches(indices, config.batch_size, None, generator)
     batches = gradients.of_batches(drawn, f"batches of {config.batch_size}")
     deviations = distribution([batch.deviation for batch in batches])
     by_size = _deviations_by_size(config, gradients, indices, generator)
-    factors = {size: finite_population_factor(count, size, config.replacement) for size in by_size}
+    # E ||g_B - F||^2 / (V / b) for batches without replacement from the sample, whose unbiased variance is V.
+    factors = {size: (count - size) / count for size in by_size}
     predicted = {size: (statistics.variance / size * factor) ** 0.5 for size, factor in factors.items()}
     corrected = {size: by_size[size] / factor**0.5 for size, factor in factors.items() if factor > 0}
     law = power_law(list(corrected), list(corrected.values()))
-    grids = {
-        "eta": sorted({*config.eta, marks.eta}),
-        "theta": sorted({*config.theta, marks.theta}),
-        "nu": sorted({*config.nu, marks.nu}),
-    }
-    requested = requests(statistics, config.batch_size, grids)
+    parameters = {"eta": marks.eta, "theta": marks.theta, "nu": marks.nu}
+    requested = requests(statistics, config.batch_size, parameters)
 
     summary = {
         "model": name,
@@ -271,38 +292,31 @@ def analyse(config: AnalysisConfig) -> Path:
         "data_source": data.source,
         "part": config.part,
         "sample": count,
-        "sampling": sampling,
         "loss": gradients.loss,
         "full_gradient_norm": statistics.squared_norm**0.5,
         "per_example": dataclasses.asdict(statistics),
         "noise_scale": noise_scale(statistics),
-        "noise_scale_plain": statistics.variance / statistics.squared_norm if statistics.squared_norm else None,
         "run": dataclasses.asdict(marks),
         "batch_size": config.batch_size,
-        "deviation": dataclasses.asdict(deviations),
+        "deviation": deviations,
         "batch_size_law": law and dataclasses.asdict(law) | {"independent_examples": -0.5},
         "config": dataclasses.asdict(config),
     }
     figures = {
         "deviations": deviations_figure(batches, deviations, config.batch_size),
-        "batch_size_law": law_figure(corrected, statistics.variance, law, sampling),
+        "batch_size_law": law_figure(corrected, statistics.variance, law),
         "layers": layers_figure(singles.variance_by_parameter),
         "requests": requests_figure(requested, count, marks),
     }
-    batch_rows = [
-        (number, batch.deviation, batch.norm, batch.cosine, " ".join(map(str, chosen)))
-        for number, (batch, chosen) in enumerate(zip(batches, drawn, strict=True))
-    ]
-    example_rows = zip(indices, singles.squared_norms, singles.inner_products, strict=True)
+    batch_rows = [(number, batch.deviation, batch.norm, batch.cosine) for number, batch in enumerate(batches)]
     tables = {
-        "batches": [("batch", "deviation", "norm", "cosine", "examples"), *batch_rows],
+        "batches": [("batch", "deviation", "norm", "cosine"), *batch_rows],
         "batch_size_law": [
             ("batch_size", "deviation", "predicted"),
             *((size, deviation, predicted[size]) for size, deviation in by_size.items()),
         ],
         "layers": [("parameter", "variance"), *singles.variance_by_parameter.items()],
         "requests": [("test", "parameter", "request"), *requested],
-        "examples": [("example", "squared_norm", "inner_product"), *example_rows],
     }
     output = Path(config.output_dir)
     try:
@@ -313,7 +327,7 @@ def analyse(config: AnalysisConfig) -> Path:
         write_json_atomically(output / ANALYSIS_SUMMARY, summary)
     except OSError as error:
         raise ConfigError(f"output_dir: cannot write {error.filename or output}: {error.strerror}") from None
-    _print_findings(summary, requested)
+    _print_findings(summary)
     print(f"results: {output}")
     return output
 
@@ -323,25 +337,17 @@ def _write_rows(path: Path, rows: Iterable[Sequence]) -> None:
         csv.writer(file).writerows(rows)
 
 
-def _print_findings(summary: dict[str, Any], requested: Sequence[tuple]) -> None:
+def _print_findings(summary: dict[str, Any]) -> None:
     print("loss {loss:.4f}, ||F|| {full_gradient_norm:.4g}, V {per_example[variance]:.4g}".format(**summary))
-    if summary["noise_scale"] is None:
+    scale = summary["noise_scale"]
+    if scale is None:
         print("noise scale: not measurable, the gradient of this sample is no larger than its noise")
     else:
-        print(
-            "noise scale V / ||G||^2: {noise_scale:.4g} examples ({noise_scale_plain:.4g} with ||F||^2)".format(
-                **summary
-            )
-        )
-    run = summary["run"]
-    for test, parameter, request in requested:
-        if test == "norm_test, debias" and parameter == run["eta"]:
-            print(f"debiased norm test with the configured eta, {parameter:g}: {request:,} examples")
-    print("batch: {batch:,} examples ({batch_from})".format(**run))
-    print("deviation of batches of {batch_size} ({sampling}): mean {deviation[mean]:.4g}, ".format(**summary), end="")
-    print("median {median:.4g}, excess kurtosis {excess_kurtosis:.3g}".format(**summary["deviation"]))
-    if summary["batch_size_law"] is not None:
-        law = summary["batch_size_law"]
+        print(f"noise scale V / (||F||^2 - V / {summary['sample']}): {scale:,.4g} examples")
+        print("  (V / ||F||^2 would be biased: it is too small, and depends on the size of the sample)")
+    print("the run's last requested batch was {batch:,}, because {reason}".format(**summary["run"]))
+    law = summary["batch_size_law"]
+    if law is not None:
         print(f"deviation ~ batch ^ {law['exponent']:.3f} +- {law['error']:.3f} (independent examples: -0.5)")
 
 

@@ -1,17 +1,26 @@
-"""Exact gradients of a model on a sample: the full gradient, gradients of batches, and per-example statistics.
+"""Exact gradients of a model on a sample: the full gradient F, gradients of batches, and statistics of both.
 
 Memory does not depend on the number of examples or batches: parameters and gradient (float32), the full gradient
 (float64) and a float32 copy of it during the per-example pass, 20 bytes per parameter, and the activations of one
 micro-batch.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from scipy import stats
 from tqdm import tqdm
 
+from algorithms.batch.calc_batch import (
+    BatchTestParameters,
+    augmented_inner_product_test,
+    inner_product_test,
+    norm_test,
+)
+from algorithms.batch.gradient_statistics import GradientStatistics
 from algorithms.batch.losses import example_losses, logits_of
 from algorithms.batch.per_example import PerExampleProbe, SampleStatistics
 from fabrics.data.examples import Examples
@@ -169,3 +178,106 @@ class Gradients:
             names[parameter]: ((squared_norms[parameter] - count * full.square().sum()) / (count - 1)).item()
             for parameter, full in self._working.views(self.full).items()
         }
+
+
+# Functions of numbers
+
+
+def distribution(values: Sequence[float]) -> dict[str, float]:
+    """Return the moments of deviations; the excess kurtosis is NaN for fewer than three values or equal values."""
+    numbers = np.asarray(values, dtype=np.float64)
+    spread = float(numbers.std(ddof=1)) if len(numbers) > 1 else 0.0
+    varied = len(numbers) > 2 and spread > 1e-12 * abs(numbers.mean())
+    return {
+        "mean": float(numbers.mean()),
+        "median": float(np.median(numbers)),
+        "standard_deviation": spread,
+        "excess_kurtosis": float(stats.kurtosis(numbers)) if varied else math.nan,
+    }
+
+
+def noise_scale(statistics: SampleStatistics) -> float | None:
+    """Return V / (||F||^2 - V / n) in examples for a sample of n; None if the divisor is not positive.
+
+    ||F||^2 contains V / n of noise. Without the subtraction the noise scale is too small, and depends on n.
+    """
+    squared_norm = statistics.squared_norm - statistics.variance / statistics.sample_size
+    return statistics.variance / squared_norm if squared_norm > 0 else None
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """deviation = scale * batch ^ exponent, fitted by least squares of logarithms.
+
+    Attributes:
+        error: standard error of the exponent.
+    """
+
+    exponent: float
+    error: float
+    scale: float
+
+
+def power_law(batch_sizes: Sequence[int], deviations: Sequence[float]) -> PowerLaw | None:
+    """Fit the law to the positive deviations; None if there are fewer than two."""
+    points = [(math.log(b), math.log(d)) for b, d in zip(batch_sizes, deviations, strict=True) if d > 0]
+    if len(points) < 2:
+        return None
+    result = stats.linregress(*np.array(points).T)
+    return PowerLaw(float(result.slope), float(result.stderr), math.exp(result.intercept))
+
+
+def requests(statistics: SampleStatistics, batch: int, parameters: Mapping[str, float]) -> list[tuple[str, float, int]]:
+    """Return the batch that each test would request, for eighths to eightfold values of its parameter.
+
+    Args:
+        statistics: exact statistics of the sample.
+        batch: batch size of the plain norm test; also returned by tests without an answer.
+        parameters: eta, theta and nu.
+
+    Returns:
+        (test, parameter, request in examples). The inner product tests are debiased; "orthogonality" is the second part
+        of the augmented inner product test.
+    """
+    count = statistics.sample_size
+    estimates = GradientStatistics(
+        examples=count,
+        squared_norm=statistics.squared_norm - statistics.variance / count,  # without the noise of the sample's mean
+        variance=statistics.variance,
+        inner_product_variance=statistics.inner_product_variance,
+        overlap=0.0,
+    )
+    rows = []
+    for factor in (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0):
+        eta = factor * parameters["eta"]
+        theta = factor * parameters["theta"]
+        nu = factor * parameters["nu"]
+        plain = norm_test(estimates, BatchTestParameters(eta=eta), batch)
+        debiased = norm_test(estimates, BatchTestParameters(eta=eta, debias=True), batch)
+        inner = inner_product_test(estimates, BatchTestParameters(theta=theta, debias=True), batch)
+        # A huge theta disables the inner product test, so that only orthogonality is tested.
+        augmented = BatchTestParameters(theta=1e9, nu=nu, debias=True)
+        orthogonality = augmented_inner_product_test(estimates, augmented, batch)
+        rows += [
+            ("norm_test", eta, plain or batch),
+            ("norm_test, debias", eta, debiased or batch),
+            ("inner_product_test", theta, inner or batch),
+            ("orthogonality", nu, orthogonality or batch),
+        ]
+    return rows
+
+
+def draw_batches(
+    indices: np.ndarray, batch: int, count: int | None, generator: np.random.Generator
+) -> list[np.ndarray]:
+    """Cut batches from random permutations of a sample, so that no example occurs twice in a batch.
+
+    Args:
+        count: number of batches; None: as many as the sample fills.
+    """
+    wanted = count if count is not None else len(indices) // batch
+    batches: list[np.ndarray] = []
+    while len(batches) < wanted:
+        order = generator.permutation(indices)
+        batches += [order[start : start + batch] for start in range(0, len(order) - batch + 1, batch)]
+    return batches[:wanted]
