@@ -18,13 +18,11 @@ from algorithms.synchronisation.group import Event
 from fabrics.training.worker import WorkerRound
 from tests.support.helpers import CPU, warnings_of
 from tests.support.runs import record_run, start_training, summary, table_of, write_config
-from training_logs.recording import recorder as recording
 from training_logs.recording.csv_log import CsvLog
 from training_logs.recording.memory_monitor import memory_use
 from training_logs.recording.recorder import RunRecorder
 from training_logs.recording.records import ClusterRound, RoundReport
-from training_logs.recording.round_log import exchange_rows
-from training_logs.recording.step_loss_logger import step_rows
+from training_logs.recording.round_log import exchange_rows, step_rows
 from training_logs.showing.run_data import RunData
 from utils.run_layout import has_checkpoint
 
@@ -47,14 +45,6 @@ def test_a_repeated_warning_is_logged_once_and_counted(tmp_path, monkeypatch):
     folder = record_run(tmp_path, number_of_outer_steps=3)
     assert summary(folder)["warnings"] == [{"message": "node 3 failed", "count": 3}]
     assert (folder / "training_log.log").read_text().count("warning: node 3 failed") == 1
-
-
-def test_the_summary_holds_a_limited_number_of_warnings(tmp_path, monkeypatch):
-    monkeypatch.setattr(recording, "MOST_WARNINGS", 2)
-    after_rounds(monkeypatch, lambda recorder, step: recorder.warn(f"round {step}"))
-    folder = record_run(tmp_path, number_of_outer_steps=4)
-    assert [entry["message"] for entry in summary(folder)["warnings"]] == ["round 1", "round 2"]
-    assert "warning: round 4" in (folder / "training_log.log").read_text()
 
 
 def test_a_full_disk_is_one_warning_and_the_rows_come_later(tmp_path, monkeypatch):
@@ -224,7 +214,7 @@ def test_step_losses_are_read_as_means_over_workers_that_have_one(tmp_path):
     run = run_of(tmp_path, 10)
     log = CsvLog(run.report_dir / "step_loss_log.csv")
     for step in range(1, 12):  # the last round is not in the round log yet
-        log.append(step_rows(step, round_of(step).reports.values()))
+        log.append(step_rows(round_of(step)))
     numbers, losses = run.step_losses[7]
     assert numbers.tolist() == list(range(1, 10 * STEPS + 1))
     (first, second), *_ = zip(*losses_of(2), strict=True)

@@ -3,19 +3,19 @@
 import csv
 import dataclasses
 import math
+import platform
 import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from tests.support.runs import record_run, table_of
 from training_logs import log_processor, training_monitoring
 from training_logs.recording.recorder import RunRecorder
 from training_logs.showing import plots, report
-from training_logs.showing.plots import accumulation_threshold, draw, plots_of
+from training_logs.showing.plots import draw, plots_of
 from training_logs.showing.report import headline, number, run_body, table
 from training_logs.showing.run_data import read_run, read_table
 from training_logs.showing.styles import OVER, colour
@@ -81,16 +81,6 @@ def test_the_exchange_log_adds_up_to_the_round_log(run):
     assert sent == run.rounds[-1]["bytes_synchronised"] > 0
 
 
-def test_step_losses_are_means_over_workers_in_order(run):
-    rows = rows_of(run.report_dir / "step_loss_log.csv")
-    numbers, losses = run.step_losses[0]
-    assert numbers.tolist() == list(range(1, 16))
-    own = [row for row in rows if (row["outer_step"], row["trainer_id"], row["inner_step"]) == ("5", "0", "2")]
-    assert len(own) == 4
-    weights = [int(row["effective_batch"]) for row in own]
-    assert losses[13] == pytest.approx(np.average([float(row["loss"]) for row in own], weights=weights))
-
-
 # Plots
 
 
@@ -122,7 +112,6 @@ def test_the_metric_is_drawn_as_the_csv_has_it(run, x):
         (plots.draw_squared_norm, lambda row: row["gradient_squared_norm"]),
         (plots.draw_noise_scale, lambda row: row["gradient_variance"] / row["gradient_squared_norm"]),
         (plots.draw_throughput, lambda row: row["round_tokens"] / row["seconds"]),
-        (plots.draw_worker_batches, lambda row: math.ceil(row["requested_batch"] / row["nodes"])),
     ],
 )
 def test_panels_show_the_csv_where_it_is_positive(run, panel, value):
@@ -138,14 +127,6 @@ def test_merges_are_marked_and_drawn_with_their_weights(run):
     genealogy = draw(run, [(plots.draw_genealogy, "outer_step")]).axes[0]
     texts = [text.get_text().strip() for text in genealogy.texts if text.get_text().strip()]
     assert sorted(texts) == sorted(f"{w:.2f}" for merge in run.merges for w in merge.weights.values())
-
-
-@pytest.mark.parametrize(
-    ("mode", "threshold"),
-    [("threshold_switch_mode", 2.0), ("only_gradient_accumulation", 1.0), ("only_data_loader", None)],
-)
-def test_the_region_of_accumulation_is_the_switch_modes(run, mode, threshold):
-    assert accumulation_threshold(dataclasses.replace(run, config=run.config | {"switch_mode": mode})) == threshold
 
 
 # Report
@@ -175,8 +156,7 @@ def test_the_report_states_the_origin_of_the_run(folder, run):
     begun = "<td>2026-01-02T03:04:05+01:00</td><td>{}</td><td>python run.py &#x27;run_name=&lt;i&gt;&#x27;</td>"
     assert begun.format("1") + "<td>c0ffee</td><td>in changes.patch</td>" in page
     assert begun.format("1,234") + "<td>&lt;b&gt;unknown&lt;/b&gt;</td><td>-</td>" in page
-    cuda = f" for CUDA {torch.version.cuda}" if torch.version.cuda else ""
-    assert f"torch {torch.__version__}{cuda}, 1 process</td>" in page
+    assert f"{platform.platform()}, 1 process</td>" in page
     assert "<h2>Origin</h2>" not in run_body(with_summary(run, invocations=[]))
 
 

@@ -7,12 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.helpers import CPU
 from tests.support.programs import command
 from training_logs.recording import provenance
-from training_logs.recording.provenance import LIMIT_BYTES, Code, Invocations, Origin, code_of, machine, machines
+from training_logs.recording.provenance import Code, Invocations, Origin, code_of, machine, machines
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 
@@ -40,8 +39,6 @@ def test_a_clean_checkout_is_its_commit(checkout):
     (checkout / "logs").mkdir()
     (checkout / "logs" / "made.py").write_text("ignored")
     (checkout / "notes.txt").write_text("no program")
-    (checkout / "env" / "lib" / "site-packages").mkdir(parents=True)
-    (checkout / "env" / "lib" / "site-packages" / "other.py").write_text("somebody else's")
     assert code_of(checkout) == Code(git(checkout, "rev-parse", "HEAD").strip(), False, b"")
 
 
@@ -63,14 +60,6 @@ def test_a_new_file_alone_is_a_change(checkout):
     assert code_of(checkout).changed is True
 
 
-def test_a_large_difference_is_cut_and_says_so(checkout):
-    (checkout / "run.py").write_text("# line\n" * 300_000)
-    found = code_of(checkout)
-    assert found.changed is True
-    assert len(found.difference) == LIMIT_BYTES == 1_000_000
-    assert found.difference.endswith(b"# cut here: this file holds at most 1 MB, and the difference is larger\n")
-
-
 def test_a_checkout_that_merely_contains_the_program_says_nothing_about_it(checkout):
     inside = checkout / "vendor" / "program"
     inside.mkdir(parents=True)
@@ -82,16 +71,6 @@ def test_a_checkout_that_merely_contains_the_program_says_nothing_about_it(check
     assert code_of(inside) == Code(git(checkout, "rev-parse", "HEAD").strip(), False)
     (inside / "run.py").write_text("print(2)\n")
     assert b"--- a/run.py\n+++ b/run.py\n" in code_of(inside).difference
-
-
-def test_variables_of_another_checkout_do_not_mislead(checkout, tmp_path, monkeypatch):
-    git(tmp_path, "init", "other")
-    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
-    monkeypatch.setenv("GIT_WORK_TREE", str(tmp_path / "other"))
-    found = code_of(checkout)
-    monkeypatch.delenv("GIT_DIR")
-    monkeypatch.delenv("GIT_WORK_TREE")
-    assert found == Code(git(checkout, "rev-parse", "HEAD").strip(), False)
 
 
 def test_without_a_commit_or_a_checkout_it_is_unknown(tmp_path):
@@ -116,7 +95,7 @@ def test_git_that_is_missing_fails_or_hangs_costs_nothing_but_the_answer(checkou
 def test_the_machine_is_this_one():
     found = machine([CPU])
     assert found["host"] == os.uname().nodename
-    assert (found["cores"], found["torch"], found["gpus"]) == (os.cpu_count(), torch.__version__, {})
+    assert found["gpus"] == {}
     assert found["memory_bytes"] == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert found["cpu"]
 

@@ -3,11 +3,9 @@
 The environment is not recorded: it may hold secrets. Without git, or outside a checkout, the commit is "unknown".
 """
 
-import contextlib
 import dataclasses
 import datetime
 import json
-import os
 import platform
 import shlex
 import subprocess
@@ -26,14 +24,8 @@ from utils.distributed.launch import cores
 from utils.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
-UNKNOWN = "unknown"
-# Largest size of changes.patch.
-LIMIT_BYTES = 1_000_000
-_CUT = b"\n# cut here: this file holds at most 1 MB, and the difference is larger\n"
 # An answer takes milliseconds; a disk that hangs must not stop the run.
 _GIT_SECONDS = 20.0
-# Set inside a git hook; they would lead to another checkout.
-_MISLEADING = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
 
 
 @dataclass(frozen=True)
@@ -43,7 +35,7 @@ class Code:
     Attributes:
         commit: of the checkout, or "unknown".
         changed: whether files differ from the commit or Python files are untracked; None: unknown.
-        difference: of the tracked files, in git's format, at most LIMIT_BYTES.
+        difference: of the tracked files, in git's format.
     """
 
     commit: str
@@ -53,10 +45,9 @@ class Code:
 
 def _git(folder: Path, *arguments: str) -> bytes | None:
     """Run git; None if it fails, hangs or is missing."""
-    environment = {name: value for name, value in os.environ.items() if name not in _MISLEADING}
     command = ["git", "-C", str(folder), "-c", "core.fsmonitor=false", *arguments]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, timeout=_GIT_SECONDS)
+        done = subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
@@ -66,24 +57,19 @@ def code_of(folder: Path = ROOT) -> Code:
     """Return the code in a folder; unknown if run.py in it is not tracked, as in a checkout of another project."""
     commit = _git(folder, "rev-parse", "--verify", "HEAD")
     if commit is None or not _git(folder, "ls-files", "--error-unmatch", "--", "run.py"):
-        return Code(UNKNOWN, None)
+        return Code("unknown", None)
     difference = _git(folder, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "--relative", "HEAD", "--", ".")
-    untracked = _git(folder, "ls-files", "--others", "--exclude-standard", "-z", "--", "*.py")
+    untracked = _git(folder, "ls-files", "--others", "--exclude-standard", "--", "*.py")
     if difference is None or untracked is None:
         return Code(commit.decode().strip(), None)
-    # A virtual environment inside the checkout is not part of the project.
-    new = [name for name in untracked.split(b"\0") if name and b"site-packages" not in name.split(b"/")]
-    if len(difference) > LIMIT_BYTES:
-        difference = difference[: LIMIT_BYTES - len(_CUT)] + _CUT
-    return Code(commit.decode().strip(), bool(difference or new), difference)
+    return Code(commit.decode().strip(), bool(difference or untracked), difference)
 
 
 def _cpu_model() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def machine(devices: Iterable[torch.device]) -> dict:
@@ -96,24 +82,19 @@ def machine(devices: Iterable[torch.device]) -> dict:
     return {
         "host": platform.node(),
         "cpu": _cpu_model(),
-        "cores": os.cpu_count(),
         "usable_cores": cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": gpus,
         "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
     }
 
 
 def machines(processes: Iterable[Mapping]) -> list[dict]:
-    """Group the results of `machine` of all processes by machine, with their GPUs and the number of processes."""
+    """Group the results of `machine` of all processes by host, with all GPUs and the number of processes."""
     found: dict[str, dict] = {}
     for own in processes:
-        key = json.dumps({name: value for name, value in own.items() if name != "gpus"})
-        entry = found.setdefault(key, dict(own) | {"gpus": {}, "processes": 0})
-        entry["gpus"] = entry["gpus"] | own["gpus"]
+        entry = found.setdefault(own["host"], {**own, "gpus": {}, "processes": 0})
+        entry["gpus"] |= own["gpus"]
         entry["processes"] += 1
     return [entry | {"gpus": list(entry["gpus"].values())} for entry in found.values()]
 
@@ -155,7 +136,8 @@ class Invocations:
     """
 
     def __init__(self, folder: Path, summary: Path, origin: Origin | None, state: Sequence[dict] | None = None):
-        self._folder, self._origin = folder, origin
+        self._folder = folder
+        self._origin = origin
         self.entries: list[dict] = max(list(state or ()), _read(summary), key=len)
 
     def changed_plugins(self) -> list[str]:
@@ -179,7 +161,8 @@ class Invocations:
         """
         if self._origin is None:
             return
-        code, number = self._origin.code, len(self.entries) + 1
+        code = self._origin.code
+        number = len(self.entries) + 1
         patch = "changes.patch" if number == 1 else f"changes_{number}.patch"
         entry = {
             "command": self._origin.command,

@@ -23,7 +23,6 @@ from training_logs.recording.node_log import NodeLog
 from training_logs.recording.provenance import Invocations, Origin
 from training_logs.recording.records import ClusterRound, Observer, RunView
 from training_logs.recording.run_folder import FileHandler, continue_log, logger
-from training_logs.recording.step_loss_logger import step_rows
 from training_logs.recording.summary import run_summary
 from training_logs.trackers.clearml import SESSION, resolved_mode, send_folder, start_reporting
 from training_logs.trackers.tracker import TrackerProcess
@@ -35,8 +34,6 @@ from utils.text import budget_used, counted
 
 # The round log comes last: a reader finds the steps and exchanges of each of its rounds.
 TABLES = ("step_loss_log.csv", "exchange_log.csv", "share_log.csv", "merge_log.csv", "training_log.csv")
-# The number of different warnings that the summary holds.
-MOST_WARNINGS = 200
 
 
 class RunRecorder(Observer):
@@ -140,8 +137,7 @@ class RunRecorder(Observer):
             self._logged_warnings.add(message)
             logger.warning("warning: %s", message)
         if message not in self._warnings:
-            if len(self._warnings) < MOST_WARNINGS:
-                self._warnings[message] = 1
+            self._warnings[message] = 1
         elif self._rounds_bar is not None:  # a resumed run repeats the warnings of its start
             self._warnings[message] += 1
 
@@ -192,7 +188,7 @@ class RunRecorder(Observer):
         self._attempt("memory_log.csv", self._memory.log, "after a round", result.outer_step, result.memory)
         self._attempt("node_log.csv", self._nodes.log, len(run.nodes), result)
         rows = {
-            "step_loss_log.csv": step_rows(result.outer_step, result.reports.values()),
+            "step_loss_log.csv": round_log.step_rows(result),
             "exchange_log.csv": round_log.exchange_rows(result),
             "share_log.csv": round_log.share_rows(result),
             "merge_log.csv": round_log.merge_rows(result),

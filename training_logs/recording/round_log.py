@@ -87,6 +87,27 @@ def _statistics_columns(statistics: GradientStatistics | None) -> dict[str, floa
     return columns
 
 
+def step_rows(result: ClusterRound) -> list[dict]:
+    """Return one row of step_loss_log.csv per inner step and worker."""
+    rows = []
+    for report in result.reports.values():
+        for index, worker in report.workers.items():
+            # A worker whose node failed has learning rates, but no losses.
+            for (step, loss), rate in zip(worker.losses_by_step, worker.learning_rates, strict=False):
+                rows.append(
+                    {
+                        "outer_step": result.outer_step,
+                        "trainer_id": report.trainer,
+                        "worker": index,
+                        "inner_step": step + 1,
+                        "loss": loss,
+                        "effective_batch": worker.plan.effective_batch,
+                        "learning_rate": rate,
+                    }
+                )
+    return rows
+
+
 def exchange_rows(result: ClusterRound) -> list[dict]:
     """Return one row of exchange_log.csv per trainer and kind of exchange."""
     rows = []

@@ -122,34 +122,6 @@ def draw_batches(axes: Axes, run: RunData, x: str) -> None:
     axes.legend(fontsize=8)
 
 
-def accumulation_threshold(run: RunData) -> float | None:
-    """Return the request per worker above which gradients are accumulated, in max batches; None: never."""
-    multiplier = float(run.config["switch_multiplier"])
-    thresholds = {"threshold_switch_mode": multiplier, "only_gradient_accumulation": 1.0}
-    return thresholds.get(run.config["switch_mode"])
-
-
-def draw_worker_batches(axes: Axes, run: RunData, x: str) -> None:
-    """Per worker: request (line), effective batch (dots), max batch, and the region in which it accumulates."""
-    largest = run.rounds["max_batch"].max()
-    top = max(largest, np.ceil(run.rounds["requested_batch"] / run.rounds["nodes"]).max())
-    for trainer, rows in run.by_trainer.items():
-        look = _look(run, trainer)
-        request = np.ceil(rows["requested_batch"] / rows["nodes"])
-        axes.step(rows[x], request, where="mid", label=f"trainer {trainer}", **look)
-        shown = rows[:: _mark_every(run)]
-        axes.plot(shown[x], shown["effective_batch"] / shown["nodes"], "o", ms=2 * look["lw"], color=colour(trainer))
-    axes.axhline(largest, color="black", lw=1.2, ls="--", label="max batch")
-    threshold = accumulation_threshold(run)
-    if threshold is not None:
-        top = max(top, threshold * largest)
-        axes.axhspan(threshold * largest, 1.3 * top, color="orange", alpha=0.15, label="accumulates above")
-    binary_logarithmic(axes)
-    axes.set_ylim(top=1.3 * top)
-    label_axes(axes, x, "examples per worker and inner step", "Batch per worker: request (line), effective (dots)")
-    axes.legend(fontsize=8)
-
-
 def _positive(values: np.ndarray) -> np.ndarray:
     """Leave out estimates that are not positive, which a logarithmic axis cannot show."""
     return np.where(values > 0, values, np.nan)
@@ -338,8 +310,11 @@ def plots_of(run: RunData) -> dict[str, list[tuple[Draw, str]]]:
         },
         "loss.png": {(draw_step_loss, "outer_step"): bool(run.step_losses), (draw_loss, "outer_step"): True},
         "metric.png": {(draw_metric, "wall_seconds"): True, (draw_best_metric, "bytes_communicated"): communicates},
-        "batch_sizes.png": {(draw_worker_batches, "outer_step"): True, (draw_noise_scale, "outer_step"): tested},
-        "gradient_statistics.png": {(draw_variance, "outer_step"): tested, (draw_squared_norm, "outer_step"): tested},
+        "gradient_statistics.png": {
+            (draw_noise_scale, "outer_step"): tested,
+            (draw_variance, "outer_step"): tested,
+            (draw_squared_norm, "outer_step"): tested,
+        },
         "communications.png": {
             (draw_communications, "communications"): communicates,
             (draw_batch_law, "outer_step"): communicates and _law(run) is not None,

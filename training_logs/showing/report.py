@@ -126,9 +126,6 @@ def headline(run: RunData) -> dict[str, str]:
         "training tokens": number(summary["tokens"]),
         "communications": number(summary["communications"]),
         "communicated": byte_size(summary["bytes_communicated"]),
-        "synchronisations": byte_size(summary["bytes_synchronised"]),
-        "merges": byte_size(summary["bytes_merged"]),
-        "state of nodes that change trainers": byte_size(summary["bytes_redistributed"]),
         "trainers, first and last": f"{summary['initial_trainers']} → {summary['final_trainers']}",
         "largest request": number(summary["largest_requested_batch"]),
         "seconds": f"{summary['wall_seconds']:,.0f}",
@@ -251,12 +248,10 @@ def _machine(machine: Mapping[str, Any]) -> str:
     gpus = Counter(f"{gpu['name']} ({byte_size(gpu['memory_bytes'])})" for gpu in machine["gpus"])
     parts = [
         f"{machine['host']}: {machine['cpu']}",
-        f"{machine['usable_cores']} of {machine['cores']} cores",
+        f"{machine['usable_cores']} cores",
         byte_size(machine["memory_bytes"]),
         *(f"{count} x {gpu}" for gpu, count in gpus.items()),
         machine["system"],
-        f"Python {machine['python']}",
-        f"torch {machine['torch']}" + (f" for CUDA {machine['cuda']}" if machine["cuda"] else ""),
         f"{machine['processes']} processes" if machine["processes"] > 1 else "1 process",
     ]
     return ", ".join(parts)

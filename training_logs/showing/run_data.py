@@ -226,10 +226,10 @@ class RunData:
 
     @cached_property
     def memory(self) -> dict[str, dict[str, list[float]]]:
-        """memory_log.csv: per device the columns seconds, allocated_bytes and peak_bytes."""
+        """memory_log.csv: per device the columns seconds and allocated_bytes."""
         found: dict[str, dict[str, list[float]]] = {}
         for row in csv.DictReader(_whole_lines(self.folder / MEMORY_FOLDER / "memory_log.csv")):
-            columns = found.setdefault(row["device"], {"seconds": [], "allocated_bytes": [], "peak_bytes": []})
+            columns = found.setdefault(row["device"], {"seconds": [], "allocated_bytes": []})
             for name, values in columns.items():
                 values.append(float(row[name]))
         return found
