@@ -71,7 +71,7 @@ def law_figure(deviations: Mapping[int, float], variance: float, law: PowerLaw |
         color=colour(0),
         label="measured (root mean square), corrected for the finite sample",
     )
-    axes.plot(xs, np.sqrt(variance / xs), "-", color=colour(2), label="sqrt(V / b)")
+    axes.plot(xs, np.sqrt(variance / xs), lw=6, alpha=0.35, color=colour(2), label="sqrt(V / b)")
     if law is not None:
         label = f"fitted exponent {law.exponent:.3f} ± {law.error:.3f} (independent examples: -0.5)"
         axes.plot(xs, law.scale * xs**law.exponent, "--", color=colour(1), label=label)

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 import yaml
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -40,7 +40,6 @@ from gradient_analysis.gradients import (
 )
 from training_logs.log_processor import ANALYSIS_SUMMARY
 from training_logs.showing.run_data import RunFolderError, read_run
-from training_logs.trackers.clearml import resolved_mode, send_folder
 from utils.config.plugins import check_plugins_of_run
 from utils.config.reading import load_config
 from utils.config.schema import Config, ConfigError
@@ -70,9 +69,6 @@ class AnalysisConfig:
     device: str | None = None
     cpu_threads: PositiveInt | None = None
     output_dir: str = "gradient_plots"
-    clearml: Annotated[
-        Literal["auto", "online", "offline", "off"], BeforeValidator(lambda value: "off" if value is False else value)
-    ] = "off"
 
 
 def parse_analysis_config(path: Path, overrides: Sequence[str]) -> AnalysisConfig:
@@ -369,18 +365,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     try:
         config = parse_analysis_config(options.config, options.overrides)
-        mode = resolved_mode(config.clearml)
-        output = analyse(config)
+        analyse(config)
     except (ConfigError, UnsupportedModuleError) as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 2
-    if mode != "off":
-        warning = send_folder(output, mode)
-        if warning is None:
-            print(f"ClearML: {mode}")
-        else:
-            _warn([warning])
     return 0
 
 

@@ -452,7 +452,6 @@ def test_a_given_configuration_wins_over_that_of_the_run(analysed, tmp_path):
 def test_the_shipped_configuration_is_the_defaults():
     path = ROOT / "gradient_analysis" / "config_analyze_gradient.yaml"
     assert parse_analysis_config(path, []) == AnalysisConfig()
-    assert parse_analysis_config(path, ["clearml=off"]).clearml == "off"
 
 
 @pytest.mark.parametrize(

@@ -334,7 +334,7 @@ def plots_of(run: RunData) -> dict[str, list[tuple[Draw, str]]]:
 
 
 def draw(run: RunData, panels: list[tuple[Draw, str]]) -> Figure:
-    figure, axes = make_figure(len(panels))
+    figure, axes = make_figure(len(panels), columns=3 if len(panels) == 3 else 2)
     # Fixed margins: a layout that measures all texts first takes as long as the drawing itself.
     figure.set_layout_engine(None)
     width, height = figure.get_size_inches()
