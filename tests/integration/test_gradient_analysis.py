@@ -429,24 +429,17 @@ def test_a_run_folder_stands_for_its_best_model_and_its_own_configuration(analys
     assert resolve_model(AnalysisConfig(model=str(one)))[1] == one
 
 
-def test_a_model_outside_a_run_folder_uses_the_configuration_it_is_given(analysed, tmp_path):
+def test_a_given_configuration_wins_over_that_of_the_run(analysed, tmp_path):
     run, _, _ = analysed
     model = tmp_path / "checkout" / "models" / "trainer_0"
     shutil.copytree(run / "model_weights" / "trainer_0", model)
     shutil.copy(run / "config.yaml", tmp_path / "checkout" / "config.yaml")  # a configuration, but not of a run
     asked = tmp_path / "asked.yaml"
     asked.write_text("{sequence_length: 48, number_of_outer_steps: 1}")
-    training, _ = resolve_model(AnalysisConfig(model=str(model), config=str(asked)))
-    assert training.sequence_length == 48
+    for folder in (model, run):
+        assert resolve_model(AnalysisConfig(model=str(folder), config=str(asked)))[0].sequence_length == 48
     with pytest.raises(ConfigError, match=r"^config: "):
         resolve_model(AnalysisConfig(model=str(model), config=None))
-
-
-def test_a_given_configuration_wins_over_that_of_the_run(analysed, tmp_path):
-    run, _, _ = analysed
-    asked = tmp_path / "asked.yaml"
-    asked.write_text("{sequence_length: 48, number_of_outer_steps: 1}")
-    assert resolve_model(AnalysisConfig(model=str(run), config=str(asked)))[0].sequence_length == 48
 
 
 def test_the_shipped_configuration_is_the_defaults():

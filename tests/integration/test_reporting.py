@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.runs import record_run, table_of
+from tests.support.runs import record_run
 from training_logs import log_processor, training_monitoring
 from training_logs.recording.recorder import RunRecorder
 from training_logs.showing import plots, report
@@ -305,15 +305,6 @@ def test_a_smoothed_loss_does_not_lag(run):
     steps, losses = line(axes, "trainer 0").get_data()
     assert (steps[0], steps[-1]) == (11, 390)
     assert losses == pytest.approx(401 - steps)
-
-
-def test_rounds_that_do_not_communicate_stay_apart(run):
-    rows = [
-        {"outer_step": step, "communications": 0.0, "trainer_id": trainer, "validation_metric": metric}
-        for step, trainer, metric in ((1.0, 0, 9.0), (1.0, 1, 8.0), (2.0, 0, 7.0), (2.0, 1, 7.5))
-    ]
-    made = dataclasses.replace(run, rounds=table_of(rows))
-    assert made.best_metrics("communications") == ([0.0, 0.0], [8.0, 7.0])
 
 
 @pytest.mark.parametrize("first", [0, 1])
