@@ -17,7 +17,7 @@ been differentiated.
 
 An accumulated step is probed micro-batch by micro-batch into one gradient, and `step_estimate` turns that into
 estimates of the true gradient (algorithms.batch.gradient_statistics). Inner products, with the gradient as accumulated
-so far, are taken only where they are needed. benchmarks/performance/throughput.py measures the cost of a probed step.
+so far, are taken only where they are needed. benchmarks/performance/throughput.py measures the cost of a batch test.
 """
 
 import math

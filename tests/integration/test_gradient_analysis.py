@@ -258,6 +258,7 @@ def analysed(programs, tmp_path_factory, cache_dir):
         f"model={run}",
         "sample_size=64",
         f"output_dir={folder / 'out'}",
+        "cpu_threads=1",
     ]
     result = programs.run(*script)
     return run, folder / "out", result.stdout
