@@ -27,6 +27,7 @@ from run import train
 from tests.support.helpers import warnings_of
 from tests.support.programs import command
 from tests.support.runs import SHORT, assert_same_run, start_training, write_config
+from training_logs.showing.run_data import read_run
 from utils.config.reading import load_config
 from utils.config.schema import ConfigError
 
@@ -140,7 +141,7 @@ def test_the_round_log_has_a_row_per_trainer_and_round(rows):
         assert int(row["round_tokens"]) == 32 * int(row["round_examples"])
 
 
-def test_totals_are_the_sums_of_the_rounds(rows, summary):
+def test_totals_are_the_sums_of_the_rounds(finished, rows, summary):
     assert summary["examples"] == sum(int(row["round_examples"]) for row in rows) == int(rows[-1]["examples"])
     assert summary["tokens"] == sum(int(row["round_tokens"]) for row in rows) == int(rows[-1]["tokens"])
     synchronisations = sum(int(row["nodes"]) > 1 for row in rows)
@@ -148,7 +149,7 @@ def test_totals_are_the_sums_of_the_rounds(rows, summary):
     model_bytes = 4 * summary["parameters"]
     nodes = {(int(row["outer_step"]), int(row["trainer_id"])): int(row["nodes"]) for row in rows}
     # Parameters and velocity of one trainer to the other's first node, the average from there to its others.
-    merging = [nodes[merge["outer_step"], merge["representative"]] for merge in summary["merge_history"]]
+    merging = [nodes[merge.outer_step, merge.representative] for merge in read_run(finished[0]).merges]
     # Parameters, velocity, two moments and a step count to every new node.
     new = sum(max(0, count - nodes.get((step - 1, trainer), count)) for (step, trainer), count in nodes.items())
     assert new > 0

@@ -54,7 +54,6 @@ def run_summary(run: RunView, final: dict[int, Evaluation], status: str, recorde
         "metric_decimals": run.metric.decimals,
         "final_metric": best.metric if best else None,
         "final_loss": best.loss if best else None,
-        "final_metrics": {trainer: evaluation.metric for trainer, evaluation in final.items()},
         "final_classes": {name: dataclasses.asdict(scores) for name, scores in classes},
         "outer_steps": counters.outer_steps,
         "examples": counters.examples,
@@ -69,17 +68,8 @@ def run_summary(run: RunView, final: dict[int, Evaluation], status: str, recorde
         "lost_messages": counters.lost_messages,
         "failed_nodes": sorted(run.pool.failed),
         "merges": len(run.merges),
-        "merge_history": [
-            {
-                "outer_step": merge.outer_step,
-                "representative": merge.plan.representative,
-                "weights": merge.plan.weights,
-            }
-            for merge in run.merges
-        ],
         "initial_trainers": config.number_of_initial_trainers,
         "final_trainers": len(run.trainers),
-        "first_requested_batch": config.INITIAL_BATCH_SIZE,
         "alone_share": counters.rounds_alone / counters.outer_steps if counters.outer_steps else None,
         "training_seconds": counters.training_seconds,
         "evaluation_seconds": counters.evaluation_seconds,
