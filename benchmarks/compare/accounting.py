@@ -64,11 +64,6 @@ class Network:
     bits_per_second: float
     latency: float
 
-    @property
-    def link(self) -> Link:
-        """The link of every node."""
-        return Link(self.bits_per_second, self.latency)
-
 
 def _gradient_bytes(workers: int, parameters: float) -> float:
     """Bytes that all workers together send to average one gradient."""
@@ -79,8 +74,8 @@ def usage(run: RunData, synchronous_workers: int | None = None) -> dict[str, np.
     """Return the totals of a run after every round, by column of the round log; inner steps are those of one node.
 
     Args:
-        synchronous_workers: count what this many workers send that average gradients at every inner step instead of
-            the run's own communication.
+        synchronous_workers: count the gradients that this many workers average at every inner step instead of the
+            run's own communication.
     """
     columns = ("outer_step", "tokens", "inner_steps", "communications", "bytes_communicated")
     totals = {name: np.array([rows[name][0] for rows in run.by_round.values()]) for name in columns}
@@ -90,12 +85,6 @@ def usage(run: RunData, synchronous_workers: int | None = None) -> dict[str, np.
         totals["communications"] = totals["inner_steps"]
         totals["bytes_communicated"] = sent * totals["inner_steps"]
     return totals
-
-
-def metric_at(run: RunData) -> dict[int, float]:
-    """Return the best validation metric of the living trainers in each evaluated round."""
-    steps, values = run.best_metrics("outer_step")
-    return {int(step): value for step, value in zip(steps, values, strict=True)}
 
 
 # Simulated time
@@ -201,7 +190,7 @@ def simulated_seconds(
     scale = parameters / run.summary["parameters"]
     nodes = run.config["nodes_per_gpu"] * len(run.summary["devices"])
     merges = {merge.outer_step: merge for merge in run.merges}
-    clocks = Clocks(network.link, nodes)
+    clocks = Clocks(Link(network.bits_per_second, network.latency), nodes)
     nodes_before: dict[int, int] = {}
     bytes_before = {"bytes_merged": 0.0, "bytes_redistributed": 0.0}
     found = []

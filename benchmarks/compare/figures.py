@@ -1,108 +1,106 @@
-"""Figures of a comparison: curves, and the frontier of final metric and communications."""
+"""Figures of a comparison: curves of the metric, and the final metric against communications and time."""
 
 import math
+import re
 import statistics
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter
 
-from benchmarks.compare.results import LABELS, Results, mean_curve, short
-from training_logs.showing.styles import colour, make_figure
-
-
-def _line(index: int) -> dict[str, Any]:
-    return {"color": colour(index), "ls": ("-", "--", ":")[index // 10 % 3], "lw": 1.6}
+from benchmarks.compare.results import Results, mean_curve
+from training_logs.showing.styles import make_figure
 
 
-def _limit_metric(axes: Axes, results: Results, room: float) -> None:
-    """Limit the y axis to the best three quarters of the final metrics, with a margin."""
-    finals = sorted(results.mean_final(name) for name in results.methods if results.runs[name])
-    low = finals[0]
-    high = finals[len(finals) * 3 // 4]
-    margin = room * (high - low) + 0.02 * high
-    axes.set_ylim(low - 0.3 * margin, high + margin)
+def _styles(results: Results) -> dict[str, dict[str, Any]]:
+    """Return a style for each method: variants of one method share a colour, the reference is black."""
+    palette = matplotlib.colormaps["tab20"].colors
+    colours = [*palette[::2], *palette[1::2]]
+    groups: dict[str, list[str]] = {}
+    for name in results.methods:
+        if name != results.reference:
+            groups.setdefault(re.split("[,:]", name)[0], []).append(name)
+    styles = {results.reference: {"color": "black", "ls": "-", "marker": "o", "lw": 2.2, "zorder": 5}}
+    for colour, names in zip(colours, groups.values(), strict=False):
+        for number, name in enumerate(names):
+            styles[name] = {"color": colour, "ls": ("-", "--", "-.", ":")[number % 4], "lw": 1.5}
+            styles[name]["marker"] = "os^DvP<>X*p"[number % 11]
+    return styles
 
 
-def _logarithmic(axes: Axes, low: float, high: float) -> None:
-    """Make the x axis logarithmic, with readable ticks."""
-    axes.set_xscale("log")
-    axes.set_xlim(low, high)
-    subs = (1.0, 2.0, 5.0) if high > 12.0 * low else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
-    axes.xaxis.set_major_locator(LogLocator(subs=subs, numticks=20))
+def _label(axes: Axes, results: Results, label: str, ends: list[float]) -> None:
+    """Label the axes and limit them to what tells the methods apart."""
+    finals = sorted(value for name in results.methods for value in results.finals(name).values())
+    axes.set_yscale("log")
+    if results.sign > 0:
+        high = max(1.3 * finals[0], 1.1 * finals[int(0.9 * (len(finals) - 1))])
+        axes.set_ylim(0.96 * finals[0], high)
+    axes.yaxis.set_major_locator(LogLocator(subs=np.arange(1.0, 10.0, 0.5)))
+    axes.yaxis.set_major_formatter(FuncFormatter("{0:.3g}".format))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    if min(ends) == 0.0:
+        axes.set_xscale("symlog", linthresh=5.0)
+        axes.set_xlim(-0.5, 1.3 * max(ends) + 1.0)
+    elif label != "training tokens":
+        axes.set_xscale("log")
+        axes.set_xlim(min(ends) / 3.0, 1.3 * max(ends))
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=20))
+        axes.xaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-
-
-def _draw_curves(axes: Axes, results: Results, axis: str) -> None:
-    for index, name in enumerate(results.methods):
-        runs = results.runs[name]
-        if not runs:
-            continue
-        xs, values = mean_curve(runs, axis)
-        axes.fill_between(xs, values.min(0), values.max(0), color=colour(index), alpha=0.13, lw=0)
-        axes.plot(xs, np.exp(np.log(values).mean(0)), label=results.labelled(name), **_line(index))
-    _limit_metric(axes, results, 3.0)
-    name = results.raw["metric"]["name"]
-    axes.set_title(f"{name} over {LABELS.get(axis, 'simulated time')}")
-    axes.set_xlabel(LABELS.get(axis) or f"seconds: {short(axis)}")
-    axes.set_ylabel(name)
+    axes.set_xlabel(label)
     axes.grid(True, which="both", alpha=0.25)
-    ends = [max(results.ends(method, axis)) for method in results.methods if results.runs[method]]
-    if axis != "tokens" and max(ends) > 0:
-        smallest = min(end for end in ends if end > 0)
-        _logarithmic(axes, smallest / 3, 1.2 * max(ends))
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def _axes_of(results: Results) -> dict[str, str]:
+    """Return the label of each curve that is drawn."""
+    counted = {"tokens": "training tokens", "communications": "communications"}
+    return counted | {axis: f"simulated seconds, {network}" for network, axis in results.simulated.items()}
+
+
+def _completed(results: Results) -> list[str]:
+    return [name for name in results.methods if results.runs[name]]
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=9)
 
 
 def draw_curves(results: Results) -> Figure:
-    """Draw the metric over each kind of usage: mean and range over seeds."""
-    axes_names = ["tokens", "communications", "bytes_communicated", *results.simulated[-3:]]
-    figure, places = make_figure(len(axes_names), 3, (17, 5.2 * math.ceil(len(axes_names) / 3)))
-    for place, axis in zip(places, axes_names, strict=True):
-        _draw_curves(place, results, axis)
-    _legend(figure, places[0])
+    """Draw the metric over tokens, communications and the simulated time of every network: mean and range of seeds."""
+    labels = _axes_of(results)
+    styles = _styles(results)
+    figure, panels = make_figure(len(labels), 3, (17, 5.0 * math.ceil(len(labels) / 3) + 1.0))
+    for axes, (axis, label) in zip(panels, labels.items(), strict=True):
+        for name in _completed(results):
+            xs, values = mean_curve(results.runs[name], axis)
+            axes.fill_between(xs, values.min(0), values.max(0), color=styles[name]["color"], alpha=0.1, lw=0)
+            marks = {"markevery": [len(xs) - 1], "ms": 6}
+            axes.plot(xs, np.exp(np.log(values).mean(0)), label=results.labelled(name), **styles[name], **marks)
+        _label(axes, results, label, [max(results.ends(name, axis)) for name in _completed(results)])
+    panels[0].set_ylabel(results.raw["metric"]["name"])
+    _legend(figure, panels[0])
     return figure
 
 
-def draw_frontier(results: Results) -> Figure:
-    """Draw the final metric over communications, whole and enlarged; a line is the frontier of a family."""
-    figure, places = make_figure(2, 2, (14, 6.5))
-    metric = results.raw["metric"]["name"]
-    made = {
-        name: max(statistics.fmean(results.ends(name, "communications")), 1.0)
-        for name in results.methods
-        if results.runs[name]
-    }
-    for axes in places:
-        for index, name in enumerate(results.methods):
-            if name not in made:
-                continue
-            finals = [run["final_metric"] for run in results.runs[name]]
+def draw_ends(results: Results) -> Figure:
+    """Draw the final metric, mean and range of seeds, over communications and over the time of the fastest network."""
+    labels = {axis: label for axis, label in _axes_of(results).items() if axis != "tokens"}
+    shown = list(labels.items())[:2]
+    styles = _styles(results)
+    figure, panels = make_figure(len(shown), 2, (14, 6.5))
+    for axes, (axis, label) in zip(panels, shown, strict=True):
+        for name in _completed(results):
+            finals = list(results.finals(name).values())
             mean = statistics.fmean(finals)
             spread = [[mean - min(finals)], [max(finals) - mean]]
-            shape = ("o", "s", "^")[index // 10 % 3]
-            style = {"fmt": shape, "color": colour(index), "capsize": 3, "label": results.labelled(name)}
-            axes.errorbar(made[name], mean, spread, **style)
-        for members in results.families.values():
-            line: list[tuple[float, float]] = []
-            for x, y in sorted((made[name], results.mean_final(name)) for name in members):
-                if not line or results.sign * (y - line[-1][1]) < 0:
-                    line.append((x, y))
-            axes.plot(*zip(*line, strict=True), color="0.6", lw=0.8, zorder=0)
-        _logarithmic(axes, min(made.values()) / 1.3, 1.3 * max(made.values()))
-        axes.grid(True, which="both", alpha=0.25)
-        axes.set_xlabel("communications of the whole run (none counts as one)")
-        axes.set_ylabel(f"final {metric}")
-    places[0].set_title(f"final {metric}, mean and range over seeds")
-    places[1].set_title("enlarged")
-    _limit_metric(places[1], results, 0.6)
-    _legend(figure, places[0])
+            style = {key: styles[name][key] for key in ("color", "marker")}
+            used = statistics.fmean(results.ends(name, axis))
+            axes.errorbar(used, mean, spread, ls="", ms=8, capsize=3, label=results.labelled(name), **style)
+        _label(axes, results, label, [statistics.fmean(results.ends(name, axis)) for name in _completed(results)])
+    panels[0].set_ylabel(f"final {results.raw['metric']['name']}")
+    _legend(figure, panels[0])
     return figure

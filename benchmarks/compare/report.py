@@ -1,32 +1,32 @@
-"""The pages of comparisons: results.md, an overview, and a page for each comparison in results/.
+"""The page of a comparison, and the overview results.md of the published ones.
 
 Numbers are means over seeds with the sample's standard deviation.
 """
 
 import json
+import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare.figures import draw_curves, draw_frontier
-from benchmarks.compare.results import LABELS, Results, short, used_until
-from benchmarks.compare.spec import as_override
+from benchmarks.compare.figures import draw_curves, draw_ends
+from benchmarks.compare.results import Results, used_until
+from benchmarks.compare.spec import COMPARISONS, as_override
 from utils.files import write_atomically, write_text_atomically
 from utils.text import byte_size
 
-EQUAL_AXES = {"tokens": "tokens", "communications": "communications", "bytes_communicated": "bytes"}
-# Communications at which the frontiers of families are read.
-BUDGETS = (15, 25, 50, 100, 200)
-
-# Cells and tables
+USAGE = {"tokens": "tokens", "communications": "communications", "bytes_communicated": "bytes"}
+VERDICTS = ("better", "not significant", "worse")
+NOT_COMPARABLE = ("ended earlier", "used more", "stopped or other data")
 
 
-def _spread(values: Sequence[float], decimals: int = 2) -> str:
+def _spread(values: Iterable[float]) -> str:
     """Mean and standard deviation."""
-    mean = f"{statistics.fmean(values):,.{decimals}f}"
-    return f"{mean} ± {statistics.stdev(values):.{decimals}f}" if len(values) > 1 else mean
+    values = list(values)
+    mean = f"{statistics.fmean(values):,.2f}"
+    return f"{mean} ± {statistics.stdev(values):.2f}" if len(values) > 1 else mean
 
 
 def _count(values: Sequence[float]) -> str:
@@ -35,23 +35,80 @@ def _count(values: Sequence[float]) -> str:
     return f"{mean:,.0f}" if mean >= 100 or mean == round(mean) else f"{mean:,.1f}"
 
 
-def _seconds(value: float) -> str:
-    return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s"
+def _amount(values: Sequence[float], axis: str) -> str:
+    """Mean usage with its unit."""
+    mean = statistics.fmean(values)
+    if axis == "bytes_communicated":
+        return byte_size(round(mean))
+    if axis in ("tokens", "communications", "inner_steps"):
+        return _count(values)
+    return f"{mean:,.0f} s" if mean >= 100 else f"{mean:.3g} s"
 
 
-def _bytes(values: Sequence[float]) -> str:
-    return byte_size(round(statistics.fmean(values)))
+def _millions(count: float) -> str:
+    return f"{count / 1e6:.2g}M" if count < 10e6 else f"{count / 1e6:.0f}M"
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table; short rows are filled with empty cells."""
     filled = [[*row, *[""] * (len(columns) - len(row))] for row in rows]
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in filled)])
 
 
-def _details(summary: str, text: str) -> str:
-    return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
+def _details(summary: str, *parts: str) -> str:
+    return "\n\n".join([f"<details><summary>{summary}</summary>", *parts, "</details>"])
+
+
+def heading(results: Results) -> str:
+    """Return the title with corpus, model size, tokens and seeds."""
+    comparison = results.raw["comparison"]
+    runs = results.runs[results.reference] or next(filter(None, results.runs.values()))
+    seeds = len(results.seeds)
+    setting = [
+        comparison["corpus"] or str(comparison["common"].get("dataset", "dataset of " + comparison["base"])),
+        f"{_millions(results.raw['parameters'])} parameters",
+        f"{_millions(runs[0]['curves']['tokens'][-1])} tokens",
+        f"{seeds} seeds" if seeds > 1 else "one seed",
+    ]
+    return f"{comparison['title']} ({', '.join(setting)})"
+
+
+def worded(results: Results, key: str) -> str:
+    """Return a text of the comparison file in which {METHOD} is replaced by the method's mean final metric."""
+
+    def mean(match: re.Match) -> str:
+        runs = results.runs.get(match[1])
+        return f"{statistics.fmean(run['final_metric'] for run in runs):.2f}" if runs else match[0]
+
+    return re.sub(r"\{([^{}]+)\}", mean, results.raw["comparison"][key].strip())
+
+
+def caption(results: Results) -> str:
+    """Return the question and the answer of a comparison."""
+    comparison = results.raw["comparison"]
+    answer = worded(results, "answer")
+    return f"**Question:** {comparison['question'].strip()}" + (f"\n\n**Answer:** {answer}" if answer else "")
+
+
+def verdict_table(results: Results, axes: Mapping[str, str]) -> str:
+    """Return which methods are better or worse than the reference at equal usage.
+
+    Args:
+        axes: label of each axis.
+    """
+    rows = []
+    for axis, label in axes.items():
+        found: dict[str, list[str]] = {name: [] for name in (*VERDICTS, *NOT_COMPARABLE)}
+        for method in results.methods:
+            if method != results.reference:
+                found[results.verdict(method, axis)].append(method)
+        rows.append((f"{label}: {_amount(results.ends(results.reference, axis), axis)}", found))
+    seeds = "" if len(results.seeds) > 1 else ", one seed"
+    headers = {name: name + seeds for name in VERDICTS} | {name: f"not comparable: {name}" for name in NOT_COMPARABLE}
+    shown = [name for name in headers if name in VERDICTS or any(found[name] for _, found in rows)]
+    columns = ("at equal", *(headers[name] for name in shown))
+    return _table(columns, [(label, *("<br>".join(found[name]) for name in shown)) for label, found in rows])
 
 
 def final_table(results: Results) -> str:
@@ -62,105 +119,52 @@ def final_table(results: Results) -> str:
         if not runs:
             rows.append((results.labelled(name),))
             continue
+        difference = "" if name == results.reference else str(results.difference(name) or "not comparable")
         first = statistics.fmean(run["first_batch"] for run in runs)
         last = statistics.fmean(run["last_batch"] for run in runs)
-        rows.append(
-            (
-                results.labelled(name),
-                _spread([run["final_metric"] for run in runs]),
-                f"{first:.0f} → {last:.0f}",
-                _count(results.ends(name, "inner_steps")),
-                _count(results.ends(name, "communications")),
-                _bytes(results.ends(name, "bytes_communicated")),
-            )
-        )
-    columns = ("method", results.raw["metric"]["name"], "examples per step", "inner steps", "communications", "bytes")
-    return _table(columns, rows)
+        usage = [
+            _amount(results.ends(name, axis), axis) for axis in ("inner_steps", "communications", "bytes_communicated")
+        ]
+        metric = _spread(results.finals(name).values())
+        rows.append((results.labelled(name), metric, difference, f"{first:.0f} to {last:.0f}", *usage))
+    columns = ("method", results.raw["metric"]["name"], f"difference from {results.reference}", "examples per step")
+    return _table((*columns, "inner steps", "communications", "bytes"), rows)
 
 
-def seconds_table(results: Results) -> str:
-    """Return the simulated time of all methods at the end of their runs."""
-    rows = [
-        (name, *(_seconds(statistics.fmean(results.ends(name, axis))) for axis in results.simulated))
-        for name in results.methods
-        if results.runs[name]
-    ]
-    return _table(("method", *map(short, results.simulated)), rows)
+def seconds_table(results: Results, axes: Mapping[str, str]) -> str:
+    """Return the simulated time of all methods at the end of their runs.
+
+    Args:
+        axes: label of each axis.
+    """
+    completed = [name for name in results.methods if results.runs[name]]
+    rows = [(name, *(_amount(results.ends(name, axis), axis) for axis in axes)) for name in completed]
+    return _table(("method", *axes.values()), rows)
 
 
-def _used(axis: str, amount: float) -> str:
-    if axis == "bytes_communicated":
-        return f"{byte_size(round(amount))} sent"
-    if axis in LABELS:
-        return f"{_count([amount])} {LABELS[axis]}"
-    return f"{_seconds(amount)}: {short(axis)}"
+def target(results: Results) -> float:
+    """Return the metric that every run of the reference reaches."""
+    finals = [run["curves"]["metric"][-1] for run in results.runs[results.reference]]
+    return max(finals, key=lambda metric: results.sign * metric)
 
 
-def equal_table(results: Results, axes: Sequence[str]) -> str:
-    """Return all methods at the most that the reference used, with their differences from the reference."""
-    rows = [(name, *(_equal_cell(results, name, axis) for axis in axes)) for name in results.methods]
-    return _table(("method", *(_used(axis, results.limit(axis)) for axis in axes)), rows)
-
-
-def _equal_cell(results: Results, name: str, axis: str) -> str:
-    if not results.runs[name]:
-        return results.stopped(name)
-    limit = results.limit(axis)
-    cell = _spread(list(results.at(name, axis, limit).values()))
-    ends = results.ends(name, axis)
-    if max(ends) < 0.98 * limit:
-        cell += " (at its end)"
-    elif min(ends) > 1.02 * limit and name != results.reference:
-        cell += " (cut off)"
-    stopped = results.stopped(name)
-    if stopped:
-        return f"{cell}; {stopped}"
-    if name == results.reference:
-        return cell
-    difference = results.difference(name, axis)
-    if difference is None:
-        stopped = results.stopped(results.reference)
-        return f"{cell}; {f'{results.reference}: {stopped}' if stopped else 'other data'}"
-    return f"{cell}; {difference}, {difference.verdict}"
-
-
-def frontier_table(results: Results) -> str:
-    """Return the best metric of every family for several limits of communications."""
-    columns = {budget: results.frontier(budget) for budget in BUDGETS}
-    rows = []
-    for family, members in results.families.items():
-        cells = []
-        for budget, frontier in columns.items():
-            name, metrics = frontier[family]
-            made = round(min(statistics.fmean(results.ends(name, "communications")), budget))
-            which = f"{results.labelled(name)}, " if len(members) > 1 or results.stopped(name) else ""
-            cells.append(f"{_spread(list(metrics.values()))} ({which}{made:,})")
-        rows.append((family, *cells))
-    return _table(("family", *(f"at most {budget}" for budget in BUDGETS)), rows)
-
-
-def target_table(results: Results, target: float) -> str:
-    """Return what every method has used when it reaches a metric."""
-    axes = ["tokens", "communications", *results.simulated]
+def target_table(results: Results) -> str:
+    """Return what every method has used when it reaches the metric that every run of the reference reaches."""
+    networks = list(results.simulated.items())
+    times = {axis: label for label, axis in networks[:1] + networks[1:][-1:]}
+    axes = {"tokens": "tokens", "inner_steps": "inner steps", "communications": "communications"} | times
+    goal = target(results)
     rows = []
     for name in results.methods:
-        reached = [run for run in results.runs[name] if used_until(run, "tokens", target, results.sign) is not None]
-        cells = []
-        for axis in axes:
-            used = [used_until(run, axis, target, results.sign) for run in reached]
-            if not used:
-                cells.append("-")
-            elif axis in LABELS:
-                cells.append(_count([round(value, 1) for value in used]))
-            else:
-                cells.append(_seconds(statistics.fmean(used)))
-        rows.append((name, f"{len(reached)} of {len(results.seeds)}", *cells))
-    columns = ("method", "runs that reach it", *(LABELS.get(axis) or short(axis) for axis in axes))
-    return _table(columns, rows)
+        used = {axis: [used_until(run, axis, goal, results.sign) for run in results.runs[name]] for axis in axes}
+        reached = {axis: [amount for amount in found if amount is not None] for axis, found in used.items()}
+        cells = [_amount(found, axis) if found else "-" for axis, found in reached.items()]
+        rows.append((name, f"{len(reached['tokens'])} of {len(results.seeds)}", *cells))
+    return _table(("method", "runs that reach it", *axes.values()), rows)
 
 
 def _values(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in values.items())
+    return ", ".join(as_override(*item) for item in values.items())
 
 
 def _tuning(results: Results) -> list[str]:
@@ -179,47 +183,25 @@ def _tuning(results: Results) -> list[str]:
 
     search = comparison["search"]
     fractions = [Fraction(1, search["reduction"] ** (search["rungs"] - 1 - rung)) for rung in range(search["rungs"])]
-    rows = []
-    details = []
-    for name, found in raw["search"].items():
-        edges = [f"`{key}` ({where['edge']})" for key, where in found["edges"].items() if where["edge"]]
-        count = str(len(found["runs"]))
-        rows.append((name, count, _values(found["best"]), metric(found["metric"]), ", ".join(edges)))
-        runs = [(str(fractions[run["rung"]]), _values(run["values"]), metric(run["metric"])) for run in found["runs"]]
-        details.append(_details(f"Tuning runs of {name}", _table(("tokens", "values", raw["metric"]["name"]), runs)))
+    found = raw["search"]
+    best = [
+        (name, str(len(entry["runs"])), _values(entry["best"]), metric(entry["metric"]))
+        for name, entry in found.items()
+    ]
+    runs = [
+        (name, str(fractions[run["rung"]]), _values(run["values"]), metric(run["metric"]))
+        for name, entry in found.items()
+        for run in entry["runs"]
+    ]
+    name = raw["metric"]["name"]
     return [
         "## Tuning",
         f"Every method had {search['budget']} tuning runs with seed {comparison['seeds'][0]} on this corpus: random "
         f"settings with {', '.join(map(str, fractions))} of the tokens, of which the best 1/{search['reduction']} "
         "entered the next rung.",
-        _table(("method", "runs", "best", raw["metric"]["name"], "at an edge"), rows),
-        *details,
+        _table(("method", "runs", "best", name), best),
+        _details("All tuning runs", _table(("method", "tokens", "values", name), runs)),
     ]
-
-
-# The page of a comparison
-
-
-def headline(results: Results) -> str:
-    """Return the reference's result, and the best of the others at equal tokens, communications and bytes."""
-    reference = results.reference
-    if not results.runs[reference]:
-        return f"{reference} completed no run."
-    own = (
-        f"{results.labelled(reference)}: {results.raw['metric']['name']} "
-        f"{_spread([run['final_metric'] for run in results.runs[reference]])}, "
-        f"{_count(results.ends(reference, 'communications'))} communications, "
-        f"{_bytes(results.ends(reference, 'bytes_communicated'))}."
-    )
-    found = []
-    for axis, name in EQUAL_AXES.items():
-        other = results.closest(axis)
-        difference = None if other is None else results.difference(other, axis)
-        if difference is not None:
-            found.append(f"at equal {name} {other}: {difference}, {difference.verdict}")
-    if not found:
-        return own
-    return f"{own} Best {'baseline' if results.baselines else 'other'} {'; '.join(found)}."
 
 
 def _simulation(results: Results) -> str:
@@ -250,149 +232,102 @@ def _settings(results: Results) -> str:
 def _origin(results: Results) -> str:
     outcomes = results.raw["outcomes"]
     machines = " and ".join(sorted({run["machine"] for run in outcomes}))
+    commits = ", ".join(sorted({run["commit"] for run in outcomes}))
     versions: dict[str, set[str]] = {}
     for run in outcomes:
         for library, version in run.get("versions", results.raw.get("versions", {})).items():
             versions.setdefault(library, set()).add(version)
     libraries = ", ".join(f"{library} {' and '.join(sorted(found))}" for library, found in versions.items())
-    text = (
-        f"Made by `python benchmarks/compare/compare.py benchmarks/comparisons/{results.raw['name']}.yaml` with commit "
-        f"{', '.join(sorted({run['commit'] for run in outcomes}))} on {machines}; {libraries}. "
-        f"Seeds {', '.join(map(str, results.seeds))}."
-    )
+    text = [f"Made by `python benchmarks/compare/compare.py {results.raw['file']}` with commit {commits}"]
+    if "+" in commits:
+        text.append(" (+ marks a working tree with changes that were not committed)")
+    text.append(f" on {machines}; {libraries}. Seeds {', '.join(map(str, results.seeds))}.")
     if "search" in results.raw and len(results.raw["comparison"]["seeds"]) == 1:
-        text += (
-            "\n\nIts only seed is the seed of the tuning runs: each result is the best of its method's tuning runs "
-            "and therefore optimistic."
-        )
+        text.append(" The only seed is that of the tuning runs: each result is the best of them and optimistic.")
     if any(run["completed"] and "data" not in run for run in outcomes):
-        text += "\n\nThese outcomes were recorded without a digest of their data, and are shown as recorded."
-    return text
+        text.append(" Some outcomes were recorded without a digest of their data.")
+    return "".join(text)
 
 
 def page(results: Results) -> str:
     """Return the page of a comparison as Markdown."""
-    comparison = results.raw["comparison"]
     name = results.raw["name"]
-    parts = [
-        f"# {comparison['title']}",
-        comparison["question"].strip(),
-        _origin(results),
-        "[All comparisons](../results.md); [what the numbers mean](../comparing.md#what-the-numbers-mean)",
-        "## Summary",
-        headline(results),
-    ]
-    if comparison["answer"].strip():
-        parts += ["## Conclusions", comparison["answer"].strip()]
-    parts += [
-        f"![Curves]({name}.png)",
-        f"![Frontier]({name}_frontier.png)",
-        "## At the end of the token budget",
-        final_table(results),
-        "Simulated time:",
-        seconds_table(results),
-    ]
-    if results.runs[results.reference]:
+    metric = results.raw["metric"]["name"]
+    reference = results.reference
+    networks = {axis: label for label, axis in results.simulated.items()}
+    others = {axis: axis.removeprefix("simulated: ") for axis in results.extrapolated}
+    parts = [f"# {heading(results)}", caption(results), f"![Curves]({name}.png)"]
+    if results.runs[reference]:
+        meaning = "" if results.raw["file"].startswith("/") else " ([meaning](../comparing.md#what-the-numbers-mean))"
         parts += [
-            f"## At the most that {results.reference} used",
-            equal_table(results, list(EQUAL_AXES)),
-            equal_table(results, results.simulated),
+            f"## Verdicts against {reference}",
+            f"Runs are compared at their ends{meaning}.",
+            verdict_table(results, USAGE | {axis: f"time, {label}" for axis, label in networks.items()}),
         ]
-        if results.overlapped:
-            overlapped = equal_table(results, results.overlapped)
-            parts.append(_details("Simulated time, synchronisations overlapped with the next round", overlapped))
-    parts += ["## At a limited number of communications", frontier_table(results)]
-    baseline = results.best_baseline()
-    if baseline is not None:
-        target = results.mean_final(baseline)
-        parts += [
-            f"## Until the {results.raw['metric']['name']} is {target:.2f}, that of {baseline}",
-            target_table(results, target),
-        ]
+    parts += [f"![Ends]({name}_ends.png)", "## End of the runs", final_table(results)]
+    if networks:
+        parts += ["## Simulated time", seconds_table(results, networks)]
+    if results.runs[reference]:
+        parts += [f"## Usage until the {metric} is {target(results):.2f}, which every run of {reference} reaches"]
+        parts.append(target_table(results))
+    if others:
+        chunks = [dict(list(others.items())[start : start + 4]) for start in range(0, len(others), 4)]
+        verdicts = [verdict_table(results, others)] if results.runs[reference] else []
+        parts.append(
+            _details(
+                "Extrapolation: simulated time of another model, or of overlapped synchronisations",
+                "These seconds were not measured and belong to runs that were not made: the metric is that of the "
+                "trained model with blocking synchronisations.",
+                *verdicts,
+                *(seconds_table(results, chunk) for chunk in chunks),
+            )
+        )
+    if results.raw["comparison"]["details"]:
+        parts += ["## Details and limitations", worded(results, "details")]
     parts += _tuning(results)
-    parts += ["## Simulated hardware and networks", _simulation(results), _details("Settings", _settings(results))]
-    return "\n\n".join(parts) + "\n"
+    parts += ["## Origin", _origin(results)]
+    if results.raw["comparison"]["hardware"]:
+        parts.append(_simulation(results))
+    return "\n\n".join([*parts, _details("Settings", _settings(results))]) + "\n"
 
 
-# The overview
-
-_INTRODUCTION = """# Results
-
-Each section answers one question in its first lines and links to a page with tables, curves and settings. Numbers are
-means over seeds with the sample's standard deviation. Percentages are differences between two methods on the same
-seeds, with their 95% t interval in brackets. A method is better or worse only if the interval excludes 0
-([what the numbers mean](comparing.md#what-the-numbers-mean)). `python benchmarks/compare/compare.py` makes the missing
-runs of all comparisons, or of those given, and writes these pages; `--report-only` makes no run.
-
-**AdLoCo** is the method of the paper, with all workers from the first round. **AdLoCo-J** adds joining workers, an
-addition of this project: a worker joins when each has `smallest_worker_batch` examples."""
+def write_page(results: Results, folder: Path) -> Path:
+    """Write the page of a comparison and its figures; return the path of the page."""
+    for suffix, draw in (("", draw_curves), ("_ends", draw_ends)):
+        image = folder / f"{results.raw['name']}{suffix}.png"
+        write_atomically(image, lambda place, draw=draw: draw(results).savefig(place, dpi=80))
+    path = folder / f"{results.raw['name']}.md"
+    write_text_atomically(path, page(results))
+    return path
 
 
-_FULL_SECTIONS = 6
+def overview(template: str, comparisons: Mapping[str, Results]) -> str:
+    """Return results.md: a template with numbers of comparisons.
+
+    {run: NAME: METHOD} becomes cells with metric, communications and bytes; {page: NAME} cells with link, corpus,
+    seeds and parameters; {section: NAME} the caption and the figure of a comparison.
+    """
+
+    def filled(match: re.Match) -> str:
+        kind, name, method = match.groups()
+        results = comparisons[name]
+        if kind == "run":
+            usage = [_amount(results.ends(method, axis), axis) for axis in ("communications", "bytes_communicated")]
+            return " | ".join([_spread(results.finals(method).values()), *usage])
+        if kind == "page":
+            comparison = results.raw["comparison"]
+            link = f"[{comparison['title']}](results/{name}.md)"
+            return f"{link} | {comparison['corpus']} | {len(results.seeds)} | {_millions(results.raw['parameters'])}"
+        more = f"[Verdicts, tables and settings](results/{name}.md)."
+        return f"## {heading(results)}\n\n{caption(results)} {more}\n\n![Ends](results/{name}_ends.png)"
+
+    return re.sub(r"\{(run|page|section): (\w+)(?:: ([^}]+))?\}", filled, template)
 
 
-def _claims(comparisons: Sequence[Results]) -> list[str]:
-    rows = [
-        (claim["paper"].strip(), claim["found"].strip(), f"[{results.raw['name']}](results/{results.raw['name']}.md)")
-        for results in comparisons
-        for claim in results.raw["comparison"]["claims"]
-    ]
-    table = _table(("arXiv 2508.18182 says", "what we found", "where"), rows)
-    return ["## Claims of the paper", table] if rows else []
-
-
-def _section(results: Results) -> list[str]:
-    comparison = results.raw["comparison"]
-    name = results.raw["name"]
-    return [
-        f"## {comparison['title']}",
-        *_summary(results),
-        f"{headline(results)} [Tables, curves and settings](results/{name}.md); repeat with "
-        f"`python benchmarks/compare/compare.py benchmarks/comparisons/{name}.yaml`.\n"
-        f"![Frontier](results/{name}_frontier.png)",
-    ]
-
-
-def _summary(results: Results) -> list[str]:
-    summary = results.raw["comparison"]["summary"].strip()
-    return [summary] if summary else []
-
-
-def _short_section(results: Results) -> str:
-    heading = f"**[{results.raw['comparison']['title']}](results/{results.raw['name']}.md)**"
-    return "\n".join([heading, *(_summary(results) or [headline(results)])])
-
-
-def overview(comparisons: Sequence[Results]) -> str:
-    """Return the overview as Markdown; the first comparisons in full, others and those with one seed in short."""
-    parts = [_INTRODUCTION, *_claims(comparisons)]
-    several = [results for results in comparisons if len(results.seeds) > 1]
-    for results in several[:_FULL_SECTIONS]:
-        parts += _section(results)
-    further = [_short_section(results) for results in several[_FULL_SECTIONS:]]
-    if further:
-        parts += ["## Further comparisons", *further]
-    single = [_short_section(results) for results in comparisons if len(results.seeds) == 1]
-    if single:
-        parts += ["## One seed only", *single]
-    return "\n\n".join(parts) + "\n"
-
-
-def pages(comparisons: Sequence[Results]) -> dict[str, str]:
-    """Return the text of every page by its path below the folder of results.md."""
-    ordered = sorted(comparisons, key=lambda found: (found.raw["comparison"]["order"], found.raw["name"]))
-    return {"results.md": overview(ordered)} | {f"results/{found.raw['name']}.md": page(found) for found in ordered}
-
-
-def write_results(output: Path) -> Path:
-    """Draw all comparisons in output/results/*.json, write their pages and output/results.md; return its path."""
-    comparisons = [
-        Results(json.loads(path.read_text(encoding="utf-8"))) for path in sorted((output / "results").glob("*.json"))
-    ]
-    for results in comparisons:
-        for suffix, draw in (("", draw_curves), ("_frontier", draw_frontier)):
-            image = output / "results" / f"{results.raw['name']}{suffix}.png"
-            write_atomically(image, lambda place, draw=draw, results=results: draw(results).savefig(place, dpi=80))
-    for name, text in pages(comparisons).items():
-        write_text_atomically(output / name, text)
-    return output / "results.md"
+def write_overview(output: Path) -> None:
+    """Write results.md with the comparisons in output/results."""
+    files = sorted((output / "results").glob("*.json"))
+    raws = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    comparisons = {raw["name"]: Results(raw) for raw in raws if "comparison" in raw}
+    template = (COMPARISONS / "overview.md").read_text(encoding="utf-8")
+    write_text_atomically(output / "results.md", overview(template, comparisons))

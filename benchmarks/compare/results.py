@@ -1,6 +1,7 @@
-"""The results of a comparison: curves, paired differences between methods, and frontiers.
+"""The results of a comparison: differences between methods paired by seed, and which of them can be compared.
 
-Between two evaluations the logarithm of the metric is interpolated linearly.
+All runs are compared at their ends, where the learning rate has decayed. The part of a run that is cut off at less
+usage is never compared: a run planned for that usage would have ended better.
 """
 
 import math
@@ -13,25 +14,14 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-_SIMULATED = "simulated: "
-_OVERLAPPED = ", overlapped"
 CONFIDENCE = 0.95
-LABELS = {
-    "tokens": "training tokens",
-    "inner_steps": "inner steps of a node",
-    "communications": "communications",
-    "bytes_communicated": "bytes communicated",
-}
+# Usages that differ by at most this fraction count as equal.
+TOLERANCE = 0.1
 
 
 def simulated_axis(hardware: str, network: str, overlap: bool) -> str:
     """Return the name of a curve of simulated seconds."""
-    return f"{_SIMULATED}{hardware}, {network}{_OVERLAPPED if overlap else ''}"
-
-
-def short(axis: str) -> str:
-    """Return the name of an axis of simulated time without its prefix."""
-    return axis.removeprefix(_SIMULATED)
+    return f"simulated: {hardware}, {network}{', overlapped' if overlap else ''}"
 
 
 @dataclass(frozen=True)
@@ -51,10 +41,8 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """Better or worse only if the interval excludes 0."""
-        if self.interval is None:
-            return "one seed"
-        low, high = self.interval
+        """Better or worse only if the interval excludes 0; with one seed only the sign."""
+        low, high = self.interval or (self.mean, self.mean)
         if low <= 0 <= high:
             return "not significant"
         return "better" if (high < 0) == self.lower_is_better else "worse"
@@ -84,6 +72,17 @@ def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float], lo
     t = float(stats.t.ppf((1.0 + CONFIDENCE) / 2.0, len(found) - 1))
     half = t * statistics.stdev(found) / math.sqrt(len(found))
     return Difference(shown(mean), (shown(mean - half), shown(mean + half)), lower_is_better)
+
+
+def same_data(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Return True if two outcomes with one seed come from the same data.
+
+    Old outcomes have no digest of their data. The metric of the untrained model tells data apart as well, because it
+    depends on the tokenizer and the validation data.
+    """
+    if "data" in ours and "data" in theirs:
+        return ours["data"] == theirs["data"]
+    return math.isclose(ours["curves"]["metric"][0], theirs["curves"]["metric"][0], rel_tol=1e-4)
 
 
 @dataclass(frozen=True)
@@ -117,14 +116,10 @@ class Results:
     def runs(self) -> dict[str, list[Mapping[str, Any]]]:
         """The completed runs of every method, one per seed."""
         found: dict[str, list[Mapping[str, Any]]] = {name: [] for name in self.methods}
-        for run in self._completed:
-            if run["seed"] in self.seeds and run["method"] in found:
+        for run in self.raw["outcomes"]:
+            if run["completed"] and run["seed"] in self.seeds and run["method"] in found:
                 found[run["method"]].append(run)
         return found
-
-    @property
-    def _completed(self) -> list[Mapping[str, Any]]:
-        return [run for run in self.raw["outcomes"] if run["completed"]]
 
     def tuned(self, method: str) -> Mapping[str, Any]:
         """Return the values that were found for a method, by a search or by another comparison."""
@@ -133,28 +128,27 @@ class Results:
         return self.raw.get("found", {}).get(method, {})
 
     @cached_property
-    def families(self) -> dict[str, list[str]]:
-        """The methods of every family; a method without a family is its own."""
-        found: dict[str, list[str]] = {}
-        for method in self.raw["comparison"]["methods"]:
-            if self.runs[method["name"]]:
-                found.setdefault(method.get("family") or method["name"], []).append(method["name"])
-        return found
+    def simulated(self) -> dict[str, str]:
+        """Curves of simulated seconds of the trained model, by the label of their network."""
+        comparison = self.raw["comparison"]
+        devices = [device["name"] for device in comparison["hardware"] if device["parameters"] is None]
+        return {
+            network["name"] if len(devices) == 1 else f"{device}, {network['name']}": axis
+            for device in devices
+            for network in comparison["networks"]
+            if (axis := simulated_axis(device, network["name"], False)) in self._curves
+        }
+
+    @property
+    def extrapolated(self) -> list[str]:
+        """Names of other curves of simulated seconds: another model's, or with overlapped synchronisations."""
+        return [name for name in self._curves if name.startswith("simulated: ") and name not in self.simulated.values()]
 
     @cached_property
-    def _simulated(self) -> list[str]:
-        names = self._completed[0]["curves"]
-        return [n for n in names if n.startswith(_SIMULATED) and all(n in run["curves"] for run in self._completed)]
-
-    @property
-    def simulated(self) -> list[str]:
-        """Names of the curves of simulated seconds without overlap."""
-        return [name for name in self._simulated if not name.endswith(_OVERLAPPED)]
-
-    @property
-    def overlapped(self) -> list[str]:
-        """Names of the curves of simulated seconds with synchronisations that overlap the next round."""
-        return [name for name in self._simulated if name.endswith(_OVERLAPPED)]
+    def _curves(self) -> list[str]:
+        """Names of the curves that all runs have."""
+        runs = [run for method in self.methods for run in self.runs[method]]
+        return [name for name in runs[0]["curves"] if all(name in run["curves"] for run in runs)]
 
     def stopped(self, method: str) -> str:
         """Return in words how many seeds of a method diverged or failed; empty if none did."""
@@ -166,77 +160,49 @@ class Results:
         stopped = self.stopped(method)
         return f"{method} ({stopped})" if stopped else method
 
-    def _data(self, method: str) -> dict[int, str | None]:
-        """Digest of the data by seed; None where it was not recorded."""
-        return {run["seed"]: run.get("data") for run in self.runs[method]}
-
-    def mean_final(self, method: str) -> float:
-        """Return the mean final metric of a method's completed runs."""
-        return statistics.fmean(run["final_metric"] for run in self.runs[method])
+    def finals(self, method: str) -> dict[int, float]:
+        """Return the final metric of a method by seed."""
+        return {run["seed"]: run["final_metric"] for run in self.runs[method]}
 
     def ends(self, method: str, axis: str) -> list[float]:
         """Return what each run of a method used in total."""
         return [run["curves"][axis][-1] for run in self.runs[method]]
 
-    def limit(self, axis: str) -> float:
-        """Return the amount at which methods are compared: the most that a run of the reference used."""
-        return max(self.ends(self.reference, axis))
-
-    def at(self, method: str, axis: str, limit: float) -> dict[int, float]:
-        """Return the metric of every seed of a method after it has used this much."""
-        return {run["seed"]: metric_where(run, axis, limit) for run in self.runs[method]}
-
-    def difference(self, method: str, axis: str) -> Difference | None:
-        """Return the difference from the reference at the limit.
+    def difference(self, method: str) -> Difference | None:
+        """Return the difference from the reference at the end of the runs.
 
         None if a seed of one of the two stopped, or if they used different data with a seed.
         """
-        if self.stopped(method) or self.stopped(self.reference) or self._data(method) != self._data(self.reference):
+        if self.stopped(method) or self.stopped(self.reference):
             return None
-        limit = self.limit(axis)
-        return paired_difference(self.at(method, axis, limit), self.at(self.reference, axis, limit), self.sign > 0)
+        theirs = {run["seed"]: run for run in self.runs[self.reference]}
+        if not all(same_data(run, theirs[run["seed"]]) for run in self.runs[method]):
+            return None
+        return paired_difference(self.finals(method), self.finals(self.reference), self.sign > 0)
 
-    @property
-    def baselines(self) -> list[str]:
-        """Names of the baselines that completed all runs."""
-        methods = self.raw["comparison"]["methods"]
-        return [method["name"] for method in methods if method["baseline"] and not self.stopped(method["name"])]
+    def verdict(self, method: str, axis: str) -> str:
+        """Return the verdict on a method at equal usage.
 
-    def best_baseline(self) -> str | None:
-        """Return the baseline with the best mean final metric."""
-        return min(self.baselines, key=lambda name: self.sign * self.mean_final(name), default=None)
-
-    def closest(self, axis: str) -> str | None:
-        """Return the best baseline at the limit; without baselines, the best method but the reference.
-
-        Methods of which a seed stopped are not considered.
+        Nothing is known about a method that is worse with less usage, or better with more.
         """
-        others = [name for name in self.methods if name != self.reference and not self.stopped(name)]
-        names = [name for name in others if name in self.baselines] or others
-        limit = self.limit(axis)
-        return min(names, key=lambda name: self._loss(name, self.at(name, axis, limit)), default=None)
-
-    def frontier(self, budget: float) -> dict[str, tuple[str, dict[int, float]]]:
-        """Return the best method of every family with at most this many communications, and its metric by seed."""
-        found = {}
-        for family, methods in self.families.items():
-            metrics = {name: self.at(name, "communications", budget) for name in methods}
-            best = min(methods, key=lambda name: self._loss(name, metrics[name]))
-            found[family] = (best, metrics[best])
-        return found
-
-    def _loss(self, method: str, metrics: Mapping[int, float]) -> float:
-        """Rank a method by its mean metric; a stopped seed counts as the worst outcome."""
-        return math.inf if self.stopped(method) else self.sign * statistics.fmean(metrics.values())
-
-
-def metric_where(run: Mapping[str, Any], axis: str, x: float) -> float:
-    """Return the metric of a run after it has used x; its last one if it ended before."""
-    return float(np.exp(np.interp(x, run["curves"][axis], np.log(run["curves"]["metric"]))))
+        difference = self.difference(method)
+        if difference is None:
+            return "stopped or other data"
+        verdict = difference.verdict
+        used = statistics.fmean(self.ends(method, axis))
+        limit = statistics.fmean(self.ends(self.reference, axis))
+        if used < (1.0 - TOLERANCE) * limit and verdict == "worse":
+            return "ended earlier"
+        if used > (1.0 + TOLERANCE) * limit and verdict == "better":
+            return "used more"
+        return verdict
 
 
 def used_until(run: Mapping[str, Any], axis: str, target: float, sign: int = 1) -> float | None:
-    """Return what a run has used when its metric first reaches the target; None if it never does."""
+    """Return what a run has used when its metric first reaches the target; None if it never does.
+
+    Between two evaluations the logarithm of the metric is interpolated linearly.
+    """
     xs = run["curves"][axis]
     logs = np.log(run["curves"]["metric"])
     goal = math.log(target)

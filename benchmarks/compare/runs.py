@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.compare.accounting import metric_at, simulated_seconds, usage
+from benchmarks.compare.accounting import simulated_seconds, usage
 from benchmarks.compare.results import simulated_axis
 from benchmarks.compare.spec import ROOT, ComparisonSpec, Run
 from training_logs.showing.run_data import RunData, read_run
@@ -121,7 +121,8 @@ def outcome(run: Run, spec: ComparisonSpec, runner: Runner) -> dict[str, Any]:
     if not found["completed"]:
         return found
     workers = spec.method(run.method).synchronous_workers
-    metrics = metric_at(data) | {int(data.summary["outer_steps"]): data.summary["final_metric"]}
+    metrics = {int(step): value for step, value in zip(*data.best_metrics("outer_step"), strict=True)}
+    metrics[int(data.summary["outer_steps"])] = data.summary["final_metric"]
     used = usage(data, workers)
     evaluated = np.isin(used.pop("outer_step"), list(metrics))
     curves = {"metric": [data.summary["initial_metric"], *(metrics[step] for step in sorted(metrics))]}

@@ -6,27 +6,14 @@ number of the draw, so it does not depend on the machine or on the order of the 
 """
 
 import hashlib
-import math
-import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
-
-# A value this close to an end of a range, as a fraction of the range, lies at its edge.
-EDGE = 0.1
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Settings = Mapping[str, Any]
-
-
-def _number(value: Any) -> Any:
-    """Read 1e-3, which YAML 1.1 takes for text, as a number."""
-    return float(value) if isinstance(value, str) and re.fullmatch(r"[\d.]+e[+-]?\d+", value) else value
-
-
-Value = Annotated[Any, BeforeValidator(_number)]
-Overrides = dict[str, Value]
 
 
 class Part(BaseModel):
@@ -35,41 +22,32 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Range(Part):
+@dataclass(frozen=True)
+class Range:
     """Numbers from low to high, drawn uniformly in the logarithm and rounded to two significant digits."""
 
-    low: Annotated[float, Field(gt=0), BeforeValidator(_number)]
-    high: Annotated[float, BeforeValidator(_number)]
-
-    @model_validator(mode="after")
-    def _in_order(self) -> "Range":
-        if not self.low < self.high:
-            raise ValueError("low must be below high")
-        return self
+    low: float
+    high: float
 
     def at(self, fraction: float) -> float:
         """Return the number at a fraction of the way from low to high."""
         return float(f"{self.low * (self.high / self.low) ** fraction:.2g}")
 
-    def fraction(self, value: float) -> float:
-        """Return the fraction of the way from low to high at which a number lies."""
-        return math.log(value / self.low) / math.log(self.high / self.low)
+
+def _values(value: Any) -> list | Range | None:
+    """Check the searched values of a key; null: the key is not searched."""
+    if value is None or (isinstance(value, list) and value):
+        return value
+    try:
+        low, high = float(value["low"]), float(value["high"])
+    except (KeyError, TypeError, ValueError):
+        low = high = 0.0
+    if not (0.0 < low < high and len(value) == 2):
+        raise ValueError("must be a list of values, a range {low: ..., high: ...} with 0 < low < high, or null")
+    return Range(low, high)
 
 
-def _kind(value: Any) -> str:
-    return {list: "list", type(None): "null"}.get(type(value), "range")
-
-
-# The values or the range of each key. null: the key is not searched.
-Space = dict[
-    str,
-    Annotated[
-        Annotated[list[Value], Field(min_length=1), Tag("list")]
-        | Annotated[Range, Tag("range")]
-        | Annotated[None, Tag("null")],
-        Discriminator(_kind),
-    ],
-]
+Space = dict[str, Annotated[Any, BeforeValidator(_values)]]
 
 
 class Search(Part):
@@ -119,36 +97,16 @@ def draw(space: Space, seed: int, method: str, number: int) -> dict[str, Any]:
     return settings
 
 
-def edge(values: Sequence[Any] | Range, value: Any) -> Literal["low", "high"] | None:
-    """Return the edge of the searched values at which a value lies; None: inside, or the values have no order."""
-    if isinstance(values, Range):
-        fraction = values.fraction(value)
-        if fraction <= EDGE:
-            return "low"
-        return "high" if fraction >= 1.0 - EDGE else None
-    if len(values) < 2 or any(isinstance(entry, bool) or not isinstance(entry, int | float) for entry in values):
-        return None
-    if value == min(values):
-        return "low"
-    return "high" if value == max(values) else None
-
-
 def halve(
     search: Search, space: Space, method: str, losses_of: Callable[[int, list[dict[str, Any]]], list[float]]
-) -> tuple[dict[str, Any], list[tuple[int, dict[str, Any]]]]:
-    """Search the settings of one method.
+) -> dict[str, Any]:
+    """Search the settings of one method and return the best ones.
 
     Args:
         losses_of: runs settings in a rung and returns their losses; infinite for a failed run.
-
-    Returns:
-        The best settings, and all runs as (rung, settings).
     """
     candidates = [draw(space, search.seed, method, number) for number in range(search.sizes()[0])]
-    runs = []
     for rung, count in enumerate(search.sizes()):
-        candidates = candidates[:count]
-        losses = losses_of(rung, candidates)
-        runs += [(rung, settings) for settings in candidates]
+        losses = losses_of(rung, candidates[:count])
         candidates = [candidates[index] for index in sorted(range(count), key=losses.__getitem__)]
-    return candidates[0], runs
+    return candidates[0]

@@ -17,12 +17,12 @@ import yaml
 from pydantic import Field, ValidationError
 
 from benchmarks.compare.accounting import Hardware, Network
-from benchmarks.compare.search import Overrides, Part, Range, Search, Settings, Space
+from benchmarks.compare.search import Part, Range, Search, Settings, Space
 from configs.make_samples import SAMPLES
 from fabrics.config_checks import CHECKS
 from utils.config.reading import ALIASES, parse_config
 from utils.config.schema import BUDGETS, FIELDS, Config, ConfigError
-from utils.config.yaml_reading import read_mapping, yaml_value
+from utils.config.yaml_reading import read_mapping
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPARISONS = ROOT / "benchmarks" / "comparisons"
@@ -31,24 +31,12 @@ _RENAMED: dict[str, str] = {}
 
 
 class MethodSpec(Part):
-    """A method of a comparison.
-
-    Attributes:
-        overrides: settings of this method, over `common`.
-        search: its own search space, over the comparison's; null: do not search this key.
-        synchronous_workers: count the bytes of this many workers that average gradients at every inner step. The
-            method runs as one worker with the whole batch, which is the same mathematics.
-        baseline: the best baseline sets the target of the other methods.
-        family: methods of one family (other batches, other rounds) are points of one frontier; empty: its own family.
-        tuned_as: with `tuned_on`, the method whose values it uses; None: the method of the same name.
-    """
+    """A method of a comparison; docs/comparing.md describes its keys."""
 
     name: str
-    overrides: Overrides = Field({})
+    overrides: dict[str, Any] = Field({})
     search: Space = Field({})
     synchronous_workers: int | None = Field(None, ge=2)
-    baseline: bool = False
-    family: str = ""
     tuned_as: str | None = None
 
     def with_settings(self, settings: Settings) -> "MethodSpec":
@@ -56,49 +44,24 @@ class MethodSpec(Part):
         return self.model_copy(update={"overrides": self.overrides | dict(settings)})
 
 
-class Claim(Part):
-    """A row of the overview's table of claims: a claim of arXiv 2508.18182, and the finding."""
-
-    paper: str
-    found: str
-
-
 class ComparisonSpec(Part):
-    """A file of benchmarks/comparisons/.
-
-    Attributes:
-        question: the question that the comparison answers.
-        answer: conclusions, written by a person; empty before the runs.
-        summary: question and answer in a few lines.
-        claims: claims of the paper that it tests.
-        order: position in the overview; equal values are sorted by file name.
-        base: the configuration that all methods start from.
-        samples: samples of configs/make_samples.py that the runs read from .cache/samples.
-        common: overrides for all methods.
-        seeds: seeds of the runs.
-        search: tune every method by random search with the first seed, which is then not reported.
-        tuned_on: the comparison whose tuned values are used, unchanged.
-        reference: the method to which the others are compared.
-        hardware: devices to simulate.
-        networks: networks to simulate.
-    """
+    """A comparison file; docs/comparing.md describes its keys."""
 
     title: str
     question: str
     answer: str = ""
-    summary: str = ""
-    claims: list[Claim] = Field([])
-    order: int = 0
+    details: str = ""
+    corpus: str = ""
     base: str = "config.yaml"
     samples: list[Literal[tuple(SAMPLES)]] = Field([])
-    common: Overrides = Field({})
+    common: dict[str, Any] = Field({})
     seeds: list[int] = Field(min_length=1)
     search: Search | None = None
     tuned_on: str | None = None
     methods: list[MethodSpec] = Field(min_length=1)
     reference: str
-    hardware: list[Hardware] = Field(min_length=1)
-    networks: list[Network] = Field(min_length=1)
+    hardware: list[Hardware] = Field([])
+    networks: list[Network] = Field([])
 
     @property
     def reported_seeds(self) -> list[int]:
@@ -203,13 +166,9 @@ def load_spec(path: Path) -> ComparisonSpec:
         ConfigError: one line per problem.
     """
     try:
-        spec = ComparisonSpec.model_validate(yaml_value(path.read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+        spec = ComparisonSpec.model_validate(read_mapping(path))
     except ValidationError as error:
-        raise ConfigError(
-            [f"{path}: {'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors()]
-        ) from None
+        raise ConfigError([f"{path}: {_line(problem)}" for problem in error.errors()]) from None
     problems = _problems(spec)
     if not problems:
         for method in spec.methods:
@@ -219,11 +178,24 @@ def load_spec(path: Path) -> ComparisonSpec:
     return spec
 
 
+def _line(problem: Mapping[str, Any]) -> str:
+    """One line of a problem that pydantic found."""
+    key = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "missing":
+        return f"{key}: is missing"
+    if problem["type"] == "extra_forbidden":
+        return f"{key}: unknown key"
+    shown = "" if isinstance(problem["input"], dict | list) else f", got {problem['input']!r}"
+    return f"{key}: {problem['msg'].removeprefix('Value error, ')}{shown}"
+
+
 def _problems(spec: ComparisonSpec) -> list[str]:
     names = [method.name for method in spec.methods]
     found = [f"methods: {name!r} is there twice" for name in {n for n in names if names.count(n) > 1}]
     if spec.reference not in names:
         found.append(f"reference: must be one of the methods, got {spec.reference!r}")
+    if bool(spec.hardware) != bool(spec.networks):
+        found.append("hardware, networks: give both or neither")
     if spec.search is not None and spec.tuned_on is not None:
         found.append("search: cannot be combined with tuned_on")
     for method in spec.methods:
