@@ -4,17 +4,11 @@ Simulated time. Every node has its own device. An inner step with micro-batches 
 max(t_min, b_i * t_example). The statistics of a batch test are added to the first step of a round. With `node_speeds`
 this is the time of the fastest node, and the others take proportionally longer. An exchange of exchange_log.csv takes
 latency + bytes / bandwidth, with the bytes of one worker's link. Merges and redistributions use the bytes of the round
-log.
-
-An exchange that the method overlaps with inner steps delays only the step that waits for it. All others block. With
-`overlap` they travel while the next round computes (gradients averaged at every step travel during that step), and a
-metric counts from the arrival of its update. Merges and redistributions wait for everything and overlap with nothing.
-Assumptions: a late update does not change the metric; sending does not slow down computation.
+log. An exchange that the method overlaps with inner steps delays only the step that waits for it. All others block.
 """
 
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -155,19 +149,6 @@ def _sendings(run: RunData, row: np.void, parameters: float, synchronous_workers
     return joined_sendings(found)
 
 
-def _overlapped(sendings: Sequence[Sending]) -> list[Sending]:
-    """Overlap blocking messages with the next round, and gradients with their own step."""
-    found = []
-    for sending in sendings:
-        if sending.behind:
-            found.append(sending)
-        elif sending.kind == "gradient":
-            found.append(dataclasses.replace(sending, behind_step=True))
-        else:
-            found.append(dataclasses.replace(sending, behind=None))
-    return found
-
-
 def _new_nodes(rows: Table, before: Mapping[int, int]) -> int:
     """Number of nodes that joined a trainer before a round, at least one.
 
@@ -179,11 +160,7 @@ def _new_nodes(rows: Table, before: Mapping[int, int]) -> int:
 
 
 def simulated_seconds(
-    run: RunData,
-    hardware: Hardware,
-    network: Network,
-    synchronous_workers: int | None = None,
-    overlap: bool = False,
+    run: RunData, hardware: Hardware, network: Network, synchronous_workers: int | None = None
 ) -> list[float]:
     """Return the seconds from the start to the arrival of the messages of each round."""
     parameters = hardware.parameters or run.summary["parameters"]
@@ -209,14 +186,13 @@ def simulated_seconds(
             computing = _computing(run, row, hardware, workers, taken, nodes)
             taken += workers
             idle -= computing.keys()
-            sendings = _sendings(run, row, parameters, synchronous_workers)
             clocks.round(
                 trainer=int(row["trainer_id"]),
                 nodes=list(computing),
                 steps=int(row["inner_steps"]),
                 step_seconds=[seconds.step for seconds in computing.values()],
                 first_seconds=[seconds.statistics for seconds in computing.values()],
-                sendings=_overlapped(sendings) if overlap else sendings,
+                sendings=_sendings(run, row, parameters, synchronous_workers),
             )
         clocks.skip(idle)
         if len(rows) > 1:
@@ -226,5 +202,5 @@ def simulated_seconds(
             others = len(merge.weights) - 1
             link_bytes = merge_exchange(others, nodes_before[merge.representative], merged_bytes).link
             clocks.exchange_all(link_bytes)
-        found.append(clocks.arrived if overlap else clocks.elapsed)
+        found.append(clocks.elapsed)
     return found

@@ -57,7 +57,7 @@ def _label(axes: Axes, results: Results, label: str, ends: list[float]) -> None:
 def _axes_of(results: Results) -> dict[str, str]:
     """Return the label of each curve that is drawn."""
     counted = {"tokens": "training tokens", "communications": "communications"}
-    return counted | {axis: f"simulated seconds, {network}" for network, axis in results.simulated.items()}
+    return counted | {axis: f"simulated seconds, {network}" for axis, network in results.seconds(False).items()}
 
 
 def _completed(results: Results) -> list[str]:

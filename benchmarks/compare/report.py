@@ -7,9 +7,10 @@ import json
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from benchmarks.compare.figures import draw_curves, draw_ends
 from benchmarks.compare.results import Results, used_until
@@ -108,7 +109,10 @@ def verdict_table(results: Results, axes: Mapping[str, str]) -> str:
     headers = {name: name + seeds for name in VERDICTS} | {name: f"not comparable: {name}" for name in NOT_COMPARABLE}
     shown = [name for name in headers if name in VERDICTS or any(found[name] for _, found in rows)]
     columns = ("at equal", *(headers[name] for name in shown))
-    return _table(columns, [(label, *("<br>".join(found[name]) for name in shown)) for label, found in rows])
+    labels: dict[tuple[str, ...], list[str]] = {}
+    for label, found in rows:
+        labels.setdefault(tuple("<br>".join(found[name]) for name in shown), []).append(label)
+    return _table(columns, [("<br>".join(same), *cells) for cells, same in labels.items()])
 
 
 def final_table(results: Results) -> str:
@@ -150,8 +154,8 @@ def target(results: Results) -> float:
 
 def target_table(results: Results) -> str:
     """Return what every method has used when it reaches the metric that every run of the reference reaches."""
-    networks = list(results.simulated.items())
-    times = {axis: label for label, axis in networks[:1] + networks[1:][-1:]}
+    networks = list(results.seconds(extrapolated=False).items())
+    times = dict(networks[:1] + networks[1:][-1:])
     axes = {"tokens": "tokens", "inner_steps": "inner steps", "communications": "communications"} | times
     goal = target(results)
     rows = []
@@ -171,62 +175,28 @@ def _tuning(results: Results) -> list[str]:
     """The section about a search, or about values found elsewhere; nothing without tuning."""
     raw = results.raw
     comparison = raw["comparison"]
+    rows = [(name, _values(results.tuned(name)) or "not tuned there") for name in results.methods]
     if "found" in raw:
-        rows = [(name, _values(results.tuned(name)) or "not tuned there") for name in results.methods]
         text = f"All values were found by the comparison {comparison['tuned_on']} and are used unchanged."
-        return ["## Tuning", text, _table(("method", "values"), rows)]
-    if "search" not in raw:
+    elif "search" in raw:
+        search = comparison["search"]
+        text = (
+            f"Every method had {search['budget']} tuning runs with seed {comparison['seeds'][0]} on this corpus, in "
+            f"{search['rungs']} rungs with 1/{search['reduction']} of the tokens of the next."
+        )
+    else:
         return []
-
-    def metric(value: float | None) -> str:
-        return "stopped" if value is None else f"{value:.{raw['metric']['decimals']}f}"
-
-    search = comparison["search"]
-    fractions = [Fraction(1, search["reduction"] ** (search["rungs"] - 1 - rung)) for rung in range(search["rungs"])]
-    found = raw["search"]
-    best = [
-        (name, str(len(entry["runs"])), _values(entry["best"]), metric(entry["metric"]))
-        for name, entry in found.items()
-    ]
-    runs = [
-        (name, str(fractions[run["rung"]]), _values(run["values"]), metric(run["metric"]))
-        for name, entry in found.items()
-        for run in entry["runs"]
-    ]
-    name = raw["metric"]["name"]
-    return [
-        "## Tuning",
-        f"Every method had {search['budget']} tuning runs with seed {comparison['seeds'][0]} on this corpus: random "
-        f"settings with {', '.join(map(str, fractions))} of the tokens, of which the best 1/{search['reduction']} "
-        "entered the next rung.",
-        _table(("method", "runs", "best", name), best),
-        _details("All tuning runs", _table(("method", "tokens", "values", name), runs)),
-    ]
-
-
-def _simulation(results: Results) -> str:
-    lines = []
-    for device in results.raw["comparison"]["hardware"]:
-        parameters = device["parameters"] or results.raw["parameters"]
-        lines.append(
-            f"- {device['name']}: t_min {1e3 * device['t_min']:.3g} ms, t_example {1e3 * device['t_example']:.3g} ms, "
-            f"{parameters:,.0f} parameters sent as float32"
-        )
-    for network in results.raw["comparison"]["networks"]:
-        lines.append(
-            f"- {network['name']}: {network['bits_per_second']:,.0f} bit/s, latency {1e3 * network['latency']:g} ms"
-        )
-    return "\n".join(lines)
+    return ["## Tuning", text, _table(("method", "best values"), rows)]
 
 
 def _settings(results: Results) -> str:
+    """The settings of the comparison as YAML."""
     comparison = results.raw["comparison"]
-    lines = [f"base: {comparison['base']}", f"seeds: {comparison['seeds']}"]
-    lines.append("common: " + " ".join(as_override(*item) for item in comparison["common"].items()))
-    for method in comparison["methods"]:
-        values = method["overrides"] | dict(results.tuned(method["name"]))
-        lines.append(f"{method['name']}: {' '.join(as_override(*item) for item in values.items()) or '(no overrides)'}")
-    return f"```\n{chr(10).join(lines)}\n```"
+    values = {key: comparison[key] for key in ("base", "seeds", "common", "hardware", "networks")}
+    values["methods"] = {
+        method["name"]: method["overrides"] | dict(results.tuned(method["name"])) for method in comparison["methods"]
+    }
+    return f"```yaml\n{yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=150)}```"
 
 
 def _origin(results: Results) -> str:
@@ -254,8 +224,8 @@ def page(results: Results) -> str:
     name = results.raw["name"]
     metric = results.raw["metric"]["name"]
     reference = results.reference
-    networks = {axis: label for label, axis in results.simulated.items()}
-    others = {axis: axis.removeprefix("simulated: ") for axis in results.extrapolated}
+    networks = results.seconds(extrapolated=False)
+    others = results.seconds(extrapolated=True)
     parts = [f"# {heading(results)}", caption(results), f"![Curves]({name}.png)"]
     if results.runs[reference]:
         meaning = "" if results.raw["file"].startswith("/") else " ([meaning](../comparing.md#what-the-numbers-mean))"
@@ -271,23 +241,19 @@ def page(results: Results) -> str:
         parts += [f"## Usage until the {metric} is {target(results):.2f}, which every run of {reference} reaches"]
         parts.append(target_table(results))
     if others:
-        chunks = [dict(list(others.items())[start : start + 4]) for start in range(0, len(others), 4)]
         verdicts = [verdict_table(results, others)] if results.runs[reference] else []
         parts.append(
             _details(
-                "Extrapolation: simulated time of another model, or of overlapped synchronisations",
-                "These seconds were not measured and belong to runs that were not made: the metric is that of the "
-                "trained model with blocking synchronisations.",
+                "Extrapolation: simulated time of a larger model",
+                "The larger model was not trained: the metric is that of the trained one.",
                 *verdicts,
-                *(seconds_table(results, chunk) for chunk in chunks),
+                seconds_table(results, others),
             )
         )
     if results.raw["comparison"]["details"]:
         parts += ["## Details and limitations", worded(results, "details")]
     parts += _tuning(results)
     parts += ["## Origin", _origin(results)]
-    if results.raw["comparison"]["hardware"]:
-        parts.append(_simulation(results))
     return "\n\n".join([*parts, _details("Settings", _settings(results))]) + "\n"
 
 

@@ -19,9 +19,9 @@ CONFIDENCE = 0.95
 TOLERANCE = 0.1
 
 
-def simulated_axis(hardware: str, network: str, overlap: bool) -> str:
+def simulated_axis(hardware: str, network: str) -> str:
     """Return the name of a curve of simulated seconds."""
-    return f"simulated: {hardware}, {network}{', overlapped' if overlap else ''}"
+    return f"simulated: {hardware}, {network}"
 
 
 @dataclass(frozen=True)
@@ -127,28 +127,17 @@ class Results:
             return self.raw["search"][method]["best"]
         return self.raw.get("found", {}).get(method, {})
 
-    @cached_property
-    def simulated(self) -> dict[str, str]:
-        """Curves of simulated seconds of the trained model, by the label of their network."""
+    def seconds(self, extrapolated: bool) -> dict[str, str]:
+        """Return labels of the curves of simulated seconds: of the trained model, or extrapolated to another model."""
         comparison = self.raw["comparison"]
-        devices = [device["name"] for device in comparison["hardware"] if device["parameters"] is None]
+        chosen = [device for device in comparison["hardware"] if (device["parameters"] is not None) == extrapolated]
         return {
-            network["name"] if len(devices) == 1 else f"{device}, {network['name']}": axis
-            for device in devices
+            simulated_axis(device["name"], network["name"]): network["name"]
+            if len(chosen) == 1
+            else f"{device['name']}, {network['name']}"
+            for device in chosen
             for network in comparison["networks"]
-            if (axis := simulated_axis(device, network["name"], False)) in self._curves
         }
-
-    @property
-    def extrapolated(self) -> list[str]:
-        """Names of other curves of simulated seconds: another model's, or with overlapped synchronisations."""
-        return [name for name in self._curves if name.startswith("simulated: ") and name not in self.simulated.values()]
-
-    @cached_property
-    def _curves(self) -> list[str]:
-        """Names of the curves that all runs have."""
-        runs = [run for method in self.methods for run in self.runs[method]]
-        return [name for name in runs[0]["curves"] if all(name in run["curves"] for run in runs)]
 
     def stopped(self, method: str) -> str:
         """Return in words how many seeds of a method diverged or failed; empty if none did."""

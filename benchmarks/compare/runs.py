@@ -130,9 +130,8 @@ def outcome(run: Run, spec: ComparisonSpec, runner: Runner) -> dict[str, Any]:
         curves[name] = [0, *totals[evaluated]]
     for device in spec.hardware:
         for network in spec.networks:
-            for overlap in (False, True):
-                elapsed = np.array(simulated_seconds(data, device, network, workers, overlap))
-                curves[simulated_axis(device.name, network.name, overlap)] = [0, *elapsed[evaluated]]
+            elapsed = np.array(simulated_seconds(data, device, network, workers))
+            curves[simulated_axis(device.name, network.name)] = [0, *elapsed[evaluated]]
     batches = [sum(row["effective_batch"] for row in rows) for rows in data.by_round.values()]
     return found | {
         "data": data.summary["data_digest"],

@@ -20,7 +20,7 @@ def small_comparison(folder: Path, **values) -> Path:
     written = {
         "title": "Small", "question": "Does it run?", "common": common, "seeds": [1, 2], "reference": "AdLoCo",
         "methods": [
-            {"name": "AdLoCo", "overrides": adaptive}, {"name": "DiLoCo", "overrides": fixed, "baseline": True},
+            {"name": "AdLoCo", "overrides": adaptive}, {"name": "DiLoCo", "overrides": fixed},
         ],
         "hardware": [{"name": "paper", "t_min": 0.01, "t_example": 0.002}],
         "networks": [{"name": "1 Gb/s", "bits_per_second": 1e9, "latency": 0.001}],

@@ -104,42 +104,6 @@ def test_simulated_time_of_synchronous_training_and_of_another_model():
     assert simulated_seconds(run, larger, NETWORK, 4) == pytest.approx([20 * each])
 
 
-def test_simulated_time_with_overlap_is_that_of_a_loop_by_hand():
-    """One trainer, rounds of 0.2, 0.64 and 0.2 s of computation, and synchronisations longer and shorter."""
-    slow = [row(1, 0, 4, 16), row(2, 0, 4, 64, parts=2), row(3, 0, 4, 16)]
-    quick = Network("quick", bits_per_second=8_000_000.0, latency=0.5)
-    for network, sent in ((NETWORK, 6.5), (quick, 0.506)):
-        clock, arrives, expected = 0.0, 0.0, []
-        for compute in (0.2, 0.64, 0.2):
-            clock = max(clock + compute, arrives)  # a round ends once the update before it is there
-            arrives = clock + sent
-            expected.append(arrives)
-        assert simulated_seconds(made_run(slow), DEVICE, network, overlap=True) == pytest.approx(expected)
-    assert expected == pytest.approx([0.706, 0.2 + 0.64 + 0.506, 0.2 + 0.64 + 0.506 + 0.506])
-
-
-def test_a_merge_and_new_nodes_wait_for_what_travels():
-    def counted(step, merged, redistributed, *trainers):
-        kinds = {"bytes_merged": merged, "bytes_redistributed": redistributed}
-        return [row(step, trainer, nodes, 10 * nodes) | kinds for trainer, nodes in trainers]
-
-    run = made_run(
-        counted(1, 0, 0, (0, 2), (1, 2))
-        + counted(2, 2 * 8_000, 0, (0, 2), (1, 2))
-        + counted(3, 2 * 8_000, 0, (0, 2))
-        + counted(4, 2 * 8_000, 2 * 16_004, (0, 4))
-        + counted(5, 2 * 8_000, 2 * 16_004, (0, 4)),
-        [MergeRecord(2, 0, {0: 0.5, 1: 0.5})],
-    )
-    two, four = 0.5 + 8 * 4_000 / 8_000, 0.5 + 8 * 6_000 / 8_000
-    merge, moving = 0.5 + 8 * 16_000 / 8_000, 0.5 + 8 * 16_004 / 8_000
-    first, second = 0.4 + two, 0.4 + two + two + merge  # the second round hides behind the first's transfer
-    third = second + 0.4 + two
-    fourth = third + moving + 0.4 + four
-    expected = [first, second, third, fourth, fourth + four]
-    assert simulated_seconds(run, DEVICE, NETWORK, overlap=True) == pytest.approx(expected)
-
-
 def logged_run(folder, rows, exchanges, **values):
     """A run with a log of exchanges: (round, kind, through, count, sent, received, behind, first step, last step)."""
     header = ["outer_step", "trainer_id", *(field.name for field in dataclasses.fields(ExchangeRecord))]
@@ -155,9 +119,7 @@ def test_statistics_travel_with_the_exchange_at_the_end_of_a_round(tmp_path):
     rows = [row(1, 0, 4, 16), row(2, 0, 4, 64, parts=2)]
     whole = (1, 6_000.0, 6_000.0, 0, 20, 20)
     run = logged_run(tmp_path, rows, [(step, "synchronisation", "all", *whole) for step in (1, 2)])
-    for overlap in (False, True):
-        expected = simulated_seconds(made_run(rows), DEVICE, NETWORK, overlap=overlap)
-        assert simulated_seconds(run, DEVICE, NETWORK, overlap=overlap) == pytest.approx(expected)
+    assert simulated_seconds(run, DEVICE, NETWORK) == pytest.approx(simulated_seconds(made_run(rows), DEVICE, NETWORK))
     statistics = (1, "statistics", "all", 1, 2_000.0, 2_000.0, 0, 20, 20)
     run = logged_run(tmp_path, rows[:1], [(1, "synchronisation", "all", *whole), statistics])
     assert simulated_seconds(run, DEVICE, NETWORK) == pytest.approx([0.2 + 0.5 + 8 * 8_000 / 8_000])
@@ -204,20 +166,11 @@ def test_an_exchange_with_time_to_hide_delays_only_the_step_that_waits_for_it(tm
     assert simulated_seconds(run, DEVICE, late) == pytest.approx([1.05 + 0.05, 3.05 + 0.05])
 
 
-def test_steps_that_average_gradients_wait_or_hide_behind_themselves(tmp_path):
+def test_steps_that_average_gradients_wait_for_them(tmp_path):
     rows = [row(1, 0, 4, 16)]
     run = logged_run(tmp_path, rows, [(1, "gradient", "all", 20, 1_000.0, 1_000.0, 0, 1, 20)])
-    for bits, each, hidden in ((8e6, 0.011, 0.01), (8e5, 0.02, 0.01), (8e4, 0.11, 0.1)):
-        network = Network("made", bits, 0.0)
-        assert simulated_seconds(run, DEVICE, network) == pytest.approx([20 * each])
-        assert simulated_seconds(run, DEVICE, network, overlap=True) == pytest.approx([20 * hidden])
-
-
-def test_synchronous_training_hides_what_it_sends_behind_its_own_passes():
-    run, sent = made_run([row(1, 0, 1, 40)]), 8 * 6_000 / 8e6
-    fast, slow = Network("fast", 8e6, 0.0), Network("slow", 8e6, 0.1)
-    assert simulated_seconds(run, DEVICE, fast, 4, overlap=True) == pytest.approx([20 * 0.02])
-    assert simulated_seconds(run, DEVICE, slow, 4, overlap=True) == pytest.approx([20 * (0.1 + sent)])
+    for bits, each in ((8e6, 0.011), (8e5, 0.02), (8e4, 0.11)):
+        assert simulated_seconds(run, DEVICE, Network("made", bits, 0.0)) == pytest.approx([20 * each])
 
 
 def test_synchronous_training_is_counted_per_step():

@@ -1,4 +1,4 @@
-"""Results of comparisons: curves, paired differences and frontiers on paper, and the published pages."""
+"""Results of comparisons: paired differences, verdicts and tables on paper, and the published pages."""
 
 import json
 import math
@@ -6,9 +6,11 @@ import math
 import pytest
 
 from benchmarks.compare.compare import carry_out
-from benchmarks.compare.report import EQUAL_AXES, equal_table, final_table, frontier_table, headline, page, pages
-from benchmarks.compare.results import Results, mean_curve, metric_where, paired_difference, used_until
+from benchmarks.compare.report import USAGE, caption, final_table, overview, page, target, target_table, verdict_table
+from benchmarks.compare.results import Results, mean_curve, paired_difference, same_data, used_until
 from benchmarks.compare.spec import COMPARISONS, ROOT
+
+RESULTS = ROOT / "docs" / "results"
 
 
 def made_outcome(metric, tokens, method="a", final=None, seed=1):
@@ -23,9 +25,7 @@ def made_outcome(metric, tokens, method="a", final=None, seed=1):
 
 def test_interpolation_of_a_curve_on_paper():
     run = made_outcome([100.0, 25.0, 25.0, 20.0], [0, 10, 20, 30])
-    assert metric_where(run, "tokens", 5) == pytest.approx(50.0)  # halfway between logarithms
-    assert metric_where(run, "tokens", 99) == pytest.approx(20.0)
-    assert used_until(run, "tokens", 50.0) == pytest.approx(5.0)
+    assert used_until(run, "tokens", 50.0) == pytest.approx(5.0)  # halfway between logarithms
     assert used_until(run, "tokens", 25.0) == pytest.approx(10.0)
     assert used_until(run, "tokens", 19.0) is None
     accuracy = made_outcome([0.25, 0.5, 0.8], [0, 10, 20])
@@ -63,10 +63,10 @@ def test_a_paired_difference_on_paper():
         ((0.10, 0.11, 0.12), False, "better"),
         ((-0.10, -0.11, -0.12), False, "worse"),
         ((0.0, 0.0, 0.0), True, "not significant"),
-        ((0.3,), True, "one seed"),
+        ((0.3,), True, "worse"),
     ],
 )
-def test_a_verdict_needs_an_interval_that_excludes_zero(differences, lower_is_better, verdict):
+def test_verdict_needs_interval_that_excludes_zero(differences, lower_is_better, verdict):
     theirs = dict.fromkeys(range(len(differences)), 0.5)
     add = (lambda x, d: x * math.exp(d)) if lower_is_better else (lambda x, d: x + d)
     ours = {seed: add(theirs[seed], difference) for seed, difference in enumerate(differences)}
@@ -80,37 +80,73 @@ def test_an_accuracy_is_compared_in_points():
     assert str(found) == "+2.0 points (-10.7 to +14.7)"
 
 
-def made_results(families=("", "", ""), seeds=3):
-    """c ends 10% above a with half of the tokens; b is a with noise."""
-    methods = [
-        {"name": name, "baseline": name == "c", "family": family} for name, family in zip("abc", families, strict=True)
-    ]
+def made_results(seeds=3):
+    """Results with reference a; b is a with noise, c ends 10% above a with half of its usage, d below with twice."""
     outcomes = []
     for seed in range(1, seeds + 1):
         end = 20.0 + seed
         outcomes += [
             made_outcome([100.0, 40.0, end], [0, 100, 200], "a", seed=seed),
-            made_outcome([100.0, 40.0, end * (1.1, 0.9, 1.0)[seed - 1]], [0, 100, 200], "b", seed=seed),
+            made_outcome([100.0, 40.0, end * (1.1, 0.9, 1.0)[seed - 1]], [0, 100, 190], "b", seed=seed),
             made_outcome([100.0, end * 1.1], [0, 100], "c", seed=seed),
+            made_outcome([100.0, end * 0.9], [0, 400], "d", seed=seed),
         ]
+    methods = [{"name": name, "overrides": {"balance": None}} for name in "abcd"]
+    comparison = {"title": "Made", "corpus": "letters", "question": "Why?", "answer": "", "details": "", "base": "x"}
+    comparison |= {"common": {}, "hardware": [], "networks": [], "methods": methods, "reference": "a"}
     return Results({
-        "name": "made",
-        "comparison": {"methods": methods, "reference": "a", "seeds": list(range(1, seeds + 1))},
+        "name": "made", "file": "/elsewhere/made.yaml", "parameters": 1_250_000,
+        "comparison": comparison | {"seeds": list(range(1, seeds + 1))},
         "metric": {"name": "perplexity", "higher_is_better": False, "decimals": 2},
-        "outcomes": outcomes,
+        "outcomes": [outcome | {"commit": "c0ffee+", "machine": "a CPU"} for outcome in outcomes],
     })  # fmt: skip
 
 
-def test_methods_are_compared_with_the_reference_at_equal_usage():
+def test_runs_are_compared_only_where_usage_allows_a_verdict():
     results = made_results()
-    table = equal_table(results, list(EQUAL_AXES))
-    assert "| method | 200 training tokens | 20 communications | 10.0 kB sent |" in table
-    assert "| c |" + 3 * " 24.20 ± 1.10 (at its end); +10.0% (+10.0 to +10.0), worse |" in table
-    worse = "c: +10.0% (+10.0 to +10.0), worse"
-    assert headline(results) == (
-        "a: perplexity 22.00 ± 1.00, 20 communications, 10.0 kB. "
-        f"Best baseline at equal tokens {worse}; at equal communications {worse}; at equal bytes {worse}."
-    )
+    verdicts = {name: results.verdict(name, "tokens") for name in "bcd"}
+    assert verdicts == {"b": "not significant", "c": "ended earlier", "d": "used more"}
+    results.raw["comparison"]["reference"] = "d"  # c and a are worse with less
+    assert {name: results.verdict(name, "tokens") for name in "ac"} == {"a": "ended earlier", "c": "ended earlier"}
+    results.raw["comparison"]["reference"] = "c"  # better with more, and better with equal usage
+    assert results.verdict("a", "tokens") == "used more"
+    for run in results.runs["a"]:
+        run["curves"]["tokens"] = [0, 50, 109]
+    assert results.verdict("a", "tokens") == "better"
+
+
+def test_less_usage_with_better_metric_is_better():
+    results = made_results()
+    results.raw["comparison"]["reference"] = "a"
+    for run in results.runs["d"]:
+        run["curves"] |= {"tokens": [0, 100], "communications": [0, 0]}
+    assert (results.verdict("d", "tokens"), results.verdict("d", "communications")) == ("better", "better")
+
+
+def test_page_has_setting_caption_verdicts_and_origin():
+    text = page(made_results())
+    assert text.startswith("# Made (letters, 1.2M parameters, 0.0002M tokens, 3 seeds)\n\n**Question:** Why?\n")
+    assert "| tokens: 200<br>communications: 20<br>bytes: 10.0 kB |  | b |  | c | d |" in text
+    assert "| c | 24.20 ± 1.10 | +10.0% (+10.0 to +10.0) | 1 to 1 | 100 | 10 | 5.0 kB |" in text
+    assert "compare.py /elsewhere/made.yaml` with commit c0ffee+ (+ marks" in text
+    assert "a: {balance: null}" in text
+    assert "Simulated time" not in text
+
+
+def test_answer_can_name_the_mean_of_a_method():
+    results = made_results()
+    results.raw["comparison"]["answer"] = "It ends at {c}, with {low: 1}."
+    assert caption(results).endswith("It ends at 24.20, with {low: 1}.")
+
+
+def test_usage_until_the_target_that_every_run_of_the_reference_reaches():
+    results = made_results()
+    assert target(results) == 23.0
+    rows = target_table(results).splitlines()
+    # Logarithms fall linearly from 100 to 0.9 * 21, 22 and 23 over 400 tokens.
+    tokens = [400 * math.log(100 / 23) / math.log(100 / (0.9 * end)) for end in (21, 22, 23)]
+    assert rows[-1].startswith(f"| d | 3 of 3 | {sum(tokens) / 3:,.0f} |")
+    assert rows[-2].startswith("| c | 0 of 3 | - |")
 
 
 def stop(results: Results, method: str, *seeds: int) -> None:
@@ -121,106 +157,66 @@ def stop(results: Results, method: str, *seeds: int) -> None:
             del run["final_metric"], run["curves"]
 
 
-def test_a_stopped_seed_counts_as_the_worst_outcome():
-    results = made_results(("F", "F", ""))
-    for run in results.raw["outcomes"]:
-        if run["method"] == "b":  # by far the best, while it lasts
-            run["curves"]["metric"] = [2.0, 2.0, 2.0]
-            run["final_metric"] = 2.0
-    for method in results.raw["comparison"]["methods"]:
-        method["baseline"] = method["name"] != "a"
-    assert (results.best_baseline(), results.closest("tokens"), results.frontier(200)["F"][0]) == ("b", "b", "b")
+def test_stopped_seed_takes_away_the_verdict():
+    results = made_results()
     stop(results, "b", 3)
     results = Results(results.raw)
-    assert (results.best_baseline(), results.closest("tokens"), results.frontier(200)["F"][0]) == ("c", "c", "a")
-    assert results.difference("b", "tokens") is None
-    assert "| b | 2.00 ± 0.00; 1 of 3 seeds stopped |" in equal_table(results, ["tokens"])
-    assert "| b (1 of 3 seeds stopped) |" in final_table(results)
-
-
-def test_without_all_seeds_of_the_reference_nothing_is_compared():
-    results = made_results()
+    assert results.verdict("b", "tokens") == "stopped or other data"
+    assert "not comparable: stopped or other data" in verdict_table(results, USAGE)
+    assert "| b (1 of 3 seeds stopped) | 21.45 ± 2.33 | not comparable |" in final_table(results)
     stop(results, "a", 2)
     results = Results(results.raw)
-    assert results.difference("c", "tokens") is None
-    assert "| c | 24.20 ± 1.10 (at its end); a: 1 of 3 seeds stopped |" in equal_table(results, ["tokens"])
-    assert "better" not in headline(results)
-    assert "worse" not in headline(results)
-
-
-def test_a_stopped_run_of_a_published_comparison_takes_away_its_verdict():
-    raw = json.loads((ROOT / "docs" / "results" / "decay_packages.json").read_text(encoding="utf-8"))
-    results = Results(raw)
-    best = "DiLoCo, batch 16, 200 communications"
-    assert results.best_baseline() == best
-    assert results.difference("DiLoCo, batch 32, 50 communications", "tokens").verdict == "worse"
-    stop(results, best, 3)
-    results = Results(raw)
-    assert results.best_baseline() == "DiLoCo, batch 16, 100 communications"
-    assert results.difference(best, "tokens") is None
-
-
-def test_a_run_that_goes_on_beyond_the_limit_is_marked_as_cut_off():
-    results = made_results()
-    results.raw["comparison"]["reference"] = "c"
-    assert "| a | 40.00 ± 0.00 (cut off); " in equal_table(results, ["tokens"])
+    assert results.difference("c") is None
 
 
 def test_one_seed_has_no_interval():
     results = made_results(seeds=1)
-    assert "| c | 23.10 (at its end); +10.0%, one seed |" in equal_table(results, ["tokens"])
+    assert "| c | 23.10 | +10.0% |" in final_table(results)
+    assert "| at equal | better, one seed |" in verdict_table(results, USAGE)
 
 
-def test_the_seed_of_the_search_is_not_reported():
+def test_seed_of_the_search_is_not_reported():
     results = made_results()
-    results.raw["search"] = {name: {"best": {}} for name in "abc"}
-    assert results.mean_final("a") == 22.5  # of seeds 2 and 3; seed 1 has 21
+    results.raw["search"] = {name: {"best": {}} for name in "abcd"}
+    assert list(results.finals("a")) == [2, 3]
     alone = made_results(seeds=1)
     alone.raw["search"] = results.raw["search"]
-    assert alone.mean_final("a") == 21.0
-    raw = json.loads((ROOT / "docs" / "results" / "equal_tuning.json").read_text(encoding="utf-8"))
-    assert "the seed of the tuning runs" in page(Results(raw))
+    assert alone.finals("a") == {1: 21.0}
+    raw = json.loads((RESULTS / "equal_tuning.json").read_text(encoding="utf-8"))
+    assert "the best of them and optimistic" in page(Results(raw))
 
 
-def test_overlapped_time_is_shown_only_if_all_runs_have_it():
-    results = made_results(seeds=1)
-    names = ["simulated: x, 1 Gb/s", "simulated: x, 1 Gb/s, overlapped"]
-    for run in results.raw["outcomes"]:
-        run["curves"] |= dict.fromkeys(names, run["curves"]["tokens"])
-    assert (results.simulated, results.overlapped) == (names[:1], names[1:])
-    del results.raw["outcomes"][-1]["curves"][names[1]]
-    older = Results(results.raw)
-    assert (older.simulated, older.overlapped) == (names[:1], [])
+def test_seconds_of_another_model_are_extrapolations():
+    results = made_results()
+    results.raw["comparison"]["hardware"] = [{"name": "x", "parameters": None}, {"name": "y", "parameters": 3e8}]
+    results.raw["comparison"]["networks"] = [{"name": "1 Gb/s"}]
+    assert results.seconds(extrapolated=False) == {"simulated: x, 1 Gb/s": "1 Gb/s"}
+    assert results.seconds(extrapolated=True) == {"simulated: y, 1 Gb/s": "1 Gb/s"}
 
 
-def test_the_frontier_of_a_family_is_its_best_method_within_the_limit():
-    results = made_results(("F", "", "F"))
-    assert results.families == {"F": ["a", "c"], "b": ["b"]}
-    # c ends after 10 communications, where a has 40; a ends 10% lower after 20.
-    at_15, at_25 = results.frontier(15), results.frontier(25)
-    assert at_15["F"][0] == "c"
-    assert at_15["F"][1] == pytest.approx({1: 23.1, 2: 24.2, 3: 25.3})
-    assert at_25["F"][0] == "a"
-    assert at_25["F"][1] == pytest.approx({1: 21.0, 2: 22.0, 3: 23.0})
-    assert "| F | 24.20 ± 1.10 (c, 10) | 22.00 ± 1.00 (a, 20) |" in frontier_table(results)
+def test_old_outcomes_are_told_apart_by_the_metric_of_the_untrained_model():
+    ours, theirs = made_outcome([100.0, 20.0], [0, 1]), made_outcome([100.0, 30.0], [0, 1])
+    assert same_data(ours | {"data": "x"}, theirs)
+    assert not same_data(ours | {"data": "x"}, theirs | {"data": "y"})
+    theirs["curves"]["metric"][0] = 101.0
+    assert not same_data(ours, theirs)
 
 
 # Pages
 
 
-def published():
-    """Pages of the recorded results with the words of today's comparison files."""
-    found = []
-    for path in sorted((ROOT / "docs" / "results").glob("*.json")):
-        found.append(Results(carry_out(COMPARISONS / f"{path.stem}.yaml", None, path.parent)))
-    return pages(found)
-
-
-def test_the_published_pages_are_those_of_the_recorded_results():
-    written = published()
-    there = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs" / "results").glob("*.md")}
-    assert there | {"results.md"} == set(written)
-    for name, text in written.items():
-        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == text, (
-            "run: benchmarks/compare/compare.py --report-only"
-        )
+def test_published_pages_are_those_of_the_recorded_results():
+    found = {}
+    for path in sorted(COMPARISONS.glob("*.yaml")):
+        recorded = json.loads((RESULTS / f"{path.stem}.json").read_text(encoding="utf-8"))
+        assert json.loads(json.dumps(carry_out(path, None, RESULTS))) == recorded
+        found[path.stem] = Results(recorded)
+    template = (COMPARISONS / "overview.md").read_text(encoding="utf-8")
+    pages = {f"results/{name}.md": page(results) for name, results in found.items()}
+    pages["results.md"] = overview(template, found)
+    for name, text in pages.items():
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == text, "run compare.py --report-only"
+        assert not {"None", "False"} & set(text.split())
+    assert pages["results.md"].count("\n") <= 120
+    rows = [line for text in pages.values() for line in text.splitlines() if line.startswith("| ")]
+    assert max(row.count(" | ") for row in rows) <= 6  # seven columns

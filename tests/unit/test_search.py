@@ -1,4 +1,4 @@
-"""Equal tuning: draws, successive halving, edges and wrong files."""
+"""Equal tuning: draws, successive halving and wrong files."""
 
 import json
 import math
@@ -6,8 +6,8 @@ import math
 import pytest
 import yaml
 
-from benchmarks.compare.compare import found_values, in_order
-from benchmarks.compare.search import Range, Search, draw, edge, halve
+from benchmarks.compare.compare import found_values
+from benchmarks.compare.search import Range, Search, draw, halve
 from benchmarks.compare.spec import load_spec
 from tests.support.comparisons import RATE, small_comparison
 from utils.config.schema import ConfigError
@@ -43,23 +43,17 @@ def test_sizes_of_rungs_on_paper(budget, rungs, sizes):
 def test_halving_keeps_the_best_of_every_rung():
     search = Search(budget=24, over={"rate": {"low": 0.1, "high": 1.0}})
 
+    rungs = []
+
     def losses_of(rung, candidates):
+        rungs.append(candidates)
         return [math.inf if entry["rate"] < 0.3 else entry["rate"] + 10 * (2 - rung) for entry in candidates]
 
-    best, runs = halve(search, search.over, "a", losses_of)
-    by_rung = [[settings for rung, settings in runs if rung == wanted] for wanted in range(3)]
-    assert [len(settings) for settings in by_rung] == [17, 5, 1]
-    passing = sorted((entry for entry in by_rung[0] if entry["rate"] >= 0.3), key=lambda entry: entry["rate"])
-    assert by_rung[1] == passing[:5]
-    assert best == by_rung[2][0] == passing[0]
-
-
-def test_edges_of_ranges_and_lists():
-    rate = Range(**RATE)
-    assert [edge(rate, value) for value in (0.001, 0.0015, 0.01, 0.07, 0.1)] == ["low", "low", None, "high", "high"]
-    assert [edge([4, 1, 2], value) for value in (1, 2, 4)] == ["low", None, "high"]
-    assert edge(["a", "b"], "a") is None
-    assert edge([True, False], True) is None
+    best = halve(search, search.over, "a", losses_of)
+    assert [len(settings) for settings in rungs] == [17, 5, 1]
+    passing = sorted((entry for entry in rungs[0] if entry["rate"] >= 0.3), key=lambda entry: entry["rate"])
+    assert rungs[1] == passing[:5]
+    assert best == rungs[2][0] == passing[0]
 
 
 def test_a_method_can_add_and_remove_keys_of_the_search_space(tmp_path):
@@ -76,14 +70,14 @@ def test_a_method_can_add_and_remove_keys_of_the_search_space(tmp_path):
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"search": {"over": OVER}}, "search.budget: "),
-        ({"search": {"budget": 2, "over": OVER}}, "search: Value error, budget must be at least 3"),
+        ({"search": {"over": OVER}}, "search.budget: is missing"),
+        ({"search": {"budget": 2, "over": OVER}}, "search: budget must be at least 3"),
         ({"search": {"budget": 4, "over": {}}}, "search.over: "),
-        ({"search": {"budget": 4, "over": {"ETA": {"low": 2, "high": 1}}}}, "search.over.ETA.range: Value error, low"),
-        ({"search": {"budget": 4, "over": {"ETA": RATE | {"low": 0}}}}, "search.over.ETA.range.low: "),
+        ({"search": {"budget": 4, "over": {"ETA": {"low": 2, "high": 1}}}}, "search.over.ETA: must be a list"),
+        ({"search": {"budget": 4, "over": {"ETA": RATE | {"low": 0}}}}, "search.over.ETA: must be a list"),
         ({"search": {"budget": 4, "over": {"ETTA": [1, 2]}}}, "AdLoCo: ETTA: unknown key"),
         ({"search": {"budget": 4, "over": {"ETA": [1, -2]}}}, "AdLoCo: ETA: "),
-        ({"search": {"budget": 4, "over": OVER}, "tuned_on": "a"}, "search: cannot be combined with tuned_on"),
+        ({"search": {"budget": 4, "over": OVER}, "tuned_on": "a"}, "search: cannot be combined"),
         ({"methods": [{"name": "AdLoCo", "search": {"ETA": [1, 2]}}]}, "AdLoCo: search: "),
         ({"methods": [{"name": "AdLoCo", "tuned_as": "DiLoCo"}]}, "AdLoCo: tuned_as: "),
     ],
@@ -113,9 +107,3 @@ def test_values_found_by_another_comparison_are_used_unchanged(tmp_path):
     alone = comparison.model_copy(update={"methods": comparison.methods[:1]})
     with pytest.raises(ConfigError, match="tuned_on: "):
         found_values(path, alone, tmp_path)
-
-
-def test_comparisons_that_use_a_search_come_after_it(tmp_path):
-    judged = small_comparison(tmp_path, tuned_on="searched").rename(tmp_path / "a.yaml")
-    searched = small_comparison(tmp_path).rename(tmp_path / "searched.yaml")
-    assert in_order([judged, searched]) == [searched, judged]
