@@ -18,7 +18,7 @@ from fabrics.data.dataset_loader import DATASETS, TEXT_DOCUMENTS
 from fabrics.data.partition import SPLITS, split_problems
 from fabrics.models.model_family import MODELS, is_pretrained
 from fabrics.training.method_config import method_if_valid, method_of
-from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
+from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name, inner_optimizer_of
 from utils.config.reading import Checks
 from utils.config.schema import CLEARML_MODES, Config, ConfigError
 
@@ -123,6 +123,14 @@ def participation_problems(config: Config) -> list[str]:
     return found
 
 
+def _optimizer_problems(config: Config) -> list[str]:
+    try:
+        inner_optimizer_of(config)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
 def _sharding_problems(config: Config) -> list[str]:
     size = config.devices_per_node
     found = []
@@ -179,7 +187,7 @@ def idle_keys(config: Config) -> list[str]:
     """Return one warning for each changed key that nothing in this run reads.
 
     It is not an error, as comparisons give the same keys to many methods. Synchronisation methods declare the
-    `outer_keys` that they read, inner optimizers their `keys`; None: unknown.
+    `outer_keys` that they read, inner optimizers their `keys`.
     """
     default = Config()
     return [
@@ -200,11 +208,12 @@ def _without_effect(config: Config) -> dict[str, str]:
     method = f"distributed_algo {config.distributed_algo}"
     reasons |= dict.fromkeys(set(OUTER_KEYS) - set(method_of(config).capabilities.outer_keys), method)
     optimizer = inner_optimizer_name(config)
-    optimizer_keys = set().union(*(each.keys or () for each in INNER_OPTIMIZERS.values()))
+    optimizer_keys = set().union(*(each.keys for each in INNER_OPTIMIZERS.values()))
     if optimizer is None:  # the method updates the parameters itself
         reasons |= dict.fromkeys(optimizer_keys - {"weight_decay"}, method)
-    elif (read := INNER_OPTIMIZERS[optimizer].keys) is not None:
-        reasons |= dict.fromkeys(optimizer_keys - set(read), f"inner_optimizer {optimizer}")
+    else:
+        unread = optimizer_keys - set(INNER_OPTIMIZERS[optimizer].keys)
+        reasons |= dict.fromkeys(unread, f"inner_optimizer {optimizer}")
     return reasons
 
 
@@ -232,7 +241,14 @@ def _shown(value: Any) -> str:
 
 CHECKS = Checks(
     choices=CHOICES,
-    problems=(_model_problems, _method_problems, split_problems, participation_problems, _sharding_problems),
+    problems=(
+        _model_problems,
+        _method_problems,
+        _optimizer_problems,
+        split_problems,
+        participation_problems,
+        _sharding_problems,
+    ),
     warnings=idle_keys,
     left_open=left_open,
 )

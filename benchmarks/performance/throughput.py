@@ -33,6 +33,7 @@ from fabrics.models.attention import unmasked
 from fabrics.models.initialisation import flops_per_token
 from fabrics.models.model_family import build_model
 from fabrics.training.inner_loop import InnerLoop
+from fabrics.training.optimizers import inner_optimizer_of
 from trainers import Trainer
 from utils.config.reading import parse_config
 from utils.config.schema import Config, ConfigError
@@ -130,7 +131,7 @@ class BareLoop:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=config.learning_rate_for_inner_opt,
-            betas=tuple(config.adam_betas),
+            betas=inner_optimizer_of(config).betas,
             weight_decay=config.weight_decay,
             fused=True,
         )

@@ -31,7 +31,7 @@ from fabrics.pool.run_checks import check_model
 from fabrics.sharding.layers import gathered_elements
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.method_config import check_method, method_of, round_bytes
-from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
+from fabrics.training.optimizers import inner_optimizer_of
 from fabrics.training.statistics import probes_examples
 from fabrics.training.worker import personal_tensors
 from utils.config.schema import Config, ConfigError
@@ -138,8 +138,8 @@ class _Run:
         self.method = method_of(config, self.model)
         check_method(config, self.workers[-1])
         self.flat_bytes = self.model.parameter_count * self.model.parameters.element_size()
-        kind = inner_optimizer_name(config)
-        self.moment_bytes = 0 if kind is None else INNER_OPTIMIZERS[kind].state_bytes(self.model)
+        optimizer = inner_optimizer_of(config)
+        self.moment_bytes = 0 if optimizer is None else optimizer.state_bytes(self.model)
         self.trainer_bytes = (1 + len(self.method.state)) * self.flat_bytes
         self.worker_bytes = len(personal_tensors(config, self.method)) * self.flat_bytes
 

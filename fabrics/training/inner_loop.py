@@ -116,8 +116,8 @@ class InnerLoop:
         assignment = self._assignment
         # All workers have the same parameters in the first step only. A single example has no variance.
         probe = self.done == 0 and assignment.statistics.probed_parts > 0 and self._plan.effective_batch > 1
-        offset = assignment.offsets[self.done]
-        self._plan, loss, probes = self._accumulate(self._plan, offset, probe)
+        indices = assignment.read(assignment.offsets[self.done], self._plan.effective_batch)
+        self._plan, loss, probes = self._accumulate(self._plan, indices, probe)
         self._losses[self.done] = loss
         if self.done == 0:
             self._take_statistics(self._plan.effective_batch, probes)
@@ -129,15 +129,14 @@ class InnerLoop:
         self._on_step()
 
     def _accumulate(
-        self, plan: ExecutionPlan, offset: int, probe: bool
+        self, plan: ExecutionPlan, indices: np.ndarray, probe: bool
     ) -> tuple[ExecutionPlan, torch.Tensor, list[PerExampleProbe]]:
-        """Add the gradient of the plan's examples to the model's; in smaller micro-batches if memory runs out.
+        """Add the gradient of these examples to the model's; in smaller micro-batches if memory runs out.
 
         Returns:
             The plan that fitted, the mean loss, and the probe of each micro-batch.
         """
         assignment = self._assignment
-        indices = assignment.read(offset, plan.effective_batch)
         while True:
             parts = in_parts(plan, assignment.statistics.probed_parts) if probe else plan
             work = partial(accumulate_gradients, self._model, assignment.examples, parts, indices, probe)
@@ -167,10 +166,12 @@ class InnerLoop:
     def _take_probe_batch(self) -> None:
         """Take statistics of the trainer's next examples, without training on them or moving on."""
         self._seed_dropout(len(self._assignment.learning_rates))
-        size = self.worker.config.statistics_batch_size
-        plan = only_gradient_accumulation(size, self.worker.node.max_batch)
-        _, _, probes = self._accumulate(plan, self._assignment.probe_offset, probe=True)
-        self._take_statistics(size, probes)
+        indices = self._assignment.probe()
+        if len(indices) < 2:  # a single example has no variance
+            return
+        plan = only_gradient_accumulation(len(indices), self.worker.node.max_batch)
+        _, _, probes = self._accumulate(plan, indices, probe=True)
+        self._take_statistics(len(indices), probes)
         self._model.gradient.zero_()
 
     def _take_statistics(self, examples: int, probes: list[PerExampleProbe]) -> None:

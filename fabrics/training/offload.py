@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.optimizers import INNER_OPTIMIZERS, InnerOptimizer, inner_optimizer_name
+from fabrics.training.optimizers import WorkerOptimizer
 from utils.config.schema import Config
 
 
@@ -50,7 +50,7 @@ class OptimizerSlot:
     The state stays until another worker needs the slot.
     """
 
-    def __init__(self, optimizer: InnerOptimizer):
+    def __init__(self, optimizer: WorkerOptimizer):
         self.optimizer = optimizer
         self._occupant: Mapping[str, torch.Tensor] | None = None
 
@@ -75,5 +75,5 @@ class OptimizerSlot:
 def optimizer_slot(model: FlatModel, config: Config) -> OptimizerSlot:
     """Return the one slot of a model's device."""
     if model.optimizer_slot is None:
-        model.optimizer_slot = OptimizerSlot(INNER_OPTIMIZERS[inner_optimizer_name(config)].build(model, config))
+        model.optimizer_slot = OptimizerSlot(WorkerOptimizer(model, config))
     return model.optimizer_slot

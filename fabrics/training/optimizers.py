@@ -7,15 +7,22 @@ them without knowing the optimizer. The learning rate is an argument of every st
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import Field
 from torch import nn
 
 from algorithms.registry import Registry
 from algorithms.schedule.learning_rate import LearningRateSchedule
 from algorithms.synchronisation import METHODS
 from fabrics.training.flat_model import FlatModel, flat_offsets
+from utils.config.parameters import with_parameters
 from utils.config.schema import Config, ConfigError
+
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+# An inner step with a learning rate.
+Step = Callable[[float], None]
 
 # Nesterov momentum of Muon, the value of its published code.
 MUON_MOMENTUM = 0.95
@@ -24,54 +31,72 @@ UPDATE_SIZE = "match_rms_adamw"
 
 
 class InnerOptimizer:
-    """The optimizer of a worker's inner steps.
+    """An inner optimizer. A subclass is a frozen dataclass; its fields are the keys of `inner_optimizer_config`.
 
-    Args:
-        optimizers: PyTorch's, each over some of the model's parameters in one group.
-        state: all of their state, in the tensors that they use or that theirs are views of.
+    A subclass that works element by element names its `tensors` and defines `update`. Other ones define `state`,
+    `state_bytes` and `begin`.
+
+    Attributes:
+        tensors: names of the flat tensors of its state, which start at zero.
+        keys: the other configuration keys that it reads and not every other optimizer does.
+        shards: True if it works on a device's part of the tensors (`devices_per_node`).
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], state: dict[str, torch.Tensor]):
-        self._optimizers = optimizers
-        self._state = state
+    tensors: ClassVar[tuple[str, ...]] = ()
+    keys: ClassVar[tuple[str, ...]] = ()
+    shards: ClassVar[bool] = True
 
+    def update(
+        self, parameters: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], learning_rate: float
+    ) -> None:
+        """Update flat parameters and the state in place."""
+        raise NotImplementedError
+
+    def state(self, model: FlatModel, device: torch.device | str) -> dict[str, torch.Tensor]:
+        """Return the initial state of a model's optimizer on a device, by name."""
+        return {name: torch.zeros_like(model.parameters.data, device=device) for name in self.tensors}
+
+    def state_bytes(self, model: FlatModel) -> int:
+        """Return the bytes of the state without the gaps of flat tensors."""
+        return len(self.tensors) * model.parameter_count * model.parameters.dtype.itemsize
+
+    def begin(self, model: FlatModel, config: Config, state: Mapping[str, torch.Tensor]) -> Step:
+        """Return the step of a model's optimizer with this state, which it uses by reference."""
+        return lambda learning_rate: self.update(model.parameters.data, model.gradient, state, learning_rate)
+
+
+class WorkerOptimizer:
+    """The optimizer of a worker's inner steps, or of a trainer's shared parameters.
+
+    Args:
+        state: used by reference; None: a new one.
+    """
+
+    def __init__(self, model: FlatModel, config: Config, state: Mapping[str, torch.Tensor] | None = None):
+        optimizer = inner_optimizer_of(config)
+        new = optimizer.state(model, model.device if state is None else "meta")
+        self._state = new if state is None else {name: state[name] for name in new}
+        self._step = optimizer.begin(model, config, self._state)
+
+    @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Update the model's parameters with its gradient."""
-        for optimizer in self._optimizers:
-            optimizer.param_groups[0]["lr"] = learning_rate
-            optimizer.step()
+        self._step(learning_rate)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The state by name, by reference."""
         return dict(self._state)
 
 
-@dataclass(frozen=True)
-class InnerOptimizerKind:
-    """One value of `inner_optimizer`.
+def _step_of(*optimizers: torch.optim.Optimizer) -> Step:
+    """Return the step of PyTorch's optimizers, each over some of the parameters in one group."""
 
-    Attributes:
-        state: creates the initial state of a model's optimizer on a device, by name.
-        create: makes the optimizer of a model's parameters, with a state that it uses by reference.
-        state_bytes: bytes of the state without the gaps of flat tensors.
-        keys: the configuration keys that it reads and not every other kind does; None: unknown.
-        shards: True if it works on a device's part of the tensors (`devices_per_node`).
-    """
+    def step(learning_rate: float) -> None:
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = learning_rate
+            optimizer.step()
 
-    state: Callable[[FlatModel, torch.device | str], dict[str, torch.Tensor]]
-    create: Callable[[FlatModel, Config, Mapping[str, torch.Tensor]], InnerOptimizer]
-    state_bytes: Callable[[FlatModel], int]
-    keys: tuple[str, ...] | None = None
-    shards: bool = True
-
-    def build(
-        self, model: FlatModel, config: Config, state: Mapping[str, torch.Tensor] | None = None
-    ) -> InnerOptimizer:
-        """Return an optimizer with this state, used by reference, or with a new one."""
-        return self.create(model, config, self.state(model, model.device) if state is None else state)
-
-
-# AdamW
+    return step
 
 
 def _moments(like: torch.Tensor, device: torch.device | str, steps: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
@@ -83,35 +108,38 @@ def _moments(like: torch.Tensor, device: torch.device | str, steps: tuple[int, .
     }
 
 
-def _torch_adamw(parameters: Sequence[nn.Parameter], config: Config) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        parameters,
-        betas=tuple(config.adam_betas),
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+@dataclass(frozen=True)
+class AdamW(InnerOptimizer):
+    """PyTorch's AdamW over the flat parameters."""
+
+    betas: tuple[Beta, Beta] = (0.9, 0.99)
+
+    keys = ("weight_decay",)
+
+    def state(self, model: FlatModel, device: torch.device | str) -> dict[str, torch.Tensor]:
+        return _moments(model.parameters.data, device)
+
+    def state_bytes(self, model: FlatModel) -> int:
+        return 4 + 2 * model.parameter_count * model.parameters.dtype.itemsize
+
+    def begin(self, model: FlatModel, config: Config, state: Mapping[str, torch.Tensor]) -> Step:
+        optimizer = self.torch_optimizer([model.parameters], config)
+        optimizer.state[model.parameters] = dict(state)
+        return _step_of(optimizer)
+
+    def torch_optimizer(self, parameters: Sequence[nn.Parameter], config: Config) -> torch.optim.AdamW:
+        """Return PyTorch's AdamW of these parameters, without state."""
+        return torch.optim.AdamW(parameters, betas=self.betas, weight_decay=config.weight_decay, fused=True)
 
 
-def _adamw_state(model: FlatModel, device: torch.device | str) -> dict[str, torch.Tensor]:
-    return _moments(model.parameters.data, device)
+@dataclass(frozen=True)
+class SGD(InnerOptimizer):
+    """PyTorch's SGD, without momentum."""
 
+    keys = ("lr_sgd",)
 
-def _adamw(model: FlatModel, config: Config, state: Mapping[str, torch.Tensor]) -> InnerOptimizer:
-    optimizer = _torch_adamw([model.parameters], config)
-    own = {name: state[name] for name in ("step", "exp_avg", "exp_avg_sq")}
-    optimizer.state[model.parameters] = own
-    return InnerOptimizer([optimizer], own)
-
-
-def _adamw_bytes(model: FlatModel) -> int:
-    return 4 + 2 * model.parameter_count * model.parameters.dtype.itemsize
-
-
-# SGD
-
-
-def _sgd(model: FlatModel, config: Config, state: Mapping[str, torch.Tensor]) -> InnerOptimizer:
-    return InnerOptimizer([torch.optim.SGD([model.parameters], fused=True)], {})
+    def begin(self, model: FlatModel, config: Config, state: Mapping[str, torch.Tensor]) -> Step:
+        return _step_of(torch.optim.SGD([model.parameters], fused=True))
 
 
 # Muon for matrices, AdamW for the rest
@@ -156,51 +184,61 @@ def _views(flat: torch.Tensor, parameters: Sequence[nn.Parameter]) -> list[torch
     ]
 
 
-def _muon_state(model: FlatModel, device: torch.device | str) -> dict[str, torch.Tensor]:
-    matrices, rest = matrices_and_rest(model.module)
-    momentum = torch.zeros_like(_flat_like(matrices, model), device=device)
-    # PyTorch's AdamW counts the steps of each parameter.
-    return {"momentum": momentum} | _moments(_flat_like(rest, model), device, (len(rest),))
+@dataclass(frozen=True)
+class Muon(AdamW):
+    """PyTorch's Muon for matrices inside the model, and AdamW for the rest."""
+
+    shards = False
+
+    def state(self, model: FlatModel, device: torch.device | str) -> dict[str, torch.Tensor]:
+        matrices, rest = matrices_and_rest(model.module)
+        momentum = torch.zeros_like(_flat_like(matrices, model), device=device)
+        # PyTorch's AdamW counts the steps of each parameter.
+        return {"momentum": momentum} | _moments(_flat_like(rest, model), device, (len(rest),))
+
+    def state_bytes(self, model: FlatModel) -> int:
+        matrices, rest = matrices_and_rest(model.module)
+        elements = sum(parameter.numel() for parameter in matrices) + 2 * sum(parameter.numel() for parameter in rest)
+        return 4 * len(rest) + elements * model.parameters.dtype.itemsize
+
+    def begin(self, model: FlatModel, config: Config, state: Mapping[str, torch.Tensor]) -> Step:
+        matrices, rest = matrices_and_rest(model.module)
+        muon = torch.optim.Muon(
+            matrices, weight_decay=config.weight_decay, momentum=MUON_MOMENTUM, adjust_lr_fn=UPDATE_SIZE
+        )
+        for parameter, momentum in zip(matrices, _views(state["momentum"], matrices), strict=True):
+            muon.state[parameter] = {"momentum_buffer": momentum}
+        if not rest:
+            return _step_of(muon)
+        adamw = self.torch_optimizer(rest, config)
+        averages = _views(state["exp_avg"], rest)
+        squares = _views(state["exp_avg_sq"], rest)
+        for parameter, step, average, square in zip(rest, state["step"].unbind(), averages, squares, strict=True):
+            adamw.state[parameter] = {"step": step, "exp_avg": average, "exp_avg_sq": square}
+        return _step_of(muon, adamw)
 
 
-def _muon(model: FlatModel, config: Config, state: Mapping[str, torch.Tensor]) -> InnerOptimizer:
-    matrices, rest = matrices_and_rest(model.module)
-    own = {name: state[name] for name in ("momentum", "step", "exp_avg", "exp_avg_sq")}
-    muon = torch.optim.Muon(
-        matrices, weight_decay=config.weight_decay, momentum=MUON_MOMENTUM, adjust_lr_fn=UPDATE_SIZE
-    )
-    for parameter, momentum in zip(matrices, _views(own["momentum"], matrices), strict=True):
-        muon.state[parameter] = {"momentum_buffer": momentum}
-    if not rest:
-        return InnerOptimizer([muon], own)
-    adamw = _torch_adamw(rest, config)
-    averages = _views(own["exp_avg"], rest)
-    squares = _views(own["exp_avg_sq"], rest)
-    for parameter, step, average, square in zip(rest, own["step"].unbind(), averages, squares, strict=True):
-        adamw.state[parameter] = {"step": step, "exp_avg": average, "exp_avg_sq": square}
-    return InnerOptimizer([muon, adamw], own)
-
-
-def _muon_bytes(model: FlatModel) -> int:
-    matrices, rest = matrices_and_rest(model.module)
-    elements = sum(parameter.numel() for parameter in matrices) + 2 * sum(parameter.numel() for parameter in rest)
-    return 4 * len(rest) + elements * model.parameters.dtype.itemsize
-
-
-_ADAMW_KEYS = ("adam_betas", "weight_decay")
-
-INNER_OPTIMIZERS = Registry(
-    {
-        "adamw": InnerOptimizerKind(_adamw_state, _adamw, _adamw_bytes, _ADAMW_KEYS),
-        "muon": InnerOptimizerKind(_muon_state, _muon, _muon_bytes, _ADAMW_KEYS, shards=False),
-        "sgd": InnerOptimizerKind(lambda model, device: {}, _sgd, lambda model: 0, ("lr_sgd",)),
-    }
-)
+INNER_OPTIMIZERS: Registry[type[InnerOptimizer]] = Registry({"adamw": AdamW, "muon": Muon, "sgd": SGD})
 
 
 def inner_optimizer_name(config: Config) -> str | None:
     """Return the configured inner optimizer, or the method's default; None: the method does without."""
     return config.inner_optimizer or METHODS[config.distributed_algo]().capabilities.inner_optimizer
+
+
+def inner_optimizer_of(config: Config) -> InnerOptimizer | None:
+    """Return the inner optimizer with the parameters of `inner_optimizer_config`; None: the method does without.
+
+    Raises:
+        ConfigError: with one line per problem.
+    """
+    name = inner_optimizer_name(config)
+    values = config.inner_optimizer_config
+    if name is not None:
+        return with_parameters(INNER_OPTIMIZERS[name], values, "inner_optimizer_config", name)
+    if values:
+        raise ConfigError(f"inner_optimizer_config: must be empty with {config.distributed_algo}, got {values}")
+    return None
 
 
 def check_inner_optimizer(config: Config, model: FlatModel) -> None:

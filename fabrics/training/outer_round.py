@@ -8,7 +8,7 @@ import torch
 
 from algorithms.synchronisation.group import Clock, Event, Group, Inner, LocalWorker
 from fabrics.training.inner_loop import InnerLoop, clip
-from fabrics.training.optimizers import INNER_OPTIMIZERS, InnerOptimizer, inner_optimizer_name
+from fabrics.training.optimizers import WorkerOptimizer
 from fabrics.training.work_split import WorkSplit, draw_lost_messages
 from fabrics.training.worker import COPY, Assignment, WorkerRound, local_worker
 from fabrics.training.worker_group import WorkerGroup
@@ -48,7 +48,7 @@ class OuterRound:
         self._method = workers.method
         self._key = first.key
         self._learning_rates = first.learning_rates
-        self._optimizer: InnerOptimizer | None = None
+        self._optimizer: WorkerOptimizer | None = None
         self.events: list[Event] = []
         self.lost_messages = draw_lost_messages(config.message_loss, first.key, split.participants)
         self.group = Group(
@@ -146,8 +146,7 @@ class OuterRound:
         model = self._workers.first_model
         parameters = self.group.shared["parameters"]
         if self._optimizer is None:
-            kind = INNER_OPTIMIZERS[inner_optimizer_name(self._config)]
-            self._optimizer = kind.build(model, self._config, self.group.shared)
+            self._optimizer = WorkerOptimizer(model, self._config, self.group.shared)
         model.load(parameters)
         clip(model, model.gradient.copy_(gradient), self._config.gradient_clipping)
         self._optimizer.step(self.group.inner.learning_rate)

@@ -5,6 +5,7 @@ and a run resumes from integers.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -61,6 +62,24 @@ def draw_lost_messages(probability: float, key: RoundKey, workers: Collection[in
 def evenly_spaced(own_steps: Mapping[int, int], inner_steps: int, step_seconds: float) -> dict[int, Sequence[int]]:
     """Spread each worker's own inner steps evenly over the round."""
     return {worker: turns(own, inner_steps) for worker, own in own_steps.items()}
+
+
+def _probe_batch(reading: Reading, end: int, worker: int, size: int) -> np.ndarray:
+    """Return a worker's examples of a probe; no example is in the probes of two workers.
+
+    Products of gradients are free of noise only between different examples. Near the end of an epoch the next examples
+    may repeat; within two probes of all workers there are enough different ones.
+
+    Args:
+        end: the examples of the round, after which probes begin.
+        size: examples of each worker's probe.
+    """
+    everyone = len(reading.workers) * size
+    ahead = reading.places(end + reading.workers[0] * size, 2 * everyone)
+    _, firsts = np.unique(ahead, return_index=True)
+    different = ahead[np.sort(firsts)]
+    place = reading.workers.index(worker)
+    return different[place * size : (place + 1) * size]
 
 
 class WorkSplit:
@@ -173,6 +192,7 @@ class WorkSplit:
         each = self.examples_each(inner_steps)
         found = {}
         for reading in self._readings:
+            size = min(self._config.statistics_batch_size, reading.size // len(reading.workers))
             readers = [worker for worker in reading.workers if worker in active]
             batches = [self.plans[worker].effective_batch for worker in readers]
             offsets = places(batches, [active[worker] for worker in readers])
@@ -185,7 +205,7 @@ class WorkSplit:
                     examples=self._examples,
                     read=reading.places,
                     offsets=own_offsets,
-                    probe_offset=end + worker * self._config.statistics_batch_size,
+                    probe=partial(_probe_batch, reading, end, worker, size),
                     key=key._replace(worker=worker),
                     statistics=statistics,
                 )

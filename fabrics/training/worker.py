@@ -20,7 +20,7 @@ from algorithms.synchronisation.method import COPY, ERROR
 from fabrics.data.examples import Examples
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.offload import StateMemory, optimizer_slot
-from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
+from fabrics.training.optimizers import WorkerOptimizer, inner_optimizer_name
 from fabrics.training.statistics import StatisticsPlan
 from utils.config.schema import Config, ConfigError
 
@@ -68,7 +68,7 @@ class Assignment:
         examples: all training examples.
         read: from (offset, count) to the indices of the trainer's next examples; offset 0 is the start of the round.
         offsets: where the worker's examples of each active step begin.
-        probe_offset: where the probe batch begins, for statistics when an inner step has too few examples.
+        probe: draws the indices of the probe batch, for statistics when an inner step has too few examples.
         key: seeds dropout.
         statistics: taken at the first inner step, where all workers have the same parameters.
     """
@@ -79,7 +79,7 @@ class Assignment:
     examples: Examples
     read: Callable[[int, int], np.ndarray]
     offsets: Sequence[int]
-    probe_offset: int
+    probe: Callable[[], np.ndarray]
     key: RoundKey
     statistics: StatisticsPlan
 
@@ -147,15 +147,14 @@ class Worker:
         self.config = config
         self.optimizer = None
         self._slot = None
-        kind = inner_optimizer_name(config)
-        if kind is not None and not method.capabilities.exchanges_gradients:
+        if inner_optimizer_name(config) is not None and not method.capabilities.exchanges_gradients:
             if "idle_moments" in config.offload:
                 self._slot = optimizer_slot(model, config)
                 self.optimizer = self._slot.optimizer
                 host = StateMemory.choose(True, model.device)
                 self._host_state = {name: host.zeros(each) for name, each in self.optimizer.state_dict().items()}
             else:
-                self.optimizer = INNER_OPTIMIZERS[kind].build(model, config)
+                self.optimizer = WorkerOptimizer(model, config)
         like = model.parameters.data
         self.state = {name: torch.zeros_like(like) for name in personal_tensors(config, method)}
         correction = method.capabilities.correction

@@ -17,7 +17,7 @@ from algorithms.synchronisation.group import Clock, Event, Group, Outer
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.method_config import method_of, round_bytes
 from fabrics.training.offload import StateMemory
-from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name
+from fabrics.training.optimizers import inner_optimizer_of
 from fabrics.training.worker import COPY, Node, Worker, local_worker, personal_tensors
 from utils.config.schema import Config
 from utils.distributed.reductions import Mean, Messages, Workers
@@ -82,10 +82,10 @@ class WorkerGroup:
         self.merged_tensors = tuple(name for name in names if name not in able.copies)
         self.parameter_count = model.parameter_count
         self.parameter_bytes = model.parameter_count * self.dtype.itemsize
-        kind = inner_optimizer_name(self._config)
-        moment_bytes = 0 if kind is None else INNER_OPTIMIZERS[kind].state_bytes(model)
-        if able.exchanges_gradients and kind is not None:  # the optimizer updates the shared parameters
-            self._shapes |= INNER_OPTIMIZERS[kind].state(model, "meta")
+        optimizer = inner_optimizer_of(self._config)
+        moment_bytes = 0 if optimizer is None else optimizer.state_bytes(model)
+        if able.exchanges_gradients and optimizer is not None:  # it updates the shared parameters
+            self._shapes |= optimizer.state(model, "meta")
         self.sizes = StateBytes(
             trainer=len(names) * self.parameter_bytes + (moment_bytes if able.exchanges_gradients else 0),
             worker=0 if able.exchanges_gradients else moment_bytes,

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import run as program
 from algorithms.batch.calc_batch import BATCH_TESTS, BatchTestParameters
 from algorithms.batch.gradient_statistics import GradientStatistics
 from algorithms.nodes.policies import MERGE_POLICIES
@@ -23,8 +25,11 @@ from fabrics.data.dataset_loader import load_data
 from fabrics.models.export import save_model
 from fabrics.models.model_family import MODELS, ModelFamily, build_model, reinitialise_output_layer
 from fabrics.planning.estimate import estimate
+from fabrics.training.flat_model import FlatModel
+from fabrics.training.optimizers import WorkerOptimizer
 from gradient_analysis.gradient_analysis import AnalysisConfig, resolve_model
 from tests.support.helpers import make_config, tiny_data, warnings_of
+from tests.support.runs import assert_same_run, write_config
 from tests.support.threads import refusals, together
 from training_logs.recording.provenance import Code, Invocations, Origin
 from utils.config import plugins
@@ -443,3 +448,50 @@ def test_the_example_method_on_paper():
     for member in members:
         torch.testing.assert_close(member.parameters, expected)
     assert config.distributed_algo == "Agreement"
+
+
+LION = str(ROOT / "examples" / "own_optimizer.py")
+
+
+def test_the_example_optimizer_is_lion_as_published():
+    config = parsed(LION, inner_optimizer="lion", inner_optimizer_config={"betas": [0.8, 0.95], "weight_decay": 0.3})
+    model = FlatModel(torch.nn.Linear(3, 2), torch.device("cpu"))
+    optimizer = WorkerOptimizer(model, config)
+    x = model.parameters.detach().double()
+    m = torch.zeros_like(x)
+    generator = torch.Generator().manual_seed(0)
+    for learning_rate in (0.01, 0.02, 0.005):
+        g = torch.randn(x.shape, generator=generator)
+        model.gradient.copy_(g)
+        optimizer.step(learning_rate)
+        # Algorithm 2 of arXiv 2302.06675, line by line.
+        c = 0.8 * m + 0.2 * g
+        x = x - learning_rate * (torch.sign(c) + 0.3 * x)
+        m = 0.95 * m + 0.05 * g
+    torch.testing.assert_close(model.parameters.double(), x, rtol=0.0, atol=1e-6)
+    torch.testing.assert_close(optimizer.state_dict()["lion_momentum"].double(), m, rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"beta": 1}, "inner_optimizer_config.beta: lion has no such parameter"),
+        ({"weight_decay": -1}, "inner_optimizer_config.weight_decay: must not be negative, got -1"),
+        ({"betas": [0.9]}, "inner_optimizer_config.betas: "),
+    ],
+)
+def test_wrong_parameters_of_an_optimizer_are_refused(values, problem):
+    with pytest.raises(ConfigError, match=problem):
+        parsed(LION, inner_optimizer="lion", inner_optimizer_config=values)
+
+
+def test_a_resumed_run_with_an_own_optimizer_equals_an_uninterrupted_one(tmp_path, cache_dir):
+    values = {"plugins": [LION], "inner_optimizer": "lion", "inner_optimizer_config": {"weight_decay": 0.2}}
+    config = write_config(tmp_path, cache_dir, number_of_outer_steps=4, learning_rate_for_inner_opt=1e-3, **values)
+    assert program.main(["--config", str(config)]) == 0
+    (whole,) = (tmp_path / "logs").iterdir()
+    stopped = tmp_path / whole.name
+    shutil.copytree(whole, stopped)
+    shutil.rmtree(stopped / "checkpoints" / "round_00004")
+    assert program.main(["--resume", str(stopped)]) == 0
+    assert_same_run(stopped, whole)

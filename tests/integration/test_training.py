@@ -16,6 +16,7 @@ from algorithms.schedule.limits import RoundSchedule
 from cluster import Cluster
 from fabrics.data.examples import PackedSequences
 from fabrics.pool.eval_tool import evaluate
+from fabrics.training.optimizers import inner_optimizer_of
 from fabrics.training.worker import Node, TrainingError
 from tests.support.helpers import (
     CPU,
@@ -57,7 +58,7 @@ def straightforward_diloco(model, stream, rounds, workers, inner_steps, batch, c
             torch.optim.AdamW(
                 r.parameters(),
                 lr=config.learning_rate_for_inner_opt,
-                betas=tuple(config.adam_betas),
+                betas=inner_optimizer_of(config).betas,
                 weight_decay=config.weight_decay,
             )
             for r in replicas

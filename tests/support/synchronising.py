@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fabrics.data.examples import PackedSequences
+from fabrics.training.optimizers import inner_optimizer_of
 from fabrics.training.worker import COPY, Node
 from tests.support.helpers import CPU, VOCABULARY, make_config, make_trainer, random_sequences, train
 from tests.support.oracles import History, Problem
@@ -96,7 +97,7 @@ def problem_of(trainer: Trainer, rounds: int, inner_steps: int, ends: Sequence[S
         gradient=gradient,
         weights=sizes,
         learning_rate=config.learning_rate_for_inner_opt,
-        betas=tuple(config.adam_betas),
+        betas=getattr(inner_optimizer_of(config), "betas", (0.9, 0.99)),
         weight_decay=config.weight_decay,
         clip=config.gradient_clipping,
         shapes=[(block.name, block.start, block.slice.stop, block.shape) for block in model.blocks],

@@ -8,7 +8,7 @@ from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.method import OUTER_KEYS
 from cluster import Cluster
 from fabrics.config_checks import CHECKS, idle_keys
-from fabrics.training.optimizers import INNER_OPTIMIZERS, InnerOptimizerKind
+from fabrics.training.optimizers import INNER_OPTIMIZERS
 from tests.support import matrix
 from tests.support.helpers import Recorder
 from utils.config.reading import parse_config
@@ -19,7 +19,6 @@ OTHER = {
     "outer_momentum": 0.4,
     "lr_sgd": 0.2,
     "weight_decay": 0.0,
-    "adam_betas": [0.5, 0.6],
 }
 # Every method, also with parameters or inner optimizers that change what it reads.
 VARIANTS = [
@@ -95,20 +94,13 @@ def test_defaults_have_no_warning():
         ({"link": "1Gb/s"}, ["link: has no effect with time_budget null and node_speeds null"]),
         ({"link": "1Gb/s", "node_speeds": [1, 1, 1, 1]}, []),
         (
-            {"distributed_algo": "LocalSGD", "outer_momentum": 0.5, "adam_betas": [0.9, 0.95]},
+            {"distributed_algo": "LocalSGD", "outer_momentum": 0.5, "weight_decay": 0.5},
             [
-                "adam_betas: has no effect with inner_optimizer sgd",
                 "outer_momentum: has no effect with distributed_algo LocalSGD",
+                "weight_decay: has no effect with inner_optimizer sgd",
             ],
         ),
     ],
 )
 def test_each_key_without_effect_has_one_warning(values, expected):
     assert parse_config({"number_of_outer_steps": 1} | values, (), CHECKS)[1] == expected
-
-
-def test_an_optimizer_without_declared_keys_may_read_all(monkeypatch):
-    sgd = INNER_OPTIMIZERS["sgd"]
-    monkeypatch.setitem(INNER_OPTIMIZERS, "own", InnerOptimizerKind(sgd.state, sgd.create, sgd.state_bytes))
-    assert idle("DiLoCo", {"inner_optimizer": "sgd"})
-    assert not idle("DiLoCo", {"inner_optimizer": "own"})

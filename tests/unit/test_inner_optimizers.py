@@ -11,6 +11,7 @@ from fabrics.training.flat_model import FlatModel
 from fabrics.training.method_config import check_state
 from fabrics.training.optimizers import (
     INNER_OPTIMIZERS,
+    WorkerOptimizer,
     base_learning_rate,
     check_inner_optimizer,
     inner_optimizer_name,
@@ -25,7 +26,7 @@ RATES = (0.01, 0.02, 0.015, 0.01, 0.005)
 def build(module: nn.Module, name: str, **values):
     """A model model of this module, and an inner optimiser over it."""
     model = FlatModel(module, CPU)
-    return model, INNER_OPTIMIZERS[name].build(model, make_config(inner_optimizer=name, **values))
+    return model, WorkerOptimizer(model, make_config(inner_optimizer=name, **values))
 
 
 def set_gradients(parameters: dict[str, nn.Parameter], step: int) -> None:
@@ -71,7 +72,7 @@ def freeze_first_layer(module: nn.Module) -> nn.Module:
 def test_muon_is_torchs_inside_and_adamw_for_the_rest(module):
     module = module()
     expected, before = copy.deepcopy(module), copy.deepcopy(module)
-    values = {"weight_decay": 0.3, "adam_betas": [0.8, 0.95]}
+    values = {"weight_decay": 0.3, "inner_optimizer_config": {"betas": [0.8, 0.95]}}
     model, optimizer = build(module, "muon", **values)
     named = trainable(expected)
     theirs = [
@@ -113,7 +114,7 @@ def test_an_update_of_muon_has_the_size_of_one_of_adamw():
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_adamw_and_sgd_are_torchs_own_over_the_flat_parameters(name):
-    values = {"adam_betas": [0.8, 0.95], "weight_decay": 0.3}
+    values = {"weight_decay": 0.3} | ({"inner_optimizer_config": {"betas": [0.8, 0.95]}} if name == "adamw" else {})
     model, optimizer = build(tiny_llama(), name, **values)
     expected = nn.Parameter(model.parameters.detach().clone())
     theirs = {
@@ -171,7 +172,7 @@ def test_the_state_has_the_bytes_of_the_parameters_without_gaps():
     model = FlatModel(tiny_llama(), CPU)
     inside = sum(p.numel() for name, p in trainable(model.module).items() if is_inside(name))
     rest = model.parameter_count - inside
-    found = {name: kind.state_bytes(model) for name, kind in INNER_OPTIMIZERS.items()}
+    found = {name: kind().state_bytes(model) for name, kind in INNER_OPTIMIZERS.items()}
     # Eight bytes per element. Muon's AdamW counts the steps of embedding, head and the five norms.
     assert found == {"adamw": 4 + 16 * model.parameter_count, "muon": 8 * inside + 16 * rest + 4 * 7, "sgd": 0}
 

@@ -1,11 +1,12 @@
 """Trainers' state and idle workers' moments in host memory: the same run."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from fabrics.config_checks import CHECKS
 from fabrics.training.offload import OptimizerSlot, StateMemory
-from fabrics.training.optimizers import InnerOptimizer
 from tests.support.helpers import CPU, Recorder, light_cluster, tiny_cluster
 from utils.config.reading import parse_config
 from utils.config.schema import ConfigError
@@ -36,7 +37,7 @@ def test_a_home_takes_in_what_is_elsewhere_and_keeps_what_is_there():
 
 def test_a_seat_holds_the_state_of_one_worker_at_a_time():
     state = {"moment": torch.zeros(2)}
-    slot = OptimizerSlot(InnerOptimizer([], state))
+    slot = OptimizerSlot(SimpleNamespace(state_dict=lambda: state))
     first, second = {"moment": torch.tensor([1.0, 2.0])}, {"moment": torch.tensor([5.0, 6.0])}
     slot.swap_in(first)
     state["moment"] += 10

@@ -9,7 +9,7 @@ import pytest
 
 from algorithms.batch.switch_mode import ExecutionPlan
 from algorithms.synchronisation import METHODS
-from fabrics.data.sampler import Reading
+from fabrics.data.sampler import DataCursor, Reading, Subsets
 from fabrics.training.statistics import StatisticsPlan
 from fabrics.training.work_split import WorkSplit, draw_participants, evenly_spaced
 from fabrics.training.worker import Node, RoundKey
@@ -70,7 +70,20 @@ def test_workers_read_consecutive_examples_without_gaps(balance, present):
             seen.update(range(first, first + own.plan.effective_batch))
     assert sorted(seen.elements()) == list(range(split.examples(6)))
     # Each worker's probe batch comes after the round's examples.
-    assert {own.probe_offset - 8 * worker for worker, own in found.items()} == {len(seen)}
+    for worker, own in found.items():
+        first_probe = split.examples(6)
+        assert own.probe().tolist() == list(range(first_probe + 8 * worker, first_probe + 8 * worker + 8))
+
+
+@pytest.mark.parametrize(("examples", "each"), [(12, 3), (40, 8), (35, 8)])
+def test_probes_of_several_workers_have_no_example_in_common(examples, each):
+    """After one round of 24 examples the next 32 reach into another epoch, which has another order."""
+    cursor = DataCursor(Subsets(1, examples), 0)
+    split = split_of((0, 1, 2, 3), readings=cursor.readings(4), statistics_batch_size=8)
+    assignments = split.assignments([0.1] * 2, RoundKey(1, 0, 0, 0), StatisticsPlan())
+    probes = [own.probe().tolist() for own in assignments.values()]
+    assert [len(set(probe)) for probe in probes] == [each] * 4
+    assert len(set().union(*probes)) == 4 * each
 
 
 CHANGING = {

@@ -372,8 +372,8 @@ class Inner(Section):
     weight_decay: NonNegativeFloat = key(
         0.1, "Weight decay of AdamW and Muon, independent of the gradient, on every parameter."
     )
-    adam_betas: Annotated[list[BelowOne], Field(min_length=2, max_length=2)] = key(
-        [0.9, 0.99], "Betas of the inner AdamW."
+    inner_optimizer_config: dict[str, Any] = key(
+        {}, "Parameters of inner_optimizer; adamw and muon have {betas: [0.9, 0.99]}, the betas of AdamW."
     )
     gradient_clipping: PositiveFloat | None = key(1.0, "Largest norm of an inner step's gradient; null: no clipping.")
     warmup_steps: NonNegativeInt = key(0, "Inner steps over which the learning rate grows linearly.")
