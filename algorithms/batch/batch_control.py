@@ -10,12 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 
-from algorithms.batch.calc_batch import (
-    BATCH_TESTS,
-    BatchTestParameters,
-    bounded_request,
-    scheduled_request,
-)
+from algorithms.batch.calc_batch import BATCH_TESTS, BatchTestParameters, bounded_request, scheduled_request
 from algorithms.batch.gradient_statistics import GradientStatistics, SampleEstimate, StatisticsSums
 from algorithms.schedule.budget import BatchGrowth
 from algorithms.schedule.learning_rate import eta_during
@@ -30,14 +25,10 @@ class BatchControlSettings:
 
     Attributes:
         test: a name in BATCH_TESTS.
-        eta: see BatchTestParameters.
+        parameters: of the test; eta is that at the beginning of the run.
         eta_at_end: eta at the end of the run; None: constant.
-        theta: see BatchTestParameters.
-        nu: see BatchTestParameters.
-        debias: see BatchTestParameters.
         first_round: the first round with a test, counted from 1; before it the request stays.
         smoothing: weight of the past in the average of the statistics over rounds.
-        confidence: see BatchTestParameters.
         largest_growth: factor per round; None: no bound.
         schedule: pairs of (share of the run, request from there on), for a request that no test changes.
         frozen_from: share of the run after which no test changes the request. A falling learning rate makes the noise
@@ -45,14 +36,10 @@ class BatchControlSettings:
     """
 
     test: str
-    eta: float
+    parameters: BatchTestParameters
     eta_at_end: float | None
-    theta: float
-    nu: float
-    debias: bool
     first_round: int
     smoothing: float
-    confidence: float
     largest_growth: float | None
     schedule: Sequence[Sequence[float]] | None = None
     frozen_from: float = 1.0
@@ -121,8 +108,8 @@ class BatchControl:
         statistics = self._sums.statistics
         if progress > settings.frozen_from:
             return statistics, None
-        eta = eta_during(settings.eta, settings.eta_at_end, progress)
-        parameters = BatchTestParameters(eta, settings.theta, settings.nu, settings.debias, settings.confidence)
+        eta = eta_during(settings.parameters.eta, settings.eta_at_end, progress)
+        parameters = dataclasses.replace(settings.parameters, eta=eta)
         answer = self._test(statistics, parameters, effective_batch)
         if not (answer is None or (isinstance(answer, Real) and not math.isnan(answer))):
             raise TypeError(f"sampling_method: {settings.test} must give a number of examples or None, got {answer!r}")

@@ -29,7 +29,6 @@ from torch import nn
 from torch.func import functional_call
 
 from algorithms.batch.gradient_statistics import Comparison, SampleEstimate, sample_estimate
-from algorithms.batch.losses import example_losses, logits_of
 from algorithms.registry import Registry
 
 
@@ -453,33 +452,3 @@ def step_estimate(probes: Sequence[PerExampleProbe]) -> SampleEstimate:
         )
     part = next((comparison for comparison in comparisons if 2 < comparison.examples < b), None)
     return sample_estimate(comparisons[-1], math.fsum(norm**2 for norm in norms), part)
-
-
-def per_example_statistics(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SampleStatistics:
-    """Return the exact statistics of the examples of one batch, from one forward and one backward pass.
-
-    Args:
-        model: a Hugging Face model (Llama, BERT, tied or not, some parameters frozen or not), left in its train
-            or eval mode. Old gradients are discarded; afterwards `.grad` holds the gradient of the mean over
-            the examples of each example's mean token loss.
-        batch: the model's keyword arguments: input_ids [b, T], optional attention_mask [b, T], and labels, [b, T]
-            with -100 where ignored (not shifted) or [b] classes.
-
-    Raises:
-        UnsupportedModuleError: a trainable parameter belongs to a module that the hooks do not know.
-    """
-    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    labels = batch["labels"]
-    b = labels.shape[0]
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.zero_()
-    with PerExampleProbe(model, batch_size=b) as probe:
-        # The sum, not the mean: a factor 1 / b would round differently inside layers that compute in float32
-        # whatever the model's type (Llama's norm), and float64 would agree with single examples to 1e-8 only.
-        example_losses(logits_of(model(**inputs)), labels).sum().backward()
-    statistics = probe.statistics(loss_weight=b)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.div_(b)
-    return statistics

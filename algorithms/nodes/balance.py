@@ -17,8 +17,6 @@ def batch_shares(examples: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
         examples: at least as many as workers.
         speeds: of every worker, in any unit.
     """
-    if examples < len(speeds):
-        raise ValueError(f"there must be an example for each of {len(speeds)} workers, got {examples}")
     shares = [1] * len(speeds)
     queue = [(2 / speed, worker) for worker, speed in enumerate(speeds)]
     heapq.heapify(queue)

@@ -92,8 +92,6 @@ def distribute_nodes(
         present: trainer id -> its nodes now, by worker; nodes that are not in `nodes` are gone.
         smallest_batch: see `node_counts`.
     """
-    if not nodes:
-        raise ValueError("there must be at least one node, got 0")
     present = present or {}
     trainers = sorted(requests)
     if len(trainers) >= len(nodes):

@@ -43,16 +43,6 @@ def _plan(requests: Mapping[int, int], chosen: list[int]) -> MergePlan:
     return MergePlan(representative, dict.fromkeys(sorted(chosen), 0.0)).weighted(requests)
 
 
-def _checked_count(requests: Mapping[int, int], count: int) -> int:
-    if count < 2:
-        raise ValueError(f"a merge needs a count of at least 2, got {count}")
-    if len(requests) < 2:
-        raise ValueError(f"a merge needs at least 2 trainers, got {len(requests)}")
-    if min(requests.values()) < 1:
-        raise ValueError(f"requested batches must be positive, got {dict(requests)}")
-    return min(count, len(requests))
-
-
 def worst_with_worst(requests: Mapping[int, int], count: int = 2) -> MergePlan:
     """Merge the `count` trainers with the smallest requests (the paper's policy).
 
@@ -60,14 +50,12 @@ def worst_with_worst(requests: Mapping[int, int], count: int = 2) -> MergePlan:
         requests: trainer id -> requested batch, in examples.
         count: trainers that become one; all of them if fewer live. Ties go to the smaller id.
     """
-    count = _checked_count(requests, count)
     ranked = sorted(requests, key=lambda trainer: (requests[trainer], trainer))
     return _plan(requests, ranked[:count])
 
 
 def best_with_worst(requests: Mapping[int, int], count: int = 2) -> MergePlan:
     """Merge the trainer with the largest request with the `count - 1` smallest; see `worst_with_worst`."""
-    count = _checked_count(requests, count)
     best = min(requests, key=lambda trainer: (-requests[trainer], trainer))
     others = sorted((t for t in requests if t != best), key=lambda trainer: (requests[trainer], trainer))
     return _plan(requests, [best, *others[: count - 1]])

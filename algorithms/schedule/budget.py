@@ -101,22 +101,14 @@ class Budget:
         return self.link.seconds(exchange.link) if exchange.communications or exchange.sent else 0.0
 
 
-@dataclass(frozen=True)
-class AffordableRounds:
-    """The rounds that are left, at least one, and the part of the budget that is missing for them."""
-
-    rounds: int
-    missing: float
-
-
 def affordable_rounds(
     budget: Budget,
     used: float,
     computing: float | None,
     ahead: Iterable[tuple[Sequence[int], Sequence[Exchange]]],
     examples: float,
-) -> AffordableRounds:
-    """Count the rounds that the rest of a budget pays for.
+) -> tuple[int, float]:
+    """Return the rounds that the rest of a budget pays for, at least one, and the part that is missing for them.
 
     Args:
         used: part of the budget.
@@ -146,7 +138,7 @@ def affordable_rounds(
         last_price = price
         rounds += 1
         spent += price
-    return AffordableRounds(rounds, max(0, spent - left))
+    return rounds, max(0, spent - left)
 
 
 @dataclass(frozen=True)

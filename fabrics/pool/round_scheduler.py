@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from algorithms.nodes.traffic import Exchange, ExchangeSizes, Link, redistribution_exchange, rounds_ahead
 from algorithms.schedule.budget import (
     LONGEST_ROUND,
-    AffordableRounds,
     Budget,
     Remaining,
     affordable_rounds,
@@ -151,13 +150,13 @@ class RoundScheduler:
         computing = None
         if counters.seconds_per_example is not None:
             computing = counters.seconds_per_example * examples_left
-        affordable = affordable_rounds(self._budget, used, computing, ahead, examples_left)
+        rounds, missing = affordable_rounds(self._budget, used, computing, ahead, examples_left)
         if not self._warned:
-            warning = self._shortfall(affordable)
+            warning = self._shortfall(rounds, missing)
             if warning is not None:
                 self._warned = True
                 warn(warning)
-        return Remaining(counters.outer_steps, affordable.rounds, counters.examples, examples_left)
+        return Remaining(counters.outer_steps, rounds, counters.examples, examples_left)
 
     def _examples_left(self, counters: RunCounters, splits: Collection["WorkSplit"]) -> float:
         """Examples until the first limit in tokens or epochs."""
@@ -188,15 +187,15 @@ class RoundScheduler:
             largest = min(largest, len(trainers) * max(int(batch) for _, batch in scheduled))
         return max(0, min(nodes, largest // config.smallest_worker_batch) - working)
 
-    def _shortfall(self, affordable: AffordableRounds) -> str | None:
+    def _shortfall(self, rounds: int, missing: float) -> str | None:
         budget = self._budget
         tolerated = budget.amount * _ESTIMATION_ERROR if budget.unit == "seconds" else 0.0
-        if affordable.missing <= tolerated:
+        if missing <= tolerated:
             return None
-        rounds = "one more round" if affordable.rounds == 1 else f"{affordable.rounds} more rounds"
+        more = "one more round" if rounds == 1 else f"{rounds} more rounds"
         return (
             f"{self._config.budget}: {budget.amount:,.10g} {budget.unit} are too few: the rest of the run takes at "
-            f"least {rounds}, for which {affordable.missing:,.10g} {budget.unit} are missing"
+            f"least {more}, for which {missing:,.10g} {budget.unit} are missing"
         )
 
     def unspent_warning(self, counters: RunCounters) -> str | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from algorithms.batch.batch_control import BatchControl, BatchControlSettings
-from algorithms.batch.calc_batch import BATCH_TESTS, NEED_INNER_PRODUCTS
+from algorithms.batch.calc_batch import BATCH_TESTS, NEED_INNER_PRODUCTS, BatchTestParameters
 from algorithms.batch.gradient_statistics import (
     MINIMUM_WORKERS,
     SampleEstimate,
@@ -34,14 +34,12 @@ def batch_control(config: Config) -> BatchControl:
     """Return the state machine of a trainer's requested batch."""
     settings = BatchControlSettings(
         test=config.sampling_method,
-        eta=config.ETA,
+        parameters=BatchTestParameters(
+            config.ETA, config.vartheta, config.nu, config.debias, config.batch_test_confidence
+        ),
         eta_at_end=config.ETA_at_end,
-        theta=config.vartheta,
-        nu=config.nu,
-        debias=config.debias,
         first_round=config.batch_test_start,
         smoothing=config.statistics_smoothing,
-        confidence=config.batch_test_confidence,
         largest_growth=config.max_batch_growth,
         schedule=config.batch_schedule,
         frozen_from=learning_rate_schedule(config).decay_begins,

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from algorithms.batch.switch_mode import execution_plans
-from algorithms.nodes.balance import places, steps_each, turns
+from algorithms.nodes.balance import places, steps_each
 from fabrics.data.examples import Examples
 from fabrics.data.sampler import Reading, share_sizes, tokens_ahead
 from fabrics.training.statistics import StatisticsPlan
@@ -57,11 +57,6 @@ def draw_lost_messages(probability: float, key: RoundKey, workers: Collection[in
         return np.random.default_rng(np.random.SeedSequence(entropy, spawn_key=_LOST_MESSAGES)).random()
 
     return frozenset(worker for worker in workers if draw(worker) < probability)
-
-
-def evenly_spaced(own_steps: Mapping[int, int], inner_steps: int, step_seconds: float) -> dict[int, Sequence[int]]:
-    """Spread each worker's own inner steps evenly over the round."""
-    return {worker: turns(own, inner_steps) for worker, own in own_steps.items()}
 
 
 def _probe_batch(reading: Reading, end: int, worker: int, size: int) -> np.ndarray:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.batch.per_example import per_example_statistics
 from algorithms.schedule.limits import RoundSchedule
 from fabrics.data.examples import PackedSequences
 from fabrics.data.sampler import DataCursor, Subsets
@@ -21,6 +20,7 @@ from tests.support.helpers import (
     make_config,
     make_trainer,
     padded,
+    per_example_statistics,
     random_sequences,
     tiny_llama,
     train,

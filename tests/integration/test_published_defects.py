@@ -13,7 +13,6 @@ import yaml
 from algorithms.batch.calc_batch import BatchTestParameters, inner_product_test
 from algorithms.batch.gradient_statistics import GradientStatistics
 from algorithms.batch.losses import example_losses
-from algorithms.batch.per_example import per_example_statistics
 from fabrics.data.examples import PackedSequences
 from fabrics.pool.eval_tool import evaluate
 from tests.support import published
@@ -24,6 +23,7 @@ from tests.support.helpers import (
     make_config,
     make_trainer,
     padded,
+    per_example_statistics,
     random_sequences,
     separable_texts,
     tiny_bert,

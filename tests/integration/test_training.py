@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from algorithms.batch.per_example import per_example_statistics
 from algorithms.batch.switch_mode import ExecutionPlan
 from algorithms.nodes.policies import MERGE_POLICIES, MergePlan
 from algorithms.schedule.limits import RoundSchedule
@@ -29,6 +28,7 @@ from tests.support.helpers import (
     make_config,
     make_trainer,
     parameters_of,
+    per_example_statistics,
     random_sequences,
     separable_texts,
     tiny_bert,

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
+from algorithms.batch.losses import example_losses, logits_of
+from algorithms.batch.per_example import PerExampleProbe, SampleStatistics
 from algorithms.schedule.limits import RoundSchedule
 from cluster import Cluster
 from fabrics.config_checks import CHECKS
@@ -324,3 +326,20 @@ def without_privileges(folder: Path):
         yield
     finally:
         os.seteuid(0)
+
+
+def per_example_statistics(model: nn.Module, batch: dict[str, torch.Tensor]) -> SampleStatistics:
+    """Return the statistics of one batch of a Hugging Face model; afterwards it has the gradient of the mean loss."""
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    labels = batch["labels"]
+    b = len(labels)
+    model.zero_grad(set_to_none=False)
+    with PerExampleProbe(model, batch_size=b) as probe:
+        # The sum, not the mean: a factor 1 / b would round differently inside layers that compute in float32 whatever
+        # the model's type (Llama's norm), and float64 would agree with single examples to 1e-8 only.
+        example_losses(logits_of(model(**inputs)), labels).sum().backward()
+    statistics = probe.statistics(loss_weight=b)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.div_(b)
+    return statistics

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from algorithms.batch.batch_control import BatchControl, BatchControlSettings
-from algorithms.batch.calc_batch import BATCH_TESTS
+from algorithms.batch.calc_batch import BATCH_TESTS, BatchTestParameters
 from algorithms.batch.gradient_statistics import (
     MINIMUM_WORKERS,
     Comparison,
@@ -21,22 +21,21 @@ from algorithms.batch.switch_mode import threshold_switch_mode
 from algorithms.flat import sketch
 from algorithms.schedule.learning_rate import LearningRateSchedule
 
+PARAMETERS = BatchTestParameters(eta=1.0, theta=0.9, nu=5.84, debias=True, confidence=2.0)
 SETTINGS = BatchControlSettings(
     test="norm_test",
-    eta=1.0,
+    parameters=PARAMETERS,
     eta_at_end=None,
-    theta=0.9,
-    nu=5.84,
-    debias=True,
     first_round=1,
     smoothing=0.0,
-    confidence=2.0,
     largest_growth=1e6,
 )
 
 
 def control(request: int = 4, **changes) -> BatchControl:
-    return BatchControl(dataclasses.replace(SETTINGS, **changes), request)
+    of_test = {name: changes.pop(name) for name in list(changes) if hasattr(PARAMETERS, name)}
+    parameters = dataclasses.replace(PARAMETERS, **of_test)
+    return BatchControl(dataclasses.replace(SETTINGS, parameters=parameters, **changes), request)
 
 
 def sample(squared_norm: float, error: float, variance: float = 80.0) -> SampleEstimate:

@@ -32,11 +32,6 @@ def test_first_distribution_of_nodes(requests, nodes, expected):
     assert distribute_nodes(requests, range(nodes)) == expected
 
 
-def test_there_must_be_a_node():
-    with pytest.raises(ValueError, match="at least one node"):
-        distribute_nodes({0: 1}, [])
-
-
 # Changes
 
 

@@ -14,10 +14,9 @@ from algorithms.batch.per_example import (
     PerExampleProbe,
     UnsupportedModuleError,
     compared_micro_batches,
-    per_example_statistics,
     step_estimate,
 )
-from tests.support.helpers import VOCABULARY, tiny_bert, tiny_llama
+from tests.support.helpers import VOCABULARY, per_example_statistics, tiny_bert, tiny_llama
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 

@@ -46,13 +46,6 @@ def test_a_merge_is_a_weighted_average_with_the_largest_as_representative(reques
         assert requests[plan.representative] == max(requests[trainer] for trainer in plan.weights)
 
 
-@pytest.mark.parametrize("policy", [worst_with_worst, best_with_worst])
-@pytest.mark.parametrize(("requests", "count"), [({0: 1}, 2), ({0: 1, 1: 2}, 1), ({0: 0, 1: 2}, 2)])
-def test_an_impossible_merge_is_refused(policy, requests, count):
-    with pytest.raises(ValueError, match=r"at least 2|positive"):
-        policy(requests, count)
-
-
 @pytest.mark.parametrize(
     ("representative", "weights", "problem"),
     [

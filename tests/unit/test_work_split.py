@@ -9,9 +9,10 @@ import pytest
 
 from algorithms.batch.switch_mode import ExecutionPlan
 from algorithms.synchronisation import METHODS
+from algorithms.synchronisation.method import evenly_spread
 from fabrics.data.sampler import DataCursor, Reading, Subsets
 from fabrics.training.statistics import StatisticsPlan
-from fabrics.training.work_split import WorkSplit, draw_participants, evenly_spaced
+from fabrics.training.work_split import WorkSplit, draw_participants
 from fabrics.training.worker import Node, RoundKey
 from tests.support.helpers import CPU, Recorder, light_cluster, make_config
 from training_logs.recording.node_log import NodeLog
@@ -22,8 +23,12 @@ NODES = [Node(number, CPU, 64, speed) for number, speed in enumerate(SPEEDS)]
 
 def split_of(present, nodes=NODES, readings=(), **values) -> WorkSplit:
     config = make_config(**values)
-    step_times = evenly_spaced if config.balance == "steps" else None
-    return WorkSplit(config, 12, nodes, present, readings, None, step_times)
+
+    def step_times(own_steps, inner_steps, step_seconds):
+        return evenly_spread(own_steps, inner_steps, {}, 0)
+
+    steps = step_times if config.balance == "steps" else None
+    return WorkSplit(config, 12, nodes, present, readings, None, steps)
 
 
 def steps_of(split: WorkSplit, inner_steps: int) -> dict[int, int]:
@@ -58,7 +63,7 @@ def test_one_unknown_speed_makes_all_nodes_equal():
 @pytest.mark.parametrize("balance", ["equal", "batch", "steps"])
 @pytest.mark.parametrize("present", [(0, 1, 2, 3), (1, 3), (2,)])
 def test_workers_read_consecutive_examples_without_gaps(balance, present):
-    readings = [Reading(lambda first, count: np.arange(count), (0, 1, 2, 3), 1000)]
+    readings = [Reading(lambda first, count: first + np.arange(count), (0, 1, 2, 3), 1000)]
     split = split_of(present, readings=readings, balance=balance, node_speeds=SPEEDS)
     found = split.assignments([0.1] * 6, RoundKey(1, 2, 0, 3), StatisticsPlan())
     assert tuple(found) == present
