@@ -165,8 +165,6 @@ def sample_estimate(whole: Comparison, sum_of_squares: float, part: Comparison |
         part: some of its first examples compared with the mean gradient of these, for P and R.
     """
     b = whole.examples
-    if b < 2:
-        raise ValueError(f"a sample needs at least 2 examples, got {b}")
     squared_norm = whole.squared_true_norm
     variance_of_norms = max(sum_of_squares - whole.total**2 / b, 0.0) / (b - 1)
     # With two examples there is one product, whose square is at least its variance in expectation.
@@ -347,8 +345,6 @@ def across_workers_estimate(moments: Sequence[GradientMoments], batches: Sequenc
         batches: b_m, examples behind each gradient.
     """
     workers = len(moments)
-    if workers < 2:
-        raise ValueError(f"across_workers statistics need at least 2 workers, got {workers}")
     total = sum(batches)
     pairs = total**2 - sum(b * b for b in batches)
     whole = moments[0].mean_squared_norm * workers**2  # ||B g||^2
@@ -397,15 +393,14 @@ def across_devices_estimate(
     micro-batches are compared as well. P is not known.
 
     Args:
-        micro_batches: of each, the moments of the devices that had examples, and their numbers of examples.
+        micro_batches: with two samples or more in all; of each, the moments of the devices that had examples, and
+            their numbers of examples.
         squared_norm: ||B g||^2, of the sum of the gradients of all examples.
     """
     sizes = [b for _, batches in micro_batches for b in batches]
     norms = [each.squared_norm for moments, _ in micro_batches for each in moments]
     samples = len(sizes)
     total = sum(sizes)
-    if samples < 2:
-        raise ValueError(f"across_devices statistics need at least 2 samples, got {samples}")
     pairs = total**2 - sum(b * b for b in sizes)
     variance = math.fsum(norm / b for norm, b in zip(norms, sizes, strict=True)) - squared_norm / total
     shared = [(moments, batches) for moments, batches in micro_batches if len(batches) > 1]

@@ -16,7 +16,7 @@ from cluster import Cluster
 from fabrics.data.examples import PackedSequences
 from fabrics.pool.eval_tool import evaluate
 from fabrics.training.optimizers import inner_optimizer_of
-from fabrics.training.worker import Node, TrainingError
+from fabrics.training.worker import TrainingError
 from tests.support.helpers import (
     CPU,
     TINY_ARCHITECTURE,
@@ -127,18 +127,6 @@ def test_an_accumulated_step_equals_one_large_batch(batch, max_batch, plan, prob
     torch.testing.assert_close(parts.parameters, whole.parameters, rtol=1e-9, atol=1e-11)
     assert got[1].workers[0].losses == pytest.approx(expected[1].workers[0].losses, rel=1e-10)
     assert got[0].examples == expected[0].examples == 3 * batch
-
-
-def test_accumulation_weights_every_example_equally():
-    """Padded classification with an uneven last micro-batch: every example has the same weight."""
-    config = make_config(INITIAL_BATCH_SIZE=5, switch_mode="only_gradient_accumulation", sampling_method="none")
-    examples = separable_texts(40)
-    whole = make_trainer(tiny_bert(), config, examples, nodes=1)
-    parts = make_trainer(tiny_bert(), config, examples, nodes=1, max_batch=2)
-    assert parts.split_work().plans[0].micro_batches == (2, 2, 1)
-    train(whole, 2)
-    train(parts, 2)
-    torch.testing.assert_close(parts.parameters, whole.parameters, rtol=1e-7, atol=1e-9)
 
 
 def test_the_statistics_are_those_of_the_first_step():
@@ -275,21 +263,6 @@ def test_the_learning_rate_follows_warm_up_and_schedule():
     assert second == pytest.approx([0.1 * 0.75 * 0.5, 0.1 * 0.5 * (1 + np.cos(0.75 * np.pi))])
 
 
-def test_the_request_is_bounded_and_never_shrinks():
-    cluster = light_cluster(ETA=0.05, max_batch_growth=1.5, max_requested_batch=11, number_of_outer_steps=6)
-    recorder = Recorder()
-    cluster.train(recorder)
-    requests = {}
-    for result in recorder.rounds:
-        for trainer, report in result.reports.items():
-            requests.setdefault(trainer, []).append(report.requested_batch)
-    # A very strict test asks for as much as it may: 4, 6, 9, 11, 11, ...
-    assert requests[0][:4] == [4, 6, 9, 11]
-    for own in requests.values():
-        assert own == sorted(own)
-        assert max(own) <= 11
-
-
 def test_the_batch_test_starts_in_the_configured_round():
     settings = {"ETA": 0.05, "max_batch_growth": 2.0, "number_of_initial_trainers": 1, "number_of_outer_steps": 5}
     cluster, recorder = light_cluster(batch_test_start=3, **settings), Recorder()
@@ -298,31 +271,6 @@ def test_the_batch_test_starts_in_the_configured_round():
     assert [report.requested_batch for report in reports] == [4, 4, 4, 8, 16]
     assert [report.statistics is None for report in reports] == [True, True, False, False, False]
     assert not any(worker.statistics for report in reports[:2] for worker in report.workers.values())
-
-
-def test_eta_moves_over_the_run():
-    """V / (eta^2 G2) with the eta of the round's end: 2 at first, 0.5 at the end of four rounds."""
-    settings = {"debias": True, "max_batch_growth": 1e6, "number_of_initial_trainers": 1, "max_requested_batch": 10**6}
-    cluster, recorder = light_cluster(ETA=2.0, ETA_at_end=0.5, number_of_outer_steps=4, **settings), Recorder()
-    cluster.train(recorder)
-    asked = 4
-    for number, result in enumerate(recorder.rounds, start=1):
-        s = result.reports[0].statistics
-        eta = 2.0 - 1.5 * number / 4
-        asked = max(asked, np.ceil(s.variance / (eta**2 * s.squared_norm)) if s.squared_norm > 0 else 0)
-        assert result.reports[0].next_requested_batch == asked
-
-
-def test_a_batch_schedule_follows_the_progress_of_the_run():
-    cluster = light_cluster(
-        sampling_method="none",
-        batch_schedule=[[0.25, 5], [0.5, 9], [0.875, 99]],
-        number_of_initial_trainers=1,
-        number_of_outer_steps=8,
-    )
-    recorder = Recorder()
-    cluster.train(recorder)
-    assert [result.reports[0].requested_batch for result in recorder.rounds] == [4, 4, 5, 5, 9, 9, 9, 96]
 
 
 def test_the_same_seed_gives_the_same_bits():
@@ -576,18 +524,3 @@ def test_no_other_tensor_of_model_size_lives_between_rounds():
         and entry.numel() >= working.parameter_count
     }
     assert found == expected
-
-
-def test_a_worker_keeps_its_moments_on_another_device():
-    """The device changes in name only here, but the optimiser is made anew and must carry its moments."""
-    config = make_config(sampling_method="none")
-    trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(40)), nodes=1)
-    train(trainer, 1)
-    before = trainer.workers[0].state_dict()
-    elsewhere = torch.device("cpu", 0)
-    trainer.worker_group._models[elsewhere] = trainer.worker_group._models[CPU]
-    trainer.assign_nodes((Node(7, elsewhere, 64),))
-    after = trainer.workers[0].state_dict()
-    assert trainer.workers[0].node.id == 7
-    assert after["step"] == before["step"] == 3
-    assert torch.equal(after["exp_avg"], before["exp_avg"])

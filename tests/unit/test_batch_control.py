@@ -104,11 +104,6 @@ def test_a_request_stays_where_it_is_once_the_learning_rate_falls():
     assert LearningRateSchedule("cosine").decay_begins == 1.0
 
 
-def test_rounds_with_a_test_begin_where_they_are_told_to():
-    assert [control(first_round=3).tests_after(number) for number in (1, 2, 3, 4)] == [False, False, True, True]
-    assert not control(test="none").tests_after(10)
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_statistics_that_are_not_finite_are_forgotten_with_a_warning(bad):
     own = control(smoothing=0.9)

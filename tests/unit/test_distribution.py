@@ -95,13 +95,6 @@ def test_a_larger_request_never_loses_nodes(requests, count, data):
     assert len(distribute_nodes(larger, range(count), present)[trainer]) >= len(present[trainer])
 
 
-def test_node_counts_by_hand():
-    assert node_counts({0: 30, 1: 10}, 4, {}) == {0: 3, 1: 1}
-    assert node_counts({0: 30, 1: 56}, 4, {0: 2, 1: 2}) == {0: 2, 1: 2}  # 56 / 3 is not more than 1.25 * 30 / 2
-    assert node_counts({0: 30, 1: 57}, 4, {0: 2, 1: 2}) == {0: 1, 1: 3}  # 57 / 3 is
-    assert node_counts({0: 24, 1: 10}, 5, {0: 2, 1: 3}) == {0: 3, 1: 2}  # 24 / 4 is not more than 1.25 * 10 / 2
-
-
 def test_every_worker_has_the_smallest_batch():
     def counts(requests, nodes, present=None):
         return node_counts(requests, nodes, present or {}, smallest_batch=16)

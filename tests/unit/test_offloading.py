@@ -14,19 +14,6 @@ from utils.config.schema import ConfigError
 GPU = torch.device("cuda", 1)
 
 
-@pytest.mark.parametrize(
-    ("offloaded", "device", "home"),
-    [
-        (False, CPU, StateMemory(CPU, pinned=False)),
-        (False, GPU, StateMemory(GPU, pinned=False)),
-        (True, CPU, StateMemory(CPU, pinned=False)),
-        (True, GPU, StateMemory(CPU, pinned=True)),
-    ],
-)
-def test_where_tensors_live(offloaded, device, home):
-    assert StateMemory.choose(offloaded, device) == home
-
-
 def test_a_home_takes_in_what_is_elsewhere_and_keeps_what_is_there():
     tensor = torch.arange(3.0)
     assert StateMemory(CPU).adopt(tensor) is tensor

@@ -15,7 +15,7 @@ from fabrics.pool.node_pool import NodePool
 from fabrics.training.inner_loop import InnerLoop
 from fabrics.training.outer_round import OuterRound
 from fabrics.training.work_split import draw_lost_messages, draw_participants, participant_count, scheduled_nodes
-from fabrics.training.worker import COPY, Node, RoundKey
+from fabrics.training.worker import COPY, RoundKey
 from tests.support import matrix, matrix_killed
 from tests.support.helpers import (
     CPU,
@@ -358,13 +358,3 @@ def test_what_does_not_fit_the_nodes_is_refused(values, line):
         cluster_of(**values)
     assert len(error.value.problems) == 1
     assert line in error.value.problems[0]
-
-
-def test_a_joining_worker_begins_with_the_moments_of_the_first():
-    trainer = matrix.trainer_of(workers=2, message_loss=0.4)
-    train(trainer, 2, matrix.INNER_STEPS)
-    trainer.assign_nodes(tuple(Node(node, CPU, 64) for node in range(3)))
-    new, old = trainer.workers[2], trainer.workers[0]
-    assert torch.equal(new.state[COPY], trainer.parameters)
-    for key, moment in new.moments.items():
-        assert torch.equal(moment, old.moments[key])
