@@ -207,7 +207,7 @@ def test_a_small_batch_is_probed_on_the_next_examples():
     assert (own.examples, statistics.examples) == (2, 8)
     assert statistics.variance == pytest.approx(expected.variance, rel=1e-7)
     assert statistics.squared_norm == pytest.approx(expected.squared_norm - expected.variance / 8, rel=1e-6)
-    assert trainer.cursor.position == 3 * 2
+    assert trainer.cursor.positions[trainer.id] == 3 * 2
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

@@ -218,7 +218,7 @@ def test_resting_workers_keep_their_state_and_send_nothing():
     drawn = []
     for number in range(6):
         before = {w: {key: t.clone() for key, t in trainer.workers[w].state_dict().items()} for w in range(4)}
-        position = trainer.cursor.position
+        position = trainer.cursor.positions[trainer.id]
         (report,) = train(trainer, 1, matrix.INNER_STEPS)
         drawn.append(tuple(report.workers))
         assert drawn[-1] == draw_participants(0.5, round_key(number), 4)
@@ -228,7 +228,7 @@ def test_resting_workers_keep_their_state_and_send_nothing():
         # The participants divide the batch, and in a ring of two each sends one model.
         assert [run.plan.effective_batch for run in report.workers.values()] == [6, 6]
         assert report.bytes_synchronised == 2 * model
-        assert trainer.cursor.position == position + 12 * matrix.INNER_STEPS
+        assert trainer.cursor.positions[trainer.id] == position + 12 * matrix.INNER_STEPS
 
 
 def test_a_returning_worker_receives_the_trainers_tensors():

@@ -96,7 +96,7 @@ def test_the_mean_is_weighted_by_the_examples_of_a_round(balance, monkeypatch):
     (report,) = train(trainer, 1, inner_steps=4)
     examples = {"equal": [16] * 4, "batch": [24, 24, 12, 4], "steps": [16, 16, 8, 4]}[balance]
     assert [worker.examples for worker in report.workers.values()] == examples
-    assert report.examples == trainer.cursor.position == sum(examples)
+    assert report.examples == trainer.cursor.positions[trainer.id] == sum(examples)
     moved = np.stack([each.numpy() for each in moved])
     weighted = before - np.average(moved, axis=0, weights=examples)
     np.testing.assert_allclose(trainer.parameters.numpy(), weighted, rtol=1e-12, atol=1e-14)
@@ -149,7 +149,7 @@ def test_epochs_end_exactly_with_fewer_steps():
         sampling_method="none", node_speeds=SPEEDS, balance="steps",
     )  # fmt: skip
     assert [result.reports[0].examples for result in rounds] == [44, 44, 44, 2 * (2 + 2 + 1 + 1)]
-    assert cluster.counters.examples == cluster.trainers[0].cursor.position == 144
+    assert cluster.counters.examples == cluster.trainers[0].cursor.positions[0] == 144
     assert cluster.counters.tokens == 144 * 9
 
 

@@ -83,7 +83,7 @@ def test_workers_read_consecutive_examples_without_gaps(balance, present):
 @pytest.mark.parametrize(("examples", "each"), [(12, 3), (40, 8), (35, 8)])
 def test_probes_of_several_workers_have_no_example_in_common(examples, each):
     """After one round of 24 examples the next 32 reach into another epoch, which has another order."""
-    cursor = DataCursor(Subsets(1, examples), 0)
+    cursor = DataCursor(Subsets(1, examples), [0])
     split = split_of((0, 1, 2, 3), readings=cursor.readings(4), statistics_batch_size=8)
     assignments = split.assignments([0.1] * 2, RoundKey(1, 0, 0, 0), StatisticsPlan())
     probes = [own.probe().tolist() for own in assignments.values()]
@@ -140,7 +140,9 @@ def test_a_run_weights_changing_workers_by_their_examples(balance, monkeypatch):
         assert report.examples == sum(batch * own for batch, own in zip(batches, steps, strict=True))
     assert recorder.steps == sum(len(worker.losses) for report in reports for worker in report.workers.values())
     assert (
-        cluster.counters.examples == cluster.trainers[0].cursor.position == sum(report.examples for report in reports)
+        cluster.counters.examples
+        == cluster.trainers[0].cursor.positions[0]
+        == sum(report.examples for report in reports)
     )
 
 
