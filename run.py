@@ -300,12 +300,14 @@ def set_up(
     from training_logs.recording.run_folder import make_run_folder
     from utils.checkpoint.checkpoint import newest_checkpoint
     from utils.config.plugins import import_plugins
+    from utils.config.resume import changes_since
     from utils.config.schema import ConfigError
     from utils.distributed.collective_checks import decided, done_by_all
 
     check_nodes(config, processes.devices)
     code = code_of() if processes.is_main else None  # before the data, which may take long, as files may change
     checkpoint = newest_checkpoint(Path(resumed, CHECKPOINTS_FOLDER), processes) if resumed else None
+    changes = done_by_all(processes, lambda: changes_since(checkpoint.folder, config) if checkpoint else [])
     threads = threads_per_process(config)
     if checkpoint is not None and config.cpu_threads is None:
         threads = checkpoint.state["cluster"]["threads"]
@@ -315,6 +317,7 @@ def set_up(
         cluster = Cluster(config, data, processes)
         if checkpoint is not None:
             cluster.resume(checkpoint)
+            cluster.warnings += changes
     folder = Path(resumed) if resumed else decided(processes, lambda: make_run_folder(config, data.dataset))
     machines = processes.gather(machine(cluster.devices))
 

@@ -26,7 +26,14 @@ from transformers import PreTrainedTokenizerBase
 
 from fabrics.data.documents import DatasetError, Document, Skipped, Source, document_hash
 from fabrics.data.held_out import split
-from fabrics.data.tokenization import end_of_text, fingerprint, load_tokenizer, train_tokenizer, vocabulary_size
+from fabrics.data.tokenization import (
+    end_of_text,
+    fingerprint,
+    load_tokenizer,
+    save_tokenizer,
+    train_tokenizer,
+    vocabulary_size,
+)
 from utils.config.schema import ConfigError
 from utils.files import write_atomically, write_json_atomically
 
@@ -261,12 +268,7 @@ def _write(partial: Path, recipe: Recipe) -> Path:
     new = partial / "new"
     _remove(new)
     new.mkdir(parents=True)
-    try:
-        tokenizer.save_pretrained(new / "tokenizer")
-    except OSError:
-        raise
-    except Exception as error:  # tokenizers has no class of its own for a full disk
-        raise OSError(str(error)) from None
+    save_tokenizer(tokenizer, new / "tokenizer")
     tokenizer = load_tokenizer(str(new / "tokenizer"), "tokenizer")  # the stored tokenizer is the one to use
     # The largest token decides: vocabularies may have gaps.
     dtype = np.dtype("<u2" if vocabulary_size(tokenizer) <= 2**16 else "<u4")

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Sequence
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -110,6 +111,20 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         content = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
     content["end of text"] = tokenizer.eos_token_id
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike) -> None:
+    """Write a tokenizer to a folder.
+
+    Raises:
+        OSError: it cannot be written, which the library reports as a plain Exception.
+    """
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if type(error) is Exception:
+            raise OSError(str(error)) from None
+        raise
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:

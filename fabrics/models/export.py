@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from fabrics.data.tokenization import save_tokenizer
 from fabrics.models.model_family import save_plain
 from fabrics.training.flat_model import FlatModel
 from utils.distributed.processes import Processes
@@ -91,7 +92,7 @@ def save_model(
     else:
         save_plain(model, state, Path(folder))
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
 
 
 def _copied(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -35,7 +35,7 @@ class NodeLog:
     """
 
     def __init__(self, folder: Path, config: Config, state: Mapping | None = None):
-        self._log = CsvLog(folder / "node_log.csv", state and state["log"])
+        self.csv = CsvLog(folder / "node_log.csv", state and state["log"])
         self._speeds = config.node_speeds
         self._link = Link.parse(config.link) if self._speeds and config.link else Link()
         self._clocks: Clocks | None = None
@@ -54,7 +54,7 @@ class NodeLog:
 
     def state_dict(self) -> dict:
         return {
-            "log": self._log.state_dict(),
+            "log": self.csv.state_dict(),
             "clocks": self._clocks and self._clocks.state_dict(),
             "marks": self._marks,
             "nodes": list(self._nodes.items()),
@@ -102,7 +102,7 @@ class NodeLog:
         for node, (row, begin) in last.items():  # with its wait for the other trainers, and the merge
             row |= self._times(begin, node)
         self._marks = [self._mark(node) for node in range(nodes)]
-        self._log.append(rows)
+        self.csv.append(rows)
 
     def _move_nodes(self, total_bytes: int, placed: dict[int, list[int]], idle: set[int]) -> None:
         moved = total_bytes - self._redistributed_bytes

@@ -61,6 +61,10 @@ class FileHandler(logging.FileHandler):
             self._failed = True
             _complain(f"warning: cannot write to {self.baseFilename}: {sys.exc_info()[1]}; training goes on")
 
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # lines that are still buffered have been on the console
+            super().close()
+
 
 def start_logging(is_main: bool = True) -> logging.handlers.MemoryHandler:
     """Log to the console, and keep the records until there is a run folder for them.

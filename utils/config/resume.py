@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from utils.config.plugins import check_plugins_of_run
-from utils.config.reading import Checks, load_config
+from utils.config.reading import Checks, dump_config, load_config
 from utils.config.schema import FIELDS, Config, ConfigError
+from utils.config.yaml_reading import yaml_value
 from utils.run_layout import has_checkpoint
 
 # Keys that only the start of a run reads: with another value the records would describe a run that never was.
@@ -93,6 +94,29 @@ def resumed_config(
     if problems:
         raise ConfigError(problems)
     return after, [*warnings, *(f"resumed with another {change}" for change in changes)]
+
+
+def changes_since(checkpoint: Path, config: Config) -> list[str]:
+    """Return a warning for each key that has changed since a checkpoint was written.
+
+    Raises:
+        ConfigError: a key has changed that only the start of a run reads.
+    """
+    before = yaml_value((checkpoint / "config.yaml").read_text(encoding="utf-8"))
+    after = yaml_value(dump_config(config))
+    changed = [name for name in FIELDS if before.get(name) != after[name]]
+    problems = [
+        f"{name}: cannot change in a run that has begun, was {before.get(name)!r}, got {after[name]!r}"
+        for name in changed
+        if name in _START
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return [
+        f"resumed with another {name}: was {before.get(name)!r}, now {after[name]!r}"
+        for name in changed
+        if FIELDS[name].metadata["changes_training"]
+    ]
 
 
 def _refuse_links(folder: Path) -> None:
