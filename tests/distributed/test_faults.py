@@ -1,12 +1,6 @@
-"""Faults, injected: workers that diverge, devices without memory, nodes that fail, disks that refuse."""
+"""Faults, injected: workers that diverge, devices without memory, and nodes that fail."""
 
-import csv
 import dataclasses
-import errno
-import json
-import os
-import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +8,6 @@ import torch
 
 import run as program
 from algorithms.batch.per_example import UnsupportedModuleError
-from cluster import Cluster
 from fabrics.data.examples import PackedSequences
 from fabrics.models import model_family
 from fabrics.pool.device_errors import explain_setup_errors
@@ -34,10 +27,8 @@ from tests.support.helpers import (
     tiny_cluster,
     tiny_llama,
     train,
-    warnings_of,
 )
-from tests.support.runs import write_config
-from utils.checkpoint import checkpoint
+from tests.support.runs import summary, write_config
 from utils.checkpoint.checkpoint import newest_checkpoint
 from utils.config.schema import ConfigError
 from utils.distributed.devices import is_out_of_memory
@@ -314,10 +305,12 @@ def test_a_broken_device_ends_the_run_with_a_clear_message(tmp_path, cache_dir, 
         return broken() if len(calls) >= 40 else accumulate(*arguments, **keywords)
 
     monkeypatch.setattr(inner_loop, "accumulate_gradients", breaks)
-    code, folder = run_with(tmp_path, cache_dir, monkeypatch, {}, processes=1)
+    config = write_config(tmp_path, cache_dir, save_weights_every=1, sampling_method="none", eval_every=99)
+    code = program.main(["--config", str(config)])
+    (folder,) = (tmp_path / "logs").iterdir()
     assert (code, len(calls), len(failures)) == (1, 40, 1)  # nothing else was tried
-    summary = summary_of(folder)
-    assert (summary["status"], summary["failed_nodes"]) == ("failed", [])
+    found = summary(folder)
+    assert (found["status"], found["failed_nodes"]) == ("failed", [])
     log = (folder / "training_log.log").read_text()
     assert "error: a device broke down and cannot be used by this process any more: CUDA error: an illegal" in log
     assert "Traceback" not in log
@@ -325,7 +318,7 @@ def test_a_broken_device_ends_the_run_with_a_clear_message(tmp_path, cache_dir, 
     monkeypatch.setattr(FlatModel, "load", load)
     monkeypatch.setattr(inner_loop, "accumulate_gradients", accumulate)
     written = newest_checkpoint(folder / "checkpoints", LocalProcesses())
-    assert written.state["cluster"]["counters"]["outer_steps"] == summary["outer_steps"] >= 1
+    assert written.state["cluster"]["counters"]["outer_steps"] == found["outer_steps"] >= 1
 
 
 def test_a_device_of_a_shard_group_that_fails_ends_the_run_and_is_named(monkeypatch):
@@ -415,87 +408,3 @@ def test_a_slow_first_step_does_not_make_a_node_slow(monkeypatch):
     (report,) = train(trainer, 1, inner_steps=4)
     record = report.workers[0]
     assert (record.seconds, record.steady_seconds, record.steady_examples) == (103.0, 3.0, 24)
-
-
-# Disks
-
-
-def run_with(tmp_path, cache_dir, monkeypatch, faults, **values) -> tuple[int, Path]:
-    """The program, with something done to its run folder before some rounds; the exit status and the folder."""
-    original = Cluster.run_round
-
-    def run_round(self, *arguments):
-        (folder,) = (tmp_path / "logs").iterdir()
-        faults.get(self.counters.outer_steps, lambda folder: None)(folder)
-        return original(self, *arguments)
-
-    monkeypatch.setattr(Cluster, "run_round", run_round)
-    values = {"save_weights_every": 1, "sampling_method": "none", "eval_every": 99} | values
-    code = program.main(["--config", str(write_config(tmp_path, cache_dir, **values))])
-    return code, next((tmp_path / "logs").iterdir())
-
-
-def summary_of(folder: Path) -> dict:
-    return json.loads((folder / "model_training_report" / "summary.json").read_text())
-
-
-def test_logs_that_cannot_be_written_for_a_while_are_complete_in_the_end(tmp_path, cache_dir, monkeypatch):
-    away = {
-        1: lambda folder: (folder / "model_training_report").rename(tmp_path / "away"),
-        3: lambda folder: (tmp_path / "away").rename(folder / "model_training_report"),
-    }
-    # summary.json makes its folder again: what was there comes back in its place.
-    away[3] = lambda folder: (
-        shutil.rmtree(folder / "model_training_report", ignore_errors=True),
-        (tmp_path / "away").rename(folder / "model_training_report"),
-    )
-    code, folder = run_with(tmp_path, cache_dir, monkeypatch, away)
-    assert code == 0
-    for name, count in (("training_log.csv", 11), ("step_loss_log.csv", 80)):
-        with (folder / "model_training_report" / name).open(newline="") as file:
-            assert len(list(csv.DictReader(file))) == count
-    warnings = warnings_of(folder)
-    assert "training_log.csv could not be written (No such file or directory); training goes on" in warnings
-
-
-@pytest.mark.usefixtures("all_checkpoints")
-@pytest.mark.parametrize("fault", ["removed", "a file in its place"])
-def test_checkpoints_that_cannot_be_written_cost_a_warning(tmp_path, cache_dir, monkeypatch, fault):
-    def break_it(folder: Path) -> None:
-        checkpoints = folder / "checkpoints"
-        shutil.rmtree(checkpoints)
-        if fault == "a file in its place":
-            checkpoints.write_text("")
-
-    code, folder = run_with(tmp_path, cache_dir, monkeypatch, {2: break_it})
-    assert code == 0
-    assert summary_of(folder)["status"] == "completed"
-    warnings = warnings_of(folder)
-    if fault == "removed":
-        assert warnings == []
-        assert [p.name for p in sorted((folder / "checkpoints").iterdir())] == [
-            *("round_00003", "round_00004", "round_00005")
-        ]
-    elif fault == "a file in its place":
-        rounds = [warning.split(":")[0] for warning in warnings]
-        assert rounds == [f"no checkpoint after round {number}" for number in (3, 4, 5)]
-
-
-@pytest.mark.usefixtures("all_checkpoints")
-def test_a_full_disk_costs_a_warning_and_leaves_the_checkpoints_before(tmp_path, cache_dir, monkeypatch):
-    write = checkpoint.write_parts
-
-    def full(path, *arguments, **keywords):
-        if "round_00003" in str(path):
-            path.write_bytes(b"half")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(path, *arguments, **keywords)
-
-    monkeypatch.setattr(checkpoint, "write_parts", full)
-    code, folder = run_with(tmp_path, cache_dir, monkeypatch, {})
-    assert code == 0
-    (warning,) = warnings_of(folder)
-    assert warning.startswith("no checkpoint after round 3: No space left on device; training continues")
-    assert [p.name for p in sorted((folder / "checkpoints").iterdir())] == [
-        f"round_{step:05d}" for step in (1, 2, 4, 5)
-    ]

@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -244,20 +243,6 @@ def test_a_peak_between_two_measurements_is_seen():
     del block
     (_, _, _, peak, _), *_ = memory_use([CPU])
     assert peak > peak_before + 40_000_000
-
-
-@pytest.mark.parametrize("damage", ["deleted", "emptied"])
-def test_a_run_without_its_memory_log_is_resumed_with_a_warning(tmp_path, cache_dir, damage):
-    config = write_config(tmp_path, cache_dir, number_of_outer_steps=2)
-    assert program.main(["--config", str(config)]) == 0
-    (folder,) = (tmp_path / "logs").iterdir()
-    log = folder / "memory_report" / "memory_log.csv"
-    shutil.rmtree(log.parent) if damage == "deleted" else log.write_text("")
-    assert program.main(["--resume", str(folder), "number_of_outer_steps=3"]) == 0
-    assert (summary(folder)["status"], summary(folder)["outer_steps"]) == ("completed", 3)
-    (warning,) = [message for message in warnings_of(folder) if "memory_log.csv" in message]
-    assert warning.startswith("memory_log.csv begins anew: ")
-    assert [row["outer_step"] for row in rows_of(log) if row["device"] == "process"] == ["2", "3", "3"]
 
 
 # Drawing

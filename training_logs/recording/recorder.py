@@ -99,9 +99,7 @@ class RunRecorder(Observer):
         self._memory = self._memory_monitor(logs.get("memory"))
         for log in (*self._tables.values(), self._nodes.csv):
             if log.changed:
-                self.warn(
-                    f"{log.path.name} has changed since the checkpoint was written: its earlier rows may be wrong"
-                )
+                self.warn(f"{log.path.name} has changed since the checkpoint was written: earlier rows may be wrong")
 
     def _memory_monitor(self, state: dict | None) -> MemoryMonitor:
         try:
