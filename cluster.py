@@ -61,14 +61,11 @@ class Cluster:
     """All devices, nodes and trainers of a run.
 
     Args:
-        config: the run's configuration.
-        data: what to train and evaluate on.
-        processes: of the run; None: join those that the environment names, or be the only one.
+        processes: None: join those that the environment names, or be the only one.
 
     Attributes:
         trainers: the living trainers, by id.
         counters: what the run has used so far.
-        merges: all merges so far.
         stopped: True if the run was asked to stop before its end.
         models: the flat model of each device of this process.
 
@@ -374,10 +371,7 @@ class Cluster:
         return folders
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor | FilePart]]:
-        """Return the trainers' tensors in this process by reference, in groups named by trainer and worker.
-
-        If devices share a model, each device has its part of every tensor.
-        """
+        """Return the trainers' tensors in this process by reference, in groups named by trainer and worker."""
         groups = {name: group for trainer in self.trainers.values() for name, group in trainer.tensors().items()}
         return self.models.first.checkpoint_tensors(groups)
 

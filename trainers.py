@@ -40,18 +40,11 @@ MAX_HALVINGS = 3
 
 @dataclass(frozen=True)
 class TrainedRound:
-    """One process's part of a trainer's round.
+    """One process's part of a trainer's round; events and values are the same in every process."""
 
-    Attributes:
-        workers: reports of the participants, by number.
-        events: what all workers sent; the same in every process.
-        values: of the method; the same in every process.
-        seconds: that the process worked on it.
-    """
-
-    workers: dict[int, WorkerRound]
+    workers: dict[int, WorkerRound]  # the participants of the process, by number
     events: tuple[Event, ...]
-    values: dict[str, float]
+    values: dict[str, float]  # of the method
     seconds: float
 
     @classmethod
@@ -67,19 +60,14 @@ class Trainer:
 
     Args:
         trainer_id: its identity, kept through merges in which it is the representative.
-        config: the run's configuration.
         parameters: flat initial parameters, which become the trainer's own; None in a process without a worker.
         cursor: its position in its data.
         examples: all training examples.
         models: the flat model of each device of this process; the first device keeps the trainer's tensors.
-        processes: of the run.
 
     Attributes:
         batch: its requested batch, and the statistics behind it.
         worker_group: its workers and tensors.
-        inner_steps: made in the run so far.
-        tokens: trained on so far.
-        rounds: finished so far.
         halvings: how often its learning rate was halved.
     """
 
@@ -160,11 +148,6 @@ class Trainer:
         Workers whose parameters are no longer finite, or whose node failed, are left out of the mean. If all are, the
         parameters stay.
 
-        Args:
-            split: the division of the round over the workers.
-            schedule: its inner steps, and its place in the run.
-            on_step: called after every inner step of every worker.
-
         Returns:
             None in a process without a worker.
 
@@ -191,11 +174,6 @@ class Trainer:
 
     def conclude_round(self, split: WorkSplit, schedule: RoundSchedule, trained: TrainedRound) -> RoundReport:
         """Turn the statistics into the next requested batch, and move on in the data (AdLoCo, section 3, step 6).
-
-        Args:
-            split: as given to `train_round`.
-            schedule: likewise.
-            trained: the round as all processes report it.
 
         Raises:
             TrainingError: all workers diverged once more than the learning rate may be halved.
@@ -283,16 +261,10 @@ class Trainer:
     # Merging and state
 
     def absorb(self, others: list["Trainer"], weights: Mapping[int, float]) -> int:
-        """Merge other trainers into this one, the representative (AdLoCo, section 3, step 7).
+        """Merge other trainers into this one, the representative, and return the bytes that arrive at nodes.
 
-        Parameters and outer momentum become the weighted averages; data subsets are united. The requested batch,
-        statistics and workers stay the representative's.
-
-        Args:
-            weights: of all these trainers, by id; they sum to 1.
-
-        Returns:
-            The bytes that arrive at nodes.
+        Parameters and outer momentum become averages with these weights, which sum to 1; data subsets are united. The
+        requested batch, statistics and workers stay the representative's (AdLoCo, section 3, step 7).
         """
         groups = [other.worker_group for other in others]
         sent = self.worker_group.absorb(groups, [weights[trainer.id] for trainer in (self, *others)])
@@ -325,8 +297,7 @@ class Trainer:
     def load_state_dict(self, state: Mapping, read: Callable[[str, str], torch.Tensor]) -> None:
         """Restore a state on the nodes that the trainer has now.
 
-        Args:
-            read: from the name of a group and of a tensor to that tensor.
+        read: from the name of a group and of a tensor to that tensor.
         """
         self.batch.load_state_dict(state["batch"])
         self.cursor.load_state_dict(state["cursor"])
@@ -349,11 +320,7 @@ def first_trainers(
     models: Mapping[torch.device, FlatModel],
     processes: Processes,
 ) -> dict[int, Trainer]:
-    """Return the trainers at the start of a run.
-
-    Args:
-        assignment: the nodes that each will get.
-    """
+    """Return the trainers at the start of a run; assignment: the nodes that each will get."""
     cursors = initial_cursors(config, len(data.train), data.shares and data.shares.sizes)
     if len(cursors) == 1 and config.smallest_worker_batch is None:  # the only trainer gets every scheduled node
         for _, nodes in config.node_schedule or ():

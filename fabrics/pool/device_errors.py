@@ -23,12 +23,7 @@ class DeviceLostError(TrainingError):
 
 @contextlib.contextmanager
 def explain_training_errors() -> Iterator[None]:
-    """Explain errors of devices and models during training.
-
-    Raises:
-        DeviceLostError: the device cannot be used any more.
-        TrainingError: there is no memory left, or the model has no per-example statistics.
-    """
+    """Raise a TrainingError that says what to do, in place of errors of devices and models during training."""
     try:
         yield
     except UnsupportedModuleError as error:
@@ -49,11 +44,7 @@ def explain_training_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def explain_setup_errors() -> Iterator[None]:
-    """Explain that the state between rounds does not fit into memory.
-
-    Raises:
-        ConfigError: there is not enough memory.
-    """
+    """Raise a ConfigError if the state between rounds does not fit into memory."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

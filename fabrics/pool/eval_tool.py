@@ -22,14 +22,7 @@ from fabrics.training.worker_group import WorkerGroup
 
 @dataclass(frozen=True)
 class ClassScores:
-    """How well a classifier finds one class; scores are between 0 and 1, and 0 if nothing was counted.
-
-    Attributes:
-        precision: correct share of the examples assigned to the class.
-        recall: share of the class's examples that were found.
-        f1: harmonic mean of precision and recall.
-        examples: number of examples of the class.
-    """
+    """How well a classifier finds one class; scores are between 0 and 1, and 0 if nothing was counted."""
 
     precision: float
     recall: float
@@ -94,48 +87,34 @@ def class_scores(confusion: torch.Tensor) -> tuple[ClassScores, ...]:
 
 @dataclass(frozen=True)
 class EvaluationPart:
-    """Sums over some batches of the evaluation examples, which processes send each other.
+    """Sums over some batches of the evaluation examples, at first on a device, then sent between processes.
 
     Attributes:
-        sums: per batch the summed loss of its targets and their number.
+        batches: their numbers.
+        sums: summed loss and number of targets of each batch [batches, 2], float64.
         confusion: counts [true class, predicted class]; None for a language model.
         shares: the parts of each data share's examples.
     """
 
-    sums: dict[int, tuple[float, float]]
+    batches: list[int]
+    sums: torch.Tensor
     confusion: torch.Tensor | None
     shares: tuple["EvaluationPart", ...] = ()
+
+    def wait(self) -> "EvaluationPart":
+        """Wait for the device, and return the sums on the host."""
+        confusion = None if self.confusion is None else self.confusion.cpu()
+        return EvaluationPart(self.batches, self.sums.cpu(), confusion, tuple(share.wait() for share in self.shares))
 
     @classmethod
     def join(cls, parts: Sequence["EvaluationPart"]) -> "EvaluationPart":
         """Join parts of different batches."""
-        sums = {}
-        for part in parts:
-            sums |= part.sums
+        batches = [number for part in parts for number in part.batches]
         confusions = [part.confusion for part in parts if part.confusion is not None]
         confusion = torch.stack(confusions).sum(0) if confusions else None
         by_share = zip(*(part.shares for part in parts if part.shares), strict=True)
-        return cls(sums, confusion, tuple(cls.join(share) for share in by_share))
-
-
-@dataclass(frozen=True)
-class RunningBatches:
-    """Batches under evaluation on a device.
-
-    Attributes:
-        numbers: the batches.
-        sums: summed loss and number of targets of each batch [batches, 2], on the device.
-        confusion: counts [true class, predicted class] on the device, or None.
-    """
-
-    numbers: Sequence[int]
-    sums: torch.Tensor
-    confusion: torch.Tensor | None
-
-    def wait(self) -> EvaluationPart:
-        """Wait for the device and return the sums."""
-        values = {number: tuple(pair) for number, pair in zip(self.numbers, self.sums.tolist(), strict=True)}
-        return EvaluationPart(values, None if self.confusion is None else self.confusion.cpu())
+        sums = torch.cat([part.sums for part in parts])
+        return cls(batches, sums, confusion, tuple(cls.join(share) for share in by_share))
 
 
 def batch_count(examples: Examples, batch_size: int) -> int:
@@ -146,7 +125,7 @@ def batch_count(examples: Examples, batch_size: int) -> int:
 @torch.no_grad()
 def begin_batches(
     module: nn.Module, examples: Examples, batch_size: int, device: torch.device, batches: Sequence[int]
-) -> RunningBatches:
+) -> EvaluationPart:
     """Evaluate a module in eval mode on some batches of the examples, without waiting for the device."""
     sums = torch.zeros(len(batches), 2, dtype=torch.float64, device=device)
     confusion: torch.Tensor | None = None
@@ -165,7 +144,7 @@ def begin_batches(
                 confusion = torch.zeros(classes, classes, dtype=torch.int64, device=device)
             cells = labels * classes + logits.argmax(-1)
             confusion.view(-1).scatter_add_(0, cells, torch.ones_like(cells))
-    return RunningBatches(batches, sums, confusion)
+    return EvaluationPart(list(batches), sums, confusion)
 
 
 def combine(parts: Iterable[EvaluationPart], task: str) -> Evaluation:
@@ -182,9 +161,9 @@ def combine(parts: Iterable[EvaluationPart], task: str) -> Evaluation:
 def _evaluation(part: EvaluationPart, task: str) -> Evaluation:
     loss = 0.0
     count = 0.0
-    for number in sorted(part.sums):
-        loss += part.sums[number][0]
-        count += part.sums[number][1]
+    for _, (batch_loss, targets) in sorted(zip(part.batches, part.sums.tolist(), strict=True)):
+        loss += batch_loss
+        count += targets
     if count == 0:
         raise ValueError("the evaluation examples have no target to predict")
     scores: tuple[ClassScores, ...] = ()
@@ -192,7 +171,7 @@ def _evaluation(part: EvaluationPart, task: str) -> Evaluation:
     if part.confusion is not None:
         scores = class_scores(part.confusion)
         correct = part.confusion.trace().item() / count
-    shares = tuple(_evaluation(share, task) if share.sums else None for share in part.shares)
+    shares = tuple(_evaluation(share, task) if share.batches else None for share in part.shares)
     return Evaluation(loss / count, METRICS[task].value(loss / count, correct), scores, shares)
 
 
@@ -206,12 +185,7 @@ class Validation:
     """Evaluates trainers on the validation examples, divided among each trainer's workers.
 
     Args:
-        data: the data of the run.
         models: the flat model of each device of this process.
-        batch_size: examples per batch.
-
-    Attributes:
-        metric: the task's metric.
     """
 
     def __init__(self, data: TaskData, models: Mapping[torch.device, FlatModel], batch_size: int):
@@ -227,22 +201,17 @@ class Validation:
 
         parameters: of the trainer, flat [n]; None in a process without a worker.
         """
-        running = []
+        begun = []
         for device, batches in self._local_batches(worker_group).items():
             model = self._models[device]
             with model.evaluating(parameters) as module:
-                running.append(
-                    [
-                        self._begin(model, module, examples, numbers)
-                        for examples, numbers in zip(self._sets, batches, strict=True)
-                    ]
+                everything, *shares = (
+                    self._begin(model, module, examples, numbers)
+                    for examples, numbers in zip(self._sets, batches, strict=True)
                 )
+            begun.append(dataclasses.replace(everything, shares=tuple(shares)))
         # Wait only after all devices have work.
-        parts = []
-        for of_device in running:
-            everything, *shares = (batches.wait() for batches in of_device)
-            parts.append(dataclasses.replace(everything, shares=tuple(shares)))
-        return EvaluationPart.join(parts) if parts else None
+        return EvaluationPart.join([part.wait() for part in begun]) if begun else None
 
     def _local_batches(self, worker_group: WorkerGroup) -> dict[torch.device, list[list[int]]]:
         """The batches of each set of examples that the devices of this process evaluate; workers take turns."""
@@ -256,7 +225,7 @@ class Validation:
                 turn += 1
         return found
 
-    def _begin(self, model: FlatModel, module: nn.Module, examples: Examples, numbers: list[int]) -> RunningBatches:
+    def _begin(self, model: FlatModel, module: nn.Module, examples: Examples, numbers: list[int]) -> EvaluationPart:
         own, others = model.local_batches(numbers)
         begun = begin_batches(module, examples, self._batch_size, model.device, own)
         if others:  # all devices that share a model make every forward pass together
@@ -265,11 +234,10 @@ class Validation:
 
     def combine(self, parts: Sequence[Mapping[int, EvaluationPart]], trainers: Sequence[int]) -> dict[int, Evaluation]:
         """Combine the parts that each process has evaluated, by trainer, into each trainer's evaluation."""
-        found = {}
-        for trainer in trainers:
-            own = [of_process[trainer] for of_process in parts if trainer in of_process]
-            found[trainer] = combine(own, self._task)
-        return found
+        return {
+            trainer: combine([process[trainer] for process in parts if trainer in process], self._task)
+            for trainer in trainers
+        }
 
     def best(self, evaluations: Mapping[int, Evaluation]) -> int:
         """The trainer with the best metric; ties go to the smaller id."""

@@ -22,8 +22,7 @@ def round_tensors(config: Config, workers: int, several_processes: bool, elsewhe
     """Model-sized tensors that a round of a trainer allocates on a device, besides the state between rounds.
 
     These are the sum of the pseudo-gradients, temporaries of the method and of the encoding, gradients that the
-    across-workers estimator compares, and tensors on their way between processes. If workers deliver messages, a
-    process holds those of its workers, one that is being made, and those that it sends and receives.
+    across-workers estimator compares, and messages of workers.
 
     Args:
         workers: the most workers of a trainer on the device.
@@ -61,10 +60,7 @@ def measured_max_batches(
     the least memory decides.
 
     Args:
-        models: the flat model of each device of this process.
-        examples: all training examples.
-        state_bytes: bytes between rounds in this process. On a GPU they are already in use; on a CPU they are not
-            before they are first written.
+        state_bytes: bytes between rounds in this process, which on a CPU are not in use before they are first written.
 
     Raises:
         ConfigError: not even one example fits, or the model has no per-example statistics.

@@ -48,7 +48,6 @@ class RoundScheduler:
     """Sets the inner steps of every round. All processes decide alike, from counters that are equal in all of them.
 
     Args:
-        config: the run's configuration.
         examples: training examples of one epoch.
         nodes: number of nodes of the run.
 
