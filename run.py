@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,31 +104,21 @@ def _unchanged_program() -> Iterator[None]:
 
     from training_logs.recording.run_folder import logger
 
-    environment = dict(os.environ)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    threads = torch.get_num_threads()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    progress_bars = transformers_logging.is_progress_bar_enabled()
-    log_handlers = list(logger.handlers)
-    log_level = logger.level
-    propagate = logger.propagate
-    encoding_errors = sys.stdout.errors
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(environment)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic)
-        if progress_bars:
-            transformers_logging.enable_progress_bar()
-        logger.handlers[:] = log_handlers
-        logger.setLevel(log_level)
-        logger.propagate = propagate
+    with contextlib.ExitStack() as restored:
+        restored.callback(os.environ.update, dict(os.environ))
+        restored.callback(os.environ.clear)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            restored.callback(signal.signal, number, signal.getsignal(number))
+        restored.callback(torch.set_num_threads, torch.get_num_threads())
+        restored.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        restored.callback(logger.setLevel, logger.level)
+        restored.callback(setattr, logger, "propagate", logger.propagate)
+        restored.callback(setattr, logger, "handlers", list(logger.handlers))
+        if transformers_logging.is_progress_bar_enabled():
+            restored.callback(transformers_logging.enable_progress_bar)
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors=encoding_errors)
+            restored.callback(sys.stdout.reconfigure, errors=sys.stdout.errors)
+        yield
 
 
 # From the command line
@@ -196,7 +186,13 @@ def main(arguments: list[str] | None = None) -> int:
         if options.plan:
             planning.print_plan(options)
             return 0
-        with _other_processes(options, arguments) as launch:
+        others = contextlib.nullcontext()
+        if not started_by_others():
+            config = options.config or "config.yaml"
+            if options.resume not in (None, "auto"):
+                config = Path(options.resume, "config.yaml")
+            others = start_processes(Path(config), options.overrides, [__file__, *arguments])
+        with others as launch:
             with prepared_run(options, started, launch) as (cluster, recorder, folder):
                 status, _ = train_and_record(cluster, recorder, folder)
             if status and launch is not None:
@@ -207,17 +203,6 @@ def main(arguments: list[str] | None = None) -> int:
             for problem in getattr(error, "problems", [str(error)]):
                 print(f"error: {problem}", file=sys.stderr)
         return 1 if isinstance(error, PeerLostError) else 2
-
-
-def _other_processes(
-    options: argparse.Namespace, arguments: Sequence[str]
-) -> contextlib.AbstractContextManager[Launch | None]:
-    if started_by_others():
-        return contextlib.nullcontext()
-    config = Path(options.config or "config.yaml")
-    if options.resume not in (None, "auto"):
-        config = Path(options.resume, "config.yaml")
-    return start_processes(config, options.overrides, [__file__, *arguments])
 
 
 # A run

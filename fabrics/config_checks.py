@@ -17,7 +17,7 @@ from algorithms.synchronisation.method import OUTER_KEYS
 from fabrics.data.dataset_loader import DATASETS, TEXT_DOCUMENTS
 from fabrics.data.partition import SPLITS, split_problems
 from fabrics.models.model_family import MODELS, is_pretrained
-from fabrics.training.method_config import method_if_valid, method_of
+from fabrics.training.method_config import method_of
 from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name, inner_optimizer_of
 from utils.config.reading import Checks
 from utils.config.schema import CLEARML_MODES, Config, ConfigError
@@ -88,34 +88,22 @@ def _method_problems(config: Config) -> list[str]:
         found.append(f"gradient_clipping: must be null with {name}, got {config.gradient_clipping}")
     if able.inner_optimizer is None and config.inner_optimizer is not None:
         found.append(f"inner_optimizer: must be null with {name}, which updates the parameters itself")
-    return found
-
-
-def participation_problems(config: Config) -> list[str]:
-    """Return what is wrong with the keys that decide which workers take part in a round, one line each."""
-    name = config.distributed_algo
-    method = method_if_valid(config)
-    found = []
-    if method is None:
-        return found
     if config.participants < 1.0 and method.keeps != "shared":
         found.append(
             f"participants: must be 1 with {name}, as resting workers would keep old parameters of their own, got "
             f"{config.participants}"
         )
-    if config.message_loss == 0.0:
-        return found
-    if method.capabilities.exchanges_gradients:
-        found.append(
-            f"message_loss: must be 0 with {name}, whose workers exchange gradients in every inner step, got "
-            f"{config.message_loss}"
-        )
-    elif method.keeps != "shared":
+    if config.message_loss > 0.0 and method.keeps != "shared":
         found.append(
             f"message_loss: must be 0 with {name}, which decides itself from where its workers continue, got "
             f"{config.message_loss}"
         )
-    if config.compares_workers:
+    elif config.message_loss > 0.0 and able.exchanges_gradients:
+        found.append(
+            f"message_loss: must be 0 with {name}, whose workers exchange gradients in every inner step, got "
+            f"{config.message_loss}"
+        )
+    if config.message_loss > 0.0 and config.compares_workers:
         found.append(
             f"statistics_estimator: must be per_example with message_loss, after which workers are not at the same "
             f"parameters, got {config.statistics_estimator}"
@@ -241,14 +229,7 @@ def _shown(value: Any) -> str:
 
 CHECKS = Checks(
     choices=CHOICES,
-    problems=(
-        _model_problems,
-        _method_problems,
-        _optimizer_problems,
-        split_problems,
-        participation_problems,
-        _sharding_problems,
-    ),
+    problems=(_model_problems, _method_problems, _optimizer_problems, split_problems, _sharding_problems),
     warnings=idle_keys,
     left_open=left_open,
 )

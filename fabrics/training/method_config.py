@@ -23,14 +23,6 @@ def method_of(config: Config, model: FlatModel | None = None) -> Method:
     return found
 
 
-def method_if_valid(config: Config) -> Method | None:
-    """Return the method, or None if a parameter is wrong."""
-    try:
-        return method_of(config)
-    except ConfigError:
-        return None
-
-
 def round_bytes(
     config: Config, method: Method, encoding: Encoding, model: FlatModel, workers: int, tested: bool
 ) -> int:

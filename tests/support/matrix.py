@@ -19,7 +19,7 @@ from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.group import Group
 from algorithms.synchronisation.method import Capabilities, Method
 from cluster import Cluster
-from fabrics.config_checks import CHECKS, participation_problems
+from fabrics.config_checks import CHECKS
 from fabrics.data.examples import PackedSequences
 from fabrics.models import initialisation
 from fabrics.training.inner_loop import InnerLoop
@@ -329,7 +329,8 @@ def pool(name: str) -> Config:
     """Return the configuration of a run with a node schedule and, if supported, resting workers and lost messages."""
     config = config_of(name, **_POOL, **_CLOCKS.get(name, {}))
     for key in ("participants", "message_loss"):
-        if any(problem.startswith(f"{key}: ") for problem in participation_problems(config)):
+        problems = (problem for check in CHECKS.problems for problem in check(config))
+        if any(problem.startswith(f"{key}: ") for problem in problems):
             config = dataclasses.replace(config, **{key: getattr(Config(), key)})
     return config
 
