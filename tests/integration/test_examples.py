@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from algorithms.batch.losses import IGNORE_INDEX
 from fabrics.data.examples import PackedSequences
-from fabrics.pool.eval_tool import batch_count, begin_batches, class_scores, combine, evaluate
+from fabrics.pool.eval_tool import batch_count, begin_batches, combine, evaluate
 from fabrics.training.forward_backward import probed_backward
 from tests.support.helpers import CPU, VOCABULARY, make_config, make_trainer, padded, tiny_bert, tiny_llama, train
 
@@ -113,15 +113,6 @@ def test_class_scores_are_those_of_a_count_by_hand(seed):
         f1 = 2 * precision * recall / (precision + recall) if hits else 0.0
         assert (scores.precision, scores.recall, scores.examples) == (precision, recall, sum(classes == label))
         assert scores.f1 == pytest.approx(f1, abs=1e-12)
-
-
-def test_class_scores_on_paper():
-    # 3 of class 0: 2 found; 5 of class 1: 4 found.
-    first, second = class_scores(torch.tensor([[2, 1], [1, 4]]))
-    assert (first.precision, first.recall, first.f1, first.examples) == (2 / 3, 2 / 3, 2 / 3, 3)
-    assert (second.precision, second.recall, second.f1, second.examples) == (0.8, 0.8, 0.8, 5)
-    never, _ = class_scores(torch.tensor([[0, 3], [0, 4]]))
-    assert (never.precision, never.recall, never.f1) == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 9])

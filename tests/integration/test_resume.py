@@ -49,12 +49,6 @@ def stopped(whole, tmp_path):
     return folder
 
 
-def test_checkpoints_are_written_on_the_way_and_at_the_end(whole):
-    assert [path.name for path in sorted((whole / "checkpoints").iterdir())] == [
-        *("round_00002", "round_00004", "round_00006")
-    ]
-
-
 def test_a_resumed_run_equals_the_uninterrupted_run(stopped, whole):
     assert program.main(["--resume", str(stopped)]) == 0
     assert_same_run(stopped, whole)
@@ -270,7 +264,7 @@ def test_a_signal_ends_the_round_writes_a_checkpoint_and_says_how_to_resume(
     assert f"python run.py --resume {folder}" in output
     assert "Traceback" not in output
     rounds = summary(folder)["outer_steps"]
-    assert summary(folder)["status"] == "interrupted"
+    assert (summary(folder)["status"], summary(folder)["continuations"]) == ("interrupted", [])
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"round_{rounds:05d}"]
     resumed = program.main(["--resume", str(folder), f"number_of_outer_steps={rounds + 1}", "processes=1"])
     assert resumed == 0

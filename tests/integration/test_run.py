@@ -26,7 +26,7 @@ from fabrics.training.worker import TrainingError
 from run import train
 from tests.support.helpers import warnings_of
 from tests.support.programs import command
-from tests.support.runs import SHORT, assert_same_run, start_training, write_config
+from tests.support.runs import SHORT, assert_same_run, write_config
 from training_logs.showing.run_data import read_run
 from utils.config.reading import load_config
 from utils.config.schema import ConfigError
@@ -74,15 +74,6 @@ def test_the_resolved_config_runs_again(finished):
     assert (config.ETA, config.model_config) == (0.3, SHORT["model_config"])
     assert config.number_of_outer_steps == 5
     assert warnings == []
-
-
-def test_the_resolved_config_in_another_process_gives_the_same_run(programs, finished, rows, tmp_path):
-    programs.run("run.py", "--config", finished[0] / "config.yaml", f"log_dir={tmp_path}")
-    (log,) = tmp_path.glob("*/model_training_report/training_log.csv")
-    with log.open(newline="") as file:
-        again = list(csv.DictReader(file))
-    timeless = {"seconds": "", "wall_seconds": ""}
-    assert [row | timeless for row in again] == [row | timeless for row in rows]
 
 
 def test_two_calls_of_train_give_the_bits_of_the_program_and_leave_nothing_behind(finished, tmp_path, cache_dir):
@@ -248,17 +239,6 @@ def test_the_log_says_why_a_trainer_works_alone_and_what_that_costs(tmp_path, ca
     assert not re.search(r"\b(None|False|1 (trainer|node|round|communication)s)\b", log)
 
 
-def test_the_final_model_generates_text(finished, summary):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = finished[0] / summary["best_model"]
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    inputs = tokenizer("Return the", return_tensors="pt", return_token_type_ids=False)
-    output = model.generate(**inputs, max_new_tokens=8, do_sample=False)
-    assert output.shape[1] > inputs["input_ids"].shape[1]
-    assert tokenizer.decode(output[0]).startswith("Return the")
-
-
 def test_a_finished_run_says_what_the_model_says(finished, summary):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -288,12 +268,6 @@ def test_what_goes_wrong_while_texts_are_continued_is_a_warning(tmp_path, cache_
     assert warning == "validation texts could not be continued: OutOfMemoryError: CUDA out of memory"
     summary = json.loads((folder / "model_training_report" / "summary.json").read_text())
     assert (summary["status"], summary["continuations"]) == ("completed", [])
-
-
-def test_weights_are_saved_on_the_way(finished):
-    weights = finished[0] / "model_weights"
-    assert sorted(path.name for path in (weights / "round_00002").iterdir()) == ["trainer_0", "trainer_2"]
-    assert (weights / "round_00004").is_dir()
 
 
 def test_a_final_model_can_be_trained_on(finished, summary, tmp_path, cache_dir):
@@ -412,20 +386,6 @@ def test_help_answers_without_loading_anything(programs):
     said = programs.run("run.py", "--help", fresh=True, env=os.environ | {"COLUMNS": "80"}).stdout
     assert "key=value" in said
     assert 24 <= len(said.splitlines()) <= 40
-
-
-def test_an_interrupted_run_keeps_what_it_has(programs, tmp_path, cache_dir):
-    process, folder = start_training(
-        programs, tmp_path, cache_dir, number_of_outer_steps=1000, merge_frequency=1000, plot_at_end=True
-    )
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate()
-    assert process.returncode == 130
-    assert "Traceback" not in output
-    summary = json.loads((folder / "model_training_report" / "summary.json").read_text())
-    assert (summary["status"], summary["continuations"]) == ("interrupted", [])
-    assert summary["outer_steps"] >= 1
-    assert (folder / "model_training_report" / "metric.png").exists()
 
 
 def test_a_run_that_cannot_go_on_says_why_and_keeps_what_it_has(tmp_path, cache_dir, capsys):

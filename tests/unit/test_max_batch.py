@@ -207,12 +207,6 @@ def test_the_memory_of_state_and_rounds_is_set_aside(monkeypatch, values, owners
     assert {node.max_batch for trainer in cluster.trainers.values() for node in trainer.nodes} == {64}
 
 
-def test_one_of_several_processes_holds_the_pseudo_gradients_of_its_workers():
-    config = make_config()
-    assert max_batch.round_tensors(config, workers=4, several_processes=False) == 1
-    assert max_batch.round_tensors(config, workers=4, several_processes=True) == 5
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method().capabilities.message_tensors])
 def test_a_process_holds_the_messages_of_its_workers(monkeypatch, name, dtype):
@@ -234,7 +228,8 @@ def test_a_process_holds_the_messages_of_its_workers(monkeypatch, name, dtype):
 
 
 def test_messages_to_and_from_other_processes_are_counted():
-    """In pairs each worker receives one message; through a server all of them."""
+    """Without messages: the workers' pseudo-gradients. In pairs a worker receives one, through a server all of them."""
+    assert max_batch.round_tensors(make_config(), workers=4, several_processes=True) == 5
     pairs, server = make_config(distributed_algo="NoLoCo"), make_config(distributed_algo="DelayedNesterov")
     assert max_batch.round_tensors(pairs, 2, False) == 1 + 2 * (2 + 1)
     assert max_batch.round_tensors(pairs, 2, True, elsewhere=6) == 1 + 2 * (2 + 1 + 2 + 2)
