@@ -21,29 +21,17 @@ from fabrics.training.worker_group import WorkerGroup
 
 
 @dataclass(frozen=True)
-class ClassScores:
-    """How well a classifier finds one class; scores are between 0 and 1, and 0 if nothing was counted."""
-
-    precision: float
-    recall: float
-    f1: float
-    examples: int
-
-
-@dataclass(frozen=True)
 class Evaluation:
     """The evaluation of one model.
 
     Attributes:
         loss: mean over predicted targets, in nats.
         metric: perplexity, or accuracy between 0 and 1.
-        classes: the scores of each class; empty for a language model.
         shares: the evaluation on each data share's validation examples; None for a share that has none.
     """
 
     loss: float
     metric: float
-    classes: tuple[ClassScores, ...] = ()
     shares: tuple["Evaluation | None", ...] = ()
 
 
@@ -69,52 +57,31 @@ METRICS = Registry(
 )
 
 
-def class_scores(confusion: torch.Tensor) -> tuple[ClassScores, ...]:
-    """The scores of each class from counts [true class, predicted class]."""
-    found = confusion.diagonal().tolist()
-    true = confusion.sum(1).tolist()
-    predicted = confusion.sum(0).tolist()
-    return tuple(
-        ClassScores(
-            precision=hits / assigned if assigned else 0.0,
-            recall=hits / present if present else 0.0,
-            f1=2 * hits / (present + assigned) if present + assigned else 0.0,
-            examples=int(present),
-        )
-        for hits, present, assigned in zip(found, true, predicted, strict=True)
-    )
-
-
 @dataclass(frozen=True)
 class EvaluationPart:
     """Sums over some batches of the evaluation examples, at first on a device, then sent between processes.
 
     Attributes:
         batches: their numbers.
-        sums: summed loss and number of targets of each batch [batches, 2], float64.
-        confusion: counts [true class, predicted class]; None for a language model.
+        sums: summed loss, targets and, of a classifier, correct answers of each batch [batches, 3], float64.
         shares: the parts of each data share's examples.
     """
 
     batches: list[int]
     sums: torch.Tensor
-    confusion: torch.Tensor | None
     shares: tuple["EvaluationPart", ...] = ()
 
     def wait(self) -> "EvaluationPart":
         """Wait for the device, and return the sums on the host."""
-        confusion = None if self.confusion is None else self.confusion.cpu()
-        return EvaluationPart(self.batches, self.sums.cpu(), confusion, tuple(share.wait() for share in self.shares))
+        return EvaluationPart(self.batches, self.sums.cpu(), tuple(share.wait() for share in self.shares))
 
     @classmethod
     def join(cls, parts: Sequence["EvaluationPart"]) -> "EvaluationPart":
         """Join parts of different batches."""
         batches = [number for part in parts for number in part.batches]
-        confusions = [part.confusion for part in parts if part.confusion is not None]
-        confusion = torch.stack(confusions).sum(0) if confusions else None
         by_share = zip(*(part.shares for part in parts if part.shares), strict=True)
         sums = torch.cat([part.sums for part in parts])
-        return cls(batches, sums, confusion, tuple(cls.join(share) for share in by_share))
+        return cls(batches, sums, tuple(cls.join(share) for share in by_share))
 
 
 def batch_count(examples: Examples, batch_size: int) -> int:
@@ -127,8 +94,7 @@ def begin_batches(
     module: nn.Module, examples: Examples, batch_size: int, device: torch.device, batches: Sequence[int]
 ) -> EvaluationPart:
     """Evaluate a module in eval mode on some batches of the examples, without waiting for the device."""
-    sums = torch.zeros(len(batches), 2, dtype=torch.float64, device=device)
-    confusion: torch.Tensor | None = None
+    sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=device)
     for row, number in enumerate(batches):
         start = number * batch_size
         batch = examples.batch(range(start, min(start + batch_size, len(examples))), device)
@@ -139,12 +105,8 @@ def begin_batches(
         sums[row, 0] = losses.sum(dtype=torch.float64)
         sums[row, 1] = counts.sum()
         if labels.dim() == 1:
-            classes = logits.shape[-1]
-            if confusion is None:
-                confusion = torch.zeros(classes, classes, dtype=torch.int64, device=device)
-            cells = labels * classes + logits.argmax(-1)
-            confusion.view(-1).scatter_add_(0, cells, torch.ones_like(cells))
-    return EvaluationPart(list(batches), sums, confusion)
+            sums[row, 2] = (logits.argmax(-1) == labels).sum()
+    return EvaluationPart(list(batches), sums)
 
 
 def combine(parts: Iterable[EvaluationPart], task: str) -> Evaluation:
@@ -161,18 +123,15 @@ def combine(parts: Iterable[EvaluationPart], task: str) -> Evaluation:
 def _evaluation(part: EvaluationPart, task: str) -> Evaluation:
     loss = 0.0
     count = 0.0
-    for _, (batch_loss, targets) in sorted(zip(part.batches, part.sums.tolist(), strict=True)):
+    correct = 0.0
+    for _, (batch_loss, targets, answers) in sorted(zip(part.batches, part.sums.tolist(), strict=True)):
         loss += batch_loss
         count += targets
+        correct += answers
     if count == 0:
         raise ValueError("the evaluation examples have no target to predict")
-    scores: tuple[ClassScores, ...] = ()
-    correct = 0.0
-    if part.confusion is not None:
-        scores = class_scores(part.confusion)
-        correct = part.confusion.trace().item() / count
     shares = tuple(_evaluation(share, task) if share.batches else None for share in part.shares)
-    return Evaluation(loss / count, METRICS[task].value(loss / count, correct), scores, shares)
+    return Evaluation(loss / count, METRICS[task].value(loss / count, correct / count), shares)
 
 
 def evaluate(module: nn.Module, examples: Examples, task: str, batch_size: int, device: torch.device) -> Evaluation:

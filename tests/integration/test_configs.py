@@ -65,10 +65,6 @@ def test_imdb_bert_in_small(programs, samples, tmp_path):
     assert (summary["initial_trainers"], summary["final_trainers"], summary["merges"]) == (4, 1, 3)
     assert summary["largest_requested_batch"] > 16
     assert summary["final_metric"] > 0.75
-    assert set(summary["final_classes"]) == {"neg", "pos"}
-    for scores in summary["final_classes"].values():
-        assert scores["examples"] == 80
-        assert scores["f1"] > 0.7
 
 
 PUBLISHED = {"published_config.yaml": published.CONFIG, "published_readme.yaml": published.README}

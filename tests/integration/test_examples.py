@@ -98,21 +98,12 @@ def test_accumulated_padded_batches_are_one_batch():
     torch.testing.assert_close(parts.parameters, whole.parameters, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_class_scores_are_those_of_a_count_by_hand(seed):
-    texts = random_texts(50, 9, seed)
-    classes = np.random.default_rng(seed).integers(0, 3, 50)
-    model = tiny_bert(seed, num_labels=3).eval()
+def test_accuracy_is_the_share_of_correct_classes():
+    texts = random_texts(50, 9)
+    classes = np.random.default_rng(0).integers(0, 3, 50)
+    model = tiny_bert(num_labels=3).eval()
     predicted = np.array([model(input_ids=torch.tensor([text])).logits.argmax().item() for text in texts])
-    result = evaluate(model, padded(texts, classes), "classification", 8, CPU)
-    assert result.metric == (predicted == classes).mean()
-    for label, scores in enumerate(result.classes):
-        hits = sum((predicted == label) & (classes == label))
-        precision = hits / sum(predicted == label) if sum(predicted == label) else 0.0
-        recall = hits / sum(classes == label)
-        f1 = 2 * precision * recall / (precision + recall) if hits else 0.0
-        assert (scores.precision, scores.recall, scores.examples) == (precision, recall, sum(classes == label))
-        assert scores.f1 == pytest.approx(f1, abs=1e-12)
+    assert evaluate(model, padded(texts, classes), "classification", 8, CPU).metric == (predicted == classes).mean()
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 9])

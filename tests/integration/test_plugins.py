@@ -397,7 +397,6 @@ def test_the_example_network_learns_the_digits(programs, tmp_path):
     (folder,) = tmp_path.iterdir()
     summary = json.loads((folder / "model_training_report" / "summary.json").read_text())
     assert (summary["metric"], summary["initial_trainers"], summary["final_trainers"]) == ("accuracy", 2, 1)
-    assert len(summary["final_classes"]) == 10
     assert summary["initial_metric"] < 0.2
     assert summary["final_metric"] > 0.85
     places = [f"output_dir={tmp_path}/analysis", "sample_size=32", "batch_size=4", "batches_per_size=4"]

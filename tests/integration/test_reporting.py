@@ -182,13 +182,6 @@ def test_values_of_tables_are_words_and_numbers(run):
     assert "metric_decimals" not in page
 
 
-def test_classes_have_a_table(run):
-    assert "<h2>Classes</h2>" not in run_body(run)
-    scores = {"neg": {"precision": 0.5, "recall": 0.25, "f1": 1 / 3, "examples": 8}}
-    page = run_body(with_summary(run, final_classes=scores))
-    assert "<td>neg</td><td>0.5</td><td>0.25</td><td>0.33333</td><td>8</td>" in page
-
-
 def test_a_long_table_shows_its_last_rows():
     page = table(("n", "square"), [(number, number**2) for number in range(10_000)])
     assert page.count("<tr") == 1 + 500

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from cluster import Cluster
@@ -157,8 +156,6 @@ def test_bert_learns_merges_and_accumulates(folder):
     assert len(final) == 1
     (evaluation,) = final.values()
     assert (evaluation.loss < 0.67, evaluation.metric > 0.6) == (True, True)  # 0.693 and 0.5 by chance
-    assert evaluation.metric == pytest.approx(np.mean([scores.recall for scores in evaluation.classes]))
-    assert [scores.examples for scores in evaluation.classes] == [15, 15]
     plans = [
         worker.plan for result in recorder.rounds for r in result.reports.values() for worker in r.workers.values()
     ]

@@ -1,6 +1,5 @@
 """summary.json: the resources, results and origin of a run."""
 
-import dataclasses
 import functools
 import platform
 from importlib.metadata import version
@@ -46,7 +45,6 @@ def run_summary(run: RunView, final: dict[int, Evaluation], status: str, recorde
     best = final[run.validation.best(final)] if final else None
     # Several processes may each call their GPU cuda:0.
     of_groups = dict(zip(run.processes.groups, run.processes.devices, strict=True))
-    classes = zip(run.data.class_names, best.classes, strict=True) if best else ()
     return {
         "status": status,
         "metric": run.metric.name,
@@ -54,7 +52,6 @@ def run_summary(run: RunView, final: dict[int, Evaluation], status: str, recorde
         "metric_decimals": run.metric.decimals,
         "final_metric": best.metric if best else None,
         "final_loss": best.loss if best else None,
-        "final_classes": {name: dataclasses.asdict(scores) for name, scores in classes},
         "outer_steps": counters.outer_steps,
         "examples": counters.examples,
         "tokens": counters.tokens,

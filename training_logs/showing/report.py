@@ -201,13 +201,6 @@ def _shares(run: RunData) -> str:
     return f"<h2>Shares of the data</h2><p class=dim>{html.escape(note)}</p>{table(names, rows)}"
 
 
-def _classes(run: RunData) -> str:
-    scores = run.summary.get("final_classes") or {}
-    columns = ("precision", "recall", "f1", "examples")
-    rows = [(name, *(own[column] for column in columns)) for name, own in scores.items()]
-    return "<h2>Classes</h2>" + table(("class", "precision", "recall", "F1", "examples"), rows) if rows else ""
-
-
 def _memory(run: RunData) -> str:
     rows = [
         (device, byte_size(peak["peak_bytes"]), byte_size(peak["total_bytes"]), peak["outer_step"])
@@ -303,7 +296,6 @@ def run_body(run: RunData) -> str:
         _prediction(run),
         _merges(run),
         _shares(run),
-        _classes(run),
         _memory(run),
         _rounds(run),
         _continuations(run),
