@@ -82,7 +82,7 @@ def test_shard_groups_train_like_single_devices(together, alone, part, name):
         assert found[what] == expected[what], what
     # Values that are rounded when computed or sent may be rounded differently in parts.
     tolerance = {"float32": 1e-5, "autocast": 3e-3, "autocast compiled": 3e-3, "int8": 3e-4}.get(name, 1e-9)
-    for what in ("losses", "metrics", "train_losses", "statistics", "inner", "tensors"):
+    for what in ("losses", "accuracies", "train_losses", "statistics", "inner", "tensors"):
         if tested or what != "tensors":
             assert_close(found[what], expected[what], tolerance)
     if name == "int8":

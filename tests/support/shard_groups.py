@@ -215,7 +215,7 @@ def run_scenario(name: str, processes: Processes, state: dict | None = None, fol
         "tensors": matrix.state_of(cluster)["tensors"],
         "stopped": getattr(recorder, "state", None),
         "losses": [evaluation.loss for evaluation in evaluations],
-        "metrics": [evaluation.metric for evaluation in evaluations],
+        "accuracies": [evaluation.metric for evaluation in evaluations if cluster.metric.name == "accuracy"],
         "train_losses": [report.train_loss for report in reports],
         "statistics": [[s.variance, s.squared_norm, s.squared_norm_error, s.variance_error] for s in statistics],
         "inner": [[s.inner_product_variance, s.overlap] for s in statistics],
