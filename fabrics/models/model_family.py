@@ -246,20 +246,17 @@ class TransformersFamily:
         return model
 
     def _pretrained(self, settings: Mapping[str, Any]) -> nn.Module:
+        self._named_architecture(settings["name"])
+        options = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False}
         try:
-            options = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False}
-            model = self.auto_class.from_pretrained(settings["name"], **options, **architecture_values(settings))
+            return self.auto_class.from_pretrained(settings["name"], **options, **architecture_values(settings))
         except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
             raise _load_failed(settings["name"], error) from None
-        if model.config.model_type != self.config_class.model_type:
-            raise ConfigError(
-                f"model_config.name: {settings['name']!r} is a {model.config.model_type} model, "
-                f"not {self.config_class.model_type}"
-            )
-        return model
 
     def _from_scratch(self, settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> nn.Module:
-        values = {"vocab_size": vocabulary_size(tokenizer)} | self._architecture(settings)
+        name = settings.get("preset") or settings.get("name") or "demo"
+        base = self.presets[name] if name in self.presets else self._named_architecture(name)
+        values = {"vocab_size": vocabulary_size(tokenizer), **base, **architecture_values(settings)}
         values |= {"pad_token_id": padding(tokenizer) if self.task == "classification" else None}
         values |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
         try:
@@ -276,22 +273,17 @@ class TransformersFamily:
             ) from error
         return model
 
-    def _architecture(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the architecture of a model from scratch: that of its preset or name, updated by the values given."""
-        name = settings.get("preset") or settings.get("name") or "demo"
-        if name in self.presets:
-            base = dict(self.presets[name])
-        else:
-            try:
-                base = AutoConfig.from_pretrained(name, trust_remote_code=False).to_dict()
-            except (OSError, ValueError) as error:
-                raise _load_failed(name, error) from None
-            if base.get("model_type") != self.config_class.model_type:
-                raise ConfigError(
-                    f"model_config.name: {name!r} is a {base.get('model_type')} model, "
-                    f"not {self.config_class.model_type}"
-                )
-        return base | architecture_values(settings)
+    def _named_architecture(self, name: str) -> dict[str, Any]:
+        """Return the architecture values of a hub model or a local folder."""
+        try:
+            values = AutoConfig.from_pretrained(name, trust_remote_code=False).to_dict()
+        except (OSError, ValueError) as error:
+            raise _load_failed(name, error) from None
+        if values["model_type"] != self.config_class.model_type:
+            raise ConfigError(
+                f"model_config.name: {name!r} is a {values['model_type']} model, not {self.config_class.model_type}"
+            )
+        return values
 
 
 def _load_failed(name: str, error: Exception) -> ConfigError:

@@ -51,13 +51,6 @@ def test_subsets_are_parts_of_one_random_permutation(trainers, examples):
 # Walks
 
 
-def test_an_epoch_sees_every_example_once_and_the_next_in_another_order():
-    cursor = DataCursor(Subsets(3, 30), [0])
-    first, second = cursor.peek(0, 30).tolist(), cursor.peek(30, 30).tolist()
-    assert sorted(first) == sorted(second) == list(range(30))
-    assert first != second
-
-
 def test_the_order_is_numpys_for_seed_trainer_generation_and_epoch():
     cursor = cursors(3, 40)[1]
     own = drawn_by_hand(1, 3, 40)
@@ -156,22 +149,3 @@ def test_nothing_is_seen_twice_in_an_epoch_whenever_trainers_merge(trainers, exa
         views[example] += 1
     # At the end of an epoch that no trainer was ahead of, every example has been seen equally often.
     assert {views[example] for example in range(examples)} == {expected.epoch}
-
-
-@given(st.integers(2, 5), st.integers(10, 60), st.lists(st.floats(0, 1), min_size=10, max_size=10), st.integers(2, 3))
-def test_one_epoch_in_all_is_every_example_once(trainers, examples, shares, merge_count):
-    """As long as no trainer began a second epoch before it merged."""
-    living = cursors(trainers, examples)
-    seen = []
-    left = {cursor: len(cursor) for cursor in living}
-    while len(living) > 1:
-        for cursor in living:
-            count = int(shares[len(seen) % 10] * left[cursor])
-            seen += walked(cursor, count)
-            left[cursor] -= count
-        first, *others = living[:merge_count]
-        first.unite(others)
-        left[first] += sum(left[other] for other in others)
-        living[:merge_count] = [first]
-    seen += walked(living[0], examples - len(seen))
-    assert sorted(seen) == list(range(examples))

@@ -146,15 +146,6 @@ def test_nothing_is_seen_twice_in_an_epoch_of_a_share(sizes, by_worker, events):
     assert sorted(np.concatenate([cursor.subset for cursor in living])) == list(range(sum(sizes)))
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(1, 3))
-def test_an_epoch_of_all_shares_of_a_trainer_sees_every_example_once(sizes, epochs):
-    cursor = DataCursor(Shares(3, tuple(sizes)), range(len(sizes)), False)
-    for _ in range(epochs):
-        (part,) = read(cursor, [1], sum(sizes))
-        assert sorted(part) == list(range(sum(sizes)))
-
-
 # Trainers
 
 
