@@ -19,9 +19,7 @@ from fabrics.data.documents import (
     json_records,
     matching_files,
 )
-from fabrics.data.examples import TaskData
-from fabrics.data.language_modelling import task_data, tokenised_documents
-from fabrics.data.token_store import TokenisedSet, open_tokenised
+from fabrics.data.token_store import TokenisedSet, open_tokenised, tokenised_documents
 from fabrics.data.tokenization import describe, fingerprint, named_tokenizer
 from utils.config.schema import Config, ConfigError
 from utils.text import first_line
@@ -127,8 +125,3 @@ def _check_tokenizer(config: Config, documents: TokenisedSet) -> None:
             f"{describe(documents.tokenizer, documents.metadata['tokenizer']['name'])}, "
             f"the model's tokenizer is {describe(named)}"
         )
-
-
-def load_c4(config: Config) -> TaskData:
-    """`dataset: c4`: the paper's data."""
-    return task_data(config, c4_documents(config))

@@ -30,11 +30,12 @@ from fabrics.data.tokenization import (
     end_of_text,
     fingerprint,
     load_tokenizer,
+    named_tokenizer,
     save_tokenizer,
     train_tokenizer,
     vocabulary_size,
 )
-from utils.config.schema import ConfigError
+from utils.config.schema import Config, ConfigError
 from utils.files import write_atomically, write_json_atomically
 
 logger = logging.getLogger("adloco.dataset")
@@ -216,6 +217,23 @@ def tokenised(folder: Path, recipe: Recipe, cache: bool) -> TokenisedSet:
         key = "cache_dir" if cache else "--output_dir"
         raise ConfigError(f"{key}: cannot write {error.filename or folder}: {error.strerror or error}") from None
     return open_tokenised(folder)
+
+
+def tokenised_documents(config: Config, source: Source) -> TokenisedSet:
+    """Return the tokenised documents of a source, from the cache if possible.
+
+    Raises:
+        ConfigError: the tokenizer cannot be loaded, there are too few documents, or the cache cannot be written.
+        DatasetError: the source cannot be read.
+    """
+    recipe = Recipe(
+        source,
+        config.data_sample_size,
+        config.val_size,
+        tokenizer=named_tokenizer(config),
+        vocab_size=config.vocab_size,
+    )
+    return tokenised(Path(config.cache_dir) / "tokenised" / recipe.key, recipe, cache=True)
 
 
 def _existing(folder: Path, recipe: Recipe, cache: bool) -> TokenisedSet | None:

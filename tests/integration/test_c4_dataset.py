@@ -24,9 +24,9 @@ from configs import make_samples
 from fabrics.config_checks import CHECKS
 from fabrics.data import token_store
 from fabrics.data.c4 import c4_documents
+from fabrics.data.dataset_loader import task_data
 from fabrics.data.documents import DatasetError, document_hash
 from fabrics.data.examples import Examples
-from fabrics.data.language_modelling import task_data
 from fabrics.data.token_store import TokenisedPart, TokenisedSet, encode
 from fabrics.models.model_family import build_model
 from fabrics.pool.eval_tool import evaluate

@@ -19,9 +19,8 @@ import torch.distributed as dist
 
 from algorithms.schedule.limits import RoundSchedule
 from cluster import Cluster
-from fabrics.data.dataset_loader import DATASETS, Dataset, load_data
+from fabrics.data.dataset_loader import DATASETS, Dataset, load_data, task_data
 from fabrics.data.examples import DataShares, PackedSequences, TaskData
-from fabrics.data.language_modelling import task_data
 from fabrics.data.token_store import TokenisedPart, TokenisedSet
 from fabrics.models import initialisation
 from fabrics.training.inner_loop import InnerLoop

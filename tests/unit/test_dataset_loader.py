@@ -5,7 +5,7 @@ import os
 import pytest
 
 from fabrics.config_checks import CHECKS
-from fabrics.data import language_modelling
+from fabrics.data import dataset_loader
 from fabrics.data.dataset_loader import load_data
 from fabrics.data.documents import document_hash
 from fabrics.data.python_docs import python_documents
@@ -47,7 +47,7 @@ def test_python_docs_holds_out_documents_and_fills_sequences(make):
 def test_an_evaluation_reads_a_bounded_number_of_sequences(make, monkeypatch):
     config = make(data_sample_size=300, val_size=40)
     whole = load_data(config).validation
-    monkeypatch.setattr(language_modelling, "MOST_VALIDATION_SEQUENCES", 7)
+    monkeypatch.setattr(dataset_loader, "MOST_VALIDATION_SEQUENCES", 7)
     bounded = load_data(config).validation
     assert len(whole) > len(bounded) == 7
     first, same = (examples.batch(range(7), CPU)["input_ids"].tolist() for examples in (whole, bounded))
