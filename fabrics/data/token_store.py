@@ -204,15 +204,16 @@ def tokenised(folder: Path, recipe: Recipe, cache: bool) -> TokenisedSet:
         with FileLock(lock):
             # Another program may have made it in the meantime.
             if not _existing(folder, recipe, cache):
-                new = _write(partial, recipe)
+                try:
+                    new = _write(partial, recipe)
+                except ConfigError:
+                    shutil.rmtree(partial, ignore_errors=True)  # a corrected recipe would not continue it
+                    raise
                 _remove(folder)
                 os.replace(new, folder)
                 _remove(partial)
             # Programs that wait for the lock, or create it again, find the set complete.
             lock.unlink(missing_ok=True)
-    except ConfigError:
-        shutil.rmtree(partial, ignore_errors=True)  # a corrected recipe would not continue it
-        raise
     except OSError as error:
         key = "cache_dir" if cache else "--output_dir"
         raise ConfigError(f"{key}: cannot write {error.filename or folder}: {error.strerror or error}") from None

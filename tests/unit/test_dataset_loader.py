@@ -1,7 +1,5 @@
 """Datasets by name: python_docs and text; C4 and IMDB have files of their own."""
 
-import os
-
 import pytest
 
 from fabrics.config_checks import CHECKS
@@ -54,11 +52,6 @@ def test_an_evaluation_reads_a_bounded_number_of_sequences(make, monkeypatch):
     assert first == same
 
 
-def test_the_split_does_not_depend_on_the_seed(make):
-    first, second = (load_data(make(data_sample_size=300, val_size=40, training_seed=seed)) for seed in (1, 2))
-    assert text_of(first) == text_of(second)
-
-
 def test_documents_that_fill_no_sequence_are_an_error(make):
     with pytest.raises(ConfigError, match=r"sequence_length: the 1 training documents do not fill"):
         load_data(make(data_sample_size=1, val_size=1, sequence_length=500_000))
@@ -86,22 +79,6 @@ def test_a_changed_file_is_read_again(make, tmp_path):
     assert load_data(config).documents["train"] == 55
     path.write_text(CONVERSATION + "\n\nanother", encoding="utf-8")
     assert load_data(config).documents["train"] == 56
-
-
-def test_what_was_tokenised_before_is_not_read_again(make, tmp_path, caplog):
-    path = tmp_path / "all.md"
-    path.write_text(CONVERSATION, encoding="utf-8")
-    config = make(dataset="text", text_files=[str(path)], text_documents="blank_lines", val_size=5, vocab_size=300)
-    with caplog.at_level("INFO", "adloco.dataset"):
-        first = load_data(config)
-        assert "reading and tokenising" in caplog.text
-        caplog.clear()
-        stamp = path.stat().st_mtime_ns
-        path.write_text(CONVERSATION.replace("paragraph", "PARAGRAPH"), encoding="utf-8")
-        os.utime(path, ns=(stamp, stamp))
-        again = load_data(config)
-    assert "tokenised before" in caplog.text
-    assert text_of(again) == text_of(first)
 
 
 def test_text_needs_files_that_are_there(make, tmp_path):
