@@ -1,8 +1,8 @@
 """The decision whether a run compiles its model (`compile_model`).
 
 `auto` decides before the first step, from the configuration and the sizes of model and data, never from a clock: one
-configuration always has the same bits. The estimate is a power law through two measurements on one CPU thread: compiling
-takes 33 s at 0.13M parameters and 62 s at 0.9M, and inner steps are then 1.37 and 1.14 times as fast.
+configuration always has the same bits. The estimate is a power law through two measurements on one CPU thread:
+compiling takes 33 s at 0.13M parameters and 62 s at 0.9M, and inner steps are then 1.37 and 1.14 times as fast.
 
 PyTorch caches compiled code (TORCHINDUCTOR_CACHE_DIR) for all runs and processes of a user.
 """
