@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from algorithms.nodes.traffic import Link
 
-_NEXT_ROUND = float("inf")  # due at the end of the next round
-
 
 @dataclass(frozen=True)
 class Sending:
@@ -21,10 +19,9 @@ class Sending:
         step: the inner step of the round after which they are sent.
         sent: bytes that each worker sends.
         received: bytes that each worker receives.
-        behind: further inner steps until workers wait for them; None: the end of the next round.
+        behind: further inner steps until workers wait for them.
         through: all workers alike, "groups of" a size, or a server.
         kind: their purpose.
-        behind_step: they travel during the step itself, as the gradient of the last layer is ready first.
         by: the places of the senders among the trainer's nodes, each of which waits only for itself; None: all nodes,
             which wait for each other.
     """
@@ -32,10 +29,9 @@ class Sending:
     step: int
     sent: float
     received: float
-    behind: int | None = 0
+    behind: int = 0
     through: str = "all"
     kind: str = "synchronisation"
-    behind_step: bool = False
     by: tuple[int, ...] | None = None
 
 
@@ -185,9 +181,6 @@ class Clocks:
             sendings: sorted by step.
         """
         under_way = self._under_way.pop(trainer, [])
-        for exchange in under_way:
-            if exchange.due == _NEXT_ROUND:
-                exchange.due = steps
         by_node = dict(zip(nodes, step_seconds, strict=True))
         queue = list(sendings)
         done = 0
@@ -206,11 +199,11 @@ class Clocks:
                 self._wait_for(exchange)
             while queue and queue[0].step <= done:
                 sending = queue.pop(0)
-                exchange = self._send(nodes, sending, by_node)
+                exchange = self._send(nodes, sending)
                 if sending.behind == 0:
                     self._wait_for(exchange)
                 else:
-                    exchange.due = _NEXT_ROUND if sending.behind is None else done + sending.behind
+                    exchange.due = done + sending.behind
                     under_way.append(exchange)
         self._under_way[trainer] = [dataclasses.replace(exchange, due=exchange.due - steps) for exchange in under_way]
 
@@ -226,7 +219,7 @@ class Clocks:
         for node, arrives in exchange.arrives.items():
             self._wait(node, arrives, exchange.seconds[node])
 
-    def _send(self, nodes: Sequence[int], sending: Sending, step_seconds: Mapping[int, float]) -> _Exchange:
+    def _send(self, nodes: Sequence[int], sending: Sending) -> _Exchange:
         """Start an exchange on the links of the senders."""
         senders = nodes if sending.by is None else [nodes[place] for place in sending.by]
         if sending.through.startswith("groups of "):
@@ -242,10 +235,7 @@ class Clocks:
         seconds = self.link.seconds(link_bytes)
         exchange = _Exchange(0, {}, {})
         for group in groups:
-            begins = 0.0
-            for node in group:
-                early = step_seconds[node] if sending.behind_step else 0.0
-                begins = max(begins, self._ready[node] - early, self._link_free[node])
+            begins = max((max(self._ready[node], self._link_free[node]) for node in group), default=0.0)
             for node in group:
                 self._link_free[node] = begins + seconds
                 exchange.arrives[node] = begins + seconds

@@ -9,7 +9,7 @@ log. An exchange that the method overlaps with inner steps delays only the step 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,13 +27,7 @@ PROBED_PASS = 1.4
 
 @checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Hardware:
-    """A device of one node.
-
-    Attributes:
-        t_min: seconds of the smallest forward and backward pass with update.
-        t_example: seconds per example of a large pass.
-        parameters: parameters of the simulated model; None: those of the run's model.
-    """
+    """A device of one node; docs/comparing.md describes the keys. parameters=None: those of the run's model."""
 
     name: str
     t_min: float
@@ -41,18 +35,12 @@ class Hardware:
     parameters: float | None = None
 
     def pass_seconds(self, examples: float) -> float:
-        """Return the seconds of a forward and backward pass."""
         return max(self.t_min, examples * self.t_example)
 
 
 @checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Network:
-    """The network between the nodes.
-
-    Attributes:
-        bits_per_second: of each node's link, in each direction.
-        latency: seconds until all participants have begun and ended an exchange.
-    """
+    """The network between the nodes; latency: seconds until all participants have begun and ended an exchange."""
 
     name: str
     bits_per_second: float
@@ -84,8 +72,7 @@ def usage(run: RunData, synchronous_workers: int | None = None) -> dict[str, np.
 # Simulated time
 
 
-@dataclass(frozen=True)
-class _Computing:
+class _Computing(NamedTuple):
     """Seconds of one node in a round: per inner step, and of the statistics."""
 
     step: float
@@ -108,13 +95,7 @@ def _pass_seconds(row: np.void, config: Mapping, hardware: Hardware, batch: floa
 def _computing(
     run: RunData, row: np.void, hardware: Hardware, workers: int, first: int, nodes: int
 ) -> dict[int, _Computing]:
-    """Seconds of each node of a trainer in a round.
-
-    Args:
-        workers: workers that share the batch.
-        first: nodes of the trainers before this one.
-        nodes: nodes of the run.
-    """
+    """Seconds of each node of a trainer in a round; first: number of nodes of the trainers before this one."""
     place = (int(row["outer_step"]), int(row["trainer_id"]))
     speeds = run.config.get("node_speeds")
     if speeds is None or len(run.nodes.get(place, ())) != workers:
@@ -150,11 +131,7 @@ def _sendings(run: RunData, row: np.void, parameters: float, synchronous_workers
 
 
 def _new_nodes(rows: Table, before: Mapping[int, int]) -> int:
-    """Number of nodes that joined a trainer before a round, at least one.
-
-    Args:
-        before: nodes of each trainer in the previous round.
-    """
+    """Number of nodes that joined a trainer before a round, at least one."""
     joined = (int(row["nodes"]) - before.get(int(row["trainer_id"]), 0) for row in rows)
     return max(1, sum(count for count in joined if count > 0))
 

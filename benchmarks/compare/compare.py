@@ -32,7 +32,7 @@ Identity = tuple[str, int | None]
 
 
 def identity(spec: ComparisonSpec, run: Run) -> Identity:
-    """Return what an outcome is recorded by: the run's id and the synchronous workers that are counted."""
+    """What an outcome is recorded by: the run's id and the synchronous workers that are counted."""
     return run.id, spec.method(run.method).synchronous_workers
 
 
@@ -44,7 +44,6 @@ def tuned_values(raw: Mapping[str, Any]) -> Tuned:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Read recorded results; empty if there are none."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
@@ -80,10 +79,6 @@ def carry_out(path: Path, runner: Runner | None, folder: Path, merged: Sequence[
         runner: None: make no run.
         folder: holds the recorded results of this comparison.
         merged: further JSON files with outcomes, which replace those in the folder.
-
-    Raises:
-        ConfigError: the comparison is wrong.
-        ComparisonError: runs failed, are missing, or cannot be compared.
     """
     spec = load_spec(path)
     raw = read_results(folder / f"{path.stem}.json")
@@ -124,11 +119,7 @@ def carry_out(path: Path, runner: Runner | None, folder: Path, merged: Sequence[
 
 
 def check_same_data(outcomes: Iterable[Mapping[str, Any]]) -> None:
-    """Check that runs with the same seed used the same data.
-
-    Raises:
-        ComparisonError: they did not.
-    """
+    """Raise ComparisonError if runs with the same seed used different data."""
     first: dict[int, Mapping[str, Any]] = {}
     for entry in outcomes:
         if entry["completed"] and not same_data(entry, first.setdefault(entry["seed"], entry)):
@@ -140,7 +131,6 @@ def check_same_data(outcomes: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _searched(spec: ComparisonSpec, method: MethodSpec, runner: Runner | None) -> dict[str, Any]:
-    """Tune one method by the comparison's search; JSON values."""
     if runner is None:
         raise ComparisonError(f"runs are missing: the search for {method.name}")
     entries = []
@@ -166,11 +156,7 @@ def _searched(spec: ComparisonSpec, method: MethodSpec, runner: Runner | None) -
 
 
 def found_values(path: Path, spec: ComparisonSpec, folder: Path) -> Tuned:
-    """Return the values that the comparison `tuned_on` found for the methods, by name.
-
-    Raises:
-        ConfigError: its results are missing, or hold no values for these methods.
-    """
+    """Return the values that the comparison `tuned_on` found for the methods, by name, or raise ConfigError."""
     name = f"{spec.tuned_on}.json"
     places = [folder / name, folder.parent / spec.tuned_on / name, PUBLISHED / name]
     source = next((place for place in places if place.exists()), None)

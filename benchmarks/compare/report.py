@@ -24,7 +24,6 @@ NOT_COMPARABLE = ("ended earlier", "used more", "stopped or other data")
 
 
 def _spread(values: Iterable[float]) -> str:
-    """Mean and standard deviation."""
     values = list(values)
     mean = f"{statistics.fmean(values):,.2f}"
     return f"{mean} ± {statistics.stdev(values):.2f}" if len(values) > 1 else mean
@@ -37,7 +36,6 @@ def _count(values: Sequence[float]) -> str:
 
 
 def _amount(values: Sequence[float], axis: str) -> str:
-    """Mean usage with its unit."""
     mean = statistics.fmean(values)
     if axis == "bytes_communicated":
         return byte_size(round(mean))
@@ -51,10 +49,8 @@ def _millions(count: float) -> str:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; short rows are filled with empty cells."""
-    filled = [[*row, *[""] * (len(columns) - len(row))] for row in rows]
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in filled)])
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 def _details(summary: str, *parts: str) -> str:
@@ -62,12 +58,11 @@ def _details(summary: str, *parts: str) -> str:
 
 
 def heading(results: Results) -> str:
-    """Return the title with corpus, model size, tokens and seeds."""
     comparison = results.raw["comparison"]
     runs = results.runs[results.reference] or next(filter(None, results.runs.values()))
     seeds = len(results.seeds)
     setting = [
-        comparison["corpus"] or str(comparison["common"].get("dataset", "dataset of " + comparison["base"])),
+        comparison["corpus"] or comparison["common"].get("dataset") or f"dataset of {comparison['base']}",
         f"{_millions(results.raw['parameters'])} parameters",
         f"{_millions(runs[0]['curves']['tokens'][-1])} tokens",
         f"{seeds} seeds" if seeds > 1 else "one seed",
@@ -86,18 +81,13 @@ def worded(results: Results, key: str) -> str:
 
 
 def caption(results: Results) -> str:
-    """Return the question and the answer of a comparison."""
     comparison = results.raw["comparison"]
     answer = worded(results, "answer")
     return f"**Question:** {comparison['question'].strip()}" + (f"\n\n**Answer:** {answer}" if answer else "")
 
 
 def verdict_table(results: Results, axes: Mapping[str, str]) -> str:
-    """Return which methods are better or worse than the reference at equal usage.
-
-    Args:
-        axes: label of each axis.
-    """
+    """Return which methods are better or worse than the reference at equal usage, by axis and its label."""
     rows = []
     for axis, label in axes.items():
         found: dict[str, list[str]] = {name: [] for name in (*VERDICTS, *NOT_COMPARABLE)}
@@ -116,12 +106,11 @@ def verdict_table(results: Results, axes: Mapping[str, str]) -> str:
 
 
 def final_table(results: Results) -> str:
-    """Return metric and usage of all methods at the end of their runs."""
     rows = []
     for name in results.methods:
         runs = results.runs[name]
         if not runs:
-            rows.append((results.labelled(name),))
+            rows.append([results.labelled(name), *[""] * 6])
             continue
         difference = "" if name == results.reference else str(results.difference(name) or "not comparable")
         first = statistics.fmean(run["first_batch"] for run in runs)
@@ -136,11 +125,6 @@ def final_table(results: Results) -> str:
 
 
 def seconds_table(results: Results, axes: Mapping[str, str]) -> str:
-    """Return the simulated time of all methods at the end of their runs.
-
-    Args:
-        axes: label of each axis.
-    """
     completed = [name for name in results.methods if results.runs[name]]
     rows = [(name, *(_amount(results.ends(name, axis), axis) for axis in axes)) for name in completed]
     return _table(("method", *axes.values()), rows)
@@ -190,7 +174,6 @@ def _tuning(results: Results) -> list[str]:
 
 
 def _settings(results: Results) -> str:
-    """The settings of the comparison as YAML."""
     comparison = results.raw["comparison"]
     values = {key: comparison[key] for key in ("base", "seeds", "common", "hardware", "networks")}
     values["methods"] = {
@@ -203,15 +186,15 @@ def _origin(results: Results) -> str:
     outcomes = results.raw["outcomes"]
     machines = " and ".join(sorted({run["machine"] for run in outcomes}))
     commits = ", ".join(sorted({run["commit"] for run in outcomes}))
-    versions: dict[str, set[str]] = {}
-    for run in outcomes:
-        for library, version in run.get("versions", results.raw.get("versions", {})).items():
-            versions.setdefault(library, set()).add(version)
-    libraries = ", ".join(f"{library} {' and '.join(sorted(found))}" for library, found in versions.items())
+    versions = {
+        f"{library} {version}"
+        for run in outcomes
+        for library, version in run.get("versions", results.raw.get("versions", {})).items()
+    }
     text = [f"Made by `python benchmarks/compare/compare.py {results.raw['file']}` with commit {commits}"]
     if "+" in commits:
         text.append(" (+ marks a working tree with changes that were not committed)")
-    text.append(f" on {machines}; {libraries}. Seeds {', '.join(map(str, results.seeds))}.")
+    text.append(f" on {machines}; {', '.join(sorted(versions))}. Seeds {', '.join(map(str, results.seeds))}.")
     if "search" in results.raw and len(results.raw["comparison"]["seeds"]) == 1:
         text.append(" The only seed is that of the tuning runs: each result is the best of them and optimistic.")
     if any(run["completed"] and "data" not in run for run in outcomes):
@@ -220,7 +203,6 @@ def _origin(results: Results) -> str:
 
 
 def page(results: Results) -> str:
-    """Return the page of a comparison as Markdown."""
     name = results.raw["name"]
     metric = results.raw["metric"]["name"]
     reference = results.reference

@@ -20,19 +20,14 @@ TOLERANCE = 0.1
 
 
 def simulated_axis(hardware: str, network: str) -> str:
-    """Return the name of a curve of simulated seconds."""
     return f"simulated: {hardware}, {network}"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of two methods, paired by seed.
+    """The mean difference of two methods, paired by seed, and its 95% t interval (None for one seed).
 
     It is the difference of logarithms, in percent, if a smaller metric is better; otherwise the difference in points.
-
-    Attributes:
-        mean: mean over seeds.
-        interval: 95% t interval of the mean; None for one seed.
     """
 
     mean: float
@@ -51,8 +46,7 @@ class Difference:
         text = f"{self.mean:+.1f}" + ("%" if self.lower_is_better else " points")
         if self.interval is None:
             return text
-        digits = 1 if min(map(abs, self.interval)) >= 0.05 else 2  # no bound reads 0.0
-        return text + " ({:+.{}f} to {:+.{}f})".format(self.interval[0], digits, self.interval[1], digits)
+        return text + " ({:+.1f} to {:+.1f})".format(*self.interval)
 
 
 def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float], lower_is_better: bool) -> Difference:
@@ -93,7 +87,6 @@ class Results:
 
     @cached_property
     def methods(self) -> list[str]:
-        """Names of the methods, in the order of the file."""
         return [method["name"] for method in self.raw["comparison"]["methods"]]
 
     @property
@@ -104,7 +97,6 @@ class Results:
 
     @property
     def reference(self) -> str:
-        """The method to which the others are compared."""
         return self.raw["comparison"]["reference"]
 
     @property
@@ -145,23 +137,17 @@ class Results:
         return f"{count} of {len(self.seeds)} seeds stopped" if count else ""
 
     def labelled(self, method: str) -> str:
-        """Return the name of a method, with the number of its stopped seeds."""
         stopped = self.stopped(method)
         return f"{method} ({stopped})" if stopped else method
 
     def finals(self, method: str) -> dict[int, float]:
-        """Return the final metric of a method by seed."""
         return {run["seed"]: run["final_metric"] for run in self.runs[method]}
 
     def ends(self, method: str, axis: str) -> list[float]:
-        """Return what each run of a method used in total."""
         return [run["curves"][axis][-1] for run in self.runs[method]]
 
     def difference(self, method: str) -> Difference | None:
-        """Return the difference from the reference at the end of the runs.
-
-        None if a seed of one of the two stopped, or if they used different data with a seed.
-        """
+        """Return the difference from the reference; None if a seed of one of the two stopped or had other data."""
         if self.stopped(method) or self.stopped(self.reference):
             return None
         theirs = {run["seed"]: run for run in self.runs[self.reference]}
@@ -205,11 +191,7 @@ def used_until(run: Mapping[str, Any], axis: str, target: float, sign: int = 1) 
 
 
 def mean_curve(runs: Sequence[Mapping[str, Any]], axis: str, points: int = 200) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean usage of runs and the metric of each, at equal fractions of their tokens.
-
-    Returns:
-        [points] of the axis, and [runs, points] of the metric.
-    """
+    """Return mean usage [points] and metric [runs, points] of runs, at equal fractions of their tokens."""
     fractions = np.linspace(0.0, 1.0, points)
     used = []
     metrics = []

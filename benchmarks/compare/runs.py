@@ -30,12 +30,7 @@ class ComparisonError(RuntimeError):
 
 
 class Runner:
-    """Makes runs, several at a time, each in a folder named by its id.
-
-    Args:
-        folder: folder of all runs.
-        jobs: runs at a time.
-    """
+    """Makes runs, several at a time (`jobs`), each in a folder named by its id."""
 
     def __init__(self, folder: Path, jobs: int):
         self.folder = folder
@@ -49,11 +44,7 @@ class Runner:
         return read_run(path.parent / json.loads(path.read_text(encoding="utf-8"))["folder"]) if path.exists() else None
 
     def make(self, runs: Iterable[Run], title: str) -> None:
-        """Make the missing runs; an interrupted run starts again.
-
-        Raises:
-            ComparisonError: some failed; the others were made.
-        """
+        """Make the missing runs; an interrupted run starts again. Raise ComparisonError if some failed."""
         missing = {run.id: run for run in runs if self.data(run) is None}
         problems = []
         with ThreadPoolExecutor(self._jobs) as pool, tqdm(total=len(missing), desc=title, unit=" runs") as bar:

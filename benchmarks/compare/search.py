@@ -51,15 +51,7 @@ Space = dict[str, Annotated[Any, BeforeValidator(_values)]]
 
 
 class Search(Part):
-    """The search by which all methods are tuned.
-
-    Attributes:
-        budget: tuning runs per method.
-        over: values or range of each key.
-        seed: seed of the draws.
-        reduction: ratio of the tokens of two consecutive rungs; one run in `reduction` enters the next rung.
-        rungs: number of rungs; the last uses all tokens. One rung is plain random search.
-    """
+    """The search by which all methods are tuned; docs/comparing.md describes its keys."""
 
     budget: int = Field(ge=1)
     over: Space = Field(min_length=1)
@@ -100,11 +92,7 @@ def draw(space: Space, seed: int, method: str, number: int) -> dict[str, Any]:
 def halve(
     search: Search, space: Space, method: str, losses_of: Callable[[int, list[dict[str, Any]]], list[float]]
 ) -> dict[str, Any]:
-    """Search the settings of one method and return the best ones.
-
-    Args:
-        losses_of: runs settings in a rung and returns their losses; infinite for a failed run.
-    """
+    """Return the best settings of a method; losses_of runs settings in a rung and returns their losses."""
     candidates = [draw(space, search.seed, method, number) for number in range(search.sizes()[0])]
     for rung, count in enumerate(search.sizes()):
         losses = losses_of(rung, candidates[:count])

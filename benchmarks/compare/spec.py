@@ -4,7 +4,6 @@ Every run of a comparison is a run of run.py with overrides. It is identified by
 that recorded outcomes remain valid when a default changes or a key is removed.
 """
 
-import copy
 import functools
 import hashlib
 import json
@@ -69,11 +68,9 @@ class ComparisonSpec(Part):
         return self.seeds[1:] if self.search is not None and len(self.seeds) > 1 else self.seeds
 
     def method(self, name: str) -> MethodSpec:
-        """Return the method of that name."""
         return next(method for method in self.methods if method.name == name)
 
     def space(self, method: MethodSpec) -> Space:
-        """Return the search space of a method."""
         return {key: values for key, values in (self.search.over | method.search).items() if values is not None}
 
     def with_settings(self, found: Mapping[str, Settings]) -> "ComparisonSpec":
@@ -84,14 +81,7 @@ class ComparisonSpec(Part):
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One run.
-
-    Attributes:
-        method: name of the method.
-        base: the configuration file.
-        settings: overrides of the configuration, by key.
-        token_fraction: fraction of tokens and budgets; below 1 in the first rungs of a search.
-    """
+    """One run of run.py; token_fraction: fraction of tokens and budgets, below 1 in the first rungs of a search."""
 
     method: str
     seed: int
@@ -115,20 +105,12 @@ class Run:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def config(self) -> Config:
-        """Return the resolved configuration.
-
-        Raises:
-            ConfigError: it is wrong.
-        """
-        base = copy.deepcopy(_base(ROOT / self.base))
-        return parse_config(base, [as_override(*item) for item in self.settings.items()], CHECKS)[0]
+        """Return the resolved configuration, or raise ConfigError."""
+        overrides = [as_override(*item) for item in self.settings.items()]
+        return parse_config(read_mapping(ROOT / self.base), overrides, CHECKS)[0]
 
     def overrides(self) -> tuple[str, ...]:
-        """Return the overrides of run.py, with this run's fraction of tokens and budgets.
-
-        Raises:
-            ConfigError: the configuration is wrong.
-        """
+        """Return the overrides of run.py, with this run's fraction of tokens and budgets."""
         settings = dict(self.settings)
         if self.token_fraction < 1.0:
             config = self.config()
@@ -145,26 +127,16 @@ class Run:
 
 def as_override(key: str, value: Any) -> str:
     """Return key=value as run.py reads it."""
-    return f"{key}={yaml.dump(value, Dumper=_DUMPER, default_flow_style=True, width=2**30).splitlines()[0]}"
-
-
-# libyaml takes a tenth of the time.
-_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-_base = functools.cache(read_mapping)
+    return f"{key}={yaml.safe_dump(value, default_flow_style=True, width=2**30).splitlines()[0]}"
 
 
 def make_run(spec: ComparisonSpec, method: MethodSpec, seed: int, token_fraction: float = 1.0) -> Run:
-    """Return a run of a method."""
     settings = spec.common | method.overrides | {"training_seed": seed}
     return Run(method.name, seed, spec.base, settings, token_fraction)
 
 
 def load_spec(path: Path) -> ComparisonSpec:
-    """Read a comparison file and check every configuration in it.
-
-    Raises:
-        ConfigError: one line per problem.
-    """
+    """Read a comparison file and check every configuration in it; raise ConfigError with one line per problem."""
     try:
         spec = ComparisonSpec.model_validate(read_mapping(path))
     except ValidationError as error:
@@ -179,7 +151,6 @@ def load_spec(path: Path) -> ComparisonSpec:
 
 
 def _line(problem: Mapping[str, Any]) -> str:
-    """One line of a problem that pydantic found."""
     key = ".".join(map(str, problem["loc"]))
     if problem["type"] == "missing":
         return f"{key}: is missing"
@@ -207,7 +178,6 @@ def _problems(spec: ComparisonSpec) -> list[str]:
 
 
 def _method_problems(spec: ComparisonSpec, method: MethodSpec) -> list[str]:
-    """Problems of the first wrong configuration of a method."""
     seed = spec.seeds[0]
     try:
         make_run(spec, method, seed).config()
