@@ -1,7 +1,9 @@
 """The configuration of a resumed run, compared with the one that the run began with."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from utils.config.plugins import check_plugins_of_run
 from utils.config.reading import Checks, dump_config, load_config
@@ -33,10 +35,14 @@ def _follows_progress(config: Config) -> bool:
     )
 
 
+def _shown(value: Any) -> str:
+    return json.dumps(value, default=str)
+
+
 def training_changes(before: Config, after: Config) -> list[str]:
     """Return one line for each key whose new value changes how the run trains."""
     return [
-        f"{name}: was {getattr(before, name)!r}, now {getattr(after, name)!r}"
+        f"{name}: was {_shown(getattr(before, name))}, now {_shown(getattr(after, name))}"
         for name, entry in FIELDS.items()
         if name not in _START
         and getattr(before, name) != getattr(after, name)
@@ -82,7 +88,7 @@ def resumed_config(
     before, _ = load_config(path, plugins, checks)
     after, warnings = load_config(path, overrides, checks)
     problems = [
-        f"{name}: cannot change in a run that has begun, was {getattr(before, name)!r}, got {getattr(after, name)!r}"
+        f"{name}: cannot change in a run that has begun, was {_shown(getattr(before, name))}, got {_shown(getattr(after, name))}"
         for name in _START
         if getattr(before, name) != getattr(after, name)
     ]
@@ -106,14 +112,14 @@ def changes_since(checkpoint: Path, config: Config) -> list[str]:
     after = yaml_value(dump_config(config))
     changed = [name for name in FIELDS if before.get(name) != after[name]]
     problems = [
-        f"{name}: cannot change in a run that has begun, was {before.get(name)!r}, got {after[name]!r}"
+        f"{name}: cannot change in a run that has begun, was {_shown(before.get(name))}, got {_shown(after[name])}"
         for name in changed
         if name in _START
     ]
     if problems:
         raise ConfigError(problems)
     return [
-        f"resumed with another {name}: was {before.get(name)!r}, now {after[name]!r}"
+        f"resumed with another {name}: was {_shown(before.get(name))}, now {_shown(after[name])}"
         for name in changed
         if FIELDS[name].metadata["changes_training"]
     ]
