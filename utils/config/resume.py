@@ -88,7 +88,8 @@ def resumed_config(
     before, _ = load_config(path, plugins, checks)
     after, warnings = load_config(path, overrides, checks)
     problems = [
-        f"{name}: cannot change in a run that has begun, was {_shown(getattr(before, name))}, got {_shown(getattr(after, name))}"
+        f"{name}: cannot change in a run that has begun, was {_shown(getattr(before, name))}, got "
+        f"{_shown(getattr(after, name))}"
         for name in _START
         if getattr(before, name) != getattr(after, name)
     ]
