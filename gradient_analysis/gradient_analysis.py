@@ -41,13 +41,12 @@ from gradient_analysis.gradients import (
 from training_logs.log_processor import ANALYSIS_SUMMARY
 from training_logs.showing.run_data import RunFolderError, read_run
 from utils.config.plugins import check_plugins_of_run
-from utils.config.reading import load_config
+from utils.config.reading import load_config, problem_lines
 from utils.config.schema import Config, ConfigError
 from utils.config.yaml_reading import read_mapping, yaml_value
 from utils.distributed.devices import resolve_devices
 from utils.files import write_atomically, write_json_atomically
 from utils.run_layout import REPORT_FOLDER
-from utils.text import did_you_mean
 
 HERE = Path(__file__).resolve().parent
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -85,18 +84,11 @@ def parse_analysis_config(path: Path, overrides: Sequence[str]) -> AnalysisConfi
             if not separator:
                 raise ConfigError(f"{assignment}: an override must have the form key=value")
             values[key] = yaml_value(text)
-        unknown = [key for key in values if key not in names]
-        if unknown:
-            raise ConfigError([f"{key}: unknown key{did_you_mean(str(key), names)}" for key in unknown])
         return TypeAdapter(AnalysisConfig).validate_python(values)
     except yaml.YAMLError:
         raise ConfigError(f"{key}: value is not valid YAML: {text}") from None
     except ValidationError as error:
-        problems = []
-        for problem in error.errors():
-            place = ".".join(str(part) for part in problem["loc"][:1])
-            problems.append(f"{place}: {problem['msg'].removeprefix('Input ')}, got {problem['input']!r}")
-        raise ConfigError(problems) from None
+        raise ConfigError(problem_lines(error, values, names)) from None
 
 
 # Model, data and sample

@@ -19,7 +19,7 @@ from benchmarks.compare.accounting import Hardware, Network
 from benchmarks.compare.search import Part, Range, Search, Settings, Space
 from configs.make_samples import SAMPLES
 from fabrics.config_checks import CHECKS
-from utils.config.reading import ALIASES, parse_config
+from utils.config.reading import ALIASES, parse_config, problem_lines
 from utils.config.schema import BUDGETS, FIELDS, Config, ConfigError
 from utils.config.yaml_reading import read_mapping
 
@@ -137,10 +137,12 @@ def make_run(spec: ComparisonSpec, method: MethodSpec, seed: int, token_fraction
 
 def load_spec(path: Path) -> ComparisonSpec:
     """Read a comparison file and check every configuration in it; raise ConfigError with one line per problem."""
+    values = read_mapping(path)
     try:
-        spec = ComparisonSpec.model_validate(read_mapping(path))
+        spec = ComparisonSpec.model_validate(values)
     except ValidationError as error:
-        raise ConfigError([f"{path}: {_line(problem)}" for problem in error.errors()]) from None
+        known = [*ComparisonSpec.model_fields, *MethodSpec.model_fields]
+        raise ConfigError([f"{path}: {line}" for line in problem_lines(error, values, known)]) from None
     problems = _problems(spec)
     if not problems:
         for method in spec.methods:
@@ -148,16 +150,6 @@ def load_spec(path: Path) -> ComparisonSpec:
     if problems:
         raise ConfigError([f"{path}: {problem}" for problem in problems])
     return spec
-
-
-def _line(problem: Mapping[str, Any]) -> str:
-    key = ".".join(map(str, problem["loc"]))
-    if problem["type"] == "missing":
-        return f"{key}: is missing"
-    if problem["type"] == "extra_forbidden":
-        return f"{key}: unknown key"
-    shown = "" if isinstance(problem["input"], dict | list) else f", got {problem['input']!r}"
-    return f"{key}: {problem['msg'].removeprefix('Value error, ')}{shown}"
 
 
 def _problems(spec: ComparisonSpec) -> list[str]:

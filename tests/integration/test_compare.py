@@ -34,13 +34,19 @@ def test_documented_example_is_a_valid_comparison(tmp_path):
     ("values", "problem"),
     [
         ({"reference": "SGD"}, "reference: must be one of the methods, got 'SGD'"),
-        ({"sedes": [1]}, "sedes: unknown key"),
+        ({"sedes": [1]}, "sedes: unknown key; did you mean seeds?"),
         ({"seeds": []}, "seeds: "),
-        ({"methods": [{"overrides": {}}]}, "methods.0.name: is missing"),
+        ({"methods": [{"overrides": {}}]}, "methods[0].name: is missing"),
         ({"networks": []}, "hardware, networks: give both or neither"),
         ({"methods": [{"name": "AdLoCo", "overrides": {"ETTA": 1}}]}, "AdLoCo: ETTA: unknown key"),
         ({"methods": [{"name": "AdLoCo"}, {"name": "AdLoCo"}]}, "methods: 'AdLoCo' is there twice"),
         ({"methods": [{"name": "AdLoCo", "overrides": {"ETA": -1}}]}, "AdLoCo: ETA: "),
+        ({"claims": [{"paper": "it helps"}]}, "claims[0].found: is missing"),
+        (
+            {"methods": [{"name": "AdLoCo", "overides": {}}]},
+            "methods[0].overides: unknown key; did you mean overrides?",
+        ),
+        ({"common": "x" * 1000}, "common: should be a valid dictionary, got 'xxx"),
     ],
 )
 def test_wrong_comparison_is_refused_with_one_line_before_any_run(tmp_path, capsys, values, problem):
@@ -48,6 +54,7 @@ def test_wrong_comparison_is_refused_with_one_line_before_any_run(tmp_path, caps
     with pytest.raises(ConfigError) as error:
         load_spec(path)
     assert any(problem in line for line in error.value.problems), error.value.problems
+    assert all(len(line) < len(str(path)) + 200 for line in error.value.problems)
     assert main([str(path), "--runs", str(tmp_path / "runs"), "--output", str(tmp_path)]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1

@@ -41,6 +41,9 @@ IGNORED = {
     "real_device_ids": "logs name devices as PyTorch does; CUDA_VISIBLE_DEVICES and devices choose them",
 }
 
+# Characters of a wrong value that an error shows.
+_LONGEST_VALUE = 80
+
 _ADAPTERS = {
     name: TypeAdapter(entry.type, config=ConfigDict(coerce_numbers_to_str=True)) for name, entry in FIELDS.items()
 }
@@ -185,12 +188,42 @@ def _convert(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
         try:
             typed[name] = _ADAPTERS[name].validate_python(value)
         except ValidationError as error:
-            # For `X | None` pydantic reports each alternative; the first is X, which is what a person meant.
-            first = error.errors()[0]
-            place = "".join(f"[{part}]" for part in first["loc"] if isinstance(part, int))
-            reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ").removeprefix("String ")
-            problems.append(f"{name}{place}: {reason}, got {value!r}")
+            problems.append(problem_lines(error, value, key=name)[0])
     return typed
+
+
+def problem_lines(error: ValidationError, values: Any, known: Collection[str] = (), key: str = "") -> list[str]:
+    """Return one line for each wrong place that pydantic found in values: the keys that lead there, and the reason.
+
+    Args:
+        known: the keys that an unknown one may have been meant as.
+        key: the key whose value is `values`; empty: they are a whole file.
+    """
+    lines: dict[str, str] = {}
+    for problem in error.errors():
+        place = key
+        inner = values
+        for part in problem["loc"]:
+            if isinstance(part, int) and isinstance(inner, list):
+                place += f"[{part}]"
+            elif isinstance(inner, Mapping) and (part in inner or problem["type"] == "missing"):
+                place += f".{part}" if place else part
+            else:
+                break  # the name of an alternative
+            inner = inner.get(part) if isinstance(inner, Mapping) else inner[part]
+        reason = problem["msg"].removeprefix("Value error, ").removeprefix("Input ").removeprefix("String ")
+        if problem["type"] == "missing":
+            line = "is missing"
+        elif problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            line = f"unknown key{did_you_mean(place.rpartition('.')[2], known)}"
+        elif not place:
+            line = reason
+        else:
+            got = repr(problem["input"])
+            line = f"{reason}, got {got if len(got) <= _LONGEST_VALUE else got[:_LONGEST_VALUE] + '...'}"
+        # For `X | None` pydantic reports each alternative; the first is X, which is what a person meant.
+        lines.setdefault(place, f"{place}: {line}" if place else line)
+    return list(lines.values())
 
 
 def _unknown_choices(config: Config, choices: Mapping[str, Collection[str]]) -> list[str]:
