@@ -1,8 +1,19 @@
-"""The max batch of every node, measured in the memory that the device has left."""
+"""The largest micro-batch of every node, measured in the memory that its device has left.
 
-from collections.abc import Mapping
+The memory of a training step grows linearly with its examples. Probes of 1, 2 and 4 examples give the line, and one
+more run at the predicted size confirms it.
+
+On CUDA a probe measures the allocator's peak. On a CPU, where the peak of a process cannot be reset, it counts the
+bytes that autograd keeps for the backward pass, doubled for the temporaries of that pass. These bytes are exactly
+linear, so two probes suffice and no prediction is confirmed.
+"""
+
+import contextlib
+import statistics
+from collections.abc import Callable, Mapping
 
 import numpy as np
+import psutil
 import torch
 
 from algorithms.batch.per_example import UnsupportedModuleError
@@ -14,8 +25,172 @@ from fabrics.training.method_config import method_of
 from fabrics.training.statistics import probes_examples
 from fabrics.training.worker import TrainingError
 from utils.config.schema import Config, ConfigError
+from utils.distributed.devices import is_out_of_memory
 from utils.distributed.processes import Processes
-from utils.max_batch_calculator import calculate_max_batch
+from utils.distributed.shard_groups import ShardGroup
+
+# From a number of examples to the bytes of a step; None: the device ran out of memory.
+Measure = Callable[[int], int | None]
+
+_CPU_PROBES = (1, 2)
+_CUDA_PROBES = (1, 2, 4)
+
+
+def find_max_batch(
+    measure: Measure, budget_bytes: int, probes: tuple[int, ...] = _CUDA_PROBES, confirm: bool = True
+) -> int:
+    """Find the largest batch whose step stays within the budget.
+
+    Args:
+        measure: the bytes of a step.
+        budget_bytes: the bytes that a step may need.
+        probes: batches to measure for the fit, in growing order.
+        confirm: measure the prediction too, and shrink it until it fits.
+
+    Raises:
+        MemoryError: not even one example fits.
+    """
+
+    def fits(batch: int) -> bool:
+        size = measure(batch)
+        return size is not None and size <= budget_bytes
+
+    points: list[tuple[int, int]] = []
+    for batch in probes:
+        size = measure(batch)
+        if size is None or size > budget_bytes:
+            break
+        points.append((batch, size))
+    if not points:
+        raise MemoryError(f"one example does not fit into {budget_bytes:,} bytes")
+    largest_seen = points[-1][0]
+    if len(points) < len(probes):
+        too_large = probes[len(points)]
+        return next((batch for batch in range(too_large - 1, largest_seen, -1) if fits(batch)), largest_seen)
+    slope, intercept = statistics.linear_regression(*zip(*points, strict=True))
+    if slope <= 0.0:
+        return largest_seen
+    # A millionth of an example forgives the rounding of the fit.
+    candidate = max(largest_seen, int((budget_bytes - intercept) / slope + 1e-6))
+    while confirm and candidate > largest_seen and not fits(candidate):
+        candidate = max(largest_seen, int(candidate * 0.9))
+    return candidate
+
+
+@contextlib.contextmanager
+def _without_traces(gradient: torch.Tensor, device: torch.device):
+    """Restore random numbers, the gradient and the allocator's cache when the context ends."""
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda):
+        try:
+            yield
+        finally:
+            gradient.zero_()
+            if cuda:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats(device)
+
+
+def _measure_cuda(step: Callable[[int], None], device: torch.device) -> Measure:
+    def measure(batch: int) -> int | None:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        try:
+            step(batch)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+        return torch.cuda.max_memory_allocated(device) - before
+
+    return measure
+
+
+def _measure_cpu(step: Callable[[int], None]) -> Measure:
+    def measure(batch: int) -> int:
+        # By storage and not by address: weights gathered by FSDP2 are freed during the pass, and addresses reused.
+        storages: dict[int, torch.UntypedStorage] = {}
+        sizes: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage
+            sizes[storage._cdata] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            step(batch)
+        return 2 * sum(sizes.values())
+
+    return measure
+
+
+def _measure_together(measure: Measure, shard_group: ShardGroup) -> Measure:
+    """The most bytes that a device of the shard group needs; None if one of them runs out of memory."""
+
+    def most(batch: int) -> int | None:
+        size = measure(batch)
+        if shard_group.least(int(size is not None)) == 0:
+            return None
+        return -shard_group.least(-size)
+
+    return most
+
+
+def calculate_max_batch(
+    step: Callable[[int], None],
+    gradient: torch.Tensor,
+    device: torch.device,
+    padding_percentage: float,
+    sharing: int,
+    reserved_bytes: int,
+    shard_group: ShardGroup | None = None,
+) -> int:
+    """Return the largest micro-batch of a device; for a shard group in examples of each of its devices.
+
+    Args:
+        step: runs one forward and backward pass with this number of examples on the device.
+        gradient: the flat gradient that the steps fill; zero afterwards.
+        padding_percentage: share of the device's memory that may be used, 0 to 1.
+        sharing: processes that run steps on the device at the same time.
+        reserved_bytes: bytes that all of them will allocate besides.
+        shard_group: the devices that make steps together, and measure together; None: this device alone.
+
+    Raises:
+        MemoryError: not even one example fits; names the keys to change.
+    """
+    on_gpu = device.type == "cuda"
+    several = shard_group is not None and shard_group.size > 1
+    measure = _measure_cuda(step, device) if on_gpu else _measure_cpu(step)
+    if several:
+        measure = _measure_together(measure, shard_group)
+    with _without_traces(gradient, device):
+        # The first steps also compile the model, and allocate workspaces of GPU libraries that stay.
+        for count in (1, 2) if on_gpu else (2,):
+            measure(count)
+        if on_gpu:
+            free, memory = torch.cuda.mem_get_info(device)
+            cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            taken = memory - free - cached
+        else:
+            state = psutil.virtual_memory()
+            memory = state.total
+            taken = state.total - state.available
+        budget = int((padding_percentage * memory - taken - reserved_bytes) / sharing)
+        if several:
+            budget = shard_group.least(budget)
+        # A shard group cannot try a batch that may not fit: running out of memory within a pass ends its run.
+        confirm = on_gpu and not several
+        try:
+            return find_max_batch(measure, budget, _CUDA_PROBES if on_gpu else _CPU_PROBES, confirm)
+        except MemoryError as error:
+            raise MemoryError(
+                f"no example fits on {device}: {error} (padding_percentage {padding_percentage} of "
+                f"{memory:,} bytes, less {taken:,} in use and {reserved_bytes:,} for a round's sums, "
+                f"shared by {sharing} processes); use a smaller model or sequence_length, or fewer nodes_per_gpu, "
+                f"trainers or processes"
+            ) from None
 
 
 def round_tensors(config: Config, workers: int, several_processes: bool, elsewhere: int = 0) -> float:

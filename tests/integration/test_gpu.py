@@ -11,6 +11,7 @@ import torch
 from algorithms.schedule.limits import RoundSchedule
 from fabrics.data.examples import PackedSequences
 from fabrics.data.sampler import DataCursor, Subsets
+from fabrics.pool.max_batch import calculate_max_batch
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.forward_backward import backward
 from fabrics.training.inner_loop import InnerLoop
@@ -29,7 +30,6 @@ from tests.support.helpers import (
 from tests.support.runs import write_config
 from trainers import Trainer
 from utils.distributed.processes import LocalProcesses
-from utils.max_batch_calculator import calculate_max_batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CUDA = torch.device("cuda", 0)

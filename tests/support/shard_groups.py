@@ -322,7 +322,7 @@ def measured_max_batch(processes: Processes, free: int) -> int:
     size = processes.shard_group.size
     free *= 1 if processes.shard_group.index == size - 1 else 2
     memory = psutil.virtual_memory()._replace(total=free, available=free)
-    with patch("utils.max_batch_calculator.psutil.virtual_memory", lambda: memory):
+    with patch("fabrics.pool.max_batch.psutil.virtual_memory", lambda: memory):
         cluster = Cluster(make_config(**(_START | {"max_batch_size": None})), tiny_data(), processes)
     (found,) = {node.max_batch for node in cluster.nodes}
     return found

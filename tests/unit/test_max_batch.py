@@ -12,6 +12,7 @@ from algorithms.synchronisation.group import WorkerMessages
 from cluster import Cluster
 from fabrics.data.examples import PackedSequences
 from fabrics.pool import max_batch
+from fabrics.pool.max_batch import calculate_max_batch, find_max_batch
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.forward_backward import backward
 from tests.support.helpers import (
@@ -29,14 +30,8 @@ from tests.support.helpers import (
 from tests.support.synchronising import trainer_of
 from utils.config.schema import ConfigError
 from utils.distributed.processes import LocalProcesses
-from utils.max_batch_calculator import calculate_max_batch, find_max_batch, fit_line
 
 INNER_PRODUCTS = {"sampling_method": "inner_product_test", "nodes_per_gpu": 8}
-
-
-def test_least_squares_line():
-    assert fit_line([(1, 130), (2, 160), (4, 220)]) == pytest.approx((100.0, 30.0))
-    assert fit_line([(2, 50)]) == (0.0, 25.0)
 
 
 @pytest.mark.parametrize(
