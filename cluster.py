@@ -87,7 +87,7 @@ class Cluster:
         check_model(config, self.models.first)
         self.validation = Validation(data, self.models, config.eval_batch_size)
         self.metric = self.validation.metric
-        self.scheduler = RoundScheduler(config, len(data.train), len(self.nodes))
+        self.scheduler = RoundScheduler(config, len(data.train), self.pool)
         self.trainers: dict[int, Trainer] = {}
         requests = dict.fromkeys(range(config.number_of_initial_trainers), config.INITIAL_BATCH_SIZE)
         self.trainers = first_trainers(config, data, self._distribution(requests, {}, 0.0), self.models, self.processes)
@@ -161,7 +161,7 @@ class Cluster:
             observer.warn(warning)
         if not self.finished:  # a budget that cannot be kept is reported before the work starts
             splits = self._split_work()
-            self.scheduler.remaining(self.counters, self.trainers.values(), splits.values(), self.pool, observer.warn)
+            self.scheduler.remaining(self.counters, self.trainers.values(), splits.values(), observer.warn)
         observer.on_start(self, self.evaluate() if self.counters.outer_steps == 0 else {})
 
     # One round
@@ -177,9 +177,7 @@ class Cluster:
         # What the round is: nodes, examples and inner steps.
         self.assign_nodes()
         splits = self._split_work()
-        schedule = self.scheduler.next_round(
-            self.counters, self.trainers.values(), splits.values(), self.pool, observer.warn
-        )
+        schedule = self.scheduler.next_round(self.counters, self.trainers.values(), splits.values(), observer.warn)
         round_number = self.counters.outer_steps + 1
         evaluates = schedule.progress_after >= 1.0 or round_number % self.config.eval_every == 0
 

@@ -13,11 +13,11 @@ from algorithms.schedule.budget import (
     remaining_steps,
 )
 from algorithms.schedule.limits import Limits, RoundSchedule, RunCounters
+from fabrics.pool.node_pool import NodePool
 from fabrics.training.optimizers import learning_rate_schedule
 from utils.config.schema import BUDGETS, Config, ConfigError
 
 if TYPE_CHECKING:
-    from fabrics.pool.node_pool import NodePool
     from fabrics.training.work_split import WorkSplit
     from trainers import Trainer
 
@@ -49,15 +49,15 @@ class RoundScheduler:
 
     Args:
         examples: training examples of one epoch.
-        nodes: number of nodes of the run.
 
     Raises:
         ConfigError: the run has a budget and never communicates.
     """
 
-    def __init__(self, config: Config, examples: int, nodes: int):
-        check_budget(config, nodes)
+    def __init__(self, config: Config, examples: int, pool: NodePool):
+        check_budget(config, len(pool.nodes))
         self._config = config
+        self._pool = pool
         self._budget = budget_of(config)
         epochs = config.number_of_training_epochs
         self._epoch_examples = epochs * examples if epochs else None
@@ -73,12 +73,11 @@ class RoundScheduler:
         counters: RunCounters,
         trainers: Collection["Trainer"],
         splits: Collection["WorkSplit"],
-        pool: "NodePool",
         warn: Callable[[str], None],
     ) -> RoundSchedule:
         """Return the next round, with the inner steps of the configuration, or those that the budget allows."""
         steps = self._config.number_of_inner_steps_between_outers
-        remaining = self.remaining(counters, trainers, splits, pool, warn)
+        remaining = self.remaining(counters, trainers, splits, warn)
         if remaining is not None:
             for trainer in trainers:
                 trainer.batch.observe_growth(remaining.log_examples)
@@ -124,7 +123,6 @@ class RoundScheduler:
         counters: RunCounters,
         trainers: Collection["Trainer"],
         splits: Collection["WorkSplit"],
-        pool: "NodePool",
         warn: Callable[[str], None],
     ) -> Remaining | None:
         """Return the rest of a run with a budget, None without one; `warn` is told once if the budget is too small."""
@@ -132,7 +130,7 @@ class RoundScheduler:
             return None
         config = self._config
         examples_left = self._examples_left(counters, splits)
-        healthy = len(pool.nodes) - len(pool.failed)
+        healthy = len(self._pool.nodes) - len(self._pool.failed)
         working = healthy
         if config.smallest_worker_batch is not None:  # the other nodes are idle
             working = min(healthy, sum(len(trainer.nodes) for trainer in trainers))

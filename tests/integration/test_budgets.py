@@ -169,7 +169,7 @@ def test_a_budget_pays_for_working_and_for_joining_nodes(settings, rounds):
     cluster = light_cluster(**budget, INITIAL_BATCH_SIZE=8, sampling_method="none", **settings)
     trainers = cluster.trainers.values()
     splits = [trainer.split_work() for trainer in trainers]
-    remaining = cluster.scheduler.remaining(cluster.counters, trainers, splits, cluster.pool, Recorder().warn)
+    remaining = cluster.scheduler.remaining(cluster.counters, trainers, splits, Recorder().warn)
     assert remaining.rounds_left == rounds
 
 

@@ -15,6 +15,7 @@ from algorithms.schedule.limits import RunCounters
 from cluster import Cluster
 from fabrics.data.examples import PackedSequences
 from fabrics.data.sampler import DataCursor, Shares, next_of_several, share_sizes, shares_of_workers, tokens_ahead
+from fabrics.pool.node_pool import NodePool
 from fabrics.pool.round_scheduler import RoundScheduler
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.worker import Node
@@ -205,7 +206,7 @@ def test_weigh_shares_weights_merges_by_the_sizes_of_shares(over, weigh, weights
         trainer.shared["parameters"].fill_(float(number))
         trainer.shared["velocity"].fill_(2 * number)
     requests = {number: trainer.requested_batch for number, trainer in trainers.items()}
-    scheduler = RoundScheduler(config, 40, 1)
+    scheduler = RoundScheduler(config, 40, NodePool([CPU], config))
     cluster = SimpleNamespace(
         config=config, trainers=trainers, scheduler=scheduler, counters=RunCounters(), merges=[], _requests=requests
     )
