@@ -1,0 +1,607 @@
+"""One worker of a training run whose loop belongs to the user. Each process is one worker.
+
+The same parts as in `python run.py`: methods, encodings, batch tests, switch mode and data order. There is one trainer,
+whose workers are the processes of torch.distributed's default group; a process without one trains alone.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from algorithms.batch.per_example import PerExampleProbe, UnsupportedModuleError, compared_micro_batches, step_estimate
+from algorithms.batch.switch_mode import ExecutionPlan, execution_plans, in_parts, only_gradient_accumulation
+from algorithms.nodes.balance import places
+from algorithms.synchronisation.encodings.encoding import BFLOAT16, COMMUNICATION_DTYPES, PLAIN
+from algorithms.synchronisation.group import Clock, Event, Group, Inner, LocalWorker, Outer
+from algorithms.synchronisation.method import COPY
+from fabrics.config_checks import CHECKS
+from fabrics.data.sampler import DataCursor, Subsets
+from fabrics.training.flat_model import FlatModel
+from fabrics.training.inner_loop import clip
+from fabrics.training.method_config import method_of
+from fabrics.training.statistics import batch_control, compare_workers, plan_statistics, samples_for_test
+from fabrics.training.worker import WorkerRound, personal_tensors
+from utils.config.reading import parse_config
+from utils.config.schema import Config, ConfigError
+from utils.distributed.peers import PeerWatch
+from utils.distributed.reductions import Transport, Workers
+
+# The loop is the user's: the worker knows no end.
+_NO_END = 2**31
+
+
+@dataclass(frozen=True)
+class AdaptiveBatch:
+    """How many examples an inner step has, and how that changes.
+
+    Attributes:
+        test: a batch test (`sampling_method`); "none" keeps the initial batch.
+        initial: examples of the first inner step, over all workers.
+        max_micro_batch: the largest micro-batch of a forward and backward pass; larger batches are accumulated.
+        largest: the largest batch, over all workers; None: the number of training examples.
+        eta: of the norm test.
+        theta: of the inner product test.
+        nu: of the orthogonality test.
+        debias: divide by an unbiased estimate of the squared norm of the gradient.
+        smoothing: weight of the past in the average of the statistics over rounds.
+        confidence: standard errors by which the test's answer is lowered.
+        largest_growth: factor per round; None: no bound.
+        first_round: the first round with a test, counted from 1.
+        sample: examples of the statistics if an inner step of a worker has fewer.
+        switch_mode: when a batch above max_micro_batch is accumulated.
+    """
+
+    test: str = "norm_test"
+    initial: int = 16
+    max_micro_batch: int = 16
+    largest: int | None = None
+    eta: float = 0.8
+    theta: float = 0.9
+    nu: float = 5.84
+    debias: bool = False
+    smoothing: float = 0.0
+    confidence: float = 0.0
+    largest_growth: float | None = None
+    first_round: int = 1
+    sample: int = 8
+    switch_mode: str = "threshold_switch_mode"
+
+
+@dataclass
+class _Round:
+    """A round in progress.
+
+    Attributes:
+        plan: the micro-batches of this worker's inner steps.
+        batch: examples of an inner step over all workers.
+        offsets: where this worker's examples of each inner step begin.
+        stops: the inner steps after which the workers come together.
+        group: the workers, as the method sees them.
+        step: inner steps made.
+        ready: the gradient of the next inner step is complete.
+        samples: gradient statistics of this worker.
+        vector: the gradient, or its sketch, for the comparison with the other workers.
+    """
+
+    plan: ExecutionPlan
+    batch: int
+    offsets: list[int]
+    stops: tuple[int, ...]
+    group: Group
+    step: int = 0
+    ready: bool = False
+    samples: tuple = ()
+    vector: torch.Tensor | None = None
+
+
+class Worker:
+    """A worker of a run, around a model and its optimizer.
+
+    All workers start from the parameters of the first process. While a worker exists, the model's trainable parameters
+    and their gradients are views of two flat buffers; the worker zeroes the gradients.
+
+    Args:
+        model: any nn.Module; its trainable parameters have one type and one device.
+        optimizer: over exactly these parameters. Its learning rates may change at any time.
+        method: a synchronisation method (`distributed_algo`).
+        parameters: the method's parameters (`synchronisation`).
+        inner_steps: of a round.
+        outer_learning_rate: of the outer step.
+        outer_momentum: of the outer step.
+        communication_dtype: how pseudo-gradients are encoded.
+        batch: an AdaptiveBatch, or a number of examples per inner step over all workers.
+        statistics: "per_example" (exact, for known layers) or "across_workers" (any layer, two workers or more).
+        gradient_clipping: the largest norm of a worker's gradient; None: no clipping.
+        seed: of the data order and of the method's random numbers.
+
+    Attributes:
+        steps: inner steps made.
+        rounds: rounds made.
+        communications: synchronisations with other workers.
+        bytes_communicated: bytes that all workers have sent.
+        index: number of this worker.
+        workers: number of workers.
+        warning: why the last batch test decided nothing; None if it did.
+
+    Raises:
+        ConfigError: an argument is wrong; one line per problem.
+        ValueError: the model, the optimizer or the method cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        method: str = "DiLoCo",
+        parameters: Mapping[str, Any] | None = None,
+        inner_steps: int = 20,
+        outer_learning_rate: float = 0.7,
+        outer_momentum: float = 0.9,
+        communication_dtype: str = "float32",
+        batch: AdaptiveBatch | int = 16,
+        statistics: str = "per_example",
+        gradient_clipping: float | None = None,
+        seed: int = 0,
+    ):
+        adaptive = AdaptiveBatch("none", batch, batch) if isinstance(batch, int) else batch
+        self._config = _config(
+            adaptive,
+            method=method,
+            parameters=dict(parameters or {}),
+            inner_steps=inner_steps,
+            outer_learning_rate=outer_learning_rate,
+            outer_momentum=outer_momentum,
+            communication_dtype=communication_dtype,
+            statistics=statistics,
+            gradient_clipping=gradient_clipping,
+            seed=seed,
+        )
+        self._connect()
+        _check_model(model, optimizer)
+        self._optimizer = optimizer
+        self._model = FlatModel(model, next(model.parameters()).device)
+        self._method = method_of(self._config, self._model)
+        _check_method(self._method, method, optimizer, self._config, self.workers)
+        self._control = batch_control(self._config)
+        self._values: dict[str, float] = {}
+        self._cursor: DataCursor | None = None
+        self._examples = 0
+        self._round: _Round | None = None
+        self._weight: float | None = None
+        self._events: list[Event] = []
+        self.steps = 0
+        self.rounds = 0
+        self.communications = 0
+        self.bytes_communicated = 0
+        self.warning: str | None = None
+        self._make_state()
+
+    # Set-up
+
+    def _connect(self) -> None:
+        """Find the other processes: the default group, or torchrun's, or none."""
+        if not dist.is_initialized() and "WORLD_SIZE" in os.environ:
+            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        together = dist.is_initialized()
+        self.index = dist.get_rank() if together else 0
+        self.workers = dist.get_world_size() if together else 1
+        self._peers = PeerWatch()
+
+    def _make_state(self) -> None:
+        model = self._model
+        device = model.device
+        everyone = range(self.workers)
+        transport = None
+        if self.workers > 1:
+            transport = Transport(self.index, everyone, dist.group.WORLD, device, self._peers)
+            transport.copy([model.parameters.data], 0, set(everyone) - {0})
+        self._links = Workers(everyone, self.index, transport, in_order=device.type == "cpu")
+        flat = model.parameters.data
+        self._shared = {"parameters": flat.clone()}
+        for name in self._method.state:
+            copied = name in self._method.capabilities.copies
+            self._shared[name] = flat.clone() if copied else torch.zeros_like(flat)
+        self._state = {name: torch.zeros_like(flat) for name in personal_tensors(self._config, self._method)}
+        if self._method.keeps == "replica":
+            self._state[COPY] = flat
+        elif COPY in self._state:
+            self._state[COPY].copy_(flat)
+
+    # What the method's group asks of the workers (fabrics.training.worker_group.WorkerGroup)
+
+    @property
+    def _encoding(self):
+        return COMMUNICATION_DTYPES[self._config.communication_dtype] if self.workers > 1 else PLAIN
+
+    def _group_links(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            encoding=self._encoding,
+            mean=lambda like, encoding=PLAIN, weights=None: self._links.mean(like, encoding, weights),
+            messages=lambda size, takers: self._links.messages(size, takers, self._model.device),
+            shared=self._shared,
+            first_model=self._model,
+        )
+
+    # The loop
+
+    @property
+    def requested_batch(self) -> int:
+        """Examples of an inner step over all workers, as the batch test asks."""
+        return self._control.requested_batch
+
+    def micro_batches(self, examples: int) -> Iterator[np.ndarray]:
+        """Yield this worker's examples of the next inner step, one micro-batch at a time, for `backward`.
+
+        Some passes serve the gradient statistics only; a loop treats them like the others.
+
+        Args:
+            examples: number of training examples; the same in every call.
+
+        Yields:
+            Indices of examples, int64 [micro-batch].
+        """
+        if self._round is None:
+            self._begin_round(examples)
+        current = self._round
+        if current.ready:
+            raise RuntimeError("micro_batches: the examples of this inner step are done; call step")
+        if examples != self._examples:
+            raise ValueError(f"micro_batches: the data have {self._examples} examples, got {examples}")
+        self._rebind_gradients()
+        read = self._cursor.readings(self.workers)[0].places
+        plan = current.plan
+        statistics = plan_statistics(self._config, self.workers, self._control.tests_after(self.rounds + 1))
+        probed = current.step == 0 and statistics.probed_parts > 0
+        sample = self._config.statistics_batch_size
+        if probed and plan.effective_batch < sample:
+            own = only_gradient_accumulation(sample, self._config.max_batch_size)
+            offset = self._config.number_of_inner_steps_between_outers * current.batch + self.index * sample
+            yield from self._pass(in_parts(own, statistics.probed_parts), read(offset, sample), True)
+            self._take_statistics(statistics.compared, sample)
+            self._model.gradient.zero_()
+        examples_of_step = read(current.offsets[current.step], plan.effective_batch)
+        probed = probed and plan.effective_batch > 1
+        parts = in_parts(plan, statistics.probed_parts) if probed else plan
+        yield from self._pass(parts, examples_of_step, probed)
+        if current.step == 0:
+            self._take_statistics(statistics.compared, plan.effective_batch)
+        current.ready = True
+
+    def _pass(self, plan: ExecutionPlan, indices: np.ndarray, probed: bool) -> Iterator[np.ndarray]:
+        self._probes: list[PerExampleProbe] = []
+        start = 0
+        with_products = compared_micro_batches(plan.micro_batches)
+        for number, size in enumerate(plan.micro_batches):
+            self._weight = size / plan.effective_batch
+            self._size = size
+            micro_batch = indices[start : start + size]
+            if probed:
+                with self._probe(size, number in with_products) as probe:
+                    yield micro_batch
+                self._probes.append(probe)
+            else:
+                yield micro_batch
+            if self._weight is not None:
+                raise RuntimeError("micro_batches: call backward with the losses of every micro-batch")
+            start += size
+
+    def _probe(self, size: int, products: bool) -> PerExampleProbe:
+        try:
+            return self._model.probe(size, products=products)
+        except UnsupportedModuleError as error:
+            raise ValueError(f'{error}: statistics="across_workers"') from None
+
+    def backward(self, losses: torch.Tensor) -> None:
+        """Add the gradient of these losses, with the weight of the micro-batch in the inner step.
+
+        Args:
+            losses: of each example of the micro-batch, [micro-batch], or their mean, [].
+
+        Raises:
+            ValueError: there are more or fewer losses than examples.
+            RuntimeError: no micro-batch is due.
+        """
+        if self._weight is None:
+            raise RuntimeError("backward: take a micro-batch from micro_batches first")
+        if losses.dim() > 0 and losses.shape != (self._size,):
+            raise ValueError(f"backward: expected {self._size} losses or their mean, got shape {list(losses.shape)}")
+        (losses.mean() * self._weight).backward()
+        self._weight = None
+
+    def step(self) -> None:
+        """Make the inner step: clip the gradient and update the parameters; at a stop of the method, synchronise.
+
+        The last step of a round ends with the batch test.
+
+        Raises:
+            RuntimeError: `micro_batches` was not read to its end.
+            PeerLostError: another process has died.
+        """
+        current = self._round
+        if current is None or not current.ready:
+            raise RuntimeError("step: read micro_batches to its end, and call backward for every micro-batch")
+        if not self._method.capabilities.exchanges_gradients:
+            self._update()
+        current.ready = False
+        current.step += 1
+        self.steps += 1
+        if current.step in current.stops:
+            self._synchronise()
+        if current.step == current.stops[-1]:
+            self._conclude_round()
+
+    def _update(self) -> None:
+        gradient = self._model.gradient
+        clip(self._model, gradient, self._config.gradient_clipping)
+        correction = self._method.capabilities.correction
+        if correction is not None:
+            gradient.add_(self._state[correction])
+        self._optimizer.step()
+        gradient.zero_()
+
+    def _rebind_gradients(self) -> None:
+        """Let the parameters' gradients be views of the flat one again, after a user's zero_grad has removed them."""
+        views = self._model.views(self._model.gradient)
+        first, view = next(iter(views.items()))
+        if first.grad is None or first.grad.data_ptr() != view.data_ptr():
+            for parameter, place in views.items():
+                parameter.grad = place
+
+    # A round
+
+    def _begin_round(self, examples: int) -> None:
+        if self._cursor is None:
+            if examples < 1:
+                raise ValueError(f"micro_batches: there must be at least one example, got {examples}")
+            self._examples = examples
+            self._cursor = DataCursor(Subsets(self._config.training_seed, examples), [0])
+        config = self._config
+        inner_steps = config.number_of_inner_steps_between_outers
+        plans = execution_plans(
+            config.switch_mode,
+            self.requested_batch,
+            [config.max_batch_size] * self.workers,
+            config.switch_multiplier,
+        )
+        batches = [plan.effective_batch for plan in plans]
+        group = self._make_group(inner_steps, batches)
+        method = self._method
+        stops = range(1, inner_steps + 1) if method.capabilities.exchanges_gradients else method.stops(group)
+        self._round = _Round(
+            plan=plans[self.index],
+            batch=sum(batches),
+            offsets=places(batches, [range(inner_steps)] * self.workers)[self.index],
+            stops=tuple(stops),
+            group=group,
+        )
+
+    def _make_group(self, inner_steps: int, batches: list[int]) -> Group:
+        self._events = []
+        decay = self._optimizer.param_groups[0].get("weight_decay", 0.0)
+        dtype = torch.bfloat16 if self._encoding is BFLOAT16 else self._model.parameters.dtype
+        group = Group(
+            workers=self._group_links(),
+            model=self._model,
+            shared=self._shared,
+            values=self._values,
+            weights=[1.0 / self.workers] * self.workers,
+            clock=Clock(
+                inner_steps=inner_steps,
+                seconds=[0.0] * self.workers,
+                own_steps=[inner_steps] * self.workers,
+                batches=batches,
+                step_seconds=0.0,
+                server_seconds=lambda elements: 0.0,
+            ),
+            inner=Inner(decay, self._update_shared),
+            outer=Outer(self._config.learning_rate_for_outer_opt, self._config.outer_momentum, dtype),
+            generator=self._generator,
+            events=self._events,
+        )
+        own = self._model.parameters.data
+        start = {"shared": self._shared["parameters"], "replica": own}.get(self._method.keeps)
+        gradient = self._model.gradient if self._method.capabilities.exchanges_gradients else None
+        start = self._state[COPY] if start is None else start
+        group.local_workers = [LocalWorker(self.index, own, start, gradient, self._state)]
+        return group
+
+    def _generator(self, step: int) -> torch.Generator:
+        entropy = [self._config.training_seed, 0, self.rounds, step]
+        seed = int(np.random.SeedSequence(entropy, spawn_key=(1,)).generate_state(1, np.uint64)[0])
+        return torch.Generator().manual_seed(seed)
+
+    @torch.no_grad()
+    def _synchronise(self) -> None:
+        group = self._round.group
+        method = self._method
+        group.clock.step = self._round.step
+        group.inner.learning_rate = self._optimizer.param_groups[0]["lr"]
+        if method.keeps == "replica":
+            method.exchange(group)
+            return
+        (local,) = group.local_workers
+        if local.gradient is not None and method.capabilities.inner_optimizer is None:
+            clip(self._model, local.gradient, self._config.gradient_clipping)
+        incoming = method.incoming(group)
+        incoming.add(local, method.message(local, group))
+        method.apply(group, incoming.result())
+        self._model.gradient.zero_()
+        self._model.load(self._shared["parameters"] if method.keeps == "shared" else local.start)
+
+    def _update_shared(self, gradient: torch.Tensor) -> None:
+        """Update the shared parameters with the optimizer and this gradient."""
+        model = self._model
+        model.load(self._shared["parameters"])
+        clip(model, model.gradient.copy_(gradient), self._config.gradient_clipping)
+        self._optimizer.step()
+        self._shared["parameters"].copy_(model.parameters.data)
+
+    def _take_statistics(self, compared: str, examples: int) -> None:
+        current = self._round
+        if current.vector is None and compared != "nothing":
+            gradient = self._model.gradient
+            vector = gradient if compared == "gradient" else self._model.sketch(gradient, self.rounds)
+            current.vector = vector * examples
+        if self._probes:
+            current.samples += (step_estimate(self._probes),)
+            self._probes = []
+
+    def _conclude_round(self) -> None:
+        """Count what was sent, and ask the batch test for the next request."""
+        current = self._round
+        own = WorkerRound(self.index, current.plan, [], [], current.samples, 0.0, self._config.max_batch_size)
+        statistics = plan_statistics(self._config, self.workers, self._control.tests_after(self.rounds + 1))
+        record = compare_workers(self._group_links(), statistics, {self.index: own}, {self.index: current.vector})[
+            self.index
+        ]
+        if statistics.compared != "nothing" and self.workers > 1:
+            sent = statistics.sent_bytes(self.workers, self._model.parameter_count, self._model.parameters.dtype)
+            self.bytes_communicated += sent
+        records = [record]
+        if self.workers > 1:
+            records = [record] * self.workers
+            with self._peers.explaining():
+                dist.all_gather_object(records, record)
+        samples, between, warning = samples_for_test(self._config, dict(enumerate(records)))
+        if not self._control.tests_after(self.rounds + 1):
+            samples = []
+        largest = self._config.max_requested_batch or self._examples
+        _, problem = self._control.conclude(samples, between, current.batch, 0.0, largest)
+        self.warning = warning or problem
+        for event in self._events:
+            self.bytes_communicated += round(event.bytes_per_worker * self.workers)
+            self.communications += event.communicates
+        inner_steps = self._config.number_of_inner_steps_between_outers
+        self._cursor.advance([current.plan.effective_batch * inner_steps] * self.workers)
+        self._values = current.group.values
+        self._round = None
+        self.rounds += 1
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state at the end of a round: tensors, plain numbers and the optimizer's state.
+
+        The tensors are references. Save one state per process, for example with torch.save.
+
+        Raises:
+            RuntimeError: a round is in progress.
+        """
+        if self._round is not None:
+            raise RuntimeError("state_dict: a round is in progress; save after a step that ends a round")
+        return {
+            "shared": dict(self._shared),
+            "worker": {**self._state, "parameters": self._model.parameters.data},
+            "optimizer": self._optimizer.state_dict(),
+            "values": dict(self._values),
+            "batch": self._control.state_dict(),
+            "examples": self._examples,
+            "position": 0 if self._cursor is None else self._cursor.positions[0],
+            "counts": {name: getattr(self, name) for name in _COUNTS},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of this worker, or, with more workers than before, from that of any other.
+
+        Raises:
+            ValueError: the state is of another model or method.
+        """
+        self._round = None
+        own = {**self._state, "parameters": self._model.parameters.data}
+        for kind, tensors in (("shared", self._shared), ("worker", own)):
+            wrong = [
+                name
+                for name, tensor in tensors.items()
+                if name not in state[kind] or state[kind][name].shape != tensor.shape
+            ]
+            if wrong:
+                raise ValueError(f"load_state_dict: the state has no {', '.join(wrong)} of this model and method")
+            for name, tensor in tensors.items():
+                tensor.copy_(state[kind][name])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._values = dict(state["values"])
+        self._control.load_state_dict(state["batch"])
+        self._examples = state["examples"]
+        if self._examples:
+            self._cursor = DataCursor(Subsets(self._config.training_seed, self._examples), [0])
+            self._cursor.positions[0] = state["position"]
+        for name, count in state["counts"].items():
+            setattr(self, name, count)
+
+
+_COUNTS = ("steps", "rounds", "communications", "bytes_communicated")
+
+
+# The configuration keys of the arguments.
+_KEYS = {
+    "method": "distributed_algo",
+    "parameters": "synchronisation",
+    "inner_steps": "number_of_inner_steps_between_outers",
+    "outer_learning_rate": "learning_rate_for_outer_opt",
+    "statistics": "statistics_estimator",
+    "seed": "training_seed",
+    "test": "sampling_method",
+    "initial": "INITIAL_BATCH_SIZE",
+    "max_micro_batch": "max_batch_size",
+    "largest": "max_requested_batch",
+    "eta": "ETA",
+    "theta": "vartheta",
+    "smoothing": "statistics_smoothing",
+    "confidence": "batch_test_confidence",
+    "largest_growth": "max_batch_growth",
+    "first_round": "batch_test_start",
+    "sample": "statistics_batch_size",
+}
+
+
+def _config(batch: AdaptiveBatch, **arguments: Any) -> Config:
+    """Return the arguments as a configuration.
+
+    Raises:
+        ConfigError: an argument is wrong; one line per problem, which names the argument.
+    """
+    given = vars(batch) | arguments
+    keys = {_KEYS.get(name, name): value for name, value in given.items()} | {"number_of_outer_steps": _NO_END}
+    try:
+        return parse_config(keys, checks=CHECKS)[0]
+    except ConfigError as error:
+        names = {key: name for name, key in _KEYS.items()}
+        problems = [re.sub(r"\w+", lambda word: names.get(word[0], word[0]), problem) for problem in error.problems]
+        raise ConfigError(problems) from None
+
+
+def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    trainable = {parameter for parameter in model.parameters() if parameter.requires_grad}
+    optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if optimized != trainable:
+        raise ValueError("optimizer: must have exactly the model's trainable parameters")
+    if optimizer.state:
+        raise ValueError("optimizer: must be new; load its state with Worker.load_state_dict")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            raise ValueError(
+                f"model: {name} keeps running statistics, which workers would not share; "
+                f"use track_running_stats=False, or a layer such as GroupNorm"
+            )
+
+
+def _check_method(method: Any, name: str, optimizer: torch.optim.Optimizer, config: Config, workers: int) -> None:
+    able = method.capabilities
+    if able.needs_speeds or able.fewer_steps:
+        raise ValueError(f"method: {name} needs the simulated speeds of `python run.py`")
+    if able.plain_sgd and (type(optimizer) is not torch.optim.SGD or optimizer.defaults["momentum"]):
+        raise ValueError(f"method: {name} needs torch.optim.SGD without momentum")
+    if able.plain_sgd and config.gradient_clipping is not None:
+        raise ValueError(f"method: {name} needs gradient_clipping=None")
+    if problems := able.problems(config.number_of_inner_steps_between_outers, workers, None):
+        raise ValueError(f"method: {'; '.join(problems)}")
