@@ -486,6 +486,20 @@ class Worker:
         self._round = None
         self.rounds += 1
 
+    @torch.no_grad()
+    def trained_parameters(self) -> dict[str, torch.Tensor]:
+        """Return copies of the run's parameters by name; all workers call this together.
+
+        Between rounds they are those of the model, unless the method's workers keep replicas of their own.
+        """
+        flat = self._shared["parameters"]
+        if self._method.capabilities.averages_copies and self.workers > 1:
+            incoming = self._links.mean(flat)
+            incoming.add(self.index, PLAIN.encode(self._state[COPY]))
+            flat, _ = incoming.result()
+        names = {parameter: name for name, parameter in self._model.module.named_parameters()}
+        return {names[parameter]: place.clone() for parameter, place in self._model.views(flat).items()}
+
     # State
 
     def state_dict(self) -> dict[str, Any]:

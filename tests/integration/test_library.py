@@ -1,0 +1,148 @@
+"""AdLoCo as a library: a loop over adloco.Worker trains what `python run.py` trains."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import adloco
+from run import train
+from tests.support.library import Regression, train_all_like_the_program
+from tests.support.runs import SHORT
+from utils.config.schema import ConfigError
+
+ADAPTIVE = adloco.AdaptiveBatch(initial=4, max_micro_batch=4, largest=24, eta=0.4)
+# Keys of the program, and arguments of the worker.
+CASES = {
+    "DiLoCo with a fixed batch": (
+        {"sampling_method": "none", "INITIAL_BATCH_SIZE": 8, "max_batch_size": 8},
+        {"batch": 8},
+    ),
+    "DiLoCo with the norm test and accumulation": ({}, {"batch": ADAPTIVE}),
+    "DiLoCo in int8": (
+        {"communication_dtype": "int8"},
+        {"batch": ADAPTIVE, "communication_dtype": "int8"},
+    ),
+    "Synchronous": ({"distributed_algo": "Synchronous"}, {"batch": ADAPTIVE, "method": "Synchronous"}),
+    "SparseLoCo": (
+        {"distributed_algo": "SparseLoCo", "synchronisation": {"density": 0.25}},
+        {"batch": ADAPTIVE, "method": "SparseLoCo", "parameters": {"density": 0.25}},
+    ),
+    "NoLoCo": ({"distributed_algo": "NoLoCo"}, {"batch": ADAPTIVE, "method": "NoLoCo"}),
+    "StreamingDiLoCo": (
+        {"distributed_algo": "StreamingDiLoCo", "synchronisation": {"fragments": 2}},
+        {"batch": ADAPTIVE, "method": "StreamingDiLoCo", "parameters": {"fragments": 2}},
+    ),
+}
+
+
+def test_two_processes_train_the_same_bits_as_the_program(programs, tmp_path, cache_dir):
+    common = {
+        "log_dir": str(tmp_path / "logs"),
+        "cache_dir": str(cache_dir),
+        "number_of_initial_trainers": 1,
+        "nodes_per_gpu": 2,
+        "save_weights_every": None,
+        "max_batch_growth": None,
+        "compile_model": False,
+        "gradient_clipping": 1.0,
+        "outer_momentum": 0.5,
+    }
+    loops = []
+    runs = []
+    for name, (keys, arguments) in CASES.items():
+        config = SHORT | common | {"run_name": name.replace(" ", "_")} | keys
+        runs.append(train(config))
+        loops.append((config, 20, arguments | {"gradient_clipping": 1.0, "outer_momentum": 0.5}))
+    found = adloco.launch(train_all_like_the_program, loops, processes=2)[0]
+    for name, run, loop in zip(CASES, runs, found, strict=True):
+        weights = load_file(run.model_folder / "model.safetensors")
+        different = [key for key in weights if not torch.equal(weights[key], loop["parameters"][key])]
+        assert not different, name
+        for count in ("communications", "bytes_communicated"):
+            assert loop[count] == run.summary[count], name
+
+
+def test_a_resumed_loop_equals_an_uninterrupted_one(tmp_path):
+    whole = Regression(batch=ADAPTIVE).train(24)
+    interrupted = Regression(batch=ADAPTIVE)
+    interrupted.train(12)
+    torch.save(interrupted.worker.state_dict(), tmp_path / "state.pt")
+    resumed = Regression(batch=ADAPTIVE)
+    resumed.worker.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for expected, found in zip(whole, resumed.train(24), strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_one_worker_is_plain_training():
+    loop = Regression(batch=4, inner_steps=1000)
+    plain = Regression(batch=4)
+    order = []
+    for _ in range(6):
+        for indices in loop.worker.micro_batches(96):
+            order.append(indices)
+            loop.worker.backward(loop.losses(indices))
+        loop.worker.step()
+    for indices in order:
+        plain.optimizer.zero_grad()
+        plain.losses(indices).mean().backward()
+        plain.optimizer.step()
+    for expected, found in zip(plain.model.parameters(), loop.model.parameters(), strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_zero_grad_of_the_loop_changes_nothing():
+    loop = Regression(batch=ADAPTIVE)
+    while loop.worker.steps < 12:
+        loop.optimizer.zero_grad(set_to_none=True)
+        for indices in loop.worker.micro_batches(96):
+            loop.worker.backward(loop.losses(indices))
+        loop.worker.step()
+    for expected, found in zip(Regression(batch=ADAPTIVE).train(12), loop.model.parameters(), strict=True):
+        assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"method": "DiLoCoo"}, "method"),
+        ({"inner_steps": 0}, "inner_steps"),
+        ({"parameters": {"fragments": 2}}, "parameters.fragments"),
+        ({"batch": adloco.AdaptiveBatch("norm_tst")}, "test"),
+        ({"batch": adloco.AdaptiveBatch(eta=-1.0)}, "eta"),
+        ({"method": "Decoupled"}, "method"),
+        ({"method": "LoCoDL"}, "method"),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments, named):
+    with pytest.raises((ConfigError, ValueError), match=rf"^{named}: "):
+        Regression(**arguments)
+
+
+def test_models_and_optimizers_that_cannot_be_used_are_refused():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with pytest.raises(ValueError, match=r"^model: 1 keeps running statistics"):
+        adloco.Worker(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"^optimizer: "):
+        adloco.Worker(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+
+
+def test_an_unknown_layer_is_refused_with_the_way_out():
+    model = nn.Sequential(nn.Conv1d(1, 1, 3))
+    worker = adloco.Worker(model, torch.optim.SGD(model.parameters(), lr=0.1), batch=ADAPTIVE)
+    with pytest.raises(ValueError, match="across_workers"):
+        next(worker.micro_batches(96))
+
+
+def test_a_loop_in_the_wrong_order_is_an_error():
+    loop = Regression(batch=adloco.AdaptiveBatch("none", initial=8, max_micro_batch=3))
+    with pytest.raises(RuntimeError, match=r"^backward: "):
+        loop.worker.backward(torch.ones(3, requires_grad=True))
+    with pytest.raises(RuntimeError, match=r"^step: "):
+        loop.worker.step()
+    micro_batches = loop.worker.micro_batches(96)
+    indices = next(micro_batches)
+    with pytest.raises(ValueError, match=r"^backward: expected 3 losses"):
+        loop.worker.backward(loop.losses(indices[:2]))
+    with pytest.raises(RuntimeError, match=r"^micro_batches: call backward"):
+        next(micro_batches)

@@ -1,0 +1,63 @@
+"""Training loops over adloco.Worker: the one that `train` of run.py is compared with, and a small one."""
+
+import torch
+from torch import nn
+
+import adloco
+from algorithms.batch.losses import example_losses, logits_of
+from fabrics.config_checks import CHECKS
+from fabrics.data.dataset_loader import load_data
+from fabrics.models.initialisation import initial_model
+from utils.config.reading import parse_config
+
+
+def train_like_the_program(keys: dict, steps: int, arguments: dict) -> dict:
+    """Train the configuration's model on its data in a plain loop; return its parameters and counts."""
+    torch.set_num_threads(1)
+    config, _ = parse_config(keys, checks=CHECKS)
+    data = load_data(config)
+    model = initial_model(config, data, 0)
+    rate = config.learning_rate_for_inner_opt
+    betas = tuple(config.adam_betas)
+    optimizer = torch.optim.AdamW(model.parameters(), rate, betas, weight_decay=config.weight_decay, fused=True)
+    inner_steps = config.number_of_inner_steps_between_outers
+    worker = adloco.Worker(model, optimizer, inner_steps=inner_steps, seed=config.training_seed, **arguments)
+    while worker.steps < steps:
+        for indices in worker.micro_batches(len(data.train)):
+            batch = data.train.batch(indices, torch.device("cpu"))
+            labels = batch.pop("labels")
+            worker.backward(example_losses(logits_of(model(**batch)), labels))
+        worker.step()
+    return {
+        "parameters": worker.trained_parameters(),
+        "communications": worker.communications,
+        "bytes_communicated": worker.bytes_communicated,
+        "requested_batch": worker.requested_batch,
+    }
+
+
+def train_all_like_the_program(cases: list[tuple[dict, int, dict]]) -> list[dict]:
+    return [train_like_the_program(*case) for case in cases]
+
+
+class Regression:
+    """A small model, its data and its worker, the same for every call with the same arguments."""
+
+    def __init__(self, **arguments):
+        generator = torch.Generator().manual_seed(0)
+        self.inputs = torch.randn(96, 4, generator=generator)
+        self.targets = self.inputs.square().sum(1, keepdim=True) + torch.randn(96, 1, generator=generator)
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.worker = adloco.Worker(self.model, self.optimizer, **{"inner_steps": 3} | arguments)
+
+    def losses(self, indices) -> torch.Tensor:
+        return (self.model(self.inputs[indices]) - self.targets[indices]).square().mean(1)
+
+    def train(self, steps: int) -> list[torch.Tensor]:
+        while self.worker.steps < steps:
+            for indices in self.worker.micro_batches(len(self.inputs)):
+                self.worker.backward(self.losses(indices))
+            self.worker.step()
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
