@@ -1,5 +1,7 @@
 """AdLoCo as a library: a loop over adloco.Worker trains what `python run.py` trains."""
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -146,3 +148,8 @@ def test_a_loop_in_the_wrong_order_is_an_error():
         loop.worker.backward(loop.losses(indices[:2]))
     with pytest.raises(RuntimeError, match=r"^micro_batches: call backward"):
         next(micro_batches)
+
+
+def test_the_example_trains_with_two_workers(programs):
+    output = programs.run("examples/own_loop.py").stdout
+    assert re.search(r"accuracy 0\.[89]\d+ after 10 communications", output)
