@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import NullFormatter
 from scipy import stats
 
 from gradient_analysis.gradients import BatchGradient, PowerLaw
-from training_logs.showing.styles import colour, make_figure
+from training_logs.showing.styles import colour, decimal_logarithmic, make_figure
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,8 @@ def law_figure(deviations: Mapping[int, float], variance: float, law: PowerLaw |
         label = f"fitted exponent {law.exponent:.3f} ± {law.error:.3f} (independent examples: -0.5)"
         axes.plot(xs, law.scale * xs**law.exponent, "--", color=colour(1), label=label)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    decimal_logarithmic(axes)
     axes.set_title("Deviation against batch size")
     axes.set_xlabel("examples per batch b")
     axes.set_ylabel("||g_B - F||")

@@ -61,7 +61,6 @@ class AnalysisConfig:
     part: Literal["train", "validation"] = "train"
     sample_size: Annotated[int, Field(ge=2)] | None = 512
     batch_size: PositiveInt = 8
-    batch_sizes: Annotated[list[PositiveInt], Field(min_length=1)] | None = None
     batches_per_size: PositiveInt = 32
     micro_batch: PositiveInt = 16
     seed: Annotated[int, Field(ge=0)] = 42
@@ -194,9 +193,8 @@ def _load(config: AnalysisConfig, training: Config, device: torch.device) -> tup
     count = available if config.sample_size is None else config.sample_size
     if count > available:
         raise ConfigError(f"sample_size: the {config.part} part has {available} examples, got {count}")
-    for key, size in (("batch_size", config.batch_size), ("batch_sizes", max(config.batch_sizes or [1]))):
-        if size > count:
-            raise ConfigError(f"{key}: must be at most the {count} examples of the sample, got {size}")
+    if config.batch_size > count:
+        raise ConfigError(f"batch_size: must be at most the {count} examples of the sample, got {config.batch_size}")
     try:
         module = build_model(
             training.model_type,
@@ -219,10 +217,10 @@ def _load(config: AnalysisConfig, training: Config, device: torch.device) -> tup
 def _deviations_by_size(
     config: AnalysisConfig, gradients: Gradients, indices: np.ndarray, generator: np.random.Generator
 ) -> dict[int, float]:
-    """Root mean square deviation of batch gradients by batch size."""
+    """Root mean square deviation of batch gradients by batch size: powers of two up to the sample."""
     count = len(indices)
     found = {}
-    for size in config.batch_sizes or [2**power for power in range(count.bit_length()) if 2**power <= count]:
+    for size in (2**power for power in range(count.bit_length())):
         # At least four batches, from several permutations if the sample fills fewer.
         wanted = min(config.batches_per_size, max(4, count // size))
         drawn = draw_batches(indices, size, wanted, generator)
