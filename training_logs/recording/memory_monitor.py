@@ -1,13 +1,10 @@
 """Memory use of processes, host and GPUs: rows of memory_log.csv, and peaks."""
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import torch
-
-from training_logs.recording.csv_log import CsvLog
 
 # Name of a process or device; bytes allocated, reserved, allocated at most, and in all.
 Use = tuple[str, int, int, int, int]
@@ -35,63 +32,40 @@ def _peak_resident(resident: int) -> int:
     return max([resident, *(1024 * size for size in kilobytes)])
 
 
-class MemoryMonitor:
-    """Writes memory_log.csv, one row per process or device and stage.
+def memory_rows(
+    stage: str, outer_step: int, seconds: float, processes: Sequence[Sequence[Use]], peaks: dict[str, dict]
+) -> list[dict]:
+    """Return one row of memory_log.csv per process or device.
 
     For a process "allocated" is resident memory; for the host, memory in use; for a GPU, PyTorch's allocations.
 
     Args:
-        folder: receives the file.
-        state: from state_dict, to continue.
-
-    Attributes:
-        peaks: by process or device peak_bytes, total_bytes, and the outer_step after which the peak was seen.
-
-    Raises:
-        OSError: the log cannot be created or continued.
+        stage: name of the moment.
+        outer_step: the last finished round.
+        seconds: since the start of the program.
+        processes: results of memory_use in the processes of the run; this one comes first.
+        peaks: by process or device peak_bytes, total_bytes, and the outer_step after which the peak was seen; updated.
     """
-
-    def __init__(self, folder: Path, state: dict | None = None):
-        folder.mkdir(parents=True, exist_ok=True)
-        self._log = CsvLog(folder / "memory_log.csv", state and state["log"])
-        self._started = time.perf_counter() - (state["seconds"] if state else 0.0)
-        self.peaks: dict[str, dict] = state["peaks"] if state else {}
-
-    def log(self, stage: str, outer_step: int, processes: Sequence[Sequence[Use]]) -> None:
-        """Write rows.
-
-        Args:
-            stage: name of the moment.
-            outer_step: the last finished round.
-            processes: results of memory_use in the processes of the run; this one comes first.
-
-        Raises:
-            OSError: the rows could not be written, and wait for the next call.
-        """
-        host = psutil.virtual_memory()
-        in_use = host.total - host.available
-        uses = [*processes[0], ("host", in_use, in_use, in_use, host.total)]
-        for number, others in enumerate(processes[1:], 1):
-            for name, *use in others:
-                uses.append((f"{name} {number}" if name == "process" else f"{name} of process {number}", *use))
-        seconds = round(time.perf_counter() - self._started, 3)
-        rows = []
-        for device, allocated, reserved, peak, total in uses:
-            if device not in self.peaks or peak > self.peaks[device]["peak_bytes"]:
-                self.peaks[device] = {"peak_bytes": peak, "total_bytes": total, "outer_step": outer_step}
-            rows.append(
-                {
-                    "seconds": seconds,
-                    "stage": stage,
-                    "outer_step": outer_step,
-                    "device": device,
-                    "allocated_bytes": allocated,
-                    "reserved_bytes": reserved,
-                    "peak_bytes": self.peaks[device]["peak_bytes"],
-                    "total_bytes": total,
-                }
-            )
-        self._log.append(rows)
-
-    def state_dict(self) -> dict:
-        return {"log": self._log.state_dict(), "seconds": time.perf_counter() - self._started, "peaks": self.peaks}
+    host = psutil.virtual_memory()
+    in_use = host.total - host.available
+    uses = [*processes[0], ("host", in_use, in_use, in_use, host.total)]
+    for number, others in enumerate(processes[1:], 1):
+        for name, *use in others:
+            uses.append((f"{name} {number}" if name == "process" else f"{name} of process {number}", *use))
+    rows = []
+    for device, allocated, reserved, peak, total in uses:
+        if device not in peaks or peak > peaks[device]["peak_bytes"]:
+            peaks[device] = {"peak_bytes": peak, "total_bytes": total, "outer_step": outer_step}
+        rows.append(
+            {
+                "seconds": round(seconds, 3),
+                "stage": stage,
+                "outer_step": outer_step,
+                "device": device,
+                "allocated_bytes": allocated,
+                "reserved_bytes": reserved,
+                "peak_bytes": peaks[device]["peak_bytes"],
+                "total_bytes": total,
+            }
+        )
+    return rows

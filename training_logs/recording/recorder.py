@@ -18,7 +18,7 @@ from fabrics.models.continuations import SAMPLING, Continuation
 from fabrics.pool.eval_tool import Evaluation
 from training_logs.recording import round_log
 from training_logs.recording.csv_log import CsvLog
-from training_logs.recording.memory_monitor import MemoryMonitor, memory_use
+from training_logs.recording.memory_monitor import Use, memory_rows, memory_use
 from training_logs.recording.node_log import NodeLog
 from training_logs.recording.provenance import Invocations, Origin
 from training_logs.recording.records import ClusterRound, Observer, RunView
@@ -96,17 +96,20 @@ class RunRecorder(Observer):
         self._tracker: TrackerProcess | None = None
         self._rounds_bar: tqdm | None = None
         self._steps_bar: tqdm | None = None
-        self._memory = self._memory_monitor(logs.get("memory"))
+        self._memory = self._memory_log(logs.get("memory"))
+        self._memory_peaks: dict[str, dict] = state["memory_peaks"] if state else {}
         for log in (*self._tables.values(), self._nodes.csv):
             if log.changed:
                 self.warn(f"{log.path.name} has changed since the checkpoint was written: earlier rows may be wrong")
 
-    def _memory_monitor(self, state: dict | None) -> MemoryMonitor:
+    def _memory_log(self, state: Mapping | None) -> CsvLog:
+        path = self.folder / MEMORY_FOLDER / "memory_log.csv"
+        path.parent.mkdir(exist_ok=True)
         try:
-            return MemoryMonitor(self.folder / MEMORY_FOLDER, state)
+            return CsvLog(path, state)
         except OSError as error:  # a log that is no result must not keep a run from being resumed
             self.warn(f"memory_log.csv begins anew: {error}")
-            return MemoryMonitor(self.folder / MEMORY_FOLDER)
+            return CsvLog(path)
 
     def state_dict(self) -> dict:
         return {
@@ -121,6 +124,7 @@ class RunRecorder(Observer):
             "initial_metric": self._initial_metric,
             "largest_request": self._largest_request,
             "last_accumulation_steps": self._last_accumulation_steps,
+            "memory_peaks": dict(self._memory_peaks),
             "warnings": dict(self._warnings),
             "invocations": list(self._invocations.entries),
         }
@@ -149,7 +153,7 @@ class RunRecorder(Observer):
             self.warn(warning)
         outer_steps = run.counters.outer_steps
         self._attempt("changes.patch", self._invocations.begin, outer_steps + 1)
-        self._attempt("memory_log.csv", self._memory.log, "before training", outer_steps, [memory_use(run.devices)])
+        self._log_memory("before training", outer_steps, [memory_use(run.devices)])
         if initial:
             self._initial_metric = sum(evaluation.metric for evaluation in initial.values()) / len(initial)
         evaluating = run.counters.evaluation_seconds if initial else 0.0
@@ -188,7 +192,7 @@ class RunRecorder(Observer):
 
     def _write_logs(self, run: RunView, result: ClusterRound) -> None:
         wall_seconds = time.perf_counter() - self._started
-        self._attempt("memory_log.csv", self._memory.log, "after a round", result.outer_step, result.memory)
+        self._log_memory("after a round", result.outer_step, result.memory)
         self._attempt("node_log.csv", self._nodes.log, len(run.nodes), result)
         rows = {
             "step_loss_log.csv": round_log.step_rows(result),
@@ -199,6 +203,11 @@ class RunRecorder(Observer):
         }
         for name, table in self._tables.items():
             self._attempt(name, table.append, rows[name])
+
+    def _log_memory(self, stage: str, outer_step: int, processes: Sequence[Sequence[Use]]) -> None:
+        seconds = time.perf_counter() - self._started
+        rows = memory_rows(stage, outer_step, seconds, processes, self._memory_peaks)
+        self._attempt("memory_log.csv", self._memory.append, rows)
 
     def _log_round(self, run: RunView, result: ClusterRound) -> None:
         placement = {
@@ -246,8 +255,7 @@ class RunRecorder(Observer):
         for bar in (self._steps_bar, self._rounds_bar):
             if bar is not None:
                 bar.close()
-        uses = [memory_use(run.devices)]
-        self._attempt("memory_log.csv", self._memory.log, "end", run.counters.outer_steps, uses)
+        self._log_memory("end", run.counters.outer_steps, [memory_use(run.devices)])
         summary = self._summary(run, final, status)
         if final:
             summary["best_trainer"] = run.validation.best(final)
@@ -324,7 +332,7 @@ class RunRecorder(Observer):
             "wall_seconds": time.perf_counter() - self._started,
             "startup_seconds": self._startup_seconds,
             **self._nodes.summary(),
-            "memory_peaks": self._memory.peaks,
+            "memory_peaks": self._memory_peaks,
             "warnings": self._warning_entries(),
             "invocations": self._invocations.entries,
         }

@@ -249,7 +249,6 @@ def draw_memory(axes: Axes, run: RunData, x: str) -> None:
     axes.margins(y=0.1)
     axes.set_ylim(bottom=0)
     label_axes(axes, x, "", "Memory")
-    axes.set_xlabel("seconds since training began")
     axes.legend(fontsize=8, loc="lower right")
 
 
