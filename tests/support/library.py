@@ -18,8 +18,9 @@ def train_like_the_program(keys: dict, steps: int, arguments: dict) -> dict:
     data = load_data(config)
     model = initial_model(config, data, 0)
     rate = config.learning_rate_for_inner_opt
-    betas = tuple(config.adam_betas)
-    optimizer = torch.optim.AdamW(model.parameters(), rate, betas, weight_decay=config.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), rate, betas=(0.9, 0.99), weight_decay=config.weight_decay, fused=True
+    )
     inner_steps = config.number_of_inner_steps_between_outers
     worker = adloco.Worker(model, optimizer, inner_steps=inner_steps, seed=config.training_seed, **arguments)
     while worker.steps < steps:
