@@ -59,20 +59,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class Rank:
-    """The place of this process among all processes.
-
-    Attributes:
-        number: its rank.
-        count: number of processes.
-        local: its number on its machine.
-        local_count: number of processes on its machine.
-        machine: number of its machine.
-    """
+    """The place of this process among all processes."""
 
     number: int
     count: int
-    local: int
-    local_count: int
+    local: int  # its number on its machine
+    local_count: int  # processes on its machine
     machine: int
 
     @classmethod
@@ -93,34 +85,21 @@ class Rank:
 
 @dataclass(frozen=True)
 class Site:
-    """A process and the devices that it sees.
-
-    Attributes:
-        rank: number of the process.
-        machine: number of its machine.
-        devices: names of the devices by identity, which is unique on a machine.
-    """
+    """A process and the devices that it sees."""
 
     rank: int
     machine: int
-    devices: dict[str, str]
+    devices: dict[str, str]  # names by identity, which is unique on a machine
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a node.
+    """The place of a node."""
 
-    Attributes:
-        owner: rank of the process.
-        device: name of the device in that process.
-        identity: identity of the device, unique on the machine; of a GPU, in the whole run.
-        group: number of the device in the run.
-    """
-
-    owner: int
-    device: str
-    identity: str
-    group: int
+    owner: int  # rank of the process
+    device: str  # its name in that process
+    identity: str  # unique on the machine; of a GPU, in the whole run
+    group: int  # number of the device in the run
 
 
 def share_of(items: Sequence[T], index: int, parts: int) -> Sequence[T]:
@@ -171,13 +150,7 @@ def share_out(sites: Sequence[Site], nodes_per_device: int) -> tuple[Slot, ...]:
 def shard_group_sites(sites: Sequence[Site], size: int, place: int) -> list[Site]:
     """Join every `size` processes with consecutive ranks to a shard group, and return one site for each.
 
-    It is the site of the process at the given place in the shard group. The identity of its device joins those of all
-    devices of the shard group.
-
-    Args:
-        sites: one for each process, by rank, with one device each.
-        size: devices of a shard group.
-        place: number of this process in its shard group.
+    It is the site of the process at the given place in the shard group, with the joined identities of all its devices.
 
     Raises:
         ValueError: the processes do not make whole shard groups, each on one machine and with distinct devices.

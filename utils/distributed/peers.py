@@ -39,11 +39,6 @@ def exit_reason(code: int) -> str:
     return f"was killed ({name})" + ("; out of memory?" if code == -signal.SIGKILL else "")
 
 
-def is_lost_connection(error: RuntimeError) -> bool:
-    """True if a collective failed because of another process."""
-    return type(error).__name__.startswith("Dist") or "gloo" in str(error).lower()
-
-
 class PeerWatch:
     """Watches the processes that this one has started, and explains failed collectives.
 
@@ -94,8 +89,8 @@ class PeerWatch:
         try:
             yield
         except RuntimeError as error:
-            if not is_lost_connection(error):
-                raise
+            if not (type(error).__name__.startswith("Dist") or "gloo" in str(error).lower()):
+                raise  # not because of another process
             raise PeerLostError(self._reason(error, awaited)) from error
 
     def _reason(self, error: RuntimeError, awaited: Callable[[], Sequence[int]]) -> str:

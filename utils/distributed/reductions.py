@@ -262,14 +262,7 @@ def _present_workers(transport: Transport, owners: Sequence[int], own: Collectio
 
 
 class _OrderedMean(Mean):
-    """A mean summed in worker order, piece by piece: each process sums its part of a piece over all workers.
-
-    Args:
-        transport: connects the processes.
-        owners: the rank of each worker.
-        local: the workers of this process.
-        like: as for Mean, like the others.
-    """
+    """A mean summed in worker order, piece by piece: each process sums its part of a piece over all workers."""
 
     def __init__(
         self,
