@@ -47,6 +47,7 @@ from utils.config.yaml_reading import read_mapping, yaml_value
 from utils.distributed.devices import resolve_devices
 from utils.files import write_atomically, write_json_atomically
 from utils.run_layout import REPORT_FOLDER
+from utils.text import did_you_mean
 
 HERE = Path(__file__).resolve().parent
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -83,11 +84,14 @@ def parse_analysis_config(path: Path, overrides: Sequence[str]) -> AnalysisConfi
             if not separator:
                 raise ConfigError(f"{assignment}: an override must have the form key=value")
             values[key] = yaml_value(text)
+        unknown = [key for key in values if key not in names]
+        if unknown:
+            raise ConfigError([f"{key}: unknown key{did_you_mean(str(key), names)}" for key in unknown])
         return TypeAdapter(AnalysisConfig).validate_python(values)
     except yaml.YAMLError:
         raise ConfigError(f"{key}: value is not valid YAML: {text}") from None
     except ValidationError as error:
-        raise ConfigError(problem_lines(error, values, names)) from None
+        raise ConfigError(problem_lines(error, values)) from None
 
 
 # Model, data and sample

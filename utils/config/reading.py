@@ -42,7 +42,7 @@ IGNORED = {
 }
 
 # Characters of a wrong value that an error shows.
-_LONGEST_VALUE = 80
+_LONGEST_VALUE = 60
 
 _ADAPTERS = {
     name: TypeAdapter(entry.type, config=ConfigDict(coerce_numbers_to_str=True)) for name, entry in FIELDS.items()
