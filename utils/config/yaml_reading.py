@@ -1,6 +1,5 @@
 """YAML from people, perhaps from strangers: it cannot run code, crash the process or fill its memory."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +7,19 @@ import yaml
 
 from utils.config.schema import ConfigError
 
-# libyaml where PyYAML was built with it: a tenth of the time.
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # libyaml, if it is there, takes a tenth of the time
+    """Refuses a mapping with a key that is given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
 
 _MOST_LEVELS = 100
 _MOST_CHARACTERS = 10_000_000  # where all aliases are expanded
@@ -50,45 +60,20 @@ def yaml_value(text: str) -> Any:
         raise yaml.YAMLError(f"a value is not of its type: {error}") from None
 
 
-@dataclass
-class _Collection:
-    """A list or mapping that is being read; keys: of a mapping, None of a list."""
-
-    keys: set[str] | None
-    anchored: bool
-    children: int = 0  # keys count as well
-
-
 def _check(text: str) -> None:
     """Check events before values are made of them, which takes recursive calls that can overflow the stack."""
-    open_collections: list[_Collection] = []
+    anchored: list[bool] = []  # of each open list or mapping
     aliases = 0
     for event in yaml.parse(text, _Loader):
         if isinstance(event, yaml.CollectionEndEvent):
-            open_collections.pop()
-        if not isinstance(event, yaml.NodeEvent):
-            continue
-        if open_collections:
-            parent = open_collections[-1]
-            if parent.keys is not None and parent.children % 2 == 0:
-                _add_key(event, parent.keys)
-            parent.children += 1
+            anchored.pop()
         if isinstance(event, yaml.AliasEvent):
             aliases += 1
-            if any(each.anchored for each in open_collections):
+            if any(anchored):
                 raise yaml.MarkedYAMLError(problem="an alias inside an anchored value", problem_mark=event.start_mark)
         if isinstance(event, yaml.CollectionStartEvent):
-            keys = set() if isinstance(event, yaml.MappingStartEvent) else None
-            open_collections.append(_Collection(keys, event.anchor is not None))
-        if len(open_collections) > _MOST_LEVELS:
+            anchored.append(event.anchor is not None)
+        if len(anchored) > _MOST_LEVELS:
             raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=event.start_mark)
     if aliases * len(text) > _MOST_CHARACTERS:
         raise yaml.YAMLError("too many aliases")
-
-
-def _add_key(event: yaml.NodeEvent, keys: set[str]) -> None:
-    if not isinstance(event, yaml.ScalarEvent) or event.value == "<<":
-        return
-    if event.value in keys:
-        raise yaml.MarkedYAMLError(problem=f"{event.value} is given twice", problem_mark=event.start_mark)
-    keys.add(event.value)
