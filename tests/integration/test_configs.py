@@ -17,7 +17,6 @@ from configs import make_samples
 from fabrics.config_checks import CHECKS
 from fabrics.data.dataset_loader import load_data
 from fabrics.data.documents import Skipped, matching_files, whole_file
-from fabrics.data.python_docs import python_documents
 from tests.support import published
 from tests.support.helpers import TINY_ARCHITECTURE, Recorder
 from tests.support.programs import Programs
@@ -260,15 +259,6 @@ def test_packages_that_are_not_there_are_named(site, tmp_path):
     (site / "unlisted-1.5.dist-info" / "RECORD").unlink()
     with pytest.raises(ConfigError, match=r"^packages: no-such-one, unlisted: not installed by pip"):
         written_by(tmp_path / "packages", "no-such-one", "filelock", "unlisted")
-
-
-def test_a_real_package(tmp_path):
-    texts, _ = written_by(tmp_path / "packages", "filelock", "tqdm")
-    assert len(texts) > 60
-    assert not set(texts) & set(python_documents())
-    assert any("platform" in text and "lock" in text for text in texts)
-    runs = [make_samples.word_runs(text) for text in texts]
-    assert sum(map(len, runs)) < 1.15 * len(set().union(*runs))
 
 
 def test_the_packages_are_those_that_are_pinned(tmp_path):
