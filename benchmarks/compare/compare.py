@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.compare.report import write_overview, write_page
-from benchmarks.compare.results import Results, same_data
+from benchmarks.compare.results import Results, same_data, tuned_values
 from benchmarks.compare.runs import ComparisonError, Runner, completed, outcome
 from benchmarks.compare.search import halve
 from benchmarks.compare.spec import ROOT, ComparisonSpec, MethodSpec, Run, load_spec, make_run
@@ -27,20 +27,12 @@ from utils.distributed.launch import cores
 from utils.files import write_json_atomically
 
 PUBLISHED = ROOT / "docs" / "results"
-Tuned = dict[str, dict[str, Any]]
 Identity = tuple[str, int | None]
 
 
 def identity(spec: ComparisonSpec, run: Run) -> Identity:
     """What an outcome is recorded by: the run's id and the synchronous workers that are counted."""
     return run.id, spec.method(run.method).synchronous_workers
-
-
-def tuned_values(raw: Mapping[str, Any]) -> Tuned:
-    """Return the tuned values of the methods of recorded results, by a search or from another comparison."""
-    if "search" in raw:
-        return {name: entry["best"] for name, entry in raw["search"].items()}
-    return raw.get("found", {})
 
 
 def read_results(path: Path) -> dict[str, Any]:
@@ -95,12 +87,16 @@ def carry_out(path: Path, runner: Runner | None, folder: Path, merged: Sequence[
     tuned = spec.with_settings(tuned_values(tuning))
     known = recorded_outcomes(raw, spec)
     for other in merged:
-        known |= recorded_outcomes(read_results(other), spec)
+        if not other.exists():
+            raise ConfigError(f"--merge: {other} does not exist")
+        more = read_results(other)
+        known |= recorded_outcomes(more, spec)
+        raw = more | raw
     runs = [make_run(tuned, method, seed) for method in tuned.methods for seed in spec.reported_seeds]
     missing = [run for run in runs if identity(tuned, run) not in known]
-    if missing and runner is None:
-        raise ComparisonError(f"runs are missing: {', '.join(dict.fromkeys(run.method for run in missing))}")
     if missing:
+        if runner is None:
+            raise ComparisonError(f"runs are missing: {', '.join(dict.fromkeys(run.method for run in missing))}")
         runner.make(missing, path.stem)
     outcomes = []
     common = {key: raw[key] for key in ("metric", "parameters", "versions") if key in raw}
@@ -155,7 +151,7 @@ def _searched(spec: ComparisonSpec, method: MethodSpec, runner: Runner | None) -
     return {"best": best, "metric": metric, "runs": entries}
 
 
-def found_values(path: Path, spec: ComparisonSpec, folder: Path) -> Tuned:
+def found_values(path: Path, spec: ComparisonSpec, folder: Path) -> dict[str, dict[str, Any]]:
     """Return the values that the comparison `tuned_on` found for the methods, by name, or raise ConfigError."""
     name = f"{spec.tuned_on}.json"
     places = [folder / name, folder.parent / spec.tuned_on / name, PUBLISHED / name]

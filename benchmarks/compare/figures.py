@@ -9,7 +9,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from benchmarks.compare.results import Results, mean_curve
 from training_logs.showing.styles import make_figure
@@ -31,14 +31,14 @@ def _styles(results: Results) -> dict[str, dict[str, Any]]:
     return styles
 
 
-def _label(axes: Axes, results: Results, label: str, ends: list[float]) -> None:
-    """Label the axes and limit them to what tells the methods apart."""
+def _label(axes: Axes, results: Results, label: str, ends: list[float], shown: float) -> None:
+    """Label the axes and limit them; shown: fraction of the final metrics that are inside."""
     finals = sorted(value for name in results.methods for value in results.finals(name).values())
     axes.set_yscale("log")
     if results.sign > 0:
-        high = max(1.3 * finals[0], 1.1 * finals[int(0.9 * (len(finals) - 1))])
+        high = max(1.3 * finals[0], 1.1 * finals[int(shown * (len(finals) - 1))])
         axes.set_ylim(0.96 * finals[0], high)
-    axes.yaxis.set_major_locator(LogLocator(subs=np.arange(1.0, 10.0, 0.5)))
+    axes.yaxis.set_major_locator(MaxNLocator(10))
     axes.yaxis.set_major_formatter(FuncFormatter("{0:.3g}".format))
     axes.yaxis.set_minor_formatter(NullFormatter())
     if min(ends) == 0.0:
@@ -80,7 +80,7 @@ def draw_curves(results: Results) -> Figure:
             axes.fill_between(xs, values.min(0), values.max(0), color=styles[name]["color"], alpha=0.1, lw=0)
             marks = {"markevery": [len(xs) - 1], "ms": 6}
             axes.plot(xs, np.exp(np.log(values).mean(0)), label=results.labelled(name), **styles[name], **marks)
-        _label(axes, results, label, [max(results.ends(name, axis)) for name in _completed(results)])
+        _label(axes, results, label, [max(results.ends(name, axis)) for name in _completed(results)], 0.9)
     panels[0].set_ylabel(results.raw["metric"]["name"])
     _legend(figure, panels[0])
     return figure
@@ -100,7 +100,7 @@ def draw_ends(results: Results) -> Figure:
             style = {key: styles[name][key] for key in ("color", "marker")}
             used = statistics.fmean(results.ends(name, axis))
             axes.errorbar(used, mean, spread, ls="", ms=8, capsize=3, label=results.labelled(name), **style)
-        _label(axes, results, label, [statistics.fmean(results.ends(name, axis)) for name in _completed(results)])
+        _label(axes, results, label, [statistics.fmean(results.ends(name, axis)) for name in _completed(results)], 1.0)
     panels[0].set_ylabel(f"final {results.raw['metric']['name']}")
     _legend(figure, panels[0])
     return figure

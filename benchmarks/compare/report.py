@@ -8,7 +8,6 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -29,18 +28,12 @@ def _spread(values: Iterable[float]) -> str:
     return f"{mean} ± {statistics.stdev(values):.2f}" if len(values) > 1 else mean
 
 
-def _count(values: Sequence[float]) -> str:
-    """Mean of integers, with a decimal if it is small and not an integer."""
-    mean = statistics.fmean(values)
-    return f"{mean:,.0f}" if mean >= 100 or mean == round(mean) else f"{mean:,.1f}"
-
-
 def _amount(values: Sequence[float], axis: str) -> str:
     mean = statistics.fmean(values)
     if axis == "bytes_communicated":
         return byte_size(round(mean))
     if axis in ("tokens", "communications", "inner_steps"):
-        return _count(values)
+        return f"{mean:,.0f}" if mean >= 100 or mean == round(mean) else f"{mean:,.1f}"
     return f"{mean:,.0f} s" if mean >= 100 else f"{mean:.3g} s"
 
 
@@ -60,12 +53,11 @@ def _details(summary: str, *parts: str) -> str:
 def heading(results: Results) -> str:
     comparison = results.raw["comparison"]
     runs = results.runs[results.reference] or next(filter(None, results.runs.values()))
-    seeds = len(results.seeds)
     setting = [
         comparison["corpus"] or comparison["common"].get("dataset") or f"dataset of {comparison['base']}",
         f"{_millions(results.raw['parameters'])} parameters",
         f"{_millions(runs[0]['curves']['tokens'][-1])} tokens",
-        f"{seeds} seeds" if seeds > 1 else "one seed",
+        f"{len(results.seeds)} seeds" if len(results.seeds) > 1 else "one seed",
     ]
     return f"{comparison['title']} ({', '.join(setting)})"
 
@@ -151,15 +143,12 @@ def target_table(results: Results) -> str:
     return _table(("method", "runs that reach it", *axes.values()), rows)
 
 
-def _values(values: Mapping[str, Any]) -> str:
-    return ", ".join(as_override(*item) for item in values.items())
-
-
 def _tuning(results: Results) -> list[str]:
     """The section about a search, or about values found elsewhere; nothing without tuning."""
     raw = results.raw
     comparison = raw["comparison"]
-    rows = [(name, _values(results.tuned(name)) or "not tuned there") for name in results.methods]
+    overrides = {name: [as_override(*item) for item in results.tuned(name).items()] for name in results.methods}
+    rows = [(name, ", ".join(values) or "not tuned there") for name, values in overrides.items()]
     if "found" in raw:
         text = f"All values were found by the comparison {comparison['tuned_on']} and are used unchanged."
     elif "search" in raw:
@@ -209,6 +198,7 @@ def page(results: Results) -> str:
     networks = results.seconds(extrapolated=False)
     others = results.seconds(extrapolated=True)
     parts = [f"# {heading(results)}", caption(results), f"![Curves]({name}.png)"]
+    parts.append("A curve ends with a marker. Ends above the axis are cut here and shown in the next figure.")
     if results.runs[reference]:
         meaning = "" if results.raw["file"].startswith("/") else " ([meaning](../comparing.md#what-the-numbers-mean))"
         parts += [

@@ -68,12 +68,15 @@ def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float], lo
     return Difference(shown(mean), (shown(mean - half), shown(mean + half)), lower_is_better)
 
 
-def same_data(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    """Return True if two outcomes with one seed come from the same data.
+def tuned_values(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the tuned values of the methods of recorded results, by a search or from another comparison."""
+    if "search" in raw:
+        return {name: entry["best"] for name, entry in raw["search"].items()}
+    return raw.get("found", {})
 
-    Old outcomes have no digest of their data. The metric of the untrained model tells data apart as well, because it
-    depends on the tokenizer and the validation data.
-    """
+
+def same_data(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Return True if two outcomes come from the same data; without a digest, by the metric of the untrained model."""
     if "data" in ours and "data" in theirs:
         return ours["data"] == theirs["data"]
     return math.isclose(ours["curves"]["metric"][0], theirs["curves"]["metric"][0], rel_tol=1e-4)
@@ -114,10 +117,7 @@ class Results:
         return found
 
     def tuned(self, method: str) -> Mapping[str, Any]:
-        """Return the values that were found for a method, by a search or by another comparison."""
-        if "search" in self.raw:
-            return self.raw["search"][method]["best"]
-        return self.raw.get("found", {}).get(method, {})
+        return tuned_values(self.raw).get(method, {})
 
     def seconds(self, extrapolated: bool) -> dict[str, str]:
         """Return labels of the curves of simulated seconds: of the trained model, or extrapolated to another model."""

@@ -1,5 +1,6 @@
 """Comparisons: their files, recorded outcomes, and small ones through the command."""
 
+import contextlib
 import json
 import math
 import shutil
@@ -65,17 +66,15 @@ def test_wrong_comparison_is_refused_with_one_line_before_any_run(tmp_path, caps
 # Identity of runs and recorded outcomes
 
 
-def test_a_run_is_identified_by_the_settings_of_its_file(tmp_path):
+def test_run_is_identified_by_the_settings_of_its_file(tmp_path):
     comparison = load_spec(small_comparison(tmp_path))
     method = comparison.methods[0]
     run = make_run(comparison, method, 1)
-    assert make_run(comparison, method.model_copy(update={"name": "other"}), 1).id == run.id
-    assert make_run(comparison, method, 2).id != run.id
     third = make_run(comparison, method, 1, 1 / 3)
-    assert third.id != run.id
-    assert "max_tokens=2000" in third.overrides()
     own = make_run(comparison, method.with_settings({"sequence_length": 8}), 1)  # over the common settings
-    assert own.id != run.id
+    assert make_run(comparison, method.model_copy(update={"name": "other"}), 1).id == run.id
+    assert len({run.id, make_run(comparison, method, 2).id, third.id, own.id}) == 4
+    assert "max_tokens=2000" in third.overrides()
     assert "sequence_length=8" in own.overrides()
 
 
@@ -176,9 +175,7 @@ def test_a_search_tunes_methods_and_another_comparison_uses_its_values(tmp_path)
     runner = SyntheticRunner("a")
     again = carry_out(using, runner, tmp_path)
     assert again["found"] == {name: entry["best"] for name, entry in results["search"].items()}
-    assert [(run.method, run.seed) for run in runner.made] == [
-        (name, seed) for name in ("AdLoCo", "LocalSGD") for seed in (1, 2)
-    ]
+    assert len(runner.made) == 4
     for run in runner.made:
         assert again["found"][run.method].items() <= run.settings.items()
 
@@ -200,6 +197,8 @@ def test_outcomes_of_another_folder_are_merged_if_their_data_are_the_same(tmp_pa
     path.write_text(yaml.safe_dump(written))
     with pytest.raises(ComparisonError, match="runs are missing: AdLoCo, DiLoCo"):
         carry_out(path, None, tmp_path)
+    with pytest.raises(ConfigError, match="--merge: nowhere"):
+        carry_out(path, None, tmp_path, [Path("nowhere.json")])
     merged = carry_out(path, None, tmp_path, [other])
     assert [(entry["method"], entry["seed"]) for entry in merged["outcomes"]] == [
         (name, seed) for name in ("AdLoCo", "DiLoCo") for seed in (1, 2, 3)
@@ -267,7 +266,7 @@ def test_figures_show_every_method():
 
 
 @pytest.mark.parametrize(("status", "text"), [(1, "a round\n"), (1, "Traceback (most recent call last):\n"), (2, "")])
-def test_a_failed_run_is_made_again_unless_training_itself_failed(monkeypatch, tmp_path, status, text):
+def test_failed_run_is_made_again_unless_training_itself_failed(monkeypatch, tmp_path, status, text):
     comparison = load_spec(small_comparison(tmp_path))
     run = make_run(comparison, comparison.methods[0], 1)
     commands = []
@@ -284,16 +283,10 @@ def test_a_failed_run_is_made_again_unless_training_itself_failed(monkeypatch, t
     monkeypatch.setattr(runs.subprocess, "Popen", Program)
     monkeypatch.setattr(runs, "read_run", lambda folder: folder.name)
     runner = Runner(tmp_path, 1)
-    if (status, text) == (1, "a round\n"):
-        runner.make([run, run], "small")
-        runner.make([run], "small")
-        assert runner.data(run) == "run"
-        assert not list((tmp_path / run.id).glob("*/checkpoints"))
-        assert len(commands) == 1
-    else:
-        for _ in range(2):
-            with pytest.raises(ComparisonError, match=f"exit status {status}"):
-                runner.make([run], "small")
-        assert len(commands) == 2
-        assert runner.data(run) is None
+    training_failed = text == "a round\n"
+    for _ in range(2):
+        with contextlib.nullcontext() if training_failed else pytest.raises(ComparisonError, match=f"status {status}"):
+            runner.make([run, run], "small")
+    assert len(commands) == (1 if training_failed else 2)
+    assert runner.data(run) == ("run" if training_failed else None)
     assert commands[0] == ["--config", "config.yaml", *run.overrides(), *runs._ALONE, f"log_dir={tmp_path / run.id}"]

@@ -64,13 +64,10 @@ def test_simulated_time_of_statistics():
     assert simulated_seconds(parts, DEVICE, NETWORK) == pytest.approx([60 * 0.02 + 3 * (PROBED_PASS - 1) * 0.02])
 
 
-def test_simulated_time_of_trainers_side_by_side_in_turn_and_merging():
-    first = [row(1, trainer, 1, batch, bytes_merged=4_000) for trainer, batch in ((0, 10), (1, 5))]
-    merge = 0.5 + 8 * 4_000 / 8_000
-    side_by_side = made_run(first, [MergeRecord(1, 0, {0: 0.5, 1: 0.5})], nodes_per_gpu=2)
-    assert simulated_seconds(side_by_side, DEVICE, NETWORK) == pytest.approx([20 * 0.02 + merge])
-    in_turn = made_run(first, nodes_per_gpu=1)
-    assert simulated_seconds(in_turn, DEVICE, NETWORK) == pytest.approx([20 * 0.02 + 20 * 0.01])
+def test_simulated_time_of_trainers_side_by_side_and_in_turn():
+    rows = [row(1, trainer, 1, batch) for trainer, batch in ((0, 10), (1, 5))]
+    for nodes, seconds in ((2, 20 * 0.02), (1, 20 * 0.02 + 20 * 0.01)):
+        assert simulated_seconds(made_run(rows, nodes_per_gpu=nodes), DEVICE, NETWORK) == pytest.approx([seconds])
 
 
 def test_simulated_time_of_merging_and_of_nodes_that_come_to_a_trainer():
@@ -160,12 +157,6 @@ def test_an_exchange_with_time_to_hide_delays_only_the_step_that_waits_for_it(tm
     assert simulated_seconds(run, DEVICE, slow) == pytest.approx([0.25, 0.55])
     over_the_end = [(step, "synchronisation", "all", 1, 1_000.0, 1_000.0, 10, 15, 15) for step in (1, 2)]
     assert simulated_seconds(logged_run(tmp_path, rows, over_the_end), DEVICE, slow) == pytest.approx([0.2, 0.45])
-    # At 0.05 and 0.06: the second has the link from 0.2 on, and is there at 0.35.
-    together = [(1, "synchronisation", "all", 2, 1_000.0, 1_000.0, 14, 5, 6)]
-    assert simulated_seconds(logged_run(tmp_path, rows[:1], together), DEVICE, slow) == pytest.approx([0.35])
-    late = Network("very slow", 8e3, 0.0)  # 1 s each: one after the other on the link
-    run = logged_run(tmp_path, rows, events)
-    assert simulated_seconds(run, DEVICE, late) == pytest.approx([1.05 + 0.05, 3.05 + 0.05])
 
 
 def test_synchronous_training_is_counted_per_step():
