@@ -137,7 +137,7 @@ class Trainer:
             self._participants(len(self.nodes)),
             self.cursor.readings(len(self.nodes)),
             self._examples,
-            self.worker_group.step_times,
+            self.worker_group.active_steps if self.worker_group.fewer_steps else None,
         )
 
     def train_round(

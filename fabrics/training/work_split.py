@@ -23,9 +23,8 @@ _LEAST_MEASURED_STEPS = 2
 _PARTICIPANTS = (2,)
 _LOST_MESSAGES = (3,)
 
-# From the inner steps that each worker has time for, by number, those of the round, and the seconds of one inner step
-# of the fastest worker, to the inner steps of the round, from 0, in which each worker is active.
-StepTimes = Callable[[Mapping[int, int], int, float], Mapping[int, Sequence[int]]]
+# See WorkerGroup.active_steps.
+ActiveSteps = Callable[[Mapping[int, int], int, float], Mapping[int, Sequence[int]]]
 
 
 def scheduled_nodes(schedule: Sequence[Sequence[float]], progress: float) -> int:
@@ -87,7 +86,7 @@ class WorkSplit:
         participants: numbers of the workers that take part, in order.
         readings: where all workers read their examples.
         examples: all training examples.
-        step_times: when workers with fewer inner steps make them; None: all workers make every inner step.
+        fewer_steps: the active steps of workers that make fewer inner steps; None: all workers make every inner step.
 
     Attributes:
         plans: the micro-batches of one inner step, by participant. The sum is M ceil(B / M) examples, unless the
@@ -104,13 +103,13 @@ class WorkSplit:
         participants: Sequence[int],
         readings: Sequence[Reading],
         examples: Examples,
-        step_times: StepTimes | None = None,
+        fewer_steps: ActiveSteps | None = None,
     ):
         self._config = config
         self._workers = len(nodes)
         self._readings = readings
         self._examples = examples
-        self._step_times = step_times
+        self._fewer_steps = fewer_steps
         own = [nodes[worker].speed for worker in participants]
         if None in own:
             own = [1.0] * len(own)
@@ -139,7 +138,7 @@ class WorkSplit:
 
     def steps_in_time(self, inner_steps: int) -> dict[int, int]:
         """Inner steps of its own that each participant has time for in a round of `inner_steps`."""
-        if self._step_times is None:
+        if self._fewer_steps is None:
             return dict.fromkeys(self.plans, inner_steps)
         least = _LEAST_MEASURED_STEPS if self._config.node_speeds is None else 1
         own = steps_each(inner_steps, list(self.speeds.values()), least)
@@ -147,9 +146,9 @@ class WorkSplit:
 
     def active_steps(self, inner_steps: int) -> Mapping[int, Sequence[int]]:
         """The inner steps of the round, from 0, that each participant makes."""
-        if self._step_times is None:
+        if self._fewer_steps is None:
             return dict.fromkeys(self.plans, tuple(range(inner_steps)))
-        return self._step_times(self.steps_in_time(inner_steps), inner_steps, self.step_seconds)
+        return self._fewer_steps(self.steps_in_time(inner_steps), inner_steps, self.step_seconds)
 
     def examples_each(self, inner_steps: int) -> list[int]:
         """Examples of each worker in a round of `inner_steps`, by number; 0 if it rests."""

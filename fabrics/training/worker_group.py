@@ -23,7 +23,6 @@ from utils.config.schema import Config
 from utils.distributed.reductions import Mean, Messages, Workers
 
 if TYPE_CHECKING:
-    from fabrics.training.work_split import StepTimes
     from fabrics.training.worker import WorkerRound
     from utils.distributed.processes import Processes
 
@@ -259,20 +258,18 @@ class WorkerGroup:
         balance = self._config.balance
         return balance == "steps" or (balance == "equal" and self.method.capabilities.fewer_steps)
 
-    @property
-    def step_times(self) -> "StepTimes | None":
-        """When workers with fewer inner steps make them in the next round; None: all workers make every step."""
-        if not self.fewer_steps:
-            return None
-        values = self.values  # as they are now
+    def active_steps(
+        self, own_steps: Mapping[int, int], inner_steps: int, step_seconds: float
+    ) -> Mapping[int, Sequence[int]]:
+        """Return the inner steps of the next round, from 0, in which workers with fewer inner steps make them.
 
-        def active_steps(
-            own_steps: Mapping[int, int], inner_steps: int, step_seconds: float
-        ) -> Mapping[int, Sequence[int]]:
-            travel = in_steps(self.server_seconds(self.parameter_count), step_seconds)
-            return self.method.capabilities.active_steps(own_steps, inner_steps, values, travel)
-
-        return active_steps
+        Args:
+            own_steps: that each worker has time for, by number.
+            inner_steps: of the round.
+            step_seconds: of one inner step of the fastest worker.
+        """
+        travel = in_steps(self.server_seconds(self.parameter_count), step_seconds)
+        return self.method.capabilities.active_steps(own_steps, inner_steps, self.values, travel)
 
     def begin_round(self, weights: Sequence[float]) -> None:
         """Note the weights of the workers in this round, for means after it."""

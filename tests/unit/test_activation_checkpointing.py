@@ -20,7 +20,6 @@ from tests.support.helpers import (
     tiny_cluster,
     tiny_llama,
 )
-from utils.config.reading import parse_config
 from utils.config.schema import ConfigError
 
 MODELS = {
@@ -93,19 +92,3 @@ def test_a_run_that_recomputes_activations_has_the_same_bits():
 def test_a_module_that_cannot_recompute_is_refused():
     with pytest.raises(ConfigError, match="activation_checkpointing: must be false with model_type microllama"):
         light_cluster(activation_checkpointing=True)
-
-
-@pytest.mark.parametrize(
-    ("values", "key"),
-    [
-        ({"autocast": "float16"}, "autocast"),
-        ({"compile_model": "often"}, "compile_model"),
-        ({"offload": "gpu"}, "offload"),
-        ({"activation_checkpointing": 3}, "activation_checkpointing"),
-    ],
-)
-def test_impossible_values_are_refused_by_key(values, key):
-    with pytest.raises(ConfigError) as caught:
-        parse_config({"number_of_outer_steps": 1} | values)
-    (problem,) = caught.value.problems
-    assert problem.startswith(f"{key}: ")

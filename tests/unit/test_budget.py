@@ -177,13 +177,6 @@ def test_a_run_of_every_plannable_method_keeps_its_budget(name):
     assert 0.95 * budget <= used <= budget
 
 
-@pytest.mark.parametrize("name", ["DiLoCo", "EagerDiLoCo", "SparseLoCo"])
-def test_a_run_with_merges_keeps_its_budget_of_bytes(name):
-    values = {"number_of_initial_trainers": 2, "merge_frequency": 2}
-    budget = round(spent(name, communication_budget=12, **values).bytes_communicated)
-    assert 0.95 * budget <= spent(name, byte_budget=budget, **values).bytes_communicated <= 1.05 * budget
-
-
 @pytest.mark.parametrize("schedule", ["linear", "warmup_stable_decay"])
 def test_examples_of_unequal_length_need_no_additional_round(schedule):
     """The last examples may be short, so that more of them are needed; the learning rate falls to its end."""
