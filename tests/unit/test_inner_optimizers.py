@@ -1,4 +1,4 @@
-"""Inner optimisers against PyTorch's own on a copy of the model; and that their state is all that they remember."""
+"""Inner optimizers against PyTorch's own on a copy of the model; and that their state is all that they remember."""
 
 import copy
 
@@ -24,7 +24,7 @@ RATES = (0.01, 0.02, 0.015, 0.01, 0.005)
 
 
 def build(module: nn.Module, name: str, **values):
-    """A model model of this module, and an inner optimiser over it."""
+    """A model model of this module, and an inner optimizer over it."""
     model = FlatModel(module, CPU)
     return model, WorkerOptimizer(model, make_config(inner_optimizer=name, **values))
 
@@ -123,7 +123,7 @@ def test_adamw_and_sgd_are_torchs_own_over_the_flat_parameters(name):
 
 
 @pytest.mark.parametrize("name", list(INNER_OPTIMIZERS))
-def test_an_optimiser_with_the_state_of_another_goes_on_like_it(name):
+def test_an_optimizer_with_the_state_of_another_goes_on_like_it(name):
     """Whatever it knows of earlier steps is in the tensors of its state, by reference."""
     first, optimizer = build(tiny_llama(), name)
     for step in range(3):
@@ -181,7 +181,7 @@ def test_a_model_without_matrices_is_refused_by_muon_alone():
     check_inner_optimizer(make_config(inner_optimizer="muon"), FlatModel(tiny_llama(), CPU))
 
 
-def test_the_methods_own_optimiser_where_none_is_given_and_its_learning_rate():
+def test_the_methods_own_optimizer_where_none_is_given_and_its_learning_rate():
     values = {"lr_sgd": 0.5, "learning_rate_for_inner_opt": 0.1}
     for algorithm, given, name, rate in (
         ("DiLoCo", None, "adamw", 0.1),
