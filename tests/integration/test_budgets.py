@@ -108,6 +108,7 @@ def test_sequences_of_different_lengths_exceed_a_token_limit_by_less_than_one_st
                 "communication_budget": 20,
                 "nodes_per_gpu": 4,
                 "max_tokens": 6000,
+                "max_requested_batch": 24,  # larger batches leave fewer inner steps than rounds
                 "number_of_inner_steps_between_outers": 2,
             },
         ),
