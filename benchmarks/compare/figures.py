@@ -38,7 +38,7 @@ def _label(axes: Axes, results: Results, label: str, ends: list[float], shown: f
     if results.sign > 0:
         high = max(1.3 * finals[0], 1.1 * finals[int(shown * (len(finals) - 1))])
         axes.set_ylim(0.96 * finals[0], high)
-    axes.yaxis.set_major_locator(MaxNLocator(10))
+    axes.yaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter("{0:.3g}".format))
     axes.yaxis.set_minor_formatter(NullFormatter())
     if min(ends) == 0.0:
