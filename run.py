@@ -240,9 +240,7 @@ def prepared_run(
             locks.enter_context(lock_run_in_main(processes, resumed))
             agree_on_config(processes, config)
             warnings += place_nodes(processes, config)
-            cluster, recorder, folder = set_up(config, processes, resumed, early_log, started)
-            if not resumed:
-                locks.enter_context(lock_run_in_main(processes, folder))
+            cluster, recorder, folder = set_up(config, processes, resumed, locks, early_log, started)
         except (ConfigError, CheckpointError, PeerLostError) as error:
             processes.failed(str(error))
             raise
@@ -266,7 +264,12 @@ def read_config(options: argparse.Namespace, resumed: str | None) -> tuple["Conf
 
 
 def set_up(
-    config: "Config", processes: "Processes", resumed: str | None, early_log: "MemoryHandler", started: float
+    config: "Config",
+    processes: "Processes",
+    resumed: str | None,
+    locks: contextlib.ExitStack,
+    early_log: "MemoryHandler",
+    started: float,
 ) -> tuple["Cluster", "Observer", Path]:
     """Load the data and build the cluster, from the last checkpoint if the run is resumed.
 
@@ -284,6 +287,7 @@ def set_up(
     from training_logs.recording.records import Observer
     from training_logs.recording.run_folder import make_run_folder
     from utils.checkpoint.checkpoint import newest_checkpoint
+    from utils.checkpoint.run_lock import lock_run_in_main
     from utils.config.plugins import import_plugins
     from utils.config.resume import changes_since
     from utils.config.schema import ConfigError
@@ -304,6 +308,8 @@ def set_up(
             cluster.resume(checkpoint)
             cluster.warnings += changes
     folder = Path(resumed) if resumed else decided(processes, lambda: make_run_folder(config, data.dataset))
+    if not resumed:
+        locks.enter_context(lock_run_in_main(processes, folder))
     machines = processes.gather(machine(cluster.devices))
 
     def recorder() -> Observer:

@@ -17,6 +17,7 @@ from cluster import Cluster
 from tests.support.helpers import warnings_of
 from tests.support.runs import assert_same_run, summary, write_config
 from utils.checkpoint.checkpoint import Checkpoints, newest_checkpoint
+from utils.checkpoint.run_lock import lock_run
 from utils.distributed.processes import LocalProcesses
 
 ROUNDS = 3
@@ -284,6 +285,32 @@ def test_a_run_is_resumed_without_its_memory_log(whole, stopped, damage):
     (warning,) = warnings_of(stopped)
     assert warning.startswith("memory_log.csv begins anew: ")
     assert_same_run(stopped, whole, besides=("warnings",))
+
+
+@pytest.mark.parametrize(
+    "override", ["run_name=x\udcff", "log_dir=x\udcff", 'cache_dir="\\udcff"', 'text_files=["\udcff"]']
+)
+def test_text_that_is_not_utf8_is_refused(tmp_path, cache_dir, capsys, override):
+    config = write_config(tmp_path, cache_dir, **VALUES)
+    assert program.main(["--config", str(config), override]) == 2
+    (error,) = errors(capsys)
+    assert error.startswith(f"error: {override.partition('=')[0]}: value is not valid YAML: ")
+    assert not (tmp_path / "logs").exists()
+
+
+# Two programs
+
+
+def test_a_run_that_trains_keeps_its_folder_when_the_same_run_is_started_again(tmp_path, cache_dir, capsys):
+    """Both were started before the first had made its folder."""
+    config = write_config(tmp_path, cache_dir, **VALUES)
+    folder = tmp_path / "logs" / "whole"
+    folder.mkdir(parents=True)
+    with lock_run(folder):
+        assert program.main(["--config", str(config), "--resume", "auto"]) == 2
+    (error,) = errors(capsys)
+    assert error.startswith(f"error: {folder}: another process is training this run")
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["whole"]
 
 
 # Disks

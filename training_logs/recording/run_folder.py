@@ -14,6 +14,7 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from training_logs.trackers.clearml import resolved_mode
+from utils.checkpoint.run_lock import lock_run
 from utils.config.schema import Config, ConfigError
 from utils.files import nearest_existing_folder
 
@@ -121,7 +122,8 @@ def make_run_folder(config: Config, dataset: str) -> Path:
     names = [base, *(base.with_name(f"{base.name}_{number}") for number in range(2, 1000))]
     try:
         if config.run_name is not None and base.exists():
-            base.rename(next(folder for folder in names if not folder.exists()))
+            with lock_run(base):  # a run that was started at the same time would go on in two folders
+                base.rename(next(folder for folder in names if not folder.exists()))
         for folder in names:
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(parents=True)

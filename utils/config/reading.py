@@ -165,7 +165,7 @@ def _override(values: dict[str, Any], assignment: str, problems: list[str]) -> N
         return
     try:
         value = yaml_value(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, UnicodeEncodeError):  # bytes of a command line that are not UTF-8
         problems.append(f"{key}: value is not valid YAML: {text}")
         return
     first, *rest = key.split(".")
