@@ -22,6 +22,7 @@ from benchmarks.compare.runs import ComparisonError, Runner, completed, outcome
 from benchmarks.compare.search import halve
 from benchmarks.compare.spec import ROOT, ComparisonSpec, MethodSpec, Run, load_spec, make_run
 from configs import make_samples
+from training_logs.showing.run_data import RunFolderError
 from utils.config.schema import ConfigError
 from utils.distributed.launch import cores
 from utils.files import write_json_atomically
@@ -36,7 +37,17 @@ def identity(spec: ComparisonSpec, run: Run) -> Identity:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    """Read recorded results; empty if there are none.
+
+    Raises:
+        ConfigError: they are damaged.
+    """
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: damaged results ({error}): restore the file, or remove it") from None
 
 
 def recorded_outcomes(raw: Mapping[str, Any], spec: ComparisonSpec) -> dict[Identity, dict[str, Any]]:
@@ -189,7 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
             folder = options.output / "results" if options.output else Path("comparison") / path.stem
             try:
                 raw = carry_out(path, runner, folder, options.merge)
-            except ComparisonError as error:
+            except (ComparisonError, RunFolderError) as error:
                 problems.append(f"{path}: {error}")
                 continue
             folder.mkdir(parents=True, exist_ok=True)
@@ -200,6 +211,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print("\n".join(f"error: {problem}" for problem in [*problems, *error.problems]), file=sys.stderr)
         return 2
+    except OSError as error:
+        problems.append(f"results cannot be written: {error}; finished runs are kept, the same command continues")
     except KeyboardInterrupt:
         print("interrupted; finished runs are kept, the same command continues", file=sys.stderr)
         return 130

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from benchmarks.compare.accounting import simulated_seconds, usage
 from benchmarks.compare.results import simulated_axis
 from benchmarks.compare.spec import ROOT, ComparisonSpec, Run
-from training_logs.showing.run_data import RunData, read_run
+from training_logs.showing.run_data import RunData, damage_reported, read_run
 from utils.files import write_json_atomically
 
 _ALONE = ("processes=1", "cpu_threads=1", "clearml=off", "plot_at_end=false")
@@ -41,7 +41,10 @@ class Runner:
     def data(self, run: Run) -> RunData | None:
         """Read the folder of a run that completed or was stopped by an error of training; None: not made yet."""
         path = self.folder / run.id / "run.json"
-        return read_run(path.parent / json.loads(path.read_text(encoding="utf-8"))["folder"]) if path.exists() else None
+        if not path.exists():
+            return None
+        with damage_reported(path.parent):
+            return read_run(path.parent / json.loads(path.read_text(encoding="utf-8"))["folder"])
 
     def make(self, runs: Iterable[Run], title: str) -> None:
         """Make the missing runs; an interrupted run starts again. Raise ComparisonError if some failed."""

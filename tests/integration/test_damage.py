@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import resource
 import shutil
@@ -13,7 +14,10 @@ import pytest
 import torch
 
 import run as program
+from benchmarks.compare import compare
+from benchmarks.compare.spec import load_spec, make_run
 from cluster import Cluster
+from tests.support.comparisons import small_comparison
 from tests.support.helpers import warnings_of
 from tests.support.runs import assert_same_run, summary, write_config
 from utils.checkpoint.checkpoint import Checkpoints, newest_checkpoint
@@ -287,14 +291,12 @@ def test_a_run_is_resumed_without_its_memory_log(whole, stopped, damage):
     assert_same_run(stopped, whole, besides=("warnings",))
 
 
-@pytest.mark.parametrize(
-    "override", ["run_name=x\udcff", "log_dir=x\udcff", 'cache_dir="\\udcff"', 'text_files=["\udcff"]']
-)
+@pytest.mark.parametrize("override", ["run_name=x\udcff", "log_dir=x\udcff", 'text_files=["\udcff"]'])
 def test_text_that_is_not_utf8_is_refused(tmp_path, cache_dir, capsys, override):
     config = write_config(tmp_path, cache_dir, **VALUES)
     assert program.main(["--config", str(config), override]) == 2
     (error,) = errors(capsys)
-    assert error.startswith(f"error: {override.partition('=')[0]}: value is not valid YAML: ")
+    assert error.startswith(f"error: {override.partition('=')[0]}: must be UTF-8 text, got ")
     assert not (tmp_path / "logs").exists()
 
 
@@ -394,3 +396,24 @@ def test_a_clock_that_is_set_changes_nothing(whole, stopped, monkeypatch, days):
     assert resume(stopped) == 0
     assert warnings_of(stopped) == []
     assert_same_run(stopped, whole)
+
+
+# Comparisons
+
+
+@pytest.mark.parametrize("damage", ["flipped at the start", "junk", "zeros", "cut", "empty"])
+@pytest.mark.parametrize("name", ["results/small.json", "run.json"])
+def test_damage_to_a_comparison_is_one_line(tmp_path, capsys, name, damage):
+    path = small_comparison(tmp_path)
+    comparison = load_spec(path)
+    damaged = tmp_path / name
+    if name == "run.json":
+        run = make_run(comparison, comparison.methods[0], comparison.seeds[0])
+        damaged = tmp_path / "runs" / run.id / name
+    damaged.parent.mkdir(parents=True)
+    damaged.write_text(json.dumps({"folder": "nowhere", "settings": {}}))
+    DAMAGE[damage](damaged)
+    status = compare.main([str(path), "--output", str(tmp_path), "--runs", str(tmp_path / "runs")])
+    assert status == (1 if name == "run.json" else 2)
+    (error,) = errors(capsys)
+    assert str(damaged.parent if name == "run.json" else damaged) in error

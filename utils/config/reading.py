@@ -165,8 +165,11 @@ def _override(values: dict[str, Any], assignment: str, problems: list[str]) -> N
         return
     try:
         value = yaml_value(text)
-    except (yaml.YAMLError, UnicodeEncodeError):  # bytes of a command line that are not UTF-8
+    except yaml.YAMLError:
         problems.append(f"{key}: value is not valid YAML: {text}")
+        return
+    except UnicodeEncodeError:
+        problems.append(f"{key}: must be UTF-8 text, got {text!a}")
         return
     first, *rest = key.split(".")
     path = [ALIASES.get(first, first), *rest]
