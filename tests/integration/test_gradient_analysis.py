@@ -17,7 +17,13 @@ from algorithms.batch.per_example import SampleStatistics
 from configs.make_samples import write_imdb
 from fabrics.training.flat_model import FlatModel
 from gradient_analysis import gradient_analysis
-from gradient_analysis.gradient_analysis import AnalysisConfig, analyse, parse_analysis_config, resolve_model
+from gradient_analysis.gradient_analysis import (
+    AnalysisConfig,
+    analyse,
+    parse_analysis_config,
+    resolve_model,
+    run_folder_of,
+)
 from gradient_analysis.gradients import Gradients, distribution, draw_batches, noise_scale, power_law, requests
 from tests.support.helpers import CPU, make_config, padded, separable_texts, tiny_bert, tiny_llama, use_torch_norms
 from tests.support.runs import record_run, table_of
@@ -427,6 +433,14 @@ def test_a_run_folder_stands_for_its_best_model_and_its_own_configuration(analys
     assert training.model_config == {"name": str(model), "pretrained": True}
     one = run / "model_weights" / "trainer_1"
     assert resolve_model(AnalysisConfig(model=str(one)))[1] == one
+
+
+def test_a_folder_with_a_configuration_alone_is_no_run_folder(tmp_path):
+    (tmp_path / "config.yaml").write_text("")
+    (tmp_path / "model").mkdir()
+    assert run_folder_of(tmp_path / "model") is None
+    (tmp_path / "model_training_report").mkdir()
+    assert run_folder_of(tmp_path / "model") == tmp_path.resolve()
 
 
 def test_a_given_configuration_wins_over_that_of_the_run(analysed, tmp_path):
