@@ -4,13 +4,13 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from algorithms.nodes.async_clock import PRECISION, forget, time_of
 from algorithms.synchronisation.group import Group, LocalWorker, WorkerMessages
-from algorithms.synchronisation.method import Capabilities, Method, evenly_spread
+from algorithms.synchronisation.method import Capabilities, Method, evenly_spread, require
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,7 @@ class DelayedNesterov(Method):
     state = ("velocity", "buffer")
 
     def __post_init__(self):
-        for name in ("buffer", "steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: must be a positive integer, got {value}")
+        require(self, "a positive integer", lambda value: value >= 1, "buffer", "steps")
         if self.steps is not None and self.dynamic_steps:
             raise ValueError(f"steps: must be null with dynamic_steps, got {self.steps}")
 
@@ -72,8 +69,6 @@ class DelayedNesterov(Method):
             active_steps=evenly_spread if self.steps is None else self._active_steps,
         )
 
-    # One arrival of each worker per round
-
     def incoming(self, group: Group) -> WorkerMessages:
         return group.messages(tensors=1, through="server")
 
@@ -83,8 +78,6 @@ class DelayedNesterov(Method):
     def apply(self, group: Group, arrived: Mapping[int, Sequence[torch.Tensor]]) -> None:
         order = sorted(arrived, key=lambda worker: (group.clock.seconds[worker], worker))
         self._serve(group, arrived, order)
-
-    # Arrivals after a number of each worker's own steps
 
     def stops(self, group: Group) -> Sequence[int]:
         if self.steps is None:
@@ -164,15 +157,14 @@ class DelayedNesterov(Method):
         forget(values, workers)
 
 
-@dataclass(frozen=True)
-class Legs:
-    """One worker's round.
+class Legs(NamedTuple):
+    """One worker's round, in inner steps of the round.
 
     Attributes:
-        made: the time of each of its steps, in inner steps of the round.
+        made: the time of each of its steps.
         ends: the times of its arrivals.
         begun: steps of the current leg made by the end of the round.
-        late: inner steps from then until its answer is there; negative: the fraction of the next step that is done.
+        late: from then until its answer is there; negative: the fraction of the next step that is done.
     """
 
     made: tuple[Fraction, ...]
@@ -186,15 +178,8 @@ class Legs:
         return tuple(math.ceil(time) - 1 for time in self.made)
 
 
-@dataclass(frozen=True)
-class LegRound:
-    """The round of all workers.
-
-    Attributes:
-        legs: of each worker, by number.
-        arrivals: (time, worker), by time, ties in worker order.
-        values: to remember after the round, by name.
-    """
+class LegRound(NamedTuple):
+    """The legs of each worker, the arrivals (time, worker) in order, and the values to remember after the round."""
 
     legs: Mapping[int, Legs]
     arrivals: list[tuple[Fraction, int]]
@@ -216,17 +201,15 @@ def leg_round(
         server_steps: inner steps of the round until the server has answered.
     """
     legs = {}
-    arrivals = []
     after: dict[str, float] = {}
     for worker, own in own_steps.items():
         begun = int(values.get(f"begun_{worker}", 0))
         late = Fraction(values.get(f"late_{worker}", 0.0)).limit_denominator(PRECISION)
         found = legs[worker] = legs_of(own, inner_steps, leg, begun, late, server_steps)
-        arrivals += [(time, worker) for time in found.ends]
         after[f"begun_{worker}"] = found.begun
         if found.late:
             after[f"late_{worker}"] = float(found.late)
-    return LegRound(legs, sorted(arrivals), after)
+    return LegRound(legs, sorted((time, worker) for worker, own in legs.items() for time in own.ends), after)
 
 
 def legs_of(

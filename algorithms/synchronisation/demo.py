@@ -10,7 +10,7 @@ import torch
 from algorithms.flat import Block, Part, read_part, write_part
 from algorithms.synchronisation.encodings.sparse import Chunks, TopK, add_at
 from algorithms.synchronisation.group import Group, LocalWorker, WorkerMean, WorkerMessages
-from algorithms.synchronisation.method import Capabilities, Method
+from algorithms.synchronisation.method import Capabilities, Method, require
 
 
 @dataclass(frozen=True)
@@ -47,24 +47,23 @@ class DeMo(Method):
     worker_state = ("momentum",)
 
     def __post_init__(self):
-        for name in ("chunk", "top_k"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: must be a positive integer, got {getattr(self, name)}")
-        if self.top_k > self.chunk**2:
-            raise ValueError(f"top_k: must be at most chunk x chunk, {self.chunk**2}, got {self.top_k}")
-        if not 0.0 <= self.decay <= 1.0:
-            raise ValueError(f"decay: must be from 0 to 1, got {self.decay}")
+        require(self, "a positive integer", lambda value: value >= 1, "chunk", "top_k")
+        require(self, f"at most chunk x chunk, {self.chunk**2}", lambda value: value <= self.chunk**2, "top_k")
+        require(self, "from 0 to 1", lambda value: 0 <= value <= 1, "decay")
 
     def matrices(self, blocks: Sequence[Block]) -> "tuple[Matrices, ...]":
         """Return the tensors of these blocks as matrices cut into tiles."""
         return matrices_of(tuple(blocks), self.chunk, self.top_k)
 
+    def _message_bytes(self, blocks: Sequence[Block], dtype: torch.dtype) -> int:
+        return sum(matrices.top_k.bytes(dtype) for matrices in self.matrices(blocks))
+
     def incoming(self, group: Group) -> WorkerMessages | WorkerMean:
         if group.lone:
             return group.mean(kind="parameters")
         dtype = group.outer.message_dtype
-        size = _message_bytes(self.matrices(group.model.full_tensors.blocks), dtype)
-        return group.messages(size, total_size=_message_bytes(self.matrices(group.model.blocks), dtype))
+        size = self._message_bytes(group.model.full_tensors.blocks, dtype)
+        return group.messages(size, total_size=self._message_bytes(group.model.blocks, dtype))
 
     def message(self, worker: LocalWorker, group: Group) -> torch.Tensor:
         full_tensors = group.model.full_tensors
@@ -104,10 +103,6 @@ class DeMo(Method):
             direction = matrices.inverse(mean).sign_()
             write_part(full, matrices.part, read_part(full, matrices.part).sub_(direction, alpha=lr))
         full_tensors.scatter(full, group.shared["parameters"])
-
-
-def _message_bytes(all_matrices: "Sequence[Matrices]", dtype: torch.dtype) -> int:
-    return sum(matrices.top_k.bytes(dtype) for matrices in all_matrices)
 
 
 @functools.lru_cache(maxsize=64)
@@ -164,13 +159,8 @@ def matrices_of(blocks: tuple[Block, ...], chunk: int, top_k: int) -> tuple[Matr
         by_sides.setdefault((high, block.size // high), []).append(block.slice)
     found = []
     for (high, wide), part in by_sides.items():
-        s0 = _largest_divisor(high, chunk)
-        s1 = _largest_divisor(wide, chunk)
+        s0, s1 = (max(size for size in range(1, min(chunk, side) + 1) if side % size == 0) for side in (high, wide))
         grid = (high // s0, wide // s1)
         kept = Chunks(1, s0 * s1, min(top_k, s0 * s1))
         found.append(Matrices(part, grid, (s0, s1), TopK(len(part) * math.prod(grid), (kept,))))
     return tuple(found)
-
-
-def _largest_divisor(side: int, most: int) -> int:
-    return max(divisor for divisor in range(1, min(most, side) + 1) if side % divisor == 0)

@@ -1,18 +1,22 @@
 """FDA: workers synchronise when an estimate of their variance says so (arXiv 2405.20988)."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from algorithms.flat import inner_product, sketch
+from algorithms.flat import inner_product
 from algorithms.synchronisation.group import Group
-from algorithms.synchronisation.method import Capabilities, Method
+from algorithms.synchronisation.method import Capabilities, Method, require
 
 # Checks in a row that all synchronise, after which the threshold seems to be too low.
 _SATURATED = 20
+# The AMS sketch of the paper, with the error that the authors' code expects of it.
+_ROWS = 5
+_WIDTH = 250
+_SKETCH_ERROR = _WIDTH**-0.5
 
 
 @dataclass(frozen=True)
@@ -56,17 +60,12 @@ class FDA(Method):
     keeps = "replica"
 
     def __post_init__(self):
-        if self.threshold is not None and not 0 <= self.threshold < float("inf"):
-            raise ValueError(f"threshold: must be a number that is not negative, got {self.threshold}")
-        if self.threshold is not None and self.calibrate is not None:
-            raise ValueError(f"calibrate: must be null with a threshold, got {self.calibrate}")
-        for name in ("calibrate", "check_every", "max_inner_steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: must be a positive number, got {value}")
-        if self.max_inner_steps is not None and self.check_every > self.max_inner_steps:
-            most = self.max_inner_steps
-            raise ValueError(f"check_every: must be at most max_inner_steps, {most}, got {self.check_every}")
+        require(self, "a number that is not negative", lambda value: 0 <= value < math.inf, "threshold")
+        require(self, "a positive number", lambda value: value >= 1, "calibrate", "check_every", "max_inner_steps")
+        if self.threshold is not None:
+            require(self, "null with a threshold", lambda value: False, "calibrate")
+        most = self.max_inner_steps or math.inf
+        require(self, f"at most max_inner_steps, {most}", lambda value: value <= most, "check_every")
 
     @property
     def state(self) -> tuple[str, ...]:
@@ -101,16 +100,16 @@ class FDA(Method):
 
     def _too_far_apart(self, group: Group) -> bool:
         point = group.shared["synchronised"]
-        linear = self.monitor == "linear"
-        total = group.model.shard_group.sum
-        incoming = group.mean(point.new_empty(LINEAR_SIZE if linear else SKETCH_SIZE), "monitor")
+        elements = 2 if self.monitor == "linear" else 1 + _ROWS * _WIDTH
+        incoming = group.mean(point.new_empty(elements), "monitor")
         for worker in group.local_workers:
             drift = worker.parameters - worker.to_device(point)
-            if linear:
-                local_state = linear_state(drift, worker.to_device(group.shared["direction"]), total)
+            if self.monitor == "linear":
+                product = inner_product(worker.to_device(group.shared["direction"]), drift).view(1)
+                rest = group.model.shard_group.sum(product)
             else:
-                local_state = sketch_state(drift, group.model.sketch, total)
-            incoming.add(worker, local_state)
+                rest = group.model.sketch(drift, 0, _WIDTH, _ROWS)
+            incoming.add(worker, torch.cat([_squared_norm(drift, group), rest.to(drift.dtype)]))
         mean = incoming.result()
         too_far = mean is not None and variance_estimate(mean) > self._threshold(group.values)
         if not group.lone:
@@ -119,18 +118,6 @@ class FDA(Method):
 
     def _threshold(self, values: Mapping[str, float]) -> float:
         return values["threshold"] if self.threshold is None else self.threshold
-
-    def warning(self, values: Mapping[str, float]) -> str | None:
-        if values.get("synchronised_checks", 0) < _SATURATED:
-            return None
-        return (
-            f"the threshold of FDA, {self._threshold(values):.3g}, decides nothing: workers synchronised at "
-            f"{_SATURATED} checks in a row; raise synchronisation.threshold"
-        )
-
-    def restarted(self, values: dict[str, float], workers: Collection[int] | None) -> None:
-        if workers is None:
-            values["since"] = 0
 
     def _synchronise(self, group: Group) -> None:
         shared = group.shared
@@ -158,57 +145,38 @@ class FDA(Method):
         values = group.values
         incoming = group.mean(centre.new_empty(1), "monitor")
         for worker in group.local_workers:
-            distance = worker.parameters - worker.to_device(centre)
-            incoming.add(worker, squared_norm(distance, group.model.shard_group.sum))
-        variance = incoming.result().item()
+            incoming.add(worker, _squared_norm(worker.parameters - worker.to_device(centre), group))
         number = values.get("calibrated", 0) + 1
         values["calibrated"] = number
-        values["weighted"] = values.get("weighted", 0.0) + number ** (1 / 3) * variance
+        values["weighted"] = values.get("weighted", 0.0) + number ** (1 / 3) * incoming.result().item()
         if number >= (self.calibrate or 3):
             values["threshold"] = values["weighted"] / sum(i ** (1 / 3) for i in range(1, number + 1))
 
+    def restarted(self, values: dict[str, float], workers: Collection[int] | None) -> None:
+        if workers is None:
+            values["since"] = 0
 
-# The AMS sketch of the paper, with the error that the authors' code expects of it.
-_ROWS = 5
-_WIDTH = 250
-_SKETCH_ERROR = _WIDTH**-0.5
-
-# Elements of a worker's local state.
-LINEAR_SIZE = 2
-SKETCH_SIZE = 1 + _ROWS * _WIDTH
-
-# Adds up what the devices that share a model know of their parts.
-Total = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _one_device(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    def warning(self, values: Mapping[str, float]) -> str | None:
+        if values.get("synchronised_checks", 0) < _SATURATED:
+            return None
+        return (
+            f"the threshold of FDA, {self._threshold(values):.3g}, decides nothing: workers synchronised at "
+            f"{_SATURATED} checks in a row; raise synchronisation.threshold"
+        )
 
 
-def squared_norm(vector: torch.Tensor, total: Total = _one_device) -> torch.Tensor:
-    """Return the squared norm, [1]."""
-    return total(inner_product(vector, vector).view(1)).to(vector.dtype)
-
-
-def linear_state(drift: torch.Tensor, direction: torch.Tensor, total: Total = _one_device) -> torch.Tensor:
-    """Return |u|^2 and <direction, u>, [2]."""
-    products = torch.stack([inner_product(drift, drift), inner_product(direction, drift)])
-    return total(products).to(drift.dtype)
-
-
-def sketch_state(drift: torch.Tensor, sketched: Callable = sketch, total: Total = _one_device) -> torch.Tensor:
-    """Return |u|^2 and a sketch of u with the signs that all workers use; sketched: as `sketch`."""
-    return torch.cat([squared_norm(drift, total), sketched(drift, 0, _WIDTH, _ROWS)])
+def _squared_norm(drift: torch.Tensor, group: Group) -> torch.Tensor:
+    return group.model.shard_group.sum(inner_product(drift, drift).view(1)).to(drift.dtype)
 
 
 def variance_estimate(mean_state: torch.Tensor) -> float:
-    """Return the estimated variance of the workers, from the mean of their local states.
+    """Return the estimated variance of the workers, from the mean of |u|^2 with <xi, u>, or with a sketch of u.
 
-    linear: never below the variance if the direction has norm 1. sketch: the median over the rows is |mean u|^2 within
-    its error with high probability, and after division by 1 + error hardly ever above it.
+    linear: never below the variance if xi has norm 1. sketch: the median over the rows is |mean u|^2 within its error
+    with high probability, and after division by 1 + error hardly ever above it.
     """
     squared = mean_state[0].item()
     rest = mean_state[1:].double()
-    if len(mean_state) == LINEAR_SIZE:
+    if len(rest) == 1:
         return squared - rest.item() ** 2
     return squared - rest.view(_ROWS, _WIDTH).square().sum(1).median().item() / (1 + _SKETCH_ERROR)

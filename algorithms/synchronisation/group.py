@@ -1,8 +1,8 @@
 """The workers of a trainer at a stop of a round, as their synchronisation method sees them.
 
-Everything that workers send each other goes through an accumulator of this file, and is counted here and nowhere else:
-create it, `add` each local worker's tensor or message, then ask for the `result`. All processes create the same
-accumulators in the same order, so a method may branch on nothing that only some of them know.
+Everything that workers send each other goes through an accumulator of this file and is counted here: create it, `add`
+each local worker's tensor or message, then ask for the `result`. All processes create the same accumulators in the same
+order, so a method may branch on nothing that only some of them know.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -59,10 +59,8 @@ class Event:
 
     def sending(self, workers: Sequence[int]) -> Sending:
         """Return the event for a virtual clock; workers: the numbers of the participants, in order."""
-        if self.by is None:
-            return Sending(self.step, self.sent, self.received, self.behind, self.through, self.kind)
-        by = tuple(place for place, worker in enumerate(workers) if worker in self.by)
-        share = len(workers) / len(by)
+        by = None if self.by is None else tuple(place for place, worker in enumerate(workers) if worker in self.by)
+        share = 1 if by is None else len(workers) / len(by)
         sent = share * self.sent
         received = share * self.received
         return Sending(self.step, sent, received, self.behind, self.through, self.kind, by=by)
@@ -126,13 +124,8 @@ class Clock:
 
 @dataclass
 class Inner:
-    """The inner step, for methods that update the shared parameters at every one.
-
-    Attributes:
-        weight_decay: the configured one.
-        update: make the inner optimizer's step of the shared parameters with a gradient [n].
-        learning_rate: of the last inner step; before a round's first one, of that.
-    """
+    """The inner step: the configured weight decay, the inner optimizer's step of the shared parameters with a gradient
+    [n], and the learning rate of the last inner step, or of the first one before it."""
 
     weight_decay: float
     update: Callable[[torch.Tensor], None]
@@ -141,13 +134,7 @@ class Inner:
 
 @dataclass(frozen=True)
 class Outer:
-    """The configuration of outer steps.
-
-    Attributes:
-        learning_rate: learning_rate_for_outer_opt.
-        momentum: outer_momentum.
-        message_dtype: the type of elements in a method's own messages, by communication_dtype.
-    """
+    """The configuration of outer steps, and the type of elements in a method's own messages."""
 
     learning_rate: float
     momentum: float
@@ -167,9 +154,8 @@ class Group:
         values: plain numbers that the method keeps, by name; the same in every process.
         weights: the weight of each worker in a mean, by number; 0 if it rests. They sum to 1.
         local_workers: the workers of this process that take part and are well, in order.
-        model: the flat model (fabrics.training.flat_model). If several devices share it, [n] is this device's part, and
-            these need all parts: `norm`, `distance`, `sketch`, `local_places`, `whole_size`, `full_tensors` and
-            `shard_group.sum`.
+        model: the flat model (fabrics.training.flat_model), which knows about all parts if several devices share it and
+            [n] is this device's.
         clock: the position in the round, and simulated times.
         inner: the inner step.
         outer: the configuration of the outer step.
@@ -199,8 +185,7 @@ class Group:
         self._workers = workers
         self._generator = generator
         self._present = [worker for worker, weight in enumerate(weights) if weight]
-        # A lone worker sends nothing.
-        self._events = events if len(self._present) > 1 else []
+        self._events = events if len(self._present) > 1 else []  # a lone worker sends nothing
 
     @property
     def lone(self) -> bool:
@@ -229,13 +214,15 @@ class Group:
             behind: inner steps that may be made before anybody waits for it.
             part: the part of the flat tensors that is averaged; None: all.
             weights: of the workers that send theirs to a server, by number; None: all send, to each other.
-            elements: in the mean, over all devices that share the model; None: as many as `like` has on each, or, for
-                a monitor, which every device knows, on one.
+            elements: in the mean, over all devices that share the model; None: as many as `like` has, on all of them or
+                (monitor) on one.
         """
         like = self.shared["parameters"] if like is None else like
         encoding = PLAIN if kind in _EXACT_KINDS else self._workers.encoding
-        if elements is None:
-            elements = like.numel() if kind == "monitor" else self._elements(like)
+        if elements is None and like.numel() == self.shared["parameters"].numel():
+            elements = self.model.parameter_count  # without the gaps between the model's tensors
+        elif elements is None:
+            elements = like.numel() * (1 if kind == "monitor" else self.model.shard_group.size)
         workers = len(self._present)
         if weights is None:
             sent = received = encoding.reduction_bytes(workers, elements, like.dtype) / workers
@@ -309,40 +296,32 @@ class Group:
         accumulator = self._workers.messages(size, recipients)
         return WorkerMessages(accumulator, event, self._events, encoding, tensors, like)
 
-    def _elements(self, like: torch.Tensor) -> int:
-        """Elements of a flat tensor over all devices, without the gaps between the model's tensors."""
-        full = like.numel() == self.shared["parameters"].numel()
-        return self.model.parameter_count if full else like.numel() * self.model.shard_group.size
 
-
+@dataclass
 class WorkerMean:
     """A mean over all workers of a group; see `Group.mean`."""
 
-    def __init__(
-        self,
-        accumulator: Any,
-        event: Event,
-        events: list[Event],
-        encoding: Encoding,
-        like: torch.Tensor,
-        part: Part | None,
-    ):
-        self._accumulator = accumulator
-        self._event = event
-        self._events = events
-        self._encoding = encoding
-        self._like = like
-        self._part = part
+    _accumulator: Any
+    _event: Event
+    _events: list[Event]
+    _encoding: Encoding
+    _like: torch.Tensor
+    _part: Part | None
 
     def add(self, worker: LocalWorker, tensor: torch.Tensor) -> None:
         """Add the tensor of the next worker of this process; it may be overwritten."""
         if self._accumulator is None:
             return
         error = worker.state.get(ERROR) if self._event.kind == "synchronisation" else None
-        if error is None:
-            encoded = self._encoding.encode(tensor)
-        else:
-            encoded = encode_with_feedback(self._encoding, tensor, error, self._part)
+        if error is not None:  # error feedback, arXiv 1901.09847
+            tensor.add_(read_part(error, self._part))
+        encoded = self._encoding.encode(tensor)
+        if error is not None:
+            arrived = self._encoding.decode(encoded, tensor.dtype)[: tensor.numel()]
+            if self._part is None:
+                torch.sub(tensor, arrived, out=error)
+            else:
+                write_part(error, self._part, tensor - arrived)
         self._accumulator.add(worker.index, encoded)
 
     def result(self) -> torch.Tensor | None:
@@ -354,24 +333,16 @@ class WorkerMean:
         return mean if count else None
 
 
+@dataclass
 class WorkerMessages:
     """Messages between the workers of a group; see `Group.messages`."""
 
-    def __init__(
-        self,
-        accumulator: Any,
-        event: Event,
-        events: list[Event],
-        encoding: Encoding,
-        tensors: int,
-        like: torch.Tensor,
-    ):
-        self._accumulator = accumulator
-        self._event = event
-        self._events = events
-        self._encoding = encoding
-        self._tensors = tensors
-        self._like = like
+    _accumulator: Any
+    _event: Event
+    _events: list[Event]
+    _encoding: Encoding
+    _tensors: int
+    _like: torch.Tensor
 
     def add(self, worker: LocalWorker, message: torch.Tensor | Sequence[torch.Tensor]) -> None:
         """Add the message, or the tensors, of the next worker of this process."""
@@ -385,25 +356,9 @@ class WorkerMessages:
         arrived = self._accumulator.result()
         if not self._tensors:
             return arrived
-        return {worker: self._decode(arrived.pop(worker)) for worker in list(arrived)}  # frees each encoded message
-
-    def _decode(self, message: torch.Tensor) -> list[torch.Tensor]:
         dtype = self._like.dtype
-        encoded = message.view(self._tensors, -1, self._encoding.row_bytes(dtype))
-        return [self._encoding.decode(rows, dtype)[: self._like.numel()] for rows in encoded]
-
-
-def encode_with_feedback(
-    encoding: Encoding, tensor: torch.Tensor, error: torch.Tensor, part: Part | None
-) -> torch.Tensor:
-    """Encode a tensor plus the error of its part, and keep the new error (error feedback, arXiv 1901.09847).
-
-    The tensor is overwritten.
-    """
-    encoded = encoding.encode(tensor.add_(read_part(error, part)))
-    arrived = encoding.decode(encoded, tensor.dtype)[: tensor.numel()]
-    if part is None:
-        torch.sub(tensor, arrived, out=error)
-    else:
-        write_part(error, part, tensor - arrived)
-    return encoded
+        found = {}
+        for worker in list(arrived):
+            encoded = arrived.pop(worker).view(self._tensors, -1, self._encoding.row_bytes(dtype))
+            found[worker] = [self._encoding.decode(rows, dtype)[: self._like.numel()] for rows in encoded]
+        return found

@@ -4,7 +4,6 @@ Only the paper's summary was available. What the equations do is derived and tes
 (tests/unit/test_locodl.py).
 """
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ import torch
 
 from algorithms.flat import random_positions
 from algorithms.synchronisation.group import Group
-from algorithms.synchronisation.method import Capabilities, Method
+from algorithms.synchronisation.method import Capabilities, Method, require
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,8 @@ class LoCoDL(Method):
     worker_state = ("correction",)
 
     def __post_init__(self):
-        for name in ("probability", "density", "rho", "chi"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise ValueError(f"{name}: must be larger than 0 and at most 1, got {value}")
+        rule = "larger than 0 and at most 1"
+        require(self, rule, lambda value: 0 < value <= 1, "probability", "density", "rho", "chi")
 
     @property
     def capabilities(self) -> Capabilities:
@@ -125,9 +122,8 @@ class LoCoDL(Method):
         if len(arrived) < workers:
             return
         half = torch.zeros_like(y)
-        present = math.fsum(group.weights[index] for index in arrived)
         for index, values in arrived.items():
-            half.index_add_(0, positions[index].to(y.device), values, alpha=group.weights[index] / present / 2)
+            half.index_add_(0, positions[index].to(y.device), values, alpha=0.5 / workers)
         default = 1 / (1 + omega / workers)
         rho = self.rho or default
         chi = self.chi or default

@@ -1,12 +1,9 @@
 """The interface of a synchronisation method: how the workers of a trainer come together.
 
-A method is one file beside this one: a frozen dataclass of its parameters, with an entry in the registry
-(`algorithms.synchronisation`), written over flat tensors. A round is cut at the method's stops; between two stops
-workers only compute. The loop that runs a method is `fabrics.training.outer_round`; what a method sees of the workers
-is `algorithms.synchronisation.group.Group`.
-
-A method object keeps nothing. Its tensors have names, per trainer or per worker: the common code creates them (zeros),
-saves them, moves them with nodes, merges and drops them.
+A method is one file beside this one: a frozen dataclass of its parameters, written over flat tensors, and an entry in
+the registry (`algorithms.synchronisation`). A round is cut at the method's stops; between two stops workers only
+compute. `fabrics.training.outer_round` runs a method; what it sees of the workers is `group.Group`. A method object
+keeps nothing: its named tensors, per trainer or worker, are created (zeros), saved, moved and merged by common code.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -56,8 +53,7 @@ class Capabilities:
     Attributes:
         inner_optimizer: the default inner optimizer; None: the method updates the parameters itself.
         plain_sgd: inner steps must be x - lr g; other optimizers and clipping are refused.
-        exchanges_gradients: the method stops at every inner step, with gradients of the shared parameters. Without an
-            inner optimizer these are clipped already.
+        exchanges_gradients: it stops at every inner step, with gradients, which are clipped without inner optimizer.
         averages_copies: the trainer's parameters are the mean of its workers' copies, computed when they are needed.
         copies: names in `state` that start as copies of the parameters, after a merge as well; others start as zeros.
         correction: the worker tensor added to the clipped gradient at every inner step.
@@ -71,16 +67,13 @@ class Capabilities:
         recipients: the number of workers that receive a message; None: all.
         temporaries: model-sized tensors that an exchange allocates besides the mean.
         temporaries_per_worker: the same, for each worker of the trainer.
-        shards: it is correct on a device's part of flat tensors (`devices_per_node`): it works element by element, or
-            asks the group's model for what needs all parts.
-        problems: lists what is wrong with a number of inner steps per round, a number of workers and a model; None: not
-            known.
-        bytes_per_round: bytes that all workers together send in a round of one exchange, from the number of workers,
-            the bytes of a mean of all parameters by all workers, the bytes of one model-sized tensor to one other
-            worker, the model and its type.
+        shards: it is correct on a device's part of flat tensors (`devices_per_node`).
+        problems: what is wrong with a number of inner steps per round, a number of workers and a model; None: unknown.
+        bytes_per_round: sent by all workers in a round of one exchange, from their number, the bytes of a mean of all
+            parameters, those of one model-sized tensor to one other worker, the model and its type.
         active_steps: the inner steps of a round, from 0, during which each worker makes its own, if some make fewer;
-            from the number of each worker's own steps, the inner steps of the round, the method's values at its start,
-            and the inner steps until a server has answered.
+            from each one's number of steps, the inner steps of the round, the method's values, and the inner steps
+            until a server has answered.
     """
 
     inner_optimizer: str | None = "adamw"
@@ -111,9 +104,9 @@ class Capabilities:
 class Method:
     """A synchronisation method.
 
-    The fields of a subclass are its parameters, the keys of `synchronisation`, all with defaults. Its __post_init__
-    raises ValueError("name: what is wrong"). A subclass implements `message` and `apply`, or `exchange` if its workers
-    keep replicas. An attribute that depends on parameters is a property.
+    The fields of a subclass are its parameters, the keys of `synchronisation`, all with defaults, which __post_init__
+    checks (`require`). A subclass implements `message` and `apply`, or `exchange` if its workers keep replicas. An
+    attribute that depends on parameters is a property.
 
     Attributes:
         capabilities: facts about the method.
@@ -169,30 +162,25 @@ class Method:
         return None
 
 
-def taken_names(method: Method, moments: Collection[str]) -> list[str]:
-    """Return one line per name in the method's state that is taken already.
+def require(method: Method, rule: str, valid: Callable[[Any], bool], *names: str) -> None:
+    """Raise ValueError if one of these parameters is neither null nor valid; rule: what it must be."""
+    for name in names:
+        value = getattr(method, name)
+        if value is not None and not valid(value):
+            raise ValueError(f"{name}: must be {rule}, got {value}")
 
-    moments: names in the inner optimizer's state, which is the trainer's if gradients are exchanged, else a worker's.
-    """
+
+def taken_names(method: Method, moments: Collection[str]) -> list[str]:
+    """Return one line per name in the method's state that is taken; moments: names in the inner optimizer's state."""
     shared = method.capabilities.exchanges_gradients
-    taken = {
-        "state": ("parameters", *(moments if shared else ())),
-        "worker_state": (COPY, ERROR, *(() if shared else moments)),
-    }
-    return [
-        f"{attribute} has {name!r}, which is kept anyway: give it another name"
-        for attribute, names in taken.items()
-        for name in getattr(method, attribute)
-        if name in names
-    ]
+    taken = [f"state has {name!r}" for name in method.state if name in ("parameters", *(moments if shared else ()))]
+    kept = (COPY, ERROR, *(() if shared else moments))
+    taken += [f"worker_state has {name!r}" for name in method.worker_state if name in kept]
+    return [f"{problem}, which is kept anyway: give it another name" for problem in taken]
 
 
 def check_registered(name: str, method: type[Method]) -> None:
-    """Check a method that is being registered.
-
-    Raises:
-        ValueError: a parameter has no default, or a name in its state is taken.
-    """
+    """Raise ValueError if a parameter of a method that is being registered has no default, or a name is taken."""
     try:
         default = method()
     except TypeError as error:

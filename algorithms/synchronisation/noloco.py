@@ -1,5 +1,6 @@
 """NoLoCo: no all-reduce, but small groups of workers that are drawn anew in every round (arXiv 2506.10911)."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -7,7 +8,7 @@ import torch
 
 from algorithms.flat import Block
 from algorithms.synchronisation.group import Group, LocalWorker, WorkerMessages
-from algorithms.synchronisation.method import Capabilities, Method
+from algorithms.synchronisation.method import Capabilities, Method, require
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,9 @@ class NoLoCo(Method):
     worker_state = ("velocity",)
 
     def __post_init__(self):
-        if self.group < 2:
-            raise ValueError(f"group: must be at least 2, got {self.group}")
-        if self.momentum is not None and not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum: must be at least 0 and less than 1, got {self.momentum}")
-        if self.consensus is not None and not 0 <= self.consensus < float("inf"):
-            raise ValueError(f"consensus: must be a number that is not negative, got {self.consensus}")
+        require(self, "at least 2", lambda value: value >= 2, "group")
+        require(self, "at least 0 and less than 1", lambda value: 0 <= value < 1, "momentum")
+        require(self, "a number that is not negative", lambda value: 0 <= value < math.inf, "consensus")
 
     @property
     def capabilities(self) -> Capabilities:

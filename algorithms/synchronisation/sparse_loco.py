@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from algorithms.flat import Block, Part, read_part, write_part
 from algorithms.synchronisation.encodings.sparse import PLAIN_BITS, Chunks, TopK, add_at
 from algorithms.synchronisation.group import Group, LocalWorker, WorkerMean, WorkerMessages
-from algorithms.synchronisation.method import Capabilities, Method
+from algorithms.synchronisation.method import Capabilities, Method, require
 
 
 @dataclass(frozen=True)
@@ -18,9 +17,9 @@ class SparseLoCo(Method):
 
     e_m, what worker m has not sent yet, takes the place of outer momentum. Of every `chunk` consecutive elements of a
     tensor, and of the rest at its end, a share `density` is sent, at least one. Q rounds to bins with a table for each
-    tensor (`quantise`). The paper's mean is over all workers. The published code (tplr-ai/templar) takes the mean over
-    those who sent a position, cuts matrices into squares of 64 x 64 and scales every worker's values down to the median
-    of their norms; the last two are not done here. A worker that is left out starts with e_m = 0 again.
+    tensor (`quantise`). The published code (tplr-ai/templar) differs from the paper and from this: it takes the mean
+    over those who sent a position, cuts matrices into squares of 64 x 64 and scales every worker's values down to the
+    median of their norms. A worker that is left out starts with e_m = 0 again.
 
     A lone worker has nobody to send to: s_m = e_m. The paper has no merges: before one, and before workers leave,
     x = x - lr mean_m e_m, sent exactly, and e_m = 0.
@@ -30,26 +29,20 @@ class SparseLoCo(Method):
         chunk: elements of a chunk.
         error_decay: b.
         bits: of a value; 32: exact.
-        mean_over: the workers that count at a position.
     """
 
     density: float = 1 / 64
     chunk: int = 4096
     error_decay: float = 0.95
     bits: int = 2
-    mean_over: Literal["workers", "senders"] = "workers"
 
     worker_state = ("unsent",)
 
     def __post_init__(self):
-        if not 0.0 < self.density <= 1.0:
-            raise ValueError(f"density: must be above 0 and at most 1, got {self.density}")
-        if not 1 <= self.chunk <= 2**31:
-            raise ValueError(f"chunk: must be from 1 to 2^31, got {self.chunk}")
-        if not 0.0 <= self.error_decay <= 1.0:
-            raise ValueError(f"error_decay: must be from 0 to 1, got {self.error_decay}")
-        if self.bits not in (*range(1, 9), PLAIN_BITS):
-            raise ValueError(f"bits: must be from 1 to 8, or {PLAIN_BITS}, got {self.bits}")
+        require(self, "above 0 and at most 1", lambda value: 0 < value <= 1, "density")
+        require(self, "from 1 to 2^31", lambda value: 1 <= value <= 2**31, "chunk")
+        require(self, "from 0 to 1", lambda value: 0 <= value <= 1, "error_decay")
+        require(self, f"from 1 to 8, or {PLAIN_BITS}", lambda value: value in (*range(1, 9), PLAIN_BITS), "bits")
 
     @property
     def capabilities(self) -> Capabilities:
@@ -116,10 +109,9 @@ class SparseLoCo(Method):
         sizes = [top_k.bytes(shared.dtype) for _, top_k in tensors]
         weights = [group.weights[worker] for worker in arrived]
         messages = zip(*(message.split(sizes) for message in arrived.values()), strict=True)
-        over_senders = self.mean_over == "senders"
         full = full_tensors.gather(shared)
         for (part, top_k), sent in zip(tensors, messages, strict=True):
-            mean = top_k.mean(sent, weights, shared.dtype, shared.dtype, over_senders).flatten()
+            mean = top_k.mean(sent, weights, shared.dtype, shared.dtype, over_senders=False).flatten()
             write_part(full, part, read_part(full, part).sub_(mean, alpha=group.outer.learning_rate))
         full_tensors.scatter(full, shared)
 

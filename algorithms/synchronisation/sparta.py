@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from algorithms.flat import random_positions
 from algorithms.synchronisation.group import Group
-from algorithms.synchronisation.method import OUTER_KEYS, Capabilities, Method
+from algorithms.synchronisation.method import OUTER_KEYS, Capabilities, Method, require
 from algorithms.synchronisation.outer_step import nesterov_step
 
 
@@ -29,10 +29,8 @@ class SPARTA(Method):
     keeps = "replica"
 
     def __post_init__(self):
-        if not 0 < self.share <= 1:
-            raise ValueError(f"share: must be larger than 0 and at most 1, got {self.share}")
-        if self.every < 1:
-            raise ValueError(f"every: must be a positive number of inner steps, got {self.every}")
+        require(self, "larger than 0 and at most 1", lambda value: 0 < value <= 1, "share")
+        require(self, "a positive number of inner steps", lambda value: value >= 1, "every")
 
     @property
     def capabilities(self) -> Capabilities:

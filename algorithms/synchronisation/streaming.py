@@ -1,7 +1,4 @@
-"""Streaming DiLoCo: fragments of the model one after the other, each applied when it has arrived (arXiv 2501.18512).
-
-The default values are from memory.
-"""
+"""Streaming DiLoCo, with default values from memory: fragments one after the other (arXiv 2501.18512)."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -10,7 +7,7 @@ import torch
 
 from algorithms.flat import Block, Part, fragment_problems, layer_fragments, read_part, write_part
 from algorithms.synchronisation.group import Group
-from algorithms.synchronisation.method import Capabilities, Method
+from algorithms.synchronisation.method import Capabilities, Method, require
 from algorithms.synchronisation.outer_step import fragment_step
 
 
@@ -44,12 +41,9 @@ class StreamingDiLoCo(Method):
     state = ("velocity",)
 
     def __post_init__(self):
-        if self.fragments < 1:
-            raise ValueError(f"fragments: must be a positive integer, got {self.fragments}")
-        if self.delay < 0:
-            raise ValueError(f"delay: must not be negative, got {self.delay}")
-        if self.mixing is not None and not 0 <= self.mixing < 1:
-            raise ValueError(f"mixing: must be at least 0 and less than 1, got {self.mixing}")
+        require(self, "a positive integer", lambda value: value >= 1, "fragments")
+        require(self, "at least 0", lambda value: value >= 0, "delay")
+        require(self, "at least 0 and less than 1", lambda value: 0 <= value < 1, "mixing")
 
     @property
     def capabilities(self) -> Capabilities:

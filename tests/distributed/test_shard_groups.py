@@ -343,7 +343,7 @@ _ACROSS_DEVICES = {"statistics_estimator": "across_devices"}
     [
         ({"processes": 3}, "processes"),
         ({"sampling_method": "inner_product_test"} | _ACROSS_DEVICES | {"debias": False}, "statistics_estimator"),
-        ({"distributed_algo": "Signs"}, "distributed_algo"),
+        ({"distributed_algo": "Late"}, "distributed_algo"),
         ({"distributed_algo": "DeMo"}, "distributed_algo"),
         ({"distributed_algo": "SparseLoCo"}, "distributed_algo"),
         ({"inner_optimizer": "muon"}, "inner_optimizer"),

@@ -236,7 +236,6 @@ NO_PROGRESS = {
     "LoCoDL": {"correction"},
     "DelayedNesterov": {COPY},
     "Ring": {"speed"},
-    "Signs": {"unsaid"},
     "Late": {COPY},
 }
 

@@ -1,6 +1,6 @@
 """Runs that every synchronisation method must survive, in one process and in several (test_method_matrix.py, spmd.py).
 
-Every registered method is in the matrix; PARAMETERS has the values that differ from its defaults. Four small methods of
+Every registered method is in the matrix; PARAMETERS has the values that differ from its defaults. Two small methods of
 this file use features of the interface that no registered method needs.
 """
 
@@ -87,46 +87,8 @@ class Late(Method):
                 member.parameters.lerp_(member.to_device(group.shared["parameters"]), 0.5)
 
 
-class Signs(Method):
-    """Messages of signs: each worker sends the sign of every element's change, and keeps the rest for later."""
-
-    capabilities = Capabilities(one_exchange=False)
-    worker_state = ("unsaid",)
-    state = ("steps",)
-    length = 0.02
-
-    def incoming(self, group: Group):
-        return group.messages(group.shared["parameters"].numel())
-
-    def message(self, worker, group: Group) -> torch.Tensor:
-        change = worker.parameters - worker.to_device(group.shared["parameters"]) + worker.state["unsaid"]
-        torch.sub(change, change.sign(), alpha=self.length, out=worker.state["unsaid"])
-        return change.sign().to(torch.int8).view(torch.uint8)
-
-    def apply(self, group: Group, came) -> None:
-        parameters = group.shared["parameters"]
-        mean = torch.stack([sign.view(torch.int8).to(parameters.dtype) for sign in came.values()]).mean(0)
-        parameters.add_(mean, alpha=self.length)
-        group.shared["steps"].add_(mean)
-
-
-class Drift(Method):
-    """Replicas that move a quarter of the way to the mean of their parameters; the trainer keeps none of its own."""
-
-    capabilities = Capabilities(averages_copies=True, one_exchange=False)
-    keeps = "replica"
-
-    def exchange(self, group: Group) -> None:
-        incoming = group.mean(kind="parameters")
-        for member in group.local_workers:
-            incoming.add(member, member.parameters)
-        mean = incoming.result()
-        for member in group.local_workers:
-            member.parameters.lerp_(member.to_device(mean), 0.25)
-
-
 # RepeatedArrivals is DelayedNesterov with parameters that make it another method.
-OWN = {"Ring": Ring, "Late": Late, "Signs": Signs, "Drift": Drift, "RepeatedArrivals": METHODS["DelayedNesterov"]}
+OWN = {"Ring": Ring, "Late": Late, "RepeatedArrivals": METHODS["DelayedNesterov"]}
 NAMES = (*METHODS, *OWN)
 # For methods whose defaults do not suit rounds of four inner steps, or small tensors.
 PARAMETERS: dict[str, dict] = {

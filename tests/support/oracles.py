@@ -248,34 +248,32 @@ def table_quantised(values: Vector, bits: int) -> Vector:
     return arriving
 
 
-def chunk_top_k(problem: Problem, vector: Vector, density: float, chunk: int, bits: int) -> tuple[Vector, Vector]:
-    """Return the top-k of every chunk of every tensor, quantised per tensor, and a mask; everything for one worker."""
+def chunk_top_k(problem: Problem, vector: Vector, density: float, chunk: int, bits: int) -> Vector:
+    """Return the top-k of every chunk of every tensor, quantised per tensor; of a lone worker everything."""
     if problem.workers == 1:
-        return vector, np.ones_like(vector)
-    kept, sent = np.zeros_like(vector), np.zeros_like(vector)
+        return vector
+    kept = np.zeros_like(vector)
     for _, start, stop, _ in problem.shapes:
         places = []
         for first in range(start, stop, chunk):
             part = vector[first : min(first + chunk, stop)]
             places += [first + place for place in largest(part, max(1, round(density * len(part))))]
         kept[places] = vector[places] if bits == 32 else table_quantised(vector[places], bits)
-        sent[places] = 1.0
-    return kept, sent
+    return kept
 
 
-def sparse_loco(problem: Problem, density, chunk, error_decay, bits, mean_over, lr: float = 0.7) -> History:
+def sparse_loco(problem: Problem, density, chunk, error_decay, bits, lr: float = 0.7) -> History:
     """e_i <- b e_i + D_i;  s_i = Q(TopK(e_i));  e_i <- e_i - s_i;  phi <- phi - lr mean_i s_i (arXiv 2508.15706)."""
     history, workers, phi = [], Workers(problem), problem.start
     errors = [0.0] * problem.workers
     for t in range(problem.rounds):
-        kept, sent = [], []
+        kept = []
         for i, theta in enumerate(workers.round(t, [phi] * problem.workers)):
             errors[i] = error_decay * errors[i] + phi - theta
-            values, here = chunk_top_k(problem, errors[i], density, chunk, bits)
+            values = chunk_top_k(problem, errors[i], density, chunk, bits)
             errors[i] = errors[i] - values
             kept.append(values)
-            sent.append(here)
-        phi = phi - lr * (problem.mean(kept) if mean_over == "workers" else mean_over_senders(problem, kept, sent))
+        phi = phi - lr * problem.mean(kept)
         history.append((phi, [phi] * problem.workers))
     return history
 
@@ -421,12 +419,12 @@ def delayed_nesterov(problem: Problem, times: Sequence[Sequence[Fraction]], leg:
 
 
 def decoupled(
-    problem: Problem, own: Sequence[int], fragments, quorum, grace, travel: Sequence[float], steps, mixing
+    problem: Problem, own: Sequence[int], fragments, quorum, travel: Sequence[float], steps, mixing
 ) -> History:
     """w_i = tokens_i^2 / steps_i,  D_p = sum w_i (phi_p - theta_i,p) / sum w_i over the workers that are ready, then
     Nesterov (arXiv 2604.21428; who and when as in the method's docstring).
 
-    grace: in units of the clock. travel: of every fragment, until its answer is there.
+    travel: of every fragment, until its answer is there.
     """
     places = fragment_indices(problem.shapes, fragments)
     history, workers, phi, thetas = [], Workers(problem), problem.start.copy(), problem.starts()
@@ -455,7 +453,7 @@ def decoupled(
             if under_way[p]:
                 continue
             times = [Fraction(due[p][i] * problem.inner_steps, own[i]) for i in everybody]
-            closes = max(min(sorted(times)[min(quorum, len(times)) - 1] + Fraction(grace), max(times)), back[p])
+            closes = max(sorted(times)[min(quorum, len(times)) - 1], back[p])
             if closes > now:
                 continue
             ready = [i for i in everybody if times[i] <= closes]

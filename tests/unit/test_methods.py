@@ -1,6 +1,5 @@
 """The synchronisation methods with a barrier, against independent implementations of their papers."""
 
-import dataclasses
 import inspect
 import re
 from collections.abc import Sequence
@@ -12,9 +11,9 @@ import pytest
 import torch
 import yaml
 
-from algorithms.flat import Block, layer_fragments, random_positions
+from algorithms.flat import Block, layer_fragments, random_positions, sketch
 from algorithms.synchronisation import METHODS, Method, noloco
-from algorithms.synchronisation.fda import linear_state, sketch_state, variance_estimate
+from algorithms.synchronisation.fda import variance_estimate
 from algorithms.synchronisation.group import Group
 from algorithms.synchronisation.outer_step import nesterov_step
 from algorithms.synchronisation.streaming import StreamingDiLoCo
@@ -199,9 +198,9 @@ def test_noloco(monkeypatch, nodes, parameters, values):
 @pytest.mark.parametrize(
     ("nodes", "parameters", "values"),
     [
-        (2, {"density": 0.1, "chunk": 48, "error_decay": 0.95, "bits": 32, "mean_over": "workers"}, {}),
-        (3, {"density": 0.25, "chunk": 100, "error_decay": 0.5, "bits": 2, "mean_over": "senders"}, UNEVEN_3_2_3),
-        (1, {"density": 0.02, "chunk": 4096, "error_decay": 1.0, "bits": 3, "mean_over": "senders"}, {}),
+        (2, {"density": 0.1, "chunk": 48, "error_decay": 0.95, "bits": 32}, {}),
+        (3, {"density": 0.25, "chunk": 100, "error_decay": 0.5, "bits": 2}, UNEVEN_3_2_3),
+        (1, {"density": 0.02, "chunk": 4096, "error_decay": 1.0, "bits": 3}, {}),
     ],
 )
 def test_sparse_loco(nodes, parameters, values):
@@ -331,20 +330,6 @@ def test_one_worker_alone_is_diloco(method):
     assert_same_bits({}, {"distributed_algo": method}, nodes=1)
 
 
-def test_fed_opt_that_averages_is_local_sgd_with_adamw_inside():
-    values = {"inner_optimizer": "adamw", "learning_rate_for_outer_opt": 1.0}
-    average = values | {"distributed_algo": "FedOpt", "synchronisation": {"server_optimizer": "avg"}}
-    assert_same_bits(average, values | {"distributed_algo": "LocalSGD"}, rounds=2, inner_steps=1)
-
-
-@pytest.mark.parametrize("mean_over", ["workers", "senders"])
-def test_sparse_loco_that_sends_everything_is_averaging(mean_over):
-    values = {"inner_optimizer": "adamw", "learning_rate_for_outer_opt": 1.0} | UNEVEN_3_2_3
-    everything = {"density": 1.0, "chunk": 100, "bits": 32, "mean_over": mean_over}
-    sparse = values | {"distributed_algo": "SparseLoCo", "synchronisation": everything}
-    assert_same_bits(sparse, values | {"distributed_algo": "LocalSGD"}, rounds=2, inner_steps=2)
-
-
 def test_demo_that_sends_everything_is_the_sign_of_the_mean_gradient():
     values = {"gradient_clipping": None, "weight_decay": 0.0} | UNEVEN_3_2_3
     trainer = trainer_of(3, distributed_algo="DeMo", synchronisation={"chunk": 8, "top_k": 64}, **values)
@@ -354,36 +339,6 @@ def test_demo_that_sends_everything_is_the_sign_of_the_mean_gradient():
     np.testing.assert_allclose(shared - problem.start, -0.01 * np.sign(gradient), rtol=0, atol=1e-12)
     for worker in trainer.workers.values():
         assert worker.state["momentum"].abs().max() < 1e-15
-
-
-def averaging_at_every_step(problem):
-    each = dataclasses.replace(problem, inner_steps=1, rounds=problem.rounds * problem.inner_steps)
-    return oracles.local_sgd(each, sgd=False)[problem.inner_steps - 1 :: problem.inner_steps]
-
-
-@pytest.mark.parametrize(
-    ("method", "parameters"),
-    [("SPARTA", {"share": 1}), ("FDA", {"threshold": 0})],
-)
-def test_methods_that_average_at_every_step(method, parameters):
-    assert_equals_oracle(
-        averaging_at_every_step,
-        inner_steps=3,
-        distributed_algo=method,
-        synchronisation=parameters,
-    )
-
-
-def test_noloco_with_all_workers_in_one_group_is_heavy_ball():
-    parameters = {"group": 2, "consensus": 0.2}
-    trainer = trainer_of(2, distributed_algo="NoLoCo", synchronisation=parameters, outer_momentum=0.5)
-    problem = problem_of(trainer, 3, 2)
-    workers, phi, velocity = oracles.Workers(problem), problem.start, 0.0
-    for number, (shared, copies) in enumerate(history_of(trainer, 3, 2)):
-        velocity = 0.5 * velocity + phi - problem.mean(workers.round(number, [phi] * 2))
-        phi = phi - 0.7 * velocity
-        np.testing.assert_allclose(shared, phi, rtol=0, atol=1e-10)
-        assert np.array_equal(*copies)
 
 
 # Fragments under way
@@ -739,10 +694,11 @@ def test_the_linear_estimate_is_never_below_the_variance_and_the_sketch_hardly_e
         variance = (drifts - drifts.mean(0)).square().sum(1).mean()
 
         def linear(xi, drifts=drifts):
-            return variance_estimate(torch.stack([linear_state(u, xi) for u in drifts]).mean(0))
+            return variance_estimate(torch.stack([torch.stack([u @ u, xi @ u]) for u in drifts]).mean(0))
 
         assert variance < linear(direction) < linear(0 * direction)
-        above += variance_estimate(torch.stack([sketch_state(u) for u in drifts]).mean(0)) > variance
+        states = [torch.cat([(u @ u).view(1), sketch(u, 0, 250, rows=5)]) for u in drifts]
+        above += variance_estimate(torch.stack(states).mean(0)) > variance
     assert 60 > above > 45
     exact = torch.nn.functional.normalize(drifts.mean(0), dim=0)
     assert linear(exact) == pytest.approx(variance.item(), rel=1e-3)
@@ -755,26 +711,15 @@ def test_the_linear_estimate_is_never_below_the_variance_and_the_sketch_hardly_e
     ("method", "parameters", "problem"),
     [
         ("FedOpt", {"beta1": 1.0}, "beta1: must be at least 0 and less than 1, got 1.0"),
-        ("FedOpt", {"tau": 0.0}, "tau: must be a positive number, got 0.0"),
         ("StreamingDiLoCo", {"fragments": 0}, "fragments: must be a positive integer, got 0"),
         ("StreamingDiLoCo", {"fragments": 5}, "fragments: must divide number_of_inner_steps_between_outers, 12, got 5"),
-        ("StreamingDiLoCo", {"delay": -1}, "delay: must not be negative, got -1"),
         ("StreamingDiLoCo", {"delay": 6}, "delay: must be less than number_of_inner_steps_between_outers / fragments"),
         ("StreamingDiLoCo", {"mixing": 1.0}, "mixing: must be at least 0 and less than 1, got 1.0"),
         ("NoLoCo", {"group": 1}, "group: must be at least 2, got 1"),
-        ("NoLoCo", {"consensus": -0.1}, "consensus: must be a number that is not negative, got -0.1"),
-        ("NoLoCo", {"momentum": float("nan")}, "momentum: must be at least 0 and less than 1, got nan"),
         ("NoLoCo", {"pairs": 2}, "pairs: NoLoCo has no such parameter; it has group, momentum, consensus"),
-        ("SparseLoCo", {"density": 0}, "density: must be above 0 and at most 1, got 0.0"),
         ("SparseLoCo", {"chunk": 0}, "chunk: must be from 1 to 2^31, got 0"),
-        ("SparseLoCo", {"error_decay": 1.1}, "error_decay: must be from 0 to 1, got 1.1"),
         ("SparseLoCo", {"bits": 9}, "bits: must be from 1 to 8, or 32, got 9"),
-        ("DeMo", {"top_k": 0}, "top_k: must be a positive integer, got 0"),
         ("DeMo", {"chunk": 8, "top_k": 65}, "top_k: must be at most chunk x chunk, 64, got 65"),
-        ("DeMo", {"decay": 2}, "decay: must be from 0 to 1, got 2.0"),
-        ("SPARTA", {"share": 0.0}, "share: must be larger than 0 and at most 1, got 0.0"),
-        ("SPARTA", {"every": 0}, "every: must be a positive number of inner steps, got 0"),
-        ("FDA", {"threshold": float("inf")}, "threshold: must be a number that is not negative, got inf"),
         ("FDA", {"threshold": 1, "calibrate": 2}, "calibrate: must be null with a threshold, got 2"),
         ("FDA", {"monitor": "exact"}, "monitor: should be 'linear' or 'sketch', got 'exact'"),
         ("FDA", {"check_every": 9, "max_inner_steps": 8}, "check_every: must be at most max_inner_steps, 8, got 9"),

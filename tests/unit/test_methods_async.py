@@ -13,7 +13,7 @@ from algorithms.nodes.async_clock import forget, in_steps
 from algorithms.nodes.balance import turns
 from algorithms.nodes.traffic import Link
 from algorithms.nodes.virtual_clock import Clocks, Sending, meetings
-from algorithms.synchronisation.decoupled import Answered, Sent, Server, fragment_round
+from algorithms.synchronisation.decoupled import Answered, Sent, fragment_round
 from algorithms.synchronisation.delayed_nesterov import leg_round, legs_of
 from algorithms.synchronisation.group import Event
 from fabrics.config_checks import CHECKS
@@ -100,49 +100,45 @@ def test_a_step_never_ends_before_its_round():
         ({"quorum": 2}, [(4, (0, 1)), (8, (0, 1, 2))]),
         ({"quorum": 3}, [(8, (0, 1, 2))]),
         ({"quorum": 9}, [(8, (0, 1, 2))]),  # of three, all
-        ({"quorum": 1, "grace": 2}, [(4, (0, 1)), (8, (0, 1, 2))]),
-        ({"quorum": 1, "grace": 1.5}, [(4, (0,)), (6, (1,)), (8, (0,))]),  # closes at 3.5, 5.5 and 7.5
-        ({"quorum": 1, "grace": 100}, [(8, (0, 1, 2))]),  # not longer than until all are ready
         ({"quorum": 1, "server_steps": 2.5}, [(2, (0,)), (5, (0, 1)), (8, (0, 1, 2))]),  # there and back at 5 and 8
         ({"quorum": 1, "back": 3}, [(3, (0,)), (4, (1,)), (5, (0,)), (7, (0,)), (8, (1, 2))]),
         ({"quorum": 2, "ready": [-1, 1, 2]}, [(2, (0, 1)), (6, (0, 1)), (8, (0, 2))]),
     ],
 )
 def test_when_a_server_takes_a_fragment_and_from_whom(values, expected):
-    values = {"ready": [2, 2, 2], "back": 0, "grace": 0, "server_steps": 0} | values
+    values = {"ready": [2, 2, 2], "back": 0, "server_steps": 0} | values
     before = {f"ready_0_{worker}": steps for worker, steps in enumerate(values["ready"])} | {"back_0_0": values["back"]}
-    server = Server(2, 2, values["quorum"], Fraction(values["grace"]), Fraction(values["server_steps"]))
-    events, _ = fragment_round(0, before, server, [8, 4, 2], [1, 1, 1], 8)
+    travel = Fraction(values["server_steps"])
+    events, _ = fragment_round(0, before, [8, 4, 2], [1, 1, 1], 8, 2, 2, values["quorum"], travel)
     sent = [event for event in events if isinstance(event, Sent)]
     assert [(event.stop, tuple(event.weights)) for event in sent] == expected
-    assert all(event.back == math.ceil(event.stop + server.server_steps) for event in sent)
+    assert all(event.back == math.ceil(event.stop + travel) for event in sent)
 
 
 def test_an_answer_may_arrive_in_a_later_round():
-    server = Server(3, 2, 1, Fraction(0), Fraction(5))
-    events, values = fragment_round(0, {}, server, [4], [6], 4)
+    server = {"first": 3, "period": 2, "quorum": 1, "server_steps": Fraction(5)}
+    events, values = fragment_round(0, {}, [4], [6], 4, **server)
     assert events == [Sent(3, {0: 18.0**2 / 3}, 8)]
     assert values == {"ready_0_0": 1, "steps_0_0": 1, "examples_0_0": 6, "back_0_0": 4}
     # The answer at 4 finds a worker that has made steps and is ready since 1: it sends what it made since.
-    events, values = fragment_round(0, values, server, [4], [6], 4)
+    events, values = fragment_round(0, values, [4], [6], 4, **server)
     assert events == [Answered(4, {0: True}), Sent(4, {0: 30.0**2 / 5}, 9)]
     assert values == {"ready_0_0": 2, "steps_0_0": 0, "examples_0_0": 0, "back_0_0": 5}
 
 
 @pytest.mark.parametrize(
-    ("quorum", "grace", "expected"),
+    ("quorum", "expected"),
     [
-        (1, 0, {4: "0", 8: "01", 12: "0", 16: "012"}),
-        (2, 0, {8: "01", 16: "012"}),
-        (3, 0, {16: "012"}),
-        (1, 4, {8: "01", 16: "012"}),
+        (1, {4: "0", 8: "01", 12: "0", 16: "012"}),
+        (2, {8: "01", 16: "012"}),
+        (3, {16: "012"}),
     ],
 )
-def test_the_table_of_the_page_of_methods(quorum, grace, expected):
+def test_the_table_of_the_page_of_methods(quorum, expected):
     """Speeds 1, 0.5 and 0.25 in two rounds of 12, with steps 4; weights are counted over both."""
-    values, server, own, found = {}, Server(4, 4, quorum, Fraction(grace)), [12, 6, 3], {}
+    values, own, found = {}, [12, 6, 3], {}
     for begins in (0, 12):
-        events, values = fragment_round(0, values, server, own, [2, 2, 2], 12)
+        events, values = fragment_round(0, values, own, [2, 2, 2], 12, 4, 4, quorum)
         found |= {begins + event.stop: event for event in events if isinstance(event, Sent)}
     assert {stop: "".join(map(str, each.weights)) for stop, each in found.items() if stop <= 16} == expected
     assert quorum < 3 or found[16].weights == {0: 32**2 / 16, 1: 16**2 / 8, 2: 8**2 / 4}
@@ -150,16 +146,6 @@ def test_the_table_of_the_page_of_methods(quorum, grace, expected):
     assert first.arrivals == [(4, 0), (8, 0), (8, 1), (12, 0)]
     second = leg_round(dict(enumerate(own)), 12, 4, first.values)
     assert second.arrivals[:3] == [(4, 0), (4, 1), (4, 2)]
-
-
-def test_the_row_of_the_page_with_a_link():
-    """Speeds 1, 0.5 and 0.25 in two rounds of 12, with steps 4 and exchanges of 2."""
-    values, found = {}, []
-    for begins in (0, 12):
-        legs = leg_round({0: 12, 1: 6, 2: 3}, 12, 4, values, Fraction(2))
-        values = legs.values
-        found += [(begins + time, worker) for time, worker in legs.arrivals]
-    assert found == [(4, 0), (8, 1), (10, 0), (16, 0), (16, 2), (18, 1), (22, 0)]
 
 
 def test_seconds_are_counted_in_inner_steps_of_the_fastest():
@@ -262,7 +248,7 @@ def test_delayed_nesterov_with_repeated_arrivals(leg, buffer, link):
     ("parameters", "link"),
     [
         ({"fragments": 1, "quorum": 1, "steps": 8}, None),
-        ({"fragments": 2, "quorum": 2, "steps": 5, "grace_window": 5.0}, None),
+        ({"fragments": 2, "quorum": 2, "steps": 5}, None),
         ({"fragments": 2, "steps": 5}, "1s"),  # by default three of four
         ({"fragments": 3, "quorum": 3, "steps": 4, "mixing": 0.25}, "3s"),
         ({"fragments": 2, "quorum": 4, "steps": 6}, "500kb/s,1s"),
@@ -270,8 +256,7 @@ def test_delayed_nesterov_with_repeated_arrivals(leg, buffer, link):
 )
 def test_decoupled_diloco(parameters, link):
     trainer = of_speeds("Decoupled", parameters, link=link)
-    values = {"mixing": 0.5, "grace_window": 0.0, "quorum": 3} | parameters
-    values["grace"] = values.pop("grace_window") / STEP_SECONDS
+    values = {"mixing": 0.5, "quorum": 3} | parameters
 
     def oracle(problem):
         sizes = [len(each) for each in oracles.fragment_indices(problem.shapes, parameters["fragments"])]
@@ -385,8 +370,6 @@ def test_a_worker_that_replaces_another_begins_a_leg():
         ("Decoupled", {"fragments": 5, "steps": 4}, ".fragments: must be at most steps, 4, got 5"),
         ("Decoupled", {"quorum": 0}, ".quorum: must be a positive integer, got 0"),
         ("Decoupled", {"mixing": 1.0}, ".mixing: must be at least 0 and less than 1, got 1.0"),
-        ("Decoupled", {"grace_window": -1.0}, ".grace_window: must be a number of seconds, not negative, got -1.0"),
-        ("Decoupled", {"grace_window": 1.0}, ": Decoupled needs node_speeds to count the seconds of grace_window"),
         ("Decoupled", {"qorum": 1}, ".qorum: Decoupled has no such parameter; did you mean quorum?"),
         ("DelayedNesterov", {"buffer": 0}, ".buffer: must be a positive integer, got 0"),
         ("DelayedNesterov", {"steps": 2, "dynamic_steps": True}, ".steps: must be null with dynamic_steps, got 2"),

@@ -80,33 +80,19 @@ class Encoding:
 
 
 @dataclass(frozen=True)
-class Plain(Encoding):
-    """The tensor's own bytes."""
+class Floats(Encoding):
+    """Elements rounded to a floating-point type; None: the tensor's own bytes, without loss."""
 
-    lossless: bool = True
-
-    def element_bits(self, dtype: torch.dtype) -> int:
-        return 8 * dtype.itemsize
-
-    def encode(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._blocks(tensor).view(torch.uint8)
-
-    def decode(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return rows.contiguous().view(dtype).flatten()
-
-
-@dataclass(frozen=True)
-class Bfloat16(Encoding):
-    """Elements rounded to bfloat16."""
+    dtype: torch.dtype | None = None
 
     def element_bits(self, dtype: torch.dtype) -> int:
-        return 16
+        return 8 * (self.dtype or dtype).itemsize
 
     def encode(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._blocks(tensor.bfloat16()).view(torch.uint8)
+        return self._blocks(tensor.to(self.dtype or tensor.dtype)).view(torch.uint8)
 
     def decode(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return rows.contiguous().view(torch.bfloat16).flatten().to(dtype)
+        return rows.contiguous().view(self.dtype or dtype).flatten().to(dtype)
 
 
 @dataclass(frozen=True)
@@ -116,10 +102,6 @@ class Integers(Encoding):
     A block is sent as round(x / scale), scale = max |x| / levels, in two's complement, followed by the scale. A block
     of zeros stays zero; of a block with a NaN or an infinity no element arrives as a finite number. The mean is sent
     back in bfloat16.
-
-    A scale of 4 bytes per 256 elements adds 1.6% to 8 bits and 3.1% to 4. Blocks of 128 lower the error of 4 bits on
-    pseudo-gradients of a small Llama by 5 to 10% for 3% more bytes, which is what as many more bits per element would
-    do.
 
     Attributes:
         bits: of an element, 2 to 8.
@@ -138,11 +120,6 @@ class Integers(Encoding):
     def way_back(self) -> Encoding:
         return BFLOAT16
 
-    @property
-    def _width(self) -> int:
-        """Bytes of a block's elements."""
-        return self.block * self.bits // 8
-
     def element_bits(self, dtype: torch.dtype) -> int:
         return self.bits
 
@@ -150,24 +127,21 @@ class Integers(Encoding):
         levels = 2 ** (self.bits - 1) - 1
         blocks = self._blocks(tensor)
         scales = (blocks.abs().amax(1, keepdim=True) / float(levels)).float()
-        rows = torch.empty(len(blocks), self._width + 4, dtype=torch.uint8, device=tensor.device)
         smallest = torch.finfo(torch.float32).tiny  # a block of zeros stays zero
         quotients = blocks.div(scales.clamp_min(smallest)).round_().clamp_(-levels, levels)
         codes = quotients.to(torch.int8).view(torch.uint8).bitwise_and_(2**self.bits - 1)
-        rows[:, : self._width] = pack(codes, self.bits)
-        rows[:, self._width :] = scales.view(torch.uint8)
-        return rows
+        return torch.cat([pack(codes, self.bits), scales.view(torch.uint8)], 1)
 
     def decode(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        scales = rows[:, self._width :].contiguous().view(torch.float32)
-        values = unpack(rows[:, : self._width], self.bits, self.block).view(torch.int8)
+        scales = rows[:, -4:].contiguous().view(torch.float32)
+        values = unpack(rows[:, :-4], self.bits, self.block).view(torch.int8)
         # Shifted to the highest bits and back: the sign fills the bits that were not sent.
         values.bitwise_left_shift_(8 - self.bits).bitwise_right_shift_(8 - self.bits)
         return values.to(torch.float32).mul_(scales).flatten().to(dtype)
 
 
-PLAIN = Plain()
-BFLOAT16 = Bfloat16()
+PLAIN = Floats(lossless=True)
+BFLOAT16 = Floats(dtype=torch.bfloat16)
 INT8 = Integers(bits=8)
 INT4 = Integers(bits=4)
 

@@ -51,12 +51,10 @@ class Chunks:
 
     @property
     def elements(self) -> int:
-        """Elements of all chunks."""
         return self.number * self.length
 
     @property
     def position_bits(self) -> int:
-        """Bits of a position in a chunk."""
         return max(1, (self.length - 1).bit_length())
 
 
@@ -74,14 +72,9 @@ class TopK:
     chunks: tuple[Chunks, ...]
     bits: int = PLAIN_BITS
 
-    @property
-    def kept(self) -> int:
-        """Elements of a row that are sent."""
-        return sum(each.number * each.kept for each in self.chunks)
-
     def sizes(self, dtype: torch.dtype) -> list[int]:
         """Return the bytes of a message's parts: values, or tables and bins; then positions in each kind of chunk."""
-        kept = self.rows * self.kept
+        kept = self.rows * sum(each.number * each.kept for each in self.chunks)
         if self.bits == PLAIN_BITS:
             values = [kept * dtype.itemsize]
         else:
