@@ -36,27 +36,6 @@ class Block:
         return slice(self.start, self.start + self.size)
 
 
-class FullTensors:
-    """Access to full tensors of the model, for methods that need their shapes.
-
-    With one device per node every tensor is full on that device. If several devices share the model, each tensor is
-    full on one of them.
-
-    Attributes:
-        blocks: the tensors that are full on this device, and their places in the result of `gather`.
-    """
-
-    def __init__(self, blocks: Sequence[Block]):
-        self.blocks = tuple(blocks)
-
-    def gather(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of `blocks` from a flat tensor [n]; the result may be that tensor itself."""
-        return flat
-
-    def scatter(self, full: torch.Tensor, flat: torch.Tensor) -> None:
-        """Write a result of `gather`, changed in place, back into the flat tensor [n]."""
-
-
 def read_part(flat: torch.Tensor, part: Part | None) -> torch.Tensor:
     """Return a copy of a part of a flat tensor, or the tensor itself for None."""
     return flat if part is None else torch.cat([flat[piece] for piece in part])

@@ -17,23 +17,9 @@ from algorithms.synchronisation.sparta import SPARTA
 from algorithms.synchronisation.streaming import StreamingDiLoCo
 from algorithms.synchronisation.synchronous import Synchronous
 
+_METHODS = (
+    DiLoCo, LocalSGD, Synchronous, FedOpt, StreamingDiLoCo, EagerDiLoCo, NoLoCo, SparseLoCo, DeMo, SPARTA, FDA, LoCoDL,
+    DelayedNesterov, Decoupled,
+)  # fmt: skip
 # The values of `distributed_algo`.
-METHODS: Registry[type[Method]] = Registry(
-    {
-        "DiLoCo": DiLoCo,
-        "LocalSGD": LocalSGD,
-        "Synchronous": Synchronous,
-        "FedOpt": FedOpt,
-        "StreamingDiLoCo": StreamingDiLoCo,
-        "EagerDiLoCo": EagerDiLoCo,
-        "NoLoCo": NoLoCo,
-        "SparseLoCo": SparseLoCo,
-        "DeMo": DeMo,
-        "SPARTA": SPARTA,
-        "FDA": FDA,
-        "LoCoDL": LoCoDL,
-        "DelayedNesterov": DelayedNesterov,
-        "Decoupled": Decoupled,
-    },
-    check_registered,
-)
+METHODS: Registry[type[Method]] = Registry({method.__name__: method for method in _METHODS}, check_registered)

@@ -104,11 +104,7 @@ class DelayedNesterov(Method):
         legs = self._round(group)
         order = [worker for time, worker in legs.arrivals if math.ceil(time) == step]
         if order:
-            incoming = group.messages(tensors=1, through="server", senders=order)
-            for worker in group.local_workers:
-                if worker.index in order:
-                    incoming.add(worker, (worker.state["start"] - worker.parameters,))
-            arrived = incoming.result()
+            arrived = self._arrived(group, order)
             self._serve(group, arrived, [worker for worker in order if worker in arrived])
         if step == group.clock.inner_steps:
             forget(group.values)
@@ -142,16 +138,18 @@ class DelayedNesterov(Method):
     def settle(self, group: Group) -> None:
         present = [worker for worker, weight in enumerate(group.weights) if weight]
         begun = [worker for worker in present if group.values.get(f"begun_{worker}")]
-        if not begun:
-            return
-        incoming = group.messages(tensors=1, through="server", senders=begun)
-        for worker in group.local_workers:
-            if worker.index in begun:
-                incoming.add(worker, (worker.state["start"] - worker.parameters,))
+        arrived = self._arrived(group, begun) if begun else {}
         size = self.buffer or len(group.weights)
-        for (moved,) in incoming.result().values():
+        for (moved,) in arrived.values():
             group.shared["parameters"].add_(moved, alpha=-group.outer.learning_rate / size)
             group.shared["buffer"].add_(moved)
+
+    def _arrived(self, group: Group, senders: Sequence[int]) -> Mapping[int, Sequence[torch.Tensor]]:
+        incoming = group.messages(tensors=1, through="server", senders=senders)
+        for worker in group.local_workers:
+            if worker.index in senders:
+                incoming.add(worker, (worker.state["start"] - worker.parameters,))
+        return incoming.result()
 
     def restarted(self, values: dict[str, float], workers: Collection[int] | None) -> None:
         forget(values, workers)

@@ -55,54 +55,45 @@ class DeMo(Method):
         """Return the tensors of these blocks as matrices cut into tiles."""
         return matrices_of(tuple(blocks), self.chunk, self.top_k)
 
-    def _message_bytes(self, blocks: Sequence[Block], dtype: torch.dtype) -> int:
-        return sum(matrices.top_k.bytes(dtype) for matrices in self.matrices(blocks))
+    def _sizes(self, group: Group) -> list[int]:
+        """Return the bytes of the parts of a message."""
+        return [each.top_k.bytes(group.outer.message_dtype) for each in self.matrices(group.model.blocks)]
 
     def incoming(self, group: Group) -> WorkerMessages | WorkerMean:
         if group.lone:
             return group.mean(kind="parameters")
-        dtype = group.outer.message_dtype
-        size = self._message_bytes(group.model.full_tensors.blocks, dtype)
-        return group.messages(size, total_size=self._message_bytes(group.model.blocks, dtype))
+        return group.messages(sum(self._sizes(group)))
 
     def message(self, worker: LocalWorker, group: Group) -> torch.Tensor:
-        full_tensors = group.model.full_tensors
         dtype = group.outer.message_dtype
-        state = worker.state["momentum"].mul_(self.decay)
-        state.add_(worker.gradient, alpha=group.inner.learning_rate)
+        momentum = worker.state["momentum"].mul_(self.decay)
+        momentum.add_(worker.gradient, alpha=group.inner.learning_rate)
         if group.lone:
-            return state
-        momentum = full_tensors.gather(state)
-        messages = [momentum.new_empty(0, dtype=torch.uint8)]  # a device may have no full tensor
-        for matrices in self.matrices(full_tensors.blocks):
+            return momentum
+        messages = []
+        for matrices in self.matrices(group.model.blocks):
             coefficients = matrices.coefficients(momentum)
             messages.append(matrices.top_k.encode(coefficients, dtype))
             sent = add_at(coefficients.zero_(), matrices.top_k.decode(messages[-1], dtype))
-            left = read_part(momentum, matrices.part).sub_(matrices.inverse(sent))
-            write_part(momentum, matrices.part, left)
-        full_tensors.scatter(momentum, state)
+            write_part(momentum, matrices.part, read_part(momentum, matrices.part).sub_(matrices.inverse(sent)))
         return torch.cat(messages)
 
     def apply(self, group: Group, arrived: Mapping[int, torch.Tensor] | torch.Tensor) -> None:
-        full_tensors = group.model.full_tensors
         dtype = group.outer.message_dtype
         lr = group.inner.learning_rate
+        parameters = group.shared["parameters"].mul_(1.0 - lr * group.inner.weight_decay)
         if group.lone:
-            group.shared["parameters"].mul_(1.0 - lr * group.inner.weight_decay).sub_(arrived.sign_(), alpha=lr)
+            parameters.sub_(arrived.sign_(), alpha=lr)
             for worker in group.local_workers:
                 worker.state["momentum"].zero_()
             return
-        all_matrices = self.matrices(full_tensors.blocks)
-        sizes = [matrices.top_k.bytes(dtype) for matrices in all_matrices]
+        sizes = self._sizes(group)
         weights = [group.weights[worker] for worker in arrived]
         messages = zip(*(message.split(sizes) for message in arrived.values()), strict=True)
-        full = full_tensors.gather(group.shared["parameters"])
-        full.mul_(1.0 - lr * group.inner.weight_decay)
-        for matrices, sent in zip(all_matrices, messages, strict=True):
-            mean = matrices.top_k.mean(sent, weights, dtype, full.dtype, over_senders=True)
+        for matrices, sent in zip(self.matrices(group.model.blocks), messages, strict=True):
+            mean = matrices.top_k.mean(sent, weights, dtype, parameters.dtype, over_senders=True)
             direction = matrices.inverse(mean).sign_()
-            write_part(full, matrices.part, read_part(full, matrices.part).sub_(direction, alpha=lr))
-        full_tensors.scatter(full, group.shared["parameters"])
+            write_part(parameters, matrices.part, read_part(parameters, matrices.part).sub_(direction, alpha=lr))
 
 
 @functools.lru_cache(maxsize=64)

@@ -68,52 +68,44 @@ class SparseLoCo(Method):
     def _kept(self, length: int) -> int:
         return max(1, round(self.density * length))
 
-    def _message_bytes(self, blocks: Sequence[Block], dtype: torch.dtype) -> int:
-        return sum(top_k.bytes(dtype) for _, top_k in self._top_k(blocks))
-
     def _bytes_per_round(
         self, workers: int, mean: float, message: float, blocks: Sequence[Block], dtype: torch.dtype
     ) -> float:
-        return workers * (workers - 1) * self._message_bytes(blocks, dtype)
+        return workers * (workers - 1) * sum(self._sizes(blocks, dtype))
+
+    def _sizes(self, blocks: Sequence[Block], dtype: torch.dtype) -> list[int]:
+        """Return the bytes of the parts of a message."""
+        return [top_k.bytes(dtype) for _, top_k in self._top_k(blocks)]
 
     def incoming(self, group: Group) -> WorkerMessages | WorkerMean:
         if group.lone:
             return group.mean(kind="parameters")
-        dtype = group.shared["parameters"].dtype
-        size = self._message_bytes(group.model.full_tensors.blocks, dtype)
-        return group.messages(size, total_size=self._message_bytes(group.model.blocks, dtype))
+        return group.messages(sum(self._sizes(group.model.blocks, group.shared["parameters"].dtype)))
 
     def message(self, worker: LocalWorker, group: Group) -> torch.Tensor:
-        full_tensors = group.model.full_tensors
-        state = worker.state["unsent"].mul_(self.error_decay)
-        state.add_(worker.pseudo_gradient(group.shared["parameters"]))
+        unsent = worker.state["unsent"].mul_(self.error_decay)
+        unsent.add_(worker.pseudo_gradient(group.shared["parameters"]))
         if group.lone:
-            return state
-        unsent = full_tensors.gather(state)
-        messages = [unsent.new_empty(0, dtype=torch.uint8)]  # a device may have no full tensor
-        for part, top_k in self._top_k(full_tensors.blocks):
+            return unsent
+        messages = []
+        for part, top_k in self._top_k(group.model.blocks):
             rows = read_part(unsent, part).view(top_k.rows, -1)
             messages.append(top_k.encode(rows, rows.dtype))
             sent = top_k.decode(messages[-1], rows.dtype)
             write_part(unsent, part, add_at(rows, sent, -1.0).flatten())
-        full_tensors.scatter(unsent, state)
         return torch.cat(messages)
 
     def apply(self, group: Group, arrived: Mapping[int, torch.Tensor] | torch.Tensor) -> None:
-        shared = group.shared["parameters"]
         if group.lone:
             self._apply_all(group, arrived)
             return
-        full_tensors = group.model.full_tensors
-        tensors = self._top_k(full_tensors.blocks)
-        sizes = [top_k.bytes(shared.dtype) for _, top_k in tensors]
+        shared = group.shared["parameters"]
+        sizes = self._sizes(group.model.blocks, shared.dtype)
         weights = [group.weights[worker] for worker in arrived]
         messages = zip(*(message.split(sizes) for message in arrived.values()), strict=True)
-        full = full_tensors.gather(shared)
-        for (part, top_k), sent in zip(tensors, messages, strict=True):
+        for (part, top_k), sent in zip(self._top_k(group.model.blocks), messages, strict=True):
             mean = top_k.mean(sent, weights, shared.dtype, shared.dtype, over_senders=False).flatten()
-            write_part(full, part, read_part(full, part).sub_(mean, alpha=group.outer.learning_rate))
-        full_tensors.scatter(full, shared)
+            write_part(shared, part, read_part(shared, part).sub_(mean, alpha=group.outer.learning_rate))
 
     def settle(self, group: Group) -> None:
         incoming = group.mean(kind="parameters")

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from algorithms.batch.gradient_statistics import SampleEstimate
 from algorithms.batch.losses import logits_of
-from algorithms.flat import SKETCH_SIZE, Block, FullTensors, sketch
+from algorithms.flat import SKETCH_SIZE, Block, sketch
 from fabrics.sharding.layers import CompiledLayers, sharded_layers, sharded_parts
 from fabrics.sharding.shard_layout import ShardLayout
 from fabrics.sharding.sharded_statistics import DeviceProbe, ShardedProbe, devices_estimate
@@ -164,7 +164,6 @@ class ShardedModel(FlatModel):
         self.parameters.grad = gradient
         shapes = {name: tuple(shards[parameter].to_local().shape) for name, parameter in trainable.items()}
         self.blocks = flat_blocks(shapes, [place.start for place in self._layout.places], self._layout.size)
-        self.full_tensors = FullTensors(())  # no tensor is full on this device
 
     @torch.no_grad()
     def _update_copies(self) -> None:

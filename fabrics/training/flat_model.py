@@ -14,7 +14,7 @@ from torch import nn
 from algorithms.batch.gradient_statistics import SampleEstimate
 from algorithms.batch.losses import logits_of
 from algorithms.batch.per_example import PerExampleProbe, step_estimate
-from algorithms.flat import SKETCH_SIZE, Block, FullTensors, sketch
+from algorithms.flat import SKETCH_SIZE, Block, sketch
 from utils.checkpoint.tensor_file import FilePart
 from utils.distributed.devices import is_out_of_memory
 from utils.distributed.shard_groups import ShardGroup
@@ -59,7 +59,6 @@ class FlatModel:
         parameters: flat nn.Parameter of all trainable parameters; its `.grad` is the flat gradient.
         parameter_count: trainable elements, without the gaps.
         blocks: the places of the trainable parameters in the flat buffers.
-        full_tensors: for methods that need the shapes of the model's tensors.
         compiled: whether the module runs through torch.compile; it may change at any time.
         compares_devices: whether a probe compares the devices of the shard group instead of examples.
         optimizer_slot: see `fabrics.training.offload`; None: each worker's optimizer state is on the device.
@@ -102,7 +101,6 @@ class FlatModel:
         self.parameters = nn.Parameter(flat)
         self.parameters.grad = gradient
         self.blocks = flat_blocks({name: tuple(p.shape) for name, p in named.items()}, offsets, size)
-        self.full_tensors = FullTensors(self.blocks)
 
     @property
     def gradient(self) -> torch.Tensor:

@@ -88,28 +88,6 @@ def test_looking_at_a_run_neither_counts_nor_changes_it(cluster_of):
     assert found[0][1] == found[1][1]
 
 
-def test_a_resumed_run_goes_on_with_every_workers_own(cluster_of):
-    whole = cluster_of()
-    rounds(whole, 4)
-    first = cluster_of()
-    rounds(first, 2)
-    again = resumed(first, cluster_of())
-    assert torch.equal(copies(again), copies(first))
-    rounds(again, 2)
-    assert torch.equal(copies(again), copies(whole))
-    assert again.counters.bytes_redistributed == whole.counters.bytes_redistributed
-
-
-def test_a_worker_that_a_resumed_run_has_more_begins_with_the_mean_of_the_others(cluster_of):
-    first = cluster_of()
-    rounds(first, 2)
-    again = resumed(first, cluster_of(nodes_per_gpu=6))
-    own = copies(first)
-    assert torch.equal(copies(again)[:4], own)
-    for more in copies(again)[4:]:
-        torch.testing.assert_close(more, own.mean(0), rtol=1e-6, atol=1e-7)
-
-
 def test_what_workers_learned_that_a_resumed_run_has_no_more_stays_in_the_mean(cluster_of):
     first = cluster_of()
     rounds(first, 2)
@@ -118,17 +96,6 @@ def test_what_workers_learned_that_a_resumed_run_has_no_more_stays_in_the_mean(c
     assert len(copies(again)) == 2
     for copy in copies(again):
         torch.testing.assert_close(copy, mean, rtol=1e-6, atol=1e-7)
-
-
-def test_a_merge_gives_every_worker_the_average(cluster_of):
-    cluster = cluster_of(number_of_initial_trainers=2, nodes_per_gpu=4, merge_frequency=2, INITIAL_BATCH_SIZE=4)
-    rounds(cluster, 1)
-    before = [torch.stack([w.state[COPY] for w in t.workers.values()]).mean(0) for t in cluster.trainers.values()]
-    cluster._merge()
-    (trainer,) = cluster.trainers.values()
-    for copy in copies(cluster):
-        assert torch.equal(copy, trainer.parameters)
-    torch.testing.assert_close(trainer.parameters, (before[0] + before[1]) / 2, rtol=1e-6, atol=1e-7)
 
 
 # Workers that are lost or go

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from algorithms.synchronisation.encodings.encoding import BFLOAT16, INT4, INT8, PLAIN, Integers
 from algorithms.synchronisation.encodings.quantisation import dequantise, pack, packed_bytes, quantise, unpack
-from algorithms.synchronisation.encodings.sparse import Chunks, TopK, add_at, largest
+from algorithms.synchronisation.encodings.sparse import Chunks, TopK, largest
 from fabrics.training.worker import ERROR
 from tests.support import oracles
 from tests.support.helpers import CPU, Recorder, light_cluster, recorded_pseudo_gradients, train
@@ -118,13 +118,6 @@ def test_quantised_rows_equal_the_oracle(bits):
     np.testing.assert_allclose(dequantise(codes, tables).sum(1), tensor.sum(1), rtol=1e-9)
 
 
-def test_five_values_on_paper():
-    """Mean 0 and standard deviation 2: the scale is 6 * 2 / 4 = 3, so that +-2 round to bins one from the middle."""
-    codes, table = quantise(torch.tensor([-2.0, -2.0, 0.0, 2.0, 2.0]), 2)
-    assert codes.tolist() == [1, 1, 2, 3, 3]
-    assert table.tolist() == [0.0, -2.0, 0.0, 2.0]
-
-
 @pytest.mark.parametrize("same", [[0.0] * 9, [2.5] * 9, [-1.5]])
 def test_equal_values_arrive_exactly(same):
     assert dequantise(*quantise(torch.tensor(same), 2)).tolist() == same
@@ -210,14 +203,6 @@ def test_a_mean_is_over_the_senders_of_a_position_or_over_all(over_senders, expe
     assert mean.tolist() == [expected]
 
 
-def test_what_was_sent_and_what_is_left_add_up():
-    rows, top_k = random_rows(), TopK(2, CHUNKS, 2)
-    sent = top_k.decode(top_k.encode(rows, torch.float64), torch.float64)
-    left = add_at(rows.clone(), sent, -1.0)
-    torch.testing.assert_close(add_at(left.clone(), sent), rows, rtol=0, atol=1e-15)
-    assert (left != rows).sum() == 2 * 13
-
-
 # Trainers
 
 
@@ -257,15 +242,6 @@ def test_workers_with_bfloat16_move_by_the_rounded_mean_of_rounded_pseudo_gradie
     first, second = (own.bfloat16().double() for own in found)
     expected = before - ((first + second) / 2).bfloat16().double()
     torch.testing.assert_close(trainer.parameters, expected, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["bfloat16", "int8"])
-def test_a_single_worker_sends_nothing_and_rounds_nothing(name):
-    plain, single = (trainer_of(1, communication_dtype=dtype) for dtype in ("float32", name))
-    train(plain, 2)
-    reports = train(single, 2)
-    assert torch.equal(single.parameters, plain.parameters)
-    assert [report.bytes_synchronised for report in reports] == [0, 0]
 
 
 def test_a_worker_that_becomes_the_only_one_applies_its_error():

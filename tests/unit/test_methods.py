@@ -380,16 +380,6 @@ def test_a_fragment_under_way_arrives_in_the_next_round_however_long_that_is():
     assert all(torch.equal(other[piece], trainer.parameters[piece]) for piece in parts[0])
 
 
-def test_a_worker_that_a_checkpoint_does_not_know_starts_from_its_shared_parameters():
-    saved, resumed = (trainer_of(nodes, distributed_algo="StreamingDiLoCo") for nodes in (2, 3))
-    train(saved, 1, 4)
-    groups = saved.tensors()
-    resumed.load_state_dict(saved.state_dict(), lambda group, name: groups[group][name])
-    copies = [worker.state[COPY] for worker in resumed.workers.values()]
-    assert torch.equal(copies[2], saved.parameters)
-    assert all(torch.equal(copies[index], saved.workers[index].state[COPY]) for index in range(2))
-
-
 # Merges, and workers that leave
 
 
