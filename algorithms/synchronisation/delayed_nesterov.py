@@ -90,8 +90,8 @@ class DelayedNesterov(Method):
     def _active_steps(
         self, own_steps: Mapping[int, int], inner_steps: int, values: Mapping[str, float], server_steps: Fraction
     ) -> Mapping[int, Sequence[int]]:
-        legs = leg_round(own_steps, inner_steps, self.steps, values, server_steps).legs
-        return {worker: own.active_steps for worker, own in legs.items()}
+        made = leg_round(own_steps, inner_steps, self.steps, values, server_steps).made
+        return {worker: [math.ceil(time) - 1 for time in times] for worker, times in made.items()}
 
     def _round(self, group: Group) -> "LegRound":
         clock = group.clock
@@ -155,31 +155,17 @@ class DelayedNesterov(Method):
         forget(values, workers)
 
 
-class Legs(NamedTuple):
-    """One worker's round, in inner steps of the round.
+class LegRound(NamedTuple):
+    """A round of workers that arrive after every leg.
 
     Attributes:
-        made: the time of each of its steps.
-        ends: the times of its arrivals.
-        begun: steps of the current leg made by the end of the round.
-        late: from then until its answer is there; negative: the fraction of the next step that is done.
+        made: the times of each worker's steps, in inner steps of the round, by number.
+        arrivals: (time, worker), in order, ties in worker order.
+        values: after the round, by name. begun_m: steps of its current leg that worker m has made. late_m: inner steps
+            from then until its answer is there; negative: the fraction of its next step that is done.
     """
 
-    made: tuple[Fraction, ...]
-    ends: tuple[Fraction, ...]
-    begun: int
-    late: Fraction
-
-    @property
-    def active_steps(self) -> tuple[int, ...]:
-        """The inner steps of the round, from 0, during which it makes its own."""
-        return tuple(math.ceil(time) - 1 for time in self.made)
-
-
-class LegRound(NamedTuple):
-    """The legs of each worker, the arrivals (time, worker) in order, and the values to remember after the round."""
-
-    legs: Mapping[int, Legs]
+    made: Mapping[int, Sequence[Fraction]]
     arrivals: list[tuple[Fraction, int]]
     values: dict[str, float]
 
@@ -193,43 +179,35 @@ def leg_round(
 ) -> LegRound:
     """Simulate the round of workers that arrive after every `leg` steps of their own, and wait for each answer.
 
+    A worker makes at least one step: if none is done in time, at the end of the round, for which it may have to hurry.
+
     Args:
         own_steps: steps for which each worker has time in a round without waiting, at least 1, by number.
         values: after the previous round; a worker without any begins a leg.
         server_steps: inner steps of the round until the server has answered.
     """
-    legs = {}
+    made = {}
+    arrivals = []
     after: dict[str, float] = {}
     for worker, own in own_steps.items():
         begun = int(values.get(f"begun_{worker}", 0))
         late = Fraction(values.get(f"late_{worker}", 0.0)).limit_denominator(PRECISION)
-        found = legs[worker] = legs_of(own, inner_steps, leg, begun, late, server_steps)
-        after[f"begun_{worker}"] = found.begun
-        if found.late:
-            after[f"late_{worker}"] = float(found.late)
-    return LegRound(legs, sorted((time, worker) for worker, own in legs.items() for time in own.ends), after)
-
-
-def legs_of(
-    own_steps: int, inner_steps: int, leg: int, begun: int, late: Fraction, server_steps: Fraction = Fraction(0)
-) -> Legs:
-    """Simulate the round of one worker; begun and late as in `Legs`, after the previous round.
-
-    It makes at least one step: if none is done in time, at the end of the round, for which it may have to hurry.
-    """
-    length = time_of(1, own_steps, inner_steps)
-    time = late if late > 0 else late * length
-    made: list[Fraction] = []
-    ends: list[Fraction] = []
-    while time + length <= inner_steps or not made:
-        time = min(time + length, Fraction(inner_steps))
-        made.append(time)
-        begun += 1
-        if begun == leg:
-            ends.append(time)
-            begun = 0
-            time += server_steps
-    over = time - inner_steps
-    # A step that is done in full would be one of the round that has ended.
-    most = Fraction(1 - PRECISION, PRECISION)
-    return Legs(tuple(made), tuple(ends), begun, over if over > 0 else max(over / length, most))
+        length = time_of(1, own, inner_steps)
+        time = late if late > 0 else late * length
+        steps: list[Fraction] = []
+        while time + length <= inner_steps or not steps:
+            time = min(time + length, Fraction(inner_steps))
+            steps.append(time)
+            begun += 1
+            if begun == leg:
+                arrivals.append((time, worker))
+                begun = 0
+                time += server_steps
+        late = time - inner_steps
+        if late < 0:  # a step that is done in full would be one of the round that has ended
+            late = max(late / length, Fraction(1 - PRECISION, PRECISION))
+        made[worker] = steps
+        after[f"begun_{worker}"] = begun
+        if late:
+            after[f"late_{worker}"] = float(late)
+    return LegRound(made, sorted(arrivals), after)

@@ -14,7 +14,7 @@ from algorithms.nodes.balance import turns
 from algorithms.nodes.traffic import Link
 from algorithms.nodes.virtual_clock import Clocks, Sending, meetings
 from algorithms.synchronisation.decoupled import Answered, Sent, fragment_round
-from algorithms.synchronisation.delayed_nesterov import leg_round, legs_of
+from algorithms.synchronisation.delayed_nesterov import leg_round
 from algorithms.synchronisation.group import Event
 from fabrics.config_checks import CHECKS
 from fabrics.training.worker import COPY
@@ -51,7 +51,8 @@ def test_arrivals_of_a_round(own, inner_steps, leg, begun, expected):
     values = {f"begun_{worker}": steps for worker, steps in enumerate(begun)}
     found = leg_round(dict(enumerate(own)), inner_steps, leg, values)
     assert found.arrivals == expected
-    assert [own.active_steps for own in found.legs.values()] == [turns(each, inner_steps) for each in own]
+    active = [tuple(math.ceil(time) - 1 for time in times) for times in found.made.values()]
+    assert active == [turns(each, inner_steps) for each in own]
     total = [before + each for before, each in zip(begun, own, strict=True)]
     assert found.values == {f"begun_{worker}": made % leg for worker, made in enumerate(total)}
 
@@ -69,8 +70,7 @@ def test_a_worker_that_waits_for_answers_makes_fewer_steps(own, made, ends):
     for number in range(3):
         found = leg_round({0: own}, 12, 4, values, Fraction(2))
         values = found.values
-        assert (list(found.legs[0].made), list(found.legs[0].ends)) == (made[number], ends[number])
-        assert list(found.legs[0].active_steps) == [time - 1 for time in made[number]]
+        assert (found.made[0], [time for time, _ in found.arrivals]) == (made[number], ends[number])
 
 
 @pytest.mark.parametrize(("own", "server_steps"), [(1, Fraction(1, 4)), (2, Fraction(9)), (4, Fraction(100))])
@@ -79,8 +79,8 @@ def test_every_worker_makes_a_step_in_every_round(own, server_steps):
     for _ in range(3):
         found = leg_round({7: own}, 4, 1, values, server_steps)
         values = found.values
-        assert len(found.legs[7].made) == 1
-    assert found.legs[7].made == (4,)
+        assert len(found.made[7]) == 1
+    assert found.made[7] == [4]
     assert values == {"begun_7": 0, "late_7": server_steps}
 
 
@@ -88,8 +88,8 @@ def test_a_step_never_ends_before_its_round():
     """The answer leaves so little of the next step that it is not remembered."""
     values = leg_round({0: 1}, 4, 1, {}, Fraction(1, 10**6)).values
     assert values == {"begun_0": 0, "late_0": 1e-6}
-    each = legs_of(1, 4, 2, 0, Fraction(-1 + 10**-9))
-    assert legs_of(1, 4, 2, 0, each.late).active_steps[0] >= 0
+    late = leg_round({0: 1}, 4, 2, {"late_0": -1 + 10**-9}).values
+    assert leg_round({0: 1}, 4, 2, late).made[0][0] > 0
 
 
 @pytest.mark.parametrize(
