@@ -12,7 +12,7 @@ from algorithms.flat import Block, Part, fragment_problems, layer_fragments, rea
 from algorithms.nodes.async_clock import forget, made_at, time_of
 from algorithms.synchronisation.group import Group
 from algorithms.synchronisation.method import Capabilities, Method, require
-from algorithms.synchronisation.outer_step import fragment_step
+from algorithms.synchronisation.outer_step import diloco_step
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,7 @@ class Decoupled(Method):
             group.values.update(values)
 
     def _send(self, group: Group, part: Part | None, sent: "Sent") -> None:
-        delta = group.pseudo_gradient(part, sent.back - sent.stop, sent.weights)
-        if delta is not None:
-            fragment_step(group.shared, part, delta, group.outer.learning_rate, group.outer.momentum)
+        diloco_step(group, group.pseudo_gradient(part, sent.back - sent.stop, sent.weights), part)
 
     def _answer(self, group: Group, part: Part | None, answered: "Answered") -> None:
         shared = read_part(group.shared["parameters"], part)

@@ -4,11 +4,10 @@ The pseudo-gradient is the mean over workers of (x - x_m): its negative is a des
 a gradient.
 """
 
-from collections.abc import Mapping
-
 import torch
 
 from algorithms.flat import Part, read_part, write_part
+from algorithms.synchronisation.group import Group
 
 
 @torch.no_grad()
@@ -28,13 +27,13 @@ def nesterov_step(
     parameters.add_(pseudo_gradient, alpha=-lr).add_(velocity, alpha=-lr * momentum)
 
 
-def fragment_step(
-    shared: Mapping[str, torch.Tensor], part: Part | None, pseudo_gradient: torch.Tensor, lr: float, momentum: float
-) -> torch.Tensor:
-    """Make DiLoCo's step on a part of the shared "parameters" and "velocity"; return the new part."""
-    parameters = read_part(shared["parameters"], part)
-    velocity = read_part(shared["velocity"], part)
-    nesterov_step(parameters, pseudo_gradient, velocity, lr, momentum)
-    write_part(shared["parameters"], part, parameters)
-    write_part(shared["velocity"], part, velocity)
-    return parameters
+def diloco_step(group: Group, pseudo_gradient: torch.Tensor | None, part: Part | None = None) -> None:
+    """Make DiLoCo's step on a part of the shared "parameters" and "velocity", or on all; none without workers."""
+    if pseudo_gradient is None:
+        return
+    parameters = read_part(group.shared["parameters"], part)
+    velocity = read_part(group.shared["velocity"], part)
+    nesterov_step(parameters, pseudo_gradient, velocity, group.outer.learning_rate, group.outer.momentum)
+    if part is not None:
+        write_part(group.shared["parameters"], part, parameters)
+        write_part(group.shared["velocity"], part, velocity)

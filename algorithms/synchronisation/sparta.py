@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from algorithms.flat import random_positions
 from algorithms.synchronisation.group import Group
 from algorithms.synchronisation.method import OUTER_KEYS, Capabilities, Method, require
-from algorithms.synchronisation.outer_step import nesterov_step
+from algorithms.synchronisation.outer_step import diloco_step
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,6 @@ class SPARTA(Method):
                 worker.parameters[worker.to_device(positions)] = worker.to_device(mean)
 
     def _outer_step(self, group: Group) -> None:
-        parameters = group.shared["parameters"]
-        delta = group.pseudo_gradient()
-        if delta is not None:
-            nesterov_step(parameters, delta, group.shared["velocity"], group.outer.learning_rate, group.outer.momentum)
-            for worker in group.local_workers:
-                worker.parameters.copy_(worker.to_device(parameters))
+        diloco_step(group, group.pseudo_gradient())
+        for worker in group.local_workers:
+            worker.parameters.copy_(worker.to_device(group.shared["parameters"]))

@@ -8,7 +8,7 @@ import torch
 from algorithms.flat import Block, Part, fragment_problems, layer_fragments, read_part, write_part
 from algorithms.synchronisation.group import Group
 from algorithms.synchronisation.method import Capabilities, Method, require
-from algorithms.synchronisation.outer_step import fragment_step
+from algorithms.synchronisation.outer_step import diloco_step
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,7 @@ class StreamingDiLoCo(Method):
     def _send(self, group: Group, name: str, part: Part | None) -> None:
         if name in group.values:  # the round was shorter than the delay
             self._arrive(group, part)
-        delta = group.pseudo_gradient(part, behind=self.delay)
-        if delta is not None:
-            fragment_step(group.shared, part, delta, group.outer.learning_rate, group.outer.momentum)
+        diloco_step(group, group.pseudo_gradient(part, behind=self.delay), part)
 
     def _arrive(self, group: Group, part: Part | None) -> None:
         shared = read_part(group.shared["parameters"], part)
