@@ -18,7 +18,8 @@ class EagerDiLoCo(Method):
     The weighted mean of all x_m is evaluated, saved and merged; the paper does not say what to evaluate.
 
     A worker keeps D_m' - D', so that a new worker, with zeros, counts as one that moved like the mean, and the mean can
-    be merged. A new worker's velocity is 0; in a merge workers keep theirs unless outer momentum is reset.
+    be merged. A new worker's velocity is 0; in a merge workers keep theirs. A lone worker's E is D: nothing of it is
+    left for the next round, whose D' is 0.
     """
 
     capabilities = Capabilities(averages_copies=True, temporaries=2.0, shards=True)
@@ -43,3 +44,5 @@ class EagerDiLoCo(Method):
         for worker in group.local_workers:
             worker.state["deviation"].sub_(worker.to_device(mean))
         group.shared["mean"].copy_(mean)
+        if group.lone:
+            group.shared["mean"].zero_()

@@ -62,8 +62,8 @@ class FDA(Method):
     def __post_init__(self):
         require(self, "a number that is not negative", lambda value: 0 <= value < math.inf, "threshold")
         require(self, "a positive number", lambda value: value >= 1, "calibrate", "check_every", "max_inner_steps")
-        if self.threshold is not None:
-            require(self, "null with a threshold", lambda value: False, "calibrate")
+        if self.threshold is not None and self.calibrate is not None:
+            raise ValueError(f"calibrate: must be null with a threshold, got {self.calibrate}")
         most = self.max_inner_steps or math.inf
         require(self, f"at most max_inner_steps, {most}", lambda value: value <= most, "check_every")
 

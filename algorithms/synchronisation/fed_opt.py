@@ -20,7 +20,7 @@ class FedOpt(Method):
         adam     v = beta2 v + (1 - beta2) D^2
 
     There is no bias correction: v starts at tau^2, the least that the paper allows. "second_moment" is v - tau^2, so
-    that it starts at zero as m does, also where momentum is reset. Inner steps are AdamW's; the paper has SGD's.
+    that it starts at zero as m does. Inner steps are AdamW's; the paper has SGD's.
 
     Attributes:
         server_optimizer: the rule.

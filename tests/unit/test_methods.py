@@ -491,6 +491,19 @@ def test_a_new_worker_counts_as_one_that_moved_like_the_mean():
     torch.testing.assert_close(start - new[COPY], 0.7 * 1.9 * eager, rtol=0, atol=1e-12)
 
 
+def test_a_lone_eager_worker_leaves_nothing_for_the_round_in_which_another_joins():
+    """Its D was applied in full, so that D' is 0: the next step is that of E_m = D_m / 2."""
+    trainer = trainer_of(1, distributed_algo="EagerDiLoCo", outer_momentum=0.0, **{"max_requested_batch": 4})
+    train(trainer, 2, 2)
+    assert not trainer.shared["mean"].any()
+    trainer.assign_nodes(tuple(Node(index, CPU, 64) for index in range(2)))
+    start = trainer.parameters.clone()
+    train(trainer, 1, 2)
+    for worker in trainer.workers.values():
+        own = worker.state["deviation"] + trainer.shared["mean"]
+        torch.testing.assert_close(start - worker.state[COPY], 0.7 * own / 2, rtol=0, atol=1e-12)
+
+
 # Bytes
 
 
