@@ -18,12 +18,6 @@ from algorithms.nodes.virtual_clock import Sending
 from algorithms.synchronisation.encodings.encoding import PLAIN, Encoding
 from algorithms.synchronisation.method import ERROR
 
-# These are sent exactly, whatever communication_dtype says.
-_EXACT_KINDS = ("monitor", "parameters")
-
-# "all", "server", or "groups of 2"; see Event.
-Route = str
-
 
 @dataclass(frozen=True)
 class Event:
@@ -35,7 +29,7 @@ class Event:
         sent: bytes that each worker sends, a mean over all workers.
         received: bytes that each worker receives, likewise.
         behind: inner steps that may be made before anybody waits for it.
-        through: all workers alike (a ring), groups of a size, or a server, which is no worker's node.
+        through: "all" workers alike (a ring), "groups of 2" or more, or a "server", which is no worker's node.
         by: the workers that send, by number, if the others take no part; None: all.
     """
 
@@ -44,7 +38,7 @@ class Event:
     sent: float
     received: float
     behind: int = 0
-    through: Route = "all"
+    through: str = "all"
     by: tuple[int, ...] | None = None
 
     @property
@@ -218,7 +212,7 @@ class Group:
                 (monitor) on one.
         """
         like = self.shared["parameters"] if like is None else like
-        encoding = PLAIN if kind in _EXACT_KINDS else self._workers.encoding
+        encoding = PLAIN if kind in ("monitor", "parameters") else self._workers.encoding
         if elements is None and like.numel() == self.shared["parameters"].numel():
             elements = self.model.parameter_count  # without the gaps between the model's tensors
         elif elements is None:
@@ -254,7 +248,7 @@ class Group:
         size: int = 0,
         tensors: int = 0,
         to: Callable[[int], Collection[int]] | None = None,
-        through: Route = "all",
+        through: str = "all",
         senders: Collection[int] | None = None,
         total_size: int | None = None,
     ) -> "WorkerMessages":

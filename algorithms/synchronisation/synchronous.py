@@ -10,11 +10,7 @@ class Synchronous(Method):
     """g = mean_m g_m, clipped; then one step of the inner optimizer, whose moments are the trainer's."""
 
     capabilities = Capabilities(
-        exchanges_gradients=True,
-        encodings=("float32", "bfloat16"),
-        outer_keys=(),
-        one_exchange=False,
-        shards=True,
+        exchanges_gradients=True, encodings=("float32", "bfloat16"), outer_keys=(), one_exchange=False, shards=True
     )
 
     def incoming(self, group: Group) -> WorkerMean:
