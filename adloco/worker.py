@@ -402,7 +402,7 @@ class Worker:
                 step_seconds=0.0,
                 server_seconds=lambda elements: 0.0,
             ),
-            inner=Inner(decay, self._update_shared),
+            inner=Inner(decay, self._update_shared, self._optimizer.param_groups[0]["lr"]),
             outer=Outer(self._config.learning_rate_for_outer_opt, self._config.outer_momentum, dtype),
             generator=self._generator,
             events=self._events,
