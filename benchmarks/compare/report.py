@@ -263,9 +263,11 @@ def overview(template: str, comparisons: Mapping[str, Results]) -> str:
 
 
 def write_overview(output: Path) -> None:
-    """Write results.md with the comparisons in output/results."""
+    """Write results.md with the comparisons in output/results, if all that it shows are there."""
     files = sorted((output / "results").glob("*.json"))
     raws = [json.loads(path.read_text(encoding="utf-8")) for path in files]
     comparisons = {raw["name"]: Results(raw) for raw in raws if "comparison" in raw}
     template = (COMPARISONS / "overview.md").read_text(encoding="utf-8")
+    if not set(re.findall(r"\{(?:run|page|section): (\w+)", template)) <= comparisons.keys():
+        return
     write_text_atomically(output / "results.md", overview(template, comparisons))

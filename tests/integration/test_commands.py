@@ -36,7 +36,7 @@ def test_commands_in_sentences_are_known(path):
         ("python run.py --config configs/no_such.yaml", "no_such.yaml"),
         ("python benchmarks/performance/throughput.py --parts everything", "invalid choice: 'everything'"),
         ("python -m training_logs.prediction logs/first --portion 0.5", "unrecognized arguments: --portion"),
-        ("python gradient_analysis/gradient_analysis.py batch=4", "batch: Unexpected keyword argument"),
+        ("python gradient_analysis/gradient_analysis.py batch=4", "batch: unknown key"),
         ("python no_such.py", "no_such.py"),
         ("torchrun --number_of_nodes=2 run.py", "unrecognized arguments: --number_of_nodes=2"),
         ("torchrun --nnodes=2 run.py ETTA=0.5", "ETTA: unknown key"),
