@@ -1,8 +1,11 @@
 """AdLoCo as a library: low-communication training inside your own loop. `docs/library.md` begins with an example."""
 
+import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from adloco.worker import AdaptiveBatch, Worker
@@ -31,5 +34,20 @@ def launch(function: Callable[..., Any], *arguments: Any, processes: int) -> lis
         max_restarts=0,
         start_method="spawn",
     )
-    results = elastic_launch(config, function)(*arguments)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        results = elastic_launch(config, _call)(function, *arguments)
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
     return [results[rank] for rank in range(processes)]
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call the function and close the connections, so that a process that still waits for this one gets an error."""
+    result = function(*arguments)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return result

@@ -4,6 +4,7 @@ The same parts as in `python run.py`: methods, encodings, batch tests, switch mo
 whose workers are the processes of torch.distributed's default group; a process without one trains alone.
 """
 
+import copy
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -105,8 +106,8 @@ class _Round:
 class Worker:
     """A worker of a run, around a model and its optimizer.
 
-    All workers start from the parameters of the first process. While a worker exists, the model's trainable parameters
-    and their gradients are views of two flat buffers; the worker zeroes the gradients.
+    All workers start from the parameters and buffers of the first process. While a worker exists, the model's trainable
+    parameters and their gradients are views of two flat buffers; the worker zeroes the gradients.
 
     Args:
         model: any nn.Module; its trainable parameters have one type and one device.
@@ -133,7 +134,7 @@ class Worker:
 
     Raises:
         ConfigError: an argument is wrong; one line per problem.
-        ValueError: the model, the optimizer or the method cannot be used.
+        ValueError: the model, the optimizer or the method cannot be used, or the processes differ in them.
     """
 
     def __init__(
@@ -165,8 +166,8 @@ class Worker:
             gradient_clipping=gradient_clipping,
             seed=seed,
         )
-        self._connect()
         _check_model(model, optimizer)
+        self._connect()
         self._optimizer = optimizer
         self._model = FlatModel(model, next(model.parameters()).device)
         self._method = method_of(self._config, self._model)
@@ -176,6 +177,7 @@ class Worker:
         self._cursor: DataCursor | None = None
         self._examples = 0
         self._round: _Round | None = None
+        self._reading: Iterator[np.ndarray] | None = None
         self._weight: float | None = None
         self._events: list[Event] = []
         self.steps = 0
@@ -183,6 +185,8 @@ class Worker:
         self.communications = 0
         self.bytes_communicated = 0
         self.warning: str | None = None
+        self._agree("arguments", self._config)
+        self._agree("model", [(name, list(tensor.shape)) for name, tensor in model.state_dict().items()])
         self._make_state()
 
     # Set-up
@@ -190,11 +194,26 @@ class Worker:
     def _connect(self) -> None:
         """Find the other processes: the default group, or torchrun's, or none."""
         if not dist.is_initialized() and "WORLD_SIZE" in os.environ:
-            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+            # Plain objects travel in host memory, which needs no current GPU.
+            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         together = dist.is_initialized()
         self.index = dist.get_rank() if together else 0
         self.workers = dist.get_world_size() if together else 1
         self._peers = PeerWatch()
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Return the value of every process, by rank."""
+        values = [value] * self.workers
+        if self.workers > 1:
+            with self._peers.explaining():
+                dist.all_gather_object(values, value)
+        return values
+
+    def _agree(self, name: str, value: Any) -> None:
+        """Check in all processes that they have the same value."""
+        for rank, other in enumerate(values := self._gather(repr(value))):
+            if other != values[0]:
+                raise ValueError(f"{name}: must be the same in all processes, but those of ranks 0 and {rank} differ")
 
     def _make_state(self) -> None:
         model = self._model
@@ -203,7 +222,11 @@ class Worker:
         transport = None
         if self.workers > 1:
             transport = Transport(self.index, everyone, dist.group.WORLD, device, self._peers)
-            transport.copy([model.parameters.data], 0, set(everyone) - {0})
+            fixed = [tensor for tensor in model.module.parameters() if not tensor.requires_grad]
+            for tensor in (model.parameters, *fixed, *model.module.buffers()):
+                whole = tensor.data.contiguous()
+                transport.copy([whole], 0, set(everyone) - {0})
+                tensor.data = whole
         self._links = Workers(everyone, self.index, transport, in_order=device.type == "cpu")
         flat = model.parameters.data
         self._shared = {"parameters": flat.clone()}
@@ -241,14 +264,21 @@ class Worker:
     def micro_batches(self, examples: int) -> Iterator[np.ndarray]:
         """Yield this worker's examples of the next inner step, one micro-batch at a time, for `backward`.
 
-        Some passes serve the gradient statistics only; a loop treats them like the others.
+        Some passes serve the gradient statistics only; a loop treats them like the others. After an exception, or a
+        `break`, the next call begins the inner step again.
 
         Args:
-            examples: number of training examples; the same in every call.
+            examples: number of training examples; the same in every call and every process.
 
         Yields:
             Indices of examples, int64 [micro-batch].
         """
+        if self._reading is not None:
+            self._reading.close()
+        self._reading = self._read_step(examples)
+        return self._reading
+
+    def _read_step(self, examples: int) -> Iterator[np.ndarray]:
         if self._round is None:
             self._begin_round(examples)
         current = self._round
@@ -256,12 +286,17 @@ class Worker:
             raise RuntimeError("micro_batches: the examples of this inner step are done; call step")
         if examples != self._examples:
             raise ValueError(f"micro_batches: the data have {self._examples} examples, got {examples}")
+        self._weight = None
+        if current.step == 0:
+            current.samples = ()
+            current.vector = None
         self._rebind_gradients()
+        self._model.gradient.zero_()
         read = self._cursor.readings(self.workers)[0].places
         plan = current.plan
         statistics = plan_statistics(self._config, self.workers, self._control.tests_after(self.rounds + 1))
         probed = current.step == 0 and statistics.probed_parts > 0
-        sample = self._config.statistics_batch_size
+        sample = min(self._config.statistics_batch_size, examples // self.workers)
         if probed and plan.effective_batch < sample:
             own = only_gradient_accumulation(sample, self._config.max_batch_size)
             offset = self._config.number_of_inner_steps_between_outers * current.batch + self.index * sample
@@ -314,6 +349,7 @@ class Worker:
             raise RuntimeError("backward: take a micro-batch from micro_batches first")
         if losses.dim() > 0 and losses.shape != (self._size,):
             raise ValueError(f"backward: expected {self._size} losses or their mean, got shape {list(losses.shape)}")
+        self._rebind_gradients()
         (losses.mean() * self._weight).backward()
         self._weight = None
 
@@ -329,6 +365,7 @@ class Worker:
         current = self._round
         if current is None or not current.ready:
             raise RuntimeError("step: read micro_batches to its end, and call backward for every micro-batch")
+        self._rebind_gradients()
         if not self._method.capabilities.exchanges_gradients:
             self._update()
         current.ready = False
@@ -362,6 +399,7 @@ class Worker:
         if self._cursor is None:
             if examples < 1:
                 raise ValueError(f"micro_batches: there must be at least one example, got {examples}")
+            self._agree("examples", examples)
             self._examples = examples
             self._cursor = DataCursor(Subsets(self._config.training_seed, examples), [0])
         config = self._config
@@ -466,11 +504,7 @@ class Worker:
         if statistics.compared != "nothing" and self.workers > 1:
             sent = statistics.sent_bytes(self.workers, self._model.parameter_count, self._model.parameters.dtype)
             self.bytes_communicated += sent
-        records = [record]
-        if self.workers > 1:
-            records = [record] * self.workers
-            with self._peers.explaining():
-                dist.all_gather_object(records, record)
+        records = self._gather(record)
         samples, between, warning = samples_for_test(self._config, dict(enumerate(records)))
         if not self._control.tests_after(self.rounds + 1):
             samples = []
@@ -527,9 +561,12 @@ class Worker:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state of this worker, or, with more workers than before, from that of any other.
 
+        All workers call this together.
+
         Raises:
-            ValueError: the state is of another model or method.
+            ValueError: the state is of another model or method, or the workers' states are of different rounds.
         """
+        self._agree("state", [state[name] for name in ("counts", "values", "batch", "examples", "position")])
         self._round = None
         own = {**self._state, "parameters": self._model.parameters.data}
         for kind, tensors in (("shared", self._shared), ("worker", own)):
@@ -540,9 +577,10 @@ class Worker:
             ]
             if wrong:
                 raise ValueError(f"load_state_dict: the state has no {', '.join(wrong)} of this model and method")
+        for kind, tensors in (("shared", self._shared), ("worker", own)):
             for name, tensor in tensors.items():
                 tensor.copy_(state[kind][name])
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it would use the state's tensors
         self._values = dict(state["values"])
         self._control.load_state_dict(state["batch"])
         self._examples = state["examples"]
@@ -599,6 +637,8 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if optimized != trainable:
         raise ValueError("optimizer: must have exactly the model's trainable parameters")
+    if len({parameter.device for parameter in trainable}) != 1:
+        raise ValueError("model: all trainable parameters must be on one device")
     if optimizer.state:
         raise ValueError("optimizer: must be new; load its state with Worker.load_state_dict")
     for name, module in model.named_modules():

@@ -1,15 +1,23 @@
 """AdLoCo as a library: a loop over adloco.Worker trains what `python run.py` trains."""
 
+import copy
 import re
+import signal
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 import adloco
 from run import train
-from tests.support.library import Regression, train_all_like_the_program
+from tests.support.library import (
+    Regression,
+    begin_with_unlike_processes,
+    leave_early,
+    train_all_like_the_program,
+)
 from tests.support.runs import SHORT
 from utils.config.schema import ConfigError
 
@@ -93,15 +101,69 @@ def test_one_worker_is_plain_training():
         assert torch.equal(expected, found)
 
 
-def test_zero_grad_of_the_loop_changes_nothing():
+def zero_gradients_between(loop: Regression) -> None:
+    loop.optimizer.zero_grad()
+    for indices in loop.worker.micro_batches(96):
+        loop.optimizer.zero_grad()
+        loop.worker.backward(loop.losses(indices))
+    loop.optimizer.zero_grad()
+
+
+def leave_and_begin_again(loop: Regression) -> None:
+    for indices in loop.worker.micro_batches(96):
+        loop.worker.backward(loop.losses(indices))
+        break
+    unfinished = loop.worker.micro_batches(96)  # as an exception leaves it
+    next(unfinished)
+    for indices in loop.worker.micro_batches(96):
+        loop.worker.backward(loop.losses(indices))
+
+
+def use_gradients_elsewhere(loop: Regression) -> None:
+    loop.losses(slice(5)).mean().backward()
+    for indices in loop.worker.micro_batches(96):
+        loop.worker.backward(loop.losses(indices))
+
+
+@pytest.mark.parametrize("compute", [zero_gradients_between, leave_and_begin_again, use_gradients_elsewhere])
+def test_only_complete_inner_steps_count(compute):
     loop = Regression(batch=ADAPTIVE)
     while loop.worker.steps < 12:
-        loop.optimizer.zero_grad(set_to_none=True)
-        for indices in loop.worker.micro_batches(96):
-            loop.worker.backward(loop.losses(indices))
+        compute(loop)
         loop.worker.step()
     for expected, found in zip(Regression(batch=ADAPTIVE).train(12), loop.model.parameters(), strict=True):
         assert torch.equal(expected, found)
+
+
+def test_a_state_can_be_loaded_twice():
+    loop = Regression(batch=ADAPTIVE)
+    loop.train(6)
+    state = copy.deepcopy(loop.worker.state_dict())
+    whole = loop.train(12)
+    for _ in range(2):
+        next(loop.worker.micro_batches(96))
+        loop.worker.load_state_dict(state)
+        for expected, found in zip(whole, loop.train(12), strict=True):
+            assert torch.equal(expected, found)
+
+
+def test_processes_begin_alike_or_not_at_all():
+    states = [Regression(batch=4), Regression(batch=4)]
+    states[1].train(3)
+    before = signal.getsignal(signal.SIGTERM)
+    results = adloco.launch(begin_with_unlike_processes, [each.worker.state_dict() for each in states], processes=2)
+    assert signal.getsignal(signal.SIGTERM) is before
+    for name, tensor in results[0]["tensors"].items():
+        assert torch.equal(tensor, results[1]["tensors"][name]), name
+    for result in results:
+        assert list(result["errors"]) == ["model", "arguments", "examples", "state"]
+        for name, error in result["errors"].items():
+            assert error.startswith(f"{name}: must be the same in all processes")
+
+
+def test_a_process_that_ends_early_ends_the_others():
+    with pytest.raises(ChildFailedError, match="PeerLostError"):
+        adloco.launch(leave_early, processes=2)
 
 
 @pytest.mark.parametrize(

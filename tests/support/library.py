@@ -1,5 +1,7 @@
 """Training loops over adloco.Worker: the one that `train` of run.py is compared with, and a small one."""
 
+import os
+
 import torch
 from torch import nn
 
@@ -62,3 +64,39 @@ class Regression:
                 self.worker.backward(self.losses(indices))
             self.worker.step()
         return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+class Frozen(nn.Module):
+    """A model with a frozen layer and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 8).requires_grad_(False)
+        self.second = nn.Linear(8, 1)
+        self.register_buffer("scale", torch.rand(2))
+
+
+def begin_with_unlike_processes(interrupted: list[dict]) -> dict:
+    """Begin with processes that differ; return the tensors of a model, and the errors by name."""
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(rank)
+    model = Frozen()
+    adloco.Worker(model, torch.optim.SGD(model.second.parameters(), lr=0.1))
+    found = {"tensors": {name: tensor.clone() for name, tensor in model.state_dict().items()}, "errors": {}}
+
+    def attempt(name, work):
+        try:
+            work()
+        except ValueError as error:
+            found["errors"][name] = str(error)
+
+    linear = nn.Linear(4 + rank, 1)
+    attempt("model", lambda: adloco.Worker(linear, torch.optim.SGD(linear.parameters(), lr=0.1)))
+    attempt("arguments", lambda: Regression(inner_steps=2 + rank))
+    attempt("examples", lambda: next(Regression().worker.micro_batches(90 + rank)))
+    attempt("state", lambda: Regression(batch=4).worker.load_state_dict(interrupted[rank]))
+    return found
+
+
+def leave_early() -> None:
+    Regression().train(24 - 12 * int(os.environ["RANK"]))
