@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.compare.report import write_overview, write_page
+from benchmarks.compare.report import page, write_overview, write_page
 from benchmarks.compare.results import Results, same_data, tuned_values
 from benchmarks.compare.runs import ComparisonError, Runner, completed, outcome
 from benchmarks.compare.search import halve
@@ -45,8 +45,10 @@ def read_results(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        page(Results(raw))
+        return raw
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration, RecursionError) as error:
         raise ConfigError(f"{path}: damaged results ({error}): restore the file, or remove it") from None
 
 
@@ -207,7 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
             write_json_atomically(folder / f"{path.stem}.json", raw)
             print(write_page(Results(raw), folder))
         if options.output and not problems:
-            write_overview(options.output)
+            write_overview(options.output, read_results)
     except ConfigError as error:
         print("\n".join(f"error: {problem}" for problem in [*problems, *error.problems]), file=sys.stderr)
         return 2

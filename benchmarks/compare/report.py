@@ -3,11 +3,11 @@
 Numbers are means over seeds with the sample's standard deviation.
 """
 
-import json
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -20,6 +20,8 @@ from utils.text import byte_size
 USAGE = {"tokens": "tokens", "communications": "communications", "bytes_communicated": "bytes"}
 VERDICTS = ("better", "not significant", "worse")
 NOT_COMPARABLE = ("ended earlier", "used more", "stopped or other data")
+# What the overview shows of a comparison.
+_SHOWN = re.compile(r"\{(run|page|section): (\w+)(?:: ([^}]+))?\}")
 
 
 def _spread(values: Iterable[float]) -> str:
@@ -259,15 +261,20 @@ def overview(template: str, comparisons: Mapping[str, Results]) -> str:
         more = f"[Verdicts, tables and settings](results/{name}.md)."
         return f"## {heading(results)}\n\n{caption(results)} {more}\n\n![Ends](results/{name}_ends.png)"
 
-    return re.sub(r"\{(run|page|section): (\w+)(?:: ([^}]+))?\}", filled, template)
+    return _SHOWN.sub(filled, template)
 
 
-def write_overview(output: Path) -> None:
-    """Write results.md with the comparisons in output/results, if all that it shows are there."""
-    files = sorted((output / "results").glob("*.json"))
-    raws = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-    comparisons = {raw["name"]: Results(raw) for raw in raws if "comparison" in raw}
+def write_overview(output: Path, read: Callable[[Path], Mapping[str, Any]]) -> None:
+    """Write results.md if output/results has all comparisons that it shows.
+
+    Args:
+        output: receives results.md.
+        read: reads recorded results; empty if there are none.
+    """
     template = (COMPARISONS / "overview.md").read_text(encoding="utf-8")
-    if not set(re.findall(r"\{(?:run|page|section): (\w+)", template)) <= comparisons.keys():
+    names = sorted({name for _, name, _ in _SHOWN.findall(template)})
+    raws = {name: read(output / "results" / f"{name}.json") for name in names}
+    if not all(raws.values()):
         return
+    comparisons = {name: Results(raw) for name, raw in raws.items()}
     write_text_atomically(output / "results.md", overview(template, comparisons))

@@ -1,5 +1,6 @@
 """The runs of a comparison, each an ordinary run of run.py with one process and one thread, and their outcomes."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from benchmarks.compare.accounting import simulated_seconds, usage
@@ -47,16 +49,21 @@ class Runner:
             return read_run(path.parent / json.loads(path.read_text(encoding="utf-8"))["folder"])
 
     def make(self, runs: Iterable[Run], title: str) -> None:
-        """Make the missing runs; an interrupted run starts again. Raise ComparisonError if some failed."""
+        """Make the missing runs; an interrupted run starts again.
+
+        Raises:
+            ComparisonError: some failed.
+            OSError: some cannot be written.
+        """
         missing = {run.id: run for run in runs if self.data(run) is None}
-        problems = []
+        problems: list[BaseException] = []
         with ThreadPoolExecutor(self._jobs) as pool, tqdm(total=len(missing), desc=title, unit=" runs") as bar:
             futures = {pool.submit(self._make, run): run for run in missing.values()}
             try:
                 for future in as_completed(futures):
                     error = future.exception()
                     if error is not None:
-                        problems.append(str(error))
+                        problems.append(error)
                     bar.set_postfix_str(f"{futures[future].method}, seed {futures[future].seed}"[:40])
                     bar.update()
             except BaseException:
@@ -64,10 +71,24 @@ class Runner:
                 for process in list(self._running):
                     process.terminate()
                 raise
+        for error in problems:
+            if isinstance(error, OSError):
+                raise error
         if problems:
-            raise ComparisonError("\n".join(problems))
+            raise ComparisonError("\n".join(map(str, problems)))
 
     def _make(self, run: Run) -> None:
+        """Make a run, unless another program makes it first."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.folder / f".{run.id}.lock")
+        with (
+            contextlib.suppress(Timeout),
+            lock.acquire(cancel_check=self._stopping.is_set),
+        ):  # or stopped while it waits
+            if self.data(run) is None:
+                self._train(run)
+
+    def _train(self, run: Run) -> None:
         if self._stopping.is_set():
             return
         folder = self.folder / run.id
@@ -89,6 +110,9 @@ class Runner:
         made = [path for path in folder.iterdir() if path.is_dir()]
         if status not in (0, 1) or len(made) != 1 or _TRACEBACK.search(text):
             raise ComparisonError(f"{run.method}, seed {run.seed}: exit status {status}\n{text[-2000:]}")
+        data = read_run(made[0])
+        if data.summary["status"] == "running" or len(data.by_round) < data.summary["outer_steps"]:
+            raise ComparisonError(f"{run.method}, seed {run.seed}: its records are incomplete\n{text[-2000:]}")
         shutil.rmtree(made[0] / "model_weights", ignore_errors=True)
         shutil.rmtree(made[0] / "checkpoints", ignore_errors=True)
         write_json_atomically(folder / "run.json", {"settings": dict(run.settings), "folder": made[0].name})

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -269,6 +270,7 @@ def test_figures_show_every_method():
 def test_failed_run_is_made_again_unless_training_itself_failed(monkeypatch, tmp_path, status, text):
     comparison = load_spec(small_comparison(tmp_path))
     run = make_run(comparison, comparison.methods[0], 1)
+    ended = {"status": "failed", "outer_steps": 0}
     commands = []
 
     class Program:
@@ -281,12 +283,12 @@ def test_failed_run_is_made_again_unless_training_itself_failed(monkeypatch, tmp
             return status
 
     monkeypatch.setattr(runs.subprocess, "Popen", Program)
-    monkeypatch.setattr(runs, "read_run", lambda folder: folder.name)
+    monkeypatch.setattr(runs, "read_run", lambda folder: SimpleNamespace(summary=ended, by_round={}))
     runner = Runner(tmp_path, 1)
     training_failed = text == "a round\n"
     for _ in range(2):
         with contextlib.nullcontext() if training_failed else pytest.raises(ComparisonError, match=f"status {status}"):
             runner.make([run, run], "small")
     assert len(commands) == (1 if training_failed else 2)
-    assert runner.data(run) == ("run" if training_failed else None)
+    assert (runner.data(run) is not None) == training_failed
     assert commands[0] == ["--config", "config.yaml", *run.overrides(), *runs._ALONE, f"log_dir={tmp_path / run.id}"]

@@ -6,6 +6,8 @@ import json
 import os
 import resource
 import shutil
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,10 +17,11 @@ import torch
 
 import run as program
 from benchmarks.compare import compare
+from benchmarks.compare.runs import ComparisonError, Runner
 from benchmarks.compare.spec import load_spec, make_run
 from cluster import Cluster
 from tests.support.comparisons import small_comparison
-from tests.support.helpers import warnings_of
+from tests.support.helpers import warnings_of, without_privileges
 from tests.support.runs import assert_same_run, summary, write_config
 from utils.checkpoint.checkpoint import Checkpoints, newest_checkpoint
 from utils.checkpoint.run_lock import lock_run
@@ -96,6 +99,10 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def nested(path: Path) -> None:
+    path.write_text("[" * 100_000)
+
+
 def folder_instead(path: Path) -> None:
     path.unlink()
     path.mkdir()
@@ -148,6 +155,7 @@ def of_the_checkpoint_before(path: Path) -> None:
         ),
         *((name, longer) for name in ("state.json", "trainer_0.safetensors", "config.yaml")),
         *((name, of_the_checkpoint_before) for name in ("state.json", "trainer_0.safetensors")),
+        ("state.json", nested),
         ("trainer_0_worker_0.safetensors", DAMAGE["flipped in the middle"]),
         ("trainer_0_worker_0.safetensors", DAMAGE["deleted"]),
         ("trainer_0_worker_0.safetensors", of_the_checkpoint_before),
@@ -282,6 +290,27 @@ def test_a_run_goes_on_without_what_it_does_not_need(whole, stopped, name, damag
     assert_same_run(stopped, whole)
 
 
+@pytest.mark.parametrize(("name", "instead"), [("training_log.log", "a folder"), ("training_log.log", "a link"),
+                                               ("memory_report/memory_log.csv", "a folder")])  # fmt: skip
+def test_what_is_in_the_way_of_a_log_is_named(stopped, capsys, name, instead):
+    path = stopped / name
+    if instead == "a folder":
+        folder_instead(path)
+    else:
+        path.unlink()
+        path.symlink_to("/nonexistent/file")
+    assert resume(stopped) == 2
+    (error,) = errors(capsys)
+    assert name in error
+
+
+def test_a_folder_in_place_of_the_summary_costs_a_warning(stopped):
+    folder_instead(stopped / "model_training_report" / "summary.json")
+    assert resume(stopped) == 0
+    assert "summary.json could not be written (Is a directory)" in log_of(stopped)
+    assert (stopped / "model_weights" / "trainer_0" / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize("damage", ["cut", "empty", "deleted"])
 def test_a_run_is_resumed_without_its_memory_log(whole, stopped, damage):
     DAMAGE[damage](stopped / "memory_report" / "memory_log.csv")
@@ -355,6 +384,52 @@ def test_a_folder_that_is_lost_while_a_run_trains_costs_warnings(tmp_path, cache
         log_of(folder)
 
 
+@contextlib.contextmanager
+def read_only(run: Path, name: str) -> Iterator[None]:
+    """Let nothing be written in a folder of a run; elsewhere in the run everything is as before."""
+    for path in [run, *run.rglob("*")]:
+        os.chown(path, 65534 if os.geteuid() == 0 else -1, -1)
+    (run / name).mkdir(exist_ok=True)
+    closed = [run / name, *(run / name).rglob("*")]
+    modes = [path.stat().st_mode for path in closed]
+    for path, mode in zip(closed, modes, strict=True):
+        path.chmod(mode & ~0o222)
+    try:
+        with without_privileges(run):
+            yield
+    finally:
+        for path, mode in zip(closed, modes, strict=True):
+            path.chmod(mode)
+
+
+@pytest.mark.parametrize("rounds", [1, ROUNDS])
+@pytest.mark.parametrize("name", [".", "model_training_report", "memory_report", "checkpoints", "model_weights"])
+def test_a_resume_brings_back_what_a_read_only_folder_has_cost(whole, tmp_path, cache_dir, monkeypatch, name, rounds):
+    """From the first round on, or at the end; models of earlier rounds than that of the checkpoint are lost."""
+    folder = tmp_path / "logs" / "whole"
+    save_models = Cluster.save_models
+    with contextlib.ExitStack() as disk:
+        if rounds < ROUNDS:
+            broken_after(monkeypatch, rounds, lambda: disk.enter_context(read_only(folder, name)))
+        else:
+
+            def save(self, place, *arguments):
+                if place == folder / "model_weights":
+                    disk.enter_context(read_only(folder, name))
+                return save_models(self, place, *arguments)
+
+            monkeypatch.setattr(Cluster, "save_models", save)
+        status = start(tmp_path, cache_dir)
+    assert status == int(name in (".", "model_weights"))
+    log_of(folder)
+    monkeypatch.undo()
+    assert resume(folder) == 0
+    if name == "model_weights" and rounds == 1:
+        for number in (2, ROUNDS):
+            shutil.copytree(whole / name / f"round_{number:05d}", folder / name / f"round_{number:05d}")
+    assert_same_run(folder, whole, besides=("warnings",))
+
+
 @pytest.mark.parametrize("limit", [0, 1000, 7000, 40_000, 100_000])
 def test_a_resume_brings_back_what_a_full_disk_has_cost(whole, tmp_path, cache_dir, monkeypatch, limit):
     """No room for the last rows, for models, for checkpoints, or for plots."""
@@ -401,7 +476,7 @@ def test_a_clock_that_is_set_changes_nothing(whole, stopped, monkeypatch, days):
 # Comparisons
 
 
-@pytest.mark.parametrize("damage", ["flipped at the start", "junk", "zeros", "cut", "empty"])
+@pytest.mark.parametrize("damage", ["flipped at the start", "junk", "zeros", "cut", "empty", "nested", "another key"])
 @pytest.mark.parametrize("name", ["results/small.json", "run.json"])
 def test_damage_to_a_comparison_is_one_line(tmp_path, capsys, name, damage):
     path = small_comparison(tmp_path)
@@ -411,9 +486,110 @@ def test_damage_to_a_comparison_is_one_line(tmp_path, capsys, name, damage):
         run = make_run(comparison, comparison.methods[0], comparison.seeds[0])
         damaged = tmp_path / "runs" / run.id / name
     damaged.parent.mkdir(parents=True)
-    damaged.write_text(json.dumps({"folder": "nowhere", "settings": {}}))
-    DAMAGE[damage](damaged)
+    damaged.write_text(json.dumps({"fomder": "nowhere", "settings": {}}))
+    if damage != "another key":
+        (DAMAGE | {"nested": nested})[damage](damaged)
     status = compare.main([str(path), "--output", str(tmp_path), "--runs", str(tmp_path / "runs")])
     assert status == (1 if name == "run.json" else 2)
     (error,) = errors(capsys)
     assert str(damaged.parent if name == "run.json" else damaged) in error
+
+
+@pytest.fixture
+def made(whole, monkeypatch) -> list[Path]:
+    """Let the runs of comparisons be copies of one run; gives the folders into which they are copied."""
+    found: list[Path] = []
+
+    class Program:
+        def __init__(self, command: list[str], **how):
+            found.append(Path(command[-1].removeprefix("log_dir=")))
+            shutil.copytree(whole, found[-1] / "run")
+
+        def wait(self) -> int:
+            return 0
+
+    monkeypatch.setattr("benchmarks.compare.runs.subprocess.Popen", Program)
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **how: path.write_bytes(bytes(10**5)))
+    return found
+
+
+@pytest.mark.parametrize("limit", [0, 50_000])
+def test_results_that_cannot_be_written_are_one_line_and_the_runs_are_kept(tmp_path, capsys, monkeypatch, made, limit):
+    """The disk is full when all runs have been made: no room for the results, or for the figures."""
+    path = small_comparison(tmp_path)
+    arguments = [str(path), "--output", str(tmp_path), "--runs", str(tmp_path / "runs")]
+    carry_out = compare.carry_out
+    with contextlib.ExitStack() as disk, monkeypatch.context() as patch:
+
+        def then_full(*values):
+            raw = carry_out(*values)
+            printed.append(disk.enter_context(files_limited_to(limit)))
+            return raw
+
+        printed: list[io.StringIO] = []
+        patch.setattr(compare, "carry_out", then_full)
+        assert compare.main(arguments) == 1
+    (error,) = printed[0].getvalue().splitlines()
+    assert error.startswith("error: results cannot be written: [Errno 27] File too large")
+    assert len(list((tmp_path / "runs").glob("*/run.json"))) == len(made) == 4
+    assert compare.main(arguments) == 0
+    assert len(made) == 4
+    assert len(compare.read_results(tmp_path / "results" / "small.json")["outcomes"]) == 4
+
+
+@pytest.mark.parametrize("option", ["--runs", "--output"])
+def test_a_folder_of_a_comparison_that_cannot_be_made_is_one_line(tmp_path, capsys, made, option):
+    path = small_comparison(tmp_path, seeds=[1])
+    (tmp_path / "file").write_text("")
+    places = {"--runs": str(tmp_path / "runs"), "--output": str(tmp_path)} | {option: str(tmp_path / "file" / "place")}
+    assert compare.main([str(path), *(word for place in places.items() for word in place)]) == 1
+    (error,) = errors(capsys)
+    assert error.startswith("error: results cannot be written: [Errno 20] Not a directory")
+
+
+def without_the_last_round(run: Path) -> None:
+    path = run / "model_training_report" / "training_log.csv"
+    path.write_text("".join(row for row in path.open() if not row.startswith(f"{ROUNDS},")))
+
+
+def still_running(run: Path) -> None:
+    path = run / "model_training_report" / "summary.json"
+    path.write_text(path.read_text().replace('"completed"', '"running"'))
+
+
+@pytest.mark.parametrize("damage", [without_the_last_round, still_running])
+def test_a_run_whose_records_a_full_disk_has_cut_is_no_outcome(tmp_path, monkeypatch, made, damage):
+    monkeypatch.setattr(subprocess.Popen, "wait", lambda program: damage(made[-1] / "run") or 0)
+    comparison = load_spec(small_comparison(tmp_path))
+    run = make_run(comparison, comparison.methods[0], 1)
+    with pytest.raises(ComparisonError, match="AdLoCo, seed 1: its records are incomplete"):
+        Runner(tmp_path / "runs", 1).make([run], "small")
+    assert Runner(tmp_path / "runs", 1).data(run) is None
+
+
+def test_two_programs_make_each_run_of_a_comparison_once(tmp_path, monkeypatch, made):
+    """Both find that all runs are missing before either has begun."""
+    comparison = load_spec(small_comparison(tmp_path))
+    runs = [make_run(comparison, method, 1) for method in comparison.methods]
+    both_looked = threading.Barrier(2, timeout=60)
+    data = Runner.data
+    looked = threading.local()
+
+    def first_together(self, run):
+        found = data(self, run)
+        if run is runs[-1] and not hasattr(looked, "once"):
+            looked.once = True
+            if threading.current_thread() in programs:
+                both_looked.wait()
+        return found
+
+    monkeypatch.setattr(Runner, "data", first_together)
+    programs = [
+        threading.Thread(target=lambda: Runner(tmp_path / "runs", 2).make(runs, "small"), daemon=True) for _ in range(2)
+    ]
+    for thread in programs:
+        thread.start()
+    for thread in programs:
+        thread.join(60)
+    assert sorted(made) == sorted(tmp_path / "runs" / run.id for run in runs)
+    assert all(Runner(tmp_path / "runs", 1).data(run).summary["status"] == "completed" for run in runs)

@@ -256,6 +256,8 @@ class RunRecorder(Observer):
             if bar is not None:
                 bar.close()
         self._log_memory("end", run.counters.outer_steps, [memory_use(run.devices)])
+        for log in (*self._tables.values(), self._nodes.csv):  # no further round would write rows that still wait
+            self._attempt(log.path.name, log.append, [])
         summary = self._summary(run, final, status)
         if final:
             summary["best_trainer"] = run.validation.best(final)
