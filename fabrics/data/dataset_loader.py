@@ -25,7 +25,7 @@ from fabrics.data.examples import PackedDocuments, PackedSequences, TaskData
 from fabrics.data.imdb import load_imdb
 from fabrics.data.partition import Corpus, labels_by_origin, partition, share_count
 from fabrics.data.python_docs import python_docs_source
-from fabrics.data.token_store import TokenisedPart, TokenisedSet, content_digest, tokenised_documents
+from fabrics.data.token_store import TokenisedPart, TokenisedSet, content_digest, tokenised_documents, verified_sets
 from fabrics.data.tokenization import describe, vocabulary_size
 from utils.config.schema import Config, ConfigError
 from utils.distributed.collective_checks import agree, done_by_all
@@ -181,9 +181,10 @@ def load_data(config: Config, processes: Processes | None = None) -> TaskData:
     processes = processes or LocalProcesses()
     if config.splits_data:
         config = dataclasses.replace(config, data_shares=share_count(config, len(processes.devices)))
-    # The first process of each machine fills the cache for the others.
+    # The first process of each machine fills the cache for the others, and verifies its checksums.
     data = done_by_all(processes, lambda: _load(config) if processes.first_here else None)
-    data = done_by_all(processes, lambda: data or _load(config))
+    with verified_sets():
+        data = done_by_all(processes, lambda: data or _load(config))
     if config.splits_data and data.shares is None:
         raise ConfigError(f"data_split: dataset {config.dataset} has no documents to divide; iid over trainers works")
     agree(

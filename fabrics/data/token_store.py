@@ -2,9 +2,11 @@
 
 A set is a folder; c4/guide.md describes its files. Documents are kept whole, so one set serves every sequence length.
 Every block of documents is first written to a file of its own in <name>.partial, so an interrupted program repeats one
-block at most. A complete set is renamed to <name>. Checksums of all files are verified whenever it is opened.
+block at most. A complete set is renamed to <name>. Whoever opens it verifies the checksums of all files, except within
+`verified_sets`: the processes of a machine leave that to its first.
 """
 
+import contextlib
 import hashlib
 import io
 import itertools
@@ -14,6 +16,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +46,8 @@ logger = logging.getLogger("adloco.dataset")
 FORMAT = 3
 BLOCK_DOCUMENTS = 500
 _SUMS = "SHA256SUMS"
+_READ_BYTES = 1 << 20
+_verified = ContextVar("verified", default=False)
 _HASH = np.dtype("<u8")
 
 
@@ -106,18 +111,25 @@ class TokenisedSet:
     validation: TokenisedPart | None
 
 
+@contextlib.contextmanager
+def verified_sets() -> Iterator[None]:
+    """Open sets without verifying checksums, as another process of this machine has just done so."""
+    token = _verified.set(True)
+    try:
+        yield
+    finally:
+        _verified.reset(token)
+
+
 def open_tokenised(folder: Path) -> TokenisedSet:
-    """Verify the checksums of a set and map it into memory.
+    """Verify the checksums of a set, unless within `verified_sets`, and map it into memory.
 
     Raises:
         DatasetError: the folder holds no complete, undamaged set.
     """
     try:
-        listed = dict(
-            reversed(line.split("  ", 1)) for line in (folder / _SUMS).read_text(encoding="utf-8").splitlines()
-        )
-        if damaged := sorted(name for name, _ in listed.items() ^ _checksums(folder).items()):
-            raise ValueError(f"{folder / damaged[0]} is damaged or missing")
+        if not _verified.get():
+            _verify(folder)
         metadata = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
         parts = {name: _open_part(folder / name, metadata["dtype"]) for name in metadata["parts"]}
         tokenizer = load_tokenizer(str(folder / "tokenizer"), "tokenizer")
@@ -126,14 +138,39 @@ def open_tokenised(folder: Path) -> TokenisedSet:
         raise DatasetError(f"{folder}: no complete tokenised set: {type(error).__name__}: {error}") from None
 
 
+def _verify(folder: Path) -> None:
+    lines = (folder / _SUMS).read_text(encoding="utf-8").splitlines()
+    listed = dict(reversed(line.split("  ", 1)) for line in lines)
+    if damaged := sorted(name for name, _ in listed.items() ^ _checksums(folder).items()):
+        raise ValueError(f"{folder / damaged[0]} is damaged or missing")
+
+
 def _checksums(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of each file of a set, by name."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    paths = [path for path in paths if path.name != _SUMS and path.name[0] != "."]
     found = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != _SUMS and path.name[0] != ".":
+    with tqdm(
+        desc=f"checksums of {folder.name}",
+        unit="B",
+        unit_scale=True,
+        total=sum(path.stat().st_size for path in paths),
+        delay=5.0,  # small sets need no bar
+        mininterval=_progress_seconds(),
+    ) as progress:
+        for path in paths:
+            digest = hashlib.sha256()
             with path.open("rb") as file:
-                found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+                while block := file.read(_READ_BYTES):
+                    digest.update(block)
+                    progress.update(len(block))
+            found[path.relative_to(folder).as_posix()] = digest.hexdigest()
     return found
+
+
+def _progress_seconds() -> float:
+    """Seconds between two states of a progress bar; in a log file each is a line."""
+    return 0.1 if sys.stderr.isatty() else 30.0
 
 
 def _open_part(folder: Path, dtype: str) -> TokenisedPart:
@@ -333,7 +370,7 @@ def _write_part(
             desc=f"tokenising {folder.name} documents",
             unit=" documents",
             total=metadata["arguments"][f"{folder.name}_documents"],
-            mininterval=0.1 if sys.stderr.isatty() else 30.0,  # in a log file: one line per 30 seconds
+            mininterval=_progress_seconds(),
         ) as progress,
     ):
         offsets.write(np.zeros(1, "<i8").tobytes())

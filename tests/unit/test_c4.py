@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from fabrics.data.python_docs import python_documents
 from fabrics.data.token_store import tokenised
 from fabrics.data.tokenization import train_tokenizer
 from tests.support.helpers import CPU, TINY_ARCHITECTURE, Recorder
+from tests.support.threads import refusals, together
 from utils.config.schema import ConfigError
 
 
@@ -37,6 +39,24 @@ def test_the_configured_source_is_read_and_no_other(make_c4, c4_shards, tokenise
             load_data(make_c4(**values))
     with pytest.raises(ConfigError, match="c4_local_path: must be null with c4_tokenized_path"):
         make_c4(c4_tokenized_path=tokenised_c4, c4_local_path=c4_shards)
+
+
+def test_one_process_of_each_machine_verifies_a_set(make_c4, tokenised_c4, monkeypatch):
+    verified = []
+    verify = token_store._verify
+    monkeypatch.setattr(token_store, "_verify", lambda folder: verified.append(folder) or verify(folder))
+    config = make_c4(c4_tokenized_path=tokenised_c4)
+    together(4, lambda process: load_data(config, process), machines=(0, 0, 1, 1))
+    assert verified == [Path(tokenised_c4)] * 2
+
+
+def test_all_processes_refuse_a_damaged_set(make_c4, tokenised_c4, tmp_path):
+    shutil.copytree(tokenised_c4, tmp_path / "set")
+    tokens = tmp_path / "set" / "train" / "tokens.bin"
+    tokens.write_bytes(tokens.read_bytes()[:-1] + b"\xff")
+    config = make_c4(c4_tokenized_path=tmp_path / "set")
+    for refusal in refusals(2, lambda process: load_data(config, process)):
+        assert "tokens.bin is damaged" in refusal
 
 
 def test_the_hub_gives_the_documents_of_its_shards(make_c4, c4_shards, monkeypatch):
