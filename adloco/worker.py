@@ -333,7 +333,7 @@ class Worker:
         try:
             return self._model.probe(size, products=products)
         except UnsupportedModuleError as error:
-            raise ValueError(f'{error}: statistics="across_workers"') from None
+            raise ValueError(f'statistics: {error.problem}; "across_workers" works, with two workers or more') from None
 
     def backward(self, losses: torch.Tensor) -> None:
         """Add the gradient of these losses, with the weight of the micro-batch in the inner step.

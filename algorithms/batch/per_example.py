@@ -37,6 +37,7 @@ class UnsupportedModuleError(ValueError):
 
     def __init__(self, problem: str):
         super().__init__(f"{problem}; set statistics_estimator: across_workers")
+        self.problem = problem
 
 
 # The examples' shares P_i of one parameter's gradient, in three forms. All tensors have the batch first. Each form has
