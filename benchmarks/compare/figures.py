@@ -9,7 +9,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, SymmetricalLogLocator
 
 from benchmarks.compare.results import Results, mean_curve
 from training_logs.showing.styles import make_figure
@@ -44,12 +44,14 @@ def _label(axes: Axes, results: Results, label: str, ends: list[float], shown: f
     if min(ends) == 0.0:
         axes.set_xscale("symlog", linthresh=5.0)
         axes.set_xlim(-0.5, 1.3 * max(ends) + 1.0)
+        axes.xaxis.set_major_locator(SymmetricalLogLocator(base=10.0, linthresh=1.0, subs=(1.0, 2.0, 5.0)))
     elif label != "training tokens":
         axes.set_xscale("log")
         axes.set_xlim(min(ends) / 3.0, 1.3 * max(ends))
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=20))
         axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    thousands = EngFormatter(sep="")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}" if abs(x) < 1.0 else thousands(x)))
     axes.set_xlabel(label)
     axes.grid(True, which="both", alpha=0.25)
 

@@ -202,10 +202,11 @@ def page(results: Results) -> str:
     parts = [f"# {heading(results)}", caption(results), f"![Curves]({name}.png)"]
     parts.append("A curve ends with a marker. Ends above the axis are cut here and shown in the next figure.")
     if results.runs[reference]:
-        meaning = "" if results.raw["file"].startswith("/") else " ([meaning](../comparing.md#what-the-numbers-mean))"
+        published = results.raw["file"].startswith("benchmarks/comparisons/")
+        meaning = "[meaning](../comparing.md#what-the-numbers-mean)" if published else "meaning: docs/comparing.md"
         parts += [
             f"## Verdicts against {reference}",
-            f"Runs are compared at their ends{meaning}.",
+            f"Runs are compared at their ends ({meaning}).",
             verdict_table(results, USAGE | {axis: f"time, {label}" for axis, label in networks.items()}),
         ]
     parts += [f"![Ends]({name}_ends.png)", "## End of the runs", final_table(results)]
