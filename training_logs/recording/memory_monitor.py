@@ -48,7 +48,8 @@ def memory_rows(
     """
     host = psutil.virtual_memory()
     in_use = host.total - host.available
-    uses = [*processes[0], ("host", in_use, in_use, in_use, host.total)]
+    (_, *own), *devices = processes[0]
+    uses = [("process 0", *own), *devices, ("host", in_use, in_use, in_use, host.total)]
     for number, others in enumerate(processes[1:], 1):
         for name, *use in others:
             uses.append((f"{name} {number}" if name == "process" else f"{name} of process {number}", *use))

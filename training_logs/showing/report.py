@@ -136,7 +136,7 @@ def headline(run: RunData) -> dict[str, str]:
         values["simulated seconds"] = number(summary["simulated_seconds"])
     if summary.get("waiting_share") is not None:
         values["nodes wait"] = f"{summary['waiting_share']:.1%} of their working time"
-    if summary.get("idle_share"):
+    if summary.get("idle_share") is not None:
         values["nodes are idle"] = f"{summary['idle_share']:.1%} of the time"
     if summary.get("alone_share"):
         values["one worker works alone"] = f"{summary['alone_share']:.0%} of the rounds"
