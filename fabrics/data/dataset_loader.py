@@ -30,6 +30,7 @@ from fabrics.data.tokenization import describe, vocabulary_size
 from utils.config.schema import Config, ConfigError
 from utils.distributed.collective_checks import agree, done_by_all
 from utils.distributed.processes import LocalProcesses, Processes
+from utils.text import counted
 
 logger = logging.getLogger("adloco.dataset")
 
@@ -144,7 +145,7 @@ def load_text(config: Config) -> TaskData:
                 yield Document(text, str(file))
 
     source = Source(
-        name=f"{len(files)} text files ({', '.join(config.text_files)})",
+        name=f"{counted(len(files), 'text file')} ({', '.join(config.text_files)})",
         identity={"text": file_identities(files), "documents": config.text_documents},
         train=documents,
     )
