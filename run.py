@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 # These imports are fast. PyTorch, and what needs it, is imported in functions, after the first line on the screen.
 from fabrics.planning import command as planning
 from utils.distributed.launch import Launch, is_main, start_processes, started_by_others, threads_per_process
-from utils.distributed.signals import STATUS_INTERRUPTED, StopRequest
+from utils.distributed.signals import STATUS_INTERRUPTED, StopRequest, handled_signals
 from utils.run_layout import CHECKPOINTS_FOLDER, MODELS_FOLDER, REPORT_FOLDER, has_checkpoint
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _unchanged_program() -> Iterator[None]:
     with contextlib.ExitStack() as restored:
         restored.callback(os.environ.update, dict(os.environ))
         restored.callback(os.environ.clear)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in handled_signals():
             restored.callback(signal.signal, number, signal.getsignal(number))
         restored.callback(torch.set_num_threads, torch.get_num_threads())
         restored.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())

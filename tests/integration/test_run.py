@@ -9,6 +9,7 @@ import platform
 import re
 import shlex
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,12 @@ def test_train_takes_a_mapping_a_config_and_a_run_to_resume(finished, tmp_path, 
     assert train(config, save_weights_every=None).perplexity == first.perplexity
     again = train(resume=first.folder, number_of_outer_steps=2)
     assert (again.folder, again.summary["outer_steps"]) == (first.folder, 2)
+
+
+def test_train_works_in_a_thread(tmp_path, cache_dir):
+    with ThreadPoolExecutor() as threads:
+        run = threads.submit(train, write_config(tmp_path, cache_dir)).result()
+    assert run.summary["status"] == "completed"
 
 
 def test_train_raises_what_the_command_line_prints(tmp_path, cache_dir, monkeypatch):

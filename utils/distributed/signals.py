@@ -8,6 +8,7 @@ reached its processes already: a second signal within seconds of the first means
 import contextlib
 import os
 import signal
+import threading
 import time
 from types import FrameType
 
@@ -17,8 +18,13 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SAME_SECONDS = 5.0
 
 
+def handled_signals() -> tuple[int, ...]:
+    """Return the signals whose handlers a run replaces: none in another thread than the main one, which may not."""
+    return _SIGNALS if threading.current_thread() is threading.main_thread() else ()
+
+
 class StopRequest:
-    """Context in which the first signal is kept instead of ending the program.
+    """Context in which the first signal is kept instead of ending the program; in the main thread only.
 
     Args:
         speaks: whether this process tells the user.
@@ -34,7 +40,7 @@ class StopRequest:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> "StopRequest":
-        for number in _SIGNALS:
+        for number in handled_signals():
             self._before[number] = signal.signal(number, self._on_signal)
         return self
 
