@@ -17,7 +17,7 @@ class RunMarks:
     """The run's own values, which the figure of requests marks.
 
     Attributes:
-        test: sampling_method.
+        test: sampling_method; "norm_test, debias" with debias.
         eta: at the end of the run.
         batch: last requested batch in examples.
         reason: why it is this batch.
@@ -108,7 +108,7 @@ def requests_figure(rows: Sequence[tuple[str, float, int]], sample: int, marks: 
     """Draw the requests of each batch test over its parameter, with the run's own parameter and batch."""
     figure, panels = make_figure(3, 3, (15, 4.4))
     tests = (
-        ("norm_test", "eta", marks.eta, ["norm_test"]),
+        ("norm_test", "eta", marks.eta, ["norm_test", "norm_test, debias"]),
         ("inner_product_test", "theta", marks.theta, ["inner_product_test", "augmented_inner_product_test"]),
         ("orthogonality", "nu", marks.nu, ["augmented_inner_product_test"]),
     )
@@ -116,7 +116,8 @@ def requests_figure(rows: Sequence[tuple[str, float, int]], sample: int, marks: 
         shown = [row for row in rows if row[0].startswith(test)]
         for index, name in enumerate(dict.fromkeys(name for name, _, _ in shown)):
             points = [(value, request) for other, value, request in shown if other == name]
-            axes.plot(*zip(*points, strict=True), ".-", color=colour(index), label=name.replace("_", " "))
+            used = " (the run's test)" if name == marks.test else ""
+            axes.plot(*zip(*points, strict=True), ".-", color=colour(index), label=name.replace("_", " ") + used)
         label = f"the run's {parameter} at its end, {own:g}"
         if marks.test not in users:
             label = f"configured {parameter}, {own:g} (test not in use)"

@@ -155,6 +155,8 @@ def run_marks(training: Config, model: Path | None) -> RunMarks:
     run = None if model is None else run_folder_of(model)
     rounds = [] if run is None else read_run(run).rounds
     test = training.sampling_method
+    if test == "norm_test" and training.debias:
+        test = "norm_test, debias"
     if not len(rounds):
         reason = "the model is not trained" if model is None else "it has no run folder"
         return RunMarks(test, training.ETA, training.vartheta, training.nu, training.INITIAL_BATCH_SIZE, reason)
@@ -174,19 +176,18 @@ def reason_of_request(training: Config, rounds: np.ndarray, batch: int) -> str:
     seen = f"V = {variance:.4g} and ||G||^2 = {squared_norm:.4g}"
     if squared_norm > 0.0:
         seen += f" (noise scale {variance / squared_norm:,.0f})"
-    notes = []
     if training.statistics_smoothing:
-        notes.append("averaged over rounds")
+        seen += ", averaged over rounds"
+    sentences = [f"in round {int(last['outer_step'])} the {training.sampling_method} saw {seen}"]
     if not training.debias:
-        notes.append("not debiased, so that the request grows slowly")
+        sentences.append("It is not debiased, so that the request grows slowly")
     if training.batch_test_confidence:
-        notes.append(f"and lowered the request by {training.batch_test_confidence:g} standard errors")
+        sentences.append(f"It lowered the request by {training.batch_test_confidence:g} standard errors")
     if batch == training.max_requested_batch:
-        notes.append("to the largest request allowed")
+        sentences.append("This is the largest request allowed (max_requested_batch)")
     elif training.learning_rate_schedule == "warmup_stable_decay":
-        notes.append("and the request stays while the learning rate decays")
-    round_number = int(last["outer_step"])
-    return ", ".join([f"in round {round_number} the {training.sampling_method} saw {seen}", *notes])
+        sentences.append("The request stays while the learning rate decays")
+    return ". ".join(sentences)
 
 
 def _load(config: AnalysisConfig, training: Config, device: torch.device) -> tuple[TaskData, FlatModel]:
@@ -335,7 +336,7 @@ def _print_findings(summary: dict[str, Any]) -> None:
     else:
         print(f"noise scale V / (||F||^2 - V / {summary['sample']}): {scale:,.4g} examples")
         print("  (V / ||F||^2 would be biased: it is too small, and depends on the size of the sample)")
-    print("the run's last requested batch was {batch:,}, because {reason}".format(**summary["run"]))
+    print("the run's last requested batch was {batch:,}: {reason}".format(**summary["run"]))
     law = summary["batch_size_law"]
     if law is not None:
         print(f"deviation ~ batch ^ {law['exponent']:.3f} +- {law['error']:.3f} (independent examples: -0.5)")

@@ -311,13 +311,13 @@ def test_the_script_writes_figures_tables_and_a_summary(analysed):
     assert requested["norm_test, debias", 1.4] == math.ceil(summary["noise_scale"] / 1.4**2)
     last = rows_of(run / "model_training_report" / "training_log.csv")[-1]
     assert summary["run"] == {
-        "test": "norm_test", "eta": 1.4, "theta": 0.9, "nu": 5.84, "batch": int(last["next_requested_batch"]),
+        "test": "norm_test, debias", "eta": 1.4, "theta": 0.9, "nu": 5.84, "batch": int(last["next_requested_batch"]),
         "reason": "no batch test changed it",
     }  # fmt: skip
     assert summary["batch_size_law"]["independent_examples"] == -0.5
     assert "deviation ~ batch ^ -0." in printed
     request = int(last["next_requested_batch"])
-    assert f"the run's last requested batch was {request}, because no batch test changed it\n" in printed
+    assert f"the run's last requested batch was {request}: no batch test changed it\n" in printed
 
 
 def test_the_last_request_is_explained_by_the_statistics_of_the_run():
@@ -328,16 +328,16 @@ def test_the_last_request_is_explained_by_the_statistics_of_the_run():
     ]
     plain = make_config(sampling_method="norm_test")
     assert gradient_analysis.reason_of_request(plain, table_of(rows), 16) == (
-        "in round 2 the norm_test saw V = 9 and ||G||^2 = 0.5 (noise scale 18), not debiased, so that the request "
-        "grows slowly"
+        "in round 2 the norm_test saw V = 9 and ||G||^2 = 0.5 (noise scale 18). It is not debiased, so that "
+        "the request grows slowly"
     )
     bounded = make_config(
         sampling_method="norm_test", debias=True, statistics_smoothing=0.9, batch_test_confidence=2.0,
         max_requested_batch=16,
     )  # fmt: skip
     assert gradient_analysis.reason_of_request(bounded, table_of(rows), 16) == (
-        "in round 2 the norm_test saw V = 9 and ||G||^2 = 0.5 (noise scale 18), averaged over rounds, and lowered the "
-        "request by 2 standard errors, to the largest request allowed"
+        "in round 2 the norm_test saw V = 9 and ||G||^2 = 0.5 (noise scale 18), averaged over rounds. It lowered "
+        "the request by 2 standard errors. This is the largest request allowed (max_requested_batch)"
     )
     assert gradient_analysis.reason_of_request(plain, table_of(rows[:1]), 16) == "no batch test changed it"
 
