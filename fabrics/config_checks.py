@@ -3,6 +3,7 @@
 utils/config/schema.py has the checks that need nothing but the keys.
 """
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -206,7 +207,17 @@ def _without_effect(config: Config) -> dict[str, str]:
 
 
 # Keys that the published configurations do not give, although results depend on them.
-_LEFT_OPEN = ("sequence_length", "outer_momentum", "weight_decay", "gradient_clipping", "merge_count")
+_LEFT_OPEN = (
+    "sequence_length",
+    "inner_optimizer",
+    "outer_momentum",
+    "weight_decay",
+    "gradient_clipping",
+    "switch_mode",
+    "merging_policy",
+    "merge_frequency",
+    "merge_count",
+)
 
 
 def left_open(given: Collection[str], config: Config) -> list[str]:
@@ -217,14 +228,16 @@ def left_open(given: Collection[str], config: Config) -> list[str]:
         config: the whole configuration.
     """
     idle = _without_effect(config)
+    used = dataclasses.replace(config, inner_optimizer=inner_optimizer_name(config))  # null: the method's own
     keys = [key for key in _LEFT_OPEN if key not in given and key not in idle]
-    values = ", ".join(f"{key} {getattr(config, key)}" for key in keys)
+    values = ", ".join(f"{key} {_shown(getattr(used, key))}" for key in keys)
     return [f"published configuration: it does not give {values}: defaults of this project"] if keys else []
 
 
 def _shown(value: Any) -> str:
-    words = {None: "null", False: "false", True: "true"}
-    return words.get(value, value)
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else value
 
 
 CHECKS = Checks(

@@ -12,6 +12,7 @@ from algorithms.nodes.traffic import Link
 
 if TYPE_CHECKING:
     from fabrics.planning.estimate import Estimate
+    from utils.config.schema import Config
 
 _PARTS = {
     "parameters": "parameters of the working model",
@@ -106,7 +107,7 @@ def print_plan(options: argparse.Namespace) -> None:
     if options.json == "-":
         print(text, end="")
         return
-    print("\n".join([*_lines(found, config.nodes_per_gpu), *(f"warning: {warning}" for warning in warnings)]))
+    print("\n".join([*_lines(found, config), *(f"warning: {warning}" for warning in warnings)]))
     if options.json is not None:
         try:
             write_text_atomically(Path(options.json), text)
@@ -114,11 +115,12 @@ def print_plan(options: argparse.Namespace) -> None:
             raise ConfigError(f"--json: cannot write {options.json}: {error.strerror}") from None
 
 
-def _lines(found: "Estimate", nodes_per_gpu: int) -> Iterator[str]:
+def _lines(found: "Estimate", config: "Config") -> Iterator[str]:
     from utils.text import byte_size
 
-    yield f"model: {found.parameters:,} parameters"
-    yield f"devices: {found.devices}, with {found.nodes} nodes (nodes_per_gpu {nodes_per_gpu}), each for one worker"
+    yield f"model: {found.parameters:,} parameters, with sequences of {config.sequence_length:,} tokens"
+    each = config.nodes_per_gpu
+    yield f"devices: {found.devices}, with {found.nodes} nodes (nodes_per_gpu {each}), each for one worker"
     yield f"trainers: {found.trainers} at first"
     yield f"memory per device: {byte_size(found.device_bytes)}, with micro-batches of {found.micro_batch:,}"
     for name, meaning in _PARTS.items():
@@ -129,7 +131,7 @@ def _lines(found: "Estimate", nodes_per_gpu: int) -> Iterator[str]:
     if found.host_bytes:
         yield f"host memory: {byte_size(found.host_bytes)}"
     yield f"checkpoint: {byte_size(found.checkpoint_bytes)}"
-    yield f"batch of a trainer: {_range(found, 'batch', _count)} examples"
+    yield f"requested batch of a trainer: {_range(found, 'batch', _count)} examples"
     yield f"workers of a trainer: {_range(found, 'workers', _count)}"
     names = {
         "rounds": ("rounds", _count),

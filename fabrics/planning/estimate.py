@@ -233,7 +233,9 @@ class _Run:
         if config.max_requested_batch is not None:
             return config.max_requested_batch
         if config.data_sample_size is not None:
-            self.assumptions.append("largest batch: all data of a trainer, with one sequence per document")
+            self.assumptions.append(
+                "largest batch: all data of a trainer, one sequence per document; longer documents raise it"
+            )
             return max(config.INITIAL_BATCH_SIZE, config.data_sample_size)
         if config.max_tokens is not None:
             self.assumptions.append("largest batch: one round trains max_tokens")
@@ -314,7 +316,7 @@ class _Run:
 def _assumptions(run: _Run, adapts: bool, ends: bool) -> Iterator[str]:
     config = run.config
     if adapts:
-        yield "ranges: of runs with one constant batch, from the smallest to the largest; a growing one lies between"
+        yield "ranges: all trainers have one constant batch, from the least to the largest; a growing one lies between"
     if config.smallest_worker_batch is not None:
         yield (
             f"workers: one joins for every {config.smallest_worker_batch} examples of a trainer's batch "
@@ -326,11 +328,11 @@ def _assumptions(run: _Run, adapts: bool, ends: bool) -> Iterator[str]:
         yield "length: data_sample_size documents have one sequence each"
     if run.resources.tflops is not None:
         yield f"computing: a device sustains {run.resources.tflops:g} TFLOP/s with any micro-batch; small ones do not"
+        yield "computing: without evaluation, batch tests, checkpoints and reading of data"
     if run.resources.links:
         yield "sending: overlaps with nothing, and every node has a link of its own"
-        if config.nodes_per_gpu > 1:
-            each = config.nodes_per_gpu
-            yield f"sending: in fact the {each} nodes of a device share its link and take up to {each} times as long"
+        if run.nodes > 1:
+            yield "sending: n nodes of a device or machine that share one link take up to n times as long"
     if not run.method.capabilities.one_exchange:
         yield f"communications and bytes: not estimated, as a round of {config.distributed_algo} has no fixed size"
     if config.budget is not None:
