@@ -93,4 +93,4 @@ def test_commands_run(block, start, names):
 
 @pytest.mark.parametrize("block", [block for block in ALL if block.language == "python"], ids=str)
 def test_python_runs(block, start, names):
-    start("python", "-c", block.code(**names))
+    start("python", "-c", block.code(**names).replace("config.yaml", "short.yaml"))
