@@ -200,12 +200,12 @@ def main(arguments: list[str] | None = None) -> int:
         # Comparisons that use the values of others come after those.
         for path in sorted(options.comparisons, key=lambda path: load_spec(path).tuned_on is not None):
             folder = options.output / "results" if options.output else Path("comparison") / path.stem
+            folder.mkdir(parents=True, exist_ok=True)  # an unwritable folder is noticed before the runs
             try:
                 raw = carry_out(path, runner, folder, options.merge)
             except (ComparisonError, RunFolderError) as error:
                 problems.append(f"{path}: {error}")
                 continue
-            folder.mkdir(parents=True, exist_ok=True)
             write_json_atomically(folder / f"{path.stem}.json", raw)
             print(write_page(Results(raw), folder))
         if options.output and not problems:

@@ -81,10 +81,8 @@ class Runner:
         """Make a run, unless another program makes it first."""
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.folder / f".{run.id}.lock")
-        with (
-            contextlib.suppress(Timeout),
-            lock.acquire(cancel_check=self._stopping.is_set),
-        ):  # or stopped while it waits
+        # Timeout: the comparison was stopped while it waited for another program.
+        with contextlib.suppress(Timeout), lock.acquire(cancel_check=self._stopping.is_set):
             if self.data(run) is None:
                 self._train(run)
 
