@@ -111,6 +111,7 @@ def _unchanged_program() -> Iterator[None]:
             restored.callback(signal.signal, number, signal.getsignal(number))
         restored.callback(torch.set_num_threads, torch.get_num_threads())
         restored.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        restored.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         restored.callback(logger.setLevel, logger.level)
         restored.callback(setattr, logger, "propagate", logger.propagate)
         restored.callback(setattr, logger, "handlers", list(logger.handlers))

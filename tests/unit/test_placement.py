@@ -1,11 +1,15 @@
 """Placement: the process that owns each node, and the device among those that it sees."""
 
 import pytest
+import torch
 
+from tests.support.helpers import make_config
+from utils.distributed import processes
 from utils.distributed.devices import (
     Rank,
     Site,
     Slot,
+    check_one_gpu,
     gpus_of_their_own,
     own_device,
     shard_group_sites,
@@ -56,10 +60,10 @@ def test_pairs_of_processes_may_share_a_device_each():
 
 
 def test_nodes_of_one_device_are_a_group_on_any_number_of_processes():
-    for processes in (1, 2, 4):
-        cpu = [Site(rank, 0, {"cpu": "cpu"}) for rank in range(processes)]
+    for count in (1, 2, 4):
+        cpu = [Site(rank, 0, {"cpu": "cpu"}) for rank in range(count)]
         assert [slot.group for slot in share_out(cpu, 4)] == [0] * 4
-        gpus = sites(*["ab"] * processes)
+        gpus = sites(*["ab"] * count)
         assert [slot.group for slot in share_out(gpus, 2)] == [0, 0, 1, 1]
 
 
@@ -87,6 +91,13 @@ def test_impossible_placements_are_refused():
         share_out(sites("ab", "ab", "ab"), 1)
     with pytest.raises(ValueError, match="rank 0 sees GPU-a, GPU-b and rank 1 of the same machine GPU-b"):
         share_out(sites("ab", "b"), 1)
+
+
+def test_a_process_with_several_gpus_is_refused():
+    check_one_gpu(share_out(sites("ab", "ab"), 2))
+    check_one_gpu(share_out([Site(0, 0, {"cpu": "cpu"})], 4))
+    with pytest.raises(ValueError, match="rank 0 has 2 GPUs \\(cuda:0, cuda:1\\)"):
+        check_one_gpu(share_out(sites("ab"), 1))
 
 
 def test_the_rank_comes_from_the_environment(monkeypatch):
@@ -133,3 +144,19 @@ def test_a_process_of_a_shard_group_has_one_device():
     assert own_device("abcd", third) == "c"
     with pytest.raises(ValueError, match="4 processes on a machine with 8 devices"):
         own_device("abcdefgh", third)
+
+
+@pytest.mark.parametrize(
+    ("device", "key", "precision"),
+    [("cpu", None, "highest"), ("cuda:0", None, "high"), ("cuda:0", "highest", "highest")],
+)
+def test_the_precision_of_matrix_products_depends_on_the_device(device, key, precision, monkeypatch):
+    before = torch.get_float32_matmul_precision()
+    monkeypatch.setattr(processes, "resolve_devices", lambda requested: ([torch.device(device)], []))
+    monkeypatch.setattr(processes.Processes, "place", lambda self, *arguments: None)
+    config = make_config(float32_matmul_precision=key, deterministic=False)
+    try:
+        processes.place_nodes(processes.Processes(), config)
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -85,6 +85,7 @@ def machine(devices: Iterable[torch.device]) -> dict:
         "usable_cores": cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": gpus,
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "system": platform.platform(),
     }
 

@@ -161,6 +161,11 @@ class Computation(Section):
     autocast: Literal["bfloat16"] | None = key(
         None, "Type in which models compute (torch.autocast); parameters, moments and sums stay float32; null: float32."
     )
+    float32_matmul_precision: Literal["highest", "high", "medium"] | None = key(
+        None,
+        "Precision of float32 matrix products in PyTorch: high is TF32 on GPUs, medium bfloat16; null: high on GPUs, "
+        "highest on CPUs.",
+    )
     compile_model: Literal["auto", True, False] = key(
         "auto", "Compile the model (torch.compile); auto: on CPUs, if the run is long enough to save time."
     )

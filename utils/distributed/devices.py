@@ -199,6 +199,24 @@ def own_device(devices: Sequence[T], rank: Rank) -> T:
     return devices[rank.local]
 
 
+def check_one_gpu(slots: Sequence[Slot]) -> None:
+    """Check that no process owns nodes on several GPUs: it would use them one after the other.
+
+    Raises:
+        ValueError: a process does.
+    """
+    gpus: dict[int, set[str]] = {}
+    for slot in slots:
+        if slot.device.startswith("cuda"):
+            gpus.setdefault(slot.owner, set()).add(slot.device)
+    for owner, names in gpus.items():
+        if len(names) > 1:
+            raise ValueError(
+                f"rank {owner} has {len(names)} GPUs ({', '.join(sorted(names))}) and would use them one after the "
+                f"other; start one process for each (processes: auto, or torchrun), or name one in devices"
+            )
+
+
 def gpus_of_their_own(slots: Sequence[Slot]) -> bool:
     """True if all devices are GPUs and no two processes share one, as nccl requires."""
     users: dict[str, set[int]] = {}

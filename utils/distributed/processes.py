@@ -27,6 +27,7 @@ from utils.distributed.devices import (
     Rank,
     Site,
     Slot,
+    check_one_gpu,
     gpus_of_their_own,
     identity,
     own_device,
@@ -98,7 +99,7 @@ class Processes:
             timeout_minutes: longest wait for another process within a round.
 
         Raises:
-            ValueError: the nodes cannot be shared out; see `share_out` and `shard_group_sites`.
+            ValueError: the nodes cannot be shared out; see `share_out`, `shard_group_sites` and `check_one_gpu`.
         """
         self._in_order = in_order
         self._shard_group_size = devices_per_node
@@ -111,6 +112,7 @@ class Processes:
         if devices_per_node > 1:
             sites = shard_group_sites(sites, devices_per_node, place)
         slots = share_out(sites, nodes_per_device)
+        check_one_gpu(slots)
         self.devices = tuple(torch.device(slot.device) for slot in slots)
         self.groups = tuple(slot.group for slot in slots)
         self._owners = tuple(slot.owner for slot in slots)
@@ -290,10 +292,14 @@ def place_nodes(processes: Processes, config: Config) -> list[str]:
     devices, warnings = done_by_all(processes, lambda: _own_devices(config))
     on_cpu = all(device.type == "cpu" for device in devices)
     in_order = on_cpu if config.deterministic is None else config.deterministic
-    agree(processes, "devices, and deterministic is null", {"deterministic": in_order})
+    precision = config.float32_matmul_precision or ("highest" if on_cpu else "high")
+    chosen = {"deterministic": in_order, "float32_matmul_precision": precision}
+    agree(processes, "devices, and deterministic or float32_matmul_precision is null", chosen)
+    torch.set_float32_matmul_precision(precision)
     if in_order and not on_cpu:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
         torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a kernel per allocation, for memory never read
     try:
         processes.place(
             devices, config.nodes_per_gpu, in_order, config.devices_per_node, config.collective_timeout_minutes
