@@ -2,8 +2,11 @@
 
 import os
 
-import cluster  # noqa: F401
 from fabrics.data import python_docs
+from run import fast_imports
+
+with fast_imports():
+    import cluster  # noqa: F401
 
 # Reading the documentation of Python takes seconds.
 python_docs.standard_library_docstrings()

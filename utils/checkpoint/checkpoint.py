@@ -29,6 +29,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from utils.checkpoint.tensor_file import FilePart, whole, write_parts
+from utils.config.schema import ConfigError
 
 if TYPE_CHECKING:
     from utils.distributed.processes import Processes
@@ -39,7 +40,7 @@ KEPT = 2  # newest checkpoints that are not removed
 _NAME = re.compile(r"round_(\d{5,})")
 
 
-class CheckpointError(ValueError):
+class CheckpointError(ConfigError):
     """A checkpoint is damaged, missing, or of another run."""
 
 

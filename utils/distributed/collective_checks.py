@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from utils.checkpoint.checkpoint import CheckpointError
 from utils.config.plugins import import_plugins
 from utils.config.schema import FIELDS, Config, ConfigError
 
@@ -46,7 +45,7 @@ def _results(processes: Processes, work: Callable[[], T]) -> list[T]:
         answer = work()
     except ConfigError as error:
         problems = error.problems
-    except (CheckpointError, OSError) as error:
+    except OSError as error:
         problems = [str(error)]
     gathered = processes.gather((answer, problems))
     failed = {rank: problems for rank, (_, problems) in enumerate(gathered) if problems is not None}
