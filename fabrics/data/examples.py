@@ -12,6 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from algorithms.batch.losses import IGNORE_INDEX
 
+# The length of a padded batch is a multiple of this.
+_WIDTH = 64
+
 
 class Examples(Protocol):
     """A sequence of examples that is read in batches."""
@@ -72,9 +75,11 @@ class PackedSequences:
 
 
 class PaddedSequences:
-    """Token sequences of different lengths, padded on the right to the longest of their batch.
+    """Token sequences of different lengths, padded on the right.
 
-    Padding is masked in attention and labels.
+    A batch has the length of its longest sequence, rounded up to a multiple of 64: few lengths need little memory and
+    code on a GPU, and fill its matrix units. Labels mask the padding. Causal attention needs no mask for it: no token
+    sees a later one. Classifiers get a mask.
 
     Args:
         tokens: [total]; all sequences joined, any integer type, in memory or memory-mapped.
@@ -92,6 +97,7 @@ class PaddedSequences:
         self._tokens = np.asarray(tokens)
         self._starts = np.asarray(offsets)[:-1]
         self._lengths = np.minimum(np.diff(offsets), limit)
+        self._limit = limit
         self._padding = padding
         self._classes = classes
 
@@ -113,12 +119,14 @@ class PaddedSequences:
     def batch(self, indices: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
         indices = np.asarray(indices)
         lengths = self._lengths[indices]
-        columns = np.arange(lengths.max())
+        columns = np.arange(min(-(-lengths.max() // _WIDTH) * _WIDTH, self._limit))
         mask = columns < lengths[:, None]
         input_ids = np.full(mask.shape, self._padding, dtype=np.int64)
         input_ids[mask] = self._tokens[(self._starts[indices][:, None] + columns)[mask]]
         labels = np.where(mask, input_ids, IGNORE_INDEX) if self._classes is None else self._classes[indices]
-        batch = {"input_ids": input_ids, "attention_mask": mask.astype(np.int64), "labels": labels.astype(np.int64)}
+        batch = {"input_ids": input_ids, "labels": labels.astype(np.int64)}
+        if self._classes is not None:
+            batch["attention_mask"] = mask.astype(np.int64)
         return {name: _to_device(array, device) for name, array in batch.items()}
 
     def tokens(self, indices: Sequence[int]) -> int:

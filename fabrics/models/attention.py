@@ -1,15 +1,17 @@
-"""Attention without a mask for sequences without padding, in which every token sees all tokens before it.
+"""Causal attention without a mask: every token sees itself and all tokens before it.
 
 A model of transformers that gets token ids alone checks in every forward pass whether several texts share a sequence,
 each with positions from 0. On a GPU the host waits for that check. While a model is compiled it cannot be made, so a
 mask over all pairs of tokens is built, and PyTorch's attention loses its fastest kernel. Here positions never restart
-within a sequence. For an attention name without a mask function transformers neither checks nor builds a mask, so
-PyTorch's attention is registered under a second name, which is used during a pass.
+within a sequence, and padding is on the right, where no token before it sees it. For an attention name without a mask
+function transformers neither checks nor builds a mask, so causal attention is registered under a name of its own,
+which is used during a pass.
 """
 
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,14 +23,50 @@ ARCHITECTURES = frozenset(("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwe
 _LAYER_TYPES = frozenset(("full_attention", "sliding_attention"))
 
 
+def repeats_keys(device: str, dtype: torch.dtype) -> bool:
+    """True if keys and values must be repeated for grouped queries.
+
+    On GPUs only the kernels of 16-bit types take grouped queries. For others PyTorch would fall back to one that keeps
+    the weights of all pairs of tokens.
+    """
+    return device == "cuda" and dtype not in (torch.float16, torch.bfloat16)
+
+
+def causal_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return PyTorch's causal attention, [b, T, heads, width], in the form of an attention function of transformers.
+
+    Args:
+        query: [b, heads, T, width].
+        key: [b, key-value heads, T, width]; value alike.
+        attention_mask: not read.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and repeats_keys(query.device.type, query.dtype):
+        key = key.repeat_interleave(groups, dim=1)
+        value = value.repeat_interleave(groups, dim=1)
+    grouped = key.shape[1] < query.shape[1]
+    output = nn.functional.scaled_dot_product_attention(
+        query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
 @functools.cache
 def unmasked_name() -> str:
-    """Return the name of PyTorch's attention without a mask; the first call registers it with transformers."""
+    """Return the name of causal attention without a mask; the first call registers it with transformers."""
     # Imported here because programs without a model need not wait for it.
     from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
+    AttentionInterface.register("sdpa_without_mask", causal_attention)
     return "sdpa_without_mask"
 
 

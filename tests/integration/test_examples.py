@@ -32,22 +32,30 @@ def test_packed_sequences_are_rows(dtype, tmp_path):
         assert (len(examples), examples.tokens([6, 0, 6]), examples.tokens_per_example) == (8, 15, 5)
 
 
-@given(st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=12), min_size=1, max_size=9), st.integers(1, 9))
-def test_padding_is_on_the_right_masked_and_no_wider_than_the_batch_needs(texts, limit):
-    examples = padded(texts, limit=limit)
+TEXTS = st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=70), min_size=1, max_size=9)
+
+
+@given(TEXTS, st.sampled_from([1, 9, 65, 500]), st.booleans())
+def test_padding_is_on_the_right_masked_and_as_wide_as_the_batch_needs(texts, limit, classified):
+    classes = list(range(len(texts))) if classified else None
+    examples = padded(texts, classes, limit)
     indices = np.arange(len(texts))[::-1]
     batch = examples.batch(indices, CPU)
     cut = [texts[index][:limit] for index in indices]
-    width = max(len(text) for text in cut)
+    longest = max(len(text) for text in cut)
+    width = min(64 if longest <= 64 else 128, limit)
     assert batch["input_ids"].shape == (len(texts), width)
     for row, text in enumerate(cut):
         rest = width - len(text)
         assert batch["input_ids"][row].tolist() == [*text, *[0] * rest]
-        assert batch["attention_mask"][row].tolist() == [*[1] * len(text), *[0] * rest]
-        assert batch["labels"][row].tolist() == [*text, *[IGNORE_INDEX] * rest]
+        if classified:
+            assert batch["attention_mask"][row].tolist() == [*[1] * len(text), *[0] * rest]
+        else:
+            assert batch["labels"][row].tolist() == [*text, *[IGNORE_INDEX] * rest]
+    assert ("attention_mask" in batch) == classified
     assert examples.tokens(indices) == sum(map(len, cut))
     assert examples.tokens_per_example is None
-    assert min(len(texts[examples.largest]), limit) == width
+    assert min(len(texts[examples.largest]), limit) == longest
 
 
 def test_classes_are_the_labels_of_a_classification():

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from algorithms.schedule.limits import RoundSchedule
 from fabrics.data.examples import PackedSequences
@@ -98,6 +99,18 @@ def test_the_gradient_analysis_on_a_gpu_equals_the_cpu():
             ]
         )
     assert results[1] == pytest.approx(results[0], rel=1e-8, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernel"), [(None, SDPBackend.EFFICIENT_ATTENTION), (torch.bfloat16, SDPBackend.FLASH_ATTENTION)]
+)
+def test_grouped_queries_run_in_a_fused_kernel(dtype, kernel):
+    """PyTorch raises an error if the only kernel that is allowed does not take these tensors."""
+    model = tiny_llama(dtype=torch.float32, hidden_size=256, intermediate_size=256)  # heads of 64, two for each key
+    working = FlatModel(model, CUDA, dtype)
+    with sdpa_kernel(kernel):
+        backward(working, PackedSequences(random_sequences(4, 64)), np.arange(4))
+    assert working.gradient.isfinite().all()
 
 
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])

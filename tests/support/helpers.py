@@ -117,7 +117,7 @@ def separable_texts(count: int, seed: int = 0) -> PaddedSequences:
     texts = [
         (generator.integers(1, half, generator.integers(3, 9)) + (half if label else 0)).tolist() for label in classes
     ]
-    return padded(texts, classes)
+    return padded(texts, classes, limit=8)
 
 
 def make_trainer(

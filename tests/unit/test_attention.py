@@ -14,17 +14,35 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from algorithms.batch.losses import IGNORE_INDEX, example_losses
 from algorithms.batch.switch_mode import ExecutionPlan
 from algorithms.schedule.limits import RoundSchedule
 from fabrics.data.examples import PackedSequences
 from fabrics.models import attention
-from fabrics.models.attention import ARCHITECTURES, needs_no_mask, unmasked, unmasked_name
+from fabrics.models.attention import (
+    ARCHITECTURES,
+    causal_attention,
+    needs_no_mask,
+    repeats_keys,
+    unmasked,
+    unmasked_name,
+)
 from fabrics.models.export import save_model
 from fabrics.pool.eval_tool import begin_batches
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.forward_backward import accumulate_gradients, backward
+from fabrics.training.forward_backward import accumulate_gradients, backward, probed_backward
 from fabrics.training.inner_loop import InnerLoop
-from tests.support.helpers import CPU, make_config, make_trainer, padded, random_sequences, tiny_bert, tiny_llama, train
+from tests.support.helpers import (
+    CPU,
+    make_config,
+    make_trainer,
+    padded,
+    random_sequences,
+    tiny_bert,
+    tiny_llama,
+    train,
+    use_torch_norms,
+)
 
 IDS = torch.from_numpy(random_sequences(3)).long()
 PACKED = {"input_ids": IDS}
@@ -119,15 +137,55 @@ def test_inner_steps_and_evaluation_read_no_values():
     assert readings.found == []
 
 
-def test_padded_texts_are_masked_after_packed_ones():
-    texts, examples = padded([[5, 6, 7, 8], [9, 10]]), PackedSequences(random_sequences(4))
-    batch = texts.batch([0, 1], CPU)
-    batch.pop("labels")
-    working = FlatModel(tiny_llama(), CPU)
-    backward(working, examples, np.arange(4))
-    assert not needs_no_mask(working.module, batch)
-    logits, alone = working.logits(batch), working.module(input_ids=batch["input_ids"][1:, :2]).logits
-    torch.testing.assert_close(logits[1:, :2], alone)
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_right_padding_needs_no_mask_in_causal_attention(architecture):
+    """Losses and gradients of a padded batch are those with a mask over the padding, in every architecture."""
+    texts = padded([list(range(1, length)) for length in (3, 9, 14, 30)])
+    model = language_model(architecture).double()
+    batch = texts.batch(range(4), CPU)
+    labels = batch.pop("labels")
+    found = []
+    for mask in ({}, {"attention_mask": (labels != IGNORE_INDEX).long()}):
+        model.zero_grad()
+        assert needs_no_mask(model, batch | mask) == (not mask)
+        with unmasked(model, batch | mask):
+            losses = example_losses(model(**batch, **mask).logits, labels)
+            losses.mean().backward()
+        found.append((losses.detach(), *(parameter.grad.clone() for parameter in model.parameters())))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-14)
+
+
+def test_per_example_statistics_of_padded_texts_are_those_of_single_texts():
+    texts = padded([list(range(1, length)) for length in (3, 9, 14, 30)])
+    working = FlatModel(use_torch_norms(tiny_llama()), CPU)
+    _, probe = probed_backward(working, texts, np.arange(4))
+    for index in range(4):
+        working.gradient.zero_()
+        backward(working, texts, np.array([index]))
+        expected = working.gradient.square().sum().item()
+        assert probe.squared_norms[index].item() * 4**2 == pytest.approx(expected, rel=1e-12)
+
+
+def test_only_16_bit_types_have_grouped_queries_on_gpus():
+    types = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    assert [repeats_keys("cuda", dtype) for dtype in types] == [True, True, False, False]
+    assert not any(repeats_keys("cpu", dtype) for dtype in types)
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_causal_attention_runs_the_fused_kernel_and_equals_its_definition(repeated, monkeypatch):
+    """On a CPU, with grouped queries as they are, and repeated as for float32 on GPUs."""
+    monkeypatch.setattr(attention, "repeats_keys", lambda device, dtype: repeated)
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(3, 4, 7, 8, generator=generator)
+    key, value = (torch.randn(3, 2, 7, 8, generator=generator) for _ in range(2))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        output, _ = causal_attention(None, query, key, value, None, scaling=0.3)
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in {event.key for event in profile.key_averages()}
+    scores = torch.einsum("bhid,bhjd->bhij", query, key.repeat_interleave(2, 1)) * 0.3
+    scores = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), -torch.inf)
+    expected = torch.einsum("bhij,bhjd->bihd", scores.softmax(-1), value.repeat_interleave(2, 1))
+    torch.testing.assert_close(output, expected)
 
 
 def test_only_a_window_narrower_than_the_sequence_is_masked():
