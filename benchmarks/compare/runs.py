@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from benchmarks.compare.accounting import simulated_seconds, usage
 from benchmarks.compare.results import simulated_axis
 from benchmarks.compare.spec import ROOT, ComparisonSpec, Run
 from training_logs.showing.run_data import RunData, damage_reported, read_run
+from utils.distributed.launch import STARTED_BY
 from utils.files import write_json_atomically
 
 _ALONE = ("processes=1", "cpu_threads=1", "clearml=off", "plot_at_end=false")
@@ -69,7 +71,7 @@ class Runner:
             except BaseException:
                 self._stopping.set()
                 for process in list(self._running):
-                    process.terminate()
+                    process.kill()
                 raise
         for error in problems:
             if isinstance(error, OSError):
@@ -95,11 +97,16 @@ class Runner:
         arguments = ["--config", run.base, *run.overrides(), *_ALONE, f"log_dir={folder}"]
         with (folder / "output.txt").open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "run.py", *arguments], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
+                [sys.executable, "run.py", *arguments],
+                cwd=ROOT,
+                env=os.environ | {STARTED_BY: str(os.getpid())},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
             )
             self._running.add(process)
             if self._stopping.is_set():  # set after the check above
-                process.terminate()
+                process.kill()
             status = process.wait()
             self._running.discard(process)
         if self._stopping.is_set():

@@ -4,9 +4,11 @@ import contextlib
 import json
 import math
 import shutil
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import yaml
 
@@ -19,6 +21,7 @@ from benchmarks.compare.runs import ComparisonError, Runner
 from benchmarks.compare.spec import ROOT, ComparisonSpec, Run, load_spec, make_run
 from tests.support.blocks import ALL
 from tests.support.comparisons import RATE, small_comparison
+from tests.support.programs import LIMIT_SECONDS, wait_until
 from tests.support.runs import table_of
 from training_logs.showing.run_data import RunData, read_run
 from utils.config.schema import ConfigError
@@ -255,6 +258,25 @@ def test_small_comparison_through_its_command(tmp_path, cache_dir, capsys, monke
     assert not (tmp_path / "runs").exists()
     assert "**Answer:** It does." in page_file.read_text()
     assert json.loads(json_file.read_text())["outcomes"] == [entry]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_comparison_leaves_no_training_process(programs, cache_dir, tmp_path, number):
+    """On Linux; elsewhere a comparison that is killed at once (SIGKILL) cannot end its runs."""
+    path = small_comparison(tmp_path, seeds=[1], methods=[{"name": "AdLoCo"}])
+    written = yaml.safe_load(path.read_text())
+    written["common"] |= {"cache_dir": str(cache_dir), "max_tokens": 10**9}
+    path.write_text(yaml.safe_dump(written))
+    runs_folder = tmp_path / "runs"
+    comparison = programs.start("benchmarks/compare/compare.py", path, "--runs", runs_folder, "--output", tmp_path)
+    wait_until(lambda: [*runs_folder.glob("*/*/model_training_report/training_log.csv")], "a run", comparison)
+    (child,) = psutil.Process(comparison.pid).children()
+    comparison.send_signal(number)
+    printed, _ = comparison.communicate(timeout=LIMIT_SECONDS)
+    psutil.wait_procs([child], timeout=LIMIT_SECONDS)
+    assert not child.is_running()
+    assert comparison.returncode == (130 if number == signal.SIGTERM else -number)
+    assert "Traceback" not in printed
 
 
 def test_figures_show_every_method():
