@@ -8,8 +8,6 @@ own process with a time limit. A part that fails leaves the reason in its place,
   FLOPs utilisation (MFU), and what the per-example statistics add to a round of 200 inner steps.
 - large: 1.1B parameters; large_with_less: with activation checkpointing and the outer state in host memory. Both
   compare the allocator's peak with the plan.
-- processes: several processes that share the GPU.
-- demo: config.yaml on the GPU.
 - exchange: the mean of 100M parameters over two GPUs (NCCL) in every encoding.
 """
 
@@ -34,7 +32,6 @@ from benchmarks.performance.throughput import (
     inner_steps,
     launch_exchange,
     make_data,
-    run_summary,
     seconds,
     step_speeds,
     whole_round,
@@ -144,26 +141,6 @@ def large(config: Config) -> dict:
     }
 
 
-def processes_that_share() -> dict:
-    """Measure the demo's training in several processes that share the GPU."""
-    fixed = {
-        "devices": "[cuda:0]",
-        "sampling_method": "none",
-        "smallest_worker_batch": "null",
-        "merge_frequency": 10**6,
-        "eval_every": 1000,
-    }
-    length = {"number_of_outer_steps": 15, "number_of_inner_steps_between_outers": 40, "max_tokens": "null"}
-    found = {n: run_summary(fixed | length | {"processes": n})["tokens_per_second"] for n in (1, 2, 4)}
-    return {str(count): {"tokens_per_second": speed, "of_one": speed / found[1]} for count, speed in found.items()}
-
-
-def demo() -> dict:
-    """Run the demo."""
-    summary = run_summary({"devices": "[cuda:0]"})
-    return {key: summary[key] for key in ("wall_seconds", "tokens_per_second", "final_metric", "communications")}
-
-
 def exchange() -> dict:
     """Measure the mean of 100M parameters over two GPUs."""
     return launch_exchange(100_000_000, 3, 1, 2) if torch.cuda.device_count() > 1 else {"problem": "needs 2 GPUs"}
@@ -179,8 +156,6 @@ PARTS: dict[str, tuple[Callable[[], dict], float]] = {
         150.0,
     ),
     "compiled": (lambda: speeds(configured(MICROLLAMA, compile_model=True)), 240.0),
-    "processes": (processes_that_share, 150.0),
-    "demo": (demo, 120.0),
     "exchange": (exchange, 60.0),
 }
 
@@ -239,8 +214,8 @@ def targets(parts: Mapping[str, Mapping]) -> list[tuple[str, bool]]:
     return found
 
 
-def rows(parts: Mapping[str, Mapping]) -> Iterator[tuple[str, float, float | None]]:
-    """Yield the rows of the table: description, tokens per second, and MFU (None: unknown)."""
+def rows(parts: Mapping[str, Mapping]) -> Iterator[tuple[str, float, float]]:
+    """Yield the rows of the table: description, tokens per second, and MFU."""
     for name in ("eager", "compiled"):
         part = parts.get(name, {})
         for key, speed in part.get("tokens_per_second", {}).items():
@@ -249,9 +224,6 @@ def rows(parts: Mapping[str, Mapping]) -> Iterator[tuple[str, float, float | Non
         part = parts.get(name, {})
         for key, speed in part.get("tokens_per_second", {}).items():
             yield f"{label}, {part['peak_bytes'] / 1e9:.1f} GB, {key.replace('_', ' ')}", speed, part["mfu"][key]
-    for count, part in parts.get("processes", {}).items():
-        if count.isdecimal():
-            yield f"{count} processes, the demo's model: {part['of_one']:.2f} of one", part["tokens_per_second"], None
 
 
 def section(results: Mapping) -> str:
@@ -259,7 +231,7 @@ def section(results: Mapping) -> str:
     parts = results["parts"]
     lines = [f"On {results['gpu']}, with PyTorch {results['torch']} (`make gpu`):", ""]
     lines += ["| what | tokens/s | MFU |", "| --- | --- | --- |"]
-    lines += [f"| {what} | {speed:,.0f} | {'' if mfu is None else f'{mfu:.1%}'} |" for what, speed, mfu in rows(parts)]
+    lines += [f"| {what} | {speed:,.0f} | {mfu:.1%} |" for what, speed, mfu in rows(parts)]
     lines += ["", *(f"- {sentence}" for sentence, _ in targets(parts))]
     for name, found in parts.get("exchange", {}).items():
         if name != "problem":

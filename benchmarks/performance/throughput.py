@@ -3,17 +3,12 @@
 Measurements are interleaved, and their ratios are printed: single timings on a shared machine mean little.
 
 - overhead (the default): inner steps and whole rounds on random tokens, against a loop without the framework.
-- processes: short runs of the demo with different numbers of processes and threads.
-- shard_groups: the same with one trainer, on one and two devices, with a whole model each and with a shared one.
 - exchange: the mean of 100M parameters over two nodes of one and of two devices, in every encoding.
 """
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -40,9 +35,7 @@ from utils.config.schema import Config, ConfigError
 from utils.distributed.launch import Launch, cores
 from utils.distributed.processes import meet
 
-ROOT = Path(__file__).resolve().parents[2]
-
-# Configuration of the overhead, and what each run of the other parts changes in config.yaml.
+# Configuration of the overhead.
 OVERHEAD = {
     "number_of_outer_steps": 1,
     "number_of_initial_trainers": 1,
@@ -52,28 +45,6 @@ OVERHEAD = {
     "max_batch_size": 64,
     "sampling_method": "none",
     "model_config": {"preset": "demo", "vocab_size": 2048},
-}
-RUN = {
-    "devices": "[cpu]",
-    "cpu_threads": 1,
-    "sequence_length": 128,
-    "vocab_size": 2048,
-    "INITIAL_BATCH_SIZE": 8,
-    "sampling_method": "none",
-    "smallest_worker_batch": "null",
-    "merge_frequency": 10**6,
-    "number_of_outer_steps": 4,
-}
-PROCESSES = {
-    "1 process, a thread per core": {"processes": 1, "cpu_threads": cores()},
-    "1 process of 1 thread": {"processes": 1},
-    "2 processes of 1 thread": {"processes": 2},
-}
-SHARD_GROUPS = {
-    "1 device": {"processes": 1, "nodes_per_gpu": 1},
-    "2 devices, a whole model each": {"processes": 2, "nodes_per_gpu": 2},
-    "1 shard group of 2 devices": {"processes": 2, "nodes_per_gpu": 1, "devices_per_node": 2},
-    "2 shard groups of 2 devices": {"processes": 4, "nodes_per_gpu": 2, "devices_per_node": 2},
 }
 
 
@@ -204,36 +175,6 @@ def print_overhead(config: Config, repeats: int) -> None:
         print(f"{name:28} {speed:>10,.0f}   {found['of_bare_loop'][name]:.3f}")
 
 
-# Short runs
-
-
-def run_summary(values: Mapping, overrides: list[str] = ()) -> dict:
-    """Return the summary of a run of run.py."""
-    with tempfile.TemporaryDirectory() as folder:
-        keys = dict(values) | {"clearml": "off", "plot_at_end": "false", "log_dir": folder}
-        command = [sys.executable, "run.py", *(f"{key}={value}" for key, value in keys.items()), *overrides]
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if ended.returncode:
-            raise RuntimeError(f"run.py ended with status {ended.returncode}: {ended.stderr[-500:]}")
-        (summary,) = Path(folder).glob("*/model_training_report/summary.json")
-        return json.loads(summary.read_text(encoding="utf-8"))
-
-
-def print_runs(
-    title: str, settings: Mapping[str, Mapping], values: Mapping, overrides: list[str], repeats: int
-) -> None:
-    """Print the speeds of short runs, interleaved, and their ratios to the first setting."""
-    speeds: dict[str, list[float]] = {name: [] for name in settings}
-    for _ in range(repeats):
-        for name, setting in settings.items():
-            speeds[name].append(run_summary(RUN | values | setting, overrides)["tokens_per_second"])
-    first = next(iter(speeds.values()))
-    print(f"\n{title:36} {'tokens/s':>10}   of the first")
-    for name, found in speeds.items():
-        ratio = np.median(np.divide(found, first))
-        print(f"{name:36} {statistics.median(found):>10,.0f}   {ratio:.2f}")
-
-
 # The mean of a model over two nodes
 
 
@@ -286,8 +227,7 @@ def launch_exchange(parameters: int, repeats: int, devices_per_node: int, gpus: 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure the speed of the framework.")
-    parts = ("overhead", "processes", "shard_groups", "exchange")
-    parser.add_argument("--parts", nargs="+", choices=parts, default=["overhead"], help="default: overhead")
+    parser.add_argument("--parts", nargs="+", choices=("overhead", "exchange"), default=["overhead"])
     parser.add_argument("--repeats", type=int, default=5, help="measurements of everything; default: %(default)s")
     parser.add_argument("--exchange", nargs=4, type=int, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration values")
@@ -303,11 +243,6 @@ def main(arguments: list[str] | None = None) -> int:
     if "overhead" in options.parts:
         torch.set_num_threads(config.cpu_threads or cores())
         print_overhead(config, options.repeats)
-    if "processes" in options.parts:
-        print_runs("4 trainers of batch 8", PROCESSES, {}, options.overrides, options.repeats)
-    if "shard_groups" in options.parts:
-        values = {"number_of_initial_trainers": 1}
-        print_runs("1 trainer of batch 8", SHARD_GROUPS, values, options.overrides, options.repeats)
     for devices in (1, 2) if "exchange" in options.parts else ():
         print(f"\nmean of 100M parameters over two nodes of {devices} device(s)")
         for name, found in launch_exchange(100_000_000, options.repeats, devices).items():
