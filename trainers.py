@@ -206,7 +206,7 @@ class Trainer:
             tokens=tokens,
             events=trained.events,
             seconds=trained.seconds,
-            warnings=(*warnings, *filter(None, (problem, doubt, self.worker_group.method.warning(trained.values)))),
+            warnings=(*warnings, *filter(None, (problem, doubt))),
         )
 
     def assignments(self, split: WorkSplit, schedule: RoundSchedule) -> dict[int, Assignment]:

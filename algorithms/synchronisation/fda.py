@@ -1,7 +1,7 @@
 """FDA: workers synchronise when an estimate of their variance says so (arXiv 2405.20988)."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,8 +11,8 @@ from algorithms.flat import inner_product
 from algorithms.synchronisation.group import Group
 from algorithms.synchronisation.method import Capabilities, Method, require
 
-# Checks in a row that all synchronise, after which the threshold seems to be too low.
-_SATURATED = 20
+# Rounds that set the threshold.
+_CALIBRATION_ROUNDS = 3
 # The AMS sketch of the paper, with the error that the authors' code expects of it.
 _ROWS = 5
 _WIDTH = 250
@@ -30,21 +30,19 @@ class FDA(Method):
     Then p = p + mean u_m, and all continue from p. Until p has moved, xi is 0, where the paper draws a random unit
     vector: one of n dimensions tells nothing.
 
-    Without a threshold the first rounds synchronise at their end, and the threshold becomes the mean of the variances
-    there, that of round i with weight i^(1/3) (FDA-Opt, arXiv 2505.04535). Rounds of one worker, whose variance is 0,
-    and rounds in which the learning rate warms up do not count. Drifts follow the learning rate and the number of
-    workers, the threshold does not: see max_inner_steps. A merge keeps the threshold.
+    Without a threshold the first three rounds synchronise at their end, and the threshold becomes the mean of the
+    variances there, that of round i with weight i^(1/3) (FDA-Opt, arXiv 2505.04535). Rounds of one worker, whose
+    variance is 0, and rounds in which the learning rate warms up do not count. Drifts follow the learning rate and the
+    number of workers, the threshold does not: see max_inner_steps. A merge keeps the threshold.
 
     Attributes:
         threshold: of the variance; None: calibrated.
-        calibrate: rounds that set the threshold; None: 3.
         monitor: the estimate.
         check_every: inner steps between two checks.
         max_inner_steps: the most inner steps between two synchronisations; None: no limit.
     """
 
     threshold: float | None = None
-    calibrate: int | None = None
     monitor: Literal["linear", "sketch"] = "linear"
     check_every: int = 1
     max_inner_steps: int | None = None
@@ -56,9 +54,7 @@ class FDA(Method):
 
     def __post_init__(self):
         require(self, "a number that is not negative", lambda value: 0 <= value < math.inf, "threshold")
-        require(self, "a positive number", lambda value: value >= 1, "calibrate", "check_every", "max_inner_steps")
-        if self.threshold is not None and self.calibrate is not None:
-            raise ValueError(f"calibrate: must be null with a threshold, got {self.calibrate}")
+        require(self, "a positive number", lambda value: value >= 1, "check_every", "max_inner_steps")
         most = self.max_inner_steps or math.inf
         require(self, f"at most max_inner_steps, {most}", lambda value: value <= most, "check_every")
 
@@ -106,13 +102,8 @@ class FDA(Method):
                 rest = group.model.sketch(drift, 0, _WIDTH, _ROWS)
             incoming.add(worker, torch.cat([_squared_norm(drift, group), rest.to(drift.dtype)]))
         mean = incoming.result()
-        too_far = mean is not None and variance_estimate(mean) > self._threshold(group.values)
-        if not group.lone:
-            group.values["synchronised_checks"] = group.values.get("synchronised_checks", 0) + 1 if too_far else 0
-        return too_far
-
-    def _threshold(self, values: Mapping[str, float]) -> float:
-        return values["threshold"] if self.threshold is None else self.threshold
+        threshold = group.values["threshold"] if self.threshold is None else self.threshold
+        return mean is not None and variance_estimate(mean) > threshold
 
     def _synchronise(self, group: Group) -> None:
         shared = group.shared
@@ -144,20 +135,12 @@ class FDA(Method):
         number = values.get("calibrated", 0) + 1
         values["calibrated"] = number
         values["weighted"] = values.get("weighted", 0.0) + number ** (1 / 3) * incoming.result().item()
-        if number >= (self.calibrate or 3):
+        if number == _CALIBRATION_ROUNDS:
             values["threshold"] = values["weighted"] / sum(i ** (1 / 3) for i in range(1, number + 1))
 
     def restarted(self, values: dict[str, float], workers: Collection[int] | None) -> None:
         if workers is None:
             values["since"] = 0
-
-    def warning(self, values: Mapping[str, float]) -> str | None:
-        if values.get("synchronised_checks", 0) < _SATURATED:
-            return None
-        return (
-            f"the threshold of FDA, {self._threshold(values):.3g}, decides nothing: workers synchronised at "
-            f"{_SATURATED} checks in a row; raise synchronisation.threshold"
-        )
 
 
 def _squared_norm(drift: torch.Tensor, group: Group) -> torch.Tensor:

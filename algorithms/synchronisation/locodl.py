@@ -43,22 +43,17 @@ class LoCoDL(Method):
     Attributes:
         probability: p.
         density: k / n.
-        rho: None: see above.
-        chi: None: see above.
     """
 
     probability: float = 0.1
     density: float = 0.1
-    rho: float | None = None
-    chi: float | None = None
 
     keeps = "replica"
     state = ("control",)
     worker_state = ("correction",)
 
     def __post_init__(self):
-        rule = "larger than 0 and at most 1"
-        require(self, rule, lambda value: 0 < value <= 1, "probability", "density", "rho", "chi")
+        require(self, "larger than 0 and at most 1", lambda value: 0 < value <= 1, "probability", "density")
 
     @property
     def capabilities(self) -> Capabilities:
@@ -93,29 +88,14 @@ class LoCoDL(Method):
         shared = group.shared
         generator = group.generator()
         shared["parameters"].add_(shared["control"], alpha=group.inner.learning_rate)
-        if torch.rand((), generator=generator, dtype=torch.float64).item() >= self.probability:
-            return
-        if group.lone:
-            self._communicate_alone(group)
-        else:
+        if torch.rand((), generator=generator, dtype=torch.float64).item() < self.probability:
             self._communicate(group, generator)
-
-    def _communicate_alone(self, group: Group) -> None:
-        y = group.shared["parameters"]
-        rho = self.rho or 1.0
-        rate = self.probability * (self.chi or 1.0) / group.inner.learning_rate
-        for worker in group.local_workers:
-            half = worker.parameters.to(y.device).sub(y).mul_(0.5)
-            worker.parameters.lerp_(worker.to_device(y + half), rho)
-            worker.state["correction"].add_(worker.to_device(half), alpha=rate)
-            y.add_(half, alpha=rho)
-            group.shared["control"].add_(half, alpha=rate)
 
     def _communicate(self, group: Group, generator: torch.Generator) -> None:
         y = group.shared["parameters"]
         workers = len(group.weights)
         size = group.model.whole_size
-        count = max(1, round(self.density * size))
+        count = size if group.lone else max(1, round(self.density * size))
         omega = size / count - 1
         positions = [group.model.local_places(random_positions(size, count, generator)) for _ in range(workers)]
         arrived = self._exchange_messages(group, positions, count)
@@ -124,9 +104,7 @@ class LoCoDL(Method):
         half = torch.zeros_like(y)
         for index, values in arrived.items():
             half.index_add_(0, positions[index].to(y.device), values, alpha=0.5 / workers)
-        default = 1 / (1 + omega / workers)
-        rho = self.rho or default
-        chi = self.chi or default
+        rho = chi = 1 / (1 + omega / workers)
         rate = self.probability * chi / (group.inner.learning_rate * (1 + 2 * omega))
         target = y + half
         for worker in group.local_workers:

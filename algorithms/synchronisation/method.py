@@ -157,10 +157,6 @@ class Method:
         workers: the workers that a round lost; None: all, after a merge or after workers have left.
         """
 
-    def warning(self, values: Mapping[str, float]) -> str | None:
-        """Return what users should know about the values after a round; one text is shown once."""
-        return None
-
 
 def require(method: Method, rule: str, valid: Callable[[Any], bool], *names: str) -> None:
     """Raise ValueError if one of these parameters is neither null nor valid; rule: what it must be."""

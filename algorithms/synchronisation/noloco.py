@@ -15,7 +15,7 @@ from algorithms.synchronisation.method import Capabilities, Method, require
 class NoLoCo(Method):
     """Worker i of a group g starts a round from its own x_i and ends it at theta_i:
 
-        d_i = momentum d_i + lr mean_g(theta_j - x_j) + consensus (mean_g(x_j) - x_i);  x_i = x_i + d_i
+        d_i = mu d_i + lr mean_g(theta_j - x_j) + consensus (mean_g(x_j) - x_i);  x_i = x_i + d_i
 
     The means over a group are unweighted. The paper's eq. 2 has a minus before the first; the authors' code
     (src/noloco/sparse_optimizer_c.py) has the plus, as here, and with the minus it diverges. The weighted mean of all
@@ -23,12 +23,10 @@ class NoLoCo(Method):
 
     Attributes:
         group: workers in a group.
-        momentum: None: outer_momentum.
         consensus: None: learning_rate_for_outer_opt, as in the authors' code.
     """
 
     group: int = 2
-    momentum: float | None = None
     consensus: float | None = None
 
     keeps = "anchor"
@@ -36,16 +34,13 @@ class NoLoCo(Method):
 
     def __post_init__(self):
         require(self, "at least 2", lambda value: value >= 2, "group")
-        require(self, "at least 0 and less than 1", lambda value: 0 <= value < 1, "momentum")
         require(self, "a number that is not negative", lambda value: 0 <= value < math.inf, "consensus")
 
     @property
     def capabilities(self) -> Capabilities:
-        momentum = ("outer_momentum",) if self.momentum is None else ()
         return Capabilities(
             averages_copies=True,
             encodings=("float32", "bfloat16"),
-            outer_keys=("learning_rate_for_outer_opt", *momentum),
             weighted=False,
             message_tensors=2,
             recipients=self.group - 1,
@@ -79,11 +74,10 @@ class NoLoCo(Method):
     def apply(self, group: Group, arrived: Mapping[int, Sequence[torch.Tensor]]) -> None:
         peers = self._peers(group)
         lr = group.outer.learning_rate
-        momentum = group.outer.momentum if self.momentum is None else self.momentum
         consensus = lr if self.consensus is None else self.consensus
         for worker in group.local_workers:
             present = [peer for peer in peers[worker.index] if peer in arrived]
-            velocity = worker.state["velocity"].mul_(momentum)
+            velocity = worker.state["velocity"].mul_(group.outer.momentum)
             for peer in present:
                 moved = worker.to_device(arrived[peer][0])
                 start = worker.to_device(arrived[peer][1])

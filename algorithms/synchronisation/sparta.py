@@ -1,4 +1,4 @@
-"""SPARTA: workers average a random part of their parameters every few inner steps (openreview stFPf3gzq1)."""
+"""SPARTA: workers average a random part of their parameters in every inner step (openreview stFPf3gzq1)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,26 +11,23 @@ from algorithms.synchronisation.outer_step import diloco_step
 
 @dataclass(frozen=True)
 class SPARTA(Method):
-    """x_m[S] = mean_j x_j[S] after every `every`-th inner step of the run, where S is a random share of all positions.
+    """x_m[S] = mean_j x_j[S] after every inner step, where S is a random share of all positions.
 
     All workers draw the same S, so that only values are sent, exactly. Workers continue from where they are; with
     `with_diloco`, each round also ends with DiLoCo's step, from whose result all continue. AdamW's moments stay local.
 
     Attributes:
         share: of the parameters that are averaged.
-        every: inner steps between two averages, counted over rounds.
         with_diloco: DiLoCo's step at the end of a round.
     """
 
     share: float = 0.005
-    every: int = 1
     with_diloco: bool = False
 
     keeps = "replica"
 
     def __post_init__(self):
         require(self, "larger than 0 and at most 1", lambda value: 0 < value <= 1, "share")
-        require(self, "a positive number of inner steps", lambda value: value >= 1, "every")
 
     @property
     def capabilities(self) -> Capabilities:
@@ -48,18 +45,12 @@ class SPARTA(Method):
         return ("velocity",) if self.with_diloco else ()
 
     def stops(self, group: Group) -> Sequence[int]:
-        inner_steps = group.clock.inner_steps
-        first = self.every - group.values.get("since", 0)
-        return sorted({*range(first, inner_steps + 1, self.every), inner_steps})
+        return range(1, group.clock.inner_steps + 1)
 
     def exchange(self, group: Group) -> None:
-        since = (group.values.get("since", 0) + group.clock.step) % self.every
-        if since == 0:
-            self._average_part(group)
-        if group.clock.step == group.clock.inner_steps:
-            group.values["since"] = since
-            if self.with_diloco:
-                self._outer_step(group)
+        self._average_part(group)
+        if self.with_diloco and group.clock.step == group.clock.inner_steps:
+            self._outer_step(group)
 
     def _average_part(self, group: Group) -> None:
         size = group.model.whole_size

@@ -322,17 +322,16 @@ def demo(problem: Problem, chunk: int, top_k: int, decay: float) -> History:
     return history
 
 
-def sparta(problem: Problem, masks: Callable[[int], Vector], every: int, with_diloco: bool) -> History:
-    """theta_i[S] <- mean_j theta_j[S] after every `every`-th inner step, S = masks(step) (openreview stFPf3gzq1)."""
+def sparta(problem: Problem, masks: Callable[[int], Vector], with_diloco: bool) -> History:
+    """theta_i[S] <- mean_j theta_j[S] after every inner step, S = masks(step) (openreview stFPf3gzq1)."""
     history, workers, phi, thetas, v = [], Workers(problem), problem.start, problem.starts(), 0.0
     for t in range(problem.rounds):
         for step in problem.steps(t):
             thetas = workers.step_all(step, thetas)
-            if (step + 1) % every == 0:
-                places = masks(step)
-                mean = problem.mean(thetas)[places]
-                for theta in thetas:
-                    theta[places] = mean
+            places = masks(step)
+            mean = problem.mean(thetas)[places]
+            for theta in thetas:
+                theta[places] = mean
         if with_diloco:
             phi, v = nesterov(phi, phi - problem.mean(thetas), v, 0.7, 0.9)
             thetas = [phi] * problem.workers
@@ -359,13 +358,14 @@ def fda(problem: Problem, threshold: float, check_every: int = 1, max_inner_step
     return history
 
 
-def locodl(problem: Problem, probability, compressor, coin, rho, chi, omega) -> History:
+def locodl(problem: Problem, probability, compressor, coin, omega) -> History:
     """The equations of the method's docstring, with u_i in place of the correction (arXiv 2403.04348, from memory).
 
     compressor: from a worker, a step and a vector to C_i of it. coin: True at the steps that communicate.
     """
     history, xs, y, gamma = [], problem.starts(), problem.start, problem.learning_rate
     us, v = [0.0] * problem.workers, 0.0
+    rho = chi = 1 / (1 + omega / problem.workers)
     rate = probability * chi / (gamma * (1 + 2 * omega))
     for t in range(problem.rounds):
         for step in problem.steps(t):

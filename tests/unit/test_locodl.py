@@ -27,14 +27,13 @@ from algorithms.synchronisation.locodl import LoCoDL
 from utils.distributed.reductions import Messages
 
 MU, L = 0.5, 2.0
-# Workers, numbers, of which a message has how many; probability, learning rate, and rho and chi.
+# Workers, numbers, of which a message has how many; probability, learning rate.
 CASES = [
-    (2, 2, 2, 0.5, 0.5, None, None),
-    (2, 2, 1, 0.5, 0.5, None, None),
-    (2, 2, 1, 0.3, 0.9, 0.4, 0.3),
-    (2, 2, 1, 1.0, 0.9, None, None),
-    (3, 2, 1, 0.4, 0.5, None, None),
-    (2, 3, 1, 0.5, 0.3, None, None),
+    (2, 2, 2, 0.5, 0.5),
+    (2, 2, 1, 0.5, 0.5),
+    (2, 2, 1, 1.0, 0.9),
+    (3, 2, 1, 0.4, 0.5),
+    (2, 3, 1, 0.5, 0.3),
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -44,10 +43,6 @@ def hessians(workers: int, size: int) -> torch.Tensor:
     generator = np.random.default_rng(0)
     turns = [np.linalg.qr(generator.normal(size=(size, size)))[0] for _ in range(workers)]
     return torch.from_numpy(np.stack([turn * np.linspace(MU, L, size) @ turn.T for turn in turns]))
-
-
-def method_of(count: int, size: int, probability: float, rho=None, chi=None) -> LoCoDL:
-    return LoCoDL(probability, count / size, rho, chi)
 
 
 def stepped(
@@ -97,10 +92,10 @@ def steps_of(case, shared: float) -> tuple[list[tuple[float, np.ndarray]], np.nd
 
     Where the sum of U_m and M V is 0, in coordinates in which psi is the sum of squares.
     """
-    workers, size, count, probability, lr, rho, chi = case
-    method, curvature, rows = method_of(count, size, probability, rho, chi), hessians(workers, size), 2 * workers + 2
+    workers, size, count, probability, lr = case
+    method, curvature, rows = LoCoDL(probability, count / size), hessians(workers, size), 2 * workers + 2
     omega = size / count - 1
-    chi = chi or 1 / (1 + omega / workers)
+    chi = 1 / (1 + omega / workers)
 
     def step(state: torch.Tensor, seed: int) -> torch.Tensor:
         state = state.view(rows, size)
@@ -145,7 +140,7 @@ def test_without_one_what_is_left_never_grows_and_shrinks_linearly_in_the_end(ca
 @pytest.mark.parametrize(("count", "probability"), [(16, 0.3), (8, 0.5), (4, 0.7)])
 def test_workers_that_differ_reach_the_exact_minimum_of_their_mean_linearly(count, probability):
     workers, size, lr = 4, 16, 0.5
-    method, curvature = method_of(count, size, probability), hessians(workers, size)
+    method, curvature = LoCoDL(probability, count / size), hessians(workers, size)
     centres = torch.from_numpy(np.random.default_rng(1).normal(size=(workers, size)))
     optimum = torch.linalg.solve(curvature.sum(0), torch.einsum("mij,mj->i", curvature, centres))
     gradients_at = lambda x: torch.einsum("mij,mj->mi", curvature, x - centres)  # noqa: E731
