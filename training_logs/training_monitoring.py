@@ -11,10 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from matplotlib.figure import Figure
 
-from training_logs.showing.plots import best_metrics_by, plot_run
+from training_logs.showing.plots import plot_run
 from training_logs.showing.report import headline, page, picture, setting, table, write_report
 from training_logs.showing.run_data import RunData, RunFolderError, damage_reported, read_run
 from training_logs.showing.styles import OVER, colour, decimal_logarithmic, draw_line, label_axes, make_figure
@@ -57,12 +56,9 @@ def draw_comparison(runs: Sequence[RunData]) -> Figure:
     for place, (metric, x) in zip(axes, panels, strict=True):
         for index, (run, name) in enumerate(zip(runs, _names(runs), strict=True)):
             if run.metric.name == metric:
-                points = best_metrics_by(run, x)
                 # matplotlib takes $ for mathematics, and leaves a label that begins with _ out of the legend.
                 label = " " + name.replace("$", r"\$")
-                draw_line(
-                    place, np.array(list(points)), np.array(list(points.values())), color=colour(index), label=label
-                )
+                draw_line(place, *run.best_metrics(x), color=colour(index), label=label)
         if metric == "perplexity":
             decimal_logarithmic(place)
         label_axes(place, x, f"best {metric} of the living trainers", f"{metric.capitalize()} over {OVER[x]}")

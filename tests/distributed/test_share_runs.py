@@ -1,7 +1,6 @@
 """Runs on data that differ, as users start them: what is recorded, and the same bits after a kill."""
 
 import csv
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +10,7 @@ import run as program
 from tests.support.helpers import TINY_ARCHITECTURE
 from tests.support.programs import ROOT
 from tests.support.runs import assert_same_run, summary, table_of
-from training_logs.showing.plots import draw, plots_of, share_losses
-from training_logs.showing.report import number, run_body
+from training_logs.showing.plots import draw, plots_of
 from training_logs.showing.run_data import read_run
 
 # configs/clusters.yaml in little, with what it leaves out.
@@ -86,32 +84,18 @@ def test_the_summary_says_what_is_in_which_share(whole):
     assert [float(row["validation_metric"]) for row in last] == [s["final_metric"] for s in shares["shares"]]
 
 
-def test_report_and_plots_show_the_best_loss_on_each_share(whole):
+def test_a_plot_shows_the_best_loss_on_each_share(whole):
     """Trainers have shares 0, 1, and 2 and 3; two merge after round 2, and all that are left after round 4."""
     run = read_run(whole)
     assert [merge.outer_step for merge in run.merges] == [2, 4]
-    found = share_losses(run)
-    assert list(found) == [0, 1, 2, 3]
     rows = share_log(whole)
-    for share, (rounds, losses) in found.items():
-        assert rounds.tolist() == [1, 2, 3, 4, 5]
-        for step, loss in zip(rounds, losses, strict=True):
-            own = [row for row in rows if (int(row["outer_step"]), int(row["share"])) == (step, share)]
-            assert loss == min(float(row["validation_loss"]) for row in own)
     (axes,) = draw(run, plots_of(run)["shares.png"]).axes
-    lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
-    assert {f"share {share}": losses.tolist() for share, (_, losses) in found.items()}.items() <= lines.items()
-    page = run_body(run)
-    assert "<h2>Shares of the data</h2>" in page
-    for share in run.summary["data_shares"]["shares"]:
-        for value in (share["documents"], share["tokens"], found[share["share"]][1][-1]):
-            assert f"<td>{number(float(value))}</td>" in page
-
-
-def test_shares_that_are_not_evaluated_are_shown_without_losses(whole):
-    run = read_run(whole)
+    lines = {line.get_label(): line.get_data() for line in axes.lines}
+    for share in "0123":
+        steps, losses = lines[f"share {share}"]
+        assert steps.tolist() == [1, 2, 3, 4, 5]
+        for step, loss in zip(steps, losses, strict=True):
+            own = [row for row in rows if (int(row["outer_step"]), row["share"]) == (step, share)]
+            assert loss == min(float(row["validation_loss"]) for row in own)
     run.__dict__["share_rows"] = table_of([])  # as of a run without validation_per_share
     assert "shares.png" not in plots_of(run)
-    assert "<h2>Shares of the data</h2>" in run_body(run)
-    plain = dataclasses.replace(run, summary=run.summary | {"data_shares": None})
-    assert "Shares of the data" not in run_body(plain)

@@ -111,7 +111,6 @@ def test_the_metric_is_drawn_as_the_csv_has_it(run, x):
         (plots.draw_variance, lambda row: row["gradient_variance"]),
         (plots.draw_squared_norm, lambda row: row["gradient_squared_norm"]),
         (plots.draw_noise_scale, lambda row: row["gradient_variance"] / row["gradient_squared_norm"]),
-        (plots.draw_throughput, lambda row: row["round_tokens"] / row["seconds"]),
     ],
 )
 def test_panels_show_the_csv_where_it_is_positive(run, panel, value):
@@ -120,13 +119,10 @@ def test_panels_show_the_csv_where_it_is_positive(run, panel, value):
     assert dict(zip(*drawn.get_data(), strict=True)) == {step: y for step, y in values.items() if y > 0}
 
 
-def test_merges_are_marked_and_drawn_with_their_weights(run):
+def test_merges_are_marked(run):
     axes = draw(run, [(plots.draw_loss, "outer_step")]).axes[0]
     marks = [line.get_xdata()[0] for line in axes.lines if (line.get_linestyle(), line.get_color()) == (":", "grey")]
     assert marks == [merge.outer_step for merge in run.merges] == [2, 4]
-    genealogy = draw(run, [(plots.draw_genealogy, "outer_step")]).axes[0]
-    texts = [text.get_text().strip() for text in genealogy.texts if text.get_text().strip()]
-    assert sorted(texts) == sorted(f"{w:.2f}" for merge in run.merges for w in merge.weights.values())
 
 
 # Report
@@ -263,7 +259,7 @@ def test_several_runs_are_drawn_on_common_axes(folder, run, tmp_path, capsys, on
         for index, each in enumerate(runs):
             drawn = axes.lines[index].get_data()
             assert dict(zip(*drawn, strict=True)) == dict(zip(*each.best_metrics(x), strict=True))
-    best = run.best_metrics("communications")[1]
+    best = run.best_metrics("communications")[1].tolist()
     assert best == [
         min(row["validation_metric"] for row in run.rounds if row["outer_step"] == step) for step in range(1, 6)
     ]
@@ -280,12 +276,11 @@ def test_runs_with_different_metrics_or_without_a_round_are_compared(run, tmp_pa
 
 
 def test_panels_without_data_are_left_out(run):
-    assert [panel for panel, _ in plots_of(run)["communications.png"]] == [plots.draw_communications]
     alone = dataclasses.replace(run, rounds=run.rounds.copy(), merges=[])
     alone.rounds["communications"] = 0
     alone.rounds["gradient_variance"] = math.nan
     found = plots_of(alone)
-    assert not {"communications.png", "gradient_statistics.png"} & set(found)
+    assert "gradient_statistics.png" not in found
     assert [panel for panel, _ in found["metric.png"]] == [plots.draw_metric]
 
 

@@ -9,9 +9,6 @@ import pytest
 from algorithms.theory import Prediction
 from tests.support.runs import table_of
 from training_logs.prediction import APPLIES_TO, NoLawError, fit, main, measured
-from training_logs.showing import plots
-from training_logs.showing.plots import draw
-from training_logs.showing.report import run_body
 from training_logs.showing.run_data import MergeRecord, RunData
 
 
@@ -146,27 +143,6 @@ def run(tmp_path_factory):
     settings = {"number_of_outer_steps": 12, "number_of_initial_trainers": 2, "max_batch_growth": 1.2}
     settings |= {"number_of_inner_steps_between_outers": 1, "nodes_per_gpu": 2}
     return read_run(record_run(folder, max_batch_size=64, max_requested_batch=None, **settings))
-
-
-def test_the_plot_shows_measurement_and_prediction(run):
-    axes = draw(run, [(plots.draw_communications, "communications"), (plots.draw_batch_law, "outer_step")]).axes
-    drawn = {line.get_label(): line for line in axes[0].lines}
-    examples, communications = measured(run)
-    assert list(drawn["measured"].get_xdata()) == [0, *examples]
-    assert list(drawn["measured"].get_ydata()) == [0, *communications]
-    found = fit(run)
-    predicted = drawn["predicted"]
-    assert predicted.get_ydata()[-1] == pytest.approx(found.predict(3 * examples[-1]).value)
-    law = next(line for line in axes[1].lines if line.get_linewidth() == 2.5)
-    best = found.laws[0]
-    assert law.get_label() == f"{best.regime}, the best fit"
-    assert law.get_ydata()[0] == pytest.approx(best.batch(1))
-    assert "Communications for more examples" in run_body(run)
-
-
-def test_a_run_without_enough_rounds_is_drawn_without_a_prediction():
-    axes = draw(made_run([8, 9, 10]), [(plots.draw_communications, "communications")]).axes[0]
-    assert [line.get_label() for line in axes.lines] == ["measured"]
 
 
 def test_the_command_states_the_error(run, capsys, tmp_path):

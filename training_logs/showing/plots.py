@@ -5,9 +5,8 @@ from collections.abc import Callable
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
-from training_logs.prediction import NoLawError, RunFit, fit, measured
 from training_logs.showing.run_data import RunData, Table
 from training_logs.showing.styles import (
     MARKS,
@@ -38,11 +37,6 @@ def _mark_merges(axes: Axes, run: RunData, x: str) -> None:
         if merge.outer_step in run.by_round:
             axes.axvline(run.by_round[merge.outer_step][x][0], ls=":", lw=1, color="grey", label=label)
             label = None
-
-
-def _mark_every(run: RunData) -> int:
-    """The number of rounds per mark, so that marks of a long run can be distinguished."""
-    return -(-len(run.by_round) // MARKS)
 
 
 def _draw_trainers(
@@ -88,18 +82,9 @@ def draw_metric(axes: Axes, run: RunData, x: str) -> None:
         decimal_logarithmic(axes)
 
 
-def best_metrics_by(run: RunData, x: str) -> dict[float, float]:
-    """Return the best metric of the living trainers by a column of the round log, after the last round of each value.
-
-    Rounds with one worker do not communicate, so that several rounds have the same number of communications.
-    """
-    return dict(zip(*run.best_metrics(x), strict=True))
-
-
 def draw_best_metric(axes: Axes, run: RunData, x: str) -> None:
     """Best validation metric of the living trainers."""
-    points = best_metrics_by(run, x)
-    draw_line(axes, np.array(list(points)), np.array(list(points.values())), color="black")
+    draw_line(axes, *run.best_metrics(x), color="black")
     name = run.metric.name
     if name == "perplexity":
         decimal_logarithmic(axes)
@@ -108,11 +93,12 @@ def draw_best_metric(axes: Axes, run: RunData, x: str) -> None:
 
 def draw_batches(axes: Axes, run: RunData, x: str) -> None:
     """Requested batch (line) and effective batch (circles) of every trainer; filled where it accumulates."""
+    every = -(-len(run.by_round) // MARKS)  # marks of all rounds of a long run could not be distinguished
     for trainer, rows in run.by_trainer.items():
         look = _look(run, trainer)
         axes.step(rows[x], rows["requested_batch"], where="mid", label=f"trainer {trainer}", **look)
         for accumulates, fill in ((False, "white"), (True, colour(trainer))):
-            own = rows[(rows["accumulation_steps"] > 1) == accumulates][:: _mark_every(run)]
+            own = rows[(rows["accumulation_steps"] > 1) == accumulates][::every]
             axes.plot(own[x], own["effective_batch"], "o", ms=2 * look["lw"], color=colour(trainer), mfc=fill)
     axes.plot([], [], "o", color="grey", mfc="white", label="effective, one micro-batch")
     axes.plot([], [], "o", color="grey", label="effective, accumulated")
@@ -150,13 +136,6 @@ def draw_noise_scale(axes: Axes, run: RunData, x: str) -> None:
     decimal_logarithmic(axes)
 
 
-def draw_throughput(axes: Axes, run: RunData, x: str) -> None:
-    """Training tokens per second of every trainer's rounds, without evaluation."""
-    _draw_trainers(axes, run, x, "Throughput", "tokens per second", lambda rows: rows["round_tokens"] / rows["seconds"])
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(EngFormatter())
-
-
 def draw_living(axes: Axes, run: RunData, x: str) -> None:
     """Number of living trainers (line), and nodes of each (stacked areas)."""
     rounds = list(run.by_round.values())
@@ -176,82 +155,6 @@ def draw_living(axes: Axes, run: RunData, x: str) -> None:
     axes.legend(fontsize=8, ncols=2, loc="upper right")
 
 
-def draw_genealogy(axes: Axes, run: RunData, x: str) -> None:
-    """A lane per trainer while it lives; at a merge an arrow to the representative, and the weight."""
-    lane = {trainer: place for place, trainer in enumerate(run.by_trainer)}
-    for trainer, rows in run.by_trainer.items():
-        ends = [rows[x][0], rows[x][-1]]
-        axes.plot(ends, [lane[trainer]] * 2, lw=5, color=colour(trainer), solid_capstyle="round")
-    for merge in run.merges:
-        place = run.by_round[merge.outer_step][x][0]
-        to = lane[merge.representative]
-        # Short arrows lie above long ones.
-        for trainer in sorted(merge.weights, key=lambda trainer: -abs(lane[trainer] - to)):
-            if trainer != merge.representative:
-                arrow = {"arrowstyle": "->", "color": colour(trainer), "lw": 1.8}
-                axes.annotate("", (place, to), (place, lane[trainer]), arrowprops=arrow)
-            weight = f"  {merge.weights[trainer]:.2f}"
-            axes.text(place, lane[trainer] + 0.14, weight, fontsize=8, color=colour(trainer))
-    axes.set_yticks(list(lane.values()), [f"trainer {trainer}" for trainer in lane])
-    axes.set_ylim(-0.6, len(lane) - 0.4)
-    axes.margins(x=0.06)
-    label_axes(axes, x, "", "Merges, with weights")
-
-
-def _law(run: RunData) -> RunFit | None:
-    try:
-        return fit(run)
-    except NoLawError:
-        return None
-
-
-def draw_batch_law(axes: Axes, run: RunData, x: str) -> None:
-    """Effective batch of all trainers together (dots), and the laws fitted to it after the last merge."""
-    totals = [rows["effective_batch"].sum() for rows in run.by_round.values()]
-    every = _mark_every(run)
-    axes.plot(list(run.by_round)[::every], totals[::every], "o", ms=4, color="black", label="measured, all trainers")
-    found = fit(run)
-    places = np.arange(len(found.batches))
-    for index, law in enumerate(found.laws):
-        batches = [law.batch(place + 1) for place in places]
-        label = f"{law.regime}, the best fit" if index == 0 else law.regime
-        axes.plot(found.first_round + places, batches, lw=1 if index else 2.5, color=colour(index), label=label)
-    binary_logarithmic(axes)
-    label_axes(axes, x, "examples per inner step", "Law of the batch")
-    axes.legend(fontsize=8)
-
-
-def draw_communications(axes: Axes, run: RunData, x: str) -> None:
-    """Communications over examples; with a law of the batch also predicted, with a 90% interval."""
-    examples, communications = measured(run)
-    draw_line(axes, np.array([0, *examples]), np.array([0, *communications]), color="black", label="measured")
-    found = _law(run)
-    if found is not None:
-        ahead = np.linspace(examples[-1], 3.0 * examples[-1], 9)
-        values = [found.predict(count) for count in ahead]
-        axes.plot(ahead, [value.value for value in values], color=colour(0), label="predicted")
-        low = [value.low for value in values]
-        high = [value.high for value in values]
-        axes.fill_between(ahead, low, high, color=colour(0), alpha=0.2, lw=0)
-    label_axes(axes, x, "communications", "Communications" + (": measured and predicted" if found else ""))
-    axes.set_xlabel("training examples, all trainers")
-    axes.xaxis.set_major_formatter(EngFormatter())
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8, loc="upper left")
-
-
-def draw_memory(axes: Axes, run: RunData, x: str) -> None:
-    """Allocated memory of every process and GPU."""
-    for index, (device, columns) in enumerate(run.memory.items()):
-        if device != "host":
-            axes.plot(columns["seconds"], columns["allocated_bytes"], lw=1.5, color=colour(index), label=device)
-    axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
-    axes.margins(y=0.1)
-    axes.set_ylim(bottom=0)
-    label_axes(axes, x, "", "Memory")
-    axes.legend(fontsize=8, loc="lower right")
-
-
 def draw_node_times(axes: Axes, run: RunData, x: str) -> None:
     """Seconds that each node was busy, waiting and exchanging, by its clock (simulated with node_speeds)."""
     rows = run.node_rows
@@ -269,22 +172,13 @@ def draw_node_times(axes: Axes, run: RunData, x: str) -> None:
     axes.legend(fontsize=8, ncols=3, loc="upper left")
 
 
-def share_losses(run: RunData) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Return by share of non-IID data the rounds, and the best trainer's validation loss on it."""
-    found = {}
-    rows = run.share_rows
-    for share in np.unique(rows["share"]).astype(int) if len(rows) else ():
-        own = rows[rows["share"] == share]
-        rounds = np.unique(own["outer_step"])
-        best = [own["validation_loss"][own["outer_step"] == step].min() for step in rounds]
-        found[int(share)] = (rounds, np.array(best))
-    return found
-
-
 def draw_share_losses(axes: Axes, run: RunData, x: str) -> None:
     """Validation loss of the best trainer on each share of non-IID data."""
-    for share, (rounds, losses) in share_losses(run).items():
-        draw_line(axes, rounds, losses, color=colour(share), label=f"share {share}")
+    for share in np.unique(run.share_rows["share"]).astype(int):
+        own = run.share_rows[run.share_rows["share"] == share]
+        rounds = np.unique(own["outer_step"])
+        losses = [own["validation_loss"][own["outer_step"] == step].min() for step in rounds]
+        draw_line(axes, rounds, np.array(losses), color=colour(share), label=f"share {share}")
     _mark_merges(axes, run, x)
     label_axes(axes, x, "loss (nats per target)", "Validation loss per share, of its best trainer")
     axes.legend(fontsize=8, ncols=2)
@@ -314,18 +208,7 @@ def plots_of(run: RunData) -> dict[str, list[tuple[Draw, str]]]:
             (draw_variance, "outer_step"): tested,
             (draw_squared_norm, "outer_step"): tested,
         },
-        "communications.png": {
-            (draw_communications, "communications"): communicates,
-            (draw_batch_law, "outer_step"): communicates and _law(run) is not None,
-        },
-        "trainers.png": {
-            (draw_throughput, "outer_step"): True,
-            (draw_genealogy, "outer_step"): len(run.by_trainer) > 1,
-        },
-        "resources.png": {
-            (draw_memory, "wall_seconds"): bool(run.memory),
-            (draw_node_times, "outer_step"): len(run.node_rows) > 0,
-        },
+        "resources.png": {(draw_node_times, "outer_step"): len(run.node_rows) > 0},
         "shares.png": {(draw_share_losses, "outer_step"): len(run.share_rows) > 0},
     }
     shown = {name: [panel for panel, present in own.items() if present] for name, own in panels.items()}

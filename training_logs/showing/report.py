@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from training_logs.prediction import NoLawError, fit
-from training_logs.showing.plots import plots_of, share_losses
+from training_logs.showing.plots import plots_of
 from training_logs.showing.run_data import RunData
 from utils.config.schema import FIELDS, Config
 from utils.files import write_text_atomically
@@ -112,7 +111,7 @@ def headline(run: RunData) -> dict[str, str]:
     name = run.metric.name
     _, best_metrics = run.best_metrics("outer_step")
     best = None
-    if best_metrics:
+    if len(best_metrics):
         best = max(best_metrics) if run.metric.higher_is_better else min(best_metrics)
 
     def shown(value: float | None) -> str:
@@ -162,51 +161,12 @@ def _warnings(run: RunData) -> str:
     return f"<div class=warnings><b>Warnings</b><ul>{items}</ul></div>" if items else ""
 
 
-def _prediction(run: RunData) -> str:
-    if not len(run.rounds):
-        return ""
-    try:
-        found = fit(run)
-    except NoLawError as error:
-        return f"<p class=dim>No prediction of communications: {html.escape(str(error))}</p>"
-    lines = found.sentences([factor * run.rounds[-1]["examples"] for factor in (2, 4, 10)])
-    return "<h2>Communications for more examples</h2>" + "".join(f"<p>{html.escape(line)}</p>" for line in lines)
-
-
 def _merges(run: RunData) -> str:
     rows = []
     for merge in run.merges:
         parts = ", ".join(f"trainer {trainer} ({weight:.2f})" for trainer, weight in merge.weights.items())
         rows.append((f"after round {merge.outer_step}", f"trainer {merge.representative}", parts))
     return "<h2>Merges</h2>" + table(("when", "what remains", "weighted average of"), rows) if rows else ""
-
-
-def _shares(run: RunData) -> str:
-    """Sizes of the shares of non-IID data, and the losses of the best trainer on each."""
-    record = run.summary.get("data_shares")
-    if not record:
-        return ""
-    losses = share_losses(run)
-    sizes = ("first_trainer", "documents", "examples", "tokens")
-    rows = []
-    for entry in record["shares"]:
-        _, values = losses.get(entry["share"], (None, [None]))
-        own = [entry[name] for name in sizes]
-        rows.append((f"share {entry['share']}", *own, values[0], values[-1], entry.get("final_metric")))
-    names = ("share", "first trainer", *sizes[1:], "loss, first", "loss, last", f"final {run.metric.name}")
-    note = (
-        f"data_split {record['split']} over {record['over']}: {record['total_variation']:.1%} of a share must be "
-        f"exchanged for its mixture of labels to be that of all. Losses: of the best trainer on the share."
-    )
-    return f"<h2>Shares of the data</h2><p class=dim>{html.escape(note)}</p>{table(names, rows)}"
-
-
-def _memory(run: RunData) -> str:
-    rows = [
-        (device, byte_size(peak["peak_bytes"]), byte_size(peak["total_bytes"]), peak["outer_step"])
-        for device, peak in run.summary.get("memory_peaks", {}).items()
-    ]
-    return "<h2>Memory</h2>" + table(("device", "peak", "of", "seen after round"), rows) if rows else ""
 
 
 _ROUND_COLUMNS = {
@@ -293,10 +253,7 @@ def run_body(run: RunData) -> str:
         _cards(headline(run)),
         "<h2>Plots</h2>",
         *(picture(run.report_dir / name) for name in (plots_of(run) if len(run.rounds) else ())),
-        _prediction(run),
         _merges(run),
-        _shares(run),
-        _memory(run),
         _rounds(run),
         _continuations(run),
         _origin(run),

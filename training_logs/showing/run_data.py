@@ -17,7 +17,7 @@ import numpy as np
 import yaml
 
 from utils.config.yaml_reading import yaml_value
-from utils.run_layout import MEMORY_FOLDER, REPORT_FOLDER
+from utils.run_layout import REPORT_FOLDER
 
 Table = np.ndarray
 
@@ -156,17 +156,18 @@ class RunData:
         numbers = np.unique(self.rounds["trainer_id"]) if len(self.rounds) else ()
         return {int(trainer): self.rounds[self.rounds["trainer_id"] == trainer] for trainer in numbers}
 
-    def best_metrics(self, x: str) -> tuple[list[float], list[float]]:
-        """Return a column of the round log and the best validation metric, for each evaluated round."""
+    def best_metrics(self, x: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return a column of the round log and the best validation metric of the living trainers, by evaluated round.
+
+        Rounds with one worker do not communicate. Of several rounds with the same value of the column, the last counts.
+        """
         best = np.max if self.metric.higher_is_better else np.min
-        xs = []
-        values = []
+        found = {}
         for rows in self.by_round.values():
             metrics = rows["validation_metric"][np.isfinite(rows["validation_metric"])]
             if len(metrics):
-                xs.append(float(rows[x][0]))
-                values.append(float(best(metrics)))
-        return xs, values
+                found[float(rows[x][0])] = float(best(metrics))
+        return np.array(list(found)), np.array(list(found.values()))
 
     @cached_property
     def exchanges(self) -> dict[tuple[int, int], list[ExchangeRecord]]:
@@ -223,16 +224,6 @@ class RunData:
             weights = own["effective_batch"]
             curves[int(trainer)] = (steps, np.bincount(place, weights * own["loss"]) / np.bincount(place, weights))
         return curves
-
-    @cached_property
-    def memory(self) -> dict[str, dict[str, list[float]]]:
-        """memory_log.csv: per device the columns seconds and allocated_bytes."""
-        found: dict[str, dict[str, list[float]]] = {}
-        for row in csv.DictReader(_whole_lines(self.folder / MEMORY_FOLDER / "memory_log.csv")):
-            columns = found.setdefault(row["device"], {"seconds": [], "allocated_bytes": []})
-            for name, values in columns.items():
-                values.append(float(row[name]))
-        return found
 
 
 def _merges(path: Path) -> list[MergeRecord]:
