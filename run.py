@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fabrics.planning import command as planning
 from utils.distributed.launch import Launch, is_main, start_processes, started_by_others, threads_per_process
 from utils.distributed.signals import STATUS_INTERRUPTED, StopRequest, handled_signals
-from utils.run_layout import CHECKPOINTS_FOLDER, MODELS_FOLDER, REPORT_FOLDER, has_checkpoint
+from utils.run_layout import CHECKPOINTS_FOLDER, MODELS_FOLDER, REPORT_FOLDER, default_config, has_checkpoint
 
 if TYPE_CHECKING:
     from logging.handlers import MemoryHandler
@@ -189,10 +189,11 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         others = contextlib.nullcontext()
         if not started_by_others():
-            config = options.config or "config.yaml"
+            config = options.config or default_config()
             if options.resume not in (None, "auto"):
                 config = Path(options.resume, "config.yaml")
-            others = start_processes(Path(config), options.overrides, [__file__, *arguments])
+            program = ["-m", f"{__package__}.run"] if __package__ else [__file__]  # installed, or a checkout
+            others = start_processes(Path(config), options.overrides, [*program, *arguments])
         with others as launch:
             with fast_imports():  # while the other processes do the same
                 import cluster
@@ -278,7 +279,7 @@ def read_config(options: argparse.Namespace, resumed: str | None) -> tuple["Conf
 
     if resumed:
         return resumed_config(Path(resumed), options.overrides, options.force, CHECKS)
-    config, warnings = load_config(options.config or "config.yaml", options.overrides, CHECKS)
+    config, warnings = load_config(options.config or default_config(), options.overrides, CHECKS)
     check_logs(config, anew=options.resume is None)
     return config, warnings
 
@@ -399,9 +400,14 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
     return code, ended_by
 
 
-if __name__ == "__main__":
+def start() -> int:
+    """Run the program, and return its exit status."""
     open_standard_streams()
     try:
-        sys.exit(main())
+        return main()
     except KeyboardInterrupt:
-        sys.exit(STATUS_INTERRUPTED)
+        return STATUS_INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(start())

@@ -1,53 +1,19 @@
 """AdLoCo as a library: low-communication training inside your own loop. `docs/library.md` begins with an example."""
 
-import signal
-import threading
-from collections.abc import Callable
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-from adloco.worker import AdaptiveBatch, Worker
+if TYPE_CHECKING:
+    from adloco.local_processes import launch
+    from adloco.worker import AdaptiveBatch, Worker
 
 __all__ = ["AdaptiveBatch", "Worker", "launch"]
+__version__ = "0.1.0"
 
 
-def launch(function: Callable[..., Any], *arguments: Any, processes: int) -> list[Any]:
-    """Call a function in local processes that find each other, as torchrun does, and return their results by rank.
-
-    Args:
-        function: a function of an importable module; a Worker in it is one worker of the run.
-        arguments: of the function.
-        processes: how many.
-
-    Raises:
-        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a process failed; the others are ended.
-    """
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        run_id="adloco",
-        nproc_per_node=processes,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        start_method="spawn",
-    )
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        results = elastic_launch(config, _call)(function, *arguments)
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                signal.signal(number, handler)
-    return [results[rank] for rank in range(processes)]
-
-
-def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call the function and close the connections, so that a process that still waits for this one gets an error."""
-    result = function(*arguments)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return result
+def __getattr__(name: str) -> Any:
+    """Import PyTorch with the first use: `python -m adloco` prints its first line, and reports draw, without it."""
+    if name not in __all__:
+        raise AttributeError(f"module 'adloco' has no attribute {name!r}")
+    module = "adloco.local_processes" if name == "launch" else "adloco.worker"
+    return getattr(import_module(module), name)

@@ -17,20 +17,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from algorithms.batch.batch_control import ESTIMATORS
+from algorithms.batch.calc_batch import BATCH_TESTS
 from algorithms.batch.per_example import PerExampleProbe, UnsupportedModuleError, compared_micro_batches, step_estimate
-from algorithms.batch.switch_mode import ExecutionPlan, execution_plans, in_parts, only_gradient_accumulation
+from algorithms.batch.switch_mode import (
+    SWITCH_MODES,
+    ExecutionPlan,
+    execution_plans,
+    in_parts,
+    only_gradient_accumulation,
+)
 from algorithms.nodes.balance import places
+from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.encodings.encoding import BFLOAT16, COMMUNICATION_DTYPES, PLAIN
 from algorithms.synchronisation.group import Clock, Event, Group, Inner, LocalWorker, Outer
 from algorithms.synchronisation.method import COPY
-from fabrics.config_checks import CHECKS
 from fabrics.data.sampler import DataCursor, Subsets
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import clip
 from fabrics.training.method_config import method_of
 from fabrics.training.statistics import batch_control, compare_workers, plan_statistics, samples_for_test
 from fabrics.training.worker import WorkerRound, personal_tensors
-from utils.config.reading import parse_config
+from utils.config.reading import Checks, parse_config
 from utils.config.schema import Config, ConfigError
 from utils.distributed.peers import PeerWatch
 from utils.distributed.reductions import Transport, Workers
@@ -616,6 +624,36 @@ _KEYS = {
 }
 
 
+def _method_problems(config: Config) -> list[str]:
+    try:
+        method = method_of(config)
+    except ConfigError as error:
+        return error.problems
+    found = []
+    encodings = method.capabilities.encodings
+    if encodings is not None and config.communication_dtype not in encodings:
+        known = " or ".join(encodings)
+        found.append(f"communication_dtype: must be {known} with this method, got {config.communication_dtype}")
+    if config.compares_workers and method.keeps != "shared":
+        found.append("statistics: must be per_example with this method, whose workers are not at the same parameters")
+    return found
+
+
+# What an argument may name. The checks of `python run.py` would import its datasets and models, which takes seconds.
+_CHECKS = Checks(
+    choices={
+        "distributed_algo": METHODS,
+        "communication_dtype": COMMUNICATION_DTYPES,
+        "sampling_method": BATCH_TESTS,
+        "statistics_estimator": ESTIMATORS,
+        "switch_mode": SWITCH_MODES,
+    },
+    problems=(_method_problems,),
+    warnings=lambda config: [],
+    left_open=lambda given, config: [],
+)
+
+
 def _config(batch: AdaptiveBatch, **arguments: Any) -> Config:
     """Return the arguments as a configuration.
 
@@ -625,7 +663,7 @@ def _config(batch: AdaptiveBatch, **arguments: Any) -> Config:
     given = vars(batch) | arguments
     keys = {_KEYS.get(name, name): value for name, value in given.items()} | {"number_of_outer_steps": _NO_END}
     try:
-        return parse_config(keys, checks=CHECKS)[0]
+        return parse_config(keys, checks=_CHECKS)[0]
     except ConfigError as error:
         names = {key: name for name, key in _KEYS.items()}
         problems = [re.sub(r"\w+", lambda word: names.get(word[0], word[0]), problem) for problem in error.problems]

@@ -4,13 +4,15 @@ import copy
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from algorithms.batch.losses import IGNORE_INDEX
+
+if TYPE_CHECKING:  # adloco.Worker does without transformers, whose import takes a second
+    from transformers import PreTrainedTokenizerBase
 
 # The length of a padded batch is a multiple of this.
 _WIDTH = 64
@@ -217,7 +219,7 @@ class TaskData:
     source: str
     train: Examples
     validation: Examples
-    tokenizer: PreTrainedTokenizerBase | None = None
+    tokenizer: "PreTrainedTokenizerBase | None" = None
     documents: Mapping[str, int] = field(default_factory=dict)
     skipped: Mapping[str, int] = field(default_factory=dict)
     class_names: tuple[str, ...] = ()

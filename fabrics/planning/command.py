@@ -98,9 +98,10 @@ def print_plan(options: argparse.Namespace) -> None:
     from utils.config.reading import load_config
     from utils.config.schema import ConfigError
     from utils.files import json_text, write_text_atomically
+    from utils.run_layout import default_config
 
     logging.getLogger("adloco").setLevel(logging.WARNING)
-    config, warnings = load_config(options.config or "config.yaml", options.overrides, CHECKS)
+    config, warnings = load_config(options.config or default_config(), options.overrides, CHECKS)
     resources = Resources(options.devices, options.device_memory, options.tflops, tuple(options.link or ()))
     found = estimate(config, resources)
     text = json_text(dataclasses.asdict(found))

@@ -37,7 +37,7 @@ ALLOWED = {
     "cluster": {"algorithms", "fabrics", "training_logs", "utils", "trainers"},
     "run": {"fabrics", "utils", "trainers", "cluster", "training_logs"},
     # A library and programs of their own, which nothing imports.
-    "adloco": {"algorithms", "fabrics", "utils"},
+    "adloco": {"algorithms", "fabrics", "utils", "run"},
     "c4": {"fabrics", "utils"},
     "gradient_analysis": {"algorithms", "fabrics", "training_logs", "utils", "cluster"},
 }

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+# The module that reports a folder, and where it is found. Installed, its name begins with adloco.
+_REPORTER = f"{__package__.rpartition('.')[0]}.log_processor"
+_ROOT = Path(__file__).resolve().parents[__name__.count(".")]
 # Seconds that the end of a run waits for the last reports.
 WAIT_SECONDS = 30.0
 
@@ -58,13 +60,13 @@ class TrackerProcess:
 
     def __init__(self, name: str, folder: Path, mode: str, follow: bool, log: Path):
         self._name = name
-        self._again = f"python -m training_logs.log_processor {folder}"
+        self._again = f"python -m {_REPORTER} {folder}"
         self._log = log
         log.parent.mkdir(exist_ok=True)
         with log.open("w") as output:
             self._process = subprocess.Popen(
                 _command(folder, mode, follow),
-                cwd=ROOT,
+                cwd=_ROOT,
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
@@ -92,5 +94,5 @@ class TrackerProcess:
 
 
 def _command(folder: Path, mode: str, follow: bool) -> list[str]:
-    command = [sys.executable, "-m", "training_logs.log_processor", str(folder.resolve()), "--mode", mode]
+    command = [sys.executable, "-m", _REPORTER, str(folder.resolve()), "--mode", mode]
     return [*command, "--follow"] if follow else command

@@ -9,7 +9,7 @@ from utils.config.plugins import check_plugins_of_run
 from utils.config.reading import Checks, dump_config, load_config
 from utils.config.schema import FIELDS, Config, ConfigError
 from utils.config.yaml_reading import yaml_value
-from utils.run_layout import has_checkpoint
+from utils.run_layout import default_config, has_checkpoint
 
 # Keys that only the start of a run reads: with another value the records would describe a run that never was.
 _START = (
@@ -63,7 +63,7 @@ def folder_to_resume(resume: str | None, config: str | None, overrides: Sequence
     """
     if resume != "auto":
         return resume
-    asked, _ = load_config(config or "config.yaml", overrides)
+    asked, _ = load_config(config or default_config(), overrides)
     if asked.run_name is None:
         raise ConfigError("run_name: --resume auto needs the name of the run, got null")
     folder = Path(asked.log_dir, asked.run_name)

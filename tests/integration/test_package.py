@@ -1,0 +1,85 @@
+"""The wheel: one top-level package, which does alone what the checkout does."""
+
+import json
+import os
+import re
+import shutil
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import adloco
+from scripts.package import MOVED, moved
+from tests.support import installed
+from tests.support.programs import command
+from tests.support.runs import write_config
+from training_logs.showing.run_data import read_run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_moving_changes_imports_and_commands_only():
+    source = '"""python run.py"""\nfrom utils import files\nfrom utilities import x\nif x:\n    from run import main\n'
+    expected = source.replace("run.py", "-m adloco").replace("utils import", "adloco.utils import")
+    assert moved(source) == expected.replace("run import", "adloco.run import")
+    assert moved("def f():\n    import cluster\n") == "def f():\n    from adloco import cluster\n"
+    with pytest.raises(ValueError, match="line 1: write from"):
+        moved("import utils.files\n")
+
+
+def build(folder: Path) -> Path:
+    """Build the wheel from a copy of the sources, without a network."""
+    copy = folder / "checkout"
+    copy.mkdir()
+    for name in (*MOVED, "adloco", "scripts", "pyproject.toml", "README.md", "LICENSE"):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, copy / name)
+    offline = ("--no-build-isolation", "--no-deps", "--no-index")
+    built = command(sys.executable, "-m", "pip", "wheel", *offline, "-w", folder, copy)
+    assert built.returncode == 0, built.stderr
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_the_wheel_alone_trains_and_resumes(programs, tmp_path, cache_dir):
+    venv.create(tmp_path / "env", symlinks=True)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "env")}))
+    packages.joinpath("dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    with zipfile.ZipFile(build(tmp_path)) as wheel:
+        information = f"adloco-{adloco.__version__}.dist-info"
+        assert {Path(name).parts[0] for name in wheel.namelist()} == {"adloco", information}
+        needed = re.findall(r"Requires-Dist: ([\w-]+)>=", wheel.read(f"{information}/METADATA").decode())
+        assert needed == re.findall(r"^([\w-]+)==", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+        wheel.extractall(packages)
+    shutil.copy(installed.__file__, tmp_path / "loop.py")
+
+    def python(*words) -> str:
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        result = command(tmp_path / "env" / "bin" / "python", *words, cwd=tmp_path, env=environment)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    # A loop of one's own.
+    found = json.loads(python("loop.py"))
+    assert Path(found["file"]) == packages / "adloco" / "__init__.py"
+    assert found["others"] == []
+    half, whole, resumed = found["results"][0]
+    assert resumed == whole == found["results"][1][1]
+    assert (half["communications"], whole["communications"]) == (3, 6)
+    assert whole["loss"] < half["loss"]
+
+    # The program.
+    config = write_config(tmp_path, cache_dir, number_of_outer_steps=2, processes=2, run_name="run")
+    output = python("-m", "adloco", "--config", config)
+    assert output.startswith("AdLoCo: loading PyTorch ...\n")
+    assert read_run(tmp_path / "logs" / "run").summary["outer_steps"] == 2
+
+
+def test_the_module_is_the_program(programs):
+    """In a checkout, without installation."""
+    first = command(sys.executable, "run.py", "--help", cwd=ROOT)
+    second = command(sys.executable, "-m", "adloco", "--help", cwd=ROOT)
+    assert first.stdout == second.stdout != ""
