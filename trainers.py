@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from algorithms.nodes.traffic import Event
 from algorithms.schedule.limits import RoundSchedule
-from algorithms.synchronisation.group import Event
 from fabrics.data.examples import Examples, TaskData
 from fabrics.data.sampler import DataCursor
 from fabrics.models.initialisation import initial_cursors, initial_parameters

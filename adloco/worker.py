@@ -28,9 +28,10 @@ from algorithms.batch.switch_mode import (
     only_gradient_accumulation,
 )
 from algorithms.nodes.balance import places
+from algorithms.nodes.traffic import Event
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.encodings.encoding import BFLOAT16, COMMUNICATION_DTYPES, PLAIN
-from algorithms.synchronisation.group import Clock, Event, Group, Inner, LocalWorker, Outer
+from algorithms.synchronisation.group import Clock, Group, Inner, LocalWorker, Outer
 from algorithms.synchronisation.method import COPY
 from fabrics.data.sampler import DataCursor, Subsets
 from fabrics.training.flat_model import FlatModel

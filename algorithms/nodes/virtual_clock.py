@@ -8,45 +8,21 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from algorithms.nodes.traffic import Link
+from algorithms.nodes.traffic import Event, Link
 
 
-@dataclass(frozen=True)
-class Sending:
-    """Messages that the workers of a trainer send at one time.
-
-    Attributes:
-        step: the inner step of the round after which they are sent.
-        sent: bytes that each worker sends.
-        received: bytes that each worker receives.
-        behind: further inner steps until workers wait for them.
-        through: all workers alike, "groups of" a size, or a server.
-        kind: their purpose.
-        by: the places of the senders among the trainer's nodes, each of which waits only for itself; None: all nodes,
-            which wait for each other.
-    """
-
-    step: int
-    sent: float
-    received: float
-    behind: int = 0
-    through: str = "all"
-    kind: str = "synchronisation"
-    by: tuple[int, ...] | None = None
-
-
-def joined_sendings(sendings: Iterable[Sending]) -> list[Sending]:
-    """Join sendings that travel together into one, and sort them by step."""
-    found: dict[tuple, Sending] = {}
-    for sending in sendings:
-        key = (sending.step, sending.behind, sending.through, sending.by)
+def joined(events: Iterable[Event]) -> list[Event]:
+    """Join events whose messages travel together into one, and sort them by step."""
+    found: dict[tuple, Event] = {}
+    for event in events:
+        key = (event.step, event.behind, event.through, event.by)
         if key in found:
             before = found[key]
-            sent = before.sent + sending.sent
-            received = before.received + sending.received
-            sending = dataclasses.replace(before, sent=sent, received=received)
-        found[key] = sending
-    return sorted(found.values(), key=lambda sending: sending.step)
+            event = dataclasses.replace(
+                before, sent=before.sent + event.sent, received=before.received + event.received
+            )
+        found[key] = event
+    return sorted(found.values(), key=lambda event: event.step)
 
 
 def meetings(nodes: Sequence[int], size: int, turn: int) -> list[list[int]]:
@@ -166,29 +142,29 @@ class Clocks:
     def round(
         self,
         trainer: int,
-        nodes: Sequence[int],
+        nodes: Mapping[int, int],
         steps: int,
         step_seconds: Sequence[float],
-        first_seconds: Sequence[float],
-        sendings: Iterable[Sending],
+        events: Iterable[Event],
+        first_seconds: Sequence[float] | None = None,
     ) -> None:
         """Advance the nodes of a trainer through a round.
 
         Args:
+            nodes: number of a worker -> its node.
             steps: inner steps of the round.
-            step_seconds: of each node in an inner step.
-            first_seconds: of each node in the first inner step, in addition.
-            sendings: sorted by step.
+            step_seconds: of each worker in an inner step.
+            first_seconds: of each worker in the first inner step, in addition.
         """
         under_way = self._under_way.pop(trainer, [])
-        by_node = dict(zip(nodes, step_seconds, strict=True))
-        queue = list(sendings)
+        queue = joined(events)
+        first_seconds = first_seconds or [0.0] * len(nodes)
         done = 0
         while done < steps:
-            events = [exchange.due for exchange in under_way] + [sending.step for sending in queue[:1]]
-            next_event = max(done, min([*events, steps]))
-            for node, first in zip(nodes, first_seconds, strict=True):
-                seconds = (next_event - done) * by_node[node]
+            times = [exchange.due for exchange in under_way] + [event.step for event in queue[:1]]
+            next_event = max(done, min([*times, steps]))
+            for node, each, first in zip(nodes.values(), step_seconds, first_seconds, strict=True):
+                seconds = (next_event - done) * each
                 if done == 0 < next_event:
                     seconds += first
                 self._ready[node] += seconds
@@ -198,12 +174,12 @@ class Clocks:
                 under_way.remove(exchange)
                 self._wait_for(exchange)
             while queue and queue[0].step <= done:
-                sending = queue.pop(0)
-                exchange = self._send(nodes, sending)
-                if sending.behind == 0:
+                event = queue.pop(0)
+                exchange = self._send(nodes, event)
+                if event.behind == 0:
                     self._wait_for(exchange)
                 else:
-                    exchange.due = done + sending.behind
+                    exchange.due = done + event.behind
                     under_way.append(exchange)
         self._under_way[trainer] = [dataclasses.replace(exchange, due=exchange.due - steps) for exchange in under_way]
 
@@ -219,19 +195,20 @@ class Clocks:
         for node, arrives in exchange.arrives.items():
             self._wait(node, arrives, exchange.seconds[node])
 
-    def _send(self, nodes: Sequence[int], sending: Sending) -> _Exchange:
-        """Start an exchange on the links of the senders."""
-        senders = nodes if sending.by is None else [nodes[place] for place in sending.by]
-        if sending.through.startswith("groups of "):
-            groups = meetings(nodes, int(sending.through.removeprefix("groups of ")), self._turns)
+    def _send(self, nodes: Mapping[int, int], event: Event) -> _Exchange:
+        """Start an exchange on the links of the senders. Where only some workers send, each waits only for itself."""
+        senders = [node for worker, node in nodes.items() if event.by is None or worker in event.by]
+        if event.through.startswith("groups of "):
+            groups = meetings(senders, int(event.through.removeprefix("groups of ")), self._turns)
             self._turns += 1
-        elif sending.by is not None and sending.behind == 0:
+        elif event.by is not None and event.behind == 0:
             groups = [[node] for node in senders]
         else:
             groups = [senders]
         # What comes down from a server depends on all that went up.
-        through_server = sending.through == "server"
-        link_bytes = sending.sent + sending.received if through_server else max(sending.sent, sending.received)
+        through_server = event.through == "server"
+        mean_bytes = event.sent + event.received if through_server else max(event.sent, event.received)
+        link_bytes = mean_bytes * len(nodes) / max(len(senders), 1)
         seconds = self.link.seconds(link_bytes)
         exchange = _Exchange(0, {}, {})
         for group in groups:

@@ -14,50 +14,9 @@ import torch
 
 from algorithms.flat import Part, read_part, write_part
 from algorithms.nodes.async_clock import in_steps
-from algorithms.nodes.virtual_clock import Sending
+from algorithms.nodes.traffic import Event
 from algorithms.synchronisation.encodings.encoding import PLAIN, Encoding
 from algorithms.synchronisation.method import ERROR
-
-
-@dataclass(frozen=True)
-class Event:
-    """Messages that the workers of a trainer send each other at one time.
-
-    Attributes:
-        kind: the purpose.
-        step: the inner step of the round after which it happens.
-        sent: bytes that each worker sends, a mean over all workers.
-        received: bytes that each worker receives, likewise.
-        behind: inner steps that may be made before anybody waits for it.
-        through: "all" workers alike (a ring), "groups of 2" or more, or a "server", which is no worker's node.
-        by: the workers that send, by number, if the others take no part; None: all.
-    """
-
-    kind: str
-    step: int
-    sent: float
-    received: float
-    behind: int = 0
-    through: str = "all"
-    by: tuple[int, ...] | None = None
-
-    @property
-    def communicates(self) -> bool:
-        """True if it counts as a communication, unlike a few statistics of gradients or of the workers' variance."""
-        return self.kind not in ("statistics", "monitor")
-
-    @property
-    def bytes_per_worker(self) -> float:
-        """All bytes sent, a server's answers included, divided by the workers."""
-        return self.sent + (self.received if self.through == "server" else 0.0)
-
-    def sending(self, workers: Sequence[int]) -> Sending:
-        """Return the event for a virtual clock; workers: the numbers of the participants, in order."""
-        by = None if self.by is None else tuple(place for place, worker in enumerate(workers) if worker in self.by)
-        share = 1 if by is None else len(workers) / len(by)
-        sent = share * self.sent
-        received = share * self.received
-        return Sending(self.step, sent, received, self.behind, self.through, self.kind, by=by)
 
 
 @dataclass

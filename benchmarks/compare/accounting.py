@@ -16,8 +16,8 @@ import torch
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from algorithms.nodes.traffic import Link, merge_exchange
-from algorithms.nodes.virtual_clock import Clocks, Sending, joined_sendings
+from algorithms.nodes.traffic import Event, Link, merge_exchange
+from algorithms.nodes.virtual_clock import Clocks
 from algorithms.synchronisation.encodings.encoding import PLAIN
 from training_logs.showing.run_data import RunData, Table
 
@@ -112,22 +112,22 @@ def _computing(
     return found
 
 
-def _sendings(run: RunData, row: np.void, parameters: float, synchronous_workers: int | None) -> list[Sending]:
+def _events(run: RunData, row: np.void, parameters: float, synchronous_workers: int | None) -> list[Event]:
     """Messages of the workers of a trainer in a round, for a model of this many parameters."""
     if synchronous_workers:
         each = _gradient_bytes(synchronous_workers, parameters) / synchronous_workers
-        return [Sending(step, each, each, kind="gradient") for step in range(1, int(row["inner_steps"]) + 1)]
+        return [Event("gradient", step, each, each) for step in range(1, int(row["inner_steps"]) + 1)]
     whole_gradients = run.config["statistics_estimator"] == "across_workers"
-    found: list[Sending] = []
+    found: list[Event] = []
     for exchange in run.exchanges.get((int(row["outer_step"]), int(row["trainer_id"])), ()):
         of_model_size = exchange.kind != "monitor" and (exchange.kind != "statistics" or whole_gradients)
         scale = parameters / run.summary["parameters"] if of_model_size else 1.0
         sent = scale * exchange.sent_bytes
         received = scale * exchange.received_bytes
         found += [
-            Sending(step, sent, received, exchange.behind, exchange.through, exchange.kind) for step in exchange.steps
+            Event(exchange.kind, step, sent, received, exchange.behind, exchange.through) for step in exchange.steps
         ]
-    return joined_sendings(found)
+    return found
 
 
 def _new_nodes(rows: Table, before: Mapping[int, int]) -> int:
@@ -165,11 +165,11 @@ def simulated_seconds(
             idle -= computing.keys()
             clocks.round(
                 trainer=int(row["trainer_id"]),
-                nodes=list(computing),
+                nodes=dict(enumerate(computing)),
                 steps=int(row["inner_steps"]),
                 step_seconds=[seconds.step for seconds in computing.values()],
+                events=_events(run, row, parameters, synchronous_workers),
                 first_seconds=[seconds.statistics for seconds in computing.values()],
-                sendings=_sendings(run, row, parameters, synchronous_workers),
             )
         clocks.skip(idle)
         if len(rows) > 1:

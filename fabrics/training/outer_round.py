@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from algorithms.synchronisation.group import Clock, Event, Group, Inner, LocalWorker
+from algorithms.nodes.traffic import Event
+from algorithms.synchronisation.group import Clock, Group, Inner, LocalWorker
 from fabrics.training.inner_loop import InnerLoop, clip
 from fabrics.training.optimizers import WorkerOptimizer
 from fabrics.training.work_split import WorkSplit, draw_lost_messages

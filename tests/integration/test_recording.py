@@ -13,7 +13,7 @@ import pytest
 
 import run as program
 from algorithms.batch.switch_mode import ExecutionPlan
-from algorithms.synchronisation.group import Event
+from algorithms.nodes.traffic import Event
 from fabrics.training.worker import WorkerRound
 from tests.support.helpers import CPU, warnings_of
 from tests.support.runs import record_run, start_training, summary, table_of, write_config

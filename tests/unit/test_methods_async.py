@@ -11,11 +11,10 @@ import torch
 
 from algorithms.nodes.async_clock import forget, in_steps
 from algorithms.nodes.balance import turns
-from algorithms.nodes.traffic import Link
-from algorithms.nodes.virtual_clock import Clocks, Sending, meetings
+from algorithms.nodes.traffic import Event, Link
+from algorithms.nodes.virtual_clock import Clocks, meetings
 from algorithms.synchronisation.decoupled import Answered, Sent, fragment_round
 from algorithms.synchronisation.delayed_nesterov import leg_round
-from algorithms.synchronisation.group import Event
 from fabrics.config_checks import CHECKS
 from fabrics.training.worker import COPY
 from tests.support import oracles
@@ -164,17 +163,16 @@ def test_values_of_workers_are_dropped_by_their_numbers():
 
 def test_a_node_waits_only_for_exchanges_in_which_it_takes_part():
     clocks = Clocks(Link(8.0, 0.5), 3)
-    clocks.round(0, [0, 2], 4, [2.0, 1.0], [0.0, 0.0], [Sending(2, 0.5, 0.25, through="server", by=(1,))])
+    nodes = {3: 0, 7: 2}
+    clocks.round(0, nodes, 4, [2.0, 1.0], [Event("", 2, 0.25, 0.125, through="server", by=(7,))])  # 0.75 of node 2
     assert [(spent.busy, spent.waiting, spent.exchanging) for spent in clocks.spent] == [
         (8, 0, 0),
         (0, 0, 0),
         (4, 0, 1.25),
     ]
     # Node 2 is done with its step at 6.25, and does not wait for node 0 to make its own, until 10.
-    clocks.round(0, [0, 2], 1, [2.0, 1.0], [0.0, 0.0], [Sending(1, 0.5, 0.0, through="server", by=(0, 1))])
+    clocks.round(0, nodes, 1, [2.0, 1.0], [Event("", 1, 0.5, 0.0, through="server", by=(3, 7))])
     assert [clocks.ready(node) for node in (0, 2)] == [11, 7.25]
-    # Workers 1, 4 and 7 take part; 4 alone sends 30 bytes, 10 on average.
-    assert Event("synchronisation", 2, 10.0, 5.0, by=(4,)).sending([1, 4, 7]) == Sending(2, 30.0, 15.0, by=(1,))
 
 
 def test_nodes_wait_for_their_whole_group():
@@ -184,7 +182,7 @@ def test_nodes_wait_for_their_whole_group():
     met = {frozenset(pair) for turn in range(7) for pair in meetings(range(8), 2, turn)}
     assert len(met) == 8 * 7 / 2
     clocks = Clocks(Link(8.0, 0.0), 4)
-    clocks.round(0, range(4), 1, [1.0, 1.0, 1.0, 5.0], [0.0] * 4, [Sending(1, 3.0, 3.0, through="groups of 4")])
+    clocks.round(0, dict(enumerate(range(4))), 1, [1.0, 1.0, 1.0, 5.0], [Event("", 1, 3.0, 3.0, through="groups of 4")])
     assert [spent.waiting for spent in clocks.spent] == [4, 4, 4, 0]
 
 

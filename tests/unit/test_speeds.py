@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from algorithms.nodes.traffic import Link
-from algorithms.nodes.virtual_clock import Clocks, Sending, joined_sendings
+from algorithms.nodes.traffic import Event, Link
+from algorithms.nodes.virtual_clock import Clocks, joined
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.delayed_nesterov import DelayedNesterov
 from algorithms.synchronisation.group import Outer
@@ -286,8 +286,8 @@ def test_dynamic_steps_let_slow_workers_make_fewer():
 def test_clocks_distinguish_waiting_from_exchanging():
     # Two nodes with 4 steps of 2 and 1 seconds, and an exchange of 1 second after every second step.
     clocks = Clocks(Link(8.0, 0.5), 3)
-    sent = [Sending(step, 0.5, 0.25) for step in (2, 4)]
-    clocks.round(0, [0, 2], 4, [2.0, 1.0], [0.0, 0.0], sent)
+    sent = [Event("", step, 0.5, 0.25) for step in (2, 4)]
+    clocks.round(0, {0: 0, 1: 2}, 4, [2.0, 1.0], sent)
     assert [(spent.busy, spent.waiting, spent.exchanging) for spent in clocks.spent] == [
         (8, 0, 2),
         (0, 0, 0),
@@ -297,7 +297,7 @@ def test_clocks_distinguish_waiting_from_exchanging():
     clocks.skip([1])
     assert (clocks.ready(1), clocks.waiting_share, clocks.idle_share) == (10, 4 / 20, pytest.approx(1 / 3))
     # Waited for one step later: it travels from 14 to 15, and node 0 makes its third step until 16.
-    clocks.round(0, [0, 2], 4, [2.0, 1.0], [0.0, 0.0], [Sending(2, 0.5, 0.5, behind=1)])
+    clocks.round(0, {0: 0, 1: 2}, 4, [2.0, 1.0], [Event("", 2, 0.5, 0.5, behind=1)])
     assert [(spent.busy, spent.waiting, spent.exchanging) for spent in clocks.spent][::2] == [(16, 0, 2), (8, 5, 3)]
     again = Clocks(Link(8.0, 0.5), 3)
     again.load_state_dict(json.loads(json.dumps(clocks.state_dict())))
@@ -308,8 +308,8 @@ def test_clocks_distinguish_waiting_from_exchanging():
 
 
 def test_messages_sent_at_one_time_travel_together():
-    sent = [Sending(4, 1.0, 2.0), Sending(2, 1.0, 1.0), Sending(4, 8.0, 9.0, kind="statistics")]
-    assert joined_sendings(sent) == [Sending(2, 1.0, 1.0), Sending(4, 9.0, 11.0)]
+    sent = [Event("mean", 4, 1.0, 2.0), Event("mean", 2, 1.0, 1.0), Event("statistics", 4, 8.0, 9.0)]
+    assert joined(sent) == [Event("mean", 2, 1.0, 1.0), Event("mean", 4, 9.0, 11.0)]
 
 
 def logged(folder, state=None, **values):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from algorithms.nodes.traffic import Link, merge_exchange, redistribution_exchange
-from algorithms.nodes.virtual_clock import Clocks, joined_sendings
+from algorithms.nodes.virtual_clock import Clocks
 from fabrics.training.worker import WorkerRound
 from training_logs.recording.csv_log import CsvLog
 from training_logs.recording.records import ClusterRound, RoundReport
@@ -119,18 +119,16 @@ class NodeLog:
             self._clocks.exchange_all(exchange.link, idle)
 
     def _run(self, report: RoundReport) -> None:
-        workers = report.workers.values()
         computing = [
             worker.seconds if self._speeds is None else worker.examples / self._speeds[worker.node]
-            for worker in workers
+            for worker in report.workers.values()
         ]
         self._clocks.round(
             report.trainer,
-            [worker.node for worker in workers],
+            {index: worker.node for index, worker in report.workers.items()},
             report.inner_steps,
             [seconds / report.inner_steps for seconds in computing],
-            [0.0] * len(computing),
-            joined_sendings(event.sending([*report.workers]) for event in report.events),
+            report.events,
         )
 
     def _row(self, outer_step: int, trainer: int, index: int, worker: WorkerRound) -> dict:

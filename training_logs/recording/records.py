@@ -9,8 +9,8 @@ import torch
 
 from algorithms.batch.gradient_statistics import GradientStatistics
 from algorithms.nodes.policies import MergePlan
+from algorithms.nodes.traffic import Event
 from algorithms.schedule.limits import RunCounters
-from algorithms.synchronisation.group import Event
 from fabrics.data.examples import TaskData
 from fabrics.models.initialisation import DeviceModels
 from fabrics.pool.eval_tool import Evaluation, Metric, Validation

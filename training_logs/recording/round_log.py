@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from algorithms.batch.gradient_statistics import GradientStatistics
-from algorithms.synchronisation.group import Event
+from algorithms.nodes.traffic import Event
 from fabrics.data.examples import DataShares
 from fabrics.models.continuations import Continuation
 from fabrics.pool.eval_tool import Evaluation, Metric
