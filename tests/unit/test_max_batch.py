@@ -144,7 +144,7 @@ def test_probed_steps_are_measured_if_the_run_probes_steps(monkeypatch, method, 
 
 
 def test_memory_is_measured_with_the_longest_example():
-    examples, widths = padded([[1, 2, 3]] * 50 + [[1] * 40] + [[1, 2]] * 49), set()
+    examples, widths = padded([[1, 2, 3]] * 50 + [[1] * 70] + [[1, 2]] * 49), set()
 
     class Recorded:
         largest = examples.largest
@@ -159,7 +159,7 @@ def test_memory_is_measured_with_the_longest_example():
 
     data = dataclasses.replace(tiny_data(), train=Recorded())
     Cluster(make_config(max_batch_size=None, number_of_initial_trainers=1), data)
-    assert widths == {64}  # the longest has 40 tokens
+    assert widths == {128}  # all other batches have 64 tokens
 
 
 class _Sharing(LocalProcesses):
