@@ -9,6 +9,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -184,7 +185,8 @@ class Cluster:
         # The work of this process, and the reports of all processes.
         local_steps = self._local_steps(splits, schedule)
         observer.on_round_start(round_number, schedule.progress_before, local_steps)
-        trained = self._train(splits, schedule, observer.on_step)
+        self.processes.begin_round(round_number, local_steps, self._passes)
+        trained = self._train(splits, schedule, partial(self._on_step, observer))
         evaluated = self._evaluate_locally(self.trainers) if evaluates else LocalEvaluation()
         report = ProcessReport(trained, evaluated, memory_use(self.devices), checkpoint_policy.vote())
         processes = self.processes.gather_in_round(report)
@@ -269,6 +271,14 @@ class Cluster:
             if result is not None:
                 trained[trainer.id] = result
         return trained
+
+    def _on_step(self, observer: Observer) -> None:
+        self.processes.step()
+        observer.on_step()
+
+    def _passes(self) -> int:
+        """The forward passes of this process so far."""
+        return sum(model.passes for model in self.models.values())
 
     def _conclude(
         self,

@@ -91,7 +91,12 @@ def batch_count(examples: Examples, batch_size: int) -> int:
 
 @torch.no_grad()
 def begin_batches(
-    module: nn.Module, examples: Examples, batch_size: int, device: torch.device, batches: Sequence[int]
+    module: nn.Module,
+    examples: Examples,
+    batch_size: int,
+    device: torch.device,
+    batches: Sequence[int],
+    on_batch: Callable[[], None] = lambda: None,
 ) -> EvaluationPart:
     """Evaluate a module in eval mode on some batches of the examples, without waiting for the device."""
     sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=device)
@@ -106,6 +111,7 @@ def begin_batches(
         sums[row, 1] = counts.sum()
         if labels.dim() == 1:
             sums[row, 2] = (logits.argmax(-1) == labels).sum()
+        on_batch()
     return EvaluationPart(list(batches), sums)
 
 
@@ -186,9 +192,9 @@ class Validation:
 
     def _begin(self, model: FlatModel, module: nn.Module, examples: Examples, numbers: list[int]) -> EvaluationPart:
         own, others = model.local_batches(numbers)
-        begun = begin_batches(module, examples, self._batch_size, model.device, own)
+        begun = begin_batches(module, examples, self._batch_size, model.device, own, model.count_pass)
         if others:  # all devices that share a model make every forward pass together
-            begin_batches(module, examples, self._batch_size, model.device, others)
+            begin_batches(module, examples, self._batch_size, model.device, others, model.count_pass)
         return begun
 
     def combine(self, parts: Sequence[Mapping[int, EvaluationPart]], trainers: Sequence[int]) -> dict[int, Evaluation]:

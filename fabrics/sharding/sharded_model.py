@@ -176,6 +176,7 @@ class ShardedModel(FlatModel):
     # Passes
 
     def logits(self, batch: Mapping[str, torch.Tensor], hooked: bool = False) -> torch.Tensor:
+        self.count_pass()
         self._update_copies()
         self._run_compiled_layers(self.compiled and not hooked)
         with self.shard_group.explaining(), self._autocast_context():

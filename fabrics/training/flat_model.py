@@ -61,6 +61,7 @@ class FlatModel:
         blocks: the places of the trainable parameters in the flat buffers.
         compiled: whether the module runs through torch.compile; it may change at any time.
         compares_devices: whether a probe compares the devices of the shard group instead of examples.
+        passes: forward passes so far, a sign that the process makes progress.
         optimizer_slot: see `fabrics.training.offload`; None: each worker's optimizer state is on the device.
         shard_group: the devices that share the module; here one.
     """
@@ -75,6 +76,7 @@ class FlatModel:
         self.device = device
         self.compiled = compiled
         self.optimizer_slot: Any = None
+        self.passes = 0
         self._autocast = autocast
         self._compiled_module: Callable | None = None
         self._compiled_for_any_size = False
@@ -122,9 +124,14 @@ class FlatModel:
 
     def logits(self, batch: Mapping[str, torch.Tensor], hooked: bool = False) -> torch.Tensor:
         """Return the module's logits for these arguments; hooked: run layers with hooks, uncompiled."""
+        self.count_pass()
         with self._autocast_context():
             run = self._run_compiled if self.compiled and not hooked else self.module
             return logits_of(run(**batch))
+
+    def count_pass(self) -> None:
+        """Count a forward pass."""
+        self.passes += 1
 
     def _autocast_context(self) -> AbstractContextManager:
         return nullcontext() if self._autocast is None else torch.autocast(self.device.type, self._autocast)

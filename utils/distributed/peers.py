@@ -75,9 +75,13 @@ class PeerWatch:
     def _end(self) -> None:
         reason = self._left_reason() or self._lost
         print(f"error: {reason}; --resume continues from the last checkpoint", file=sys.stderr, flush=True)
+        self.kill_children()
+        os._exit(1)
+
+    def kill_children(self) -> None:
+        """Kill the processes that this one has started."""
         for child in self._children.values():
             child.kill()
-        os._exit(1)
 
     @contextlib.contextmanager
     def explaining(self, awaited: Callable[[], Sequence[int]] = tuple) -> Iterator[None]:
