@@ -22,7 +22,7 @@ def test_every_device_evaluates_the_batches_of_its_workers(monkeypatch):
     config, begun = make_config(), []
     begin = eval_tool.begin_batches
 
-    def recorded(module, examples, size, device, batches):
+    def recorded(module, examples, size, device, batches, on_batch):
         begun.append((module, str(device), list(batches)))
         return begin(module, examples, size, device, batches)
 
