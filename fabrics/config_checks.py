@@ -81,8 +81,8 @@ def _method_problems(config: Config) -> list[str]:
         found.append(
             f"statistics_estimator: must be per_example with {name}, whose workers are not at the same parameters"
         )
-    if "outer_state" in config.offload and able.exchanges_gradients:
-        found.append(f"offload: outer_state must stay on the device with {name}, which changes it in every inner step")
+    if config.offload_outer_state and able.exchanges_gradients:
+        found.append(f"offload_outer_state: must be false with {name}, which changes this state in every inner step")
     if able.plain_sgd and inner_optimizer_name(config) != "sgd":
         found.append(f"inner_optimizer: must be null or sgd with {name}, got {config.inner_optimizer}")
     if able.plain_sgd and config.gradient_clipping is not None:

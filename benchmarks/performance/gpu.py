@@ -152,7 +152,7 @@ PARTS: dict[str, tuple[Callable[[], dict], float]] = {
     "eager": (lambda: speeds(configured(MICROLLAMA)), 120.0),
     "large": (lambda: large(configured(LARGE)), 120.0),
     "large_with_less": (
-        lambda: large(configured(LARGE, activation_checkpointing=True, offload=["outer_state"])),
+        lambda: large(configured(LARGE, activation_checkpointing=True, offload_outer_state=True)),
         150.0,
     ),
     "compiled": (lambda: speeds(configured(MICROLLAMA, compile_model=True)), 240.0),

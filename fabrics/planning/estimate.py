@@ -164,10 +164,7 @@ class _Run:
         outer = self.trainers_here * self.trainer_bytes
         in_round = round(self.flat_bytes * round_tensors(config, workers, self.groups > 1, self.nodes - workers))
         host = 0
-        if "idle_moments" in config.offload and not self.on_host and owners > 1:
-            host += moments - self.moment_bytes
-            moments = self.moment_bytes
-        if "outer_state" in config.offload and not self.on_host:
+        if config.offload_outer_state and not self.on_host:
             host += outer + self.flat_bytes
             outer = 0
             in_round -= self.flat_bytes
@@ -359,7 +356,7 @@ def estimate(config: Config, resources: Resources | None = None) -> Estimate:
             f"--device-memory: a run needs {sum(memory.values()):,} bytes per device, {memory[most]:,} of them for "
             f"{most}, and may use {room:,} (padding_percentage {config.padding_percentage}); lower max_batch_size, "
             f"eval_batch_size or sequence_length, raise devices_per_node, or set activation_checkpointing: true or "
-            f"offload: [outer_state, idle_moments]"
+            f"offload_outer_state: true"
         )
     batches = [config.INITIAL_BATCH_SIZE]
     while largest is not None and 2 * batches[-1] < largest:

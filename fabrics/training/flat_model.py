@@ -62,7 +62,6 @@ class FlatModel:
         compiled: whether the module runs through torch.compile; it may change at any time.
         compares_devices: whether a probe compares the devices of the shard group instead of examples.
         passes: forward passes so far, a sign that the process makes progress.
-        optimizer_slot: see `fabrics.training.offload`; None: each worker's optimizer state is on the device.
         shard_group: the devices that share the module; here one.
     """
 
@@ -75,7 +74,6 @@ class FlatModel:
         self.module = module
         self.device = device
         self.compiled = compiled
-        self.optimizer_slot: Any = None
         self.passes = 0
         self._autocast = autocast
         self._compiled_module: Callable | None = None

@@ -89,7 +89,8 @@ class InnerLoop:
         self._started = time.perf_counter()
         try:
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
-                self._load_start()
+                self._model.load(self._start)
+                self._model.gradient.zero_()
                 if first == 0 and self._needs_probe_batch():
                     self._take_probe_batch()
                 self._seed_dropout(first)
@@ -105,11 +106,6 @@ class InnerLoop:
     def local_steps_until(self, step: int) -> int:
         """Return how many inner steps of its own the worker makes before this inner step of the round."""
         return bisect_left(self._assignment.active_steps, step)
-
-    def _load_start(self) -> None:
-        self.worker.swap_in()
-        self._model.load(self._start)
-        self._model.gradient.zero_()
 
     def _step(self) -> None:
         """Make one inner step: the gradient over all micro-batches, its statistics in the first step, the update."""

@@ -19,7 +19,6 @@ from algorithms.synchronisation.group import LocalWorker
 from algorithms.synchronisation.method import COPY, ERROR
 from fabrics.data.examples import Examples
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.offload import StateMemory, optimizer_slot
 from fabrics.training.optimizers import WorkerOptimizer, inner_optimizer_name
 from fabrics.training.statistics import StatisticsPlan
 from utils.config.schema import Config, ConfigError
@@ -146,15 +145,8 @@ class Worker:
         self.model = model
         self.config = config
         self.optimizer = None
-        self._slot = None
         if inner_optimizer_name(config) is not None and not method.capabilities.exchanges_gradients:
-            if "idle_moments" in config.offload:
-                self._slot = optimizer_slot(model, config)
-                self.optimizer = self._slot.optimizer
-                host = StateMemory.choose(True, model.device)
-                self._host_state = {name: host.zeros(each) for name, each in self.optimizer.state_dict().items()}
-            else:
-                self.optimizer = WorkerOptimizer(model, config)
+            self.optimizer = WorkerOptimizer(model, config)
         like = model.parameters.data
         self.state = {name: torch.zeros_like(like) for name in personal_tensors(config, method)}
         correction = method.capabilities.correction
@@ -163,15 +155,7 @@ class Worker:
     @property
     def moments(self) -> dict[str, torch.Tensor]:
         """The inner optimizer's state, by reference."""
-        if self._slot is not None:
-            self._slot.swap_out(self._host_state)
-            return dict(self._host_state)
         return {} if self.optimizer is None else self.optimizer.state_dict()
-
-    def swap_in(self) -> None:
-        """Bring the optimizer state to the device, if it waits in host memory."""
-        if self._slot is not None:
-            self._slot.swap_in(self._host_state)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All tensors of the worker, by reference."""

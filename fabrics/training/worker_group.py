@@ -16,7 +16,6 @@ from algorithms.synchronisation.encodings.encoding import BFLOAT16, COMMUNICATIO
 from algorithms.synchronisation.group import Clock, Group, Outer
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.method_config import method_of, round_bytes
-from fabrics.training.offload import StateMemory
 from fabrics.training.optimizers import inner_optimizer_of
 from fabrics.training.worker import COPY, Node, Worker, local_worker, personal_tensors
 from utils.config.schema import Config
@@ -68,7 +67,7 @@ class WorkerGroup:
         self._resting: frozenset[int] = frozenset()  # nodes that missed the last round's outer step
         self._weights: list[float] = []  # of the workers in the last round; empty: nothing is left to settle
         self._encoding = COMMUNICATION_DTYPES[config.communication_dtype]
-        self._state_memory = StateMemory.choose("outer_state" in config.offload, self.first_model.device)
+        self._state_device = torch.device("cpu") if config.offload_outer_state else self.first_model.device
         self._describe_state()
         self.shared = None if parameters is None else self._initial_tensors(parameters)
 
@@ -92,12 +91,17 @@ class WorkerGroup:
         )
 
     def _initial_tensors(self, parameters: torch.Tensor) -> dict[str, torch.Tensor]:
-        shapes = {name: like for name, like in self._shapes.items() if name != "parameters"}
-        zeros = {name: self._state_memory.zeros(like) for name, like in shapes.items()}
-        tensors = {"parameters": self._state_memory.adopt(parameters)} | zeros
+        if parameters.device.type != self._state_device.type:
+            parameters = self._empty(parameters).copy_(parameters)
+        tensors = {name: self._empty(like).zero_() for name, like in self._shapes.items() if name != "parameters"}
         for name in self.method.capabilities.copies:
-            tensors[name].copy_(tensors["parameters"])
-        return tensors
+            tensors[name].copy_(parameters)
+        return {"parameters": parameters} | tensors
+
+    def _empty(self, like: torch.Tensor) -> torch.Tensor:
+        """Return an uninitialised tensor for the trainer's state, in host memory if that is offloaded."""
+        pinned = self._config.offload_outer_state and self.first_model.device.type == "cuda"
+        return torch.empty(like.shape, dtype=like.dtype, device=self._state_device, pin_memory=pinned)
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -189,7 +193,7 @@ class WorkerGroup:
         def received() -> list[torch.Tensor]:
             if overwrite:
                 return [tensors[name] for name in names]
-            return [self._state_memory.empty(self._shapes[name]) for name in names]
+            return [self._empty(self._shapes[name]) for name in names]
 
         held = None if tensors is None else [tensors[name] for name in names]
         holder_ids = [node.id for node in holders]
@@ -231,7 +235,7 @@ class WorkerGroup:
 
         takers: the receivers of every worker's message, by number of the sender.
         """
-        return self._connected.messages(size, takers, self._state_memory.device)
+        return self._connected.messages(size, takers, self._state_device)
 
     @property
     def _connected(self) -> Workers:

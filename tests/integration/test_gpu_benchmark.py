@@ -129,7 +129,7 @@ def test_the_parts_measure_speed_and_memory(monkeypatch):
     speed, mfu = found["tokens_per_second"]["inner_steps"], found["mfu"]["inner_steps"]
     # 6 for each weight of the layer (q and o, k and v, MLP) and of the head, and 6 * 16 * 8 for attention.
     assert mfu * 1e11 / speed == pytest.approx(6 * (512 + 256 + 1152 + 4800) + 768)
-    plain, less = gpu.large(tiny()), gpu.large(tiny(activation_checkpointing=True, offload=["outer_state"]))
+    plain, less = gpu.large(tiny()), gpu.large(tiny(activation_checkpointing=True, offload_outer_state=True))
     assert plain["parameters"] == less["parameters"] > 0
     assert min(plain["planned_bytes"], less["planned_bytes"]) > 4 * plain["parameters"]
 

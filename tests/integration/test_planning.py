@@ -126,9 +126,9 @@ def test_memory_by_hand():
 def test_state_on_the_host_and_on_several_devices():
     values = {"number_of_initial_trainers": 1, "nodes_per_gpu": 2, "devices": ["cuda:0"]}
     flat = 4 * estimated(**values).parameters
-    found = estimated(**values, offload=["outer_state", "idle_moments"])
-    assert [found.memory[part] for part in ("trainers", "moments", "round")] == [0, 2 * flat + 4, 0]
-    assert found.host_bytes == 5 * flat + 4
+    found = estimated(**values, offload_outer_state=True)
+    assert [found.memory[part] for part in ("trainers", "moments", "round")] == [0, 2 * (2 * flat + 4), 0]
+    assert found.host_bytes == 3 * flat
     values |= {"devices": None, "nodes_per_gpu": 1, "devices_per_node": 4}
     found = estimated(Resources(devices=8), **values)
     assert (found.nodes, found.memory["moments"]) == (2, (2 * flat + 4) // 4)

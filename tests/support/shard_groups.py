@@ -77,7 +77,7 @@ SCENARIOS = {
         "statistics_batch_size": 5,
         "batch_test_confidence": 0.0,
     },
-    "on the host": {"offload": ["outer_state", "idle_moments"]},
+    "on the host": {"offload_outer_state": True},
     "classification": {
         "distributed_algo": "LocalSGD",
         "learning_rate_for_inner_opt": 0.1,

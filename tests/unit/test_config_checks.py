@@ -12,6 +12,7 @@ from fabrics.training.optimizers import INNER_OPTIMIZERS
 from tests.support import matrix
 from tests.support.helpers import Recorder
 from utils.config.reading import parse_config
+from utils.config.schema import ConfigError
 
 # Another value for each key that only some methods or inner optimizers read.
 OTHER = {
@@ -104,3 +105,10 @@ def test_defaults_have_no_warning():
 )
 def test_each_key_without_effect_has_one_warning(values, expected):
     assert parse_config({"number_of_outer_steps": 1} | values, (), CHECKS)[1] == expected
+
+
+def test_synchronous_training_cannot_offload_its_parameters():
+    with pytest.raises(ConfigError, match="offload_outer_state"):
+        parse_config(
+            {"number_of_outer_steps": 1, "distributed_algo": "Synchronous", "offload_outer_state": True}, checks=CHECKS
+        )

@@ -174,10 +174,9 @@ class Computation(Section):
         "Recompute layers in the backward pass: less memory, a third more time; only for models of transformers.",
         changes_training=False,
     )
-    offload: list[Literal["outer_state", "idle_moments"]] = key(
-        [],
-        "State kept in host memory: a trainer's parameters and outer momentum between rounds, and the inner optimizer "
-        "state of workers that do not run.",
+    offload_outer_state: bool = key(
+        False,
+        "Keep trainers' parameters and outer momentum in host memory, where the outer step then runs.",
         changes_training=False,
     )
     switch_mode: str = key("threshold_switch_mode", "When a step accumulates gradients over micro-batches.")
