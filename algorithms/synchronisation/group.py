@@ -156,7 +156,6 @@ class Group:
         behind: int = 0,
         part: Part | None = None,
         weights: Mapping[int, float] | None = None,
-        elements: int | None = None,
     ) -> "WorkerMean":
         """Start a weighted mean over all workers; its result is None if no worker was added.
 
@@ -167,14 +166,12 @@ class Group:
             behind: inner steps that may be made before anybody waits for it.
             part: the part of the flat tensors that is averaged; None: all.
             weights: of the workers that send theirs to a server, by number; None: all send, to each other.
-            elements: in the mean, over all devices that share the model; None: as many as `like` has, on all of them or
-                (monitor) on one.
         """
         like = self.shared["parameters"] if like is None else like
         encoding = PLAIN if kind in ("monitor", "parameters") else self._workers.encoding
-        if elements is None and like.numel() == self.shared["parameters"].numel():
+        if like.numel() == self.shared["parameters"].numel():
             elements = self.model.parameter_count  # without the gaps between the model's tensors
-        elif elements is None:
+        else:  # over all devices that share the model; what is monitored is on one
             elements = like.numel() * (1 if kind == "monitor" else self.model.shard_group.size)
         workers = len(self._present)
         if weights is None:
@@ -187,7 +184,7 @@ class Group:
             received = share * encoding.way_back.sent_bytes(elements, like.dtype)
             event = Event(kind, self.clock.step, sent, received, behind, "server", tuple(weights))
             by_number = [weights.get(worker, 0.0) for worker in range(len(self.weights))]
-        # A device may hold none of a few random positions.
+        # A device may hold nothing of a part.
         accumulator = self._workers.mean(like, encoding, by_number) if like.numel() else None
         return WorkerMean(accumulator, event, self._events, encoding, like, part)
 
@@ -209,7 +206,6 @@ class Group:
         to: Callable[[int], Collection[int]] | None = None,
         through: str = "all",
         senders: Collection[int] | None = None,
-        total_size: int | None = None,
     ) -> "WorkerMessages":
         """Start an exchange of one message per worker; the result has those that came to this process, by sender.
 
@@ -220,11 +216,10 @@ class Group:
             to: from a worker to the recipients of its message; None: all.
             through: a server answers with one message, or with one tensor, exactly.
             senders: the workers that send, by number; None: all.
-            total_size: bytes of a message over all devices that share the model; None: size.
         """
         like = self.shared["parameters"]
         encoding = self._workers.encoding
-        sent = size if total_size is None else total_size
+        sent = size
         answer = sent
         if tensors:
             elements = self.model.parameter_count

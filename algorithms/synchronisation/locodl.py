@@ -67,7 +67,6 @@ class LoCoDL(Method):
             weighted=False,
             temporaries=max(1.0, 8 * self.density - 1),
             temporaries_per_worker=3 * self.density,
-            shards=True,
         )
 
     def stops(self, group: Group) -> Sequence[int]:
@@ -94,11 +93,11 @@ class LoCoDL(Method):
     def _communicate(self, group: Group, generator: torch.Generator) -> None:
         y = group.shared["parameters"]
         workers = len(group.weights)
-        size = group.model.whole_size
+        size = len(y)
         count = size if group.lone else max(1, round(self.density * size))
         omega = size / count - 1
-        positions = [group.model.local_places(random_positions(size, count, generator)) for _ in range(workers)]
-        arrived = self._exchange_messages(group, positions, count)
+        positions = [random_positions(size, count, generator) for _ in range(workers)]
+        arrived = self._exchange_messages(group, positions)
         if len(arrived) < workers:
             return
         half = torch.zeros_like(y)
@@ -116,21 +115,17 @@ class LoCoDL(Method):
         y.add_(half, alpha=rho)
         group.shared["control"].add_(half, alpha=rate)
 
-    def _exchange_messages(
-        self, group: Group, positions: Sequence[torch.Tensor], count: int
-    ) -> dict[int, torch.Tensor]:
+    def _exchange_messages(self, group: Group, positions: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return every worker's C_m(x_m - y) at its positions, by number."""
         y = group.shared["parameters"]
-        longest = max(1, *map(len, positions))  # devices that share a model hold different amounts
-        factor = group.model.whole_size / count
-        messages = group.messages(longest * y.element_size(), total_size=count * y.element_size())
+        count = len(positions[0])
+        factor = len(y) / count
+        messages = group.messages(count * y.element_size())
         for worker in group.local_workers:
             own = worker.to_device(positions[worker.index])
-            message = y.new_zeros(longest, device=worker.parameters.device)
-            torch.sub(worker.parameters[own], worker.to_device(y)[own], out=message[: len(own)]).mul_(factor)
+            message = (worker.parameters[own] - worker.to_device(y)[own]).mul_(factor)
             messages.add(worker, message.view(torch.uint8))
-        arrived = messages.result()
-        return {index: message.view(y.dtype)[: len(positions[index])] for index, message in arrived.items()}
+        return {index: message.view(y.dtype) for index, message in messages.result().items()}
 
     def restarted(self, values: dict[str, float], workers: Collection[int] | None) -> None:
         values["workers"] = 0

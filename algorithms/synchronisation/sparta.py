@@ -34,7 +34,6 @@ class SPARTA(Method):
         return Capabilities(
             encodings=("float32",),
             one_exchange=False,
-            shards=True,
             averages_copies=not self.with_diloco,
             outer_keys=OUTER_KEYS if self.with_diloco else (),
             temporaries=max(0.0, 10 * self.share - 1) + self.with_diloco,
@@ -53,10 +52,10 @@ class SPARTA(Method):
             self._outer_step(group)
 
     def _average_part(self, group: Group) -> None:
-        size = group.model.whole_size
+        size = len(group.shared["parameters"])
         count = max(1, round(self.share * size))
-        positions = group.model.local_places(random_positions(size, count, group.generator()))
-        incoming = group.mean(group.shared["parameters"].new_empty(len(positions)), "parameters", elements=count)
+        positions = random_positions(size, count, group.generator())
+        incoming = group.mean(group.shared["parameters"].new_empty(count), "parameters")
         for worker in group.local_workers:
             incoming.add(worker, worker.parameters[worker.to_device(positions)])
         mean = incoming.result()

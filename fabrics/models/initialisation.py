@@ -12,7 +12,6 @@ from fabrics.data.sampler import DataCursor, Shares, Subsets
 from fabrics.data.tokenization import END_OF_TEXT, named_tokenizer, train_tokenizer
 from fabrics.models.compilation import can_compile, compiles
 from fabrics.models.model_family import MODELS, ModelFamily, build_model, is_pretrained, reinitialise_output_layer
-from fabrics.sharding.layers import sharded_layers
 from fabrics.sharding.sharded_model import ShardedModel
 from fabrics.training.flat_model import FlatModel
 from utils.config.schema import Config, ConfigError
@@ -158,12 +157,6 @@ class DeviceModels(dict[torch.device, FlatModel]):
         return next(iter(self.values()))
 
     def _set_compiled(self, compiled: bool) -> None:
-        size = self._processes.shard_group.size
-        if compiled and size > 1 and not sharded_layers(self.first.module):
-            raise ConfigError(
-                f"compile_model: must be false with devices_per_node {size}, as the model has no layers that can be "
-                f"compiled one by one"
-            )
         self.compiled = compiled
         for model in self.values():
             model.compiled = compiled
@@ -172,11 +165,12 @@ class DeviceModels(dict[torch.device, FlatModel]):
         """Compile as the run was begun, whatever its length is now, unless the configuration decides.
 
         Raises:
-            ConfigError: the run was begun with a compiled model, and there is no compiler here.
+            ConfigError: the run was begun with a compiled model, which is impossible here.
         """
         if self._config.compile_model != "auto":
             return
-        if compiled and not can_compile(self._processes):
+        possible = self._processes.shard_group.size == 1 and can_compile(self._processes)
+        if compiled and not possible:
             raise ConfigError(
                 "compile_model: must be false, as the run was begun with a compiled model and this one cannot be "
                 "compiled here, got auto"

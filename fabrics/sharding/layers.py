@@ -1,11 +1,5 @@
-"""The layers of a model: which of them the devices of a node gather one by one, and how these are compiled."""
+"""The layers of a model: which of them the devices of a node gather one by one."""
 
-import functools
-from collections.abc import Callable, Sequence
-from types import FunctionType
-from typing import Any
-
-import torch
 from torch import nn
 
 
@@ -52,47 +46,3 @@ def gathered_elements(module: nn.Module) -> int:
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in sharded_layers(module)]
     root = sum(parameter.numel() for parameter in module.parameters()) - sum(layers)
     return root + max(3 * max(layers, default=0), root)
-
-
-class CompiledLayers:
-    """The forward passes of layers, compiled once for each kind of layer and for any number of examples.
-
-    Hooks around a forward pass, which gather its parameters, are not compiled.
-
-    Attributes:
-        on: whether forward passes run compiled. A pass that is recomputed in a backward pass needs the same value.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module]):
-        self.on = False
-        compiled: dict[Any, Callable[..., Any]] = {}
-        for layer in layers:
-            kind = type(layer), tuple(parameter.shape for parameter in layer.parameters())
-            if kind not in compiled:
-                compiled[kind] = torch.compile(_forward_of_kind(len(compiled)))
-            has_own_forward = "forward" in vars(layer)
-            run = torch.compile(layer.forward) if has_own_forward else functools.partial(compiled[kind], layer)
-            layer.forward = self._either(layer.forward, run)
-
-    def _either(self, plain: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def forward(*arguments: Any, **named: Any) -> Any:
-            if not self.on:
-                return plain(*arguments, **named)
-            tensors = [value for value in (*arguments, *named.values()) if isinstance(value, torch.Tensor)]
-            for tensor in tensors:
-                if tensor.shape[:1] == tensors[0].shape[:1]:
-                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
-            return compiled(*arguments, **named)
-
-        return forward
-
-
-def _forward_of_kind(number: int) -> Callable[..., Any]:
-    """Copy `_forward` under a name of its own: PyTorch compiles one function at most eight times."""
-    return FunctionType(_forward.__code__.replace(co_name=f"_forward_{number}"), globals())
-
-
-def _forward(layer: nn.Module, *arguments: Any, **named: Any) -> Any:
-    """Take the layer as an argument, so that layers of one kind share compiled code."""
-    return type(layer).forward(layer, *arguments, **named)

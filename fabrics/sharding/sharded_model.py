@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from algorithms.batch.gradient_statistics import SampleEstimate
 from algorithms.batch.losses import logits_of
 from algorithms.flat import SKETCH_SIZE, Block, sketch
-from fabrics.sharding.layers import CompiledLayers, sharded_layers, sharded_parts
+from fabrics.sharding.layers import sharded_layers, sharded_parts
 from fabrics.sharding.shard_layout import ShardLayout
 from fabrics.sharding.sharded_statistics import DeviceProbe, ShardedProbe, devices_estimate
 from fabrics.training.flat_model import FlatModel, flat_blocks
@@ -59,7 +59,6 @@ class ShardedModel(FlatModel):
         autocast: torch.dtype | None = None,
     ):
         self.shard_group = shard_group
-        self._compiled_layers: CompiledLayers | None = None
         super().__init__(module, device, autocast)
 
     # Construction
@@ -105,12 +104,12 @@ class ShardedModel(FlatModel):
         """Apply FSDP2 to the layers and to the root."""
         mesh = self.shard_group.mesh
         if self._autocast is None:
-            self._groups = sharded_layers(self.module)
+            groups = sharded_layers(self.module)
             policy = MixedPrecisionPolicy()
         else:
-            self._groups = sharded_parts(self.module)
+            groups = sharded_parts(self.module)
             policy = MixedPrecisionPolicy(self._autocast, reduce_dtype=dtype, cast_forward_inputs=False)
-        for group in self._groups:
+        for group in groups:
             fully_shard(group, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
         # FSDP2 looks for tensors in the output; this hook comes before its own.
         self.module.register_forward_hook(_logits_if_hidden)
@@ -178,20 +177,11 @@ class ShardedModel(FlatModel):
     def logits(self, batch: Mapping[str, torch.Tensor], hooked: bool = False) -> torch.Tensor:
         self.count_pass()
         self._update_copies()
-        self._run_compiled_layers(self.compiled and not hooked)
         with self.shard_group.explaining(), self._autocast_context():
             return logits_of(self.module(**batch))
 
-    def _run_compiled_layers(self, compiled: bool) -> None:
-        if compiled and self._compiled_layers is None:
-            # Groups one by one: nothing is gathered within them.
-            self._compiled_layers = CompiledLayers(self._groups)
-        if self._compiled_layers is not None:
-            self._compiled_layers.on = compiled
-
     @contextmanager
     def evaluating(self, parameters: torch.Tensor) -> Iterator[nn.Module]:
-        self._run_compiled_layers(False)
         with self.shard_group.explaining(), super().evaluating(parameters) as module:
             self._update_copies()
             yield module
@@ -238,22 +228,6 @@ class ShardedModel(FlatModel):
 
     def distance(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return self.norm(a - b)
-
-    @property
-    def whole_size(self) -> int:
-        return self._layout.whole_size
-
-    def local_places(self, places: torch.Tensor) -> torch.Tensor:
-        layout = self._layout
-        starts = torch.tensor([whole.start for whole in layout.wholes])
-        sizes = torch.tensor([whole.size for whole in layout.wholes])
-        lengths = torch.tensor(layout.lengths)
-        firsts = torch.tensor([place.start for place in layout.places])
-        tensors = torch.searchsorted(starts, places, right=True) - 1
-        within = places - starts[tensors]
-        offsets = within - self.shard_group.index * lengths[tensors]
-        own = (within < sizes[tensors]) & (offsets >= 0) & (offsets < lengths[tensors])
-        return (firsts[tensors] + offsets)[own]
 
     def sketch(self, flat: torch.Tensor, seed: int, size: int = SKETCH_SIZE, rows: int = 1) -> torch.Tensor:
         """Sketch the whole vector: consecutive rows of a parameter are consecutive there as well."""

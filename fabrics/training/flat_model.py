@@ -209,18 +209,6 @@ class FlatModel:
         """Return the sketch of a flat tensor; see algorithms.flat.sketch."""
         return sketch(flat, seed, size, rows)
 
-    @property
-    def whole_size(self) -> int:
-        """Size of flat tensors with one device per node."""
-        return len(self.parameters)
-
-    def local_places(self, places: torch.Tensor) -> torch.Tensor:
-        """Return where this device's flat tensors hold these places of whole flat tensors, without those of others.
-
-        Places in the gaps between the model's tensors may be left out.
-        """
-        return places
-
     def flatten(self, module: nn.Module) -> torch.Tensor:
         """Return the flat parameters of a module of the same architecture, which cannot be used afterwards."""
         return FlatModel(module, self.device).parameters.detach()

@@ -72,8 +72,7 @@ def assert_close(found, expected, tolerance: float) -> None:
 def test_shard_groups_train_like_single_devices(together, alone, part, name):
     """Losses, evaluations, statistics, requests and the checkpoint's tensors, after three rounds and a merge."""
     expected, found = alone(name), together[0][part][name]
-    tested = name not in ("autocast", "autocast compiled", "int8")
-    assert found["graphs"] == shard_groups.GRAPHS.get(name, 0)
+    tested = name not in ("autocast", "int8")
     assert found["unmasked"] == (name != "classification")
     assert expected["merges"] == (name != "sketches")
     assert len(set(expected["requests"])) > 1 or name not in ("norm test", "float32", "sketches", "classification")
@@ -81,7 +80,7 @@ def test_shard_groups_train_like_single_devices(together, alone, part, name):
     for what in ("requests", "bytes", "warnings"):
         assert found[what] == expected[what], what
     # Values that are rounded when computed or sent may be rounded differently in parts.
-    tolerance = {"float32": 1e-5, "autocast": 3e-3, "autocast compiled": 3e-3, "int8": 3e-4}.get(name, 1e-9)
+    tolerance = {"float32": 1e-5, "autocast": 3e-3, "int8": 3e-4}.get(name, 1e-9)
     for what in ("losses", "accuracies", "train_losses", "statistics", "inner", "tensors"):
         if tested or what != "tensors":
             assert_close(found[what], expected[what], tolerance)
@@ -145,25 +144,14 @@ def test_across_devices_compares_the_gradients_of_a_shard_groups_devices(togethe
 
 @pytest.mark.parametrize("part", range(len(shard_groups.PARTS)))
 def test_operations_on_flat_parts_equal_those_on_whole_tensors(together, part):
-    """A sketch, a distance, and places: each place is on one device, and a gap on none."""
-    found, size = together[0][part]["flat operations"], shard_groups.PARTS[part][1]
+    found = together[0][part]["flat operations"]
     whole = FlatModel(shard_groups.model_with_gaps(), CPU)
     flat = whole.parameters.detach()
+    assert len(flat) > whole.parameter_count
     for name, dtype in found["gathered types"].items():  # with autocast
         assert dtype == ("torch.bfloat16" if "_proj" in name else "torch.float32"), name
-    assert found["size"] == len(flat) > whole.parameter_count  # there are gaps
     assert_close(found["sketch"], sketch(flat, 3, 250, 5), 1e-9)
     assert found["distance"] == pytest.approx(2 * flat.norm().item())
-    places = shard_groups.some_places(len(flat))
-    filled = torch.tensor([any(0 <= place - block.start < block.size for block in whole.blocks) for place in places])
-    expected = flat[places[filled]]
-    for first in range(0, len(found["places"]), size):  # of every shard group
-        values = torch.cat(found["places"][first : first + size])
-        assert torch.equal(values.sort().values, expected.sort().values)
-    order = {value: number for number, value in reversed(list(enumerate(expected.tolist()))) if value not in (0.0, 1.0)}
-    for values in found["places"]:
-        numbers = [order[value] for value in values.tolist() if value in order]
-        assert numbers == sorted(numbers)
 
 
 def test_fsdp_norm_in_small(together):
@@ -344,8 +332,8 @@ _ACROSS_DEVICES = {"statistics_estimator": "across_devices"}
         ({"processes": 3}, "processes"),
         ({"sampling_method": "inner_product_test"} | _ACROSS_DEVICES | {"debias": False}, "statistics_estimator"),
         ({"distributed_algo": "Late"}, "distributed_algo"),
-        ({"distributed_algo": "DeMo"}, "distributed_algo"),
-        ({"distributed_algo": "SparseLoCo"}, "distributed_algo"),
+        *(({"distributed_algo": name}, "distributed_algo") for name in ("DeMo", "SparseLoCo", "SPARTA")),
+        ({"compile_model": True}, "compile_model"),
         ({"inner_optimizer": "muon"}, "inner_optimizer"),
     ],
 )

@@ -1,14 +1,10 @@
 """The decision to compile a model, which a resumed run keeps."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
-from torch import nn
 
 from fabrics.models.compilation import compiles, planned_tokens, worth_compiling
-from fabrics.sharding.layers import CompiledLayers
 from tests.support.helpers import CPU, light_cluster, make_config
 from utils.config.reading import load_config
 from utils.config.schema import ConfigError
@@ -91,30 +87,3 @@ def test_a_resumed_run_keeps_the_decision():
         assert told.models.compiled is False
         working = (cluster.models[CPU] for cluster in (begun, resumed, told))
         assert [model.compiled for model in working] == [begun.models.compiled, begun.models.compiled, False]
-
-
-# Single layers, as on shard groups
-
-
-def test_compiled_layers_keep_a_forward_of_their_own(monkeypatch):
-    ran = []
-
-    def compiled(called):
-        return lambda *arguments: ran.append(called) or called(*arguments)
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    plain, own, x = nn.Linear(2, 2), nn.Linear(2, 2), torch.ones(3, 2)
-    own.forward = lambda tensor: tensor + 1
-    expected, layers = plain(x), CompiledLayers([plain, own])
-    for on in (False, True):
-        layers.on = on
-        assert torch.equal(plain(x), expected)
-        assert torch.equal(own(x), x + 1)
-        assert len(ran) == 2 * on
-
-
-def test_a_model_without_layers_is_refused_on_shard_groups():
-    working = light_cluster().models
-    working._processes = SimpleNamespace(shard_group=SimpleNamespace(size=2))
-    with pytest.raises(ConfigError, match="must be false with devices_per_node 2, as the model has no layers"):
-        working._set_compiled(True)

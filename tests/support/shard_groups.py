@@ -3,12 +3,10 @@
 Its processes are shard groups, in which they train small runs. The main process writes the results to FOLDER.
 """
 
-import contextlib
 import dataclasses
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
@@ -61,7 +59,7 @@ _RUN = {
     "cpu_threads": 1,
     "gradient_clipping": 0.5,
 }
-_TWO_LAYERS = {"model_config": TINY_ARCHITECTURE | {"num_hidden_layers": 2}}
+
 SCENARIOS = {
     "norm test": {},
     "float32": {},
@@ -77,7 +75,6 @@ SCENARIOS = {
         "statistics_batch_size": 5,
         "batch_test_confidence": 0.0,
     },
-    "on the host": {"offload_outer_state": True},
     "classification": {
         "distributed_algo": "LocalSGD",
         "learning_rate_for_inner_opt": 0.1,
@@ -85,35 +82,17 @@ SCENARIOS = {
         "max_batch_size": 4,
     },
     "autocast": {"autocast": "bfloat16", "activation_checkpointing": True, "sampling_method": "none"},
-    "compiled": _TWO_LAYERS
-    | {
-        "compile_model": True,
-        "activation_checkpointing": True,
-        "INITIAL_BATCH_SIZE": 8,
-        "max_batch_size": 6,
-        "statistics_batch_size": 2,
-    },
-    "autocast compiled": _TWO_LAYERS
-    | {
-        "autocast": "bfloat16",
-        "compile_model": True,
-        "sampling_method": "none",
-        "INITIAL_BATCH_SIZE": 4,
-        "batch_schedule": [[0.0, 4], [0.3, 8], [0.6, 12]],
-        "max_batch_size": 6,
-    },
     "int8": {"communication_dtype": "int8", "sampling_method": "none"},
 }
 # The others have two nodes, which a trainer has together after the merge.
 OF_FOUR_NODES = ("across workers", "sketches", "int8")
-ROUNDED = ("float32", "autocast", "autocast compiled", "int8")  # the others are in float64
-GRAPHS = {"compiled": 1, "autocast compiled": 2}  # graphs that layers share: one layer, or attention and MLP
+ROUNDED = ("float32", "autocast", "int8")  # the others are in float64
 METHODS = [name for name in matrix.METHODS if matrix.METHODS[name]().capabilities.shards]
 STOPPED_AFTER = 1  # round
 # Processes, the size of their shard groups, and scenarios: one shard group, two, and a larger one.
 PARTS = (
     (2, 2, tuple(SCENARIOS)),
-    (4, 2, ("norm test", "float32", "across workers", "sketches", "on the host", "int8")),
+    (4, 2, ("norm test", "float32", "across workers", "sketches", "int8")),
     (4, 4, ("norm test", "float32", "uneven rows", "classification")),
 )
 RESUMED = ("norm test",)  # scenarios resumed with shard groups of another size
@@ -133,24 +112,6 @@ def build_bert(*arguments) -> torch.nn.Module:
     for part in (model.bert.embeddings, model.bert.encoder.layer[0]):
         part.requires_grad_(False)
     return model
-
-
-@contextlib.contextmanager
-def front_end(processes: Processes) -> Iterator[list]:
-    """Let PyTorch's compiler make graphs on shard groups, which are counted, but no code, which takes long."""
-    graphs = []
-    compile_model = torch.compile
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    def compiled(called, **keywords):
-        return called if processes.shard_group.size == 1 else compile_model(called, backend=backend, **keywords)
-
-    with patch("torch.compile", compiled):
-        yield graphs
-    torch.compiler.reset()
 
 
 def data_of(name: str) -> TaskData:
@@ -199,7 +160,7 @@ def run_scenario(name: str, processes: Processes, state: dict | None = None, fol
     """
     config = make_config(**(_RUN | SCENARIOS[name] if name in SCENARIOS else recipe()))
     build = build_bert if name == "classification" else BUILD if name in ROUNDED else double
-    with patch("fabrics.models.initialisation.build_model", build), front_end(processes) as graphs:
+    with patch("fabrics.models.initialisation.build_model", build):
         cluster = Cluster(config, data_of(name), processes)
         if state is not None:
             matrix.resume(cluster, state)
@@ -223,7 +184,6 @@ def run_scenario(name: str, processes: Processes, state: dict | None = None, fol
         "bytes": [counters.bytes_synchronised, counters.bytes_merged, counters.bytes_redistributed],
         "merges": len(cluster.merges),
         "warnings": recorder.warnings,
-        "graphs": len(graphs),
         "unmasked": needs_no_mask(cluster.models.first.module, {"input_ids": torch.zeros(2, 9)}),
     }
 
@@ -271,10 +231,6 @@ def model_with_gaps() -> torch.nn.Module:
     return tiny_bert(seed=0).double()
 
 
-def some_places(size: int) -> torch.Tensor:
-    return torch.arange(size - 1, -1, -3)
-
-
 def flat_operations(processes: Processes) -> dict:
     """What methods ask about flat tensors in parts, and the types of gathered parameters with autocast."""
     model = ShardedModel(model_with_gaps(), CPU, processes.shard_group)
@@ -285,10 +241,8 @@ def flat_operations(processes: Processes) -> dict:
             part.unshard()
     return {
         "gathered types": {name: str(parameter.dtype) for name, parameter in llama.module.named_parameters()},
-        "size": model.whole_size,
         "sketch": model.sketch(flat, 3, 250, 5),
         "distance": model.distance(flat, -flat).item(),
-        "places": processes.gather(flat[model.local_places(some_places(model.whole_size))]),
     }
 
 
@@ -313,7 +267,8 @@ _START = {
     "switch_mode": "only_gradient_accumulation",
     "cpu_threads": 1,
     "deterministic": True,
-} | _TWO_LAYERS
+    "model_config": TINY_ARCHITECTURE | {"num_hidden_layers": 2},
+}
 FREE_BYTES = 40_000_000
 
 

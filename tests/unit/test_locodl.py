@@ -65,10 +65,9 @@ def stepped(
         weights=[1 / workers] * workers,
         lone=False,
         inner=Inner(0.0, None, lr),
-        model=SimpleNamespace(whole_size=y.shape[1], local_places=lambda places: places),
         local_workers=members,
         generator=lambda: generator,
-        messages=lambda size, total_size: WorkerMessages(Messages(torch.device("cpu")), None, [], PLAIN, 0, y),
+        messages=lambda size: WorkerMessages(Messages(torch.device("cpu")), None, [], PLAIN, 0, y),
     )
     method.exchange(group)
     return torch.cat([x, y, corrections, control])
