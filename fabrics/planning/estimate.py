@@ -24,7 +24,6 @@ from torch import nn
 from algorithms.batch.calc_batch import BATCH_TESTS
 from algorithms.batch.switch_mode import execution_plans
 from algorithms.nodes.traffic import ExchangeSizes, Link, even_split, rounds_ahead
-from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
 from fabrics.models.initialisation import META, flops_per_token, meta_model
 from fabrics.pool.max_batch import round_tensors
 from fabrics.pool.run_checks import check_model
@@ -298,13 +297,12 @@ class _Run:
     def _exchange_sizes(self) -> ExchangeSizes:
         method = self.method
         config = self.config
-        encoding = COMMUNICATION_DTYPES[config.communication_dtype]
 
         def sent(workers: int, number: int) -> float:
             if not method.capabilities.one_exchange:
                 return 0
             tested = BATCH_TESTS[config.sampling_method] is not None and number >= config.batch_test_start
-            return round_bytes(config, method, encoding, self.model, workers, tested)
+            return round_bytes(config, method, self.model, workers, tested)
 
         given = 1 + sum(name not in method.capabilities.copies for name in method.state)
         return ExchangeSizes(sent, given * self.flat_bytes, self.trainer_bytes + self.moment_bytes)

@@ -14,6 +14,7 @@ from algorithms.schedule.budget import (
 )
 from algorithms.schedule.limits import Limits, RoundSchedule, RunCounters
 from fabrics.pool.node_pool import NodePool
+from fabrics.training.method_config import round_bytes
 from fabrics.training.optimizers import learning_rate_schedule
 from utils.config.schema import BUDGETS, Config, ConfigError
 
@@ -134,7 +135,7 @@ class RoundScheduler:
         working = healthy
         if config.smallest_worker_batch is not None:  # the other nodes are idle
             working = min(healthy, sum(len(trainer.nodes) for trainer in trainers))
-        sizes = exchange_sizes(next(iter(trainers)))
+        sizes = exchange_sizes(config, next(iter(trainers)))
         ahead = rounds_ahead(
             len(trainers), working, counters.outer_steps + 1, config.merge_frequency, config.merge_count, sizes
         )
@@ -213,11 +214,15 @@ class RoundScheduler:
         return f"{line}; the rest was less than a round needs, or had no use"
 
 
-def exchange_sizes(trainer: "Trainer") -> ExchangeSizes:
+def exchange_sizes(config: Config, trainer: "Trainer") -> ExchangeSizes:
     """The bytes of the exchanges of such a trainer in future rounds."""
     group = trainer.worker_group
+
+    def sent(workers: int, number: int) -> int:
+        return round_bytes(config, group.method, group.first_model, workers, trainer.batch.tests_after(number))
+
     return ExchangeSizes(
-        round=lambda workers, number: group.round_bytes(workers, trainer.batch.tests_after(number)),
+        round=sent,
         merge=len(group.merged_tensors) * group.parameter_bytes,
         joining=group.sizes.trainer + group.sizes.worker,
     )

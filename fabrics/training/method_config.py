@@ -1,7 +1,7 @@
 """The synchronisation method that a configuration asks for."""
 
 from algorithms.synchronisation import METHODS, Method
-from algorithms.synchronisation.encodings.encoding import Encoding
+from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
 from algorithms.synchronisation.method import taken_names
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.optimizers import inner_optimizer_of
@@ -23,15 +23,12 @@ def method_of(config: Config, model: FlatModel | None = None) -> Method:
     return found
 
 
-def round_bytes(
-    config: Config, method: Method, encoding: Encoding, model: FlatModel, workers: int, tested: bool
-) -> int:
+def round_bytes(config: Config, method: Method, model: FlatModel, workers: int, tested: bool) -> int:
     """Return the bytes that the workers of a trainer together send in a round of one exchange.
 
-    Args:
-        encoding: of pseudo-gradients in this round.
-        tested: whether a batch test follows the round, which may compare the workers' gradients.
+    tested: whether a batch test follows the round, which may compare the workers' gradients.
     """
+    encoding = COMMUNICATION_DTYPES[config.communication_dtype]
     elements = model.parameter_count
     dtype = model.parameters.dtype
     mean = encoding.reduction_bytes(workers, elements, dtype)

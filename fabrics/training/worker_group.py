@@ -1,11 +1,10 @@
-"""The workers of a trainer and the trainer's tensors: membership, hand-over of state, means, merges.
+"""The workers of a trainer and the trainer's tensors: which worker is where, what they share, and what a merge does.
 
 Workers are numbered from 0; each process has the workers whose nodes it owns. All processes of a run call these methods
 together and in the same order.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,25 +14,20 @@ from algorithms.nodes.traffic import Event, Link, merge_bytes, redistribution_by
 from algorithms.synchronisation.encodings.encoding import BFLOAT16, COMMUNICATION_DTYPES, PLAIN, Encoding
 from algorithms.synchronisation.group import Clock, Group, Outer
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.method_config import method_of, round_bytes
+from fabrics.training.method_config import method_of
 from fabrics.training.optimizers import inner_optimizer_of
-from fabrics.training.worker import COPY, Node, Worker, local_worker, personal_tensors
+from fabrics.training.worker import COPY, Node, Worker, WorkerRound, local_worker, personal_tensors
 from utils.config.schema import Config
+from utils.distributed.processes import Processes
 from utils.distributed.reductions import Mean, Messages, Workers
-
-if TYPE_CHECKING:
-    from fabrics.training.worker import WorkerRound
-    from utils.distributed.processes import Processes
 
 
 class WorkerGroup:
     """The workers of one trainer, and the trainer's tensors.
 
     Args:
-        config: the run's configuration.
         parameters: flat initial parameters, which become the trainer's own; None in a process without a worker.
         models: the flat model of each device of this process; the first device keeps the trainer's tensors.
-        processes: of the run.
 
     Attributes:
         nodes: of all workers, in order.
@@ -52,7 +46,7 @@ class WorkerGroup:
         config: Config,
         parameters: torch.Tensor | None,
         models: Mapping[torch.device, FlatModel],
-        processes: "Processes",
+        processes: Processes,
     ):
         self.nodes: tuple[Node, ...] = ()
         self.local: dict[int, Worker] = {}
@@ -60,6 +54,9 @@ class WorkerGroup:
         self.lost: frozenset[int] = frozenset()
         self.first_model = next(iter(models.values()))
         self.method = method_of(config, self.first_model)
+        self.dtype = self.first_model.parameters.dtype
+        self.parameter_count = self.first_model.parameter_count
+        self.parameter_bytes = self.parameter_count * self.dtype.itemsize
         self._config = config
         self._models = models
         self._processes = processes
@@ -76,10 +73,8 @@ class WorkerGroup:
         model = self.first_model
         able = self.method.capabilities
         names = ("parameters", *self.method.state)
-        self._shapes = dict.fromkeys(names, model.parameters.data.to("meta"))
         self.merged_tensors = tuple(name for name in names if name not in able.copies)
-        self.parameter_count = model.parameter_count
-        self.parameter_bytes = model.parameter_count * self.dtype.itemsize
+        self._shapes = dict.fromkeys(names, model.parameters.data.to("meta"))
         optimizer = inner_optimizer_of(self._config)
         moment_bytes = 0 if optimizer is None else optimizer.state_bytes(model)
         if able.exchanges_gradients and optimizer is not None:  # it updates the shared parameters
@@ -106,11 +101,6 @@ class WorkerGroup:
     def __len__(self) -> int:
         return len(self.nodes)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of all flat tensors."""
-        return self.first_model.parameters.dtype
-
     # Nodes
 
     def assign(self, nodes: tuple[Node, ...], participants: Collection[int]) -> int:
@@ -123,39 +113,36 @@ class WorkerGroup:
         Args:
             participants: numbers of the workers that take part in the next round.
         """
+        before = [node.id for node in self.nodes]
+        after = [node.id for node in nodes]
         sent = 0
-        if self.lost or 0 < len(self.nodes) != len(nodes):  # new workers start from the trainer's parameters
-            sent += self._settle(some_end=len(nodes) < len(self.nodes))
-        sent += self._reassign(nodes)
-        returning = self._resting & {nodes[worker].id for worker in participants}
+        if self.lost or 0 < len(before) != len(after):  # new workers start from the trainer's parameters
+            sent += self._settle(some_end=len(after) < len(before))
+        if self.lost or before != after:
+            sent += self._move_workers(before, after, nodes)
+        self.nodes = nodes
+        self.lost = frozenset()
+        for index, worker in self.local.items():
+            worker.node = nodes[index]
+        returning = self._resting & {after[worker] for worker in participants}
         self._resting -= returning
         return sent + len(returning) * self.sizes.trainer
 
-    def _reassign(self, nodes: tuple[Node, ...]) -> int:
-        old_nodes = self.nodes
-        old_workers = self.local
-        before = [node.id for node in old_nodes]
-        after = [node.id for node in nodes]
-        lost = self.lost
-        self.nodes = nodes
-        self.lost = frozenset()
-        if before == after and not lost:
-            for index, worker in self.local.items():
-                worker.node = nodes[index]
-            return 0
+    def _move_workers(self, before: Sequence[int], after: Sequence[int], nodes: Sequence[Node]) -> int:
+        """Bring the trainer's tensors and the workers to these nodes, and return the bytes that arrive."""
         self._workers = self._processes.workers(after)
-        if old_nodes:
-            self.shared = self._provide(self.shared, old_nodes, nodes, tuple(self._shapes))
+        if before:
+            self.shared = self._provide(self.shared, before, after, tuple(self._shapes))
+        old_workers = self.local
         self.local = {}
         for index, node in enumerate(nodes):
             if self._processes.owns(node.id):
-                worker = None if index in lost else old_workers.get(index)
+                worker = None if index in self.lost else old_workers.get(index)
                 if worker is None or worker.node.device != node.device:
                     worker = Worker(node, self._models[node.device], self._config, self.method)
                     worker.load_state_dict({COPY: self.shared["parameters"]})
-                worker.node = node
                 self.local[index] = worker
-        moves = hand_overs(before, after, lost)
+        moves = hand_overs(before, after, self.lost)
         for move in moves:
             self._hand_over(move, old_workers.get(move.worker))
         if len(after) < len(before) and (self.method.keeps == "replica" or self.method.capabilities.averages_copies):
@@ -180,31 +167,27 @@ class WorkerGroup:
     def _provide(
         self,
         tensors: Mapping[str, torch.Tensor] | None,
-        holders: Sequence[Node],
-        takers: Sequence[Node],
+        holders: Sequence[int],
+        takers: Sequence[int],
         names: Sequence[str],
         overwrite: bool = False,
     ) -> dict[str, torch.Tensor] | None:
-        """Return tensors of the holders in the processes that own a taker; None in the others.
+        """Return tensors of the holders' nodes in the processes that own a taker's; None in the others.
 
         overwrite: fill the taker's own `tensors` instead of new ones.
         """
 
         def received() -> list[torch.Tensor]:
-            if overwrite:
-                return [tensors[name] for name in names]
-            return [self._empty(self._shapes[name]) for name in names]
+            return [tensors[name] if overwrite else self._empty(self._shapes[name]) for name in names]
 
         held = None if tensors is None else [tensors[name] for name in names]
-        holder_ids = [node.id for node in holders]
-        taker_ids = [node.id for node in takers]
-        provided = self._processes.provide(held, holder_ids, taker_ids, received)
+        provided = self._processes.provide(held, holders, takers, received)
         return None if provided is None else dict(zip(names, provided, strict=True))
 
     def parameters_for(self, node: Node) -> torch.Tensor | None:
         """Return the parameters in the process that owns the node, None in others; all processes ask together."""
         self.refresh()
-        provided = self._provide(self.shared, self.nodes, (node,), ("parameters",))
+        provided = self._provide(self.shared, [holder.id for holder in self.nodes], [node.id], ("parameters",))
         return None if provided is None else provided["parameters"]
 
     # Communication between the workers
@@ -244,15 +227,11 @@ class WorkerGroup:
 
     def server_seconds(self, elements: int) -> float:
         """Return the seconds until a server has received this many elements of a worker and answered them."""
-        if len(self) == 1:
+        if len(self) == 1 or not self._config.link:
             return 0.0
         answer = PLAIN if self.method.capabilities.message_tensors else self.encoding.way_back
         sent = self.encoding.sent_bytes(elements, self.dtype) + answer.sent_bytes(elements, self.dtype)
-        return Link.parse(self._config.link).seconds(sent) if self._config.link else 0.0
-
-    def round_bytes(self, workers: int, tested: bool) -> int:
-        """Return the bytes that this many workers send in a round; tested: whether a batch test follows it."""
-        return round_bytes(self._config, self.method, self._encoding, self.first_model, workers, tested)
+        return Link.parse(self._config.link).seconds(sent)
 
     # Rounds
 
@@ -279,13 +258,8 @@ class WorkerGroup:
         """Note the weights of the workers in this round, for means after it."""
         self._weights = list(weights)
 
-    def end_round(self, workers: Mapping[int, "WorkerRound"], values: dict[str, float]) -> None:
-        """Take over what all processes know after a round.
-
-        Args:
-            workers: the reports of the participants, by number.
-            values: of the method.
-        """
+    def end_round(self, workers: Mapping[int, WorkerRound], values: dict[str, float]) -> None:
+        """Take over what all processes know after a round: the participants' reports, and the method's values."""
         self.values = values
         self.lost = frozenset(index for index, worker in workers.items() if worker.left_out)
         if self.lost:
@@ -317,32 +291,35 @@ class WorkerGroup:
                 incoming.add(index, PLAIN.encode(worker.state[COPY]))
         return incoming.result()
 
+    # What workers have learned and not sent yet
+
     @torch.no_grad()
     def _settle(self, some_end: bool) -> int:
-        """Continue from up-to-date parameters, and return the bytes that the workers send for them.
+        """Bring the trainer's parameters up to date, and return the bytes that the workers send for it.
 
         some_end: workers end, so that what they have learned and not sent must reach the parameters.
         """
+        sent = 0
         if self.method.capabilities.averages_copies:
             self.refresh()
-            moved = bool(self._weights)
-            self._weights = []
-            return PLAIN.reduction_bytes(len(self), self.parameter_count, self.dtype) if moved else 0
-        if not some_end:
-            return 0
+            if self._weights:
+                sent = PLAIN.reduction_bytes(len(self), self.parameter_count, self.dtype)
+        elif some_end:
+            sent = self._send_the_rest()
+        self._weights = []
+        return sent
+
+    def _send_the_rest(self) -> int:
         working = [weight for weight in self._weights if weight]
         typical = sum(working) / max(len(working), 1)  # for workers that rested
         weights = [0.0 if index in self.lost else weight or typical for index, weight in enumerate(self._weights)]
-        weights += [0.0] * (len(self) - len(weights))  # new workers
-        self._weights = []
         if not any(weights):
             return 0
         events: list[Event] = []
-        shared = self._shapes if self.shared is None else self.shared
         group = Group(
             workers=self,
             model=self.first_model,
-            shared=shared,
+            shared=self._shapes if self.shared is None else self.shared,
             values=self.values,
             weights=[weight / sum(weights) for weight in weights],
             clock=Clock(0, (), (), (), 0.0, self.server_seconds),
@@ -352,13 +329,12 @@ class WorkerGroup:
             events=events,
         )
         group.local_workers = [
-            local_worker(index, worker, shared["parameters"], self.method)
+            local_worker(index, worker, self.shared["parameters"], self.method)
             for index, worker in self.local.items()
             if index not in self.lost
         ]
         self.method.settle(group)
-        working = sum(weight > 0 for weight in weights)
-        return round(sum(working * event.bytes_per_worker for event in events))
+        return round(sum(weight > 0 for weight in weights) * sum(event.bytes_per_worker for event in events))
 
     def _restart(self) -> None:
         """Let all workers start from the trainer's parameters."""
@@ -372,8 +348,6 @@ class WorkerGroup:
         for worker in self.local.values():
             worker.load_state_dict({COPY: self.shared["parameters"]})
 
-    # Merges
-
     @torch.no_grad()
     def absorb(self, others: Sequence["WorkerGroup"], weights: Sequence[float]) -> int:
         """Make this trainer's tensors the weighted average of its own and the others'; return the bytes sent.
@@ -385,19 +359,19 @@ class WorkerGroup:
             weights: of this trainer, then of the others; they sum to 1.
         """
         sent = sum(group._settle(some_end=True) for group in (self, *others))
-        first = self.nodes[:1]
+        own_nodes, *other_nodes = ([node.id for node in group.nodes] for group in (self, *others))
+        first = own_nodes[:1]
         if 0 in self.local:
             for name in self.merged_tensors:
                 self.shared[name].mul_(weights[0])
-        for other, weight in zip(others, weights[1:], strict=True):
-            theirs = other._provide(other.shared, other.nodes, first, self.merged_tensors)
+        for other, nodes, weight in zip(others, other_nodes, weights[1:], strict=True):
+            theirs = other._provide(other.shared, nodes, first, self.merged_tensors)
             if 0 in self.local:
                 for name in self.merged_tensors:
                     self.shared[name].add_(theirs[name], alpha=weight)
-        self._provide(self.shared, first, self.nodes, self.merged_tensors, overwrite=True)
+        self._provide(self.shared, first, own_nodes, self.merged_tensors, overwrite=True)
         self._restart()
         self._resting = frozenset()
-        own_nodes, *other_nodes = ([node.id for node in group.nodes] for group in (self, *others))
         return sent + merge_bytes(own_nodes, other_nodes, len(self.merged_tensors) * self.parameter_bytes)
 
     # State
@@ -424,8 +398,8 @@ class WorkerGroup:
         assigned again. If there are fewer workers than before, the mean keeps what the others have learned.
 
         Args:
-            read_shared: from a tensor's name to the trainer's tensor.
-            read_worker: from a worker's number and a tensor's name to that tensor.
+            read_shared: from a name to the trainer's tensor.
+            read_worker: from a worker's number and a name to the worker's tensor.
         """
         self.values = dict(state["values"])
         self._resting = frozenset(state["resting"])
