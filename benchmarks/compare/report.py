@@ -200,7 +200,10 @@ def page(results: Results) -> str:
     networks = results.seconds(extrapolated=False)
     others = results.seconds(extrapolated=True)
     parts = [f"# {heading(results)}", caption(results), f"![Curves]({name}.png)"]
-    parts.append("A curve ends with a marker. Ends above the axis are cut here and shown in the next figure.")
+    parts.append(
+        f"A curve ends with a marker. The wide grey curve is {reference}. "
+        "With at most twelve methods, bands show the range of seeds."
+    )
     if results.runs[reference]:
         published = results.raw["file"].startswith("benchmarks/comparisons/")
         meaning = "[meaning](../comparing.md#what-the-numbers-mean)" if published else "meaning: docs/comparing.md"
@@ -216,12 +219,12 @@ def page(results: Results) -> str:
         parts += [f"## Usage until the {metric} is {target(results):.2f}, which every run of {reference} reaches"]
         parts.append(target_table(results))
     if others:
-        verdicts = [verdict_table(results, others)] if results.runs[reference] else []
         parts.append(
             _details(
-                "Extrapolation: simulated time of a larger model",
-                "The larger model was not trained: the metric is that of the trained one.",
-                *verdicts,
+                "Extrapolation: the time of an assumed device with a larger model",
+                "No such device was measured and no larger model was trained. These times follow from assumed seconds "
+                "per step, the bytes of the larger model and the rounds of the runs above. They say nothing about the "
+                "perplexity of the larger model.",
                 seconds_table(results, others),
             )
         )

@@ -281,11 +281,26 @@ def test_a_killed_comparison_leaves_no_training_process(programs, cache_dir, tmp
 
 def test_figures_show_every_method():
     results = Results(json.loads((ROOT / "docs" / "results" / "pool.json").read_text(encoding="utf-8")))
-    for draw, panels in ((draw_curves, 6), (draw_ends, 2)):
-        figure = draw(results)
-        assert len(figure.axes) == panels
-        names = [text.get_text() for text in figure.legends[0].get_texts()]
-        assert names == [name for name in results.methods if results.runs[name]]
+    completed = [name for name in results.methods if results.runs[name]]
+    curves = draw_curves(results)
+    assert [text.get_text() for text in curves.legends[0].get_texts()] == completed
+    ends = draw_ends(results)
+    assert [text.get_text() for text in ends.axes[0].get_yticklabels()] == completed
+    for figure in (curves, ends):
+        assert len(figure.axes) == 4
+
+
+def test_curve_of_each_method_ends_in_every_panel():
+    """Identical curves stay visible: the reference is wide and lies below the others."""
+    results = Results(json.loads((ROOT / "docs" / "results" / "parts.json").read_text(encoding="utf-8")))
+    for axes in draw_curves(results).axes:
+        for line in axes.get_lines():
+            x, y = line.get_xdata()[-1], line.get_ydata()[-1]
+            assert axes.get_xlim()[0] <= x <= axes.get_xlim()[1]
+            assert axes.get_ylim()[0] <= y <= axes.get_ylim()[1]
+        reference, *others = axes.get_lines()
+        assert all(reference.get_linewidth() > line.get_linewidth() for line in others)
+        assert all(reference.get_zorder() < line.get_zorder() for line in others)
 
 
 @pytest.mark.parametrize(("status", "text"), [(1, "a round\n"), (1, "Traceback (most recent call last):\n"), (2, "")])
