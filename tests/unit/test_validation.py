@@ -22,9 +22,9 @@ def test_every_device_evaluates_the_batches_of_its_workers(monkeypatch):
     config, begun = make_config(), []
     begin = eval_tool.begin_batches
 
-    def recorded(module, examples, size, device, batches, on_batch):
+    def recorded(module, examples, size, device, batches, *on_batch):
         begun.append((module, str(device), list(batches)))
-        return begin(module, examples, size, device, batches)
+        return begin(module, examples, size, device, batches, *on_batch)
 
     monkeypatch.setattr(eval_tool, "begin_batches", recorded)
     parameters = working[CPU].parameters.detach().clone().mul_(1.5)
