@@ -20,7 +20,6 @@ class RunMarks:
         test: sampling_method; "norm_test, debias" with debias.
         eta: at the end of the run.
         batch: last requested batch in examples.
-        reason: why it is this batch.
     """
 
     test: str
@@ -28,7 +27,6 @@ class RunMarks:
     theta: float
     nu: float
     batch: int
-    reason: str
 
 
 def deviations_figure(batches: Sequence[BatchGradient], found: Mapping[str, float], batch_size: int) -> Figure:
@@ -83,24 +81,6 @@ def law_figure(deviations: Mapping[int, float], variance: float, law: PowerLaw |
     axes.set_ylabel("||g_B - F||")
     axes.grid(True, alpha=0.3)
     axes.legend(fontsize=8, loc="lower left")
-    return figure
-
-
-def layers_figure(variances: Mapping[str, float]) -> Figure:
-    """Draw each parameter's share of the variance, in the model's order."""
-    names = list(variances)
-    total = sum(variances.values())
-    shares = [100 * value / total if total else 0.0 for value in variances.values()]
-    figure, (axes,) = make_figure(1, 1, (9, max(3.0, 0.24 * len(names) + 1.2)))
-    axes.barh(range(len(names)), shares, color=colour(0))
-    for place, share in enumerate(shares):
-        axes.text(share, place, f" {share:.1f}", va="center", fontsize=7)
-    axes.set_yticks(range(len(names)), names, fontsize=7)
-    axes.invert_yaxis()
-    axes.margins(x=0.08, y=0.01)
-    axes.set_title("Share of the gradient variance by parameter")
-    axes.set_xlabel("percent of V")
-    axes.grid(True, axis="x", alpha=0.3)
     return figure
 
 

@@ -3,7 +3,7 @@
     python gradient_analysis/gradient_analysis.py [--config PATH] [key=value ...]
 
 The script computes exact gradients on a sample of the data: how the gradients of batches deviate from the full
-gradient, the noise scale, each parameter's share of the variance, and the batch that every batch test would request.
+gradient, the noise scale, and the batch that every batch test would request.
 Numbers go to CSV and JSON files, figures to PNG files.
 """
 
@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 import yaml
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -29,7 +29,7 @@ from fabrics.data.dataset_loader import load_data
 from fabrics.data.examples import TaskData
 from fabrics.models.model_family import build_model
 from fabrics.training.flat_model import FlatModel
-from gradient_analysis.figures import RunMarks, deviations_figure, law_figure, layers_figure, requests_figure
+from gradient_analysis.figures import RunMarks, deviations_figure, law_figure, requests_figure
 from gradient_analysis.gradients import (
     Gradients,
     distribution,
@@ -47,13 +47,12 @@ from utils.config.yaml_reading import read_mapping, yaml_value
 from utils.distributed.devices import resolve_devices
 from utils.files import write_atomically, write_json_atomically
 from utils.run_layout import REPORT_FOLDER
-from utils.text import did_you_mean
 
 HERE = Path(__file__).resolve().parent
 PositiveInt = Annotated[int, Field(gt=0)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class AnalysisConfig:
     """The keys of config_analyze_gradient.yaml, which explains them."""
 
@@ -77,21 +76,18 @@ def parse_analysis_config(path: Path, overrides: Sequence[str]) -> AnalysisConfi
         ConfigError: with one line per problem.
     """
     values = read_mapping(path)
-    names = [field.name for field in dataclasses.fields(AnalysisConfig)]
     try:
         for assignment in overrides:
             key, separator, text = assignment.partition("=")
             if not separator:
                 raise ConfigError(f"{assignment}: an override must have the form key=value")
             values[key] = yaml_value(text)
-        unknown = [key for key in values if key not in names]
-        if unknown:
-            raise ConfigError([f"{key}: unknown key{did_you_mean(str(key), names)}" for key in unknown])
         return TypeAdapter(AnalysisConfig).validate_python(values)
     except yaml.YAMLError:
         raise ConfigError(f"{key}: value is not valid YAML: {text}") from None
     except ValidationError as error:
-        raise ConfigError(problem_lines(error, values)) from None
+        names = [field.name for field in dataclasses.fields(AnalysisConfig)]
+        raise ConfigError(problem_lines(error, values, names)) from None
 
 
 # Model, data and sample
@@ -158,36 +154,10 @@ def run_marks(training: Config, model: Path | None) -> RunMarks:
     if test == "norm_test" and training.debias:
         test = "norm_test, debias"
     if not len(rounds):
-        reason = "the model is not trained" if model is None else "it has no run folder"
-        return RunMarks(test, training.ETA, training.vartheta, training.nu, training.INITIAL_BATCH_SIZE, reason)
+        return RunMarks(test, training.ETA, training.vartheta, training.nu, training.INITIAL_BATCH_SIZE)
     eta = training.ETA if training.ETA_at_end is None else training.ETA_at_end
     batch = int(rounds["next_requested_batch"][rounds["outer_step"] == rounds["outer_step"][-1]].max())
-    return RunMarks(test, eta, training.vartheta, training.nu, batch, reason_of_request(training, rounds, batch))
-
-
-def reason_of_request(training: Config, rounds: np.ndarray, batch: int) -> str:
-    """Explain a run's last request by its own statistics and settings."""
-    tested = rounds[np.isfinite(rounds["gradient_variance"])]
-    if training.sampling_method == "none" or not len(tested):
-        return "no batch test changed it"
-    last = tested[-1]
-    variance = last["gradient_variance"]
-    squared_norm = last["gradient_squared_norm"]
-    seen = f"V = {variance:.4g} and ||G||^2 = {squared_norm:.4g}"
-    if squared_norm > 0.0:
-        seen += f" (noise scale {variance / squared_norm:,.0f})"
-    if training.statistics_smoothing:
-        seen += ", averaged over rounds"
-    sentences = [f"in round {int(last['outer_step'])} the {training.sampling_method} saw {seen}"]
-    if not training.debias:
-        sentences.append("It is not debiased, so that the request grows slowly")
-    if training.batch_test_confidence:
-        sentences.append(f"It lowered the request by {training.batch_test_confidence:g} standard errors")
-    if batch == training.max_requested_batch:
-        sentences.append("This is the largest request allowed (max_requested_batch)")
-    elif training.learning_rate_schedule == "warmup_stable_decay":
-        sentences.append("The request stays while the learning rate decays")
-    return ". ".join(sentences)
+    return RunMarks(test, eta, training.vartheta, training.nu, batch)
 
 
 def _load(config: AnalysisConfig, training: Config, device: torch.device) -> tuple[TaskData, FlatModel]:
@@ -296,7 +266,6 @@ def analyse(config: AnalysisConfig) -> Path:
     figures = {
         "deviations": deviations_figure(batches, deviations, config.batch_size),
         "batch_size_law": law_figure(corrected, statistics.variance, law),
-        "layers": layers_figure(singles.variance_by_parameter),
         "requests": requests_figure(requested, count, marks),
     }
     batch_rows = [(number, batch.deviation, batch.norm, batch.cosine) for number, batch in enumerate(batches)]
@@ -306,7 +275,6 @@ def analyse(config: AnalysisConfig) -> Path:
             ("batch_size", "deviation", "predicted"),
             *((size, deviation, predicted[size]) for size, deviation in by_size.items()),
         ],
-        "layers": [("parameter", "variance"), *singles.variance_by_parameter.items()],
         "requests": [("test", "parameter", "request"), *requested],
     }
     output = Path(config.output_dir)
@@ -336,7 +304,7 @@ def _print_findings(summary: dict[str, Any]) -> None:
     else:
         print(f"noise scale V / (||F||^2 - V / {summary['sample']}): {scale:,.4g} examples")
         print("  (V / ||F||^2 would be biased: it is too small, and depends on the size of the sample)")
-    print("the run's last requested batch was {batch:,}: {reason}".format(**summary["run"]))
+    print(f"the run's own request at this point: {summary['run']['batch']:,} examples")
     law = summary["batch_size_law"]
     if law is not None:
         print(f"deviation ~ batch ^ {law['exponent']:.3f} +- {law['error']:.3f} (independent examples: -0.5)")

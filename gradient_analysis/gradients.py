@@ -54,13 +54,11 @@ class ExampleGradients:
         squared_norms: ||g_i||^2, [examples], float64.
         inner_products: <g_i, F>, [examples], float64.
         statistics: exact values for the sample: V, P and O of algorithms.batch.per_example with g = F.
-        variance_by_parameter: contribution of each parameter to V, by name.
     """
 
     squared_norms: np.ndarray
     inner_products: np.ndarray
     statistics: SampleStatistics
-    variance_by_parameter: dict[str, float]
 
 
 class Gradients:
@@ -125,7 +123,6 @@ class Gradients:
         direction = self.full.to(self._working.parameters.dtype)
         squares = []
         products = []
-        by_parameter: dict[torch.nn.Parameter, torch.Tensor] = {}
         for part in tqdm(
             self._micro_batches(self._indices), desc="single examples", unit=" micro-batches", disable=None
         ):
@@ -134,16 +131,9 @@ class Gradients:
                 self._add_gradient(part)
             squares.append(probe.squared_norms.double().cpu())
             products.append(probe.inner_products.double().cpu())
-            for parameter, value in probe.squared_norms_by_parameter.items():
-                by_parameter[parameter] = by_parameter.get(parameter, 0.0) + value
         squared_norms = torch.cat(squares).numpy()
         inner_products = torch.cat(products).numpy()
-        return ExampleGradients(
-            squared_norms,
-            inner_products,
-            self._statistics(squared_norms, inner_products),
-            self._variances(by_parameter),
-        )
+        return ExampleGradients(squared_norms, inner_products, self._statistics(squared_norms, inner_products))
 
     def _add_gradient(self, indices: np.ndarray) -> torch.Tensor:
         """Add the gradient of the sum of these examples' losses to the model's gradient; return that sum."""
@@ -170,14 +160,6 @@ class Gradients:
             inner_product_variance=float(inner_products.var(ddof=1)),
             orthogonal_variance=orthogonal,
         )
-
-    def _variances(self, squared_norms: dict[torch.nn.Parameter, torch.Tensor]) -> dict[str, float]:
-        count = len(self._indices)
-        names = {parameter: name for name, parameter in self._working.module.named_parameters()}
-        return {
-            names[parameter]: ((squared_norms[parameter] - count * full.square().sum()) / (count - 1)).item()
-            for parameter, full in self._working.views(self.full).items()
-        }
 
 
 # Functions of numbers

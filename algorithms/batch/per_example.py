@@ -247,7 +247,6 @@ class PerExampleProbe:
         squared_norms: ||g_i||^2 of each example's loss as it enters the differentiated sum, [b], float64.
         inner_products: <g_i, direction>, [b], float64.
         squared_norm: of the accumulated gradient, float64.
-        squared_norms_by_parameter: the sum of squared norms of each parameter, if there is a direction.
 
     Raises:
         UnsupportedModuleError: naming the module that owns a trainable parameter and is not supported.
@@ -261,7 +260,6 @@ class PerExampleProbe:
         products: bool = True,
     ):
         self.batch_size = batch_size
-        self.squared_norms_by_parameter: dict[nn.Parameter, torch.Tensor] = {}
         self._direction = direction
         self._with_products = products
         self._handles: list = []
@@ -352,13 +350,8 @@ class PerExampleProbe:
     @torch.no_grad()
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
-        uses = self._uses.pop(parameter, ())
-        if self._direction is None:
-            self._add(self._names[parameter], uses, gradient)
-        else:
-            before = self.squared_norms.sum()
-            self._add(self._names[parameter], uses, self._direction[parameter])
-            self.squared_norms_by_parameter[parameter] = self.squared_norms.sum() - before
+        direction = gradient if self._direction is None else self._direction[parameter]
+        self._add(self._names[parameter], self._uses.pop(parameter, ()), direction)
         if self._with_products:
             self.squared_norm += gradient.square().sum()
 

@@ -210,7 +210,7 @@ def problem_lines(error: ValidationError, values: Any, known: Collection[str] = 
             if isinstance(part, int) and isinstance(inner, list):
                 place += f"[{part}]"
             elif isinstance(inner, Mapping) and (part in inner or problem["type"] == "missing"):
-                place += f".{part}" if place else part
+                place += f".{part}" if place else str(part)
             else:
                 break  # the name of an alternative
             inner = inner.get(part) if isinstance(inner, Mapping) else inner[part]
