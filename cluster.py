@@ -322,8 +322,6 @@ class Cluster:
         problem = plan.problem(self.trainers)
         if problem is not None:
             raise TrainingError(f"merging_policy: {policy} {problem}")
-        if self.config.weigh_shares:
-            plan = plan.weighted({trainer: len(self.trainers[trainer].cursor) for trainer in plan.weights})
         others = [self.trainers.pop(trainer) for trainer in plan.weights if trainer != plan.representative]
         representative = self.trainers[plan.representative]
         sent = representative.absorb(others, plan.weights)

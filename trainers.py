@@ -155,7 +155,7 @@ class Trainer:
             TrainingError: not even one example fits into a device's memory.
         """
         group = self.worker_group
-        group.begin_round(split.weights(schedule.inner_steps))
+        group.begin_round(split.examples_each(schedule.inner_steps))
         if not self.workers:
             return None
         started = time.perf_counter()

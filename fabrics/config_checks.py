@@ -68,8 +68,6 @@ def _method_problems(config: Config) -> list[str]:
         found.append(
             f"{config.budget}: must be null with {name}, whose rounds are not one communication each, of known size"
         )
-    if config.weigh_shares and config.data_split_over == "workers" and not able.weighted:
-        found.append(f"weigh_shares: must be false with {name}, in which workers cannot be weighted")
     if config.balance == "batch" and not able.weighted:
         found.append(f"balance: must be equal with {name}, in which workers cannot be weighted by their examples")
     if config.balance == "steps" and (able.exchanges_gradients or not able.weighted):
@@ -167,7 +165,6 @@ NOT_READ_WITH: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "samples_per_class": _REVIEWS,
     "imdb_local_path": _REVIEWS,
     "data_shares": {"data_split": ("iid",), "data_split_over": ("trainers",)},
-    "dirichlet_alpha": {"data_split": ("iid", "clusters", "sources")},
     "single_seed": {"need_to_reinit_output_layers": (False,)},
     "project_name": {"clearml": ("off",)},
     "link": {"time_budget": (None,), "node_speeds": (None,)},

@@ -32,15 +32,11 @@ class MergePlan:
             return f"has weights {self.weights}, which must not be negative and sum to 1"
         return None
 
-    def weighted(self, sizes: Mapping[int, int]) -> "MergePlan":
-        """This merge with weights in proportion to these sizes of the trainers."""
-        total = sum(sizes[trainer] for trainer in self.weights)
-        return MergePlan(self.representative, {trainer: sizes[trainer] / total for trainer in self.weights})
-
 
 def _plan(requests: Mapping[int, int], chosen: list[int]) -> MergePlan:
     representative = min(chosen, key=lambda trainer: (-requests[trainer], trainer))
-    return MergePlan(representative, dict.fromkeys(sorted(chosen), 0.0)).weighted(requests)
+    total = sum(requests[trainer] for trainer in chosen)
+    return MergePlan(representative, {trainer: requests[trainer] / total for trainer in sorted(chosen)})
 
 
 def worst_with_worst(requests: Mapping[int, int], count: int = 2) -> MergePlan:

@@ -9,6 +9,8 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from algorithms.registry import Registry
 from fabrics.data.c4 import c4_documents
 from fabrics.data.documents import (
@@ -21,9 +23,9 @@ from fabrics.data.documents import (
     matching_files,
     whole_file,
 )
-from fabrics.data.examples import PackedDocuments, PackedSequences, TaskData
+from fabrics.data.examples import DataShares, PackedDocuments, PackedSequences, TaskData
 from fabrics.data.imdb import load_imdb
-from fabrics.data.partition import Corpus, labels_by_origin, partition, share_count
+from fabrics.data.partition import SPLITS, share_count
 from fabrics.data.python_docs import python_docs_source
 from fabrics.data.token_store import TokenisedPart, TokenisedSet, content_digest, tokenised_documents, verified_sets
 from fabrics.data.tokenization import describe, vocabulary_size
@@ -61,21 +63,10 @@ def task_data(config: Config, documents: TokenisedSet) -> TaskData:
     length = config.sequence_length
     shares = None
     if config.splits_data:
-        corpus = Corpus(
-            train,
-            validation,
-            vocabulary_size(documents.tokenizer),
-            lambda: labels_by_origin(train.read_origins(), validation.read_origins()),
-            content,
-        )
-        parts = partition(config, corpus)
-        examples = PackedDocuments(train.tokens, train.offsets, parts.train, length)
-        per_share = []
-        if config.validation_per_share:
-            most = -(-MOST_VALIDATION_SEQUENCES // len(parts.validation))
-            for own in parts.validation:
-                per_share.append(PackedDocuments(validation.tokens, validation.offsets, [own], length, most))
-        shares = parts.shares(examples.sizes, per_share)
+        share_of = SPLITS[config.data_split](config, train, vocabulary_size(documents.tokenizer))
+        groups = [np.flatnonzero(share_of == share) for share in range(config.data_shares)]
+        examples = PackedDocuments(train.tokens, train.offsets, groups, length)
+        shares = _described_shares(train, groups, examples.sizes)
     else:
         examples = _packed(train, "training", length)
     skipped = documents.metadata["skipped"]
@@ -109,6 +100,20 @@ def _first(part: TokenisedPart, count: int | None, key: str, kind: str, document
     if count is not None and count > len(part):
         raise ConfigError(f"{key}: {documents.folder} has {len(part)} {kind} documents, got {count}")
     return part.first(count)
+
+
+def _described_shares(train: TokenisedPart, groups: list[np.ndarray], sizes: tuple[int, ...]) -> DataShares:
+    if 0 in sizes:
+        raise ConfigError(
+            f"data_split: the documents of share {sizes.index(0)} of {len(sizes)} do not fill one example; use fewer "
+            f"data_shares or a shorter sequence_length"
+        )
+    lengths = train.lengths
+    records = [
+        {"documents": len(own), "examples": size, "tokens": int(lengths[own].sum())}
+        for own, size in zip(groups, sizes, strict=True)
+    ]
+    return DataShares(sizes, records)
 
 
 def _packed(part: TokenisedPart, kind: str, sequence_length: int, most: int | None = None) -> PackedSequences:

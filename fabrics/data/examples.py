@@ -1,10 +1,9 @@
 """Training and validation examples, read by index in batches; task-neutral for the trainers."""
 
-import copy
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -106,14 +105,6 @@ class PaddedSequences:
     def __len__(self) -> int:
         return len(self._starts)
 
-    def chosen(self, indices: np.ndarray) -> "PaddedSequences":
-        """Return these sequences, in this order."""
-        own = copy.copy(self)
-        own._starts = self._starts[indices]
-        own._lengths = self._lengths[indices]
-        own._classes = None if self._classes is None else self._classes[indices]
-        return own
-
     @property
     def largest(self) -> int:
         return int(self._lengths.argmax())
@@ -144,20 +135,12 @@ class PackedDocuments(PackedSequences):
         groups: document indices of each group, in order; no sequence spans two groups, and only the last partial
             sequence of each group is lost.
         sequence_length: tokens per sequence.
-        most: most sequences of a group; None: all.
 
     Attributes:
         sizes: sequences of each group; sequences are sorted by group.
     """
 
-    def __init__(
-        self,
-        tokens: np.ndarray,
-        offsets: np.ndarray,
-        groups: Sequence[np.ndarray],
-        sequence_length: int,
-        most: int | None = None,
-    ):
+    def __init__(self, tokens: np.ndarray, offsets: np.ndarray, groups: Sequence[np.ndarray], sequence_length: int):
         self._tokens = np.asarray(tokens)
         offsets = np.asarray(offsets)
         self.tokens_per_example: int | None = sequence_length
@@ -167,9 +150,7 @@ class PackedDocuments(PackedSequences):
         self._ends = np.cumsum(lengths)
         self._shifts = offsets[order] - (self._ends - lengths)
         ends = np.concatenate([[0], self._ends])[np.cumsum([0, *map(len, groups)])]
-        self.sizes = tuple(
-            size if most is None else min(size, most) for size in (np.diff(ends) // sequence_length).tolist()
-        )
+        self.sizes: tuple[int, ...] = tuple((np.diff(ends) // sequence_length).tolist())
         self._group_starts = ends[:-1]
         self._first_sequences = np.cumsum([0, *self.sizes])
 
@@ -189,13 +170,11 @@ class DataShares:
 
     Attributes:
         sizes: examples of each share; training examples are sorted by share.
-        validation: validation examples of each share; empty: shares are not evaluated.
-        record: description of the shares for the summary.
+        records: documents, examples and tokens of each share, for the summary.
     """
 
     sizes: tuple[int, ...]
-    validation: tuple[Examples, ...]
-    record: Mapping[str, Any]
+    records: list[dict[str, int]]
 
 
 @dataclass(frozen=True)
@@ -230,7 +209,7 @@ class TaskData:
         """Return a digest of the sizes and of 32 examples of each part, to compare processes and resumed runs."""
         digest = hashlib.sha256()
         if self.shares is not None:
-            digest.update(f"{self.shares.sizes} {self.shares.record}".encode())
+            digest.update(f"{self.shares.records}".encode())
         for examples in (self.train, self.validation):
             chosen = np.unique(np.linspace(0, len(examples) - 1, 32).astype(np.int64))
             batch = examples.batch(chosen, torch.device("cpu"))

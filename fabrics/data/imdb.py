@@ -11,9 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from fabrics.data.documents import EMPTY, DatasetError, Skipped, document_hash, matching_files, whole_file
 from fabrics.data.examples import PaddedSequences, TaskData
-from fabrics.data.partition import Corpus, DocumentLabels, partition
 from fabrics.data.token_store import TokenisedPart, content_digest
-from fabrics.data.tokenization import describe, named_tokenizer, padding, train_tokenizer, vocabulary_size
+from fabrics.data.tokenization import describe, named_tokenizer, padding, train_tokenizer
 from utils.config.schema import Config, ConfigError
 from utils.text import first_line
 
@@ -148,38 +147,25 @@ def load_imdb(config: Config) -> TaskData:
     length = config.sequence_length
     train_part = encode_reviews(train, tokenizer, length, "training")
     evaluation_part = encode_reviews(evaluation, tokenizer, length, "evaluation")
-    classes = DocumentLabels(
-        CLASS_NAMES, np.array([label for _, label in train]), np.array([label for _, label in evaluation])
-    )
+    train_classes, evaluation_classes = (np.array([label for _, label in part]) for part in (train, evaluation))
     pad = padding(tokenizer)
-    examples = PaddedSequences(train_part.tokens, train_part.offsets, length, pad, classes.train)
-    validation = PaddedSequences(evaluation_part.tokens, evaluation_part.offsets, length, pad, classes.validation)
-    content = content_digest((train_part, evaluation_part), tokenizer)
-    shares = None
-    if config.splits_data:
-        corpus = Corpus(train_part, evaluation_part, vocabulary_size(tokenizer), lambda: classes, content)
-        parts = partition(config, corpus)
-        per_share = [validation.chosen(own) for own in parts.validation] if config.validation_per_share else ()
-        shares = parts.shares([len(own) for own in parts.train], per_share)
-        examples = examples.chosen(np.concatenate(parts.train))
     data = TaskData(
         task="classification",
         dataset="imdb",
         source=reviews.name,
-        train=examples,
-        validation=validation,
+        train=PaddedSequences(train_part.tokens, train_part.offsets, length, pad, train_classes),
+        validation=PaddedSequences(evaluation_part.tokens, evaluation_part.offsets, length, pad, evaluation_classes),
         tokenizer=tokenizer,
         documents={"train": len(train), "validation": len(evaluation)},
         skipped=skipped.counts,
         class_names=CLASS_NAMES,
-        shares=shares,
-        content=content,
+        content=content_digest((train_part, evaluation_part), tokenizer),
     )
     logger.info(
         "data: %s; %s training reviews (%s pos), %s evaluation reviews, balanced; tokenizer %s",
         reviews.name,
         f"{len(train):,}",
-        f"{classes.train.sum():,}",
+        f"{train_classes.sum():,}",
         f"{len(evaluation):,}",
         describe(tokenizer, name),
     )

@@ -35,17 +35,6 @@ class Reading(NamedTuple):
     workers: tuple[int, ...]
     size: int
 
-    @property
-    def share(self) -> float:
-        """Examples per worker."""
-        return self.size / len(self.workers)
-
-
-def share_sizes(readings: Iterable[Reading], examples: Sequence[int]) -> list[float]:
-    """Return the share size of each worker; 0 if it reads no examples this round."""
-    sizes = {worker: reading.share for reading in readings for worker in reading.workers}
-    return [sizes[worker] if count else 0 for worker, count in enumerate(examples)]
-
 
 def tokens_ahead(readings: Iterable[Reading], examples_each: Sequence[int], examples: Examples) -> int:
     """Return the tokens of the next `examples_each` examples of the workers; draws nothing if all have equal length."""

@@ -4,7 +4,6 @@
 added in the order of the batches, so that the result does not depend on who evaluated them.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,12 +26,10 @@ class Evaluation:
     Attributes:
         loss: mean over predicted targets, in nats.
         metric: perplexity, or accuracy between 0 and 1.
-        shares: the evaluation on each data share's validation examples; None for a share that has none.
     """
 
     loss: float
     metric: float
-    shares: tuple["Evaluation | None", ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,24 +61,20 @@ class EvaluationPart:
     Attributes:
         batches: their numbers.
         sums: summed loss, targets and, of a classifier, correct answers of each batch [batches, 3], float64.
-        shares: the parts of each data share's examples.
     """
 
     batches: list[int]
     sums: torch.Tensor
-    shares: tuple["EvaluationPart", ...] = ()
 
     def wait(self) -> "EvaluationPart":
         """Wait for the device, and return the sums on the host."""
-        return EvaluationPart(self.batches, self.sums.cpu(), tuple(share.wait() for share in self.shares))
+        return EvaluationPart(self.batches, self.sums.cpu())
 
     @classmethod
     def join(cls, parts: Sequence["EvaluationPart"]) -> "EvaluationPart":
         """Join parts of different batches."""
         batches = [number for part in parts for number in part.batches]
-        by_share = zip(*(part.shares for part in parts if part.shares), strict=True)
-        sums = torch.cat([part.sums for part in parts])
-        return cls(batches, sums, tuple(cls.join(share) for share in by_share))
+        return cls(batches, torch.cat([part.sums for part in parts]))
 
 
 def batch_count(examples: Examples, batch_size: int) -> int:
@@ -123,10 +116,7 @@ def combine(parts: Iterable[EvaluationPart], task: str) -> Evaluation:
     Raises:
         ValueError: the examples have no target to predict.
     """
-    return _evaluation(EvaluationPart.join(list(parts)), task)
-
-
-def _evaluation(part: EvaluationPart, task: str) -> Evaluation:
+    part = EvaluationPart.join(list(parts))
     loss = 0.0
     count = 0.0
     correct = 0.0
@@ -136,8 +126,7 @@ def _evaluation(part: EvaluationPart, task: str) -> Evaluation:
         correct += answers
     if count == 0:
         raise ValueError("the evaluation examples have no target to predict")
-    shares = tuple(_evaluation(share, task) if share.batches else None for share in part.shares)
-    return Evaluation(loss / count, METRICS[task].value(loss / count, correct / count), shares)
+    return Evaluation(loss / count, METRICS[task].value(loss / count, correct / count))
 
 
 def evaluate(module: nn.Module, examples: Examples, task: str, batch_size: int, device: torch.device) -> Evaluation:
@@ -156,10 +145,9 @@ class Validation:
     def __init__(self, data: TaskData, models: Mapping[torch.device, FlatModel], batch_size: int):
         self.metric = METRICS[data.task]
         self._task = data.task
+        self._examples = data.validation
         self._models = models
         self._batch_size = batch_size
-        # All validation examples, then those of each data share.
-        self._sets = (data.validation, *(data.shares.validation if data.shares else ()))
 
     def part(self, worker_group: WorkerGroup, parameters: torch.Tensor | None) -> EvaluationPart | None:
         """Evaluate a trainer on the batches of this process's workers; None if there are none.
@@ -170,32 +158,21 @@ class Validation:
         for device, batches in self._local_batches(worker_group).items():
             model = self._models[device]
             with model.evaluating(parameters) as module:
-                everything, *shares = (
-                    self._begin(model, module, examples, numbers)
-                    for examples, numbers in zip(self._sets, batches, strict=True)
-                )
-            begun.append(dataclasses.replace(everything, shares=tuple(shares)))
+                own, others = model.local_batches(batches)
+                begun.append(begin_batches(module, self._examples, self._batch_size, device, own, model.count_pass))
+                if others:  # all devices that share a model make every forward pass together
+                    begin_batches(module, self._examples, self._batch_size, device, others, model.count_pass)
         # Wait only after all devices have work.
         return EvaluationPart.join([part.wait() for part in begun]) if begun else None
 
-    def _local_batches(self, worker_group: WorkerGroup) -> dict[torch.device, list[list[int]]]:
-        """The batches of each set of examples that the devices of this process evaluate; workers take turns."""
-        found: dict[torch.device, list[list[int]]] = {}
-        turn = 0
-        for place, examples in enumerate(self._sets):
-            for batch in range(batch_count(examples, self._batch_size)):
-                worker = worker_group.local.get(turn % len(worker_group))
-                if worker is not None:
-                    found.setdefault(worker.node.device, [[] for _ in self._sets])[place].append(batch)
-                turn += 1
+    def _local_batches(self, worker_group: WorkerGroup) -> dict[torch.device, list[int]]:
+        """The batches that each device of this process evaluates; workers take turns."""
+        found: dict[torch.device, list[int]] = {}
+        for batch in range(batch_count(self._examples, self._batch_size)):
+            worker = worker_group.local.get(batch % len(worker_group))
+            if worker is not None:
+                found.setdefault(worker.node.device, []).append(batch)
         return found
-
-    def _begin(self, model: FlatModel, module: nn.Module, examples: Examples, numbers: list[int]) -> EvaluationPart:
-        own, others = model.local_batches(numbers)
-        begun = begin_batches(module, examples, self._batch_size, model.device, own, model.count_pass)
-        if others:  # all devices that share a model make every forward pass together
-            begin_batches(module, examples, self._batch_size, model.device, others, model.count_pass)
-        return begun
 
     def combine(self, parts: Sequence[Mapping[int, EvaluationPart]], trainers: Sequence[int]) -> dict[int, Evaluation]:
         """Combine the parts that each process has evaluated, by trainer, into each trainer's evaluation."""

@@ -43,7 +43,7 @@ class OuterRound:
     ):
         first = next(iter(assignments.values()))
         inner_steps = len(first.learning_rates)
-        weights = split.weights(inner_steps)
+        weights = split.examples_each(inner_steps)
         self._config = config
         self._workers = workers
         self._method = workers.method

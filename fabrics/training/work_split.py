@@ -12,7 +12,7 @@ import numpy as np
 from algorithms.batch.switch_mode import execution_plans
 from algorithms.nodes.balance import places, steps_each
 from fabrics.data.examples import Examples
-from fabrics.data.sampler import Reading, share_sizes, tokens_ahead
+from fabrics.data.sampler import Reading, tokens_ahead
 from fabrics.training.statistics import StatisticsPlan
 from fabrics.training.worker import Assignment, Node, RoundKey
 from utils.config.schema import Config
@@ -165,11 +165,6 @@ class WorkSplit:
     def tokens(self, inner_steps: int) -> int:
         """Tokens of a round of `inner_steps` over all workers."""
         return tokens_ahead(self._readings, self.examples_each(inner_steps), self._examples)
-
-    def weights(self, inner_steps: int) -> list[float]:
-        """The weight of each worker in a mean, by number: its examples, or the size of its share of the data."""
-        each = self.examples_each(inner_steps)
-        return share_sizes(self._readings, each) if self._config.weigh_shares else each
 
     def assignments(
         self, learning_rates: Sequence[float], key: RoundKey, statistics: StatisticsPlan

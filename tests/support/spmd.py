@@ -68,7 +68,7 @@ SCENARIOS = {
     | {"balance": "steps", "node_schedule": [[0, 3], [0.4, 4]], "participants": 0.6, "message_loss": 0.3}
     | {"data_split_over": "workers"},
     "clusters in a changing pool": _TWO_TRAINERS
-    | {"data_split": "clusters", "data_split_over": "workers", "data_shares": 4, "weigh_shares": True}
+    | {"data_split": "clusters", "data_split_over": "workers", "data_shares": 4}
     | {"sequence_length": 9, "node_schedule": [[0, 3], [0.4, 4]], "message_loss": 0.5},
     "int8": {"communication_dtype": "int8"},
     "a node fails": _TWO_TRAINERS,
@@ -181,7 +181,7 @@ def _data(config: Config, processes: Processes) -> TaskData:
         return clustered(config, processes)
     data = tiny_data()
     if config.splits_data:
-        data = dataclasses.replace(data, shares=DataShares((40, 12, 28, 16), (), {}))
+        data = dataclasses.replace(data, shares=DataShares((40, 12, 28, 16), []))
     return data
 
 
@@ -225,7 +225,7 @@ def run_scenario(name: str, processes: Processes | None = None) -> dict:
         "lost": counters.lost_messages,
         "merges": len(cluster.merges),
         "warnings": recorder.warnings,
-        "shares": data.shares and (data.shares.sizes, data.shares.record),
+        "shares": data.shares and data.shares.sizes,
         "placement": [
             {report.trainer: [w.node for w in report.workers.values()] for report in result.reports.values()}
             for result in recorder.rounds

@@ -132,7 +132,7 @@ def test_equally_many_but_other_examples_stop_all(loading):
 
 def test_equally_large_but_other_shares_stop_all(loading):
     """The compared examples may be the same."""
-    shares = [DataShares((48, 48), (), {"shares": [{"documents": count}]}) for count in (2, 2, 3)]
+    shares = [DataShares((48, 48), [{"documents": count}]) for count in (2, 2, 3)]
     loading(c4=lambda rank: dataclasses.replace(DATA, shares=shares[rank]))
     (line,) = set(refusals(3, load))
     assert line.startswith("the processes have different data: contents: ")

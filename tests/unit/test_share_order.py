@@ -2,21 +2,15 @@
 
 import json
 from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from algorithms.nodes.balance import places
-from algorithms.schedule.limits import RunCounters
-from cluster import Cluster
 from fabrics.data.examples import PackedSequences
-from fabrics.data.sampler import DataCursor, Shares, next_of_several, share_sizes, shares_of_workers, tokens_ahead
-from fabrics.pool.node_pool import NodePool
-from fabrics.pool.round_scheduler import RoundScheduler
+from fabrics.data.sampler import DataCursor, Shares, next_of_several, shares_of_workers, tokens_ahead
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.worker import Node
 from tests.support.helpers import (
@@ -24,7 +18,6 @@ from tests.support.helpers import (
     make_config,
     padded,
     random_sequences,
-    recorded_pseudo_gradients,
     tiny_llama,
     train,
 )
@@ -99,8 +92,6 @@ def test_workers_that_read_the_same_shares_take_consecutive_slices():
 
 def test_a_worker_reads_its_own_share_alone():
     cursor = DataCursor(Shares(5, (8, 12, 4)), [0, 1, 2], True)
-    assert share_sizes(cursor.readings(3), [1, 1, 1]) == [8, 12, 4]
-    assert share_sizes(cursor.readings(6), [1, 1, 0, 1, 1, 1]) == [4, 6, 0, 4, 6, 2]
     parts = read(cursor, [2, 3, 1], 4)
     for share, part in enumerate(parts):
         assert set(part) <= set(cursor._data.draw([share]))
@@ -176,43 +167,3 @@ def test_workers_of_a_trainer_train_on_their_shares():
     # Two rounds of three inner steps, and of a batch that is larger for statistics, which is of the share as well.
     assert Counter(next(iter(own)) for own in shares) == {0: 8, 1: 8, 2: 8}
     assert trainer.cursor.positions == {0: 12, 1: 12, 2: 12}
-
-
-@pytest.mark.parametrize("weigh", [True, False])
-def test_weigh_shares_weights_means_by_the_sizes_of_shares(weigh, monkeypatch):
-    examples = PackedSequences(random_sequences(40))
-    values = {"distributed_algo": "LocalSGD", "sampling_method": "none", "weigh_shares": weigh}
-    trainer = trainer_of(DataCursor(Shares(1, (10, 30)), [0, 1], True), examples, 2, **values)
-    before, gradients = trainer.parameters.clone(), recorded_pseudo_gradients(monkeypatch)
-    train(trainer, 1)
-    first, second = gradients
-    expected = 0.25 * first + 0.75 * second if weigh else 0.5 * (first + second)
-    torch.testing.assert_close(before - trainer.parameters, expected, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("over", ["workers", "trainers"])
-@pytest.mark.parametrize(("weigh", "weights"), [(True, (0.25, 0.75)), (False, (2 / 3, 1 / 3))])
-def test_weigh_shares_weights_merges_by_the_sizes_of_shares(over, weigh, weights):
-    """Trainer 0 requests 8 and has shares of 4 and 6 examples, trainer 1 requests 4 and has one of 30."""
-    examples, shares = PackedSequences(random_sequences(40)), Shares(1, (4, 6, 30))
-    values = {"data_split_over": over, "data_split": "sources", "weigh_shares": weigh}
-    config, by_worker = make_config(**values), over == "workers"
-    trainers = {
-        number: trainer_of(DataCursor(shares, own, by_worker), examples, 1, number, **values)
-        for number, own in enumerate(([0, 1], [2]))
-    }
-    trainers[0].batch.requested_batch = 8
-    for number, trainer in trainers.items():
-        trainer.shared["parameters"].fill_(float(number))
-        trainer.shared["velocity"].fill_(2 * number)
-    requests = {number: trainer.requested_batch for number, trainer in trainers.items()}
-    scheduler = RoundScheduler(config, 40, NodePool([CPU], config))
-    cluster = SimpleNamespace(
-        config=config, trainers=trainers, scheduler=scheduler, counters=RunCounters(), merges=[], _requests=requests
-    )
-    plan = Cluster._merge(cluster).plan
-    assert (plan.representative, list(trainers)) == (0, [0])
-    assert plan.weights == pytest.approx(dict(enumerate(weights)))
-    torch.testing.assert_close(trainers[0].parameters, torch.full_like(trainers[0].parameters, weights[1]))
-    velocity = trainers[0].shared["velocity"]
-    torch.testing.assert_close(velocity, torch.full_like(velocity, 2 * weights[1]))

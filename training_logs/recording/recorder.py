@@ -33,7 +33,7 @@ from utils.run_layout import LOG_FILE, MEMORY_FOLDER, REPORT_FOLDER
 from utils.text import budget_used, counted
 
 # The round log comes last: a reader finds the steps and exchanges of each of its rounds.
-TABLES = ("step_loss_log.csv", "exchange_log.csv", "share_log.csv", "merge_log.csv", "training_log.csv")
+TABLES = ("step_loss_log.csv", "exchange_log.csv", "merge_log.csv", "training_log.csv")
 
 
 class RunRecorder(Observer):
@@ -197,7 +197,6 @@ class RunRecorder(Observer):
         rows = {
             "step_loss_log.csv": round_log.step_rows(result),
             "exchange_log.csv": round_log.exchange_rows(result),
-            "share_log.csv": round_log.share_rows(result),
             "merge_log.csv": round_log.merge_rows(result),
             "training_log.csv": round_log.round_rows(result, wall_seconds),
         }

@@ -7,9 +7,8 @@ import numpy as np
 
 from algorithms.batch.gradient_statistics import GradientStatistics
 from algorithms.nodes.traffic import Event
-from fabrics.data.examples import DataShares
 from fabrics.models.continuations import Continuation
-from fabrics.pool.eval_tool import Evaluation, Metric
+from fabrics.pool.eval_tool import Metric
 from training_logs.recording.records import ClusterRound, RoundReport, RunView
 from utils.text import byte_size, counted, merge_line
 
@@ -132,22 +131,6 @@ def exchange_rows(result: ClusterRound) -> list[dict]:
     return rows
 
 
-def share_rows(result: ClusterRound) -> list[dict]:
-    """Return one row of share_log.csv per trainer and share of non-IID data, if shares are evaluated."""
-    return [
-        {
-            "outer_step": result.outer_step,
-            "trainer_id": trainer,
-            "share": share,
-            "validation_loss": own.loss,
-            "validation_metric": own.metric,
-        }
-        for trainer, evaluation in result.evaluations.items()
-        for share, own in enumerate(evaluation.shares)
-        if own is not None
-    ]
-
-
 def merge_rows(result: ClusterRound) -> list[dict]:
     """Return one row of merge_log.csv per trainer that became the representative."""
     if result.merge is None:
@@ -162,16 +145,6 @@ def merge_rows(result: ClusterRound) -> list[dict]:
         }
         for trainer, weight in plan.weights.items()
     ]
-
-
-def share_summary(shares: DataShares | None, best: Evaluation | None) -> dict | None:
-    """Return the shares as JSON values, with the final metric of the best trainer where it was evaluated."""
-    if shares is None:
-        return None
-    entries = [dict(entry) for entry in shares.record["shares"]]
-    for entry, own in zip(entries, best.shares if best else (), strict=False):
-        entry["final_metric"] = own and own.metric
-    return {**shares.record, "shares": entries}
 
 
 # Lines

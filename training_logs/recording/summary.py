@@ -10,7 +10,6 @@ from algorithms.schedule.limits import RunCounters
 from fabrics.pool.eval_tool import Evaluation
 from fabrics.pool.round_scheduler import budget_of
 from training_logs.recording.records import RunView
-from training_logs.recording.round_log import share_summary
 from utils.config.schema import Config
 
 _LIBRARIES = ("transformers", "tokenizers", "safetensors", "numpy")
@@ -82,7 +81,7 @@ def run_summary(run: RunView, final: dict[int, Evaluation], status: str, recorde
         "data_digest": run.data.content or run.data.fingerprint(),
         "documents": dict(run.data.documents),
         "skipped_documents": dict(run.data.skipped),
-        "data_shares": share_summary(run.data.shares, best),
+        "data_shares": run.data.shares and run.data.shares.records,
         "seed": config.training_seed,
         **recorded,
         "versions": _versions(),

@@ -172,18 +172,6 @@ def draw_node_times(axes: Axes, run: RunData, x: str) -> None:
     axes.legend(fontsize=8, ncols=3, loc="upper left")
 
 
-def draw_share_losses(axes: Axes, run: RunData, x: str) -> None:
-    """Validation loss of the best trainer on each share of non-IID data."""
-    for share in np.unique(run.share_rows["share"]).astype(int):
-        own = run.share_rows[run.share_rows["share"] == share]
-        rounds = np.unique(own["outer_step"])
-        losses = [own["validation_loss"][own["outer_step"] == step].min() for step in rounds]
-        draw_line(axes, rounds, np.array(losses), color=colour(share), label=f"share {share}")
-    _mark_merges(axes, run, x)
-    label_axes(axes, x, "loss (nats per target)", "Validation loss per share, of its best trainer")
-    axes.legend(fontsize=8, ncols=2)
-
-
 # Figures
 
 
@@ -209,7 +197,6 @@ def plots_of(run: RunData) -> dict[str, list[tuple[Draw, str]]]:
             (draw_squared_norm, "outer_step"): tested,
         },
         "resources.png": {(draw_node_times, "outer_step"): len(run.node_rows) > 0},
-        "shares.png": {(draw_share_losses, "outer_step"): len(run.share_rows) > 0},
     }
     shown = {name: [panel for panel, present in own.items() if present] for name, own in panels.items()}
     return {name: own for name, own in shown.items() if own}

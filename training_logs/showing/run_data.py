@@ -202,11 +202,6 @@ class RunData:
         }
 
     @cached_property
-    def share_rows(self) -> Table:
-        """share_log.csv; empty unless shares of non-IID data are evaluated."""
-        return read_table(self.report_dir / "share_log.csv")
-
-    @cached_property
     def step_losses(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         """Per trainer the numbers of its inner steps, counted over all rounds, and their mean losses over workers."""
         log = read_table(self.report_dir / "step_loss_log.csv")

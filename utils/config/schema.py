@@ -240,23 +240,12 @@ class Data(Section):
 class DataSplit(Section):
     """Division of the data"""
 
-    data_split: str = key(
-        "iid", "How documents are divided: at random, by k-means over TF-IDF, by origin, or by Dirichlet proportions."
-    )
+    data_split: str = key("iid", "How documents are divided: at random, by k-means over TF-IDF, or by origin.")
     data_split_over: Literal["trainers", "workers"] = key(
         "trainers", "Who gets different data: each trainer or each worker."
     )
     data_shares: PositiveInt | None = key(
         None, "Shares of data_split; null: one per trainer, or one per node with data_split_over workers."
-    )
-    dirichlet_alpha: PositiveFloat = key(
-        0.5, "Concentration of data_split dirichlet; the smaller, the more the shares differ."
-    )
-    weigh_shares: bool = key(
-        False, "Weight means by the amount of data instead of by requests and batches, in merges and synchronisations."
-    )
-    validation_per_share: bool = key(
-        False, "Evaluate also on each share's validation documents; doubles evaluation time.", changes_training=False
     )
 
     @property
