@@ -392,7 +392,10 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
     if processes.is_main:
         # After an error the other processes do not save their parts, and a lost device cannot be read.
         if not models and processes.count == 1 and not isinstance(ended_by, DeviceLostError):
-            models = cluster.save_models(models_folder, recorder)
+            try:
+                models = cluster.save_models(models_folder, recorder)
+            except Exception:  # the summary, the cause and the command to resume still follow
+                logger.exception("the models cannot be saved")
         recorder.finish(cluster, evaluations, status, models, texts)
         if code and has_checkpoint(folder):
             logger.info("to resume: python run.py --resume %s", folder)

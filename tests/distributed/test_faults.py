@@ -287,16 +287,20 @@ def test_a_mean_has_its_memory_before_a_worker_is_added(monkeypatch):
         Workers((0, 0)).mean(like)
 
 
-def test_a_broken_device_ends_the_run_with_a_clear_message(tmp_path, cache_dir, monkeypatch):
-    """As on CUDA: once it has broken down, whatever this process does with it fails."""
+@pytest.mark.parametrize("kind", [torch.AcceleratorError, RuntimeError])
+def test_a_broken_device_ends_the_run_with_a_clear_message(kind, tmp_path, cache_dir, monkeypatch):
+    """As on CUDA: once it has broken down, whatever this process does with it fails. Libraries raise a RuntimeError."""
     accumulate, load = inner_loop.accumulate_gradients, FlatModel.load
     calls, failures = [], []
 
     def broken(*arguments):
         failures.append(1)
-        raise torch.AcceleratorError(
-            "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might ..."
-        )
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_stream", failing_stream)
+        raise kind("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might ...")
+
+    def failing_stream():
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     def breaks(*arguments, **keywords):
         calls.append(1)
