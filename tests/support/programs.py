@@ -1,9 +1,9 @@
 """Programs that tests start, by the fixture `programs`.
 
 Importing PyTorch and transformers takes seconds. So `run` and `torchrun` start programs from a fork server
-(multiprocessing's), which has imported them once. With `fresh=True`, and with `start`, a program has an interpreter of
-its own: tests of the start itself, of signals and of kills need that, and so does every test on a machine with GPUs,
-because CUDA cannot be used in a fork.
+(multiprocessing's), which has imported them once; the other processes of a run are forks of its first one. With
+`fresh=True`, and with `start`, a program has an interpreter of its own: tests of the start itself and of streams need
+that, and so does every test on a machine with GPUs, because CUDA cannot be used in a fork.
 """
 
 import contextlib
@@ -11,19 +11,24 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess, Popen
+from types import SimpleNamespace
 from typing import TypeVar
 
 import psutil
 import torch
 from torch import distributed as dist
+
+from utils.distributed import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 # A limit that no machine comes near, however busy it is: what has not happened by then never will.
@@ -62,6 +67,51 @@ def command(*words: str | Path, **keywords) -> CompletedProcess:
     return subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=LIMIT_SECONDS, **keywords)
 
 
+class _ForkedPopen:
+    """What utils.distributed.launch uses of Popen, for `python *words` without a new interpreter."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], stdin: int):
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid:
+            return
+        status = 1
+        try:
+            os.environ.clear()
+            os.environ.update(env)
+            _run_python([*map(str, command[1:])])
+            status = 0
+        except SystemExit as end:
+            status = end.code or 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float = LIMIT_SECONDS) -> int:
+        end = time.monotonic() + timeout
+        while self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                self.returncode = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > end:
+                raise subprocess.TimeoutExpired("fork", timeout)
+            else:
+                time.sleep(0.01)
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
 def _program(words: list[str], environment: dict[str, str], folder: Path, outputs: tuple[Path, Path]) -> None:
     """Do what `python *words` does; runs in a child of the fork server."""
     for number, path in enumerate(outputs, start=1):
@@ -69,7 +119,15 @@ def _program(words: list[str], environment: dict[str, str], folder: Path, output
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    if words[0] == "-m":
+    launch.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": _ForkedPopen})
+    _run_python(words)
+
+
+def _run_python(words: list[str]) -> None:
+    if words[0] == "-c":
+        sys.argv = words[:1]
+        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+    elif words[0] == "-m":
         sys.argv = words[1:]
         sys.path.insert(0, os.getcwd())
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
@@ -103,7 +161,7 @@ class Programs:
     ) -> CompletedProcess:
         """Run `python *arguments` to its end; its status must be `status`."""
         words = [*map(str, arguments)]
-        if not (fresh or words[0] == "-c" or torch.cuda.is_available()):
+        if not (fresh or torch.cuda.is_available()):
             return self._fork(words, [env], cwd, status)
         process = self.start(*words, env=env, cwd=cwd, apart=True)
         output, errors = process.communicate(timeout=LIMIT_SECONDS)
@@ -117,11 +175,11 @@ class Programs:
         The status is 1 if a process fails. The output is that of all processes.
 
         Args:
-            options: of torchrun itself, which then runs in an interpreter of its own.
+            options: of torchrun itself, which then starts interpreters.
         """
         if options or torch.cuda.is_available():
             begin = (TORCHRUN, "--standalone", f"--nproc_per_node={count}", *options)
-            return self.run(*begin, *arguments, status=status, fresh=True)
+            return self.run(*begin, *arguments, status=status)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         shared = {
             "MASTER_ADDR": "127.0.0.1",

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import resource
 import shutil
 import signal
 import threading
@@ -17,7 +18,7 @@ from fabrics.data import token_store
 from fabrics.data.c4 import local_source
 from fabrics.data.documents import DatasetError, Document, Skipped, Source, document_hash
 from fabrics.data.held_out import split
-from fabrics.data.python_docs import python_documents
+from fabrics.data.python_docs import python_docs_source, python_documents
 from fabrics.data.token_store import Recipe, encode, open_tokenised, tokenised
 from fabrics.data.tokenization import END_OF_TEXT, fingerprint, train_tokenizer, vocabulary_size
 from tests.support.helpers import without_privileges
@@ -241,24 +242,16 @@ def test_a_set_is_made_or_refused_whatever_is_in_its_way(tokenizer, small, tmp_p
 
 
 @pytest.mark.parametrize("largest", [0, 1_000, 20_000, 60_000])
-def test_a_full_disk_is_an_error_and_leaves_no_set(tmp_path, programs, largest):
+@pytest.mark.usefixtures("capsys")
+def test_a_full_disk_is_an_error_and_leaves_no_set(tmp_path, largest):
     """No file may have more bytes; tokenizer, blocks and tokens fail in turn."""
-    program = f"""
-import resource
-from pathlib import Path
-from fabrics.data.python_docs import python_docs_source
-from fabrics.data.token_store import Recipe, tokenised
-from utils.config.schema import ConfigError
-resource.setrlimit(resource.RLIMIT_FSIZE, ({largest}, {largest}))
-try:
-    tokenised(Path({str(tmp_path / "set")!r}), Recipe(python_docs_source(), 900, 20, None, 300), cache=True)
-except ConfigError as error:
-    print(error)
-"""
-    done = programs.run("-c", program)
-    assert done.stdout.startswith("cache_dir: cannot write ")
-    assert "File too large" in done.stdout
-    assert "Traceback" not in done.stderr
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"cache_dir: cannot write (?s:.*)File too large"):
+            tokenised(tmp_path / "set", Recipe(python_docs_source(), 900, 20, None, 300), cache=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not (tmp_path / "set").exists()
 
 

@@ -51,7 +51,7 @@ def test_the_same_documents_give_the_same_tokenizer_in_another_process(programs)
         "from fabrics.data.python_docs import python_documents as d; from fabrics.data.tokenization import *; "
         "print(*(fingerprint(train_tokenizer(d()[:300], 500, task)) for task in ('causal_lm', 'classification')))"
     )
-    assert programs.run("-c", program).stdout.split() == [
+    assert programs.run("-c", program, fresh=True).stdout.split() == [
         fingerprint(train_tokenizer(python_documents()[:300], 500, task)) for task in ("causal_lm", "classification")
     ]
 
