@@ -16,9 +16,10 @@ import pytest
 
 import run as program
 from fabrics.config_checks import CHECKS
+from tests.support import killed_in_round
 from tests.support.helpers import warnings_of
 from tests.support.programs import LIMIT_SECONDS
-from tests.support.runs import assert_same_run, report, start_training, summary, write_config
+from tests.support.runs import assert_same_run, report, summary, write_config
 from utils.checkpoint.run_lock import lock_run
 from utils.config.reading import parse_config
 from utils.config.resume import resumed_config, training_changes
@@ -253,24 +254,23 @@ def test_another_length_is_refused_if_training_depends_on_progress(values, matte
 # Signals
 
 
-@pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
+@pytest.mark.parametrize(("name", "processes"), [("SIGINT", 1), ("SIGTERM", 2)])
 def test_a_signal_ends_the_round_writes_a_checkpoint_and_says_how_to_resume(
-    programs, tmp_path, cache_dir, number, processes
+    programs, tmp_path, cache_dir, name, processes
 ):
-    child, folder = start_training(programs, tmp_path, cache_dir, processes=processes, merge_frequency=1000)
-    child.send_signal(number)
-    output, _ = child.communicate()
-    assert child.returncode == 130, output
-    assert f"{number.name}: stopping after this round" in output
-    assert f"python run.py --resume {folder}" in output
-    assert "Traceback" not in output
-    rounds = summary(folder)["outer_steps"]
+    config = write_config(tmp_path, cache_dir, save_weights_every=None, number_of_outer_steps=9)
+    own = ["--config", config, f"processes={processes}"]
+    done = programs.run("tests/support/killed_in_round.py", name, 0, *own, status=130)
+    (folder,) = (tmp_path / "logs").iterdir()
+    assert f"{name}: stopping after this round" in done.stderr
+    assert f"python run.py --resume {folder}" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+    assert summary(folder)["outer_steps"] == killed_in_round.ROUND
     assert (summary(folder)["status"], summary(folder)["continuations"]) == ("interrupted", [])
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"round_{rounds:05d}"]
-    resumed = program.main(["--resume", str(folder), f"number_of_outer_steps={rounds + 1}", "processes=1"])
-    assert resumed == 0
-    whole = write_config(tmp_path, cache_dir, merge_frequency=1000, number_of_outer_steps=rounds + 1)
-    assert program.main(["--config", str(whole), f"log_dir={tmp_path / 'whole'}", "save_weights_every=null"]) == 0
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"round_{killed_in_round.ROUND:05d}"]
+    assert program.main(["--resume", str(folder), "number_of_outer_steps=5", "processes=1"]) == 0
+    whole = f"log_dir={tmp_path / 'whole'}"
+    assert program.main(["--config", str(config), whole, "number_of_outer_steps=5"]) == 0
     assert_same_run(folder, next((tmp_path / "whole").iterdir()))
 
 
