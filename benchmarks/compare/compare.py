@@ -10,7 +10,7 @@ import json
 import math
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +77,12 @@ def recorded_search(raw: Mapping[str, Any], spec: ComparisonSpec, method: Method
     return entry if same_runs and (before.search, earlier.search) == (spec.search, method.search) else None
 
 
-def carry_out(path: Path, runner: Runner | None, folder: Path, merged: Sequence[Path] = ()) -> dict[str, Any]:
+def carry_out(path: Path, runner: Runner | None, folder: Path) -> dict[str, Any]:
     """Make the missing runs of a comparison and return its results as JSON values.
 
     Args:
         runner: None: make no run.
         folder: holds the recorded results of this comparison.
-        merged: further JSON files with outcomes, which replace those in the folder.
     """
     spec = load_spec(path)
     raw = read_results(folder / f"{path.stem}.json")
@@ -99,12 +98,6 @@ def carry_out(path: Path, runner: Runner | None, folder: Path, merged: Sequence[
         }
     tuned = spec.with_settings(tuned_values(tuning))
     known = recorded_outcomes(raw, spec)
-    for other in merged:
-        if not other.exists():
-            raise ConfigError(f"--merge: {other} does not exist")
-        more = read_results(other)
-        known |= recorded_outcomes(more, spec)
-        raw = more | raw
     runs = [make_run(tuned, method, seed) for method in tuned.methods for seed in spec.reported_seeds]
     missing = [run for run in runs if identity(tuned, run) not in known]
     if missing:
@@ -189,7 +182,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=cores(), help="runs at a time (default: one per core)")
     parser.add_argument("--runs", type=Path, default=ROOT / "logs" / "comparisons", help="folder of the runs")
     parser.add_argument("--output", type=Path, help="folder of results.md (default: comparison/NAME, without overview)")
-    parser.add_argument("--merge", type=Path, nargs="*", default=[], help="JSON files with further outcomes")
     parser.add_argument("--report-only", action="store_true", help="make no run: write the pages of recorded results")
     options = parser.parse_args(arguments)
     if options.jobs < 1:
@@ -202,7 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
             folder = options.output / "results" if options.output else Path("comparison") / path.stem
             folder.mkdir(parents=True, exist_ok=True)  # an unwritable folder is noticed before the runs
             try:
-                raw = carry_out(path, runner, folder, options.merge)
+                raw = carry_out(path, runner, folder)
             except (ComparisonError, RunFolderError) as error:
                 problems.append(f"{path}: {error}")
                 continue
