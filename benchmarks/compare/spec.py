@@ -25,8 +25,6 @@ from utils.config.yaml_reading import read_mapping
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPARISONS = ROOT / "benchmarks" / "comparisons"
-# New names of keys in recorded comparisons.
-_RENAMED: dict[str, str] = {}
 
 
 class MethodSpec(Part):
@@ -98,7 +96,7 @@ class Run:
         known = {}
         for key, value in self.settings.items():
             name, *rest = key.split(".")  # synchronisation.steps is a key of a mapping
-            name = (_RENAMED | ALIASES).get(name, name)
+            name = ALIASES.get(name, name)
             if name in FIELDS:
                 known[".".join([name, *rest])] = value
         text = json.dumps([self.base, known, round(self.token_fraction, 6)], sort_keys=True)
