@@ -214,7 +214,7 @@ def test_one_readable_line_per_trainer_and_round(finished, rows):
     assert "trainer 0" in finished[1].stderr + finished[1].stdout
 
 
-def test_the_log_says_why_a_trainer_works_alone_and_what_that_costs(tmp_path, cache_dir):
+def test_the_log_says_what_lone_workers_cost(tmp_path, cache_dir):
     config = write_config(
         tmp_path, cache_dir, number_of_initial_trainers=2, merge_frequency=2, eval_every=2, sampling_method="none",
         INITIAL_BATCH_SIZE=8, smallest_worker_batch=8, number_of_outer_steps=None, max_tokens=3072,
@@ -229,7 +229,6 @@ def test_the_log_says_why_a_trainer_works_alone_and_what_that_costs(tmp_path, ca
         "batch was below 16, which a second worker needs"
     ]
     log = (run.folder / "training_log.log").read_text()
-    assert [log.count(f"trainer {number} works alone: its batch, 8, is below 16") for number in (0, 1)] == [1, 1]
     rounds = [line for line in log.splitlines() if "| trainer" in line]
     assert ["perplexity" in line for line in rounds] == [False, False, True, True, False, True]
     assert [int(line.split("communications")[1].split()[0]) for line in rounds] == [0, 0, 0, 0, 1, 1]

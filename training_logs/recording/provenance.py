@@ -132,18 +132,18 @@ class Invocations:
     Args:
         folder: the run folder. It receives changes.patch; the second invocation writes changes_2.patch, and so on.
         summary: path of summary.json, with the earlier invocations.
-        origin: of this invocation; None: it is not recorded.
+        origin: of this invocation.
         state: the entries in the checkpoint that is resumed; the summary may have later ones.
     """
 
-    def __init__(self, folder: Path, summary: Path, origin: Origin | None, state: Sequence[dict] | None = None):
+    def __init__(self, folder: Path, summary: Path, origin: Origin, state: Sequence[dict] | None = None):
         self._folder = folder
         self._origin = origin
         self.entries: list[dict] = max(list(state or ()), _read(summary), key=len)
 
     def changed_plugins(self) -> list[str]:
         """Return one line for each plugin that differs from the last invocation's; call it before `begin`."""
-        if self._origin is None or not self.entries:
+        if not self.entries:
             return []
         before = {Path(entry["path"]).name: entry["sha256"] for entry in self.entries[-1]["plugins"]}
         now = {plugin.name: plugin.sha256 for plugin in self._origin.plugins}
@@ -160,8 +160,6 @@ class Invocations:
         Raises:
             OSError: the difference cannot be written; the entry is there.
         """
-        if self._origin is None:
-            return
         code = self._origin.code
         number = len(self.entries) + 1
         patch = "changes.patch" if number == 1 else f"changes_{number}.patch"

@@ -46,7 +46,7 @@ class RunRecorder(Observer):
         started: time.perf_counter() at the start of the program, for wall_seconds.
         state: from state_dict, if a run is resumed. Later rows are dropped, and later lines of the log file are moved
             to `<log>_lost.log`.
-        origin: command, code and machines of this start or resume; None: they are not recorded.
+        origin: command, code and machines of this start or resume.
 
     Raises:
         ConfigError: ClearML has no credentials, and the configuration insists on its server.
@@ -59,8 +59,8 @@ class RunRecorder(Observer):
         folder: Path,
         kept: logging.handlers.MemoryHandler,
         started: float,
-        state: Mapping | None = None,
-        origin: Origin | None = None,
+        state: Mapping | None,
+        origin: Origin,
     ):
         self.config = config
         self.folder = folder
@@ -91,7 +91,6 @@ class RunRecorder(Observer):
         self._warnings: dict[str, int] = dict(state["warnings"]) if state else {}
         self._logged_warnings: set[str] = set()
         self._placement: dict[int, list[int]] = {}
-        self._alone: set[int] = set()
         self._tracker_mode = resolved_mode(config.clearml)
         self._tracker: TrackerProcess | None = None
         self._rounds_bar: tqdm | None = None
@@ -215,23 +214,10 @@ class RunRecorder(Observer):
         if placement != self._placement:
             self._placement = placement
             logger.info("round %d: %s", result.outer_step, round_log.placement_line(placement))
-        self._log_who_works_alone(run, result)
         for report in result.reports.values():
             logger.info(round_log.round_line(result, report, run.metric))
         if result.merge is not None:
             logger.info(round_log.merged_line(result, run.metric))
-
-    def _log_who_works_alone(self, run: RunView, result: ClusterRound) -> None:
-        smallest = self.config.smallest_worker_batch
-        working = {worker.node for report in result.reports.values() for worker in report.workers.values()}
-        if smallest is None or len(working) == len(run.nodes):
-            return
-        for report in result.reports.values():
-            if len(report.workers) > 1 or report.requested_batch >= 2 * smallest:
-                self._alone.discard(report.trainer)
-            elif report.trainer not in self._alone:
-                self._alone.add(report.trainer)
-                logger.info(round_log.alone_line(report, smallest))
 
     # The end
 

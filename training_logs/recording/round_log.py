@@ -191,14 +191,6 @@ def merged_line(result: ClusterRound, metric: Metric) -> str:
     return f"{line} | communications {result.counters.communications} ({sent})"
 
 
-def alone_line(report: RoundReport, smallest_worker_batch: int) -> str:
-    """Say why a trainer has a single worker although nodes are idle."""
-    return (
-        f"trainer {report.trainer} works alone: its batch, {report.requested_batch}, is below "
-        f"{2 * smallest_worker_batch}, which a second worker needs"
-    )
-
-
 def end_line(summary: Mapping) -> str:
     """Describe the result, cost and time of a completed run."""
     decimals = summary["metric_decimals"]
