@@ -8,8 +8,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig
 
 import adloco
+from adloco import local_processes
 from examples import own_loop
 from run import train
 from tests.support.library import (
@@ -51,8 +53,11 @@ def _processes_are_forks():
     """Start processes from the fork server of tests/support/programs.py, which has imported everything."""
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
-            original = adloco.LaunchConfig
-            patch.setattr(adloco, "LaunchConfig", lambda **values: original(**values | {"start_method": "forkserver"}))
+            patch.setattr(
+                local_processes,
+                "LaunchConfig",
+                lambda **values: LaunchConfig(**values | {"start_method": "forkserver"}),
+            )
         yield
 
 
