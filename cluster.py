@@ -392,7 +392,6 @@ class Cluster:
             "trainers": {str(trainer.id): trainer.state_dict() for trainer in self.trainers.values()},
             "nodes": self.pool.state_dict(),
             "threads": torch.get_num_threads(),
-            "compiled": self.models.compiled,
             "parameters": self.parameter_count,
             "data": self.data.fingerprint(),
         }
@@ -409,7 +408,6 @@ class Cluster:
             CheckpointError: the state is of another model or of other data.
         """
         check_state(state, self.data.fingerprint(), self.parameter_count)
-        self.models.resume(state["compiled"])
         self.merges = [Merge.from_values(merge) for merge in state["merges"]]
         self.pool.load_state_dict(state["nodes"])
         counters = RunCounters(**state["counters"])

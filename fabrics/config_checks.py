@@ -134,8 +134,8 @@ def _sharding_problems(config: Config) -> list[str]:
         return found
     if config.processes != "auto" and config.processes % size:
         found.append(f"processes: must be a multiple of devices_per_node, {size}, got {config.processes}")
-    if config.compile_model is True:
-        found.append(f"compile_model: must be false or auto with devices_per_node {size}, got true")
+    if config.compile_model:
+        found.append(f"compile_model: must be false with devices_per_node {size}, got true")
     if not METHODS[config.distributed_algo]().capabilities.shards:
         able = ", ".join(name for name in METHODS if METHODS[name]().capabilities.shards)
         found.append(

@@ -95,7 +95,7 @@ class BareLoop:
     def __init__(self, config: Config, data: TaskData, device: torch.device):
         self.model = build_model(config.model_type, config.model_config, data.tokenizer, config.sequence_length, 0)
         self.model.to(device)
-        self.forward = torch.compile(self.model) if config.compile_model is True else self.model
+        self.forward = torch.compile(self.model) if config.compile_model else self.model
         self.autocast = torch.autocast(
             device.type, getattr(torch, config.autocast or "bfloat16"), enabled=config.autocast is not None
         )

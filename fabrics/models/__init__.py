@@ -1,1 +1,1 @@
-"""Model families, initialisation, attention, compilation and export."""
+"""Model families, initialisation, attention and export."""

@@ -1,5 +1,8 @@
 """The start of a run: the models of devices, the initial weights of trainers, and their places in the data."""
 
+import os
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -10,7 +13,6 @@ from fabrics.data.dataset_loader import DATASETS
 from fabrics.data.examples import TaskData
 from fabrics.data.sampler import DataCursor, Shares, Subsets
 from fabrics.data.tokenization import END_OF_TEXT, named_tokenizer, train_tokenizer
-from fabrics.models.compilation import can_compile, compiles
 from fabrics.models.model_family import MODELS, ModelFamily, build_model, is_pretrained, reinitialise_output_layer
 from fabrics.sharding.sharded_model import ShardedModel
 from fabrics.training.flat_model import FlatModel
@@ -132,50 +134,34 @@ def recompute_activations(model: nn.Module, model_type: str) -> None:
     model.disable_input_require_grads()
 
 
+def check_compiler(processes: Processes) -> None:
+    """For a GPU PyTorch brings a compiler, for a CPU it needs one of C++ on every machine.
+
+    Raises:
+        ConfigError: a machine has none.
+    """
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if processes.devices[0].type == "cpu" and not all(processes.gather(shutil.which(compiler) is not None)):
+        raise ConfigError(f"compile_model: true needs the C++ compiler {compiler}, or another that CXX names")
+
+
 class DeviceModels(dict[torch.device, FlatModel]):
     """The flat model of each device of this process, with the initial weights of trainer 0.
-
-    Attributes:
-        compiled: whether the models compute through torch.compile.
 
     Raises:
         ConfigError: the model cannot be built, loaded, sharded or compiled.
     """
 
     def __init__(self, config: Config, data: TaskData, processes: Processes):
+        if config.compile_model:
+            check_compiler(processes)
         own = [device for node, device in enumerate(processes.devices) if processes.owns(node)]
         super().__init__({device: _flat_model(config, data, device, processes) for device in dict.fromkeys(own)})
-        self._config = config
-        self._processes = processes
-        possible = can_compile(processes)
-        elements = self.first.parameter_count
-        self._set_compiled(compiles(config, elements, len(data.train), processes.devices[0].type, possible))
 
     @property
     def first(self) -> FlatModel:
         """The model of the first device."""
         return next(iter(self.values()))
-
-    def _set_compiled(self, compiled: bool) -> None:
-        self.compiled = compiled
-        for model in self.values():
-            model.compiled = compiled
-
-    def resume(self, compiled: bool) -> None:
-        """Compile as the run was begun, whatever its length is now, unless the configuration decides.
-
-        Raises:
-            ConfigError: the run was begun with a compiled model, which is impossible here.
-        """
-        if self._config.compile_model != "auto":
-            return
-        possible = self._processes.shard_group.size == 1 and can_compile(self._processes)
-        if compiled and not possible:
-            raise ConfigError(
-                "compile_model: must be false, as the run was begun with a compiled model and this one cannot be "
-                "compiled here, got auto"
-            )
-        self._set_compiled(compiled)
 
 
 def _flat_model(config: Config, data: TaskData, device: torch.device, processes: Processes) -> FlatModel:
@@ -189,7 +175,7 @@ def _flat_model(config: Config, data: TaskData, device: torch.device, processes:
         recompute_activations(module, config.model_type)
     autocast = None if config.autocast is None else getattr(torch, config.autocast)
     if processes.shard_group.size == 1:
-        model = FlatModel(module, device, autocast)
+        model = FlatModel(module, device, autocast, config.compile_model)
     else:
         try:
             model = ShardedModel(module, device, processes.shard_group, autocast)

@@ -168,7 +168,6 @@ def test_the_summary_tells_the_run(rows, summary):
     assert (summary["outer_steps"], summary["merges"], summary["final_trainers"]) == (5, 2, 1)
     assert summary["dataset"] == "python_docs"
     assert summary["seed"] == 42
-    assert summary["compiled"] is False
     assert summary["versions"]["torch"].startswith("2.")
     # Before training the model knows nothing: about the vocabulary's size.
     assert summary["initial_metric"] == pytest.approx(400, rel=0.2)

@@ -1,16 +1,25 @@
 """Other ways to compute: bfloat16 over float32 parameters, and a compiled model."""
 
 import functools
+import shutil
 
 import pytest
 import torch
 
 from fabrics.data.examples import PackedSequences
-from fabrics.models.compilation import can_compile
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.forward_backward import backward, probed_backward
-from tests.support.helpers import CPU, VOCABULARY, OneTokenModel, Recorder, random_sequences, tiny_cluster, tiny_llama
-from utils.distributed.processes import LocalProcesses
+from tests.support.helpers import (
+    CPU,
+    VOCABULARY,
+    OneTokenModel,
+    Recorder,
+    light_cluster,
+    random_sequences,
+    tiny_cluster,
+    tiny_llama,
+)
+from utils.config.schema import ConfigError
 
 
 def test_autocast_computes_in_bfloat16_and_keeps_everything_else_in_float32():
@@ -85,7 +94,7 @@ def test_a_compiled_model_gives_the_same_gradients_and_statistics(monkeypatch):
 
 
 @pytest.mark.usefixtures("programs")
-@pytest.mark.skipif(not can_compile(LocalProcesses([CPU], 1)), reason="needs a C++ compiler")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_code_that_the_compiler_generates_is_made_once_and_kept_for_the_next_run(tmp_path, monkeypatch):
     """With nothing in its place: code for all micro-batches, which a second model takes from the folder."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -120,3 +129,11 @@ def test_a_run_in_bfloat16_learns_nearly_the_same():
         assert cluster.trainers[0].parameters.dtype == torch.float32
     assert losses[1] != losses[0]
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
+
+
+def test_compile_model_compiles_or_is_refused_without_a_compiler(monkeypatch):
+    assert not light_cluster().models.first.compiled
+    assert light_cluster(compile_model=True).models.first.compiled
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match=r"compile_model: true needs the C\+\+ compiler no-such-compiler"):
+        light_cluster(compile_model=True)

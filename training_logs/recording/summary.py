@@ -71,7 +71,6 @@ def run_summary(run: RunView, final: dict[int, Evaluation], status: str, recorde
         "evaluation_seconds": counters.evaluation_seconds,
         "tokens_per_second": counters.tokens / counters.training_seconds if counters.training_seconds else None,
         "parameters": run.parameter_count,
-        "compiled": run.models.compiled,
         "devices": [str(device) for _, device in sorted(of_groups.items())],
         "processes": run.processes.count,
         "max_batch": sorted({node.max_batch for node in run.nodes}),

@@ -166,9 +166,7 @@ class Computation(Section):
         "Precision of float32 matrix products in PyTorch: high is TF32 on GPUs, medium bfloat16; null: high on GPUs, "
         "highest on CPUs.",
     )
-    compile_model: Literal["auto", True, False] = key(
-        "auto", "Compile the model (torch.compile); auto: on CPUs, if the run is long enough to save time."
-    )
+    compile_model: bool = key(False, "Compile the model (torch.compile).")
     activation_checkpointing: bool = key(
         False,
         "Recompute layers in the backward pass: less memory, a third more time; only for models of transformers.",
