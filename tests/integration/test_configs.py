@@ -104,6 +104,19 @@ def test_published_configurations_run_as_the_papers_say(name, cache_dir):
     assert len(cluster.merges) == 1
 
 
+def test_diloco_150m_has_the_values_of_its_replication():
+    """8 workers with 512 examples each make 88,000 steps in rounds of 500, as in OpenDiLoCo's README."""
+    config, warnings = load_config(ROOT / "configs" / "diloco_150m.yaml", (), CHECKS)
+    assert warnings == []
+    assert config.number_of_outer_steps * config.number_of_inner_steps_between_outers == 88_000
+    assert config.INITIAL_BATCH_SIZE == 8 * 512
+    assert (config.sampling_method, config.smallest_worker_batch) == ("none", None)
+    assert (config.learning_rate_for_outer_opt, config.outer_momentum) == (0.7, 0.9)
+    assert (config.learning_rate_for_inner_opt, config.warmup_steps) == (4e-4, 1000)
+    assert (config.weight_decay, config.inner_optimizer_config) == (0.1, {"betas": [0.9, 0.95]})
+    assert (config.learning_rate_schedule, config.minimum_learning_rate_ratio) == ("cosine", 0.0)
+
+
 def test_fsdp_norm_is_the_test_of_the_paper():
     """Synchronous, on one shard group; the newest statistics alone decide, in every step, up to the largest batch."""
     config, warnings = load_config(ROOT / "configs" / "fsdp_norm.yaml", (), CHECKS)
