@@ -128,7 +128,7 @@ def _lines(found: "Estimate", config: "Config") -> Iterator[str]:
         if found.memory[name]:
             yield f"  {byte_size(found.memory[name]):>9}  {meaning}"
     if found.trainers_per_device > 1:
-        yield f"  state of {found.trainers_per_device} trainers: a device's nodes may work for so many different ones"
+        yield f"  state of {found.trainers_per_device} trainers: the nodes of a device may work for that many"
     if found.host_bytes:
         yield f"host memory: {byte_size(found.host_bytes)}"
     yield f"checkpoint: {byte_size(found.checkpoint_bytes)}"

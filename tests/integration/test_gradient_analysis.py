@@ -373,7 +373,7 @@ def test_warnings_about_the_training_configuration_are_printed(capsys, tmp_path,
     asked = [f"config={config}", "device=cuda:7", "sample_size=8", "batch_size=9"]
     assert gradient_analysis.main([f"output_dir={tmp_path / 'out'}", *asked]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("warning: devices: ['cuda:7'] asked for, but CUDA is not available")
+    assert lines[0].startswith("warning: devices: ['cuda:7'] requested, but CUDA is not available")
     assert lines[1].startswith(f"warning: {config}: ")
     assert lines[-1].startswith("error: batch_size: must be at most the 8 examples")
 

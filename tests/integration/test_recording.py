@@ -62,7 +62,7 @@ def test_a_full_disk_is_one_warning_and_the_rows_come_later(tmp_path, monkeypatc
     after_rounds(monkeypatch, fill_the_disk)
     folder = record_run(tmp_path / "logs", number_of_outer_steps=4, number_of_initial_trainers=1)
     assert [row["outer_step"] for row in rows_of(folder / "model_training_report" / "training_log.csv")] == list("1234")
-    expected = "training_log.csv could not be written (No space left on device); training goes on"
+    expected = "training_log.csv could not be written (No space left on device); training continues"
     assert summary(folder)["warnings"] == [{"message": expected, "count": 2}]
 
 

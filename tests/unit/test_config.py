@@ -50,7 +50,7 @@ def test_without_cuda_a_run_is_on_the_cpu_with_a_warning(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     devices, warnings = resolve_devices(["cuda:1"])
     assert devices == [torch.device("cpu")]
-    assert warnings == ["devices: ['cuda:1'] asked for, but CUDA is not available: running on the CPU"]
+    assert warnings == ["devices: ['cuda:1'] requested, but CUDA is not available: running on the CPU"]
     assert resolve_devices(None) == ([torch.device("cpu")], [])
     assert resolve_devices(["cpu"]) == ([torch.device("cpu")], [])
 
@@ -76,7 +76,7 @@ def test_devices_are_counted_among_the_visible_ones(monkeypatch):
     both = [torch.device("cuda", 0), torch.device("cuda", 1)]
     assert resolve_devices(None) == (both, [])
     assert resolve_devices(["cuda", "cuda:1"]) == (both, [])
-    with pytest.raises(ValueError, match="cuda:2 asked for, but only 2 are visible"):
+    with pytest.raises(ValueError, match="cuda:2 requested, but only 2 are visible"):
         resolve_devices(["cuda:2"])
     with pytest.raises(ValueError, match="every device once"):
         resolve_devices(["cuda", "cuda:0"])

@@ -133,7 +133,7 @@ class RunRecorder(Observer):
         try:
             write(*arguments)
         except OSError as error:
-            self.warn(f"{what} could not be written ({error.strerror}); training goes on")
+            self.warn(f"{what} could not be written ({error.strerror}); training continues")
 
     # Observer
 

@@ -39,7 +39,7 @@ def _complain(message: str) -> None:
 class _ConsoleHandler(logging.Handler):
     """Prints above the progress bars.
 
-    A console that cannot be written (a full disk, a closed pipe) is given up; training goes on.
+    A console that cannot be written (a full disk, a closed pipe) is given up; training continues.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -49,7 +49,7 @@ class _ConsoleHandler(logging.Handler):
         except OSError as error:
             logger.removeHandler(self)
             _discard(sys.stdout)
-            _complain(f"warning: standard output cannot be written ({error.strerror}); training goes on")
+            _complain(f"warning: standard output cannot be written ({error.strerror}); training continues")
 
 
 class FileHandler(logging.FileHandler):
@@ -60,7 +60,7 @@ class FileHandler(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         if not self._failed:
             self._failed = True
-            _complain(f"warning: cannot write to {self.baseFilename}: {sys.exc_info()[1]}; training goes on")
+            _complain(f"warning: cannot write to {self.baseFilename}: {sys.exc_info()[1]}; training continues")
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # lines that are still buffered have been on the console

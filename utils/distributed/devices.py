@@ -31,13 +31,13 @@ def resolve_devices(requested: list[str] | None) -> tuple[list[torch.device], li
     devices = [torch.device("cuda:0" if name == "cuda" else name) for name in requested]
     cuda = [device for device in devices if device.type == "cuda"]
     if cuda and not visible:
-        return [torch.device("cpu")], [f"devices: {requested} asked for, but CUDA is not available: running on the CPU"]
+        return [torch.device("cpu")], [f"devices: {requested} requested, but CUDA is not available: running on the CPU"]
     if len(set(devices)) < len(devices):
         raise ValueError(f"every device once, got {requested}")
     for device in cuda:
         if device.index >= visible:
             raise ValueError(
-                f"{device} asked for, but only {visible} are visible (cuda:0 to cuda:{visible - 1}); indices count "
+                f"{device} requested, but only {visible} are visible (cuda:0 to cuda:{visible - 1}); indices count "
                 "the devices that CUDA_VISIBLE_DEVICES leaves"
             )
     return devices, []
