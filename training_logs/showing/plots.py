@@ -22,12 +22,21 @@ from utils.files import write_atomically
 
 Draw = Callable[[Axes, RunData, str], None]
 
+# Most rings on the line of a trainer that was merged away.
+_RINGS = 5
+
 
 def _look(run: RunData, trainer: int) -> dict:
-    """A trainer that lives at the end has a wide line; the others have thin lines above it, in different patterns."""
+    """Return the look of a trainer: a wide line if it lives at the end, else a thin one above it.
+
+    The others have different patterns and a few rings of different sizes, so that lines of equal values stay visible.
+    """
     if trainer in run.rounds[run.rounds["outer_step"] == run.rounds["outer_step"][-1]]["trainer_id"]:
         return {"color": colour(trainer), "lw": 2.4, "ls": "-", "zorder": 2}
-    return {"color": colour(trainer), "lw": 1.2, "ls": ("-", "--", ":", "-.")[trainer % 4], "zorder": 3}
+    pattern = ("-", "--", ":", "-.")[trainer % 4]
+    rings = {"marker": "o", "mfc": "none", "ms": 4 + 3 * (trainer % 4)}
+    every = -(-len(run.by_trainer[trainer]) // _RINGS)
+    return {"color": colour(trainer), "lw": 1.2, "ls": pattern, "zorder": 3, "markevery": every} | rings
 
 
 def _mark_merges(axes: Axes, run: RunData, x: str) -> None:
@@ -59,7 +68,8 @@ def draw_step_loss(axes: Axes, run: RunData, x: str) -> None:
         axes.plot(steps, losses, lw=0.6, alpha=0.35, color=colour(trainer))
         half = len(losses) // 40
         mean = np.convolve(losses, np.full(2 * half + 1, 1 / (2 * half + 1)), "valid")
-        axes.plot(steps[half : half + len(mean)], mean, label=f"trainer {trainer}", **_look(run, trainer))
+        look = _look(run, trainer) | {"marker": None}
+        axes.plot(steps[half : half + len(mean)], mean, label=f"trainer {trainer}", **look)
     label_axes(axes, x, "loss (nats per target)", "Training loss per inner step")
     axes.set_xlabel("inner step")
     axes.legend(fontsize=8)
@@ -96,10 +106,11 @@ def draw_batches(axes: Axes, run: RunData, x: str) -> None:
     every = -(-len(run.by_round) // MARKS)  # marks of all rounds of a long run could not be distinguished
     for trainer, rows in run.by_trainer.items():
         look = _look(run, trainer)
-        axes.step(rows[x], rows["requested_batch"], where="mid", label=f"trainer {trainer}", **look)
-        for accumulates, fill in ((False, "white"), (True, colour(trainer))):
-            own = rows[(rows["accumulation_steps"] > 1) == accumulates][::every]
-            axes.plot(own[x], own["effective_batch"], "o", ms=2 * look["lw"], color=colour(trainer), mfc=fill)
+        lines = look | {"marker": None}
+        axes.step(rows[x], rows["requested_batch"], where="mid", label=f"trainer {trainer}", **lines)
+        for accumulates, fill in ((False, look.get("mfc", "white")), (True, colour(trainer))):
+            own = rows[(rows["accumulation_steps"] > 1) == accumulates][:: look.get("markevery", every)]
+            axes.plot(own[x], own["effective_batch"], "o", ms=look.get("ms", 4.8), color=colour(trainer), mfc=fill)
     axes.plot([], [], "o", color="grey", mfc="white", label="effective, one micro-batch")
     axes.plot([], [], "o", color="grey", label="effective, accumulated")
     binary_logarithmic(axes)
