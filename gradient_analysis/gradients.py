@@ -22,7 +22,7 @@ from algorithms.batch.calc_batch import (
 )
 from algorithms.batch.gradient_statistics import GradientStatistics
 from algorithms.batch.losses import example_losses, logits_of
-from algorithms.batch.per_example import PerExampleProbe, SampleStatistics
+from algorithms.batch.per_example import PerExampleProbe
 from fabrics.data.examples import Examples
 from fabrics.models.attention import unmasked
 from fabrics.training.flat_model import FlatModel
@@ -47,13 +47,33 @@ class BatchGradient:
 
 
 @dataclass(frozen=True)
+class SampleStatistics:
+    """The statistics of one sample of b examples as it is, noise included, in squared units of the gradient.
+
+    Attributes:
+        sample_size: b.
+        squared_norm: ||g||^2 of the mean gradient.
+        variance: V = (sum ||g_i||^2 - b ||g||^2) / (b - 1), the trace of the covariance; NaN for a sample of one, like
+            the following.
+        inner_product_variance: P, the sample variance of the <g_i, g>.
+        orthogonal_variance: O = sum (||g_i||^2 - <g_i, g>^2 / ||g||^2) / (b - 1).
+    """
+
+    sample_size: int
+    squared_norm: float
+    variance: float
+    inner_product_variance: float
+    orthogonal_variance: float
+
+
+@dataclass(frozen=True)
 class ExampleGradients:
     """The gradients g_i of single examples.
 
     Attributes:
         squared_norms: ||g_i||^2, [examples], float64.
         inner_products: <g_i, F>, [examples], float64.
-        statistics: exact values for the sample: V, P and O of algorithms.batch.per_example with g = F.
+        statistics: exact values for the sample: V, P and O with g = F.
     """
 
     squared_norms: np.ndarray

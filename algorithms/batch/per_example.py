@@ -1,11 +1,6 @@
 """Exact per-example gradient statistics from one ordinary backward pass, for the batch tests and the gradient analysis.
 
-For a sample of b examples with gradients g_i and mean g:
-
-    n_i = ||g_i||^2     d_i = <g_i, g>
-    variance                 V = (sum n_i - b ||g||^2) / (b - 1)             trace of the covariance, unbiased
-    inner-product variance   P = sample variance of the d_i
-    orthogonal variance      O = sum (n_i - d_i^2 / ||g||^2) / (b - 1)
+For a sample of b examples with gradients g_i and mean g these are n_i = ||g_i||^2 and d_i = <g_i, g>.
 
 How: a hook on every supported layer keeps the layer's input x and the gradient delta of its output. As soon as a
 parameter's own gradient G has been accumulated, n_i += ||P_i||^2 and d_i += <P_i, G>, where P_i is the example's share
@@ -174,44 +169,6 @@ SUPPORTED_MODULES: Registry[Callable[[nn.Module, torch.Tensor, torch.Tensor], Us
 )
 
 
-@dataclass(frozen=True)
-class SampleStatistics:
-    """The statistics of one sample as it is, noise included, in squared units of the gradient.
-
-    Attributes:
-        sample_size: examples in the sample.
-        squared_norm: ||g||^2 of their mean gradient.
-        variance: V; NaN for a sample of one, like the following.
-        inner_product_variance: P.
-        orthogonal_variance: O.
-    """
-
-    sample_size: int
-    squared_norm: float
-    variance: float
-    inner_product_variance: float
-    orthogonal_variance: float
-
-    @classmethod
-    def of(cls, norms: torch.Tensor, products: torch.Tensor, squared_norm: float) -> "SampleStatistics":
-        """Return the statistics from n_i [b] and d_i [b] in float64 and ||g||^2."""
-        b = norms.numel()
-        if b < 2:
-            return cls(b, squared_norm, math.nan, math.nan, math.nan)
-        variance = (norms.sum().item() - b * squared_norm) / (b - 1)
-        orthogonal = variance
-        if squared_norm > 0.0:
-            orthogonal = (norms - products.square() / squared_norm).sum().item() / (b - 1)
-        # Rounding may leave a tiny negative number where examples are equal; a NaN must stay one.
-        return cls(
-            sample_size=b,
-            squared_norm=squared_norm,
-            variance=0.0 if variance < 0.0 else variance,
-            inner_product_variance=products.var().item(),
-            orthogonal_variance=0.0 if orthogonal < 0.0 else orthogonal,
-        )
-
-
 def _kind(module: nn.Module) -> str:
     """Return the name of a module's class; FSDP2 derives classes of its own from those of sharded modules."""
     kind = type(module)
@@ -371,33 +328,6 @@ class PerExampleProbe:
             if len(joined) == 2:
                 self.squared_norms += 2.0 * cross_term(joined[Outer], joined[Lookup])
 
-    def statistics(self, loss_weight: float = 1.0) -> SampleStatistics:
-        """Return the statistics after the only backward pass into the gradient.
-
-        loss_weight: the loss divided by the mean over the batch; the statistics are those of the mean.
-
-        Raises:
-            UnsupportedModuleError: the examples' shares do not add up to the gradient, a part of which therefore did
-                not pass through the hooked modules.
-        """
-        b = self.batch_size
-        scale = 1.0 / loss_weight
-        norms = self.squared_norms * (b * scale) ** 2
-        products = self.inner_products * (b * scale**2)
-        squared_norm = self.squared_norm.item() * scale**2
-        _check_sum(norms.sum().item() / b**2, products.sum().item() / b, squared_norm, b)
-        return SampleStatistics.of(norms, products, squared_norm)
-
-
-def _check_sum(squares: float, products: float, squared_norm: float, count: int) -> None:
-    """Check that the shares P_i of `count` examples in the gradient have sum <P_i, g> = ||g||^2."""
-    # By Cauchy-Schwarz rounding is relative to this bound.
-    if abs(products - squared_norm) > 0.05 * (count * squares * squared_norm) ** 0.5:
-        raise UnsupportedModuleError(
-            "the per-example gradients do not add up to the batch gradient: a parameter is used outside the "
-            "module that owns it, or an example's loss depends on another example"
-        )
-
 
 def compared_micro_batches(sizes: Sequence[int]) -> set[int]:
     """Return the micro-batches of a step that need inner products.
@@ -416,7 +346,8 @@ def step_estimate(probes: Sequence[PerExampleProbe]) -> SampleEstimate:
             one P and R stay unknown.
 
     Raises:
-        UnsupportedModuleError: see PerExampleProbe.statistics.
+        UnsupportedModuleError: the examples' shares do not add up to the gradient, a part of which therefore did not
+            pass through the hooked modules.
     """
     sizes = [probe.batch_size for probe in probes]
     b = sum(sizes)
@@ -433,8 +364,13 @@ def step_estimate(probes: Sequence[PerExampleProbe]) -> SampleEstimate:
         n = sum(sizes[: index + 1])
         products = [next(numbers) for _ in range(sizes[index])]
         squared_norm = next(numbers)
-        if index == 0:
-            _check_sum(math.fsum(raw[:n]), math.fsum(products), squared_norm, n)
+        if index == 0:  # the shares have sum <P_i, g> = ||g||^2; by Cauchy-Schwarz rounding is relative to the bound
+            bound = math.sqrt(n * math.fsum(raw[:n]) * squared_norm)
+            if abs(math.fsum(products) - squared_norm) > 0.05 * bound:
+                raise UnsupportedModuleError(
+                    "the per-example gradients do not add up to the batch gradient: a parameter is used outside the "
+                    "module that owns it, or an example's loss depends on another example"
+                )
         comparisons.append(
             Comparison(
                 examples=n,

@@ -17,7 +17,6 @@ from torch import nn
 
 import run as program
 from algorithms.batch.losses import IGNORE_INDEX
-from algorithms.batch.per_example import SampleStatistics
 from configs.make_samples import write_imdb
 from fabrics.training.flat_model import FlatModel
 from gradient_analysis import gradient_analysis
@@ -28,7 +27,15 @@ from gradient_analysis.gradient_analysis import (
     resolve_model,
     run_folder_of,
 )
-from gradient_analysis.gradients import Gradients, distribution, draw_batches, noise_scale, power_law, requests
+from gradient_analysis.gradients import (
+    Gradients,
+    SampleStatistics,
+    distribution,
+    draw_batches,
+    noise_scale,
+    power_law,
+    requests,
+)
 from tests.support.helpers import CPU, padded, separable_texts, tiny_bert, tiny_llama, use_torch_norms
 from tests.support.runs import record_run
 from training_logs.trackers.clearml import send_folder

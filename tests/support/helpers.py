@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 from algorithms.batch.losses import example_losses, logits_of
-from algorithms.batch.per_example import PerExampleProbe, SampleStatistics
+from algorithms.batch.per_example import PerExampleProbe
 from algorithms.schedule.limits import RoundSchedule
 from cluster import Cluster
 from fabrics.config_checks import CHECKS
@@ -328,7 +329,19 @@ def without_privileges(folder: Path):
         os.seteuid(0)
 
 
-def per_example_statistics(model: nn.Module, batch: dict[str, torch.Tensor]) -> SampleStatistics:
+def sample_statistics(norms: torch.Tensor, products: torch.Tensor, squared_norm: float) -> SimpleNamespace:
+    """Return the statistics of a sample from n_i = ||g_i||^2 and d_i = <g_i, g>, both [b], and ||g||^2."""
+    b = len(norms)
+    return SimpleNamespace(
+        sample_size=b,
+        squared_norm=squared_norm,
+        variance=(norms.sum().item() - b * squared_norm) / (b - 1) if b > 1 else math.nan,
+        inner_product_variance=products.var().item() if b > 1 else math.nan,
+        orthogonal_variance=(norms - products**2 / squared_norm).sum().item() / (b - 1) if b > 1 else math.nan,
+    )
+
+
+def per_example_statistics(model: nn.Module, batch: dict[str, torch.Tensor]) -> SimpleNamespace:
     """Return the statistics of one batch of a Hugging Face model; afterwards it has the gradient of the mean loss."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     labels = batch["labels"]
@@ -338,8 +351,7 @@ def per_example_statistics(model: nn.Module, batch: dict[str, torch.Tensor]) -> 
         # The sum, not the mean: a factor 1 / b would round differently inside layers that compute in float32 whatever
         # the model's type (Llama's norm), and float64 would agree with single examples to 1e-8 only.
         example_losses(logits_of(model(**inputs)), labels).sum().backward()
-    statistics = probe.statistics(loss_weight=b)
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.div_(b)
-    return statistics
+    return sample_statistics(probe.squared_norms, probe.inner_products / b, probe.squared_norm.item() / b**2)
