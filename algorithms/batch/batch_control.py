@@ -12,7 +12,6 @@ from numbers import Real
 
 from algorithms.batch.calc_batch import BATCH_TESTS, BatchTestParameters, bounded_request, scheduled_request
 from algorithms.batch.gradient_statistics import GradientStatistics, SampleEstimate, StatisticsSums
-from algorithms.schedule.budget import BatchGrowth
 from algorithms.schedule.learning_rate import eta_during
 
 # The values of statistics_estimator: gradients of single examples, of whole workers, or of the devices of a node.
@@ -57,16 +56,11 @@ class BatchControl:
         self._test = BATCH_TESTS[settings.test]
         self.requested_batch = initial_request
         self._sums = StatisticsSums()
-        self._growth = BatchGrowth()
-
-    def observe_growth(self, log_examples: float) -> None:
-        """Record the request before a round; log_examples: logarithm of the examples of the run so far."""
-        self._growth = self._growth.observe(log_examples, self.requested_batch)
 
     @property
-    def growth(self) -> float:
-        """The power of the examples with which the request has grown so far; 0: it stays."""
-        return self._growth.exponent if self._test is not None or self._settings.schedule else 0.0
+    def grows(self) -> bool:
+        """True if a batch test or a schedule may change the request."""
+        return self._test is not None or bool(self._settings.schedule)
 
     def tests_after(self, round_number: int) -> bool:
         """Return whether a batch test follows this round, counted from 1."""
@@ -121,11 +115,9 @@ class BatchControl:
         return {
             "requested_batch": self.requested_batch,
             "statistics": dataclasses.asdict(self._sums),
-            "growth": dataclasses.asdict(self._growth),
         }
 
     def load_state_dict(self, state: Mapping) -> None:
         """Continue from a state."""
         self.requested_batch = state["requested_batch"]
         self._sums = StatisticsSums(**state["statistics"])
-        self._growth = BatchGrowth(**state["growth"])

@@ -10,72 +10,13 @@ from dataclasses import dataclass
 
 from algorithms.nodes.traffic import Exchange, Link
 
-# The prior of the slope of ln batch over ln examples, and its weight in the regression.
-_PRIOR_SLOPE = 0.4
+# The prior of the exponent of growth, and its weight against what a run has shown.
+_PRIOR_EXPONENT = 0.4
 _PRIOR_WEIGHT = 0.5
-# Standard deviations of the logarithm of a request: its error, as requests jump, and its drift in a round.
-_REQUEST_ERROR = 0.1
-_REQUEST_DRIFT = 0.05
 # The share of a budget of seconds that is planned for communication before computing has been measured.
 UNMEASURED_SHARE = 0.5
 # With a budget of seconds no round is longer than this multiple of the mean before it.
 LONGEST_ROUND = 4
-
-
-@dataclass(frozen=True)
-class BatchGrowth:
-    """The growth of a requested batch with the examples of the run: batch ~ examples^exponent.
-
-    The logarithm of the request passes a Kalman filter for a random walk; the exponent is the slope of a linear
-    regression of the filtered values on the logarithm of the examples.
-
-    Attributes:
-        level: filtered logarithm of the request; None before the first round.
-        variance: of the level's error.
-        count: observed rounds.
-        sum_x: of the logarithms of the examples.
-        sum_y: of the levels.
-        sum_xx: of the squares of x.
-        sum_xy: of the products.
-    """
-
-    level: float | None = None
-    variance: float = 1.0
-    count: int = 0
-    sum_x: float = 0.0
-    sum_y: float = 0.0
-    sum_xx: float = 0.0
-    sum_xy: float = 0.0
-
-    def observe(self, log_examples: float, request: int) -> "BatchGrowth":
-        """Return the growth after one more round."""
-        level = math.log(request)
-        variance = _REQUEST_ERROR**2
-        if self.level is not None:
-            predicted = self.variance + _REQUEST_DRIFT**2
-            gain = predicted / (predicted + _REQUEST_ERROR**2)
-            level = self.level + gain * (level - self.level)
-            variance = predicted * (1.0 - gain)
-        return BatchGrowth(
-            level=level,
-            variance=variance,
-            count=self.count + 1,
-            sum_x=self.sum_x + log_examples,
-            sum_y=self.sum_y + level,
-            sum_xx=self.sum_xx + log_examples**2,
-            sum_xy=self.sum_xy + log_examples * level,
-        )
-
-    @property
-    def exponent(self) -> float:
-        """The exponent, between 0 and 1."""
-        spread = 0.0
-        covariance = 0.0
-        if self.count:
-            spread = max(self.sum_xx - self.sum_x**2 / self.count, 0.0)
-            covariance = self.sum_xy - self.sum_x * self.sum_y / self.count
-        slope = (covariance + _PRIOR_WEIGHT * _PRIOR_SLOPE) / (spread + _PRIOR_WEIGHT)
-        return min(max(slope, 0.0), 1.0)
 
 
 @dataclass(frozen=True)
@@ -158,9 +99,19 @@ class Remaining:
     examples_left: float
 
     @property
-    def log_examples(self) -> float:
-        """Logarithm of the examples done plus a hundredth of all, which the growth of batches is measured over."""
-        return math.log(self.examples_done + 0.01 * (self.examples_done + self.examples_left))
+    def offset(self) -> float:
+        """A hundredth of all examples, which is added where growth begins: no batch grows from zero examples."""
+        return 0.01 * (self.examples_done + self.examples_left)
+
+
+def growth_exponent(growth: float, remaining: Remaining) -> float:
+    """Return the power of the examples with which a batch grows, 0 to 1, from its growth since the start of the run.
+
+    The slope of ln batch over ln examples, drawn to a prior while the run is young.
+    """
+    passed = math.log1p(remaining.examples_done / remaining.offset)
+    slope = (passed * math.log(growth) + _PRIOR_WEIGHT * _PRIOR_EXPONENT) / (passed**2 + _PRIOR_WEIGHT)
+    return min(max(slope, 0.0), 1.0)
 
 
 def remaining_steps(remaining: Remaining, batch: float, exponent: float, grows_until: float, largest: float) -> float:
@@ -170,7 +121,7 @@ def remaining_steps(remaining: Remaining, batch: float, exponent: float, grows_u
 
     Args:
         batch: examples of an inner step now, over all trainers.
-        exponent: of the growth, see `BatchGrowth`.
+        exponent: of the growth, see `growth_exponent`.
         grows_until: share of the run after which the batch stays.
         largest: limit of the batch.
     """
@@ -178,7 +129,7 @@ def remaining_steps(remaining: Remaining, batch: float, exponent: float, grows_u
         return remaining.examples_left / batch
     done = remaining.examples_done
     total = done + remaining.examples_left
-    offset = 0.01 * total
+    offset = remaining.offset
     points = 200
     steps = 0.0
     for point in range(points):  # the integral of 1 / batch over the examples, by the midpoint rule

@@ -10,6 +10,7 @@ from algorithms.schedule.budget import (
     Budget,
     Remaining,
     affordable_rounds,
+    growth_exponent,
     remaining_steps,
 )
 from algorithms.schedule.limits import Limits, RoundSchedule, RunCounters
@@ -80,8 +81,6 @@ class RoundScheduler:
         steps = self._config.number_of_inner_steps_between_outers
         remaining = self.remaining(counters, trainers, splits, warn)
         if remaining is not None:
-            for trainer in trainers:
-                trainer.batch.observe_growth(remaining.log_examples)
             steps = self._budgeted_steps(trainers, splits, remaining)
         return self._limits.next_round(
             counters,
@@ -98,7 +97,10 @@ class RoundScheduler:
         if all(len(trainer.nodes) == 1 for trainer in trainers):
             return whole_round  # nothing is communicated, and the round costs nothing
         batch = sum(split.examples(whole_round) for split in splits) / whole_round
-        exponent = max(trainer.batch.growth for trainer in trainers)
+        exponent = 0.0
+        if any(trainer.batch.grows for trainer in trainers):
+            largest = max(trainer.requested_batch for trainer in trainers)
+            exponent = growth_exponent(largest / self._config.INITIAL_BATCH_SIZE, remaining)
         decay_begins = learning_rate_schedule(self._config).decay_begins
         steps = remaining_steps(remaining, batch, exponent, decay_begins, _largest_request(trainers))
         last = remaining.rounds_left == 1
@@ -177,7 +179,7 @@ class RoundScheduler:
             return 0
         scheduled = config.batch_schedule
         # A batch test asks for no more once the learning rate decays.
-        tested = progress < learning_rate_schedule(config).decay_begins and any(t.batch.growth for t in trainers)
+        tested = progress < learning_rate_schedule(config).decay_begins and any(t.batch.grows for t in trainers)
         if not scheduled and not tested:
             return 0
         largest = _largest_request(trainers)
