@@ -110,10 +110,7 @@ def folder_instead(path: Path) -> None:
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "flipped at the start": lambda path: flip(path, 0.0),
-    "flipped near the start": lambda path: flip(path, 0.05),
     "flipped in the middle": lambda path: flip(path, 0.5),
-    "flipped at the end": lambda path: flip(path, 0.99),
-    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "junk": lambda path: path.write_bytes(bytes(range(256)) * (path.stat().st_size // 256 + 1)),
     "cut": cut,
     "empty": lambda path: path.write_bytes(b""),
@@ -137,10 +134,6 @@ def log_of(folder: Path) -> str:
 # Checkpoints
 
 
-def longer(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\0")
-
-
 def of_the_checkpoint_before(path: Path) -> None:
     shutil.copy(path.parent.with_name("round_00002") / path.name, path)
 
@@ -148,17 +141,13 @@ def of_the_checkpoint_before(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        *(
-            (name, damage)
-            for name in ("state.json", "trainer_0.safetensors", "config.yaml")
-            for damage in DAMAGE.values()
-        ),
-        *((name, longer) for name in ("state.json", "trainer_0.safetensors", "config.yaml")),
+        *(("state.json", damage) for damage in DAMAGE.values()),
+        *(("trainer_0.safetensors", damage) for damage in DAMAGE.values()),
         *((name, of_the_checkpoint_before) for name in ("state.json", "trainer_0.safetensors")),
+        ("config.yaml", DAMAGE["flipped in the middle"]),
+        ("config.yaml", DAMAGE["deleted"]),
         ("state.json", nested),
         ("trainer_0_worker_0.safetensors", DAMAGE["flipped in the middle"]),
-        ("trainer_0_worker_0.safetensors", DAMAGE["deleted"]),
-        ("trainer_0_worker_0.safetensors", of_the_checkpoint_before),
     ],
 )
 def test_the_checkpoint_before_a_damaged_one_is_used(whole, copy, name, damage):
@@ -263,8 +252,13 @@ def test_a_value_of_the_configuration_that_is_not_that_of_the_checkpoint_is_repo
     assert expected in message
 
 
-@pytest.mark.parametrize("name", ["training_log.csv", "step_loss_log.csv", "node_log.csv", "merge_log.csv"])
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        *(("training_log.csv", damage) for damage in DAMAGE),
+        *((name, "cut") for name in ("step_loss_log.csv", "node_log.csv", "merge_log.csv")),
+    ],
+)
 def test_a_damaged_log_is_reported(stopped, capsys, name, damage):
     """One that lacks rows is refused. One with other rows is continued, and the training is the same."""
     path = stopped / "model_training_report" / name
@@ -364,12 +358,7 @@ def replaced_by_a_file(path: Path) -> None:
     path.write_text("")
 
 
-def replaced_by_a_broken_link(path: Path) -> None:
-    shutil.rmtree(path)
-    path.symlink_to("/nonexistent/folder")
-
-
-@pytest.mark.parametrize("fault", [shutil.rmtree, replaced_by_a_file, replaced_by_a_broken_link])
+@pytest.mark.parametrize("fault", [shutil.rmtree, replaced_by_a_file])
 @pytest.mark.parametrize("name", [".", "model_training_report", "memory_report", "checkpoints", "model_weights"])
 def test_a_folder_that_is_lost_while_a_run_trains_costs_warnings(tmp_path, cache_dir, monkeypatch, name, fault):
     """Without a place for models the exit status is 1."""
@@ -430,7 +419,7 @@ def test_a_resume_brings_back_what_a_read_only_folder_has_cost(whole, tmp_path, 
     assert_same_run(folder, whole, besides=("warnings",))
 
 
-@pytest.mark.parametrize("limit", [0, 1000, 7000, 40_000, 100_000])
+@pytest.mark.parametrize("limit", [0, 7000, 40_000, 100_000])
 def test_a_resume_brings_back_what_a_full_disk_has_cost(whole, tmp_path, cache_dir, monkeypatch, limit):
     """No room for the last rows, for models, for checkpoints, or for plots."""
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
@@ -445,12 +434,10 @@ def test_a_resume_brings_back_what_a_full_disk_has_cost(whole, tmp_path, cache_d
     assert_same_run(folder, whole, besides=("warnings",))
 
 
-@pytest.mark.parametrize("limit", [0, 1000, 20_000])
-def test_a_disk_without_room_for_the_data_is_one_error(tmp_path, limit):
-    """No room for the tokenizer's configuration, its vocabulary, or the tokens."""
+def test_a_disk_without_room_for_the_data_is_one_error(tmp_path):
     config = write_config(tmp_path, tmp_path / "cache", **VALUES)
     (tmp_path / "cache").mkdir()
-    with files_limited_to(limit) as errors:
+    with files_limited_to(1000) as errors:
         assert program.main(["--config", str(config)]) == 2
     assert errors.getvalue().splitlines()[-1].startswith("error: cache_dir: cannot write ")
     assert not (tmp_path / "logs").exists()
@@ -476,7 +463,7 @@ def test_a_clock_that_is_set_changes_nothing(whole, stopped, monkeypatch, days):
 # Comparisons
 
 
-@pytest.mark.parametrize("damage", ["flipped at the start", "junk", "zeros", "cut", "empty", "nested", "another key"])
+@pytest.mark.parametrize("damage", ["junk", "empty", "nested", "another key"])
 @pytest.mark.parametrize("name", ["results/small.json", "run.json"])
 def test_damage_to_a_comparison_is_one_line(tmp_path, capsys, name, damage):
     path = small_comparison(tmp_path)
