@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 from scipy import stats
 
-from gradient_analysis.gradients import BatchGradient, PowerLaw
-from training_logs.showing.styles import colour, decimal_logarithmic, make_figure
+from gradient_analysis.gradients import BatchGradient
+from training_logs.showing.styles import colour, make_figure
 
 
 @dataclass(frozen=True)
@@ -55,32 +55,6 @@ def deviations_figure(batches: Sequence[BatchGradient], found: Mapping[str, floa
         axes.grid(True, alpha=0.3)
     # Below the axes, because a histogram may fill any corner.
     left.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
-    return figure
-
-
-def law_figure(deviations: Mapping[int, float], variance: float, law: PowerLaw | None) -> Figure:
-    """Draw deviations, corrected for the finite sample, against the batch size, with sqrt(V / b) and the fitted law."""
-    figure, (axes,) = make_figure(1, 1, (7.5, 4.6))
-    xs = np.array(list(deviations), dtype=float)
-    axes.plot(
-        xs,
-        list(deviations.values()),
-        "o",
-        color=colour(0),
-        label="measured (root mean square), corrected for the finite sample",
-    )
-    axes.plot(xs, np.sqrt(variance / xs), lw=6, alpha=0.35, color=colour(2), label="sqrt(V / b)")
-    if law is not None:
-        label = f"fitted exponent {law.exponent:.3f} ± {law.error:.3f} (independent examples: -0.5)"
-        axes.plot(xs, law.scale * xs**law.exponent, "--", color=colour(1), label=label)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    decimal_logarithmic(axes)
-    axes.set_title("Deviation against batch size")
-    axes.set_xlabel("examples per batch b")
-    axes.set_ylabel("||g_B - F||")
-    axes.grid(True, alpha=0.3)
-    axes.legend(fontsize=8, loc="lower left")
     return figure
 
 

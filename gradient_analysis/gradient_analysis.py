@@ -20,6 +20,7 @@ import torch
 import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -29,13 +30,12 @@ from fabrics.data.dataset_loader import load_data
 from fabrics.data.examples import TaskData
 from fabrics.models.model_family import build_model
 from fabrics.training.flat_model import FlatModel
-from gradient_analysis.figures import RunMarks, deviations_figure, law_figure, requests_figure
+from gradient_analysis.figures import RunMarks, deviations_figure, requests_figure
 from gradient_analysis.gradients import (
     Gradients,
     distribution,
     draw_batches,
     noise_scale,
-    power_law,
     requests,
 )
 from training_logs.log_processor import ANALYSIS_SUMMARY
@@ -61,7 +61,6 @@ class AnalysisConfig:
     part: Literal["train", "validation"] = "train"
     sample_size: Annotated[int, Field(ge=2)] | None = 512
     batch_size: PositiveInt = 8
-    batches_per_size: PositiveInt = 32
     micro_batch: PositiveInt = 16
     seed: Annotated[int, Field(ge=0)] = 42
     device: str | None = None
@@ -189,21 +188,6 @@ def _load(config: AnalysisConfig, training: Config, device: torch.device) -> tup
 # The analysis
 
 
-def _deviations_by_size(
-    config: AnalysisConfig, gradients: Gradients, indices: np.ndarray, generator: np.random.Generator
-) -> dict[int, float]:
-    """Root mean square deviation of batch gradients by batch size: powers of two up to the sample."""
-    count = len(indices)
-    found = {}
-    for size in (2**power for power in range(count.bit_length())):
-        # At least four batches, from several permutations if the sample fills fewer.
-        wanted = min(config.batches_per_size, max(4, count // size))
-        drawn = draw_batches(indices, size, wanted, generator)
-        batches = gradients.of_batches(drawn, f"batches of {size}")
-        found[size] = float(np.sqrt(np.mean([batch.deviation**2 for batch in batches])))
-    return found
-
-
 def analyse(config: AnalysisConfig) -> Path:
     """Run the analysis and return the folder of its results.
 
@@ -232,17 +216,10 @@ def analyse(config: AnalysisConfig) -> Path:
 
     gradients = Gradients(working, examples, indices, config.micro_batch)
     gradients.compute_full()
-    singles = gradients.of_examples()
-    statistics = singles.statistics
-    drawn = draw_batches(indices, config.batch_size, None, generator)
-    batches = gradients.of_batches(drawn, f"batches of {config.batch_size}")
+    statistics = gradients.example_statistics()
+    drawn = draw_batches(indices, config.batch_size, generator)
+    batches = [gradients.of_batch(batch) for batch in tqdm(drawn, desc="batches", unit=" batches", disable=None)]
     deviations = distribution([batch.deviation for batch in batches])
-    by_size = _deviations_by_size(config, gradients, indices, generator)
-    # E ||g_B - F||^2 / (V / b) for batches without replacement from the sample, whose unbiased variance is V.
-    factors = {size: (count - size) / count for size in by_size}
-    predicted = {size: (statistics.variance / size * factor) ** 0.5 for size, factor in factors.items()}
-    corrected = {size: by_size[size] / factor**0.5 for size, factor in factors.items() if factor > 0}
-    law = power_law(list(corrected), list(corrected.values()))
     parameters = {"eta": marks.eta, "theta": marks.theta, "nu": marks.nu}
     requested = requests(statistics, config.batch_size, parameters)
 
@@ -260,21 +237,15 @@ def analyse(config: AnalysisConfig) -> Path:
         "run": dataclasses.asdict(marks),
         "batch_size": config.batch_size,
         "deviation": deviations,
-        "batch_size_law": law and dataclasses.asdict(law) | {"independent_examples": -0.5},
         "config": dataclasses.asdict(config),
     }
     figures = {
         "deviations": deviations_figure(batches, deviations, config.batch_size),
-        "batch_size_law": law_figure(corrected, statistics.variance, law),
         "requests": requests_figure(requested, count, marks),
     }
     batch_rows = [(number, batch.deviation, batch.norm, batch.cosine) for number, batch in enumerate(batches)]
     tables = {
         "batches": [("batch", "deviation", "norm", "cosine"), *batch_rows],
-        "batch_size_law": [
-            ("batch_size", "deviation", "predicted"),
-            *((size, deviation, predicted[size]) for size, deviation in by_size.items()),
-        ],
         "requests": [("test", "parameter", "request"), *requested],
     }
     output = Path(config.output_dir)
@@ -305,9 +276,6 @@ def _print_findings(summary: dict[str, Any]) -> None:
         print(f"noise scale V / (||F||^2 - V / {summary['sample']}): {scale:,.4g} examples")
         print("  (V / ||F||^2 would be biased: it is too small, and depends on the size of the sample)")
     print(f"the run's own request at this point: {summary['run']['batch']:,} examples")
-    law = summary["batch_size_law"]
-    if law is not None:
-        print(f"deviation ~ batch ^ {law['exponent']:.3f} +- {law['error']:.3f} (independent examples: -0.5)")
 
 
 def _warn(warnings: Iterable[str]) -> None:

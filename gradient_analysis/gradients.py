@@ -53,8 +53,7 @@ class SampleStatistics:
     Attributes:
         sample_size: b.
         squared_norm: ||g||^2 of the mean gradient.
-        variance: V = (sum ||g_i||^2 - b ||g||^2) / (b - 1), the trace of the covariance; NaN for a sample of one, like
-            the following.
+        variance: V = (sum ||g_i||^2 - b ||g||^2) / (b - 1), the trace of the covariance.
         inner_product_variance: P, the sample variance of the <g_i, g>.
         orthogonal_variance: O = sum (||g_i||^2 - <g_i, g>^2 / ||g||^2) / (b - 1).
     """
@@ -64,21 +63,6 @@ class SampleStatistics:
     variance: float
     inner_product_variance: float
     orthogonal_variance: float
-
-
-@dataclass(frozen=True)
-class ExampleGradients:
-    """The gradients g_i of single examples.
-
-    Attributes:
-        squared_norms: ||g_i||^2, [examples], float64.
-        inner_products: <g_i, F>, [examples], float64.
-        statistics: exact values for the sample: V, P and O with g = F.
-    """
-
-    squared_norms: np.ndarray
-    inner_products: np.ndarray
-    statistics: SampleStatistics
 
 
 class Gradients:
@@ -134,26 +118,32 @@ class Gradients:
         cosine = product / lengths if lengths > 0 else torch.full_like(product, torch.nan)
         return BatchGradient(squared_distance.sqrt().item(), squared_norm.sqrt().item(), cosine.item())
 
-    def of_batches(self, batches: Sequence[np.ndarray], name: str) -> list[BatchGradient]:
-        """Compare several batches with the full gradient, with a progress bar."""
-        return [self.of_batch(batch) for batch in tqdm(batches, desc=name, unit=" batches", leave=False, disable=None)]
-
-    def of_examples(self) -> ExampleGradients:
-        """Compute exact per-example statistics in one pass over the sample."""
+    def example_statistics(self) -> SampleStatistics:
+        """Compute exact statistics of the gradients of single examples, with g = F, in one pass over the sample."""
         direction = self.full.to(self._working.parameters.dtype)
         squares = []
         products = []
-        for part in tqdm(
-            self._micro_batches(self._indices), desc="single examples", unit=" micro-batches", disable=None
-        ):
+        parts = self._micro_batches(self._indices)
+        for part in tqdm(parts, desc="single examples", unit=" micro-batches", disable=None):
             self._working.gradient.zero_()
             with PerExampleProbe(self._working.module, len(part), self._working.views(direction)) as probe:
                 self._add_gradient(part)
             squares.append(probe.squared_norms.double().cpu())
             products.append(probe.inner_products.double().cpu())
-        squared_norms = torch.cat(squares).numpy()
-        inner_products = torch.cat(products).numpy()
-        return ExampleGradients(squared_norms, inner_products, self._statistics(squared_norms, inner_products))
+        squared_norms = torch.cat(squares)
+        inner_products = torch.cat(products)
+        count = len(squared_norms)
+        squared_norm = self.squared_norm
+        orthogonal = 0.0
+        if squared_norm:
+            orthogonal = (squared_norms - inner_products**2 / squared_norm).sum().item() / (count - 1)
+        return SampleStatistics(
+            sample_size=count,
+            squared_norm=squared_norm,
+            variance=(squared_norms.sum().item() - count * squared_norm) / (count - 1),
+            inner_product_variance=inner_products.var().item(),
+            orthogonal_variance=orthogonal,
+        )
 
     def _add_gradient(self, indices: np.ndarray) -> torch.Tensor:
         """Add the gradient of the sum of these examples' losses to the model's gradient; return that sum."""
@@ -166,20 +156,6 @@ class Gradients:
 
     def _micro_batches(self, indices: np.ndarray) -> list[np.ndarray]:
         return [indices[start : start + self._micro_batch] for start in range(0, len(indices), self._micro_batch)]
-
-    def _statistics(self, squared_norms: np.ndarray, inner_products: np.ndarray) -> SampleStatistics:
-        count = len(squared_norms)
-        squared_norm = self.squared_norm
-        orthogonal = 0.0
-        if squared_norm:
-            orthogonal = float((squared_norms - inner_products**2 / squared_norm).sum() / (count - 1))
-        return SampleStatistics(
-            sample_size=count,
-            squared_norm=squared_norm,
-            variance=(squared_norms.sum() - count * squared_norm) / (count - 1),
-            inner_product_variance=float(inner_products.var(ddof=1)),
-            orthogonal_variance=orthogonal,
-        )
 
 
 # Functions of numbers
@@ -205,28 +181,6 @@ def noise_scale(statistics: SampleStatistics) -> float | None:
     """
     squared_norm = statistics.squared_norm - statistics.variance / statistics.sample_size
     return statistics.variance / squared_norm if squared_norm > 0 else None
-
-
-@dataclass(frozen=True)
-class PowerLaw:
-    """deviation = scale * batch ^ exponent, fitted by least squares of logarithms.
-
-    Attributes:
-        error: standard error of the exponent.
-    """
-
-    exponent: float
-    error: float
-    scale: float
-
-
-def power_law(batch_sizes: Sequence[int], deviations: Sequence[float]) -> PowerLaw | None:
-    """Fit the law to the positive deviations; None if there are fewer than two."""
-    points = [(math.log(b), math.log(d)) for b, d in zip(batch_sizes, deviations, strict=True) if d > 0]
-    if len(points) < 2:
-        return None
-    result = stats.linregress(*np.array(points).T)
-    return PowerLaw(float(result.slope), float(result.stderr), math.exp(result.intercept))
 
 
 def requests(statistics: SampleStatistics, batch: int, parameters: Mapping[str, float]) -> list[tuple[str, float, int]]:
@@ -269,17 +223,7 @@ def requests(statistics: SampleStatistics, batch: int, parameters: Mapping[str, 
     return rows
 
 
-def draw_batches(
-    indices: np.ndarray, batch: int, count: int | None, generator: np.random.Generator
-) -> list[np.ndarray]:
-    """Cut batches from random permutations of a sample, so that no example occurs twice in a batch.
-
-    Args:
-        count: number of batches; None: as many as the sample fills.
-    """
-    wanted = count if count is not None else len(indices) // batch
-    batches: list[np.ndarray] = []
-    while len(batches) < wanted:
-        order = generator.permutation(indices)
-        batches += [order[start : start + batch] for start in range(0, len(order) - batch + 1, batch)]
-    return batches[:wanted]
+def draw_batches(indices: np.ndarray, batch: int, generator: np.random.Generator) -> list[np.ndarray]:
+    """Cut as many batches from a random permutation of a sample as it fills."""
+    order = generator.permutation(indices)
+    return [order[start : start + batch] for start in range(0, len(order) - batch + 1, batch)]

@@ -21,7 +21,7 @@ LESS = {
     "tests/integration/test_c4_dataset.py": _SMALL,
     "benchmarks/performance/throughput.py": [*_SMALL, "--repeats", "2"],
     "gradient_analysis/gradient_analysis.py": [
-        "config=short.yaml", "sample_size=16", "batch_size=4", "batches_per_size=4"
+        "config=short.yaml", "sample_size=16", "batch_size=4"
     ],
     "c4/tokenize_c4.py": [
         "--model_name", "logs/first/model_weights/trainer_0", "--input", ".cache/samples/c4",

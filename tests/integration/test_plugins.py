@@ -399,7 +399,7 @@ def test_the_example_network_learns_the_digits(programs, tmp_path):
     assert (summary["metric"], summary["initial_trainers"], summary["final_trainers"]) == ("accuracy", 2, 1)
     assert summary["initial_metric"] < 0.2
     assert summary["final_metric"] > 0.85
-    places = [f"output_dir={tmp_path}/analysis", "sample_size=32", "batch_size=4", "batches_per_size=4"]
+    places = [f"output_dir={tmp_path}/analysis", "sample_size=32", "batch_size=4"]
     programs.run("gradient_analysis/gradient_analysis.py", f"model={folder}", *places)
     analysis = json.loads(next((tmp_path / "analysis").glob("*.json")).read_text())
     assert (analysis["parameters"], analysis["sample"]) == (summary["parameters"], 32)
