@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fabrics.data.examples import Examples, TaskData
+from fabrics.data.examples import TaskData
 from fabrics.training.flat_model import FlatModel
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ NEW_TOKENS = 40
 TEMPERATURE = 0.8
 TOP_K = 40
 SAMPLING = {"temperature": TEMPERATURE, "top_k": TOP_K}
-# Validation texts among which long ones are looked for.
-_CANDIDATES = 1000
 
 
 @dataclass(frozen=True)
@@ -40,18 +38,6 @@ class Continuation:
     prompt: str
     continuation: str
     reference: str
-
-
-def _choose_prompts(examples: Examples, longest: int, seed: int) -> tuple[list[int], int]:
-    """Return the texts to continue, and the length of their prompts: at most half of the shortest text.
-
-    Texts come in random order, those with `longest` tokens in each half first, then the longest others.
-    """
-    order = np.random.default_rng(seed).permutation(len(examples))[:_CANDIDATES].tolist()
-    halves = {index: min(examples.tokens([index]) // 2, longest) for index in order}
-    by_length = sorted(order, key=lambda index: -halves[index])
-    chosen = [index for index in by_length[:COUNT] if halves[index]]
-    return chosen, min((halves[index] for index in chosen), default=0)
 
 
 @torch.no_grad()
@@ -80,10 +66,8 @@ def sample_tokens(module: nn.Module, prompts: torch.Tensor, new_tokens: int, see
     return torch.cat(sampled, 1)
 
 
-def continuations(
-    working: FlatModel, parameters: torch.Tensor, data: TaskData, sequence_length: int, seed: int
-) -> list[Continuation]:
-    """Continue the beginnings of COUNT validation texts; empty if the model is no language model.
+def continuations(working: FlatModel, parameters: torch.Tensor, data: TaskData, seed: int) -> list[Continuation]:
+    """Continue the beginnings of COUNT validation texts; empty if the data are not packed texts.
 
     A prompt has at most PROMPT_TOKENS tokens and half of the sequence length. A continuation ends with the end-of-text
     token, after NEW_TOKENS, or at the sequence length, beyond which nothing was trained.
@@ -93,15 +77,15 @@ def continuations(
         parameters: flat parameters of the model.
         seed: seed of the choice of texts and of the sampling.
     """
-    if data.task != "causal_lm":
+    sequence_length = data.validation.tokens_per_example
+    if data.task != "causal_lm" or sequence_length is None:
         return []
-    chosen, length = _choose_prompts(data.validation, min(PROMPT_TOKENS, sequence_length // 2), seed)
-    if not chosen:
-        return []
-    batch = data.validation.batch(chosen, working.device)
+    length = min(PROMPT_TOKENS, sequence_length // 2)
+    new_tokens = min(NEW_TOKENS, sequence_length - length)
+    chosen = np.random.default_rng(seed).permutation(len(data.validation))[:COUNT]
+    rows = data.validation.batch(chosen, working.device)["input_ids"]
     with working.evaluating(parameters) as module:
-        prompts = batch["input_ids"][:, :length]
-        sampled = sample_tokens(module, prompts, min(NEW_TOKENS, sequence_length - length), seed)
+        sampled = sample_tokens(module, rows[:, :length], new_tokens, seed)
 
     def text(tokens: list[int]) -> str:
         return data.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -111,22 +95,21 @@ def continuations(
         return text(tokens[: tokens.index(end)] if end in tokens else tokens)
 
     found = []
-    for index, row, new in zip(chosen, batch["input_ids"].tolist(), sampled.tolist(), strict=True):
-        reference = row[: data.validation.tokens([index])][length : length + len(new)]
+    for row, new in zip(rows.tolist(), sampled.tolist(), strict=True):
+        reference = row[length : length + new_tokens]
         found.append(Continuation(text(row[:length]), first_document(new), first_document(reference)))
     return found
 
 
 def best_continuations(cluster: Cluster, final: dict[int, Evaluation], observer: Observer) -> list[Continuation]:
     """Continue validation texts with the best model; empty in processes that do not have it."""
-    config = cluster.config
     node = cluster.nodes[0]  # of the main process
     parameters = cluster.trainers[cluster.validation.best(final)].worker_group.parameters_for(node)
     if parameters is None:
         return []
     try:
         model = cluster.models[node.device]
-        return continuations(model, parameters, cluster.data, config.sequence_length, config.training_seed)
+        return continuations(model, parameters, cluster.data, cluster.config.training_seed)
     except Exception as error:  # of memory, or anything a loaded model or tokenizer raises: the run itself is done
         observer.warn(f"validation texts could not be continued: {type(error).__name__}: {error}")
         return []

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fabrics.data.examples import PackedSequences, PaddedSequences
+from fabrics.data.examples import PackedSequences
 from fabrics.models import continuations as module_under_test
 from fabrics.models.continuations import COUNT, NEW_TOKENS, PROMPT_TOKENS, continuations, sample_tokens
 from fabrics.training.flat_model import FlatModel
@@ -56,13 +56,13 @@ def test_the_seed_decides_and_no_global_generator_changes(working):
     model, parameters = working
     texts = data_of(PackedSequences(np.random.default_rng(1).integers(5, VOCABULARY, (50, 64))))
     states = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
-    first = continuations(model, parameters, texts, 64, seed=1)
+    first = continuations(model, parameters, texts, seed=1)
     torch.rand(5)
-    assert continuations(model, parameters, texts, 64, seed=1) == first
-    other = continuations(model, parameters, texts, 64, seed=2)
+    assert continuations(model, parameters, texts, seed=1) == first
+    other = continuations(model, parameters, texts, seed=2)
     assert {text.prompt for text in other}.isdisjoint(text.prompt for text in first)
     torch.set_rng_state(states[0])
-    continuations(model, parameters, texts, 64, seed=1)
+    continuations(model, parameters, texts, seed=1)
     assert torch.equal(torch.get_rng_state(), states[0])
     assert (random.getstate(), str(np.random.get_state())) == states[1:]
     assert model.module.training
@@ -71,10 +71,10 @@ def test_the_seed_decides_and_no_global_generator_changes(working):
 def test_the_given_parameters_are_sampled_from(working):
     model, parameters = working
     texts = data_of(PackedSequences(np.random.default_rng(1).integers(5, VOCABULARY, (9, 64))))
-    first = continuations(model, parameters, texts, 64, seed=1)
+    first = continuations(model, parameters, texts, seed=1)
     model.load(torch.zeros_like(parameters))
-    assert continuations(model, parameters, texts, 64, seed=1) == first
-    assert continuations(model, -parameters, texts, 64, seed=1) != first
+    assert continuations(model, parameters, texts, seed=1) == first
+    assert continuations(model, -parameters, texts, seed=1) != first
 
 
 @pytest.mark.parametrize(
@@ -88,26 +88,11 @@ def test_packed_texts_end_with_the_sequence(working, monkeypatch, sequence_lengt
     monkeypatch.setattr(
         module_under_test, "sample_tokens", lambda _, prompts, new, seed: torch.full((len(prompts), new), 7)
     )
-    found = continuations(model, parameters, data, sequence_length, seed=0)
+    found = continuations(model, parameters, data, seed=0)
     assert len(found) == COUNT == 3
     rows = {tuple(row[:prompt]): tuple(row[prompt : prompt + new]) for row in tokens.tolist()}
     assert [text.reference for text in found] == [rows[text.prompt] for text in found]
     assert [len(text.continuation) for text in found] == [new] * 3
-
-
-def test_long_padded_texts_are_chosen_and_padding_is_cut(working, monkeypatch):
-    model, parameters = working
-    generator = np.random.default_rng(1)
-    texts = [generator.integers(5, VOCABULARY, length).tolist() for length in [3] * 30 + [70, 64, 66] + [5] * 30]
-    tokens, offsets = np.concatenate(texts), np.cumsum([0, *map(len, texts)])
-    data = data_of(PaddedSequences(tokens, offsets, limit=90, padding=4))
-    monkeypatch.setattr(type(data.tokenizer), "decode", lambda self, tokens, **_: list(tokens))
-    found = continuations(model, parameters, data, 90, seed=0)
-    assert sorted(text.prompt + text.reference for text in found) == sorted(texts[n][:72] for n in (30, 31, 32))
-    short = data_of(padded([[1], [7, 8, 9], [2] * 5, [3] * 4], limit=90))
-    found = continuations(model, parameters, short, 90, seed=0)
-    assert sorted(text.prompt for text in found) == [[2], [3], [7]]  # half of the shortest
-    assert sorted(text.reference for text in found) == [[2] * 4, [3] * 3, [8, 9]]
 
 
 def test_texts_end_at_the_end_of_text_token(working, monkeypatch):
@@ -116,12 +101,11 @@ def test_texts_end_at_the_end_of_text_token(working, monkeypatch):
     assert data.tokenizer.eos_token_id == 0
     monkeypatch.setattr(type(data.tokenizer), "decode", lambda self, tokens, **_: list(tokens))
     monkeypatch.setattr(module_under_test, "sample_tokens", lambda *arguments: torch.tensor([[1, 2, 0, 3]] * 3))
-    (text, *_) = continuations(model, parameters, data, 8, seed=0)
+    (text, *_) = continuations(model, parameters, data, seed=0)
     assert (text.prompt, text.continuation, text.reference) == ([7, 8, 9, 6], [1, 2], [5])
 
 
-def test_classification_and_single_tokens_are_not_continued(working):
+def test_texts_of_other_lengths_and_of_classes_are_not_continued(working):
     model, parameters = working
-    assert continuations(model, parameters, data_of(separable_texts(9), task="classification"), 64, seed=0) == []
-    assert continuations(model, parameters, data_of(padded([[1], [2]])), 64, seed=0) == []
-    assert len(continuations(model, parameters, data_of(padded([[1], [2, 3]])), 64, seed=0)) == 1
+    assert continuations(model, parameters, data_of(separable_texts(9), task="classification"), seed=0) == []
+    assert continuations(model, parameters, data_of(padded([[1], [2, 3]])), seed=0) == []
