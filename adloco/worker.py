@@ -651,7 +651,6 @@ _CHECKS = Checks(
     },
     problems=(_method_problems,),
     warnings=lambda config: [],
-    left_open=lambda given, config: [],
 )
 
 
