@@ -1,11 +1,9 @@
-"""`python run.py --plan`: its options, and the estimate as text or JSON."""
+"""`python run.py --plan`: its options, and the estimate as text."""
 
 import argparse
-import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from algorithms.nodes.traffic import Link
@@ -13,17 +11,6 @@ from algorithms.nodes.traffic import Link
 if TYPE_CHECKING:
     from fabrics.planning.estimate import Estimate
     from utils.config.schema import Config
-
-_PARTS = {
-    "parameters": "parameters of the working model",
-    "gradients": "its gradients",
-    "moments": "state of the inner optimizer",
-    "trainers": "parameters of the trainers and the method's state",
-    "workers": "state of the method and the encoding per worker",
-    "round": "sums of a round",
-    "gathered": "layers that are whole at a time",
-    "activations": "activations and logits",
-}
 
 
 def parse_link(text: str) -> tuple[str, Link]:
@@ -67,7 +54,6 @@ OPTIONS: dict[str, tuple[str, Callable, str]] = {
     "tflops": ("X", parse_positive, "TFLOP/s that a device sustains"),
     "device-memory": ("80GB", parse_memory, "memory of a device; a run that does not fit is refused"),
     "devices": ("N", parse_count, "devices of all machines (default: those of the key devices, or one node's)"),
-    "json": ("FILE", str, "also write the estimate as JSON; -: print JSON instead of text"),
 }
 
 
@@ -88,32 +74,18 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 
 
 def print_plan(options: argparse.Namespace) -> None:
-    """Print the estimate that the command line asks for, or write it.
-
-    Raises:
-        ConfigError: the configuration is wrong, the run does not fit, or the file cannot be written.
-    """
+    """Print the estimate that the command line asks for; ConfigError: a configuration that a run would refuse."""
     from fabrics.config_checks import CHECKS
     from fabrics.planning.estimate import Resources, estimate
     from utils.config.reading import load_config
-    from utils.config.schema import ConfigError
-    from utils.files import json_text, write_text_atomically
     from utils.run_layout import default_config
 
     logging.getLogger("adloco").setLevel(logging.WARNING)
     config, warnings = load_config(options.config or default_config(), options.overrides, CHECKS)
     resources = Resources(options.devices, options.device_memory, options.tflops, tuple(options.link or ()))
     found = estimate(config, resources)
-    text = json_text(dataclasses.asdict(found))
-    if options.json == "-":
-        print(text, end="")
-        return
-    print("\n".join([*_lines(found, config), *(f"warning: {warning}" for warning in warnings)]))
-    if options.json is not None:
-        try:
-            write_text_atomically(Path(options.json), text)
-        except OSError as error:
-            raise ConfigError(f"--json: cannot write {options.json}: {error.strerror}") from None
+    for line in (*_lines(found, config), *(f"warning: {warning}" for warning in warnings)):
+        print(line)
 
 
 def _lines(found: "Estimate", config: "Config") -> Iterator[str]:
@@ -124,9 +96,9 @@ def _lines(found: "Estimate", config: "Config") -> Iterator[str]:
     yield f"devices: {found.devices}, with {found.nodes} nodes (nodes_per_gpu {each}), each for one worker"
     yield f"trainers: {found.trainers} at first"
     yield f"memory per device: {byte_size(found.device_bytes)}, with micro-batches of {found.micro_batch:,}"
-    for name, meaning in _PARTS.items():
-        if found.memory[name]:
-            yield f"  {byte_size(found.memory[name]):>9}  {meaning}"
+    for part, size in found.memory.items():
+        if size:
+            yield f"  {byte_size(size):>9}  {part}"
     if found.trainers_per_device > 1:
         yield f"  state of {found.trainers_per_device} trainers: the nodes of a device may work for that many"
     if found.host_bytes:

@@ -171,14 +171,14 @@ class _Run:
         frozen = sum(p.numel() * p.element_size() for p in module.parameters() if not p.requires_grad)
         gathered = gathered_elements(module) * self.model.parameters.element_size() if size > 1 else 0
         parts = {
-            "parameters": (self.flat_bytes + frozen) // size,
-            "gradients": self.flat_bytes // size,
-            "moments": moments // size,
-            "trainers": outer // size,
-            "workers": workers * self.worker_bytes // size,
-            "round": in_round // size,
-            "gathered": gathered,
-            "activations": activations,
+            "parameters of the working model": (self.flat_bytes + frozen) // size,
+            "its gradients": self.flat_bytes // size,
+            "state of the inner optimizer": moments // size,
+            "parameters of the trainers and the method's state": outer // size,
+            "state of the method and the encoding per worker": workers * self.worker_bytes // size,
+            "sums of a round": in_round // size,
+            "layers that are whole at a time": gathered,
+            "activations and logits": activations,
         }
         return parts, host // size
 
