@@ -8,9 +8,9 @@ gather the same reports once per round. Tensors, and the work on them, are divid
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -40,17 +40,15 @@ from utils.distributed.processes import Processes, join_processes
 from utils.distributed.signals import StopRequest
 
 
-@dataclass(frozen=True)
-class LocalEvaluation:
-    """One process's parts of evaluations, by trainer, and the seconds that they took."""
+class LocalEvaluation(NamedTuple):
+    """A process's parts of evaluations, by trainer, and the seconds that they took."""
 
-    parts: dict[int, EvaluationPart] = dataclasses.field(default_factory=dict)
-    seconds: float = 0.0
+    parts: dict[int, EvaluationPart]
+    seconds: float
 
 
-@dataclass(frozen=True)
-class ProcessReport:
-    """What one process sends to all others, once per round."""
+class ProcessReport(NamedTuple):
+    """A process's message to all others, once per round."""
 
     trained: dict[int, TrainedRound]  # by trainer
     evaluated: LocalEvaluation
@@ -89,7 +87,6 @@ class Cluster:
         self.validation = Validation(data, self.models, config.eval_batch_size)
         self.metric = self.validation.metric
         self.scheduler = RoundScheduler(config, len(data.train), self.pool)
-        self.trainers: dict[int, Trainer] = {}
         requests = dict.fromkeys(range(config.number_of_initial_trainers), config.INITIAL_BATCH_SIZE)
         self.trainers = first_trainers(config, data, self._distribution(requests, {}, 0.0), self.models, self.processes)
         self.assign_nodes()
@@ -146,8 +143,6 @@ class Cluster:
                 observer.on_round(self, result)
                 self.stopped = checkpoint_policy.decision.stop
                 checkpoint_policy.after_round()
-            if self.finished and (warning := self.scheduler.unspent_warning(self.counters)) is not None:
-                observer.warn(warning)
             if self.stopped:
                 return {}
             if result is None:
@@ -187,7 +182,7 @@ class Cluster:
         observer.on_round_start(round_number, schedule.progress_before, local_steps)
         self.processes.begin_round(round_number, local_steps, self._passes)
         trained = self._train(splits, schedule, partial(self._on_step, observer))
-        evaluated = self._evaluate_locally(self.trainers) if evaluates else LocalEvaluation()
+        evaluated = self._evaluate_locally(self.trainers) if evaluates else LocalEvaluation({}, 0.0)
         report = ProcessReport(trained, evaluated, memory_use(self.devices), checkpoint_policy.vote())
         processes = self.processes.gather_in_round(report)
 
@@ -256,9 +251,8 @@ class Cluster:
         """Return the inner steps that the workers of this process make in the round, all together."""
         steps = 0
         for trainer in self.trainers.values():
-            for worker, active in splits[trainer.id].active_steps(schedule.inner_steps).items():
-                if worker in trainer.workers:
-                    steps += len(active)
+            active = splits[trainer.id].active_steps(schedule.inner_steps)
+            steps += sum(len(active[worker]) for worker in trainer.workers if worker in active)
         return steps
 
     def _train(
@@ -342,19 +336,18 @@ class Cluster:
 
     def _evaluate_locally(self, trainers: Collection[int]) -> LocalEvaluation:
         started = time.perf_counter()
-        parts = {}
         for number in trainers:
             self.trainers[number].worker_group.refresh()
+        parts = {}
         for number in trainers:
-            trainer = self.trainers[number]
-            part = self.validation.part(trainer.worker_group, trainer.parameters)
+            part = self.validation.part(self.trainers[number].worker_group)
             if part is not None:
                 parts[number] = part
         return LocalEvaluation(parts, time.perf_counter() - started)
 
     def _combine(self, evaluated: Sequence[LocalEvaluation], trainers: Collection[int]) -> dict[int, Evaluation]:
         self.counters.evaluation_seconds += max(process.seconds for process in evaluated)
-        return self.validation.combine([process.parts for process in evaluated], list(trainers))
+        return self.validation.combine([process.parts for process in evaluated], trainers)
 
     # Models and state
 

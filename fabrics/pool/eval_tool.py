@@ -5,7 +5,7 @@ added in the order of the batches, so that the result does not depend on who eva
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -149,15 +149,12 @@ class Validation:
         self._models = models
         self._batch_size = batch_size
 
-    def part(self, worker_group: WorkerGroup, parameters: torch.Tensor | None) -> EvaluationPart | None:
-        """Evaluate a trainer on the batches of this process's workers; None if there are none.
-
-        parameters: of the trainer, flat [n]; None in a process without a worker.
-        """
+    def part(self, worker_group: WorkerGroup) -> EvaluationPart | None:
+        """Evaluate a trainer's up-to-date parameters on the batches of this process's workers; None without one."""
         begun = []
         for device, batches in self._local_batches(worker_group).items():
             model = self._models[device]
-            with model.evaluating(parameters) as module:
+            with model.evaluating(worker_group.shared["parameters"]) as module:
                 own, others = model.local_batches(batches)
                 begun.append(begin_batches(module, self._examples, self._batch_size, device, own, model.count_pass))
                 if others:  # all devices that share a model make every forward pass together
@@ -174,7 +171,9 @@ class Validation:
                 found.setdefault(worker.node.device, []).append(batch)
         return found
 
-    def combine(self, parts: Sequence[Mapping[int, EvaluationPart]], trainers: Sequence[int]) -> dict[int, Evaluation]:
+    def combine(
+        self, parts: Sequence[Mapping[int, EvaluationPart]], trainers: Collection[int]
+    ) -> dict[int, Evaluation]:
         """Combine the parts that each process has evaluated, by trainer, into each trainer's evaluation."""
         return {
             trainer: combine([process[trainer] for process in parts if trainer in process], self._task)

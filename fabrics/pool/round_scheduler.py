@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 # Less than this share of a budget of seconds, which is an estimate, is not reported as missing.
 _ESTIMATION_ERROR = 0.05
-# A run that used less than this share of its budget is told so.
-_SPENT = 0.95
 
 
 def budget_of(config: Config) -> Budget | None:
@@ -197,23 +195,6 @@ class RoundScheduler:
             f"{self._config.budget}: {budget.amount:,.10g} {budget.unit} are too few: the rest of the run takes at "
             f"least {more}, for which {missing:,.10g} {budget.unit} are missing"
         )
-
-    def unspent_warning(self, counters: RunCounters) -> str | None:
-        """A warning for a finished run that left more than a twentieth of its budget; otherwise None."""
-        if self._budget is None:
-            return None
-        used = counters.used(self._budget.unit)
-        if used >= _SPENT * self._budget.amount:
-            return None
-        line = f"{self._config.budget}: {used:,.10g} of {self._budget.amount:,.10g} {self._budget.unit} were used"
-        smallest = self._config.smallest_worker_batch
-        if smallest is not None and counters.rounds_alone:
-            share = counters.rounds_alone / counters.outer_steps
-            return (
-                f"{line}: one worker worked alone in {share:.0%} of the rounds, as the batch was below {2 * smallest}, "
-                f"which a second worker needs"
-            )
-        return f"{line}; the rest was less than a round needs, or had no use"
 
 
 def exchange_sizes(config: Config, trainer: "Trainer") -> ExchangeSizes:

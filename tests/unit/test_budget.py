@@ -224,16 +224,3 @@ def test_bytes_are_reserved_only_for_workers_that_will_join(models, workers, val
     assert max(len(trainer.nodes) for trainer in cluster.trainers.values()) == workers
     unspent = models - cluster.counters.bytes_communicated / MODEL_BYTES
     assert 0 <= unspent < 2 * (workers - 1)  # a round of this many workers
-
-
-def test_a_run_warns_of_an_unspent_budget():
-    """Four trainers of two workers spend four communications in a round."""
-    values = {"number_of_initial_trainers": 4, "nodes_per_gpu": 8, "merge_frequency": 99, "sampling_method": "none"}
-    cluster, recorder = (
-        light_cluster(number_of_outer_steps=None, max_tokens=3000, communication_budget=15, **values),
-        Recorder(),
-    )
-    cluster.train(recorder)
-    assert cluster.counters.communications == 12
-    (warning,) = recorder.warnings
-    assert warning.startswith("communication_budget: 12 of 15 communications were used")

@@ -33,7 +33,7 @@ def test_every_device_evaluates_the_batches_of_its_workers(monkeypatch):
     trainer = Trainer(0, config, parameters, cursor, data.train, working, processes)
     trainer.assign_nodes((Node(0, CPU, 8), Node(1, elsewhere, 8), Node(2, CPU, 8)))
     judge = Validation(data, working, batch_size=6)  # seven batches
-    part = judge.part(trainer.worker_group, trainer.parameters)
+    part = judge.part(trainer.worker_group)
     assert [entry[1:] for entry in begun] == [("cpu", [0, 2, 3, 5, 6]), ("cpu:0", [1, 4])]
     assert begun[0][0] is working[CPU].module
     assert begun[1][0] is working[elsewhere].module
