@@ -8,7 +8,6 @@ bytes that autograd keeps for the backward pass, doubled for the temporaries of 
 linear, so two probes suffice and no prediction is confirmed.
 """
 
-import contextlib
 import statistics
 from collections.abc import Callable, Mapping
 
@@ -39,56 +38,33 @@ _CUDA_PROBES = (1, 2, 4)
 def find_max_batch(
     measure: Measure, budget_bytes: int, probes: tuple[int, ...] = _CUDA_PROBES, confirm: bool = True
 ) -> int:
-    """Find the largest batch whose step stays within the budget.
+    """Return the largest batch whose step stays within the budget; 0 if not even one example does.
 
     Args:
-        measure: the bytes of a step.
-        budget_bytes: the bytes that a step may need.
         probes: batches to measure for the fit, in growing order.
         confirm: measure the prediction too, and shrink it until it fits.
-
-    Raises:
-        MemoryError: not even one example fits.
     """
 
-    def fits(batch: int) -> bool:
-        size = measure(batch)
+    def fits(size: int | None) -> bool:
         return size is not None and size <= budget_bytes
 
-    points: list[tuple[int, int]] = []
+    sizes: dict[int, int] = {}
     for batch in probes:
         size = measure(batch)
-        if size is None or size > budget_bytes:
+        if not fits(size):
             break
-        points.append((batch, size))
-    if not points:
-        raise MemoryError(f"one example does not fit into {budget_bytes:,} bytes")
-    largest_seen = points[-1][0]
-    if len(points) < len(probes):
-        too_large = probes[len(points)]
-        return next((batch for batch in range(too_large - 1, largest_seen, -1) if fits(batch)), largest_seen)
-    slope, intercept = statistics.linear_regression(*zip(*points, strict=True))
+        sizes[batch] = size
+    largest_seen = max(sizes, default=0)
+    if len(sizes) < len(probes):
+        return largest_seen
+    slope, intercept = statistics.linear_regression(list(sizes), list(sizes.values()))
     if slope <= 0.0:
         return largest_seen
     # A millionth of an example forgives the rounding of the fit.
     candidate = max(largest_seen, int((budget_bytes - intercept) / slope + 1e-6))
-    while confirm and candidate > largest_seen and not fits(candidate):
+    while confirm and candidate > largest_seen and not fits(measure(candidate)):
         candidate = max(largest_seen, int(candidate * 0.9))
     return candidate
-
-
-@contextlib.contextmanager
-def _without_traces(gradient: torch.Tensor, device: torch.device):
-    """Restore random numbers, the gradient and the allocator's cache when the context ends."""
-    cuda = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda):
-        try:
-            yield
-        finally:
-            gradient.zero_()
-            if cuda:
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats(device)
 
 
 def _measure_cuda(step: Callable[[int], None], device: torch.device) -> Measure:
@@ -138,6 +114,16 @@ def _measure_together(measure: Measure, shard_group: ShardGroup) -> Measure:
     return most
 
 
+def _memory(device: torch.device) -> tuple[int, int]:
+    """Return the bytes of the device's memory, and those in use."""
+    if device.type == "cuda":
+        free, memory = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return memory, memory - free - cached
+    state = psutil.virtual_memory()
+    return state.total, state.total - state.available
+
+
 def calculate_max_batch(
     step: Callable[[int], None],
     gradient: torch.Tensor,
@@ -165,39 +151,34 @@ def calculate_max_batch(
     measure = _measure_cuda(step, device) if on_gpu else _measure_cpu(step)
     if several:
         measure = _measure_together(measure, shard_group)
-    with _without_traces(gradient, device):
-        # The first steps also compile the model, and allocate workspaces of GPU libraries that stay.
-        for count in (1, 2) if on_gpu else (2,):
-            measure(count)
-        if on_gpu:
-            free, memory = torch.cuda.mem_get_info(device)
-            cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            taken = memory - free - cached
-        else:
-            state = psutil.virtual_memory()
-            memory = state.total
-            taken = state.total - state.available
-        budget = int((padding_percentage * memory - taken - reserved_bytes) / sharing)
-        if several:
-            budget = shard_group.least(budget)
-        # A shard group cannot try a batch that may not fit: running out of memory within a pass ends its run.
-        confirm = on_gpu and not several
+    with torch.random.fork_rng(devices=[device] if on_gpu else []):
         try:
-            return find_max_batch(measure, budget, _CUDA_PROBES if on_gpu else _CPU_PROBES, confirm)
-        except MemoryError as error:
-            raise MemoryError(
-                f"no example fits on {device}: {error} (padding_percentage {padding_percentage} of "
-                f"{memory:,} bytes, less {taken:,} in use and {reserved_bytes:,} for a round's sums, "
-                f"shared by {sharing} processes); use a smaller model or sequence_length, or fewer nodes_per_gpu, "
-                f"trainers or processes"
-            ) from None
+            # The first steps also compile the model, and allocate workspaces of GPU libraries that stay.
+            for count in (1, 2) if on_gpu else (2,):
+                measure(count)
+            memory, taken = _memory(device)
+            budget = int((padding_percentage * memory - taken - reserved_bytes) / sharing)
+            if several:
+                budget = shard_group.least(budget)
+            # A shard group cannot try a batch that may not fit: running out of memory within a pass ends its run.
+            found = find_max_batch(measure, budget, _CUDA_PROBES if on_gpu else _CPU_PROBES, on_gpu and not several)
+        finally:
+            gradient.zero_()
+            if on_gpu:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats(device)
+    if found == 0:
+        raise MemoryError(
+            f"no example fits on {device}: one needs more than {budget:,} bytes (padding_percentage "
+            f"{padding_percentage} of {memory:,} bytes, less {taken:,} in use and {reserved_bytes:,} for a round's "
+            f"sums, shared by {sharing} processes); use a smaller model or sequence_length, or fewer nodes_per_gpu, "
+            f"trainers or processes"
+        )
+    return found
 
 
 def round_tensors(config: Config, workers: int, several_processes: bool, elsewhere: int = 0) -> float:
     """Model-sized tensors that a round of a trainer allocates on a device, besides the state between rounds.
-
-    These are the sum of the pseudo-gradients, temporaries of the method and of the encoding, gradients that the
-    across-workers estimator compares, and messages of workers.
 
     Args:
         workers: the most workers of a trainer on the device.
@@ -218,7 +199,7 @@ def round_tensors(config: Config, workers: int, several_processes: bool, elsewhe
         encoded = 3 if encoding.keeps_error else 2
     compared = workers if config.compares_workers else 0
     temporaries = method.temporaries + method.temporaries_per_worker * (workers + elsewhere)
-    return 1 + held + encoded + compared + temporaries
+    return 1 + held + encoded + compared + temporaries  # one: the sum of the pseudo-gradients
 
 
 def measured_max_batches(
