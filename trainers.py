@@ -62,7 +62,6 @@ class Trainer:
         trainer_id: its identity, kept through merges in which it is the representative.
         parameters: flat initial parameters, which become the trainer's own; None in a process without a worker.
         cursor: its position in its data.
-        examples: all training examples.
         models: the flat model of each device of this process; the first device keeps the trainer's tensors.
 
     Attributes:
@@ -181,6 +180,8 @@ class Trainer:
         workers = trained.workers
         requested = self.requested_batch
         warnings = self._warnings(workers)
+        if all(worker.left_out for worker in workers.values()) and not all(w.failed for w in workers.values()):
+            warnings.append(self._halve_learning_rate())
         if self.batch.tests_after(self.rounds + 1):
             samples, between, problem = samples_for_test(self._config, workers)
         else:
@@ -210,7 +211,7 @@ class Trainer:
         )
 
     def assignments(self, split: WorkSplit, schedule: RoundSchedule) -> dict[int, Assignment]:
-        """Return what each participant does in the round, by number."""
+        """Return the work of each participant in the round, by number."""
         tokens = split.tokens(schedule.inner_steps) if self._config.warmup_tokens else 0
         factors = learning_rate_schedule(self._config).factors(schedule, self.inner_steps, self.tokens, tokens)
         base = base_learning_rate(self._config) * 0.5**self.halvings
@@ -228,24 +229,20 @@ class Trainer:
         return draw_participants(self._config.participants, self._round_key, workers)
 
     def _warnings(self, workers: Mapping[int, WorkerRound]) -> list[str]:
-        """Return what went wrong in the round; halve the learning rate if all workers diverged."""
         place = f"round {self.rounds + 1}"
         warnings = []
         for index, worker in workers.items():
             if worker.left_out:
-                warnings.append(f"worker {index} is left out of the average: {worker.left_out}")
-        for index, worker in workers.items():
+                warnings.append(f"{place}: worker {index} is left out of the average: {worker.left_out}")
             if worker.max_batch < self.nodes[index].max_batch:
                 warnings.append(
-                    f"node {worker.node} ran out of memory; its max batch is {worker.max_batch} from now on, "
+                    f"{place}: node {worker.node} ran out of memory; its max batch is {worker.max_batch} from now on, "
                     f"and worker {index} ran the same examples in smaller parts"
                 )
-        none_healthy = all(worker.left_out for worker in workers.values())
-        if none_healthy and not all(worker.failed for worker in workers.values()):
-            warnings.append(self._halve_learning_rate(place))
-        return [f"{place}: {warning}" for warning in warnings]
+        return warnings
 
-    def _halve_learning_rate(self, place: str) -> str:
+    def _halve_learning_rate(self) -> str:
+        place = f"round {self.rounds + 1}"
         if self.halvings == MAX_HALVINGS:
             raise TrainingError(
                 f"trainer {self.id}: the loss or the parameters of every worker became NaN or infinite in {place}, "
@@ -254,7 +251,7 @@ class Trainer:
             )
         self.halvings += 1
         return (
-            f"all workers diverged; the parameters stay as they were before, and the inner learning rate is "
+            f"{place}: all workers diverged; the parameters stay as they were before, and the inner learning rate is "
             f"{0.5**self.halvings} of what it was at first"
         )
 

@@ -20,14 +20,12 @@ class OuterRound:
     """One round of a trainer.
 
     Args:
-        config: the run's configuration.
         workers: the trainer's workers and tensors; the shared tensors change in place.
-        split: the division of the round over the workers.
-        assignments: what each participant does.
+        assignments: of each participant.
         on_step: called after every inner step of every worker of this process.
 
     Attributes:
-        events: what the workers have sent each other.
+        events: exchanges between the workers.
         group: the workers as the method sees them.
         loops: the inner loop of each local participant, by number.
         lost_messages: numbers of the workers whose messages are lost in this round.
@@ -66,18 +64,14 @@ class OuterRound:
         )
         self.loops: dict[int, InnerLoop] = {}
         self._local: dict[int, LocalWorker] = {}
-        for index in workers.local:
+        parameters = workers.shared["parameters"]
+        for index, worker in workers.local.items():
             if index in assignments:
-                self._add_worker(index, assignments[index], on_step)
-
-    def _add_worker(self, index: int, assignment: Assignment, on_step: Callable[[], None]) -> None:
-        worker = self._workers.local[index]
-        parameters = self._workers.shared["parameters"]
-        start = worker.state.get(COPY, parameters)
-        # A worker whose message is lost continues from its own parameters.
-        keeps_end = self._method.keeps == "replica" or index in self.lost_messages
-        self.loops[index] = InnerLoop(worker, assignment, start, keeps_end, on_step)
-        self._local[index] = local_worker(index, worker, parameters, self._method)
+                start = worker.state.get(COPY, parameters)
+                # A worker whose message is lost continues from its own parameters.
+                keeps_end = self._method.keeps == "replica" or index in self.lost_messages
+                self.loops[index] = InnerLoop(worker, assignments[index], start, keeps_end, on_step)
+                self._local[index] = local_worker(index, worker, parameters, self._method)
 
     @torch.no_grad()
     def run(self) -> None:

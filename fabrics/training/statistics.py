@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 
 def batch_control(config: Config) -> BatchControl:
     """Return the state machine of a trainer's requested batch."""
+    parameters = BatchTestParameters(
+        config.ETA, config.vartheta, config.nu, config.debias, config.batch_test_confidence
+    )
     settings = BatchControlSettings(
         test=config.sampling_method,
-        parameters=BatchTestParameters(
-            config.ETA, config.vartheta, config.nu, config.debias, config.batch_test_confidence
-        ),
+        parameters=parameters,
         eta_at_end=config.ETA_at_end,
         first_round=config.batch_test_start,
         smoothing=config.statistics_smoothing,
@@ -59,13 +60,10 @@ class StatisticsPlan:
     probed_parts: int = 0
     compared: Literal["nothing", "gradient", "sketch"] = "nothing"
 
-    def elements(self, parameter_count: int) -> int:
-        """Elements that each worker contributes to the comparison."""
-        return {"nothing": 0, "gradient": parameter_count, "sketch": SKETCH_SIZE}[self.compared]
-
     def sent_bytes(self, workers: int, parameter_count: int, dtype: torch.dtype) -> int:
         """Bytes that all workers together send for the comparison."""
-        return PLAIN.reduction_bytes(workers, self.elements(parameter_count), dtype)
+        elements = {"nothing": 0, "gradient": parameter_count, "sketch": SKETCH_SIZE}[self.compared]
+        return PLAIN.reduction_bytes(workers, elements, dtype)
 
 
 def probes_examples(config: Config) -> bool:

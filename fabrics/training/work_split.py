@@ -80,12 +80,10 @@ class WorkSplit:
     """One round of a trainer, divided over the workers that take part; the others rest.
 
     Args:
-        config: the run's configuration.
         request: the trainer's requested batch.
         nodes: of all workers, in order.
         participants: numbers of the workers that take part, in order.
         readings: where all workers read their examples.
-        examples: all training examples.
         fewer_steps: the active steps of workers that make fewer inner steps; None: all workers make every inner step.
 
     Attributes:
@@ -133,7 +131,7 @@ class WorkSplit:
 
     @property
     def batch(self) -> int:
-        """Examples of an inner step that all participants make."""
+        """Examples of an inner step, if all participants make it."""
         return sum(plan.effective_batch for plan in self.plans.values())
 
     def steps_in_time(self, inner_steps: int) -> dict[int, int]:
@@ -174,7 +172,6 @@ class WorkSplit:
         Args:
             learning_rates: of every inner step of the round.
             key: of any worker in the round.
-            statistics: that the round takes.
         """
         inner_steps = len(learning_rates)
         active = self.active_steps(inner_steps)

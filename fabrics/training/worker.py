@@ -64,7 +64,6 @@ class Assignment:
         plan: the micro-batches of one inner step.
         learning_rates: of every inner step of the round.
         active_steps: the inner steps of the round, from 0, that the worker makes; slow nodes may make fewer than all.
-        examples: all training examples.
         read: from (offset, count) to the indices of the trainer's next examples; offset 0 is the start of the round.
         offsets: where the worker's examples of each active step begin.
         probe: draws the indices of the probe batch, for statistics when an inner step has too few examples.
