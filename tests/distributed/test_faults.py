@@ -9,7 +9,6 @@ import torch
 import run as program
 from algorithms.batch.per_example import UnsupportedModuleError
 from fabrics.data.examples import PackedSequences
-from fabrics.models import model_family
 from fabrics.pool.device_errors import explain_setup_errors
 from fabrics.pool.node_pool import NodePool, NoNodeLeftError
 from fabrics.training import forward_backward, inner_loop
@@ -24,7 +23,6 @@ from tests.support.helpers import (
     make_trainer,
     random_sequences,
     recorded_pseudo_gradients,
-    tiny_cluster,
     tiny_llama,
     train,
 )
@@ -123,13 +121,6 @@ def test_a_gradient_that_is_not_finite_stays_with_its_worker(monkeypatch):
     assert report.workers[1].left_out is None
     assert [len(worker.losses) for worker in report.workers.values()] == [2, 3]
     assert int(trainer.shared["step"]) == 3
-
-
-def test_a_learning_rate_that_explodes_stops_with_a_clear_message():
-    config = make_config(learning_rate_for_inner_opt=1e30, gradient_clipping=None)
-    trainer = make_trainer(tiny_llama(), config, EXAMPLES, nodes=1)
-    with pytest.raises(TrainingError, match=r"trainer 0.*lower learning_rate_for_inner_opt"):
-        train(trainer, 5)
 
 
 NO_MEMORY = [
@@ -266,25 +257,6 @@ def test_out_of_memory_at_the_start_names_the_plan(error):
         explain_setup_errors(),
     ):
         raise error
-
-
-def test_a_model_for_which_there_is_no_memory_is_not_called_impossible(monkeypatch):
-    def full(*arguments, **keywords):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
-
-    monkeypatch.setattr(model_family.AutoModelForCausalLM, "from_config", full)
-    with pytest.raises(ConfigError, match="no memory for models, moments"), explain_setup_errors():
-        tiny_cluster()
-
-
-def test_a_mean_has_its_memory_before_a_worker_is_added(monkeypatch):
-    def full(*arguments, **keywords):
-        raise torch.OutOfMemoryError("injected")
-
-    like = torch.ones(5)
-    monkeypatch.setattr(torch, "zeros_like", full)
-    with pytest.raises(torch.OutOfMemoryError):
-        Workers((0, 0)).mean(like)
 
 
 @pytest.mark.parametrize("kind", [torch.AcceleratorError, RuntimeError])

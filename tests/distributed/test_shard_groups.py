@@ -195,22 +195,6 @@ def test_models_are_written_whole(together, alone, part, name):
     assert (written / "config.json").read_text() == (expected / "config.json").read_text()
 
 
-def test_a_run_starts_its_shard_groups_and_resumes_without_them(programs, tmp_path, cache_dir):
-    """One command starts two processes; the resumed whole model ends like one that was never sharded."""
-    few = FEW_STEPS | {"nodes_per_gpu": 1, "number_of_outer_steps": 3}
-    config = write_config(tmp_path, cache_dir, processes="auto", devices_per_node=2, cpu_threads=1, **few)
-    said = programs.run("run.py", "--config", config).stdout
-    assert "2 trainers take turns on 1 shard groups of 2 devices" in said
-    (folder,) = (tmp_path / "logs").iterdir()
-    assert summary(folder)["continuations"]
-    programs.run("run.py", "--resume", folder, "devices_per_node=1", "number_of_outer_steps=5")
-    whole = f"log_dir={tmp_path / 'whole'}"
-    programs.run("run.py", "--config", config, "devices_per_node=1", "number_of_outer_steps=5", whole)
-    (expected,) = (tmp_path / "whole").iterdir()
-    model = "model_weights/trainer_0/model.safetensors"
-    assert_close(load_file(folder / model), load_file(expected / model), 1e-4)
-
-
 FEW_STEPS = {
     "number_of_initial_trainers": 2,
     "nodes_per_gpu": 2,

@@ -277,10 +277,10 @@ def test_a_signal_ends_the_round_writes_a_checkpoint_and_says_how_to_resume(
 # Killed
 
 
-def test_a_run_killed_ten_times_gives_the_same_weights(programs, tmp_path, cache_dir):
+def test_a_run_killed_five_times_gives_the_same_weights(programs, tmp_path, cache_dir):
     """Killed while it loads, while it writes models, logs or a checkpoint, and while it trains."""
     values = {
-        "number_of_outer_steps": 24,
+        "number_of_outer_steps": 12,
         "number_of_inner_steps_between_outers": 2,
         "number_of_initial_trainers": 2,
         "nodes_per_gpu": 2,
@@ -291,7 +291,7 @@ def test_a_run_killed_ten_times_gives_the_same_weights(programs, tmp_path, cache
     }
     config, logs = write_config(tmp_path, cache_dir, **values), tmp_path / "logs"
     generator, rounds = random.Random(1), []
-    for _ in range(10):
+    for _ in range(5):
         begun = list(logs.glob("*"))
         rounds.append(max((int(path.name[6:]) for path in logs.glob("*/checkpoints/round_*")), default=0))
         if begun and not rounds[-1]:
@@ -301,7 +301,7 @@ def test_a_run_killed_ten_times_gives_the_same_weights(programs, tmp_path, cache
         moment = [generator.randrange(1, 160), generator.randrange(1, 20_000)]
         programs.run("tests/support/killed.py", logs, *moment, "run.py", *arguments, status=-signal.SIGALRM)
     assert rounds[0] == 0
-    assert len(set(rounds)) >= 4
+    assert len(set(rounds)) >= 3
     (folder,) = logs.iterdir()
     assert program.main(["--resume", str(folder)]) == 0
     assert program.main(["--config", str(config), f"log_dir={tmp_path / 'whole'}"]) == 0

@@ -366,42 +366,6 @@ def test_a_policy_that_merges_a_missing_trainer_is_an_error(monkeypatch):
         cluster.train(Recorder())
 
 
-def test_trainers_merge_down_to_one():
-    cluster, recorder = light_cluster(number_of_outer_steps=8, merge_frequency=2), Recorder()
-    final = cluster.train(recorder)
-    assert [len(result.reports) for result in recorder.rounds] == [4, 4, 3, 3, 2, 2, 1, 1]
-    assert [merge.outer_step for merge in cluster.merges] == [2, 4, 6]
-    assert list(final) == list(cluster.trainers)
-    assert set(next(iter(cluster.trainers.values())).cursor.subset) == set(range(96))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"distributed_algo": "LocalSGD", "merge_count": 9, "merge_frequency": 1},
-        {"INITIAL_BATCH_SIZE": 24, "max_batch_size": 5},
-        {"INITIAL_BATCH_SIZE": 1, "number_of_initial_trainers": 7, "nodes_per_gpu": 2},
-        {"nodes_per_gpu": 9, "number_of_initial_trainers": 2, "statistics_estimator": "across_workers"},
-        {"merging_policy": "best_with_worst", "switch_mode": "only_data_loader", "max_batch_size": 3, "eval_every": 3},
-    ],
-)
-def test_unusual_settings_train_to_the_end(settings):
-    """Every part in combinations that the other tests leave out: finite, merged, every node at work."""
-    common = {"number_of_outer_steps": 4, "number_of_inner_steps_between_outers": 2}
-    cluster, recorder = light_cluster(**common | settings), Recorder()
-    final = cluster.train(recorder)
-    assert cluster.counters.outer_steps == 4
-    assert len(cluster.trainers) < cluster.config.number_of_initial_trainers
-    assert recorder.warnings == []
-    losses = [report.train_loss for result in recorder.rounds for report in result.reports.values()]
-    assert np.isfinite(losses).all()
-    assert np.isfinite([evaluation.loss for evaluation in final.values()]).all()
-    cluster.assign_nodes()
-    workers = [worker for trainer in cluster.trainers.values() for worker in trainer.workers.values()]
-    assert {worker.node.id for worker in workers} <= {node.id for node in cluster.nodes}
-    assert len(workers) == max(len(cluster.nodes), len(cluster.trainers))
-
-
 def test_merges_and_new_nodes_send_the_bytes_on_paper():
     """Four trainers with a node each merge into one: its three new nodes get x, velocity and two moments."""
     cluster = light_cluster(

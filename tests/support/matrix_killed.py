@@ -1,10 +1,9 @@
-"""Kill a run of tests/support/matrix.py: python -m tests.support.matrix_killed merging|pool METHOD FOLDER TIME.
+"""Kill a run of tests/support/matrix.py: python -m tests.support.matrix_killed METHOD FOLDER TIME.
 
 The process starts the run, or resumes it from its files, and kills itself in the second inner step after round
 KILLED_AFTER[TIME], when that round's checkpoint is complete.
 """
 
-import contextlib
 import dataclasses
 import os
 import signal
@@ -22,8 +21,6 @@ from utils.run_layout import CHECKPOINTS_FOLDER
 
 # Rounds: before the last merge, and while messages are on their way.
 KILLED_AFTER = (1, matrix.STOPPED_AFTER)
-# The configuration, and the context of the run.
-_RUNS = {"merging": (matrix.merging, matrix.losing), "pool": (matrix.pool, contextlib.nullcontext)}
 
 
 class _Killing(Recorder):
@@ -44,26 +41,25 @@ class _Killing(Recorder):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _continue(kind: str, name: str, folder: Path, time: int) -> Cluster:
+def _continue(name: str, folder: Path, time: int) -> Cluster:
     """Start the run, or resume one that was killed `time` times, to the next kill or to its end."""
-    config_of, disturbed = _RUNS[kind]
-    cluster = Cluster(dataclasses.replace(config_of(name), checkpoint_every_minutes=1e-9), matrix.data())
+    cluster = Cluster(dataclasses.replace(matrix.merging(name), checkpoint_every_minutes=1e-9), matrix.data())
     if time:
         cluster.resume(newest_checkpoint(folder / CHECKPOINTS_FOLDER, cluster.processes))
     assert cluster.counters.outer_steps == (0, *KILLED_AFTER)[time]
-    with disturbed():
+    with matrix.losing():
         cluster.train(Recorder() if time == len(KILLED_AFTER) else _Killing(KILLED_AFTER[time], folder), folder)
     return cluster
 
 
-def resumed(programs: Programs, kind: str, name: str, folder: Path) -> dict:
+def resumed(programs: Programs, name: str, folder: Path) -> dict:
     """Return the final state of a run that was killed twice, and each time resumed in another process."""
     for time in range(len(KILLED_AFTER)):
-        programs.run("-m", "tests.support.matrix_killed", kind, name, folder, time, status=-signal.SIGKILL)
-    return matrix.state_of(_continue(kind, name, folder, len(KILLED_AFTER)))
+        programs.run("-m", "tests.support.matrix_killed", name, folder, time, status=-signal.SIGKILL)
+    return matrix.state_of(_continue(name, folder, len(KILLED_AFTER)))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with matrix.ready():
-        _continue(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+        _continue(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

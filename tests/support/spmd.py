@@ -62,7 +62,6 @@ SCENARIOS = {
     },
     "across workers": _TWO_TRAINERS | {"statistics_estimator": "across_workers"},
     "workers join": _TWO_TRAINERS | {"smallest_worker_batch": 4},
-    "shares by speed": _TWO_TRAINERS | _SPEEDS | {"balance": "batch"},
     "speeds in a changing pool": _TWO_TRAINERS
     | _SPEEDS
     | {"balance": "steps", "node_schedule": [[0, 3], [0.4, 4]], "participants": 0.6, "message_loss": 0.3}

@@ -1,6 +1,5 @@
 """The max batch: the search on synthetic devices, its measurement on a CPU, and the memory that is set aside."""
 
-import contextlib
 import dataclasses
 
 import numpy as np
@@ -213,27 +212,3 @@ def test_messages_to_and_from_other_processes_are_counted():
     assert max_batch.round_tensors(pairs, 2, True, elsewhere=6) == 1 + 2 * (2 + 1 + 2 + 2)
     assert max_batch.round_tensors(pairs, 2, True, elsewhere=1) == 1 + 2 * (2 + 1 + 2 + 1)
     assert max_batch.round_tensors(server, 2, True, elsewhere=6) == 1 + 1 * (2 + 1 + 2 + 6)
-
-
-def test_workspaces_of_gpu_libraries_do_not_count_as_memory_of_examples(monkeypatch):
-    """A fake GPU on which the first step allocates 64 MB that stay, and an example takes 4 MB."""
-    memory = {"allocated": 0, "peak": 0, "steps": 0}
-
-    def step(count):
-        memory["steps"] += 1
-        memory["allocated"] = 64 * 10**6
-        memory["peak"] = memory["allocated"] + count * 4 * 10**6
-
-    made = {
-        "mem_get_info": lambda device: (10**10 - memory["allocated"], 10**10),
-        "memory_reserved": lambda device: memory["allocated"],
-        "memory_allocated": lambda device: memory["allocated"],
-        "max_memory_allocated": lambda device: memory["peak"],
-        "reset_peak_memory_stats": lambda device: memory.update(peak=memory["allocated"]),
-        "empty_cache": lambda: None,
-    }
-    for name, function in made.items():
-        monkeypatch.setattr(torch.cuda, name, function)
-    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
-    found = calculate_max_batch(step, torch.zeros(1), torch.device("cuda"), 0.9, 1, 0)
-    assert (found, memory["steps"]) == ((9 * 10**9 - 64 * 10**6) // (4 * 10**6), 6)

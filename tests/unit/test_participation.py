@@ -1,7 +1,6 @@
 """Node schedules, workers that rest, and lost messages."""
 
 import itertools
-import json
 from collections import Counter
 
 import pytest
@@ -16,7 +15,7 @@ from fabrics.training.inner_loop import InnerLoop
 from fabrics.training.outer_round import OuterRound
 from fabrics.training.work_split import draw_lost_messages, draw_participants, participant_count, scheduled_nodes
 from fabrics.training.worker import COPY, RoundKey
-from tests.support import matrix, matrix_killed
+from tests.support import matrix
 from tests.support.helpers import (
     CPU,
     Recorder,
@@ -116,16 +115,6 @@ def test_trainers_divide_the_scheduled_nodes():
     )  # fmt: skip
     cluster.train(recorder := Recorder())
     assert nodes_of(recorder) == [[1, 1], [1, 1], [2, 2], [1, 1], [1, 1], [2]]
-
-
-def test_neutral_values_do_not_change_the_bits():
-    plain = cluster_of()
-    given = cluster_of(node_schedule=[[0, 4]], participants=1.0, message_loss=0.0)
-    for cluster in (plain, given):
-        cluster.train(Recorder())
-    assert torch.equal(plain.trainers[0].parameters, given.trainers[0].parameters)
-    assert plain.counters.bytes_communicated == given.counters.bytes_communicated
-    assert COPY not in plain.trainers[0].workers[0].state
 
 
 def test_an_epoch_with_changing_nodes_reads_every_example_once():
@@ -244,15 +233,6 @@ def test_a_returning_worker_receives_the_trainers_tensors():
     assert len({arrived for _, arrived in found}) > 1
 
 
-def test_after_a_merge_all_workers_are_up_to_date():
-    first, second = (matrix.trainer_of(workers=4, participants=0.5) for _ in range(2))
-    second.id = 1
-    for trainer in (first, second):
-        train(trainer, 1, matrix.INNER_STEPS)
-    first.absorb([second], {0: 0.5, 1: 0.5})
-    assert first.assign_nodes(first.nodes) == 0
-
-
 def test_the_batch_test_uses_the_participants():
     values = {"sampling_method": "norm_test", "batch_test_start": 1, "participants": 0.5, "statistics_batch_size": 2}
     (report,) = train(matrix.trainer_of(workers=4, **values), 1, matrix.INNER_STEPS)
@@ -286,20 +266,6 @@ def test_every_method_supports_resting_workers_and_lost_messages_or_refuses_them
         if accepted(name, **values):
             reports = train(matrix.trainer_of(name, workers=4, **values), 6, matrix.INNER_STEPS)
             assert reports[-1].train_loss < 0.97 * reports[0].train_loss
-
-
-@pytest.mark.parametrize("name", ["DiLoCo", "SPARTA", "DelayedNesterov"])
-def test_a_killed_run_with_changing_nodes_resumes_with_the_same_bits(name, programs, tmp_path):
-    found = matrix.pool_alone(name)
-    resumed = matrix_killed.resumed(programs, "pool", name, tmp_path)
-    stopped, final = found["states"].values()
-    matrix.assert_same_state(resumed, final)
-    before, after, again = (json.loads(state["values"]) for state in (stopped, final, resumed))
-    assert bool(before["trainers"]["0"]["workers"]["resting"]) == accepted(name, participants=0.75)
-    for counter, value in after["counters"].items():
-        assert again["counters"][counter] == value or "seconds" in counter
-    assert found["workers"] == matrix.POOL_WORKERS[accepted(name, participants=0.75)]
-    assert (after["counters"]["lost_messages"] > 0) == accepted(name, message_loss=0.4)
 
 
 # Bad input
