@@ -163,11 +163,7 @@ class Cluster:
     # One round
 
     def run_round(self, observer: Observer, checkpoint_policy: CheckpointPolicy | None = None) -> ClusterRound:
-        """Run one round of AdLoCo (arXiv 2508.18182, Algorithm 1).
-
-        Raises:
-            TrainingError: training cannot continue.
-        """
+        """Run one round of AdLoCo (arXiv 2508.18182, Algorithm 1)."""
         checkpoint_policy = checkpoint_policy or CheckpointPolicy(self, observer)
 
         # What the round is: nodes, examples and inner steps.
@@ -213,11 +209,7 @@ class Cluster:
         )
 
     def assign_nodes(self) -> None:
-        """Give every trainer its nodes, in proportion to the requested batches; the bytes are counted.
-
-        Raises:
-            NoNodeLeftError: all nodes have failed.
-        """
+        """Give every trainer its nodes, in proportion to the requested batches; the bytes are counted."""
         self._assign(self._distribution(self._requests, self.trainers, self.scheduler.progress(self.counters)))
 
     @property
@@ -271,7 +263,6 @@ class Cluster:
         observer.on_step()
 
     def _passes(self) -> int:
-        """The forward passes of this process so far."""
         return sum(model.passes for model in self.models.values())
 
     def _conclude(
@@ -306,11 +297,7 @@ class Cluster:
         return reports
 
     def _merge(self) -> Merge:
-        """Merge the trainers that the policy picks into their representative; communications and bytes are counted.
-
-        Raises:
-            TrainingError: the policy's plan is not a merge of these trainers.
-        """
+        """Merge the trainers that the policy picks into their representative; communications and bytes are counted."""
         policy = self.config.merging_policy
         plan = MERGE_POLICIES[policy](self._requests, self.config.merge_count)
         problem = plan.problem(self.trainers)

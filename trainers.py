@@ -145,13 +145,7 @@ class Trainer:
         """Run the inner steps of this process's workers and the outer step (AdLoCo, section 3, steps 1 to 5).
 
         Workers whose parameters are no longer finite, or whose node failed, are left out of the mean. If all are, the
-        parameters stay.
-
-        Returns:
-            None in a process without a worker.
-
-        Raises:
-            TrainingError: not even one example fits into a device's memory.
+        parameters stay. In a process without a worker nothing is done, and None returned.
         """
         group = self.worker_group
         group.begin_round(split.examples_each(schedule.inner_steps))

@@ -23,10 +23,8 @@ class NodePool:
 
     Args:
         devices: the device of every node.
-        config: the run's configuration.
 
     Attributes:
-        nodes: all nodes of the run.
         failed: the ids of nodes that failed.
 
     Raises:

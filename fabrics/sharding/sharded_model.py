@@ -42,7 +42,6 @@ class ShardedModel(FlatModel):
 
     Args:
         module: the whole model on the CPU, on the first device; its architecture on the meta device, on the others.
-        device: this device.
         shard_group: the devices of the node.
         autocast: the type that passes compute in. Then the linear parts of layers are groups, gathered in that type, so
             that no other copy of them is made; the rest of a layer belongs to the root and keeps its type.
@@ -74,11 +73,7 @@ class ShardedModel(FlatModel):
         self._fill(dtype, wholes)
 
     def _take_parameters(self) -> dict[str, torch.Tensor]:
-        """Move the module's parameters to the meta device; return their values by name, on the first device.
-
-        Raises:
-            ValueError: the devices have modules of different architectures.
-        """
+        """Move the module's parameters to the meta device; return their values by name, on the first device."""
         named = dict(self.module.named_parameters())
         described = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named.items()]
         checksum = zlib.crc32(repr(described).encode())
@@ -128,8 +123,7 @@ class ShardedModel(FlatModel):
     def _fill(self, dtype: torch.dtype, wholes: dict[str, torch.Tensor]) -> None:
         """Make the flat buffers, fill them, and give their parts to FSDP2 as its shards.
 
-        Args:
-            wholes: the whole parameters, on the first device; one at a time is sent and freed.
+        wholes: the whole parameters, on the first device; one at a time is sent and freed.
         """
         empty = dict(self.module.named_parameters())
         trainable = {name: parameter for name, parameter in empty.items() if parameter.requires_grad}
@@ -187,11 +181,7 @@ class ShardedModel(FlatModel):
             yield module
 
     def attempt(self, work: Callable[[], T]) -> T | None:
-        """See FlatModel. The other devices are in the middle of the pass, so it cannot be made smaller.
-
-        Raises:
-            TrainingError: this device ran out of memory.
-        """
+        """See FlatModel. The other devices are in the middle of the pass, so it cannot be made smaller."""
         done = super().attempt(work)
         if done is None:
             raise TrainingError(

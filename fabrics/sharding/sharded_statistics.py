@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 class ShardedProbe(PerExampleProbe):
     """The PerExampleProbe of a shared pass; afterwards all devices have the statistics of all examples.
 
-    Args:
-        model: the model of this device.
-        examples: examples of the pass on all devices.
-        products: see PerExampleProbe.
+    examples: of the pass on all devices.
     """
 
     def __init__(self, model: ShardedModel, examples: int, products: bool):
@@ -88,9 +85,7 @@ class ShardedProbe(PerExampleProbe):
 class DeviceProbe:
     """The gradient of each device in a shared pass; afterwards all devices have its statistics.
 
-    Args:
-        model: the model of this device.
-        examples: examples of the pass on all devices.
+    examples: of the pass on all devices.
     """
 
     def __init__(self, model: ShardedModel, examples: int):
@@ -117,8 +112,7 @@ class DeviceProbe:
     def moments(self, examples: int) -> tuple[list[GradientMoments], list[int]]:
         """Return the moments of the devices that had examples, and how many each had.
 
-        Args:
-            examples: examples of the whole step, whose mean loss is differentiated.
+        examples: of the whole step, whose mean loss is differentiated.
         """
         batches = [batch for batch in self._batches if batch]
         # Devices without examples have zero gradients: the mean over the others is the sum through their number.
@@ -133,11 +127,6 @@ class DeviceProbe:
 
 
 def devices_estimate(model: ShardedModel, probes: Sequence[DeviceProbe], examples: int) -> SampleEstimate:
-    """Estimate the statistics of a step of n examples from the gradients of its devices.
-
-    Args:
-        model: has the gradient of the step.
-        probes: one for each micro-batch.
-    """
+    """Estimate the statistics of a step of n examples, whose gradient the model has; probes: of each micro-batch."""
     squared_norm = model.shard_group.sum(inner_product(model.gradient, model.gradient)).item() * examples**2
     return across_devices_estimate([probe.moments(examples) for probe in probes], squared_norm)

@@ -50,12 +50,9 @@ class FlatModel:
     Args:
         module: its trainable parameters, all of one type, move into the buffers. Frozen ones are the same for all
             workers, and stay where they are.
-        device: of the module and the buffers.
         autocast: the type that the module computes in (torch.autocast); None: that of its parameters.
-        compiled: see Attributes.
 
     Attributes:
-        module: the nn.Module to call.
         parameters: flat nn.Parameter of all trainable parameters; its `.grad` is the flat gradient.
         parameter_count: trainable elements, without the gaps.
         blocks: the places of the trainable parameters in the flat buffers.

@@ -31,8 +31,6 @@ class InnerLoop:
     """A worker's inner steps in a round.
 
     Args:
-        worker: the worker; its node's max batch may shrink.
-        assignment: what the worker does in the round.
         start: the flat parameters from which it starts, at the beginning of the round and after each stop.
         keeps_end: write the worker's parameters back to `start` after each `run`.
         on_step: called after every inner step.
@@ -127,11 +125,7 @@ class InnerLoop:
     def _accumulate(
         self, plan: ExecutionPlan, indices: np.ndarray, probe: bool
     ) -> tuple[ExecutionPlan, torch.Tensor, list[PerExampleProbe]]:
-        """Add the gradient of these examples to the model's; in smaller micro-batches if memory runs out.
-
-        Returns:
-            The plan that fitted, the mean loss, and the probe of each micro-batch.
-        """
+        """Add the gradient of these examples to the model's; return the plan that fitted, the mean loss, and probes."""
         assignment = self._assignment
         while True:
             parts = in_parts(plan, assignment.statistics.probed_parts) if probe else plan

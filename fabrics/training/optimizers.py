@@ -227,11 +227,7 @@ def inner_optimizer_name(config: Config) -> str | None:
 
 
 def inner_optimizer_of(config: Config) -> InnerOptimizer | None:
-    """Return the inner optimizer with the parameters of `inner_optimizer_config`; None: the method does without.
-
-    Raises:
-        ConfigError: with one line per problem.
-    """
+    """Return the inner optimizer with the parameters of `inner_optimizer_config`; None: the method does without."""
     name = inner_optimizer_name(config)
     values = config.inner_optimizer_config
     if name is not None:

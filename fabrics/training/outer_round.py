@@ -21,7 +21,6 @@ class OuterRound:
 
     Args:
         workers: the trainer's workers and tensors; the shared tensors change in place.
-        assignments: of each participant.
         on_step: called after every inner step of every worker of this process.
 
     Attributes:
@@ -75,11 +74,7 @@ class OuterRound:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Run the inner steps of all local workers, and bring the workers together at every stop of the method.
-
-        Raises:
-            TrainingError: not even one example fits into a device's memory.
-        """
+        """Run the inner steps of all local workers, and bring the workers together at every stop of the method."""
         method = self._method
         group = self.group
         group.local_workers = self._healthy()

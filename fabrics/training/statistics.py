@@ -122,8 +122,7 @@ def samples_for_test(
 ) -> tuple[list[SampleEstimate], SampleEstimate | None, str | None]:
     """Return the samples of a round for the batch test, the estimate from the comparison, and a warning.
 
-    Args:
-        workers: the records of all participating workers, by number.
+    workers: all participants, by number.
     """
     present = [worker for worker in workers.values() if not worker.left_out]
     moments = [worker.moments for worker in present if worker.moments is not None]

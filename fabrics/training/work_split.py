@@ -80,7 +80,6 @@ class WorkSplit:
     """One round of a trainer, divided over the workers that take part; the others rest.
 
     Args:
-        request: the trainer's requested batch.
         nodes: of all workers, in order.
         participants: numbers of the workers that take part, in order.
         readings: where all workers read their examples.
@@ -167,12 +166,7 @@ class WorkSplit:
     def assignments(
         self, learning_rates: Sequence[float], key: RoundKey, statistics: StatisticsPlan
     ) -> dict[int, Assignment]:
-        """Return each participant's part of the round.
-
-        Args:
-            learning_rates: of every inner step of the round.
-            key: of any worker in the round.
-        """
+        """Return each participant's part of the round; learning_rates: of every inner step."""
         inner_steps = len(learning_rates)
         active = self.active_steps(inner_steps)
         each = self.examples_each(inner_steps)

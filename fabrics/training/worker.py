@@ -34,12 +34,7 @@ class NodeFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Node:
-    """A worker slot on a device.
-
-    Attributes:
-        max_batch: its largest micro-batch.
-        speed: examples per second; None: unknown.
-    """
+    """A worker slot on a device; speed: examples per second, None: unknown."""
 
     id: int
     device: torch.device
@@ -89,14 +84,12 @@ class WorkerRound:
     Attributes:
         plan: the micro-batches at the end of the round; after running out of memory they are smaller.
         losses: of each inner step; empty if the node failed.
-        learning_rates: of each inner step.
         statistics: estimates from the worker's own samples.
         max_batch: of the node after the round.
         steady_seconds: of the inner steps except the first one, which may compile and fill caches.
         steady_examples: of the same steps.
         left_out: why the worker is not in the mean; None if it is.
         failed: the node has failed for good.
-        message_lost: the worker's message was lost.
         moments: of its gradient, or its sketch, compared with the mean over the workers.
         active_steps: as in Assignment; None: all inner steps.
     """
@@ -132,8 +125,6 @@ class Worker:
     """A node while it works for a trainer: its own tensors, and the model that all workers of its device share.
 
     Attributes:
-        node: the node; its max batch may shrink.
-        model: the device's flat model.
         optimizer: of the inner steps; None if the trainer's parameters are updated instead of the worker's.
         state: tensors of the method, of the encoding (`ERROR`) and the worker's own parameters (`COPY`), by name.
         correction: the tensor of `state` that is added to every gradient; None: no tensor.

@@ -204,13 +204,7 @@ class WorkerGroup:
         return Outer(self._config.learning_rate_for_outer_opt, self._config.outer_momentum, dtype)
 
     def mean(self, like: torch.Tensor, encoding: Encoding = PLAIN, weights: Sequence[float] | None = None) -> Mean:
-        """Start a mean over all workers, wherever they are.
-
-        Args:
-            like: a tensor of the mean's shape, type and device.
-            encoding: how the added tensors are encoded.
-            weights: of all workers, by number; None: equal.
-        """
+        """Start a mean over all workers, of the shape, type and device of `like`; weights: by number, None: equal."""
         return self._connected.mean(like, encoding, weights)
 
     def messages(self, size: int, takers: Sequence[Collection[int]]) -> Messages:
@@ -248,7 +242,6 @@ class WorkerGroup:
 
         Args:
             own_steps: that each worker has time for, by number.
-            inner_steps: of the round.
             step_seconds: of one inner step of the fastest worker.
         """
         travel = in_steps(self.server_seconds(self.parameter_count), step_seconds)
