@@ -691,9 +691,9 @@ def _check_method(method: Any, name: str, optimizer: torch.optim.Optimizer, conf
     able = method.capabilities
     if able.needs_speeds or able.fewer_steps:
         raise ValueError(f"method: {name} needs the simulated speeds of `python run.py`")
-    if able.plain_sgd and (type(optimizer) is not torch.optim.SGD or optimizer.defaults["momentum"]):
+    if able.correction and (type(optimizer) is not torch.optim.SGD or optimizer.defaults["momentum"]):
         raise ValueError(f"method: {name} needs torch.optim.SGD without momentum")
-    if able.plain_sgd and config.gradient_clipping is not None:
+    if able.correction and config.gradient_clipping is not None:
         raise ValueError(f"method: {name} needs gradient_clipping=None")
-    if problems := able.problems(config.number_of_inner_steps_between_outers, workers, None):
+    if problems := method.problems(config.number_of_inner_steps_between_outers, workers):
         raise ValueError(f"method: {'; '.join(problems)}")

@@ -59,7 +59,7 @@ def _method_problems(config: Config) -> list[str]:
     except ConfigError as error:
         return error.problems
     able = method.capabilities
-    found = able.problems(config.number_of_inner_steps_between_outers, None, None)
+    found = method.problems(config.number_of_inner_steps_between_outers)
     if able.encodings is not None and config.communication_dtype not in able.encodings:
         known = " or ".join(able.encodings)
         found.append(f"communication_dtype: must be {known} with {name}, got {config.communication_dtype}")
@@ -80,9 +80,9 @@ def _method_problems(config: Config) -> list[str]:
         )
     if config.offload_outer_state and able.exchanges_gradients:
         found.append(f"offload_outer_state: must be false with {name}, which changes this state in every inner step")
-    if able.plain_sgd and inner_optimizer_name(config) != "sgd":
+    if able.correction and inner_optimizer_name(config) != "sgd":
         found.append(f"inner_optimizer: must be null or sgd with {name}, got {config.inner_optimizer}")
-    if able.plain_sgd and config.gradient_clipping is not None:
+    if able.correction and config.gradient_clipping is not None:
         found.append(f"gradient_clipping: must be null with {name}, got {config.gradient_clipping}")
     if able.inner_optimizer is None and config.inner_optimizer is not None:
         found.append(f"inner_optimizer: must be null with {name}, which updates the parameters itself")

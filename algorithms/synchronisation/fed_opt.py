@@ -12,7 +12,7 @@ from algorithms.synchronisation.method import Capabilities, Method, require
 
 @dataclass(frozen=True)
 class FedOpt(Method):
-    """With D = mean_m (x - x_m), the paper's -Delta, and lr the outer learning rate, "avg" is x = x - lr D, and others
+    """With D = mean_m (x - x_m), the paper's -Delta, and lr the outer learning rate,
 
         m = beta1 m + (1 - beta1) D;  x = x - lr m / (v^(1/2) + tau), with
         adagrad  v = v + D^2
@@ -29,23 +29,17 @@ class FedOpt(Method):
         tau: added to its square root; the larger, the less adaptive the step.
     """
 
-    server_optimizer: Literal["avg", "adam", "adagrad", "yogi"] = "adam"
+    server_optimizer: Literal["adam", "adagrad", "yogi"] = "adam"
     beta1: float = 0.9
     beta2: float = 0.99
     tau: float = 1e-3
 
+    capabilities = Capabilities(outer_keys=("learning_rate_for_outer_opt",), temporaries=1.0, shards=True)
+    state = ("first_moment", "second_moment")
+
     def __post_init__(self):
         require(self, "at least 0 and less than 1", lambda value: 0 <= value < 1, "beta1", "beta2")
         require(self, "a positive number", lambda value: 0 < value < math.inf, "tau")
-
-    @property
-    def capabilities(self) -> Capabilities:
-        temporaries = 0.0 if self.server_optimizer == "avg" else 1.0
-        return Capabilities(outer_keys=("learning_rate_for_outer_opt",), temporaries=temporaries, shards=True)
-
-    @property
-    def state(self) -> tuple[str, ...]:
-        return () if self.server_optimizer == "avg" else ("first_moment", "second_moment")
 
     def message(self, worker: LocalWorker, group: Group) -> torch.Tensor:
         return worker.pseudo_gradient(group.shared["parameters"])
@@ -53,9 +47,6 @@ class FedOpt(Method):
     def apply(self, group: Group, delta: torch.Tensor) -> None:
         parameters = group.shared["parameters"]
         lr = group.outer.learning_rate
-        if self.server_optimizer == "avg":
-            parameters.sub_(delta, alpha=lr)
-            return
         first, second = (group.shared[name] for name in self.state)
         offset = self.tau**2
         first.mul_(self.beta1).add_(delta, alpha=1 - self.beta1)

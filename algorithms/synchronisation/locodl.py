@@ -59,7 +59,6 @@ class LoCoDL(Method):
     def capabilities(self) -> Capabilities:
         return Capabilities(
             inner_optimizer="sgd",
-            plain_sgd=True,
             correction="correction",
             encodings=("float32",),
             outer_keys=(),

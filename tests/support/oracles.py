@@ -137,17 +137,14 @@ def fed_opt(problem: Problem, kind: str, lr: float, beta1=0.9, beta2=0.99, tau=1
     history, workers, phi, m, v = [], Workers(problem), problem.start, 0.0, tau**2
     for t in range(problem.rounds):
         delta = problem.mean(workers.round(t, [phi] * problem.workers)) - phi
-        if kind == "avg":
-            phi = phi + lr * delta
+        m = beta1 * m + (1 - beta1) * delta
+        if kind == "adagrad":
+            v = v + delta**2
+        elif kind == "yogi":
+            v = v - (1 - beta2) * delta**2 * np.sign(v - delta**2)
         else:
-            m = beta1 * m + (1 - beta1) * delta
-            if kind == "adagrad":
-                v = v + delta**2
-            elif kind == "yogi":
-                v = v - (1 - beta2) * delta**2 * np.sign(v - delta**2)
-            else:
-                v = beta2 * v + (1 - beta2) * delta**2
-            phi = phi + lr * m / (np.sqrt(v) + tau)
+            v = beta2 * v + (1 - beta2) * delta**2
+        phi = phi + lr * m / (np.sqrt(v) + tau)
         history.append((phi, [phi] * problem.workers))
     return history
 

@@ -25,10 +25,7 @@ OTHER = {
 VARIANTS = [
     *((name, {}) for name in METHODS if name != "StreamingDiLoCo"),
     ("StreamingDiLoCo", {"number_of_inner_steps_between_outers": 4}),
-    ("FedOpt", {"synchronisation": {"server_optimizer": "avg"}}),
-    ("SPARTA", {"synchronisation": {"share": 0.5, "every": 3}}),  # counts inner steps over rounds
     ("SPARTA", {"synchronisation": {"share": 0.5, "with_diloco": True}}),
-    ("NoLoCo", {"synchronisation": {"momentum": 0.5}}),
     ("DiLoCo", {"inner_optimizer": "sgd"}),
     ("DiLoCo", {"inner_optimizer": "muon"}),
     ("LocalSGD", {"inner_optimizer": "adamw"}),
