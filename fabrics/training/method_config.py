@@ -6,7 +6,7 @@ from algorithms.synchronisation.method import taken_names
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.optimizers import inner_optimizer_of
 from fabrics.training.statistics import plan_statistics
-from utils.config.parameters import with_parameters
+from utils.config.reading import with_parameters
 from utils.config.schema import Config, ConfigError
 
 

@@ -17,7 +17,7 @@ from algorithms.registry import Registry
 from algorithms.schedule.learning_rate import LearningRateSchedule
 from algorithms.synchronisation import METHODS
 from fabrics.training.flat_model import FlatModel, flat_offsets
-from utils.config.parameters import with_parameters
+from utils.config.reading import with_parameters
 from utils.config.schema import Config, ConfigError
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]

@@ -5,11 +5,12 @@ understood.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -40,6 +41,10 @@ IGNORED = {
     "task_name": "the ClearML task has the name of the run folder, which run_name sets",
     "real_device_ids": "logs name devices as PyTorch does; CUDA_VISIBLE_DEVICES and devices choose them",
 }
+
+T = TypeVar("T")
+
+_adapter_of = functools.cache(TypeAdapter)
 
 # Characters of a wrong value that an error shows.
 _LONGEST_VALUE = 60
@@ -223,6 +228,44 @@ def problem_lines(error: ValidationError, values: Any, known: Collection[str] = 
         # For `X | None` pydantic reports each alternative; the first is X, which is what a person meant.
         lines.setdefault(place, f"{place}: {line}" if place else line)
     return list(lines.values())
+
+
+def with_parameters(kind: type[T], values: Mapping[str, Any], key: str, name: str) -> T:
+    """Return a dataclass with these values of its fields; the others have their defaults.
+
+    Args:
+        kind: the dataclass.
+        values: the mapping in the configuration.
+        key: of the mapping.
+        name: of the choice that has the parameters.
+
+    Raises:
+        ConfigError: one line per unknown parameter or wrong value.
+    """
+    known = [field.name for field in dataclasses.fields(kind)]
+    problems = []
+    for parameter in values:
+        if parameter not in known:
+            hint = did_you_mean(str(parameter), known) or f"; it has {', '.join(known) or 'none'}"
+            problems.append(f"{key}.{parameter}: {name} has no such parameter{hint}")
+    for field in dataclasses.fields(kind):
+        value = values.get(field.name)
+        if isinstance(value, bool) and field.type is not bool:
+            problems.append(f"{key}.{field.name}: should not be true or false, got {value}")
+    if problems:
+        raise ConfigError(problems)
+    try:
+        return _adapter_of(kind).validate_python(dict(values))
+    except ValidationError as errors:
+        raise ConfigError([_parameter_problem(error, key, known) for error in errors.errors()]) from None
+
+
+def _parameter_problem(error: dict, key: str, known: list[str]) -> str:
+    place = ".".join(str(part) for part in error["loc"] if part in known)
+    reason = error["msg"].removeprefix("Value error, ")
+    if place:
+        return f"{key}.{place}: {reason.removeprefix('Input ')}, got {error['input']!r}"
+    return f"{key}.{reason}"
 
 
 def _unknown_choices(config: Config, choices: Mapping[str, Collection[str]]) -> list[str]:

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from utils.config.plugins import check_plugins_of_run
-from utils.config.reading import Checks, dump_config, load_config
+from utils.config.reading import Checks, load_config
 from utils.config.schema import FIELDS, Config, ConfigError
-from utils.config.yaml_reading import yaml_value
 from utils.run_layout import default_config, has_checkpoint
 
 # Keys that only the start of a run reads: with another value the records would describe a run that never was.
@@ -87,43 +86,36 @@ def resumed_config(
         check_plugins_of_run(folder)
     before, _ = load_config(path, plugins, checks)
     after, warnings = load_config(path, overrides, checks)
-    problems = [
+    problems = _changes_of_the_start(before, after)
+    if before.log_dir != after.log_dir:
+        warnings.append(f"log_dir: has no effect with --resume, the run continues in {folder}")
+    if not force:
+        changes = training_changes(before, after)
+        problems += [f"{change}; that changes how the run trains: --force allows it" for change in changes]
+    if problems:
+        raise ConfigError(problems)
+    return after, warnings
+
+
+def _changes_of_the_start(before: Config, after: Config) -> list[str]:
+    return [
         f"{name}: cannot change in a run that has begun, was {_shown(getattr(before, name))}, got "
         f"{_shown(getattr(after, name))}"
         for name in _START
         if getattr(before, name) != getattr(after, name)
     ]
-    if before.log_dir != after.log_dir:
-        warnings.append(f"log_dir: has no effect with --resume, the run continues in {folder}")
-    changes = training_changes(before, after)
-    if not force:
-        problems += [f"{change}; that changes how the run trains: --force allows it" for change in changes]
-    if problems:
-        raise ConfigError(problems)
-    return after, [*warnings, *(f"resumed with another {change}" for change in changes)]
 
 
 def changes_since(checkpoint: Path, config: Config) -> list[str]:
-    """Return a warning for each key that has changed since a checkpoint was written.
+    """Return a warning for each change of how the run trains since a checkpoint was written.
 
     Raises:
         ConfigError: a key has changed that only the start of a run reads.
     """
-    before = yaml_value((checkpoint / "config.yaml").read_text(encoding="utf-8"))
-    after = yaml_value(dump_config(config))
-    changed = [name for name in FIELDS if before.get(name) != after[name]]
-    problems = [
-        f"{name}: cannot change in a run that has begun, was {_shown(before.get(name))}, got {_shown(after[name])}"
-        for name in changed
-        if name in _START
-    ]
-    if problems:
+    before, _ = load_config(checkpoint / "config.yaml")
+    if problems := _changes_of_the_start(before, config):
         raise ConfigError(problems)
-    return [
-        f"resumed with another {name}: was {_shown(before.get(name))}, now {_shown(after[name])}"
-        for name in changed
-        if FIELDS[name].metadata["changes_training"]
-    ]
+    return [f"resumed with another {change}" for change in training_changes(before, config)]
 
 
 def _refuse_links(folder: Path) -> None:
