@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 from filelock import FileLock
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from fabrics.data.documents import DatasetError, Document, Skipped, Source, document_hash
@@ -40,6 +39,7 @@ from fabrics.data.tokenization import (
 )
 from utils.config.schema import Config, ConfigError
 from utils.files import write_atomically, write_json_atomically
+from utils.progress import progress_bar
 
 logger = logging.getLogger("adloco.dataset")
 
@@ -150,7 +150,7 @@ def _checksums(folder: Path) -> dict[str, str]:
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     paths = [path for path in paths if path.name != _SUMS and path.name[0] != "."]
     found = {}
-    with tqdm(
+    with progress_bar(
         desc=f"checksums of {folder.name}",
         unit="B",
         unit_scale=True,
@@ -366,7 +366,7 @@ def _write_part(
         (folder / "offsets.bin").open("wb") as offsets,
         (folder / "hashes.bin").open("wb") as hashes,
         (folder / "origins.jsonl").open("wb") as origins,
-        tqdm(
+        progress_bar(
             desc=f"tokenising {folder.name} documents",
             unit=" documents",
             total=metadata["arguments"][f"{folder.name}_documents"],

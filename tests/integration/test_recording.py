@@ -84,14 +84,17 @@ def completed(folder: Path) -> Path:
     return run
 
 
-def test_a_full_disk_under_standard_output_does_not_end_a_run(programs, tmp_path, cache_dir):
-    config = write_config(tmp_path, cache_dir, number_of_outer_steps=2)
-    with open("/dev/full", "w") as full:
-        process = programs.start("run.py", "--config", config, stdout=full, stderr=subprocess.PIPE)
+@pytest.mark.parametrize("full", ["stdout", "stderr"])
+def test_a_full_disk_under_a_standard_stream_does_not_end_a_run(programs, tmp_path, full):
+    """Not even while documents are tokenised, with bars on standard error."""
+    config = write_config(tmp_path, tmp_path / "cache", number_of_outer_steps=2)
+    with open("/dev/full", "w") as file:
+        process = programs.start("run.py", "--config", config, **{"stderr": subprocess.PIPE} | {full: file})
         _, errors = process.communicate()
     assert process.returncode == 0, errors
     completed(tmp_path)
-    assert errors.count("standard output cannot be written") == 1
+    if full == "stdout":
+        assert errors.count("standard output cannot be written") == 1
 
 
 def test_closed_standard_streams_do_not_end_a_run(tmp_path, cache_dir):
