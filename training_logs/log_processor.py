@@ -19,6 +19,7 @@ from training_logs.showing.run_data import RunData, RunFolderError, Table, damag
 from training_logs.trackers.clearml import SESSION, ClearML, resolved_mode
 from training_logs.trackers.tracker import Tracker
 from utils.config.schema import CLEARML_MODES, ConfigError
+from utils.files import path_argument
 from utils.text import merge_line
 
 # The summary of a gradient analysis, by which its folder is known.
@@ -139,9 +140,10 @@ def send_analysis(folder: Path, tracker: Tracker) -> None:
     with damage_reported(folder):
         config = json.loads(summary.read_text(encoding="utf-8"))["config"]
     tracker.start(config)
-    for path in sorted(folder.glob("*.png")):
-        tracker.figure(path.stem, path)
-    tracker.artifact("gradient analysis", summary)
+    for name, path in _inside(folder, {path.stem: path for path in sorted(folder.glob("*.png"))}).items():
+        tracker.figure(name, path)
+    for name, path in _inside(folder, {"gradient analysis": summary}).items():
+        tracker.artifact(name, path)
     tracker.finish("completed")
 
 
@@ -150,7 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m training_logs.log_processor", description="Send a run folder to ClearML."
     )
-    parser.add_argument("run", type=Path, metavar="RUN_DIR")
+    parser.add_argument("run", type=path_argument, metavar="RUN_DIR")
     parser.add_argument("--mode", choices=CLEARML_MODES[:3], default="auto", help="default: %(default)s")
     parser.add_argument("--new", action="store_true", help="to a new task, though the folder already has one")
     parser.add_argument("--follow", action="store_true", help="while it trains, until the standard input ends")

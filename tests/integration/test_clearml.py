@@ -223,6 +223,13 @@ def test_a_foreign_folder_uploads_no_file_outside_itself(folder, tmp_path):
     (foreign / "model_training_report" / "overview.png").unlink()
     (foreign / "model_training_report" / "overview.png").symlink_to(secret)
     assert "overview" not in log_processor.figures_of(read_run(foreign))
+    analysis = tmp_path / "analysis"
+    analysis.mkdir()
+    (analysis / log_processor.ANALYSIS_SUMMARY).write_text('{"config": {}}')
+    (analysis / "errors.png").symlink_to(secret)
+    listener = Listener()
+    log_processor.send_analysis(analysis, listener)
+    assert listener.calls == ["gradient analysis", "completed"]
 
 
 # Modes

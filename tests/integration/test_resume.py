@@ -207,6 +207,12 @@ def test_a_run_folder_cannot_make_the_run_write_elsewhere(stopped, tmp_path, cap
     assert program.main(["--resume", str(stopped)]) == 2
     assert f"error: {log}: is a link" in capsys.readouterr().err
     assert precious.read_text() == "mine"
+    log.unlink()
+    reports = stopped / "model_training_report"
+    reports.rename(tmp_path / "reports")
+    reports.symlink_to(tmp_path / "reports")
+    assert program.main(["--resume", str(stopped)]) == 2
+    assert f"error: {reports}: is a link" in capsys.readouterr().err
 
 
 def test_which_changes_need_force():

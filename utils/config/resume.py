@@ -119,7 +119,7 @@ def changes_since(checkpoint: Path, config: Config) -> list[str]:
 
 
 def _refuse_links(folder: Path) -> None:
-    """Refuse files that are links: a folder of somebody else's could let the run write to any file of the user."""
+    """Refuse links: in a folder of somebody else's they could let the run write to any file of the user."""
     for path in folder.rglob("*"):
-        if path.is_symlink() and not path.is_dir():
+        if path.is_symlink():
             raise ConfigError(f"{path}: is a link to {path.readlink()}; a run continues files of its own only")
