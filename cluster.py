@@ -405,5 +405,6 @@ class Cluster:
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Restore a checkpoint; problems of newer checkpoints become warnings."""
-        self.load_state_dict(checkpoint.state["cluster"], checkpoint.read)
+        with checkpoint.of_this_version():
+            self.load_state_dict(checkpoint.state["cluster"], checkpoint.read)
         self.warnings += [f"a checkpoint was passed over: {problem}" for problem in checkpoint.problems]

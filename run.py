@@ -320,7 +320,8 @@ def set_up(
     changes = done_by_all(processes, lambda: changes_since(checkpoint.folder, config) if checkpoint else [])
     threads = threads_per_process(config)
     if checkpoint is not None and config.cpu_threads is None:
-        threads = checkpoint.state["cluster"]["threads"]
+        with checkpoint.of_this_version():
+            threads = max(1, int(checkpoint.state["cluster"]["threads"]))
     torch.set_num_threads(threads)
     data = load_data(config, processes)
     with explain_setup_errors():
@@ -337,9 +338,11 @@ def set_up(
         if not processes.is_main:
             return Observer()
         origin = Origin.of_this_program(started, code, machines, import_plugins(config.plugins))
-        state = None if checkpoint is None else checkpoint.state["observer"]
         try:
-            return RunRecorder(config, folder, early_log, started, state, origin)
+            if checkpoint is None:
+                return RunRecorder(config, folder, early_log, started, None, origin)
+            with checkpoint.of_this_version():
+                return RunRecorder(config, folder, early_log, started, checkpoint.state["observer"], origin)
         except OSError as error:
             raise ConfigError(f"the run folder cannot be used: {error}") from None
 

@@ -17,7 +17,7 @@ from training_logs.showing.plots import plot_run
 from training_logs.showing.report import headline, page, picture, setting, table, write_report
 from training_logs.showing.run_data import RunData, RunFolderError, damage_reported, read_run
 from training_logs.showing.styles import OVER, colour, decimal_logarithmic, draw_line, label_axes, make_figure
-from utils.files import write_atomically, write_text_atomically
+from utils.files import path_argument, write_atomically, write_text_atomically
 
 # Keys without influence on results.
 _PLACES = ("log_dir", "cache_dir")
@@ -44,7 +44,7 @@ def differences(runs: Sequence[RunData]) -> dict[str, list]:
 
 def _names(runs: Sequence[RunData]) -> list[str]:
     """Return the runs' own names, or those of their folders; paths where names are equal."""
-    names = [run.config.get("run_name") or run.folder.name for run in runs]
+    names = [str(run.config.get("run_name") or run.folder.name) for run in runs]
     return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
 
 
@@ -73,6 +73,8 @@ def compare(runs: Sequence[RunData], output: Path) -> Path:
     for run in runs:
         with damage_reported(run.folder):
             headlines.append(headline(run))
+            for x in OVER:  # damage is noticed while its run is known
+                run.best_metrics(x)
     image = output / "comparison.png"
     write_atomically(image, lambda path: draw_comparison(runs).savefig(path, dpi=110))
     # A run with a budget, or with a simulated time, has numbers that others lack.
@@ -97,9 +99,12 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m training_logs.training_monitoring",
         description="Draw plots and report of a run folder again, or compare several runs.",
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
+    parser.add_argument("runs", nargs="+", type=path_argument, metavar="RUN_DIR")
     parser.add_argument(
-        "--output", type=Path, default=Path("comparison"), help="folder of the comparison; default: %(default)s"
+        "--output",
+        type=path_argument,
+        default=Path("comparison"),
+        help="folder of the comparison; default: %(default)s",
     )
     options = parser.parse_args(arguments)
     try:

@@ -1,5 +1,6 @@
 """Files and folders that are written whole or not at all."""
 
+import argparse
 import json
 import os
 import secrets
@@ -61,6 +62,15 @@ def write_folder_atomically(path: Path, write: Callable[[Path], None]) -> None:
         os.replace(new, path)
     finally:
         shutil.rmtree(temporary)
+
+
+def path_argument(text: str) -> Path:
+    """Return a path from a command line whose name pages and plots can show."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"must be UTF-8 text, got {text!r}") from None
+    return Path(text)
 
 
 def nearest_existing_folder(path: Path) -> Path:

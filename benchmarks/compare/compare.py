@@ -25,7 +25,7 @@ from configs import make_samples
 from training_logs.showing.run_data import RunFolderError
 from utils.config.schema import ConfigError
 from utils.distributed.launch import cores
-from utils.files import write_json_atomically
+from utils.files import path_argument, write_json_atomically
 
 PUBLISHED = ROOT / "docs" / "results"
 Identity = tuple[str, int | None]
@@ -178,10 +178,12 @@ def found_values(path: Path, spec: ComparisonSpec, folder: Path) -> dict[str, di
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit status: 0 done, 1 runs failed, 2 a comparison is wrong, 130 interrupted."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("comparisons", nargs="+", type=Path, help="comparison files")
+    parser.add_argument("comparisons", nargs="+", type=path_argument, help="comparison files")
     parser.add_argument("--jobs", type=int, default=cores(), help="runs at a time (default: one per core)")
-    parser.add_argument("--runs", type=Path, default=ROOT / "logs" / "comparisons", help="folder of the runs")
-    parser.add_argument("--output", type=Path, help="folder of results.md (default: comparison/NAME, without overview)")
+    parser.add_argument("--runs", type=path_argument, default=ROOT / "logs" / "comparisons", help="folder of the runs")
+    parser.add_argument(
+        "--output", type=path_argument, help="folder of results.md (default: comparison/NAME, without overview)"
+    )
     parser.add_argument("--report-only", action="store_true", help="make no run: write the pages of recorded results")
     options = parser.parse_args(arguments)
     if options.jobs < 1:

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
-from tqdm import tqdm
 
 from benchmarks.compare.accounting import simulated_seconds, usage
 from benchmarks.compare.results import simulated_axis
@@ -23,6 +22,7 @@ from benchmarks.compare.spec import ROOT, ComparisonSpec, Run
 from training_logs.showing.run_data import RunData, damage_reported, read_run
 from utils.distributed.launch import STARTED_BY
 from utils.files import write_json_atomically
+from utils.progress import progress_bar
 
 _ALONE = ("processes=1", "cpu_threads=1", "clearml=off", "plot_at_end=false")
 # At the start of a line: models that have read Python's documentation print the word as well.
@@ -59,7 +59,7 @@ class Runner:
         """
         missing = {run.id: run for run in runs if self.data(run) is None}
         problems: list[BaseException] = []
-        with ThreadPoolExecutor(self._jobs) as pool, tqdm(total=len(missing), desc=title, unit=" runs") as bar:
+        with ThreadPoolExecutor(self._jobs) as pool, progress_bar(total=len(missing), desc=title, unit=" runs") as bar:
             futures = {pool.submit(self._make, run): run for run in missing.values()}
             try:
                 for future in as_completed(futures):
@@ -131,6 +131,11 @@ def completed(data: RunData) -> bool:
 def outcome(run: Run, spec: ComparisonSpec, runner: Runner) -> dict[str, Any]:
     """Return a run's metric and usage after each evaluated round, as JSON values."""
     data = runner.data(run)
+    with damage_reported(data.folder):
+        return _outcome(data, run, spec)
+
+
+def _outcome(data: RunData, run: Run, spec: ComparisonSpec) -> dict[str, Any]:
     origin = data.summary["invocations"][0]
     machine = origin["hardware"][0]
     found = {

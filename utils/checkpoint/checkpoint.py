@@ -20,7 +20,7 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,6 +72,17 @@ class Checkpoint:
                 return file.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self.folder}: cannot read {name} of {group}: {error}") from None
+
+    @contextlib.contextmanager
+    def of_this_version(self) -> Iterator[None]:
+        """Raise a CheckpointError in place of the errors that a state from another version causes."""
+        try:
+            yield
+        except ConfigError:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{self.folder}: not a checkpoint of this version: {reason}") from error
 
 
 def check_state(state: Mapping, data: object, parameters: int) -> None:

@@ -53,9 +53,10 @@ def _off_is_a_word(value):
 
 
 Number = BeforeValidator(_not_a_bool)
-PositiveInt = Annotated[int, Field(gt=0), Number]
-NonNegativeInt = Annotated[int, Field(ge=0), Number]
-AtLeastTwo = Annotated[int, Field(ge=2), Number]
+# Larger numbers would not fit into tensors and floats.
+PositiveInt = Annotated[int, Field(gt=0, lt=2**63), Number]
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63), Number]
+AtLeastTwo = Annotated[int, Field(ge=2, lt=2**63), Number]
 Seed = Annotated[int, Field(ge=0, lt=2**64), Number]  # the range of PyTorch's generators
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), Number]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), Number]
