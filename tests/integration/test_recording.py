@@ -217,16 +217,14 @@ def test_step_losses_are_read_as_means_over_workers_that_have_one(tmp_path):
 # Memory
 
 
-def test_memory_is_logged_at_stages_and_its_peaks_are_in_the_summary(tmp_path):
+def test_memory_is_logged_at_stages(tmp_path):
     folder = record_run(tmp_path, number_of_outer_steps=2)
     rows = rows_of(folder / "memory_report" / "memory_log.csv")
     own = [row for row in rows if row["device"] == "process 0"]
     assert [row["stage"] for row in own] == ["before training", "after a round", "after a round", "end"]
     assert [row["outer_step"] for row in own] == ["0", "1", "2", "2"]
     assert all(10**8 < int(r["allocated_bytes"]) <= int(r["peak_bytes"]) < int(r["total_bytes"]) for r in own)
-    peaks = summary(folder)["memory_peaks"]
-    assert set(peaks) == {"process 0", "host"}
-    assert peaks["process 0"]["peak_bytes"] == int(own[-1]["peak_bytes"])
+    assert {row["device"] for row in rows} == {"process 0", "host"}
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells the peak")

@@ -24,7 +24,7 @@ from utils.run_layout import has_checkpoint
 
 TIMES = (
     *("wall_seconds", "startup_seconds", "training_seconds", "evaluation_seconds", "tokens_per_second"),
-    *("memory_peaks", "waiting_share", "idle_share", "invocations"),
+    *("waiting_share", "idle_share", "invocations"),
 )
 SHORT = {
     "model_config": {"preset": "demo", "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24},

@@ -1,4 +1,4 @@
-"""Memory use of processes, host and GPUs: rows of memory_log.csv, and peaks."""
+"""Memory use of processes, host and GPUs: rows of memory_log.csv."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,9 +32,7 @@ def _peak_resident(resident: int) -> int:
     return max([resident, *(1024 * size for size in kilobytes)])
 
 
-def memory_rows(
-    stage: str, outer_step: int, seconds: float, processes: Sequence[Sequence[Use]], peaks: dict[str, dict]
-) -> list[dict]:
+def memory_rows(stage: str, outer_step: int, seconds: float, processes: Sequence[Sequence[Use]]) -> list[dict]:
     """Return one row of memory_log.csv per process or device.
 
     For a process "allocated" is resident memory; for the host, memory in use; for a GPU, PyTorch's allocations.
@@ -44,29 +42,24 @@ def memory_rows(
         outer_step: the last finished round.
         seconds: since the start of the program.
         processes: results of memory_use in the processes of the run; this one comes first.
-        peaks: by process or device peak_bytes, total_bytes, and the outer_step after which the peak was seen; updated.
     """
     host = psutil.virtual_memory()
     in_use = host.total - host.available
-    (_, *own), *devices = processes[0]
-    uses = [("process 0", *own), *devices, ("host", in_use, in_use, in_use, host.total)]
-    for number, others in enumerate(processes[1:], 1):
-        for name, *use in others:
-            uses.append((f"{name} {number}" if name == "process" else f"{name} of process {number}", *use))
-    rows = []
-    for device, allocated, reserved, peak, total in uses:
-        if device not in peaks or peak > peaks[device]["peak_bytes"]:
-            peaks[device] = {"peak_bytes": peak, "total_bytes": total, "outer_step": outer_step}
-        rows.append(
-            {
-                "seconds": round(seconds, 3),
-                "stage": stage,
-                "outer_step": outer_step,
-                "device": device,
-                "allocated_bytes": allocated,
-                "reserved_bytes": reserved,
-                "peak_bytes": peaks[device]["peak_bytes"],
-                "total_bytes": total,
-            }
-        )
-    return rows
+    uses = [("host", in_use, in_use, in_use, host.total)]
+    for number, own in enumerate(processes):
+        for name, *use in own:
+            device = f"{name} of process {number}" if number else name
+            uses.append((f"process {number}" if name == "process" else device, *use))
+    return [
+        {
+            "seconds": round(seconds, 3),
+            "stage": stage,
+            "outer_step": outer_step,
+            "device": device,
+            "allocated_bytes": allocated,
+            "reserved_bytes": reserved,
+            "peak_bytes": peak,
+            "total_bytes": total,
+        }
+        for device, allocated, reserved, peak, total in uses
+    ]

@@ -86,7 +86,6 @@ class RunRecorder(Observer):
         write_text_atomically(folder / "config.yaml", dump_config(config))
         self._initial_metric: float | None = state["initial_metric"] if state else None
         self._largest_request: int = state["largest_request"] if state else config.INITIAL_BATCH_SIZE
-        self._last_accumulation_steps: int | None = state["last_accumulation_steps"] if state else None
         # How often each warning came.
         self._warnings: dict[str, int] = dict(state["warnings"]) if state else {}
         self._logged_warnings: set[str] = set()
@@ -96,7 +95,6 @@ class RunRecorder(Observer):
         self._rounds_bar: tqdm | None = None
         self._steps_bar: tqdm | None = None
         self._memory = self._memory_log(logs.get("memory"))
-        self._memory_peaks: dict[str, dict] = state["memory_peaks"] if state else {}
         for log in (*self._tables.values(), self._nodes.csv):
             if log.changed:
                 self.warn(f"{log.path.name} has changed since the checkpoint was written: earlier rows may be wrong")
@@ -122,8 +120,6 @@ class RunRecorder(Observer):
             "startup_seconds": self._startup_seconds,
             "initial_metric": self._initial_metric,
             "largest_request": self._largest_request,
-            "last_accumulation_steps": self._last_accumulation_steps,
-            "memory_peaks": dict(self._memory_peaks),
             "warnings": dict(self._warnings),
             "invocations": list(self._invocations.entries),
         }
@@ -181,9 +177,8 @@ class RunRecorder(Observer):
         self._steps_bar.update(1)
 
     def on_round(self, run: RunView, result: ClusterRound) -> None:
-        reports = result.reports.values()
-        self._largest_request = max(self._largest_request, *(report.requested_batch for report in reports))
-        self._last_accumulation_steps = max(report.accumulation_steps for report in reports)
+        requests = (report.requested_batch for report in result.reports.values())
+        self._largest_request = max(self._largest_request, *requests)
         self._write_logs(run, result)
         self._log_round(run, result)
         self._save_summary(self._summary(run, {}, "running"))
@@ -204,7 +199,7 @@ class RunRecorder(Observer):
 
     def _log_memory(self, stage: str, outer_step: int, processes: Sequence[Sequence[Use]]) -> None:
         seconds = time.perf_counter() - self._started
-        rows = memory_rows(stage, outer_step, seconds, processes, self._memory_peaks)
+        rows = memory_rows(stage, outer_step, seconds, processes)
         self._attempt("memory_log.csv", self._memory.append, rows)
 
     def _log_round(self, run: RunView, result: ClusterRound) -> None:
@@ -315,11 +310,9 @@ class RunRecorder(Observer):
         recorded = {
             "initial_metric": self._initial_metric,
             "largest_requested_batch": self._largest_request,
-            "last_accumulation_steps": self._last_accumulation_steps,
             "wall_seconds": time.perf_counter() - self._started,
             "startup_seconds": self._startup_seconds,
             **self._nodes.summary(),
-            "memory_peaks": self._memory_peaks,
             "warnings": self._warning_entries(),
             "invocations": self._invocations.entries,
         }
