@@ -8,7 +8,6 @@ own process with a time limit. A part that fails leaves the reason in its place,
   FLOPs utilisation (MFU), and what the per-example statistics add to a round of 200 inner steps.
 - large: 1.1B parameters; large_with_less: with activation checkpointing and the outer state in host memory. Both
   compare the allocator's peak with the plan.
-- exchange: the mean of 100M parameters over two GPUs (NCCL) in every encoding.
 """
 
 import argparse
@@ -30,7 +29,6 @@ from algorithms.schedule.limits import RoundSchedule
 from benchmarks.performance.throughput import (
     OVERHEAD,
     inner_steps,
-    launch_exchange,
     make_data,
     seconds,
     step_speeds,
@@ -141,11 +139,6 @@ def large(config: Config) -> dict:
     }
 
 
-def exchange() -> dict:
-    """Measure the mean of 100M parameters over two GPUs."""
-    return launch_exchange(100_000_000, 3, 1, 2) if torch.cuda.device_count() > 1 else {"problem": "needs 2 GPUs"}
-
-
 # The parts, in order of importance, each with its time limit in seconds.
 PARTS: dict[str, tuple[Callable[[], dict], float]] = {
     "tests": (tests, 240.0),
@@ -156,7 +149,6 @@ PARTS: dict[str, tuple[Callable[[], dict], float]] = {
         150.0,
     ),
     "compiled": (lambda: speeds(configured(MICROLLAMA, compile_model=True)), 240.0),
-    "exchange": (exchange, 60.0),
 }
 
 
@@ -233,9 +225,6 @@ def section(results: Mapping) -> str:
     lines += ["| what | tokens/s | MFU |", "| --- | --- | --- |"]
     lines += [f"| {what} | {speed:,.0f} | {mfu:.1%} |" for what, speed, mfu in rows(parts)]
     lines += ["", *(f"- {sentence}" for sentence, _ in targets(parts))]
-    for name, found in parts.get("exchange", {}).items():
-        if name != "problem":
-            lines.append(f"- 100M parameters, {name}: {found['seconds']:.3f} s for {found['bytes'] / 1e6:.0f} MB")
     return "\n".join(lines + [f"- {name}: {part['problem']}" for name, part in parts.items() if "problem" in part])
 
 

@@ -1,9 +1,8 @@
-"""Measure the speed of the framework: python benchmarks/performance/throughput.py [--parts ...] [key=value ...].
+"""Measure the speed of inner steps and whole rounds on random tokens against a loop without the framework:
+
+    python benchmarks/performance/throughput.py [--repeats N] [key=value ...]
 
 Measurements are interleaved, and their ratios are printed: single timings on a shared machine mean little.
-
-- overhead (the default): inner steps and whole rounds on random tokens, against a loop without the framework.
-- exchange: the mean of 100M parameters over two nodes of one and of two devices, in every encoding.
 """
 
 import argparse
@@ -19,7 +18,6 @@ import numpy as np
 import torch
 
 from algorithms.schedule.limits import RoundSchedule
-from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
 from cluster import Cluster
 from fabrics.config_checks import CHECKS
 from fabrics.data.examples import PackedSequences, TaskData
@@ -32,10 +30,9 @@ from fabrics.training.optimizers import inner_optimizer_of
 from trainers import Trainer
 from utils.config.reading import parse_config
 from utils.config.schema import Config, ConfigError
-from utils.distributed.launch import Launch, cores
-from utils.distributed.processes import meet
+from utils.distributed.launch import cores
 
-# Configuration of the overhead.
+# The measured configuration.
 OVERHEAD = {
     "number_of_outer_steps": 1,
     "number_of_initial_trainers": 1,
@@ -70,9 +67,6 @@ def interleaved(
             if repeat:
                 times[name].append(elapsed)
     return times
-
-
-# Overhead over a loop without the framework
 
 
 def make_data(config: Config) -> TaskData:
@@ -168,85 +162,22 @@ def step_speeds(config: Config, repeats: int) -> dict:
     }
 
 
-def print_overhead(config: Config, repeats: int) -> None:
-    found = step_speeds(config, repeats)
-    print(f"{'':28} {'tokens/s':>10}   of the bare loop")
-    for name, speed in found["tokens_per_second"].items():
-        print(f"{name:28} {speed:>10,.0f}   {found['of_bare_loop'][name]:.3f}")
-
-
-# The mean of a model over two nodes
-
-
-def exchange(parameters: int, repeats: int, devices_per_node: int, gpus: int, launch: Launch | None) -> dict:
-    """Average a flat model over two nodes, called by every process of them.
-
-    Args:
-        gpus: GPUs to use; 0: every process is a device on the CPU.
-
-    Returns:
-        By encoding and order of summation: seconds (median, with encoding and decoding), and bytes sent by all.
-    """
-    torch.set_num_threads(1)
-    processes = meet(launch)
-    devices = [torch.device("cuda", index) for index in range(gpus)] or [torch.device("cpu")]
-    processes.place(devices, 1 if gpus else 2, True, devices_per_node)
-    (device,) = (device for node, device in enumerate(processes.devices) if processes.owns(node))
-    shard = torch.randn(parameters // devices_per_node, device=device) * 1e-3
-    found = {}
-    for name, encoding in COMMUNICATION_DTYPES.items():
-        for in_order in (True, False) if encoding.lossless else (True,):
-            processes._in_order = in_order
-            workers = processes.workers([0, 1])
-            like = torch.zeros_like(shard)
-
-            def average(workers=workers, encoding=encoding, like=like) -> None:
-                encoded = encoding.encode(shard)
-                mean = workers.mean(like, encoding)
-                for index in workers.local_workers:
-                    mean.add(index, encoded)
-                mean.result()
-
-            times = []
-            for _ in range(repeats + 1):
-                processes.gather(None)  # all begin together
-                times.append(seconds(average, device))
-            order = "in worker order" if in_order else "one all-reduce"
-            sent = encoding.reduction_bytes(2, parameters, torch.float32)
-            found[f"{name}, {order}"] = {"seconds": statistics.median(times[1:]), "bytes": sent}
-    processes.close()
-    return found
-
-
-def launch_exchange(parameters: int, repeats: int, devices_per_node: int, gpus: int = 0) -> dict:
-    """Start the processes of two nodes, and return the result of `exchange`."""
-    arguments = (parameters, repeats, devices_per_node, gpus)
-    with Launch(2 * devices_per_node, [__file__, "--exchange", *map(str, arguments)]) as launch:
-        return exchange(*arguments, launch)
-
-
 def main(arguments: list[str] | None = None) -> int:
+    """Print the tokens per second of inner steps and whole rounds, and their ratios to the bare loop."""
     parser = argparse.ArgumentParser(description="Measure the speed of the framework.")
-    parser.add_argument("--parts", nargs="+", choices=("overhead", "exchange"), default=["overhead"])
     parser.add_argument("--repeats", type=int, default=5, help="measurements of everything; default: %(default)s")
-    parser.add_argument("--exchange", nargs=4, type=int, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration values")
     options = parser.parse_intermixed_args(arguments)
-    if options.exchange:
-        exchange(*options.exchange, None)
-        return 0
     try:
         config, _ = parse_config(OVERHEAD, options.overrides, CHECKS)
     except ConfigError as error:
         print("\n".join(f"error: {problem}" for problem in error.problems), file=sys.stderr)
         return 2
-    if "overhead" in options.parts:
-        torch.set_num_threads(config.cpu_threads or cores())
-        print_overhead(config, options.repeats)
-    for devices in (1, 2) if "exchange" in options.parts else ():
-        print(f"\nmean of 100M parameters over two nodes of {devices} device(s)")
-        for name, found in launch_exchange(100_000_000, options.repeats, devices).items():
-            print(f"  {name:26} {found['seconds']:6.2f} s, {found['bytes'] / 1e6:7.1f} MB sent by both nodes")
+    torch.set_num_threads(config.cpu_threads or cores())
+    found = step_speeds(config, options.repeats)
+    print(f"{'':28} {'tokens/s':>10}   of the bare loop")
+    for name, speed in found["tokens_per_second"].items():
+        print(f"{name:28} {speed:>10,.0f}   {found['of_bare_loop'][name]:.3f}")
     return 0
 
 

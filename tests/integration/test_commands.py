@@ -34,7 +34,7 @@ def test_commands_in_sentences_are_known(path):
         ("python run.py --confg config.yaml", "unrecognized arguments: --confg"),
         ("python run.py ETTA=0.5", "ETTA: unknown key"),
         ("python run.py --config configs/no_such.yaml", "no_such.yaml"),
-        ("python benchmarks/performance/throughput.py --parts everything", "invalid choice: 'everything'"),
+        ("python benchmarks/performance/throughput.py --repeats many", "invalid int value: 'many'"),
         ("python -m training_logs.prediction logs/first --portion 0.5", "unrecognized arguments: --portion"),
         ("python gradient_analysis/gradient_analysis.py batch=4", "batch: unknown key"),
         ("python no_such.py", "no_such.py"),
