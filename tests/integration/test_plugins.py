@@ -413,9 +413,8 @@ def test_the_notebook_trains_plots_and_generates_text(programs, tmp_path, cache_
     less = {"max_tokens": 6000, "data_sample_size": 100, "number_of_inner_steps_between_outers": 1}
     less |= {"log_dir": str(tmp_path), "cache_dir": str(cache_dir), "plot_at_end": False}
     (tmp_path / "notebook.py").write_text("\n".join(cells).replace("max_tokens=400_000", f"**{less}"))
-    said = programs.run(
-        tmp_path / "notebook.py", env=os.environ | {"MPLBACKEND": "Agg"}, cwd=ROOT / "examples", fresh=True
-    )
+    environment = os.environ | {"MPLBACKEND": "Agg"}
+    said = programs.run(tmp_path / "notebook.py", env=environment, cwd=ROOT / "examples")
     assert "everything about the run is in " in said.stdout
     assert "\nReturn the" in said.stdout
 

@@ -1,8 +1,7 @@
 """Run a program that is killed: tests/support/killed.py FOLDER FILES MICROSECONDS SCRIPT [ARGUMENTS].
 
 When SCRIPT has opened, renamed, removed or made so many files and folders in FOLDER, the kernel kills it so many
-microseconds later (SIGALRM without a handler). The number of files does not depend on the speed of the machine. A
-program that torchrun has restarted is not killed.
+microseconds later (SIGALRM without a handler). The number of files does not depend on the speed of the machine.
 """
 
 import os
@@ -17,11 +16,10 @@ def main() -> None:
     folder, files, microseconds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     del sys.argv[:4]
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
     def count(event: str, arguments: tuple) -> None:
         nonlocal files
-        if restarts == "0" and event in _EVENTS and str(arguments[0]).startswith(folder):
+        if event in _EVENTS and str(arguments[0]).startswith(folder):
             files -= 1
             if files == 0:
                 signal.setitimer(signal.ITIMER_REAL, max(1, microseconds) / 1e6)

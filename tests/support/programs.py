@@ -167,19 +167,13 @@ class Programs:
         output, errors = process.communicate(timeout=LIMIT_SECONDS)
         return _ended(words, process.returncode, status, output, errors)
 
-    def torchrun(
-        self, count: int, *arguments: object, status: int = 0, options: Sequence[str] = ()
-    ) -> CompletedProcess:
+    def torchrun(self, count: int, *arguments: object, status: int = 0) -> CompletedProcess:
         """Run a program in `count` processes with the environment that torchrun sets.
 
         The status is 1 if a process fails. The output is that of all processes.
-
-        Args:
-            options: of torchrun itself, which then starts interpreters.
         """
-        if options or torch.cuda.is_available():
-            begin = (TORCHRUN, "--standalone", f"--nproc_per_node={count}", *options)
-            return self.run(*begin, *arguments, status=status)
+        if torch.cuda.is_available():
+            return self.run(TORCHRUN, "--standalone", f"--nproc_per_node={count}", *arguments, status=status)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         shared = {
             "MASTER_ADDR": "127.0.0.1",
