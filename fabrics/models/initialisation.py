@@ -94,7 +94,7 @@ def meta_model(config: Config) -> tuple[nn.Module, list[str]]:
     assumed = []
     tokenizer, assumes_vocabulary = _stand_in(config, settings)
     if assumes_vocabulary:
-        assumed.append(f"the vocabulary: assumed to have vocab_size {config.vocab_size} tokens")
+        assumed.append(f"vocabulary: {config.vocab_size} tokens, as vocab_size says")
     class_names = ()
     if isinstance(MODELS[config.model_type], ModelFamily) and DATASETS[config.dataset].task == "classification":
         class_names = ("0", "1")

@@ -362,7 +362,7 @@ def test_an_estimate_of_a_plain_module_states_its_assumptions(digits, monkeypatc
     values = {"model_type": "words", "model_config": {}, "vocab_size": 400, "sampling_method": "none"}
     plan = estimate(make_config(**values))
     assert plan.parameters == 1600
-    assert any("assumed to have vocab_size 400" in line for line in plan.assumptions)
+    assert any("vocabulary: 400 tokens" in line for line in plan.assumptions)
 
 
 def test_the_output_layer_of_a_plain_module_is_reinitialised(digits):
