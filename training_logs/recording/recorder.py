@@ -264,7 +264,7 @@ class RunRecorder(Observer):
             return
         logger.info(round_log.end_line(summary))
         if len(run.nodes) > 1 and summary["idle_share"] is not None:
-            logger.info(round_log.nodes_line(summary))
+            logger.info(round_log.nodes_line(summary, self.config.smallest_worker_batch))
         if summary["budget"]:
             logger.info("budget: %s", budget_used(summary["budget"]))
         if models:

@@ -204,11 +204,13 @@ def end_line(summary: Mapping) -> str:
     )
 
 
-def nodes_line(summary: Mapping) -> str:
-    """Describe how much of the time nodes had no work, or waited."""
+def nodes_line(summary: Mapping, smallest_worker_batch: int | None) -> str:
+    """Describe how much of the time nodes had no work, or waited, and why one worker worked alone."""
     line = f"nodes: idle {summary['idle_share']:.1%} of the time, waiting {summary['waiting_share']:.1%} of the rest"
     if summary["alone_share"]:
         line += f"; one worker alone in {summary['alone_share']:.0%} of the rounds"
+        if smallest_worker_batch is not None:
+            line += f": a second one joins at a batch of {2 * smallest_worker_batch} (smallest_worker_batch)"
     return line
 
 
