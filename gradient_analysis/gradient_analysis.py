@@ -11,15 +11,17 @@ import argparse
 import csv
 import dataclasses
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 import yaml
+from matplotlib.figure import Figure
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
+from scipy import stats
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -30,8 +32,8 @@ from fabrics.data.dataset_loader import load_data
 from fabrics.data.examples import TaskData
 from fabrics.models.model_family import build_model
 from fabrics.training.flat_model import FlatModel
-from gradient_analysis.figures import RunMarks, deviations_figure, requests_figure
 from gradient_analysis.gradients import (
+    BatchGradient,
     Gradients,
     distribution,
     draw_batches,
@@ -40,6 +42,7 @@ from gradient_analysis.gradients import (
 )
 from training_logs.log_processor import ANALYSIS_SUMMARY
 from training_logs.showing.run_data import RunFolderError, read_run
+from training_logs.showing.styles import colour, make_figure
 from utils.config.plugins import check_plugins_of_run
 from utils.config.reading import load_config, problem_lines
 from utils.config.schema import Config, ConfigError
@@ -145,20 +148,6 @@ def _best_model(run: Path) -> str:
     return best
 
 
-def run_marks(training: Config, model: Path | None) -> RunMarks:
-    """Return the parameters of the batch test and the request, at the end of the run or before training."""
-    run = None if model is None else run_folder_of(model)
-    rounds = [] if run is None else read_run(run).rounds
-    test = training.sampling_method
-    if test == "norm_test" and training.debias:
-        test = "norm_test, debias"
-    if not len(rounds):
-        return RunMarks(test, training.ETA, training.vartheta, training.nu, training.INITIAL_BATCH_SIZE)
-    eta = training.ETA if training.ETA_at_end is None else training.ETA_at_end
-    batch = int(rounds["next_requested_batch"][rounds["outer_step"] == rounds["outer_step"][-1]].max())
-    return RunMarks(test, eta, training.vartheta, training.nu, batch)
-
-
 def _load(config: AnalysisConfig, training: Config, device: torch.device) -> tuple[TaskData, FlatModel]:
     """Load data and model, and check that the part of the data is as large as the sample."""
     # The sample is drawn from all data, however training divided them.
@@ -204,7 +193,6 @@ def analyse(config: AnalysisConfig) -> Path:
     training, model_folder = resolve_model(config)
     data, working = _load(config, training, devices[0])
     examples = getattr(data, config.part)
-    marks = run_marks(training, model_folder)
     name = "untrained" if model_folder is None else str(model_folder)
     generator = np.random.default_rng(config.seed)
     indices = np.sort(generator.permutation(len(examples))[: config.sample_size])
@@ -220,7 +208,8 @@ def analyse(config: AnalysisConfig) -> Path:
     drawn = draw_batches(indices, config.batch_size, generator)
     batches = [gradients.of_batch(batch) for batch in tqdm(drawn, desc="batches", unit=" batches", disable=None)]
     deviations = distribution([batch.deviation for batch in batches])
-    parameters = {"eta": marks.eta, "theta": marks.theta, "nu": marks.nu}
+    eta = training.ETA if model_folder is None or training.ETA_at_end is None else training.ETA_at_end
+    parameters = {"eta": eta, "theta": training.vartheta, "nu": training.nu}
     requested = requests(statistics, config.batch_size, parameters)
 
     summary = {
@@ -234,14 +223,9 @@ def analyse(config: AnalysisConfig) -> Path:
         "full_gradient_norm": statistics.squared_norm**0.5,
         "per_example": dataclasses.asdict(statistics),
         "noise_scale": noise_scale(statistics),
-        "run": dataclasses.asdict(marks),
         "batch_size": config.batch_size,
         "deviation": deviations,
         "config": dataclasses.asdict(config),
-    }
-    figures = {
-        "deviations": deviations_figure(batches, deviations, config.batch_size),
-        "requests": requests_figure(requested, count, marks),
     }
     batch_rows = [(number, batch.deviation, batch.norm, batch.cosine) for number, batch in enumerate(batches)]
     tables = {
@@ -250,8 +234,8 @@ def analyse(config: AnalysisConfig) -> Path:
     }
     output = Path(config.output_dir)
     try:
-        for name, figure in figures.items():
-            write_atomically(output / f"{name}.png", lambda path, figure=figure: figure.savefig(path, dpi=110))
+        figure = deviations_figure(batches, deviations, config.batch_size)
+        write_atomically(output / "deviations.png", lambda path: figure.savefig(path, dpi=110))
         for name, rows in tables.items():
             write_atomically(output / f"{name}.csv", lambda path, rows=rows: _write_rows(path, rows))
         write_json_atomically(output / ANALYSIS_SUMMARY, summary)
@@ -260,6 +244,35 @@ def analyse(config: AnalysisConfig) -> Path:
     _print_findings(summary)
     print(f"results: {output}")
     return output
+
+
+def deviations_figure(batches: Sequence[BatchGradient], found: Mapping[str, float], batch_size: int) -> Figure:
+    """Draw a histogram of deviations with a normal distribution of equal moments, and one of cosines."""
+    figure, (left, right) = make_figure(2)
+    values = np.array([batch.deviation for batch in batches])
+    left.hist(values, bins="auto", density=True, color=colour(0), alpha=0.45, label=f"{len(values)} batches")
+    if found["standard_deviation"] > 0.0:
+        xs = np.linspace(values.min(), values.max(), 300)
+        density = stats.norm.pdf(xs, found["mean"], found["standard_deviation"])
+        label = f"normal distribution (excess kurtosis of the deviations: {found['excess_kurtosis']:.2f})"
+        left.plot(xs, density, color=colour(1), label=label)
+    left.axvline(found["mean"], color="black", lw=3, alpha=0.3, label=f"mean {found['mean']:.4g}")
+    left.axvline(found["median"], color="black", lw=1, ls="--", label=f"median {found['median']:.4g}")
+    left.set_title(f"Deviation from the full gradient, batches of {batch_size}")
+    left.set_xlabel("||g_B - F||")
+    left.set_ylabel("density")
+    cosines = np.array([batch.cosine for batch in batches])
+    cosines = cosines[np.isfinite(cosines)]
+    if len(cosines):
+        right.hist(cosines, bins="auto", color=colour(4), alpha=0.6)
+    right.set_title("Cosine to the full gradient")
+    right.set_xlabel("cos(g_B, F)")
+    right.set_ylabel("batches")
+    for axes in (left, right):
+        axes.grid(True, alpha=0.3)
+    # Below the axes, because a histogram may fill any corner.
+    left.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
+    return figure
 
 
 def _write_rows(path: Path, rows: Iterable[Sequence]) -> None:
@@ -275,7 +288,6 @@ def _print_findings(summary: dict[str, Any]) -> None:
     else:
         print(f"noise scale V / (||F||^2 - V / {summary['sample']}): {scale:,.4g} examples")
         print("  (V / ||F||^2 would be biased: it is too small, and depends on the size of the sample)")
-    print(f"the run's own request at this point: {summary['run']['batch']:,} examples")
 
 
 def _warn(warnings: Iterable[str]) -> None:

@@ -265,8 +265,7 @@ def test_the_script_writes_figures_tables_and_a_summary(analysed):
     best = json.loads((run / "model_training_report" / "summary.json").read_text())["best_model"]
     assert summary["model"] == str(run / best)
     assert summary["sample"] == 64
-    for name in ("deviations", "requests"):
-        assert (output / f"{name}.png").stat().st_size > 10_000, name
+    assert (output / "deviations.png").stat().st_size > 10_000
     batches = rows_of(output / "batches.csv")
     deviations = [float(row["deviation"]) for row in batches]
     assert len(batches) == 8
@@ -283,16 +282,11 @@ def test_the_script_writes_figures_tables_and_a_summary(analysed):
     squared_norm = per_example["squared_norm"] - per_example["variance"] / 64
     assert summary["noise_scale"] == pytest.approx(per_example["variance"] / squared_norm)
     assert f"noise scale V / (||F||^2 - V / 64): {summary['noise_scale']:,.4g} examples" in printed
-    # The run's own eta, theta and nu are among the requests, and its last request is known.
+    # The run's own eta, at its end, is among the requests.
     requested = {
         (row["test"], float(row["parameter"])): int(row["request"]) for row in rows_of(output / "requests.csv")
     }
     assert requested["norm_test, debias", 1.4] == math.ceil(summary["noise_scale"] / 1.4**2)
-    last = rows_of(run / "model_training_report" / "training_log.csv")[-1]
-    assert summary["run"] == {
-        "test": "norm_test, debias", "eta": 1.4, "theta": 0.9, "nu": 5.84, "batch": int(last["next_requested_batch"]),
-    }  # fmt: skip
-    assert f"the run's own request at this point: {last['next_requested_batch']} examples\n" in printed
 
 
 def test_bert_is_analysed(tmp_path, cache_dir, monkeypatch):
@@ -313,18 +307,16 @@ def test_bert_is_analysed(tmp_path, cache_dir, monkeypatch):
     )
     summary = json.loads((output / "gradient_analysis.json").read_text())
     assert summary["model"] == "untrained"
-    assert summary["run"]["batch"] == 8
     assert summary["loss"] == pytest.approx(math.log(2), rel=0.1)
 
 
-def test_the_figures_are_sent_to_clearml(analysed, monkeypatch, tmp_path_factory):
+def test_the_figure_is_sent_to_clearml(analysed, monkeypatch, tmp_path_factory):
     _, output, _ = analysed
     monkeypatch.setenv("CLEARML_CONFIG_FILE", str(tmp_path_factory.getbasetemp() / "none.conf"))
     assert send_folder(output, "offline") is None
     (session,) = (output / "clearml" / "offline").glob("*.zip")
     names = zipfile.ZipFile(session).namelist()
-    for name in ("deviations", "requests"):
-        assert any(entry.endswith(f"{name}_00000000.png") for entry in names), name
+    assert any(entry.endswith("deviations_00000000.png") for entry in names)
 
 
 @pytest.mark.parametrize(
