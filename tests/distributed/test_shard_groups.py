@@ -315,7 +315,7 @@ _ACROSS_DEVICES = {"statistics_estimator": "across_devices"}
     [
         ({"processes": 3}, "processes"),
         ({"sampling_method": "inner_product_test"} | _ACROSS_DEVICES | {"debias": False}, "statistics_estimator"),
-        ({"distributed_algo": "Late"}, "distributed_algo"),
+        ({"distributed_algo": "DeMo"}, "distributed_algo"),
         *(({"distributed_algo": name}, "distributed_algo") for name in ("DeMo", "SparseLoCo", "SPARTA")),
         ({"compile_model": True}, "compile_model"),
         ({"inner_optimizer": "muon"}, "inner_optimizer"),

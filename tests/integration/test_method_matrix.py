@@ -53,7 +53,7 @@ def assert_restarted(trainer: Trainer, worker: int, like: int) -> None:
 # Runs
 
 
-@pytest.mark.parametrize("name", ["DiLoCo", "Late", "Ring"])
+@pytest.mark.parametrize("name", ["StreamingDiLoCo", "NoLoCo"])
 def test_a_killed_and_resumed_run_has_the_bits_of_an_uninterrupted_one(name, programs, tmp_path):
     """Killed twice, in the middle of a round: with two trainers that merge later, and with one that loses a worker.
 
@@ -64,11 +64,9 @@ def test_a_killed_and_resumed_run_has_the_bits_of_an_uninterrupted_one(name, pro
     assert not torch.equal(stopped["tensors"]["trainer_0 parameters"], final["tensors"]["trainer_0 parameters"])
 
 
-def test_the_runs_are_killed_while_messages_are_under_way():
-    late, ring = (matrix.alone(name)["states"]["stopped"] for name in ("Late", "Ring"))
-    assert late["tensors"]["trainer_0 under_way"].any()
-    assert json.loads(late["values"])["trainers"]["0"]["workers"]["values"] == {"under_way": 1}
-    assert json.loads(ring["values"])["trainers"]["0"]["workers"]["weights"]
+def test_a_run_is_killed_while_a_fragment_is_under_way():
+    stopped = matrix.alone("StreamingDiLoCo")["states"]["stopped"]
+    assert json.loads(stopped["values"])["trainers"]["0"]["workers"]["values"] == {"fragment_1": 1}
 
 
 def test_copies_keep_the_weights_of_the_round_that_made_them():
@@ -218,19 +216,6 @@ def test_the_update_of_a_lone_worker_is_neither_sparse_nor_rounded(name):
         assert ratios.min() > 0.99 * ratios.max()
 
 
-@every_method
-def test_merging_identical_trainers_changes_nothing(name):
-    first, second = matrix.trainer_of(name, workers=2), matrix.trainer_of(name, workers=2)
-    for trainer in (first, second):
-        train(trainer, 2, matrix.INNER_STEPS)
-        settle(trainer)
-    second.id = 1
-    before = {key: tensor.clone() for key, tensor in first.shared.items()}
-    first.absorb([second], {0: 0.5, 1: 0.5})
-    for key in first.worker_group.merged_tensors:
-        assert torch.equal(first.shared[key], before[key])
-
-
 # Tensors of workers that hold no progress, and end with them: momenta, deviations from means, starting points.
 NO_PROGRESS = {
     "EagerDiLoCo": {"velocity", "deviation"},
@@ -238,8 +223,6 @@ NO_PROGRESS = {
     "DeMo": {"momentum"},
     "LoCoDL": {"correction"},
     "DelayedNesterov": {COPY},
-    "Ring": {"speed"},
-    "Late": {COPY},
 }
 
 

@@ -1,7 +1,6 @@
 """Runs that every synchronisation method must survive, in one process and in several (test_method_matrix.py, spmd.py).
 
-Every registered method is in the matrix; PARAMETERS has the values that differ from its defaults. Two small methods of
-this file use features of the interface that no registered method needs.
+Every registered method is in the matrix; PARAMETERS has the values that differ from its defaults.
 """
 
 import contextlib
@@ -16,8 +15,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from algorithms.synchronisation import METHODS
-from algorithms.synchronisation.group import Group
-from algorithms.synchronisation.method import Capabilities, Method
 from cluster import Cluster
 from fabrics.config_checks import CHECKS
 from fabrics.data.examples import PackedSequences
@@ -39,56 +36,8 @@ from utils.checkpoint.tensor_file import FilePart
 from utils.config.reading import parse_config
 from utils.config.schema import Config
 
-
-class Ring(Method):
-    """Anchors: each worker takes the mean of its parameters and its predecessor's; odd workers with momentum."""
-
-    capabilities = Capabilities(averages_copies=True, one_exchange=False)
-    keeps = "anchor"
-    worker_state = ("speed",)
-
-    def incoming(self, group: Group):
-        workers = len(group.weights)
-        return group.messages(group.shared["parameters"].nbytes, to=lambda worker: [(worker + 1) % workers])
-
-    def message(self, worker, group: Group) -> torch.Tensor:
-        return worker.parameters.view(torch.uint8)
-
-    def apply(self, group: Group, came) -> None:
-        for member in group.local_workers:
-            own = came[member.index]
-            before = came.get((member.index - 1) % len(group.weights), own)
-            target = sum(member.to_device(each).view(member.start.dtype) for each in (own, before)) / 2
-            member.state["speed"].mul_(0.5).add_(target - member.start)
-            member.start.add_(member.state["speed"] if member.index % 2 else target - member.start)
-        group.values["exchanges"] = group.values.get("exchanges", 0) + 1
-
-
-class Late(Method):
-    """Replicas: the pseudo-gradient of a round's end is applied in the middle of the next round."""
-
-    capabilities = Capabilities(one_exchange=False)
-    keeps = "replica"
-    state = ("under_way",)
-
-    def stops(self, group: Group):
-        return (group.clock.inner_steps // 2, group.clock.inner_steps)
-
-    def exchange(self, group: Group) -> None:
-        if group.clock.step == group.clock.inner_steps:
-            delta = group.pseudo_gradient(behind=group.clock.inner_steps // 2)
-            if delta is not None:
-                group.shared["under_way"].copy_(delta)
-                group.values["under_way"] = 1
-        elif "under_way" in group.values:
-            group.values.pop("under_way")
-            group.shared["parameters"].sub_(group.shared["under_way"], alpha=0.7)
-            for member in group.local_workers:
-                member.parameters.lerp_(member.to_device(group.shared["parameters"]), 0.5)
-
-
 # RepeatedArrivals is DelayedNesterov with parameters that make it another method.
-OWN = {"Ring": Ring, "Late": Late, "RepeatedArrivals": METHODS["DelayedNesterov"]}
+OWN = {"RepeatedArrivals": METHODS["DelayedNesterov"]}
 NAMES = (*METHODS, *OWN)
 # For methods whose defaults do not suit rounds of four inner steps, or small tensors.
 PARAMETERS: dict[str, dict] = {
@@ -132,7 +81,7 @@ def _build_model(_type, _settings, _tokenizer, _length, seed, *_names) -> nn.Mod
 
 @contextlib.contextmanager
 def ready() -> Iterator[None]:
-    """Register the methods of this file for the length of the context, and build the smallest models."""
+    """Register OWN for the length of the context, and build the smallest models."""
     build_model, initialisation.build_model = initialisation.build_model, _build_model
     added = {name: method for name, method in OWN.items() if name not in METHODS}  # a fork has them already
     METHODS.update(added)

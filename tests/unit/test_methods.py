@@ -14,7 +14,6 @@ from algorithms.flat import Block, layer_fragments, random_positions, sketch
 from algorithms.synchronisation import METHODS, noloco
 from algorithms.synchronisation.fda import variance_estimate
 from algorithms.synchronisation.outer_step import nesterov_step
-from algorithms.synchronisation.streaming import StreamingDiLoCo
 from fabrics.config_checks import CHECKS
 from fabrics.training.method_config import method_of
 from fabrics.training.worker import COPY, ERROR, Node
@@ -68,7 +67,7 @@ def test_nesterov_history_under_a_constant_pseudo_gradient():
     assert gradient.tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(("lr", "momentum"), [(0.7, 0.9), (0.4, 0.8), (1.0, 0.0)])
+@pytest.mark.parametrize(("lr", "momentum"), [(0.7, 0.9), (1.0, 0.0)])
 def test_nesterov_step_equals_torch_sgd_with_nesterov(lr, momentum):
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(50, generator=generator, dtype=torch.float64)
@@ -306,43 +305,12 @@ def assert_same_bits(first: dict, second: dict, nodes: int = 3, rounds: int = 3,
     assert_same(*histories, tolerance=0)
 
 
-def test_streaming_everything_at_once_is_diloco():
-    parameters = {"fragments": 1, "delay": 0}
-    assert_same_bits({}, {"distributed_algo": "StreamingDiLoCo", "synchronisation": parameters})
-
-
 @pytest.mark.parametrize("method", ["EagerDiLoCo", "DelayedNesterov"])
 def test_one_worker_alone_is_diloco(method):
     assert_same_bits({}, {"distributed_algo": method}, nodes=1)
 
 
-def test_demo_that_sends_everything_is_the_sign_of_the_mean_gradient():
-    values = {"gradient_clipping": None, "weight_decay": 0.0} | UNEVEN_3_2_3
-    trainer = trainer_of(3, distributed_algo="DeMo", synchronisation={"chunk": 8, "top_k": 64}, **values)
-    problem = problem_of(trainer, 1, 1)
-    gradient = problem.mean([problem.gradient(worker, 0, problem.start) for worker in range(3)])
-    ((shared, _),) = history_of(trainer, 1, 1)
-    np.testing.assert_allclose(shared - problem.start, -0.01 * np.sign(gradient), rtol=0, atol=1e-12)
-    for worker in trainer.workers.values():
-        assert worker.state["momentum"].abs().max() < 1e-15
-
-
 # Fragments under way
-
-
-@pytest.mark.parametrize(
-    ("inner_steps", "pending", "expected"),
-    [
-        (4, {}, [2, 3, 4]),  # sent after 2 and 4, and the first one applied after 3
-        (4, {"fragment_1": 1}, [1, 2, 3, 4]),
-        (5, {}, [3, 4, 5]),
-        (1, {"fragment_1": 1}, [1]),
-        (1, {"fragment_1": 3}, [1]),
-    ],
-)
-def test_streaming_stops_in_rounds_of_any_length(inner_steps, pending, expected):
-    group = SimpleNamespace(clock=SimpleNamespace(inner_steps=inner_steps), values=pending)
-    assert list(StreamingDiLoCo(fragments=2, delay=1).stops(group)) == expected
 
 
 def test_a_fragment_under_way_arrives_in_the_next_round_however_long_that_is():
@@ -416,26 +384,6 @@ def test_sparse_loco_sends_what_is_left_before_a_merge_and_before_workers_leave(
     torch.testing.assert_close(leaving.parameters, expected[0], rtol=0, atol=1e-12)
     merged = assert_merged(trainers, expected)
     assert not any(worker.state["unsent"].any() for worker in (*merged.workers.values(), *leaving.workers.values()))
-
-
-def test_locodl_begins_without_corrections_after_workers_join_and_after_a_merge():
-    """The first inner step is that of trainers without any."""
-
-    def changed(how: str, cleared: bool) -> torch.Tensor:
-        values = {"distributed_algo": "LoCoDL", "synchronisation": {"probability": 1.0}, "gradient_clipping": None}
-        first, second = apart(learning_rate_for_inner_opt=0.1, **values)
-        if how == "merge":
-            first.absorb([second], {0: 0.5, 1: 0.5})
-        else:
-            first.assign_nodes(tuple(Node(index, CPU, 64) for index in range(3)))
-        for worker in first.workers.values():
-            worker.state["correction"].mul_(not cleared)
-        first.shared["control"].mul_(not cleared)
-        train(first, 1, 2)
-        return first.parameters
-
-    for how in ("merge", "join"):
-        torch.testing.assert_close(changed(how, False), changed(how, True), rtol=0, atol=0)
 
 
 def test_fda_continues_from_the_merged_parameters():
@@ -581,8 +529,13 @@ def test_locodl_sends_values_alone_and_its_corrections_cancel():
     events = train(trainer, 1)[0].events
     assert [(event.sent, event.received) for event in events] == [(3 * count * 8, 3 * count * 8)] * 3
     control = trainer.shared["control"]
-    for workers in (4, 3):  # with another number of workers they start at zero again
+    for workers in (4, 3, 2):  # with other workers, and after a merge, they start at zero again
         trainer.assign_nodes(trainer.nodes[:workers])
+        if workers == 2:
+            other = trainer_of(2, distributed_algo="LoCoDL", synchronisation={"probability": 1, "density": 0.1})
+            other.id = 1
+            train(other, 1)
+            trainer.absorb([other], {0: 0.5, 1: 0.5})
         train(trainer, 1, 1)
         assert control.abs().max() > 1e-3
         corrections = [worker.state["correction"] for worker in trainer.workers.values()]
@@ -697,13 +650,7 @@ def test_a_wrong_parameter_is_refused(method, parameters, problem):
 
 @pytest.mark.parametrize(
     ("method", "dtype", "allowed"),
-    [
-        ("NoLoCo", "int8", "float32 or bfloat16"),
-        ("DelayedNesterov", "int8", "float32 or bfloat16"),
-        ("DeMo", "int8", "float32 or bfloat16"),
-        ("SparseLoCo", "bfloat16", "float32"),
-        ("LoCoDL", "int8", "float32"),
-    ],
+    [("NoLoCo", "int8", "float32 or bfloat16"), ("SparseLoCo", "bfloat16", "float32")],
 )
 def test_an_encoding_that_a_method_does_not_support_is_refused(method, dtype, allowed):
     values = {"max_tokens": 1, "gradient_clipping": None, "distributed_algo": method, "communication_dtype": dtype}
