@@ -7,7 +7,9 @@ whose workers are the processes of torch.distributed's default group; a process 
 import copy
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -130,6 +132,7 @@ class Worker:
         batch: an AdaptiveBatch, or a number of examples per inner step over all workers.
         statistics: "per_example" (exact, for known layers) or "across_workers" (any layer, two workers or more).
         gradient_clipping: the largest norm of a worker's gradient; None: no clipping.
+        scaler: scales the losses (float16); None: bfloat16 and float32 need no scaling.
         seed: of the data order and of the method's random numbers.
 
     Attributes:
@@ -160,6 +163,7 @@ class Worker:
         batch: AdaptiveBatch | int = 16,
         statistics: str = "per_example",
         gradient_clipping: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         seed: int = 0,
     ):
         adaptive = AdaptiveBatch("none", batch, batch) if isinstance(batch, int) else batch
@@ -175,12 +179,16 @@ class Worker:
             gradient_clipping=gradient_clipping,
             seed=seed,
         )
+        model = getattr(model, "_orig_mod", model)  # of torch.compile, which shares its parameters
         _check_model(model, optimizer)
         self._connect()
         self._optimizer = optimizer
+        self._scaler = scaler
         self._model = FlatModel(model, next(model.parameters()).device)
         self._method = method_of(self._config, self._model)
         _check_method(self._method, method, optimizer, self._config, self.workers)
+        if scaler is not None and self._method.capabilities.exchanges_gradients:
+            raise ValueError(f"scaler: must be None with {method}, whose workers exchange gradients; use bfloat16")
         self._control = batch_control(self._config)
         self._values: dict[str, float] = {}
         self._cursor: DataCursor | None = None
@@ -329,8 +337,10 @@ class Worker:
             self._size = size
             micro_batch = indices[start : start + size]
             if probed:
-                with self._probe(size, number in with_products) as probe:
+                with _uncompiled(), self._probe(size, number in with_products) as probe:
                     yield micro_batch
+                for found in (probe.squared_norms, probe.inner_products, probe.squared_norm):
+                    found.div_(self._scale**2)
                 self._probes.append(probe)
             else:
                 yield micro_batch
@@ -343,6 +353,10 @@ class Worker:
             return self._model.probe(size, products=products)
         except UnsupportedModuleError as error:
             raise ValueError(f'statistics: {error.problem}; "across_workers" works, with two workers or more') from None
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self._scaler is None else self._scaler.get_scale()
 
     def backward(self, losses: torch.Tensor) -> None:
         """Add the gradient of these losses, with the weight of the micro-batch in the inner step.
@@ -359,7 +373,8 @@ class Worker:
         if losses.dim() > 0 and losses.shape != (self._size,):
             raise ValueError(f"backward: expected {self._size} losses or their mean, got shape {list(losses.shape)}")
         self._rebind_gradients()
-        (losses.mean() * self._weight).backward()
+        loss = losses.mean() * self._weight
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
         self._weight = None
 
     def step(self) -> None:
@@ -387,11 +402,17 @@ class Worker:
 
     def _update(self) -> None:
         gradient = self._model.gradient
+        if self._scaler is not None:
+            self._scaler.unscale_(self._optimizer)
         clip(self._model, gradient, self._config.gradient_clipping)
         correction = self._method.capabilities.correction
         if correction is not None:
             gradient.add_(self._state[correction])
-        self._optimizer.step()
+        if self._scaler is None:
+            self._optimizer.step()
+        else:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
         gradient.zero_()
 
     def _rebind_gradients(self) -> None:
@@ -497,7 +518,7 @@ class Worker:
         if current.vector is None and compared != "nothing":
             gradient = self._model.gradient
             vector = gradient if compared == "gradient" else self._model.sketch(gradient, self.rounds)
-            current.vector = vector * examples
+            current.vector = vector * (examples / self._scale)
         if self._probes:
             current.samples += (step_estimate(self._probes),)
             self._probes = []
@@ -559,6 +580,7 @@ class Worker:
             "shared": dict(self._shared),
             "worker": {**self._state, "parameters": self._model.parameters.data},
             "optimizer": self._optimizer.state_dict(),
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "values": dict(self._values),
             "batch": self._control.state_dict(),
             "examples": self._examples,
@@ -590,6 +612,8 @@ class Worker:
             for name, tensor in tensors.items():
                 tensor.copy_(state[kind][name])
         self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it would use the state's tensors
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state["scaler"])
         self._values = dict(state["values"])
         self._control.load_state_dict(state["batch"])
         self._examples = state["examples"]
@@ -623,6 +647,12 @@ _KEYS = {
     "first_round": "batch_test_start",
     "sample": "statistics_batch_size",
 }
+
+
+def _uncompiled() -> AbstractContextManager:
+    """Run compiled models eagerly: their code would pass over the hooks that take the statistics."""
+    compiles = "torch._dynamo" in sys.modules  # a compiled model has imported it
+    return torch.compiler.set_stance("force_eager") if compiles else nullcontext()
 
 
 def _method_problems(config: Config) -> list[str]:

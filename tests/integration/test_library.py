@@ -1,6 +1,7 @@
 """AdLoCo as a library: a loop over adloco.Worker trains what `python run.py` trains."""
 
 import copy
+import dataclasses
 import signal
 
 import pytest
@@ -99,20 +100,56 @@ def test_a_resumed_loop_equals_an_uninterrupted_one(tmp_path):
         assert torch.equal(expected, found)
 
 
-def test_one_worker_is_plain_training():
+@pytest.mark.parametrize("autocast", [False, True])
+def test_one_worker_is_plain_training(autocast):
+    """With a schedule of PyTorch, and in bfloat16."""
     loop = Regression(batch=4, inner_steps=1000)
     plain = Regression(batch=4)
+    rates = [torch.optim.lr_scheduler.ExponentialLR(each.optimizer, 0.9) for each in (loop, plain)]
     order = []
-    for _ in range(6):
-        for indices in loop.worker.micro_batches(96):
-            order.append(indices)
-            loop.worker.backward(loop.losses(indices))
-        loop.worker.step()
-    for indices in order:
-        plain.optimizer.zero_grad()
-        plain.losses(indices).mean().backward()
-        plain.optimizer.step()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for _ in range(6):
+            for indices in loop.worker.micro_batches(96):
+                order.append(indices)
+                loop.worker.backward(loop.losses(indices))
+            loop.worker.step()
+            rates[0].step()
+        for indices in order:
+            plain.optimizer.zero_grad()
+            plain.losses(indices).mean().backward()
+            plain.optimizer.step()
+            rates[1].step()
+    assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.9**6)
     for expected, found in zip(plain.model.parameters(), loop.model.parameters(), strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_a_loss_scaler_changes_nothing_where_nothing_overflows():
+    """Statistics included, also if the scale changes from round to round: powers of two are exact."""
+    batch = dataclasses.replace(ADAPTIVE, smoothing=0.5)
+    plain = Regression(batch=batch)
+    scaled = Regression(batch=batch, scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2))
+    for expected, found in zip(plain.train(12), scaled.train(12), strict=True):
+        assert torch.equal(expected, found)
+    assert scaled.worker.requested_batch == plain.worker.requested_batch > 4
+    with pytest.raises(ValueError, match=r"^scaler: must be None with Synchronous"):
+        Regression(method="Synchronous", scaler=torch.amp.GradScaler("cpu"))
+
+
+def test_a_step_that_overflows_is_left_out():
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    loop = Regression(batch=4, scaler=scaler)
+    before = [parameter.detach().clone() for parameter in loop.model.parameters()]
+    for expected, found in zip(before, loop.train(1), strict=True):
+        assert torch.equal(expected, found)
+    assert scaler.get_scale() == 2.0**126
+
+
+def test_a_compiled_model_trains_and_tests_like_an_uncompiled_one():
+    batch = dataclasses.replace(ADAPTIVE, first_round=2)  # the first statistics come after compilation
+    compiled = Regression(batch=batch)
+    compiled.predict = torch.compile(compiled.model, backend="eager")
+    for expected, found in zip(Regression(batch=batch).train(12), compiled.train(12), strict=True):
         assert torch.equal(expected, found)
 
 
@@ -162,18 +199,44 @@ def test_a_state_can_be_loaded_twice():
             assert torch.equal(expected, found)
 
 
-def test_processes_begin_alike_or_not_at_all():
-    states = [Regression(batch=4), Regression(batch=4)]
-    states[1].train(3)
+@pytest.fixture(scope="module")
+def alone() -> Regression:
+    """One worker after two rounds."""
+    loop = Regression(batch=4)
+    loop.train(6)
+    return loop
+
+
+@pytest.fixture(scope="module")
+def two_processes(alone) -> list[dict]:
+    states = [Regression(batch=4), alone]
     before = signal.getsignal(signal.SIGTERM)
-    results = adloco.launch(begin_with_unlike_processes, [each.worker.state_dict() for each in states], processes=2)
+    states = [each.worker.state_dict() for each in states]
+    results = adloco.launch(begin_with_unlike_processes, states, states[1], processes=2)
     assert signal.getsignal(signal.SIGTERM) is before
-    for name, tensor in results[0]["tensors"].items():
-        assert torch.equal(tensor, results[1]["tensors"][name]), name
-    for result in results:
+    return results
+
+
+def test_processes_begin_alike_or_not_at_all(two_processes):
+    for name, tensor in two_processes[0]["tensors"].items():
+        assert torch.equal(tensor, two_processes[1]["tensors"][name]), name
+    for result in two_processes:
         assert list(result["errors"]) == ["model", "arguments", "examples", "state"]
         for name, error in result["errors"].items():
             assert error.startswith(f"{name}: must be the same in all processes")
+
+
+def test_another_number_of_workers_continues_where_the_run_was(two_processes, alone):
+    """From one worker to two, and back: none repeats or leaves out an example."""
+    first, second = two_processes
+    assert first["state"]["counts"]["steps"] == 9
+    for name, tensor in first["state"]["shared"].items():
+        assert torch.equal(tensor, second["state"]["shared"][name]), name
+    back = Regression(batch=4)
+    back.worker.load_state_dict(first["state"])
+    assert first["examples"] + second["examples"] == next(alone.worker.micro_batches(96)).tolist()
+    alone.train(9)
+    assert next(back.worker.micro_batches(96)).tolist() == next(alone.worker.micro_batches(96)).tolist()
 
 
 def test_a_process_that_ends_early_ends_the_others():

@@ -54,9 +54,10 @@ class Regression:
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.worker = adloco.Worker(self.model, self.optimizer, **{"inner_steps": 3} | arguments)
+        self.predict = self.model
 
     def losses(self, indices) -> torch.Tensor:
-        return (self.model(self.inputs[indices]) - self.targets[indices]).square().mean(1)
+        return (self.predict(self.inputs[indices]) - self.targets[indices]).square().mean(1)
 
     def train(self, steps: int) -> list[torch.Tensor]:
         while self.worker.steps < steps:
@@ -76,8 +77,11 @@ class Frozen(nn.Module):
         self.register_buffer("scale", torch.rand(2))
 
 
-def begin_with_unlike_processes(interrupted: list[dict]) -> dict:
-    """Begin with processes that differ; return the tensors of a model, and the errors by name."""
+def begin_with_unlike_processes(interrupted: list[dict], alone: dict) -> dict:
+    """Begin with processes that differ; return the tensors of a model, and the errors by name.
+
+    Then continue from the state of one worker for a round; return the first examples, and the state.
+    """
     rank = int(os.environ["RANK"])
     torch.manual_seed(rank)
     model = Frozen()
@@ -95,6 +99,11 @@ def begin_with_unlike_processes(interrupted: list[dict]) -> dict:
     attempt("arguments", lambda: Regression(inner_steps=2 + rank))
     attempt("examples", lambda: next(Regression().worker.micro_batches(90 + rank)))
     attempt("state", lambda: Regression(batch=4).worker.load_state_dict(interrupted[rank]))
+    joined = Regression(batch=4)
+    joined.worker.load_state_dict(alone)
+    found["examples"] = next(joined.worker.micro_batches(96)).tolist()
+    joined.train(9)
+    found["state"] = joined.worker.state_dict()
     return found
 
 
