@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 import torch
 
+import adloco
 from algorithms.schedule.limits import RoundSchedule
 from cluster import Cluster
 from fabrics.config_checks import CHECKS
@@ -114,15 +115,37 @@ class BareLoop:
             if self.device.type == "cuda":
                 ids = ids.pin_memory().to(self.device, non_blocking=True)
             self.optimizer.zero_grad(set_to_none=True)
-            with unmasked(self.model, {"input_ids": ids}):
-                with self.autocast:
-                    logits = self.forward(input_ids=ids).logits
-                    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-                loss.backward()
+            loss = self.loss(ids)
+            loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
             self.optimizer.step()
             loss_sum += loss.detach()
         loss_sum.item()
+
+    def loss(self, ids: torch.Tensor) -> torch.Tensor:
+        with unmasked(self.model, {"input_ids": ids}), self.autocast:
+            logits = self.forward(input_ids=ids).logits
+            return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+class LibraryLoop(BareLoop):
+    """The bare loop over adloco.Worker, with an outer step at the end of every round."""
+
+    def __init__(self, config: Config, data: TaskData, device: torch.device):
+        super().__init__(config, data, device)
+        self.worker = adloco.Worker(
+            self.model,
+            self.optimizer,
+            inner_steps=config.number_of_inner_steps_between_outers,
+            batch=self.batch,
+            gradient_clipping=self.clip,
+        )
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            for indices in self.worker.micro_batches(len(self.tokens)):
+                self.worker.backward(self.loss(self.tokens[indices].to(self.device)))
+            self.worker.step()
 
 
 def inner_steps(trainer: Trainer, schedule: RoundSchedule) -> None:
@@ -146,9 +169,11 @@ def step_speeds(config: Config, repeats: int) -> dict:
     tested = Cluster(parse_config(vars(config) | {"sampling_method": "norm_test", "max_batch_growth": 1.0})[0], data)
     device = cluster.devices[0]
     bare = BareLoop(config, data, device)
+    library = LibraryLoop(config, data, device)
     schedule = RoundSchedule(config.number_of_inner_steps_between_outers, 0.0, 0.0)
     functions = {
         "bare loop": lambda: bare.run(schedule.inner_steps),
+        "loop over adloco.Worker": lambda: library.run(schedule.inner_steps),
         "inner steps": lambda: inner_steps(cluster.trainers[0], schedule),
         "whole round": lambda: whole_round(cluster.trainers[0], schedule),
         "whole round with norm test": lambda: whole_round(tested.trainers[0], schedule),
