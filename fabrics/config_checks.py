@@ -165,7 +165,7 @@ NOT_READ_WITH: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "imdb_local_path": _REVIEWS,
     "data_shares": {"data_split": ("iid",), "data_split_over": ("trainers",)},
     "single_seed": {"need_to_reinit_output_layers": (False,)},
-    "project_name": {"clearml": ("off",)},
+    "project_name": {"clearml": ("off",), "trackers": (["clearml"],)},
     "link": {"time_budget": (None,), "node_speeds": (None,)},
 }
 

@@ -1,6 +1,6 @@
-"""Send a run folder, or a gradient analysis, to ClearML.
+"""Send a run folder, or a gradient analysis, to an experiment tracker.
 
-    python -m training_logs.log_processor RUN_DIR [--mode auto|online|offline] [--new] [--follow]
+    python -m training_logs.log_processor RUN_DIR [--tracker NAME] [--mode auto|online|offline] [--new] [--follow]
 
 A run that is sent again continues its task; `--new` makes a new one. With `--follow` a run is sent while it trains,
 until the standard input ends: it is a pipe from the process that trains, which ends with it, however that happens.
@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from training_logs.showing.run_data import RunData, RunFolderError, Table, damage_reported, read_run
-from training_logs.trackers.clearml import SESSION, ClearML, resolved_mode
-from training_logs.trackers.tracker import Tracker
+from training_logs.trackers.clearml import resolved_mode
+from training_logs.trackers.tracker import PACKAGES, Tracker, check_packages, tracker_of
 from utils.config.schema import CLEARML_MODES, ConfigError
 from utils.files import path_argument
 from utils.text import merge_line
@@ -150,18 +150,20 @@ def send_analysis(folder: Path, tracker: Tracker) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Return 0, or 2 if the folder cannot be sent."""
     parser = argparse.ArgumentParser(
-        prog="python -m training_logs.log_processor", description="Send a run folder to ClearML."
+        prog="python -m training_logs.log_processor", description="Send a run folder to an experiment tracker."
     )
     parser.add_argument("run", type=path_argument, metavar="RUN_DIR")
-    parser.add_argument("--mode", choices=CLEARML_MODES[:3], default="auto", help="default: %(default)s")
+    parser.add_argument("--tracker", choices=PACKAGES, default="clearml", help="default: %(default)s")
+    parser.add_argument("--mode", choices=CLEARML_MODES[:3], default="auto", help="of ClearML; default: %(default)s")
     parser.add_argument("--new", action="store_true", help="to a new task, though the folder already has one")
     parser.add_argument("--follow", action="store_true", help="while it trains, until the standard input ends")
     options = parser.parse_args(arguments)
     if options.follow:
         os.nice(19)
     try:
-        mode = resolved_mode(options.mode)
-        tracker = ClearML(options.run, mode, options.new)
+        check_packages([options.tracker])
+        mode = resolved_mode(options.mode) if options.tracker == "clearml" else "offline"
+        tracker = tracker_of(options.tracker, options.run, mode, options.new)
         if (options.run / ANALYSIS_SUMMARY).exists():
             send_analysis(options.run, tracker)
         else:
@@ -170,7 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if mode == "offline":
-        print(f"offline session: {options.run / SESSION}")
+        print(f"in the run folder: {tracker.store}")
     return 0
 
 

@@ -37,7 +37,7 @@ from gradient_analysis.gradients import (
 )
 from tests.support.helpers import CPU, padded, separable_texts, tiny_bert, tiny_llama, use_torch_norms
 from tests.support.runs import record_run
-from training_logs.trackers.clearml import send_folder
+from training_logs.trackers.tracker import send_folder
 from utils.config.schema import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -313,7 +313,7 @@ def test_bert_is_analysed(tmp_path, cache_dir, monkeypatch):
 def test_the_figure_is_sent_to_clearml(analysed, monkeypatch, tmp_path_factory):
     _, output, _ = analysed
     monkeypatch.setenv("CLEARML_CONFIG_FILE", str(tmp_path_factory.getbasetemp() / "none.conf"))
-    assert send_folder(output, "offline") is None
+    assert send_folder("clearml", output, "offline") is None
     (session,) = (output / "clearml" / "offline").glob("*.zip")
     names = zipfile.ZipFile(session).namelist()
     assert any(entry.endswith("deviations_00000000.png") for entry in names)

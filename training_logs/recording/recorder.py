@@ -24,8 +24,8 @@ from training_logs.recording.provenance import Invocations, Origin
 from training_logs.recording.records import ClusterRound, Observer, RunView
 from training_logs.recording.run_folder import FileHandler, continue_log, logger
 from training_logs.recording.summary import run_summary
-from training_logs.trackers.clearml import SESSION, resolved_mode, send_folder, start_reporting
-from training_logs.trackers.tracker import TrackerProcess
+from training_logs.trackers.clearml import resolved_mode
+from training_logs.trackers.tracker import TrackerProcess, send_folder
 from utils.config.reading import dump_config
 from utils.config.schema import Config
 from utils.files import write_json_atomically, write_text_atomically
@@ -90,8 +90,8 @@ class RunRecorder(Observer):
         self._warnings: dict[str, int] = dict(state["warnings"]) if state else {}
         self._logged_warnings: set[str] = set()
         self._placement: dict[int, list[int]] = {}
-        self._tracker_mode = resolved_mode(config.clearml)
-        self._tracker: TrackerProcess | None = None
+        self._clearml = resolved_mode(config.clearml) if "clearml" in config.trackers else "off"
+        self._trackers: dict[str, TrackerProcess] = {}
         self._rounds_bar: tqdm | None = None
         self._steps_bar: tqdm | None = None
         self._memory = self._memory_log(logs.get("memory"))
@@ -154,11 +154,13 @@ class RunRecorder(Observer):
         evaluating = run.counters.evaluation_seconds if initial else 0.0
         self._startup_seconds += time.perf_counter() - self._program_started - evaluating
         self._save_summary(self._summary(run, {}, "running"))
-        if self._tracker_mode == "online":
+        for name in dict.fromkeys(self.config.trackers):
+            if name == "clearml" and self._clearml != "online":
+                continue  # an offline session is written after the run
             try:
-                self._tracker = start_reporting(self.folder, "online", follow=True)
+                self._trackers[name] = TrackerProcess(name, self.folder, "online", follow=True)
             except OSError as error:
-                self.warn(f"ClearML could not be started: {error}")
+                self.warn(f"{name} could not be started: {error}")
         logger.info(round_log.start_line(run, self._initial_metric))
         if not initial:
             logger.info("resumed after round %d", outer_steps)
@@ -224,7 +226,7 @@ class RunRecorder(Observer):
         models: Mapping[int, Path],
         texts: Sequence[Continuation] = (),
     ) -> None:
-        """Write the summary, draw plots and report, and finish the tracker.
+        """Write the summary, draw plots and report, and finish the trackers.
 
         Args:
             final: evaluations of the living trainers; empty if the run did not finish.
@@ -252,7 +254,7 @@ class RunRecorder(Observer):
         self._save_summary(summary)
         if self.config.plot_at_end:
             self._draw()
-        self._finish_tracker()
+        self._finish_trackers()
         if self._warning_entries() != summary["warnings"]:
             self._save_summary(summary | {"warnings": self._warning_entries()})
 
@@ -281,19 +283,19 @@ class RunRecorder(Observer):
         else:
             logger.info("report: %s", report)
 
-    def _finish_tracker(self) -> None:
-        if self._tracker is not None:
-            problem = self._tracker.finish()
-            done = "ClearML: everything is in the dashboard"
-        elif self._tracker_mode == "offline":
-            problem = send_folder(self.folder, "offline")
-            done = f"ClearML: offline session in {self.folder / SESSION}"
-        else:
-            return
-        if problem is None:
-            logger.info(done)
-        else:
-            self.warn(problem)
+    def _finish_trackers(self) -> None:
+        for tracker in self._trackers.values():
+            tracker.end()
+        problems = {name: tracker.finish() for name, tracker in self._trackers.items()}
+        if self._clearml == "offline":
+            problems["clearml"] = send_folder("clearml", self.folder, "offline")
+        for name, problem in problems.items():
+            if problem is not None:
+                self.warn(problem)
+            elif name == "clearml" and self._clearml == "online":
+                logger.info("clearml: everything is in the dashboard")
+            else:
+                logger.info("%s: in %s", name, self.folder / name)
 
     def _save_summary(self, summary: dict) -> None:
         self._attempt("summary.json", write_json_atomically, self.report_dir / "summary.json", summary)

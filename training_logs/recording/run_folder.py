@@ -14,6 +14,7 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from training_logs.trackers.clearml import resolved_mode
+from training_logs.trackers.tracker import check_packages
 from utils.checkpoint.run_lock import lock_run
 from utils.config.schema import Config, ConfigError
 from utils.files import nearest_existing_folder
@@ -96,6 +97,7 @@ def check_logs(config: Config, anew: bool = True) -> None:
         anew: whether a run folder of this name must not exist.
     """
     resolved_mode(config.clearml)
+    check_packages(config.trackers)
     folder = nearest_existing_folder(Path(config.log_dir))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"log_dir: cannot write to {config.log_dir}: {folder} is not a writable folder")

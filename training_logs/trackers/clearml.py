@@ -7,14 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from training_logs.trackers.tracker import Tracker, TrackerProcess
+from training_logs.trackers.tracker import Tracker
 from utils.config.schema import ConfigError
 from utils.files import write_json_atomically
-
-# In the run folder: offline session, id of the task, and log of the reporting process.
-SESSION = "clearml"
-# Seconds that a whole folder may take.
-_SEND_SECONDS = 120.0
 
 
 def has_credentials() -> bool:
@@ -49,22 +44,12 @@ class ClearML(Tracker):
 
     The folder remembers its task: a resumed run, and a run that is sent again, continue it. The server replaces points
     that it already has. An offline session replaces the one before.
-
-    Args:
-        folder: of the run, or of a gradient analysis.
-        mode: online or offline.
-        new: report to a new task.
     """
 
-    def __init__(self, folder: Path, mode: str, new: bool = False):
-        self._folder = folder.resolve()
-        self._mode = mode
-        self._new = new
-        self._task = None
-        self._last_round = 0
+    _task: Any = None
 
     def start(self, config: Mapping[str, Any]) -> None:
-        session = self._folder / SESSION
+        session = self.store
         session.mkdir(exist_ok=True)
         known = None
         remembered = session / "task.json"
@@ -133,14 +118,4 @@ class ClearML(Tracker):
         self._task.close()
 
 
-def start_reporting(folder: Path, mode: str, follow: bool) -> TrackerProcess:
-    """Start to report a folder in a process of its own."""
-    return TrackerProcess("ClearML", folder, mode, follow, folder / SESSION / "clearml.log")
-
-
-def send_folder(folder: Path, mode: str) -> str | None:
-    """Report a whole folder in a process of its own; return a warning if that failed."""
-    try:
-        return start_reporting(folder, mode, follow=False).finish(_SEND_SECONDS)
-    except OSError as error:
-        return f"ClearML could not be started: {error}"
+TRACKER = ClearML

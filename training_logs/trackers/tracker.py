@@ -5,25 +5,79 @@ own, while the run trains or afterwards, and tells the tracker what it finds. So
 and whatever did not arrive can be sent again from the folder.
 """
 
+import importlib
+import importlib.util
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from utils.config.schema import ConfigError
 
 # The module that reports a folder, and where it is found. Installed, its name begins with adloco.
 _REPORTER = f"{__package__.rpartition('.')[0]}.log_processor"
 _ROOT = Path(__file__).resolve().parents[__name__.count(".")]
+# Seconds that a whole folder may take.
+_SEND_SECONDS = 120.0
 # Seconds that the end of a run waits for the last reports.
 WAIT_SECONDS = 30.0
 
 
+# Name of a tracker, which is also the name of its module here: the package that it imports.
+PACKAGES = {
+    "clearml": "clearml",
+    "tensorboard": "tensorboardX",
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "mlflow": "mlflow",
+}
+
+
+def check_packages(trackers: Sequence[str]) -> None:
+    """Raise ConfigError if a tracker's package is missing."""
+    missing = [name for name in trackers if importlib.util.find_spec(PACKAGES[name]) is None]
+    if missing:
+        raise ConfigError([f"trackers: {name} needs a package: pip install {PACKAGES[name]}" for name in missing])
+
+
+def tracker_of(name: str, folder: Path, mode: str, new: bool) -> "Tracker":
+    """Return a tracker by name; see Tracker."""
+    return importlib.import_module(f"{__package__}.{name}").TRACKER(folder, mode, new)
+
+
 class Tracker:
-    """A dashboard. To add one, override these six methods.
+    """A dashboard. To add one, override these methods, in a module with TRACKER, and name its package in PACKAGES.
 
     A run that is resumed, or sent again, is reported again from its first round: a tracker replaces or skips what it
     already has.
+
+    Args:
+        folder: of the run, or of a gradient analysis. What a tracker keeps is in the folder's `store`.
+        mode: online or offline; only ClearML is told.
+        new: report to a new task, if the folder already has one.
+
+    Attributes:
+        store: a folder in the run folder with the tracker's name.
     """
+
+    def __init__(self, folder: Path, mode: str, new: bool = False):
+        self._folder = folder.resolve()
+        self._mode = mode
+        self._new = new
+        self._last_round = 0
+        self.store = self._folder / type(self).__module__.rpartition(".")[2]
+
+    def clear_store(self) -> Path:
+        """Empty the store, except for the log of the reporting process, and return it."""
+        self.store.mkdir(exist_ok=True)
+        for path in self.store.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.suffix != ".log":
+                path.unlink()
+        return self.store
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Begin, or continue, with the configuration of the run."""
@@ -48,24 +102,23 @@ class TrackerProcess:
     """Reports a folder to a tracker from another process.
 
     Args:
-        name: of the tracker, for messages.
+        name: of the tracker.
         folder: of a run, or of a gradient analysis.
         mode: online or offline.
         follow: report a run while it trains, until `finish` or the end of this process.
-        log: receives the output of the process.
 
     Raises:
         OSError: the process cannot be started.
     """
 
-    def __init__(self, name: str, folder: Path, mode: str, follow: bool, log: Path):
+    def __init__(self, name: str, folder: Path, mode: str, follow: bool):
         self._name = name
-        self._again = f"python -m {_REPORTER} {folder}"
-        self._log = log
-        log.parent.mkdir(exist_ok=True)
-        with log.open("w") as output:
+        self._again = f"python -m {_REPORTER} {folder}" + ("" if name == "clearml" else f" --tracker {name}")
+        self._log = folder / name / f"{name}.log"
+        self._log.parent.mkdir(exist_ok=True)
+        with self._log.open("w") as output:
             self._process = subprocess.Popen(
-                _command(folder, mode, follow),
+                _command(name, folder, mode, follow),
                 cwd=_ROOT,
                 stdin=subprocess.PIPE,
                 stdout=output,
@@ -73,13 +126,17 @@ class TrackerProcess:
                 start_new_session=True,  # Ctrl-C and the end of the terminal are for the run
             )
 
+    def end(self) -> None:
+        """Let the process report the rest, without waiting for it."""
+        self._process.stdin.close()
+
     def finish(self, seconds: float | None = None) -> str | None:
         """Wait for the last reports; return a warning if they did not arrive.
 
         Args:
             seconds: the longest wait; default: WAIT_SECONDS.
         """
-        self._process.stdin.close()
+        self.end()
         try:
             status = self._process.wait(WAIT_SECONDS if seconds is None else seconds)
         except subprocess.TimeoutExpired:
@@ -93,6 +150,14 @@ class TrackerProcess:
         return f"{self._name} failed ({reason}; see {self._log}); {self._again} sends what did not arrive"
 
 
-def _command(folder: Path, mode: str, follow: bool) -> list[str]:
-    command = [sys.executable, "-m", _REPORTER, str(folder.resolve()), "--mode", mode]
+def _command(name: str, folder: Path, mode: str, follow: bool) -> list[str]:
+    command = [sys.executable, "-m", _REPORTER, str(folder.resolve()), "--tracker", name, "--mode", mode]
     return [*command, "--follow"] if follow else command
+
+
+def send_folder(name: str, folder: Path, mode: str) -> str | None:
+    """Report a whole folder in a process of its own; return a warning if that failed."""
+    try:
+        return TrackerProcess(name, folder, mode, follow=False).finish(_SEND_SECONDS)
+    except OSError as error:
+        return f"{name} could not be started: {error}"

@@ -535,12 +535,17 @@ class Log(Section):
         "Draw plots and report at the end; `python -m training_logs.training_monitoring RUN_DIR` draws them later.",
         changes_training=False,
     )
-    clearml: Annotated[str, BeforeValidator(_off_is_a_word)] = key(
-        "auto",
-        "ClearML dashboard; auto: online with credentials, else an offline session in the run folder.",
+    trackers: list[Literal["clearml", "tensorboard", "wandb", "trackio", "mlflow"]] = key(
+        ["clearml"],
+        "Experiment trackers that receive the run; all but clearml need their packages.",
         changes_training=False,
     )
-    project_name: str | None = key(None, "Project in the ClearML dashboard; null: AdLoCo.", changes_training=False)
+    clearml: Annotated[str, BeforeValidator(_off_is_a_word)] = key(
+        "auto",
+        "Mode of the tracker clearml; auto: online with credentials, else an offline session in the run folder.",
+        changes_training=False,
+    )
+    project_name: str | None = key(None, "Project of the trackers; null: AdLoCo.", changes_training=False)
     eval_every: PositiveInt = key(1, "Evaluate the trainers every n rounds, and at the end.", changes_training=False)
     eval_batch_size: PositiveInt = key(16, "Examples per batch in evaluation.", changes_training=False)
 

@@ -1,4 +1,4 @@
-"""ClearML shows what the round log says, and no server ends a run."""
+"""Trackers show what the round log says, and no server ends a run."""
 
 import json
 import math
@@ -13,6 +13,7 @@ import pytest
 
 import run as program
 from fabrics.config_checks import CHECKS
+from tests.support import tracked
 from tests.support.clearml_server import ClearMLServer
 from tests.support.runs import record_run
 from training_logs import log_processor
@@ -21,7 +22,7 @@ from training_logs.showing.plots import plots_of
 from training_logs.showing.run_data import read_run
 from training_logs.trackers import tracker
 from training_logs.trackers.clearml import has_credentials, resolved_mode
-from training_logs.trackers.tracker import Tracker, TrackerProcess
+from training_logs.trackers.tracker import PACKAGES, Tracker, TrackerProcess
 from utils.config.reading import parse_config
 from utils.config.schema import CLEARML_MODES, ConfigError
 
@@ -43,7 +44,7 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CLEARML_CONFIG_FILE", str(tmp_path_factory.getbasetemp() / "no-clearml.conf"))
         folder = record_run(tmp_path_factory.mktemp("logs"), plot_at_end=True, clearml="offline", project_name="P")
-    assert "ClearML: offline session in " in (folder / "training_log.log").read_text().splitlines()[-1]
+    assert "clearml: in " in (folder / "training_log.log").read_text().splitlines()[-1]
     return folder
 
 
@@ -151,10 +152,10 @@ def test_a_finished_run_is_sent_by_the_command(programs, folder, tmp_path):
 def test_a_tracker_that_fails_or_hangs_is_a_warning(tmp_path, monkeypatch, source, problem):
     monkeypatch.setattr(tracker, "_command", lambda *arguments: [sys.executable, "-c", source])
     seconds = 1.0 if "sleep" in source else 60.0
-    slow = TrackerProcess("Slow", tmp_path, "online", True, tmp_path / "log" / "slow.log")
+    slow = TrackerProcess("Slow", tmp_path, "online", True)
     warning = slow.finish(seconds)
     assert warning.startswith(problem)
-    assert f"python -m training_logs.log_processor {tmp_path} sends" in warning
+    assert f"python -m training_logs.log_processor {tmp_path} --tracker Slow sends" in warning
 
 
 def test_a_tracker_that_cannot_be_started_is_a_warning(online, tmp_path, monkeypatch):
@@ -165,13 +166,14 @@ def test_a_tracker_that_cannot_be_started_is_a_warning(online, tmp_path, monkeyp
 
     monkeypatch.setattr(tracker, "_command", no_memory)
     (warning,) = warnings_of(record_run(tmp_path, clearml="online"))
-    assert "ClearML could not be started: [Errno 12] Cannot allocate memory" in warning
+    assert "clearml could not be started: [Errno 12] Cannot allocate memory" in warning
 
 
 class Listener(Tracker):
     """Remembers what it is told."""
 
-    def __init__(self):
+    def __init__(self, folder):
+        super().__init__(folder, "offline")
         self.calls = []
 
     def scalars(self, outer_step, values):
@@ -202,7 +204,7 @@ def test_a_run_is_followed_until_the_process_that_trains_has_ended(folder, tmp_p
         return len(looks) == 3
 
     monkeypatch.setattr(log_processor, "_run_has_ended", has_ended)
-    listener = Listener()
+    listener = Listener(tmp_path)
     log_processor.send_run(tmp_path / "run", listener, follow=True)
     assert listener.calls == [1, 2, 3, 4, 5, "summary", "changes.patch", "interrupted"]
 
@@ -217,7 +219,7 @@ def test_a_foreign_folder_uploads_no_file_outside_itself(folder, tmp_path):
         (invocation,) = summary["invocations"]
         summary |= {"invocations": [invocation | {"patch": patch}], "best_model": str(tmp_path)}
         path.write_text(json.dumps(summary))
-        listener = Listener()
+        listener = Listener(tmp_path)
         log_processor.send_run(foreign, listener)
         assert listener.calls[5:] == ["summary", "completed"]
     (foreign / "model_training_report" / "overview.png").unlink()
@@ -230,6 +232,40 @@ def test_a_foreign_folder_uploads_no_file_outside_itself(folder, tmp_path):
     listener = Listener()
     log_processor.send_analysis(analysis, listener)
     assert listener.calls == ["gradient analysis", "completed"]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow"])
+def test_a_tracker_holds_the_round_log_value_by_value(programs, folder, tmp_path, name, monkeypatch):
+    """Also if the run is sent again: then once."""
+    pytest.importorskip(PACKAGES[name])
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run = read_run(folder)
+    copy = shutil.copytree(folder, tmp_path / "run")
+    for _ in range(2):
+        programs.run("-m", "training_logs.log_processor", copy, "--tracker", name)
+    found = getattr(tracked, name)(copy / name)
+    assert found.scalars == expected_scalars(run)
+    assert found.figures == {Path(plot).stem for plot in plots_of(run)}
+    words = "".join(found.texts)
+    for merge in run.merges:
+        assert f"merge after round {merge.outer_step}: trainer " in words
+    assert "prompt: e" in words
+    assert float(found.config["ETA"]) == 0.3
+
+
+def test_a_missing_package_is_named_before_training(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(tracker.PACKAGES, "wandb", "no_such_package")
+    arguments = ["--config", str(ROOT / "config.yaml"), "trackers=[clearml, wandb]", f"log_dir={tmp_path / 'logs'}"]
+    assert program.main(arguments) == 2
+    assert "error: trackers: wandb needs a package: pip install no_such_package" in capsys.readouterr().err
+
+
+def test_all_trackers_follow_the_run(tmp_path):
+    pytest.importorskip("tensorboardX")
+    folder = record_run(tmp_path, trackers=["tensorboard"], clearml="offline")
+    assert not (folder / "clearml").exists()
+    assert tracked.tensorboard(folder / "tensorboard").scalars == expected_scalars(read_run(folder))
 
 
 # Modes
@@ -268,7 +304,7 @@ def test_online_without_credentials_ends_before_training(tmp_path, capsys):
 def warnings_of(folder: Path) -> list[str]:
     summary = json.loads((folder / "model_training_report" / "summary.json").read_text())
     assert (summary["status"], summary["outer_steps"]) == ("completed", 5)
-    return [entry["message"] for entry in summary["warnings"] if "ClearML" in entry["message"]]
+    return [entry["message"] for entry in summary["warnings"] if "clearml" in entry["message"]]
 
 
 def in_round(monkeypatch, number: int, action) -> None:
@@ -359,4 +395,4 @@ def test_a_server_that_hangs_costs_a_warning(online, tmp_path, monkeypatch):
         server.listen()  # connections are made and not answered
         online(server.getsockname()[1])
         (warning,) = warnings_of(record_run(tmp_path, clearml="auto"))
-    assert "ClearML is too slow" in warning
+    assert "clearml is too slow" in warning
