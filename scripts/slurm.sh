@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Train on one or several nodes of a Slurm cluster. Five minutes before its time ends, the job stops after its round, is
+# queued again, and resumes. log_dir must be on a file system that all nodes share. Arguments are those of run.py.
+#   sbatch --ntasks-per-node=8 --gpus-per-node=8 scripts/slurm.sh --config my.yaml             one node of 8 GPUs
+#   sbatch --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 scripts/slurm.sh --config my.yaml   four of them
+#SBATCH --job-name=adloco
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@300
+set -euo pipefail
+
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR=$first
+export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+
+# Each task is a process of the run: torchrun would kill it 30 seconds after the signal, in the middle of a long round.
+# shellcheck disable=SC2016  # the tasks expand these
+srun --kill-on-bad-exit=1 bash -c '
+    export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID GROUP_RANK=$SLURM_NODEID
+    export LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_JOB_NUM_NODES))
+    exec python run.py "$@"' adloco --resume auto "run_name=slurm_$SLURM_JOB_ID" "$@" &
+run=$!
+
+ends=no
+trap 'ends=yes; kill -TERM "$run"' USR1
+status=0
+wait "$run" || status=$?
+if [ "$ends" = yes ]; then
+    wait "$run" || true # the first wait ended with the signal
+    scontrol requeue "$SLURM_JOB_ID"
+    exit 0
+fi
+exit "$status"

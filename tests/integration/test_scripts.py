@@ -1,0 +1,97 @@
+"""The scripts start what they should. Slurm, ssh, torchrun and Python are stand-ins that say how they are called."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.programs import command
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+@pytest.fixture
+def stand_ins(tmp_path):
+    """Makes programs that precede all others; returns the environment."""
+
+    def make(**sources: str) -> dict[str, str]:
+        for name, source in sources.items():
+            path = tmp_path / name
+            path.write_text(f"#!/usr/bin/env bash\n{source}\n")
+            path.chmod(0o755)
+        return os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    return make
+
+
+SLURM = {
+    "scontrol": 'case $1 in show) printf "a\\nb\\n" ;; *) echo "scontrol $*" ;; esac',
+    # Two nodes of two tasks.
+    "srun": """shift
+export SLURM_JOB_NUM_NODES=2 SLURM_NTASKS=4
+for task in 0 1 2 3; do
+    SLURM_PROCID=$task SLURM_LOCALID=$((task % 2)) SLURM_NODEID=$((task / 2)) "$@" || exit 7
+done""",
+}
+ENVIRONMENT = {"SLURM_JOB_NODELIST": "[a,b]", "SLURM_JOB_ID": "42"}
+
+
+def test_a_slurm_job_gives_each_task_its_place(stand_ins):
+    shown = 'echo "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR:$MASTER_PORT $*"'
+    environment = stand_ins(**SLURM, python=shown) | ENVIRONMENT
+    result = command("bash", SCRIPTS / "slurm.sh", "--config", "my file.yaml", env=environment)
+    told = "a:20042 run.py --resume auto run_name=slurm_42 --config my file.yaml"
+    assert result.stdout.splitlines() == [
+        f"0/4 0/2 0 {told}",
+        f"1/4 1/2 0 {told}",
+        f"2/4 0/2 1 {told}",
+        f"3/4 1/2 1 {told}",
+    ]
+    assert result.returncode == 0
+
+
+def test_a_slurm_job_that_fails_is_not_queued_again(stand_ins):
+    result = command("bash", SCRIPTS / "slurm.sh", env=stand_ins(**SLURM, python="exit 1") | ENVIRONMENT)
+    assert (result.returncode, result.stdout) == (7, "")
+
+
+def test_a_slurm_job_whose_time_ends_stops_and_is_queued_again(stand_ins):
+    srun = "trap 'echo stopped; exit 130' TERM; kill -USR1 $PPID; for _ in {1..600}; do sleep 0.1; done"
+    result = command("bash", SCRIPTS / "slurm.sh", env=stand_ins(**SLURM | {"srun": srun}) | ENVIRONMENT)
+    assert (result.returncode, result.stdout) == (0, "stopped\nscontrol requeue 42\n")
+
+
+def test_two_machines_get_the_same_command(stand_ins):
+    environment = stand_ins(ssh='echo "$2"; bash -c "$3"', torchrun='printf "%s|" "$@"; pwd') | {"PROCESSES": "8"}
+    result = command("bash", SCRIPTS / "two_machines.sh", "10.0.0.1", "10.0.0.2", "a b", env=environment)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert {"10.0.0.1", "10.0.0.2"} <= {*lines}
+    for rank in (0, 1):
+        words = (
+            f"--nnodes=2|--node_rank={rank}|--nproc_per_node=8|--master_addr=10.0.0.1|--master_port=29500|run.py|a b|"
+        )
+        assert f"{words}{SCRIPTS.parent}" in lines
+
+
+def test_two_machines_fail_together(stand_ins):
+    waits = "case $2 in one) exit 3 ;; *) for _ in {1..600}; do sleep 0.1; done ;; esac"
+    assert command("bash", SCRIPTS / "two_machines.sh", "one", "two", env=stand_ins(ssh=waits)).returncode == 3
+
+
+def test_the_scripts_have_no_problem_that_shellcheck_knows():
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    result = command("shellcheck", *SCRIPTS.glob("*.sh"))
+    assert result.stdout == ""
+
+
+def test_the_containers_of_a_rehearsal_are_two_nodes_of_one_run():
+    services = yaml.safe_load((SCRIPTS / "compose.yaml").read_text())["services"]
+    assert [service["hostname"] for service in services.values()] == ["node0", "node1"]
+    for rank, service in enumerate(services.values()):
+        assert f"--nnodes=2 --node_rank={rank} " in service["entrypoint"]
+        assert "--master_addr=node0 " in service["entrypoint"]
+        assert (SCRIPTS / service["build"]["context"] / service["build"]["dockerfile"]).exists()
