@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # These imports are fast. PyTorch, and what needs it, is imported in functions, after the first line on the screen.
+from fabrics.listing import KINDS, listing
 from fabrics.planning import command as planning
 from utils.distributed.launch import Launch, is_main, start_processes, started_by_others, threads_per_process
 from utils.distributed.signals import STATUS_INTERRUPTED, StopRequest, handled_signals
@@ -156,6 +157,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="continue the run in this folder; auto: continue, or begin, log_dir/run_name",
     )
     parser.add_argument("--force", action="store_true", help="with --resume: allow values that change the training")
+    parser.add_argument("--list", choices=KINDS, help="print the known names, one per line, and end")
     planning.add_options(parser)
     options = parser.parse_intermixed_args(arguments)
     if options.resume not in (None, "auto") and options.config:
@@ -177,13 +179,16 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.perf_counter()
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse_arguments(arguments)
-    if is_main() and not options.plan:
+    if is_main() and not options.plan and not options.list:
         with contextlib.suppress(OSError):  # a full disk under standard output does not end a run
             print("AdLoCo: loading PyTorch ...", flush=True)
     from utils.config.schema import ConfigError
     from utils.distributed.peers import PeerLostError
 
     try:
+        if options.list:
+            print("\n".join(listing(options.list)))
+            return 0
         if options.plan:
             planning.print_plan(options)
             return 0

@@ -19,10 +19,14 @@ import yaml
 import run as program
 from algorithms.batch.gradient_statistics import MINIMUM_WORKERS
 from algorithms.flat import SKETCH_SIZE
+from algorithms.nodes.policies import MERGE_POLICIES
+from algorithms.synchronisation import METHODS
 from cluster import Cluster
 from fabrics.config_checks import CHECKS
 from fabrics.data import dataset_loader
+from fabrics.data.dataset_loader import DATASETS
 from fabrics.models import continuations
+from fabrics.models.model_family import MODELS
 from fabrics.training.worker import TrainingError
 from run import train
 from tests.support.helpers import warnings_of
@@ -386,6 +390,17 @@ def test_help_answers_without_loading_anything(programs):
     said = programs.run("run.py", "--help", fresh=True, env=os.environ | {"COLUMNS": "80"}).stdout
     assert "key=value" in said
     assert 24 <= len(said.splitlines()) <= 40
+
+
+@pytest.mark.parametrize(
+    ("kind", "registry"),
+    [("methods", METHODS), ("models", MODELS), ("datasets", DATASETS), ("policies", MERGE_POLICIES)],
+)
+def test_lists_have_one_line_for_each_name(capsys, kind, registry):
+    assert program.main(["--list", kind]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(registry)
+    assert all(len(line.split()) > 1 for line in lines)
 
 
 def test_a_run_that_cannot_go_on_says_why_and_keeps_what_it_has(tmp_path, cache_dir, capsys):

@@ -1,0 +1,29 @@
+"""`python run.py --list`: the values of a key, one line each."""
+
+import inspect
+import sys
+from typing import Any
+
+KINDS = ("methods", "models", "datasets", "policies")
+
+
+def listing(kind: str) -> list[str]:
+    """Return the names of a kind, each with the first sentence of its documentation."""
+    from algorithms.nodes.policies import MERGE_POLICIES
+    from algorithms.synchronisation import METHODS
+    from fabrics.data.dataset_loader import DATASETS
+    from fabrics.models.model_family import MODELS
+
+    described = {
+        "methods": {name: _first_paragraph(sys.modules[method.__module__]) for name, method in METHODS.items()},
+        "models": {name: f"for {model.task}" for name, model in MODELS.items()},
+        "datasets": {name: f"{_first_paragraph(data.load)} For {data.task}." for name, data in DATASETS.items()},
+        "policies": {name: _first_paragraph(policy) for name, policy in MERGE_POLICIES.items()},
+    }[kind]
+    width = max(map(len, described))
+    return [f"{name:{width}}  {text}" for name, text in described.items()]
+
+
+def _first_paragraph(described: Any) -> str:
+    text = inspect.getdoc(described) or ""
+    return " ".join(text.split("\n\n")[0].split())
