@@ -7,11 +7,10 @@ All of it is English or code that Python and the pinned packages carry, in the r
 
 import argparse
 import ast
+import contextlib
 import gzip
-import hashlib
 import importlib.metadata
 import json
-import platform
 import pydoc_data.topics
 import re
 import sys
@@ -26,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from fabrics.data.documents import document_hash
 from fabrics.data.python_docs import docstrings, documentable, python_documents
 from utils.config.schema import ConfigError
-from utils.files import write_folder_atomically, write_json_atomically
+from utils.files import write_folder_atomically
 
 _REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements.txt"
 LONGEST_MODULE = 200_000
@@ -125,12 +124,12 @@ def pinned(requirements: Path) -> list[str]:
     return re.findall(r"^([\w.-]+)==", requirements.read_text(encoding="utf-8"), re.MULTILINE)
 
 
-def _installed(name: str) -> importlib.metadata.Distribution | None:
-    try:
+def _installed(name: str) -> importlib.metadata.Distribution:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         distribution = importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    return None if distribution.files is None else distribution  # without RECORD its files are unknown
+        if distribution.files is not None:  # without RECORD its files are unknown
+            return distribution
+    raise ConfigError(f"packages: {name}: not installed by pip, and its documentation is part of them")
 
 
 def _texts(distribution: importlib.metadata.Distribution) -> Iterator[str]:
@@ -170,7 +169,7 @@ def _new_texts(texts: Iterable[str], known: set[int]) -> Iterator[str]:
 
 
 def write_packages(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Write documentation on which no value was chosen, one document per file, and a manifest.
+    """Write documentation on which no value was chosen, one document per file.
 
     A document has 200 characters or more, at least half of them letters, and is no licence. At most half of its runs of
     13 words are in Python's own documentation or in an earlier document. No package contributes more than 1 MB.
@@ -181,36 +180,17 @@ def write_packages(folder: Path, names: Iterable[str] | None = None) -> None:
     Raises:
         ConfigError: a package is not installed.
     """
-    names = pinned(_REQUIREMENTS) if names is None else names
-    installed = {name: _installed(name) for name in names}
-    missing = [name for name, distribution in installed.items() if distribution is None]
-    if missing:
-        raise ConfigError(
-            f"packages: {', '.join(missing)}: not installed by pip, and their documentation is part of them"
-        )
+    installed = {name: _installed(name) for name in (pinned(_REQUIREMENTS) if names is None else names)}
     known = set().union(*map(word_runs, python_documents()))
-    whole = hashlib.sha256()
-    packages = []
     for name, distribution in tqdm(installed.items(), "reading packages", leave=False, unit=" packages", disable=None):
         (folder / name).mkdir()
-        entry = {"name": name, "version": distribution.version, "documents": 0, "bytes": 0}
-        for text in _new_texts(_texts(distribution), known):
+        size = 0
+        for number, text in enumerate(_new_texts(_texts(distribution), known)):
             content = text.encode("utf-8", "replace")
-            if entry["bytes"] + len(content) > LARGEST_PACKAGE_BYTES:
+            size += len(content)
+            if size > LARGEST_PACKAGE_BYTES:
                 break
-            (folder / name / f"{entry['documents']:04d}.txt").write_bytes(content)
-            whole.update(content + b"\0")
-            entry["documents"] += 1
-            entry["bytes"] += len(content)
-        packages.append(entry)
-    manifest = {
-        "python": platform.python_version(),
-        "packages": packages,
-        "documents": sum(entry["documents"] for entry in packages),
-        "bytes": sum(entry["bytes"] for entry in packages),
-        "sha256": whole.hexdigest(),
-    }
-    write_json_atomically(folder / "manifest.json", manifest)
+            (folder / name / f"{number:04d}.txt").write_bytes(content)
 
 
 SAMPLES = {
