@@ -1,8 +1,7 @@
 """IMDB: film reviews, positive or negative, from the hub or from the folder that aclImdb_v1.tar.gz unpacks to."""
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,17 +23,8 @@ CLASS_NAMES = ("neg", "pos")
 Review = tuple[str, int]  # text, class
 
 
-@dataclass(frozen=True)
-class Reviews:
-    """All reviews of a source."""
-
-    name: str
-    train: list[Review]
-    test: list[Review]
-
-
-def local_reviews(path: str, skipped: Skipped) -> Reviews:
-    """Read `imdb_local_path`: train/ and test/, each with neg/ and pos/, one text file per review.
+def local_reviews(path: str, skipped: Skipped) -> dict[str, list[Review]]:
+    """Return the reviews of train/ and test/ in `imdb_local_path`, each with neg/ and pos/, one text file per review.
 
     Raises:
         DatasetError: the folder has another layout or cannot be read.
@@ -45,11 +35,11 @@ def local_reviews(path: str, skipped: Skipped) -> Reviews:
             files = matching_files([str(Path(path, part, name))], (".txt",))
             for file in tqdm(files, desc=f"reading {part}/{name}", unit=" reviews", leave=False, disable=None):
                 reviews += [(text, label) for text in whole_file(file, skipped)]
-    return Reviews(path, parts["train"], parts["test"])
+    return parts
 
 
-def hub_reviews(skipped: Skipped, repository: str = REPOSITORY) -> Reviews:
-    """Read IMDB from the hub, or from its cache on this machine.
+def hub_reviews(skipped: Skipped, repository: str = REPOSITORY) -> dict[str, list[Review]]:
+    """Return the reviews of train and test from the hub, or from its cache on this machine.
 
     Raises:
         DatasetError: it is in neither.
@@ -67,15 +57,20 @@ def hub_reviews(skipped: Skipped, repository: str = REPOSITORY) -> Reviews:
                 reviews.append((text, int(label)))
             else:
                 skipped.add(EMPTY, f"{repository} {part} record {number}")
-    return Reviews(f"{repository} on the hub", parts["train"], parts["test"])
+    return parts
 
 
 def choose(
-    reviews: Reviews, seed: int, train_size: int | None, samples_per_class: int | None, skipped: Skipped
+    parts: Mapping[str, list[Review]],
+    seed: int,
+    train_size: int | None,
+    samples_per_class: int | None,
+    skipped: Skipped,
 ) -> tuple[list[Review], list[Review]]:
     """Choose training and evaluation reviews, shuffled with the seed; no text is in both.
 
     Args:
+        parts: the reviews of `train` and `test`.
         train_size: None: all.
         samples_per_class: evaluation reviews of each class; None: as many as the smaller class of the test part has.
 
@@ -83,7 +78,7 @@ def choose(
         ConfigError: there are not enough.
     """
     generator = np.random.default_rng([seed, 0])
-    shuffled = [reviews.test[i] for i in generator.permutation(len(reviews.test))]
+    shuffled = [parts["test"][i] for i in generator.permutation(len(parts["test"]))]
     by_class = [[review for review in shuffled if review[1] == label] for label in range(len(CLASS_NAMES))]
     if samples_per_class is None:
         samples_per_class = min(len(members) for members in by_class)
@@ -97,12 +92,12 @@ def choose(
     evaluation = [members[i] for i in range(samples_per_class) for members in by_class]
     held_out = {text for text, _ in evaluation}
     train = []
-    for i in generator.permutation(len(reviews.train)):
-        text = reviews.train[i][0]
+    for i in generator.permutation(len(parts["train"])):
+        text, label = parts["train"][i]
         if text in held_out:
             skipped.add("the same text as an evaluation review", repr(text[:40]))
         else:
-            train.append(reviews.train[i])
+            train.append((text, label))
     if len(train) < (train_size or 1):
         raise ConfigError(
             f"data_sample_size: {len(train)} reviews are left for training beside {len(evaluation)} for evaluation, "
@@ -116,18 +111,15 @@ def encode_reviews(
 ) -> TokenisedPart:
     """Tokenise reviews as [CLS] text [SEP], cut at sequence_length; special tokens that a text spells out are text."""
     parts = []
-    with tqdm(total=len(reviews), desc=f"tokenising {name} reviews", unit=" reviews", leave=False, disable=None) as bar:
-        for start in range(0, len(reviews), 500):
-            block = reviews[start : start + 500]
-            ids = tokenizer(
-                [text for text, _ in block],
-                truncation=True,
-                max_length=sequence_length,
-                split_special_tokens=True,
-                return_attention_mask=False,
-            )["input_ids"]
-            parts += [np.array(tokens, dtype=np.int32) for tokens in ids]
-            bar.update(len(block))
+    for start in tqdm(range(0, len(reviews), 500), desc=f"tokenising {name} reviews", leave=False, disable=None):
+        ids = tokenizer(
+            [text for text, _ in reviews[start : start + 500]],
+            truncation=True,
+            max_length=sequence_length,
+            split_special_tokens=True,
+            return_attention_mask=False,
+        )["input_ids"]
+        parts += [np.array(tokens, dtype=np.int32) for tokens in ids]
     hashes = np.array([document_hash(text) for text, _ in reviews], dtype=np.uint64)
     return TokenisedPart(np.concatenate(parts), np.cumsum([0, *map(len, parts)]), hashes)
 
@@ -135,10 +127,10 @@ def encode_reviews(
 def load_imdb(config: Config) -> TaskData:
     """`dataset: imdb`: the paper's second combination, BERT on film reviews."""
     skipped = Skipped()
-    reviews = hub_reviews(skipped) if config.imdb_local_path is None else local_reviews(config.imdb_local_path, skipped)
-    train, evaluation = choose(
-        reviews, config.training_seed, config.data_sample_size, config.samples_per_class, skipped
-    )
+    path = config.imdb_local_path
+    parts = hub_reviews(skipped) if path is None else local_reviews(path, skipped)
+    source = f"{REPOSITORY} on the hub" if path is None else path
+    train, evaluation = choose(parts, config.training_seed, config.data_sample_size, config.samples_per_class, skipped)
     tokenizer = named_tokenizer(config)
     name = None
     if tokenizer is None:
@@ -152,7 +144,7 @@ def load_imdb(config: Config) -> TaskData:
     data = TaskData(
         task="classification",
         dataset="imdb",
-        source=reviews.name,
+        source=source,
         train=PaddedSequences(train_part.tokens, train_part.offsets, length, pad, train_classes),
         validation=PaddedSequences(evaluation_part.tokens, evaluation_part.offsets, length, pad, evaluation_classes),
         tokenizer=tokenizer,
@@ -163,7 +155,7 @@ def load_imdb(config: Config) -> TaskData:
     )
     logger.info(
         "data: %s; %s training reviews (%s pos), %s evaluation reviews, balanced; tokenizer %s",
-        reviews.name,
+        source,
         f"{len(train):,}",
         f"{train_classes.sum():,}",
         f"{len(evaluation):,}",

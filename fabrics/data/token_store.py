@@ -147,30 +147,15 @@ def _verify(folder: Path) -> None:
 
 def _checksums(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of each file of a set, by name."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    paths = [path for path in paths if path.name != _SUMS and path.name[0] != "."]
     found = {}
-    with progress_bar(
-        desc=f"checksums of {folder.name}",
-        unit="B",
-        unit_scale=True,
-        total=sum(path.stat().st_size for path in paths),
-        delay=5.0,  # small sets need no bar
-        mininterval=_progress_seconds(),
-    ) as progress:
-        for path in paths:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != _SUMS and path.name[0] != ".":
             digest = hashlib.sha256()
             with path.open("rb") as file:
                 while block := file.read(_READ_BYTES):
                     digest.update(block)
-                    progress.update(len(block))
             found[path.relative_to(folder).as_posix()] = digest.hexdigest()
     return found
-
-
-def _progress_seconds() -> float:
-    """Seconds between two states of a progress bar; in a log file each is a line."""
-    return 0.1 if sys.stderr.isatty() else 30.0
 
 
 def _open_part(folder: Path, dtype: str) -> TokenisedPart:
@@ -370,7 +355,7 @@ def _write_part(
             desc=f"tokenising {folder.name} documents",
             unit=" documents",
             total=metadata["arguments"][f"{folder.name}_documents"],
-            mininterval=_progress_seconds(),
+            mininterval=0.1 if sys.stderr.isatty() else 30.0,  # in a log file each state is a line
         ) as progress,
     ):
         offsets.write(np.zeros(1, "<i8").tobytes())

@@ -9,7 +9,7 @@ from configs.make_samples import paragraphs_and_docstrings, write_imdb
 from fabrics.config_checks import CHECKS
 from fabrics.data.dataset_loader import load_data
 from fabrics.data.documents import DatasetError, Skipped
-from fabrics.data.imdb import Reviews, choose, encode_reviews, hub_reviews, local_reviews
+from fabrics.data.imdb import choose, encode_reviews, hub_reviews, local_reviews
 from fabrics.data.tokenization import train_tokenizer
 from tests.support.helpers import CPU, Recorder, parameters_of
 from utils.config.reading import parse_config
@@ -50,8 +50,8 @@ def test_the_folders_of_acl_imdb_are_read(folder):
     reviews = local_reviews(str(folder), skipped)
     (folder / "test" / "pos" / "empty_9.txt").unlink()
     positive, negative = paragraphs_and_docstrings()
-    assert set(reviews.test) == {(text, 1) for text in positive[:20]} | {(text, 0) for text in negative[:20]}
-    assert set(reviews.train) == {(text, 1) for text in positive[20:80]} | {(text, 0) for text in negative[20:80]}
+    assert set(reviews["test"]) == {(text, 1) for text in positive[:20]} | {(text, 0) for text in negative[:20]}
+    assert set(reviews["train"]) == {(text, 1) for text in positive[20:80]} | {(text, 0) for text in negative[20:80]}
     assert skipped.counts == {"empty": 1}
 
 
@@ -73,7 +73,7 @@ def test_the_hub_gives_texts_and_labels(tmp_path):
         lines = (json.dumps({"text": text, "label": label}) + "\n" for text, label in rows)
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     reviews = hub_reviews(Skipped(), str(tmp_path))
-    assert (reviews.train, reviews.test) == (ROWS[:40], ROWS[40:])
+    assert reviews == {"train": ROWS[:40], "test": ROWS[40:]}
     with pytest.raises(ConfigError, match="dataset: imdb cannot be loaded: stanfordnlp/imdb: ConnectionError"):
         load_data(make())
 
@@ -84,8 +84,9 @@ def test_the_hub_gives_texts_and_labels(tmp_path):
 def test_evaluation_is_balanced_and_shares_no_text_with_training():
     test = [(f"test {number}", int(number < 30)) for number in range(100)]
     train = [(f"train {number}", number % 2) for number in range(100)] + test[:50]
+    reviews = {"train": train, "test": test}
     skipped = Skipped()
-    chosen, evaluation = choose(Reviews("r", train, test), 1, None, 20, skipped)
+    chosen, evaluation = choose(reviews, 1, None, 20, skipped)
     assert [label for _, label in evaluation] == [0, 1] * 20
     assert len(set(evaluation)) == 40
     assert set(evaluation) <= set(test)
@@ -95,22 +96,22 @@ def test_evaluation_is_balanced_and_shares_no_text_with_training():
     assert skipped.counts == {"the same text as an evaluation review": repeats}
     # Shuffled, and by the seed.
     assert chosen != sorted(chosen, key=train.index)
-    assert choose(Reviews("r", train, test), 1, 30, 20, Skipped()) == (chosen[:30], evaluation)
-    assert choose(Reviews("r", train, test), 2, None, 20, Skipped())[1] != evaluation
-    assert len(choose(Reviews("r", train, test), 1, None, None, Skipped())[1]) == 60
+    assert choose(reviews, 1, 30, 20, Skipped()) == (chosen[:30], evaluation)
+    assert choose(reviews, 2, None, 20, Skipped())[1] != evaluation
+    assert len(choose(reviews, 1, None, None, Skipped())[1]) == 60
 
 
 @pytest.mark.parametrize(
-    ("reviews", "train", "per_class", "message"),
+    ("train", "test", "train_size", "per_class", "message"),
     [
-        (Reviews("r", ROWS, [*ROWS[:8], ("x", 0)]), None, 5, "samples_per_class: class pos has 4 reviews .*, got 5"),
-        (Reviews("r", ROWS, [("x", 1)]), None, None, "samples_per_class: class neg has 0 reviews"),
-        (Reviews("r", ROWS[:50], ROWS[50:]), 51, 5, "data_sample_size: 50 reviews are left .* beside 10 .*got 51"),
+        (ROWS, [*ROWS[:8], ("x", 0)], None, 5, "samples_per_class: class pos has 4 reviews .*, got 5"),
+        (ROWS, [("x", 1)], None, None, "samples_per_class: class neg has 0 reviews"),
+        (ROWS[:50], ROWS[50:], 51, 5, "data_sample_size: 50 reviews are left .* beside 10 .*got 51"),
     ],
 )
-def test_too_few_reviews_say_how_many_there_are(reviews, train, per_class, message):
+def test_too_few_reviews_say_how_many_there_are(train, test, train_size, per_class, message):
     with pytest.raises(ConfigError, match=message):
-        choose(reviews, 1, train, per_class, Skipped())
+        choose({"train": train, "test": test}, 1, train_size, per_class, Skipped())
 
 
 def test_special_tokens_that_a_review_spells_out_are_text():
