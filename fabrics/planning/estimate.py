@@ -27,7 +27,7 @@ from algorithms.nodes.traffic import ExchangeSizes, Link, even_split, rounds_ahe
 from fabrics.models.initialisation import META, flops_per_token, meta_model
 from fabrics.pool.max_batch import round_tensors
 from fabrics.pool.run_checks import check_model
-from fabrics.sharding.layers import gathered_elements
+from fabrics.sharding.layout import gathered_elements
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.method_config import check_method, method_of, round_bytes
 from fabrics.training.optimizers import inner_optimizer_of

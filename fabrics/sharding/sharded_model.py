@@ -23,8 +23,7 @@ from torch.distributed.tensor import DTensor
 from algorithms.batch.gradient_statistics import SampleEstimate
 from algorithms.batch.losses import logits_of
 from algorithms.flat import SKETCH_SIZE, Block, sketch
-from fabrics.sharding.layers import sharded_layers, sharded_parts
-from fabrics.sharding.shard_layout import ShardLayout
+from fabrics.sharding.layout import ShardLayout, sharded_layers, sharded_parts
 from fabrics.sharding.sharded_statistics import DeviceProbe, ShardedProbe, devices_estimate
 from fabrics.training.flat_model import FlatModel, flat_blocks
 from fabrics.training.worker import TrainingError

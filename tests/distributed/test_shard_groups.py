@@ -20,7 +20,7 @@ from algorithms.batch.losses import example_losses
 from algorithms.flat import sketch
 from fabrics.config_checks import CHECKS
 from fabrics.planning.estimate import estimate
-from fabrics.sharding.layers import layers_of, sharded_layers
+from fabrics.sharding.layout import layers_of, sharded_layers
 from fabrics.sharding.sharded_model import ShardedModel
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.worker import TrainingError

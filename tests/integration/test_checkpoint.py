@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fabrics.sharding.shard_layout import ShardLayout
+from fabrics.sharding.layout import ShardLayout
 from tests.support.helpers import without_privileges
 from tests.support.threads import together
 from utils.checkpoint import checkpoint, tensor_file

@@ -12,7 +12,7 @@ from fabrics.config_checks import CHECKS
 from fabrics.models.initialisation import flops_per_token, meta_model
 from fabrics.planning.command import parse_count, parse_link, parse_memory, parse_positive
 from fabrics.planning.estimate import Resources, activation_bytes, estimate
-from fabrics.sharding.layers import gathered_elements
+from fabrics.sharding.layout import gathered_elements
 from tests.support import matrix
 from tests.support.helpers import TINY_ARCHITECTURE, Recorder, make_config, tiny_cluster
 from utils.config.reading import load_config
