@@ -125,45 +125,35 @@ def _memory(device: torch.device) -> tuple[int, int]:
 
 
 def calculate_max_batch(
-    step: Callable[[int], None],
-    gradient: torch.Tensor,
-    device: torch.device,
-    padding_percentage: float,
-    sharing: int,
-    reserved_bytes: int,
-    shard_group: ShardGroup | None = None,
+    step: Callable[[int], None], model: FlatModel, padding_percentage: float, sharing: int, reserved_bytes: int
 ) -> int:
-    """Return the largest micro-batch of a device; for a shard group in examples of each of its devices.
+    """Return the largest micro-batch of a model's device; for a shard group in examples of each of its devices.
 
     Args:
-        step: runs one forward and backward pass with this number of examples on the device.
-        gradient: the flat gradient that the steps fill; zero afterwards.
+        step: runs one forward and backward pass of the model with this number of examples.
         padding_percentage: share of the device's memory that may be used, 0 to 1.
         sharing: processes that run steps on the device at the same time.
         reserved_bytes: bytes that all of them will allocate besides.
-        shard_group: the devices that make steps together, and measure together; None: this device alone.
 
     Raises:
         MemoryError: not even one example fits; names the keys to change.
     """
+    device = model.device
     on_gpu = device.type == "cuda"
-    several = shard_group is not None and shard_group.size > 1
-    measure = _measure_cuda(step, device) if on_gpu else _measure_cpu(step)
-    if several:
-        measure = _measure_together(measure, shard_group)
+    alone = _measure_cuda(step, device) if on_gpu else _measure_cpu(step)
+    measure = _measure_together(alone, model.shard_group)
     with torch.random.fork_rng(devices=[device] if on_gpu else []):
         try:
             # The first steps also compile the model, and allocate workspaces of GPU libraries that stay.
             for count in (1, 2) if on_gpu else (2,):
                 measure(count)
             memory, taken = _memory(device)
-            budget = int((padding_percentage * memory - taken - reserved_bytes) / sharing)
-            if several:
-                budget = shard_group.least(budget)
+            budget = model.shard_group.least(int((padding_percentage * memory - taken - reserved_bytes) / sharing))
             # A shard group cannot try a batch that may not fit: running out of memory within a pass ends its run.
-            found = find_max_batch(measure, budget, _CUDA_PROBES if on_gpu else _CPU_PROBES, on_gpu and not several)
+            confirm = on_gpu and model.shard_group.size == 1
+            found = find_max_batch(measure, budget, _CUDA_PROBES if on_gpu else _CPU_PROBES, confirm)
         finally:
-            gradient.zero_()
+            model.gradient.zero_()
             if on_gpu:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats(device)
@@ -253,9 +243,7 @@ def _measured_max_batch(config: Config, model: FlatModel, examples: Examples, sh
             raise MemoryError(f"a step with {count} examples did not fit")
 
     try:
-        return devices * calculate_max_batch(
-            run, model.gradient, model.device, config.padding_percentage, sharing, reserved, model.shard_group
-        )
+        return devices * calculate_max_batch(run, model, config.padding_percentage, sharing, reserved)
     except UnsupportedModuleError as error:
         raise ConfigError(f"statistics_estimator: {error}") from None
     except (MemoryError, TrainingError) as error:

@@ -80,7 +80,7 @@ class InnerLoop:
             TrainingError: not even one example fits into the device's memory.
         """
         first = self.done
-        last = self.local_steps_until(until)
+        last = bisect_left(self._assignment.active_steps, until)  # of the steps that this worker makes
         if self.left_out is not None or first >= last:
             return
         device = self.worker.node.device
@@ -100,10 +100,6 @@ class InnerLoop:
         self._seconds += time.perf_counter() - self._started
         if self._keeps_end and self.left_out is None:
             self._start.copy_(self._model.parameters)
-
-    def local_steps_until(self, step: int) -> int:
-        """Return how many inner steps of its own the worker makes before this inner step of the round."""
-        return bisect_left(self._assignment.active_steps, step)
 
     def _step(self) -> None:
         """Make one inner step: the gradient over all micro-batches, its statistics in the first step, the update."""

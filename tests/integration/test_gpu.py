@@ -73,7 +73,7 @@ def test_the_max_batch_fits_and_leaves_no_trace():
     def step(count: int) -> None:
         backward(working, examples, np.arange(count) % 8)
 
-    batch = calculate_max_batch(step, working.gradient, CUDA, share + (total - free) / total, 1, 0)
+    batch = calculate_max_batch(step, working, share + (total - free) / total, 1, 0)
     assert batch >= 2
     assert torch.cuda.memory_allocated(CUDA) == allocated
     assert torch.equal(working.parameters, parameters)

@@ -160,8 +160,6 @@ _POOL = _MERGING | {
 # In two processes of all methods; in four of some that come together in a mean, by messages, with starts of their own,
 # with replicas, and by a clock.
 POOL_OF_FOUR = ("DiLoCo", "SparseLoCo", "NoLoCo", "StreamingDiLoCo", "Decoupled", "RepeatedArrivals")
-# Workers in the reports, by whether some rest.
-POOL_WORKERS = {False: [1, 1, 2, 2, 3, 3, 4, 2], True: [1, 1, 2, 2, 2, 2, 3, 2]}
 
 
 @functools.cache

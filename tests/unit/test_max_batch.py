@@ -79,7 +79,7 @@ def test_a_measurement_on_the_cpu_leaves_nothing_behind():
         sizes.append(count)
         backward(working, examples, np.arange(count) % len(examples))
 
-    batch = calculate_max_batch(step, working.gradient, CPU, 0.9, sharing=4, reserved_bytes=0)
+    batch = calculate_max_batch(step, working, 0.9, sharing=4, reserved_bytes=0)
     assert batch > 100
     assert sizes == [2, 1, 2]  # what is compiled is compiled first
     assert torch.equal(working.parameters, parameters)
@@ -91,7 +91,7 @@ def test_a_measurement_on_the_cpu_leaves_nothing_behind():
 def test_a_model_that_does_not_fit_names_the_keys():
     working = FlatModel(tiny_llama(dtype=torch.float32), CPU)
     with pytest.raises(MemoryError, match=r"no example fits on cpu.*padding_percentage 0\.9.*nodes_per_gpu"):
-        calculate_max_batch(lambda count: None, working.gradient, CPU, 0.9, 4, reserved_bytes=10**15)
+        calculate_max_batch(lambda count: None, working, 0.9, 4, reserved_bytes=10**15)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_the_memory_of_state_and_rounds_is_set_aside(monkeypatch, values, owners
     """On a CPU the state of all trainers is reserved, because it has not been written yet."""
     asked = []
 
-    def calculate(step, gradient, device, share, sharing, reserved, shard_group):
+    def calculate(step, model, share, sharing, reserved):
         asked.append((sharing, reserved))
         return 64
 
