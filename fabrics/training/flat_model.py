@@ -56,7 +56,6 @@ class FlatModel:
         parameters: flat nn.Parameter of all trainable parameters; its `.grad` is the flat gradient.
         parameter_count: trainable elements, without the gaps.
         blocks: the places of the trainable parameters in the flat buffers.
-        compiled: whether the module runs through torch.compile; it may change at any time.
         compares_devices: whether a probe compares the devices of the shard group instead of examples.
         passes: forward passes so far, a sign that the process makes progress.
         shard_group: the devices that share the module; here one.
@@ -70,10 +69,9 @@ class FlatModel:
     ):
         self.module = module
         self.device = device
-        self.compiled = compiled
         self.passes = 0
         self._autocast = autocast
-        self._compiled_module: Callable | None = None
+        self._compiled_module = torch.compile(module) if compiled else None
         self._compiled_for_any_size = False
         named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         if not named:
@@ -121,7 +119,7 @@ class FlatModel:
         """Return the module's logits for these arguments; hooked: run layers with hooks, uncompiled."""
         self.count_pass()
         with self._autocast_context():
-            run = self._run_compiled if self.compiled and not hooked else self.module
+            run = self.module if self._compiled_module is None or hooked else self._run_compiled
             return logits_of(run(**batch))
 
     def count_pass(self) -> None:
@@ -136,8 +134,6 @@ class FlatModel:
 
         It is compiled for two examples, so that its bits do not depend on the first micro-batch of a process.
         """
-        if self._compiled_module is None:
-            self._compiled_module = torch.compile(self.module)
         if not self._compiled_for_any_size and len(next(iter(batch.values()))) > 1:
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
                 self._run_dynamic({name: tensor[:2] for name, tensor in batch.items()})
