@@ -39,13 +39,14 @@ On a GPU, with PyTorch 2.13.0 (`make gpu`):
 | MicroLlama, eager, bare loop | 200,000 | 40.0% |
 | MicroLlama, eager, inner steps | 190,000 | 38.0% |
 | MicroLlama, compiled, inner steps | 250,000 | 50.0% |
-| 1.1B parameters with less memory, 31.3 GB, inner steps | 60,000 | 41.0% |
+| 1.1B parameters with less memory, inner steps | 60,000 | 41.0% |
 
-- failed tests, including that no inner step waits for the GPU: 0.000, target 0, met
-- MFU of MicroLlama: 0.500, target 0.45, met
-- inner steps, ratio to the bare loop: 0.950, target 0.97, missed
-- statistics, share of a round of 200 steps: 0.013, target 0.03, met
-- planned memory of 1.1B parameters with less memory, relative error: 0.042, target 0.25, met
+- tests, including that no inner step waits for the GPU: 10 passed, status 0
+- MicroLlama, eager: inner steps have 0.95 of the bare loop's speed
+- MicroLlama, eager: the statistics take 1.2% of a round of 200 steps
+- MicroLlama, compiled: inner steps have 0.99 of the bare loop's speed
+- MicroLlama, compiled: the statistics take 1.0% of a round of 200 steps
+- 1.1B parameters with less memory: 31.3 GB allocated, 30.0 GB estimated
 - large: not done after 90 s"""
 
 
@@ -60,19 +61,6 @@ def test_without_a_gpu_nothing_is_written(programs):
 
 def test_the_section_of_given_results():
     assert gpu.section({"gpu": "a GPU", "torch": "2.13.0", "parts": PARTS}) == SECTION
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        {"tests": {"status": 1, "failed": 2}},
-        {"tests": {"status": 2, "error": 2}},
-        {"tests": {"status": 4}},
-        {"large": {"peak_bytes": 70, "planned_bytes": 100}},
-    ],
-)
-def test_failed_tests_and_a_wrong_plan_miss_their_targets(parts):
-    assert [met for _, met in gpu.targets(parts)] == [False]
 
 
 def test_the_page_has_the_section_of_the_recorded_results():

@@ -44,7 +44,7 @@ table { border-collapse: collapse; width: 100%; font-size: .86rem; font-variant-
 th, td { padding: 5px 10px; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 td.wide { white-space: normal; overflow-wrap: anywhere; min-width: 160px; }
 th { position: sticky; top: 0; background: #eef2f7; font-weight: 600; }
-th:first-child, td:first-child, td.text, th.text { text-align: left; }
+th:first-child, td:first-child { text-align: left; }
 tr.changed td { background: #eef5ff; }
 details summary { cursor: pointer; color: var(--accent); margin: 8px 0; }
 """
@@ -223,19 +223,13 @@ def _origin(run: RunData) -> str:
 
 
 def _details(run: RunData) -> str:
-    """The summary's plain values, the configuration, and the versions of libraries."""
-    plain = [
-        (key, number(value))
-        for key, value in run.summary.items()
-        if not isinstance(value, dict | list) and key not in ("metric_higher_is_better", "metric_decimals")
-    ]
+    """The configuration, and the versions of libraries."""
     defaults = Config()
     config = {key: value for key, value in run.config.items() if key in FIELDS}
     rows = [(key, setting(value), FIELDS[key].metadata["meaning"]) for key, value in config.items()]
     changed = [value != getattr(defaults, key) for key, value in config.items()]
     versions = ", ".join(f"{name} {version}" for name, version in run.summary.get("versions", {}).items())
     return (
-        f"<details><summary>Summary</summary>{table(('key', 'value'), plain)}</details>"
         "<details><summary>Configuration (what differs from the defaults is shaded)</summary>"
         f"{table(('key', 'value', 'meaning'), rows, changed)}</details><p class=dim>{html.escape(versions)}</p>"
     )
