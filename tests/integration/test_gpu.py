@@ -133,7 +133,8 @@ def test_inner_steps_never_wait_for_the_gpu(autocast):
     torch.cuda.set_sync_debug_mode("error")
     try:
         steps = InnerLoop(trainer.workers[0], assignment, trainer.parameters, False, lambda: None)
-        steps._load_start()
+        working.load(trainer.parameters)
+        working.gradient.zero_()
         for _ in range(5):
             steps._step()
     finally:

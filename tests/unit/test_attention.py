@@ -127,7 +127,8 @@ def test_inner_steps_and_evaluation_read_no_values():
     steps = InnerLoop(trainer.workers[0], assignment, trainer.parameters, False, lambda: None)
     working = trainer.workers[0].model
     with Readings() as readings:
-        steps._load_start()
+        working.load(trainer.parameters)
+        working.gradient.zero_()
         for _ in range(5):
             steps._step()
         accumulate_gradients(working, examples, ExecutionPlan((4, 4)), np.arange(8), True)

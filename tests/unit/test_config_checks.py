@@ -81,7 +81,10 @@ def test_defaults_have_no_warning():
     ("values", "expected"),
     [
         ({"c4_language": "de"}, ["c4_language: has no effect with dataset python_docs"]),
-        ({"project_name": "x", "clearml": False}, ["project_name: has no effect with clearml off"]),
+        (
+            {"project_name": "x", "clearml": False},
+            ["project_name: has no effect with clearml off and trackers ['clearml']"],
+        ),
         (
             {"tokenizer": "x", "vocab_size": 999},
             ["vocab_size: has no effect with a tokenizer that is not trained here"],
