@@ -129,20 +129,6 @@ def test_an_accumulated_step_equals_one_large_batch(batch, max_batch, plan, prob
     assert got[0].examples == expected[0].examples == 3 * batch
 
 
-def test_the_statistics_are_those_of_the_first_step():
-    """One worker, no probe: they are those of that very batch at the parameters at the start, without its noise."""
-    config = make_config(INITIAL_BATCH_SIZE=12, statistics_batch_size=8)
-    sequences = random_sequences(50)
-    model = use_torch_norms(tiny_llama())
-    trainer = make_trainer(copy.deepcopy(model), config, PackedSequences(sequences), nodes=1)
-    ids = torch.from_numpy(sequences[trainer.cursor.peek(0, 12)]).long()
-    expected = per_example_statistics(model, {"input_ids": ids, "labels": ids})
-    (report,) = train(trainer, 1, inner_steps=3)
-    found = report.statistics
-    assert (found.examples, found.variance) == (12, pytest.approx(expected.variance, rel=1e-9))
-    assert found.squared_norm == pytest.approx(expected.squared_norm - expected.variance / 12, rel=1e-9)
-
-
 @pytest.mark.parametrize("test", ["norm_test", "inner_product_test"])
 def test_the_statistics_cover_all_micro_batches_of_all_workers(test):
     """Two workers with 7 of 14 examples each, in parts of at most 3: as each of them with all 7 at once."""
