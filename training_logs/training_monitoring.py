@@ -21,6 +21,7 @@ from utils.files import path_argument, write_atomically, write_text_atomically
 
 # Keys without influence on results.
 _PLACES = ("log_dir", "cache_dir")
+_COMPARED = ("tokens", "communications", "bytes_communicated", "wall_seconds")
 
 
 def draw(folder: Path) -> Path:
@@ -49,19 +50,27 @@ def _names(runs: Sequence[RunData]) -> list[str]:
 
 
 def draw_comparison(runs: Sequence[RunData]) -> Figure:
-    """Draw the best metric over each column that a plot can be drawn over; every metric has its own panels."""
+    """Draw the best metric over tokens, communications, bytes and seconds; every metric has its own panels.
+
+    Seconds count from the end of the start-up, whose length depends on what is cached.
+    """
     metrics = dict.fromkeys(run.metric.name for run in runs)
-    panels = [(metric, x) for metric in metrics for x in OVER]
+    panels = [(metric, x) for metric in metrics for x in _COMPARED]
     figure, axes = make_figure(len(panels))
     for place, (metric, x) in zip(axes, panels, strict=True):
         for index, (run, name) in enumerate(zip(runs, _names(runs), strict=True)):
             if run.metric.name == metric:
                 # matplotlib takes $ for mathematics, and leaves a label that begins with _ out of the legend.
                 label = " " + name.replace("$", r"\$")
-                draw_line(place, *run.best_metrics(x), color=colour(index), label=label)
+                usage, values = run.best_metrics(x)
+                if x == "wall_seconds":
+                    usage = usage - (run.summary.get("startup_seconds") or 0.0)
+                draw_line(place, usage, values, color=colour(index), label=label)
         if metric == "perplexity":
             decimal_logarithmic(place)
-        label_axes(place, x, f"best {metric} of the living trainers", f"{metric.capitalize()} over {OVER[x]}")
+        usage_label = "seconds after the start-up" if x == "wall_seconds" else OVER[x]
+        label_axes(place, x, f"best {metric} of the living trainers", f"{metric.capitalize()} over {usage_label}")
+        place.set_xlabel(usage_label)
         place.legend(fontsize=8)
     return figure
 
@@ -73,7 +82,7 @@ def compare(runs: Sequence[RunData], output: Path) -> Path:
     for run in runs:
         with damage_reported(run.folder):
             headlines.append(headline(run))
-            for x in OVER:  # damage is noticed while its run is known
+            for x in _COMPARED:  # damage is noticed while its run is known
                 run.best_metrics(x)
     image = output / "comparison.png"
     write_atomically(image, lambda path: draw_comparison(runs).savefig(path, dpi=110))

@@ -127,7 +127,7 @@ def headline(run: RunData) -> dict[str, str]:
         "communicated": byte_size(summary["bytes_communicated"]),
         "trainers, first and last": f"{summary['initial_trainers']} → {summary['final_trainers']}",
         "largest request": number(summary["largest_requested_batch"]),
-        "seconds": f"{summary['wall_seconds']:,.0f}",
+        "seconds, start-up included": f"{summary['wall_seconds']:,.0f}",
     }
     if summary.get("budget"):
         values["budget"] = budget_used(summary["budget"])
