@@ -143,7 +143,9 @@ def draw_noise_scale(axes: Axes, run: RunData, x: str) -> None:
     def ratio(rows: Table) -> np.ndarray:
         return _positive(rows["gradient_variance"]) / _positive(rows["gradient_squared_norm"])
 
-    _draw_trainers(axes, run, x, "Gradient noise scale", "V / ||∇F||² (examples)", ratio)
+    # The batch test sees these averages, not the statistics of one round.
+    averaged = ", averaged over rounds" if run.config.get("statistics_smoothing") else ""
+    _draw_trainers(axes, run, x, f"Gradient noise scale{averaged}", "V / ||∇F||² (examples)", ratio)
     decimal_logarithmic(axes)
 
 
@@ -162,7 +164,7 @@ def draw_living(axes: Axes, run: RunData, x: str) -> None:
     axes.step(xs, living, where="mid", color="black", lw=2, label="living trainers")
     axes.set_ylim(bottom=0, top=1.45 * max(max(living), sum(nodes.values()).max()))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    label_axes(axes, x, "count", "Living trainers and their nodes")
+    label_axes(axes, x, "trainers, nodes", "Living trainers and their nodes")
     axes.legend(fontsize=8, ncols=2, loc="upper right")
 
 
