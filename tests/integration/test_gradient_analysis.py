@@ -25,7 +25,6 @@ from gradient_analysis.gradient_analysis import (
     analyse,
     parse_analysis_config,
     resolve_model,
-    run_folder_of,
 )
 from gradient_analysis.gradients import (
     Gradients,
@@ -184,18 +183,6 @@ def test_batches_allocate_no_tensor_of_model_size(monkeypatch):
 
 
 # Functions of numbers
-
-
-def test_deviations_of_independent_gradients_follow_the_law_of_samples_without_replacement():
-    """E ||g_B - F||^2 = V / b (1 - b / n)."""
-    generator = np.random.default_rng(0)
-    vectors = generator.normal(size=(1024, 30)) + 1.0
-    full = vectors.mean(0)
-    variance = ((vectors - full) ** 2).sum() / 1023
-    for size in (1, 16, 256):
-        batches = [batch for _ in range(100) for batch in draw_batches(np.arange(1024), size, generator)[:4]]
-        deviation = np.mean([np.linalg.norm(vectors[batch].mean(0) - full) ** 2 for batch in batches])
-        assert deviation == pytest.approx(variance / size * (1 - size / 1024), rel=0.1)
 
 
 def test_the_moments_of_deviations():
@@ -377,14 +364,6 @@ def test_a_run_folder_stands_for_its_best_model_and_its_own_configuration(analys
     assert training.model_config == {"name": str(model), "pretrained": True}
     one = run / "model_weights" / "trainer_1"
     assert resolve_model(AnalysisConfig(model=str(one)))[1] == one
-
-
-def test_a_folder_with_a_configuration_alone_is_no_run_folder(tmp_path):
-    (tmp_path / "config.yaml").write_text("")
-    (tmp_path / "model").mkdir()
-    assert run_folder_of(tmp_path / "model") is None
-    (tmp_path / "model_training_report").mkdir()
-    assert run_folder_of(tmp_path / "model") == tmp_path.resolve()
 
 
 def test_a_given_configuration_wins_over_that_of_the_run(analysed, tmp_path):

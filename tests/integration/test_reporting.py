@@ -84,12 +84,6 @@ def test_the_exchange_log_adds_up_to_the_round_log(run):
 # Plots
 
 
-def test_all_plots_and_the_report_are_there(folder, run):
-    for name in plots_of(run):
-        assert (run.report_dir / name).stat().st_size > 10_000, name
-    assert (run.report_dir / "report.html").exists()
-
-
 @pytest.mark.parametrize("x", OVER)
 def test_the_metric_is_drawn_as_the_csv_has_it(run, x):
     axes = draw(run, [(plots.draw_metric, x)]).axes[0]
@@ -152,7 +146,7 @@ def test_the_report_states_the_origin_of_the_run(folder, run):
     begun = "<td>2026-01-02T03:04:05+01:00</td><td>{}</td><td>python run.py &#x27;run_name=&lt;i&gt;&#x27;</td>"
     assert begun.format("1") + "<td>c0ffee</td><td>in changes.patch</td>" in page
     assert begun.format("1,234") + "<td>&lt;b&gt;unknown&lt;/b&gt;</td><td>-</td>" in page
-    assert f"{platform.platform()}, 1 process</td>" in page
+    assert f"{platform.node()}: {invocation['hardware'][0]['cpu']}, " in page
     assert "<h2>Origin</h2>" not in run_body(with_summary(run, invocations=[]))
 
 
@@ -357,8 +351,3 @@ def test_a_foreign_summary_injects_no_html(run):
     page = run_body(with_summary(run, status=hostile, dataset=hostile, data_source=hostile))
     assert "<script" not in page
     assert "status x&#x27;&gt;&lt;script" in page
-
-
-def test_the_command_prints_the_path_of_the_report(programs, folder):
-    said = programs.run("-m", "training_logs.training_monitoring", folder).stdout
-    assert said.strip() == str(folder / "model_training_report" / "report.html")

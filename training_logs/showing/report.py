@@ -198,16 +198,9 @@ def _continuations(run: RunData) -> str:
 
 
 def _machine(machine: Mapping[str, Any]) -> str:
-    gpus = Counter(f"{gpu['name']} ({byte_size(gpu['memory_bytes'])})" for gpu in machine["gpus"])
-    parts = [
-        f"{machine['host']}: {machine['cpu']}",
-        f"{machine['usable_cores']} cores",
-        byte_size(machine["memory_bytes"]),
-        *(f"{count} x {gpu}" for gpu, count in gpus.items()),
-        machine["system"],
-        f"{machine['processes']} processes" if machine["processes"] > 1 else "1 process",
-    ]
-    return ", ".join(parts)
+    gpus = Counter(gpu["name"] for gpu in machine["gpus"])
+    parts = [machine["cpu"], f"{machine['usable_cores']} cores", *(f"{count} x {name}" for name, count in gpus.items())]
+    return f"{machine['host']}: {', '.join(parts)}"
 
 
 def _origin(run: RunData) -> str:

@@ -16,18 +16,6 @@ OVER = {
     "bytes_communicated": "bytes communicated",
     "wall_seconds": "seconds since the start",
 }
-_COLOURS = (
-    "#1f77b4",
-    "#d62728",
-    "#2ca02c",
-    "#9467bd",
-    "#ff7f0e",
-    "#17becf",
-    "#8c564b",
-    "#e377c2",
-    "#7f7f7f",
-    "#bcbd22",
-)
 
 
 def make_figure(panels: int, columns: int = 2, size: tuple[float, float] | None = None) -> tuple[Figure, list[Axes]]:
@@ -46,7 +34,7 @@ def make_figure(panels: int, columns: int = 2, size: tuple[float, float] | None 
 
 def colour(index: int) -> str:
     """Return the colour of a trainer, or of a run among several."""
-    return _COLOURS[index % len(_COLOURS)]
+    return f"C{index % 10}"
 
 
 def draw_line(axes: Axes, xs: np.ndarray, ys: np.ndarray, **look) -> None:
