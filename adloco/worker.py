@@ -681,6 +681,7 @@ _CHECKS = Checks(
     },
     problems=(_method_problems,),
     warnings=lambda config: [],
+    left_open=lambda given, config: [],
 )
 
 

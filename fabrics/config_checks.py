@@ -3,6 +3,7 @@
 utils/config/schema.py has the checks that need nothing but the keys.
 """
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -204,6 +205,34 @@ def _without_effect(config: Config) -> dict[str, str]:
     return reasons
 
 
+# Keys that the published configurations do not give, although results depend on them.
+_LEFT_OPEN = (
+    "sequence_length",
+    "inner_optimizer",
+    "outer_momentum",
+    "weight_decay",
+    "gradient_clipping",
+    "switch_mode",
+    "merging_policy",
+    "merge_frequency",
+    "merge_count",
+)
+
+
+def left_open(given: Collection[str], config: Config) -> list[str]:
+    """Return one line with the defaults that a published configuration takes from this project, if they matter.
+
+    Args:
+        given: the keys of the file, by the names of this project.
+        config: the whole configuration.
+    """
+    idle = _without_effect(config)
+    used = dataclasses.replace(config, inner_optimizer=inner_optimizer_name(config))  # null: the method's own
+    keys = [key for key in _LEFT_OPEN if key not in given and key not in idle]
+    values = ", ".join(f"{key} {_shown(getattr(used, key))}" for key in keys)
+    return [f"published configuration: it does not give {values}: defaults of this project"] if keys else []
+
+
 def _shown(value: Any) -> str:
     if value is None:
         return "null"
@@ -214,4 +243,5 @@ CHECKS = Checks(
     choices=CHOICES,
     problems=(_model_problems, _method_problems, _optimizer_problems, split_problems, _sharding_problems),
     warnings=idle_keys,
+    left_open=left_open,
 )

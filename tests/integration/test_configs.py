@@ -90,10 +90,15 @@ def test_published_configurations_run_as_the_papers_say(name, cache_dir):
         "number_of_outer_steps=3",
         "max_batch_size=4",
     ]
-    config, _ = load_config(ROOT / "configs" / name, small, CHECKS)
+    config, warnings = load_config(ROOT / "configs" / name, small, CHECKS)
     additions = (config.debias, config.ETA_at_end, config.statistics_smoothing, config.batch_test_confidence)
     assert additions == (False, None, 0.0, 0.0)
     assert (config.batch_test_start, config.max_batch_growth, config.smallest_worker_batch) == (1, None, None)
+    (left_open,) = (line for line in warnings if line.startswith("published configuration"))
+    assert ("outer_momentum 0.9" in left_open) == (config.distributed_algo == "DiLoCo")
+    assert "gradient_clipping 1.0" in left_open
+    assert f"inner_optimizer {'adamw' if config.distributed_algo == 'DiLoCo' else 'sgd'}," in left_open
+    assert ("merge_frequency 2" in left_open) == (name == "published_readme.yaml")
     cluster = Cluster(config, load_data(config))
     cluster.train(Recorder())
     assert cluster.counters.outer_steps == 3

@@ -62,11 +62,13 @@ class Checks:
         choices: key -> its known names.
         problems: functions that return one line for each problem.
         warnings: function that returns one line for each key without effect.
+        left_open: function from the keys of a published configuration to a line with the defaults that it takes.
     """
 
     choices: Mapping[str, Collection[str]]
     problems: Sequence[Callable[[Config], list[str]]]
     warnings: Callable[[Config], list[str]]
+    left_open: Callable[[Collection[str], Config], list[str]]
 
 
 def load_config(
@@ -126,6 +128,8 @@ def parse_config(raw: Mapping, overrides: Sequence[str] = (), checks: Checks | N
             problems += check(config)
         if not problems:
             warnings += checks.warnings(config)
+            if raw.keys() & {*ALIASES, *IGNORED}:  # names that only the published configurations use
+                warnings += checks.left_open(values.keys(), config)
     if problems:
         raise ConfigError(problems)
     return config, warnings
