@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections.abc import Collection
 
 import pytest
 import torch
@@ -13,6 +14,19 @@ from tests.support.runs import assert_same_run, summary
 from utils.distributed.reductions import Workers
 
 IN_ORDER = [name for name in spmd.SCENARIOS if name != "all-reduce"]
+
+
+def by_processes(names: Collection[str], of_four: Collection[str]) -> pytest.MarkDecorator:
+    """Parametrise with the results of two and of four processes, which do less, and what they did."""
+    cases = [(2, name) for name in names] + [(4, name) for name in names if name in of_four]
+    return pytest.mark.parametrize(("results", "name"), cases, indirect=["results"])
+
+
+every_method = by_processes(matrix.NAMES, matrix.POOL_OF_FOUR)
+
+
+def scenarios(names: Collection[str]) -> pytest.MarkDecorator:
+    return by_processes(names, [name for name in names if name not in spmd.OF_TWO])
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +53,7 @@ def alone():
     return functools.cache(spmd.run_scenario)
 
 
-@pytest.mark.parametrize("name", IN_ORDER)
+@scenarios(IN_ORDER)
 def test_several_processes_give_the_same_bits(results, alone, name):
     together, single = results[0][name], alone(name)
     assert single["merges"] >= 1
@@ -65,7 +79,7 @@ def test_an_all_reduce_differs_from_one_process_by_rounding_alone(results, alone
     assert any("all_reduce" in counts for rounds in together["calls"] for counts in rounds)
 
 
-@pytest.mark.parametrize("name", [name for name in spmd.SCENARIOS if name not in spmd.UNCOUNTED])
+@scenarios([name for name in spmd.SCENARIOS if name not in spmd.UNCOUNTED])
 def test_a_round_has_one_gather_and_one_mean_per_trainer_over_several_processes(results, name):
     """A mean is three exchanges: who takes part, the parts to sum, the parts of the mean.
 
@@ -108,9 +122,6 @@ def _methods_are_ready(of_two_and_four):
         yield
 
 
-every_method = pytest.mark.parametrize("name", matrix.NAMES)
-
-
 def assert_same_runs(together: dict, alone: dict) -> None:
     for moment, state in together["states"].items():
         matrix.assert_same_state(state, alone["states"]["final" if moment == "resumed" else moment])
@@ -129,10 +140,7 @@ def test_every_method_has_the_same_bits_in_several_processes(results, name):
 @pytest.mark.usefixtures("_methods_are_ready")
 def test_a_changing_pool_has_the_same_bits_in_several_processes(results, name):
     """Some processes have no worker at first or at the end, or one that rests."""
-    tried, owners = results[0]["pools"], results[1]
-    assert set(tried) == set(matrix.NAMES if len(set(owners)) == 2 else matrix.POOL_OF_FOUR)
-    if name in tried:
-        assert_same_runs(tried[name], matrix.pool_alone(name))
+    assert_same_runs(results[0]["pools"][name], matrix.pool_alone(name))
 
 
 @every_method
@@ -147,7 +155,7 @@ def test_the_state_that_moves_to_a_process_per_node_is_what_is_counted(results, 
         assert found["copied"] < counted
 
 
-@every_method
+@pytest.mark.parametrize("name", matrix.NAMES)
 def test_a_method_sends_the_bytes_of_its_events(of_two_and_four, name):
     """Two workers in two processes. A mean rounds up to rows, and says who takes part."""
     wire = of_two_and_four[2][0]["methods"][name]["wire"]

@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import socket
 
 import pytest
@@ -14,7 +13,7 @@ from tests.support.runs import assert_same_run, kill_the_second_process, write_c
 from utils.config.reading import parse_config
 from utils.distributed import launch
 from utils.distributed.launch import planned_processes, threads_per_process
-from utils.distributed.peers import PeerLostError, PeerWatch, exit_reason
+from utils.distributed.peers import PeerLostError, PeerWatch
 
 
 def config(**values):
@@ -138,11 +137,6 @@ child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
 watcher = peers.PeerWatch({1: child})
 threading.Event().wait()
 """
-
-
-def test_exit_reasons():
-    assert exit_reason(3) == "ended with status 3"
-    assert exit_reason(-signal.SIGSEGV) == "was killed (SIGSEGV)"
 
 
 # Real processes

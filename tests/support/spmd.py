@@ -74,6 +74,8 @@ SCENARIOS = {
     "Synchronous": {"distributed_algo": "Synchronous"},
     "all-reduce": {"deterministic": False},
 }
+# Not run by four processes: they place no work that the others do not.
+OF_TWO = ("across workers", "workers join", "shares by speed", "clusters in a changing pool")
 # In these, processes exchange more than one mean per trainer and round, or less.
 UNCOUNTED = ("speeds in a changing pool", "clusters in a changing pool", "all-reduce")
 
@@ -263,13 +265,6 @@ def merging(name: str, processes: Processes) -> dict:
     return run
 
 
-def pools(processes: Processes) -> dict:
-    """Runs in which nodes come and go, workers rest and messages are lost."""
-    two = processes.count == 2
-    names = matrix.NAMES if two else matrix.POOL_OF_FOUR
-    return {name: matrix.run(matrix.pool(name), processes, resumes=two) for name in names}
-
-
 def all_diverge(processes: Processes | None = None) -> list[float]:
     """Evaluate a method whose workers have replicas, first after a round in which all of them diverge."""
     one = {"number_of_initial_trainers": 1, "number_of_outer_steps": 4, "eval_every": 3}
@@ -293,15 +288,19 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     processes = join_processes(make_config())
     results = {}
+    two = processes.count == 2
     for name, values in SCENARIOS.items():
+        if name in OF_TWO and not two:
+            continue
         processes._in_order = values.get("deterministic", True)
         results[name] = run_scenario(name, processes)
         results[name]["calls"] = processes.gather(results[name]["calls"])
     processes._in_order = True
     results["deliveries"] = deliveries(processes)
     with matrix.ready():
-        results["methods"] = {name: merging(name, processes) for name in matrix.NAMES}
-        results["pools"] = pools(processes)
+        names = matrix.NAMES if two else matrix.POOL_OF_FOUR
+        results["methods"] = {name: merging(name, processes) for name in names}
+        results["pools"] = {name: matrix.run(matrix.pool(name), processes, resumes=two) for name in names}
         results["all diverge"] = all_diverge(processes)
     if processes.is_main:
         torch.save(results, folder / "results.pt")
