@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from docs import write_library_reference
 from docs.write_configuration import PAGE, page
 from tests.support.blocks import PAGES, ROOT
 from tests.support.helpers import NAMES_ONLY
@@ -61,6 +62,11 @@ def test_readme_is_short_and_leads_to_every_page():
     assert len(readme.read_text(encoding="utf-8").splitlines()) <= 200
     targets = {(readme.parent / link.partition("#")[0]).resolve() for link in links(readme) if ":" not in link}
     assert set(PAGES[1:]) <= targets
+
+
+def test_the_reference_of_the_library_is_up_to_date():
+    written = write_library_reference.PAGE.read_text(encoding="utf-8")
+    assert written == write_library_reference.page(), "run: python docs/write_library_reference.py"
 
 
 def test_the_page_of_keys_is_up_to_date():

@@ -10,10 +10,12 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import adloco
 from adloco import local_processes
-from examples import own_loop
+from examples import fine_tune, own_loop
+from fabrics.data import python_docs
 from run import train
 from tests.support.library import (
     Regression,
@@ -293,3 +295,26 @@ def test_a_loop_in_the_wrong_order_is_an_error():
 def test_the_example_trains_with_two_workers():
     first, second = adloco.launch(own_loop.train, processes=2)
     assert first == second > 0.85
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_example_fine_tunes_a_model_of_hugging_face(tokenizer_folder, tmp_path, lora):
+    """With adapters only these are sent: 4 bytes for each element and worker in each of two rounds."""
+    if lora:
+        pytest.importorskip("peft")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=600, **sizes))
+    for part in (model, AutoTokenizer.from_pretrained(tokenizer_folder)):
+        part.save_pretrained(tmp_path / "model")
+    (tmp_path / "text").write_text("\n".join(python_docs.python_documents()[:40]))
+    words = [str(tmp_path / "model"), str(tmp_path / "text"), "--output", str(tmp_path / "tuned"), *["--lora"] * lora]
+    options = fine_tune.parse([*words, "--steps", "20", "--length", "32", "--rate", "3e-3"])
+    first, second = adloco.launch(fine_tune.train, options, processes=2)
+    assert first == second
+    assert first["after"] < first["before"] - (0.02 if lora else 0.1)
+    assert first["bytes"] == 2 * 2 * 4 * first["elements"]
+    assert (first["elements"] < model.num_parameters() / 2) == lora
+    tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")  # with the adapters, if peft has written them
+    ids = fine_tune.sequences(AutoTokenizer.from_pretrained(tmp_path / "tuned"), options.text, 32)[:32]
+    with torch.no_grad():
+        assert fine_tune.losses(tuned, ids).mean().item() == pytest.approx(first["after"], rel=1e-4)

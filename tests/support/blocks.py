@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from fabrics.config_checks import CHECKS
 from gradient_analysis.gradient_analysis import parse_analysis_config
 from tests.support.programs import command
+from training_logs.trackers.tracker import PACKAGES
 from utils.config.reading import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,6 +134,10 @@ def check(words: Iterable[str]) -> None:
             requirement = line.partition("#")[0].strip()
             if requirement and not requirement.startswith("-"):
                 Requirement(requirement)
+    elif words == ["pip", "install", "."]:
+        assert (ROOT / "pyproject.toml").exists()
+    elif words[:2] == ["pip", "install"]:
+        assert {*words[2:]} <= {*PACKAGES.values(), "peft"}
     elif words[0] == "torchrun":
         from torch.distributed.run import get_args_parser
 
