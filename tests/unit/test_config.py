@@ -111,6 +111,7 @@ def test_all_problems_are_reported_at_once_one_line_each():
         "ETA": "much",
         "INITIAL_BATCH_SIZE": 0,
         "nodes_per_gpu": -1,
+        "max_tokens": 2**63,
         "training_seed": 2**64,
         "merge_frequency": 1.5,
         "merge_count": True,
