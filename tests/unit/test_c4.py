@@ -14,7 +14,6 @@ from fabrics.data import c4, token_store
 from fabrics.data.dataset_loader import load_data
 from fabrics.data.documents import DatasetError, Skipped
 from fabrics.data.python_docs import python_documents
-from fabrics.data.token_store import tokenised
 from fabrics.data.tokenization import train_tokenizer
 from tests.support.helpers import CPU, TINY_ARCHITECTURE, Recorder
 from tests.support.threads import refusals, together
@@ -145,36 +144,6 @@ def test_skipped_records_are_counted_in_log_and_data(make_c4, tmp_path, caplog):
     assert data.documents == {"train": 285, "validation": 15}
     assert data.skipped == {"empty": 2, "not a JSON object with a text": 1}
     assert "skipped 2 documents: empty (first: " in caplog.text
-
-
-def test_a_local_shard_that_is_damaged_half_way_is_an_error(make_c4, c4_shards, tmp_path):
-    first, second = sorted((c4_shards / "en").glob("c4-train*"))
-    shutil.copy(first, tmp_path)
-    (tmp_path / second.name).write_bytes(second.read_bytes()[:5000])
-    for size in (400, None):
-        with pytest.raises(ConfigError, match=r"dataset: c4 cannot .*00001.*: damaged or cut off after line"):
-            load_data(make_c4(c4_local_path=tmp_path, data_sample_size=size))
-
-
-def test_documents_are_read_only_as_they_are_tokenised(monkeypatch, tmp_path, tokenizer_folder, c4_shards):
-    options = ["--model_name", str(tokenizer_folder), "--input", str(c4_shards), "--data_sample_size", "580"]
-    taken = []
-    read_shards = c4._read_shards
-
-    def counted(paths, skipped):
-        for document in read_shards(paths, skipped):
-            taken.append(written())
-            yield document
-
-    def written() -> int:
-        return 20 * len([*tmp_path.glob("set.partial/*/train_*.npz")])
-
-    monkeypatch.setattr(c4, "_read_shards", counted)
-    monkeypatch.setattr(token_store, "BLOCK_DOCUMENTS", 20)
-    recipe = tokenize_c4.make_recipe(tokenize_c4.parse_arguments(options))
-    tokenised(tmp_path / "set", recipe, cache=False)
-    assert len(taken) == 580
-    assert max(number - done for number, done in enumerate(taken)) < 20
 
 
 def test_documents_of_one_token_and_of_tens_of_thousands_train(make_c4, tmp_path):

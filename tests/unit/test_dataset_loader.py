@@ -89,9 +89,3 @@ def test_text_needs_files_that_are_there(make, tmp_path):
     (tmp_path / "small.txt").write_text("one document only")
     with pytest.raises(ConfigError, match=r"dataset: .*small.txt\) has 1 documents, .*: blank_lines makes"):
         load_data(make(dataset="text", text_files=[str(tmp_path / "small.txt")]))
-
-
-def test_other_sizes_are_other_documents(make):
-    sizes = [(100, 10), (200, 10), (200, 20), (100, 10)]
-    loaded = [load_data(make(data_sample_size=train, val_size=validation)).documents for train, validation in sizes]
-    assert [(documents["train"], documents["validation"]) for documents in loaded] == sizes

@@ -137,32 +137,6 @@ def test_reviews_become_padded_sequences_with_their_classes(folder):
     assert batch["input_ids"].shape[1] == 32
 
 
-def test_bert_learns_merges_and_accumulates(folder):
-    config = make(
-        imdb_local_path=str(folder),
-        number_of_outer_steps=5,
-        number_of_inner_steps_between_outers=8,
-        number_of_initial_trainers=2,
-        merge_frequency=4,
-        max_batch_size=4,
-        max_requested_batch=32,
-        learning_rate_for_inner_opt=2e-3,
-        outer_momentum=0.5,
-        identical_initialisation=False,
-        max_batch_growth=2.0,
-        ETA=0.5,
-    )
-    cluster, recorder = Cluster(config, load_data(config)), Recorder()
-    final = cluster.train(recorder)
-    assert len(final) == 1
-    (evaluation,) = final.values()
-    assert (evaluation.loss < 0.67, evaluation.metric > 0.6) == (True, True)  # 0.693 and 0.5 by chance
-    plans = [
-        worker.plan for result in recorder.rounds for r in result.reports.values() for worker in r.workers.values()
-    ]
-    assert max(plan.accumulation_steps for plan in plans) > 1
-
-
 @pytest.mark.parametrize("single_seed", [True, False])
 def test_a_pretrained_berts_head_is_drawn_anew_identically_or_per_trainer(folder, tmp_path, single_seed):
     first = make(imdb_local_path=str(folder))

@@ -126,8 +126,9 @@ def test_the_largest_token_decides_the_bytes_of_all(tmp_path, largest, dtype):
     assert tokens == [0, 0, 1, 1, 1, largest, largest]
 
 
-@pytest.mark.parametrize(("stop", "blocks"), [(30, 0), (170, 2), (270, 3)])
-@pytest.mark.parametrize("left", ["whole", "flipped", "truncated", "empty"])
+@pytest.mark.parametrize(
+    ("stop", "blocks", "left"), [(30, 0, "whole"), (170, 2, "flipped"), (270, 3, "whole"), (270, 3, "truncated")]
+)
 def test_an_interrupted_set_is_continued_to_the_same_bytes(
     tokenizer, tmp_path, stop, blocks, left, caplog, monkeypatch
 ):
@@ -205,14 +206,13 @@ def test_too_few_documents_leave_nothing_behind(tokenizer, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == []
 
 
-FILES = [
-    "SHA256SUMS", "metadata.json", "train/tokens.bin", "train/offsets.bin", "train/hashes.bin", "train/origins.jsonl",
-    "validation/tokens.bin", "tokenizer/tokenizer.json",
-]  # fmt: skip
-OTHER_DAMAGE = itertools.product(FILES[:3], ["truncated", "empty", "junk", "missing", "folder"])
+DAMAGE = [
+    *itertools.product(["SHA256SUMS", "metadata.json", "train/tokens.bin", "tokenizer/tokenizer.json"], ["flipped"]),
+    *itertools.product(["SHA256SUMS", "train/tokens.bin"], ["truncated", "missing", "folder"]),
+]
 
 
-@pytest.mark.parametrize(("name", "left"), [*((name, "flipped") for name in FILES), *OTHER_DAMAGE])
+@pytest.mark.parametrize(("name", "left"), DAMAGE)
 def test_a_damaged_set_is_an_error_and_is_made_again_in_a_cache(tokenizer, small, tmp_path, caplog, name, left):
     folder = tmp_path / "set"
     shutil.copytree(small, folder)
@@ -226,9 +226,8 @@ def test_a_damaged_set_is_an_error_and_is_made_again_in_a_cache(tokenizer, small
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
 
 
-@pytest.mark.parametrize("left", ["junk", "empty"])
-def test_a_file_in_place_of_a_cached_set_is_replaced(tokenizer, small, tmp_path, left):
-    content_of(tmp_path / "set", left)
+def test_a_file_in_place_of_a_cached_set_is_replaced(tokenizer, small, tmp_path):
+    content_of(tmp_path / "set", "junk")
     write(tmp_path / "set", tokenizer, train=50, validation=5, cache=True)
     assert content(tmp_path / "set") == content(small)
 
@@ -241,10 +240,10 @@ def test_a_set_is_made_or_refused_whatever_is_in_its_way(tokenizer, small, tmp_p
         write(tmp_path / "set", tokenizer, train=50, validation=5, cache=True)
 
 
-@pytest.mark.parametrize("largest", [0, 1_000, 20_000, 60_000])
+@pytest.mark.parametrize("largest", [1_000, 60_000])
 @pytest.mark.usefixtures("capsys")
 def test_a_full_disk_is_an_error_and_leaves_no_set(tmp_path, largest):
-    """No file may have more bytes; tokenizer, blocks and tokens fail in turn."""
+    """No file may have more bytes; the tokenizer fails, or the tokens."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest, before[1]))
     try:
@@ -306,11 +305,11 @@ def test_a_folder_that_cannot_be_written_is_an_error(tokenizer, tmp_path, cache,
 
 
 def test_a_killed_program_is_continued_by_the_same_command(programs, tmp_path, tokenizer_folder):
-    texts = [f"{number}: {text}" for number in range(2) for text in python_documents()[:5000]]
+    texts = python_documents()[:5000]
     write_shard(tmp_path / "c4-train.00000-of-00001.json.gz", texts)
     script = str(ROOT / "c4" / "tokenize_c4.py")
     places = ["--model_name", tokenizer_folder, "--output_dir", tmp_path / "set", "--input", tmp_path]
-    command = [script, *map(str, places), "--create_eval_split", "--data_sample_size", "9000"]
+    command = [script, *map(str, places), "--create_eval_split", "--data_sample_size", "4500"]
     program = programs.start(*command)
     wait_until(lambda: [*tmp_path.glob("set.partial/*/train_*.npz")], "a first block", program)
     program.send_signal(signal.SIGKILL)
@@ -321,5 +320,5 @@ def test_a_killed_program_is_continued_by_the_same_command(programs, tmp_path, t
     train = open_tokenised(tmp_path / "set").train
     assert f"{len(train.tokens):,} tokens" in again.stdout
     assert "c4_tokenized_path:" in again.stdout
-    expected = split(local_source(str(tmp_path), "en"), 9000, None)[0](Skipped())
+    expected = split(local_source(str(tmp_path), "en"), 4500, None)[0](Skipped())
     assert train.hashes.tolist() == [document_hash(document.text) for document in expected]
