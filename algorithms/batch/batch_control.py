@@ -111,13 +111,11 @@ class BatchControl:
         return statistics, None
 
     def state_dict(self) -> dict:
-        """Return the state as plain values."""
         return {
             "requested_batch": self.requested_batch,
             "statistics": dataclasses.asdict(self._sums),
         }
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Continue from a state."""
         self.requested_batch = state["requested_batch"]
         self._sums = StatisticsSums(**state["statistics"])

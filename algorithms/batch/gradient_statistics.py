@@ -23,10 +23,6 @@ small. P and R come from two sizes of sample: with X_b = b (b - 1) / (b - 2) * m
 
 for the first a of the b examples, compared with their own mean; an accumulated step gives both.
 
-Why not more of a round: where gradients are clipped every step's ||g||^2 is known anyway, but only the V of that very
-step removes its noise V / b, and a V that drifts by a share of ||G||^2 b / V would pass for gradient. Products of
-gradients of different steps hold - lr <g_t, H g_t+1>, as large as ||G||^2 itself where noise limits progress.
-
 Products of gradients of different workers are free of noise in expectation as well, and there are M - 1 times as many:
 with 16 workers the error of ||G||^2 is four times smaller. Sending gradients (DDP-Norm, arXiv 2412.21124) costs as much
 as a synchronisation. A sketch of SKETCH_SIZE elements does nearly as well: the scatter that it adds,
@@ -196,19 +192,10 @@ class StatisticsSums:
 
     Attributes:
         examples: of the latest round.
-        pairs: sum of the weights of squared norms.
-        squared_norm: weighted sum.
-        squared_norm_error: sum of squared weights times squared errors.
-        weight: sum of the weights of variances.
-        variance: weighted sum.
-        variance_error: sum of squared weights times squared errors.
-        compared: sum of the weights of the samples that know P and R.
-        compared_squared: sum of their squared weights.
-        inner_product_variance: weighted sum of P.
-        overlap: weighted sum of R.
-        inner_product_variance_squared: weighted sum of P^2.
-        overlap_squared: weighted sum of R^2.
-        product: weighted sum of P R.
+        pairs, weight, compared: sums of the weights of squared norms, of variances, and of samples that know P and R.
+        compared_squared: sum of the squared weights of the latter.
+        squared_norm_error, variance_error: sums of squared weights times squared errors.
+        product: weighted sum of P R; the others are weighted sums of what they are called, or of its square.
     """
 
     examples: int = 0

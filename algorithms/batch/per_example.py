@@ -301,7 +301,6 @@ class PerExampleProbe:
                     self._uses.setdefault(parameter, []).append(shares())
 
     def _dtype_of(self, module: nn.Module) -> torch.dtype:
-        """Return the type of the module's gradients."""
         return module.weight.dtype
 
     @torch.no_grad()

@@ -220,7 +220,6 @@ class Clocks:
         return exchange
 
     def state_dict(self) -> dict:
-        """The state as JSON values."""
         return {
             "ready": self._ready,
             "link_free": self._link_free,
@@ -234,7 +233,6 @@ class Clocks:
         }
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Continue from a state."""
         self._ready = list(state["ready"])
         self._link_free = list(state["link_free"])
         self._turns = state["turns"]

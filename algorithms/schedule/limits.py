@@ -48,7 +48,6 @@ class RunCounters:
 
     @property
     def bytes_communicated(self) -> int:
-        """Bytes of all kinds."""
         return self.bytes_synchronised + self.bytes_merged + self.bytes_redistributed
 
     @property
@@ -72,7 +71,6 @@ class RunCounters:
             self.measured_examples += examples
 
     def add_synchronisations(self, communications: int, sent_bytes: int, left_out: int, lost_messages: int) -> None:
-        """Add the synchronisations of a trainer's round."""
         self.communications += communications
         self.bytes_synchronised += sent_bytes
         self.left_out += left_out
@@ -104,14 +102,12 @@ class Limits:
 
     def progress(self, counters: RunCounters) -> float:
         """The progress of the run, 0 to 1: the largest share of any limit."""
-        progress = 0.0
-        if self.outer_steps:
-            progress = max(progress, counters.outer_steps / self.outer_steps)
-        if self.examples:
-            progress = max(progress, counters.examples / self.examples)
-        if self.tokens:
-            progress = max(progress, counters.tokens / self.tokens)
-        return min(progress, 1.0)
+        used = (
+            (counters.outer_steps, self.outer_steps),
+            (counters.examples, self.examples),
+            (counters.tokens, self.tokens),
+        )
+        return min(1.0, max((amount / limit for amount, limit in used if limit), default=0.0))
 
     def next_round(
         self, counters: RunCounters, inner_steps: int, examples: Callable[[int], int], tokens: Callable[[int], int]

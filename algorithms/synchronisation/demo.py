@@ -56,7 +56,6 @@ class DeMo(Method):
         return matrices_of(tuple(blocks), self.chunk, self.top_k)
 
     def _sizes(self, group: Group) -> list[int]:
-        """Return the bytes of the parts of a message."""
         return [each.top_k.bytes(group.outer.message_dtype) for each in self.matrices(group.model.blocks)]
 
     def incoming(self, group: Group) -> WorkerMessages | WorkerMean:

@@ -4,7 +4,7 @@ import torch
 
 from algorithms.synchronisation.group import Group, LocalWorker
 from algorithms.synchronisation.method import Capabilities, Method
-from algorithms.synchronisation.outer_step import nesterov_step
+from algorithms.synchronisation.outer_step import diloco_step
 
 
 class DiLoCo(Method):
@@ -20,5 +20,4 @@ class DiLoCo(Method):
         return worker.pseudo_gradient(group.shared["parameters"])
 
     def apply(self, group: Group, delta: torch.Tensor) -> None:
-        parameters = group.shared["parameters"]
-        nesterov_step(parameters, delta, group.shared["velocity"], group.outer.learning_rate, group.outer.momentum)
+        diloco_step(group, delta)

@@ -73,7 +73,6 @@ class SparseLoCo(Method):
         return workers * (workers - 1) * sum(self._sizes(blocks, dtype))
 
     def _sizes(self, blocks: Sequence[Block], dtype: torch.dtype) -> list[int]:
-        """Return the bytes of the parts of a message."""
         return [top_k.bytes(dtype) for _, top_k in self._top_k(blocks)]
 
     def incoming(self, group: Group) -> WorkerMessages | WorkerMean:

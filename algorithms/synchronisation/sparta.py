@@ -47,11 +47,6 @@ class SPARTA(Method):
         return range(1, group.clock.inner_steps + 1)
 
     def exchange(self, group: Group) -> None:
-        self._average_part(group)
-        if self.with_diloco and group.clock.step == group.clock.inner_steps:
-            self._outer_step(group)
-
-    def _average_part(self, group: Group) -> None:
         size = len(group.shared["parameters"])
         count = max(1, round(self.share * size))
         positions = random_positions(size, count, group.generator())
@@ -62,8 +57,7 @@ class SPARTA(Method):
         if mean is not None:
             for worker in group.local_workers:
                 worker.parameters[worker.to_device(positions)] = worker.to_device(mean)
-
-    def _outer_step(self, group: Group) -> None:
-        diloco_step(group, group.pseudo_gradient())
-        for worker in group.local_workers:
-            worker.parameters.copy_(worker.to_device(group.shared["parameters"]))
+        if self.with_diloco and group.clock.step == group.clock.inner_steps:
+            diloco_step(group, group.pseudo_gradient())
+            for worker in group.local_workers:
+                worker.parameters.copy_(worker.to_device(group.shared["parameters"]))

@@ -58,14 +58,6 @@ def test_int4_has_two_values_in_a_byte_the_first_in_its_lower_half():
     assert INT4.round_trip(tensor).tolist() == [7.0, -7.0, 1.0, -1.0, 0.0, 4.0]
 
 
-@pytest.mark.parametrize("bits", range(2, 9))
-def test_integers_waste_no_bit(bits):
-    encoding, levels = Integers(bits=bits), 2 ** (bits - 1) - 1
-    assert encoding.encode(values(512)).shape == (2, 256 * bits // 8 + 4)
-    tensor = torch.arange(-levels, levels + 1).float()  # every value that these bits can tell
-    assert torch.equal(encoding.round_trip(tensor), tensor)
-
-
 @pytest.mark.parametrize("bits", [1, 9])
 def test_integers_of_other_sizes_are_refused(bits):
     with pytest.raises(ValueError, match="from 2 to 8 bits"):

@@ -476,23 +476,6 @@ def test_noloco_sends_two_models_to_every_peer(dtype, size):
         assert apart == 0 if dtype == "float32" else 0 < apart < 0.01
 
 
-def test_sparse_methods_send_few_bits():
-    sizes = [block.size for block in trainer_of().worker_group.first_model.blocks]
-    chunks = sum(sizes) / 16  # 16 divides all
-
-    def sent(method: str, parameters: dict, **values) -> float:
-        trainer = trainer_of(3, distributed_algo=method, synchronisation=parameters, **values)
-        return train(trainer, 1, 1)[0].events[0].sent / 2  # to two others
-
-    # 4 of 16, each with a code of 2 bits and a position of 4, and a table of four numbers in float64.
-    parameters = {"density": 0.25, "chunk": 16, "bits": 2}
-    assert sent("SparseLoCo", parameters) == chunks * 4 * (2 + 4) / 8 + len(sizes) * 4 * 8
-    assert sent("SparseLoCo", parameters | {"bits": 32}) == chunks * 4 * (64 + 4) / 8
-    # Tiles of 4 x 4 in matrices of 1536 elements, and of 4 in 2 vectors of 16 and 2 matrices of 61 x 16: 61 is prime.
-    expected = 1536 / 16 * (2 + 4 / 8) + (2 * 4 + 2 * 61 * 4) * (2 + 2 / 8)
-    assert sent("DeMo", {"chunk": 4, "top_k": 1}, communication_dtype="bfloat16") == expected
-
-
 def test_the_rounding_error_of_a_coefficient_stays_in_the_momentum():
     values = {"gradient_clipping": None, "communication_dtype": "bfloat16"}
     trainer = trainer_of(2, distributed_algo="DeMo", synchronisation={"chunk": 8, "top_k": 64}, **values)

@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from algorithms.nodes.async_clock import forget, in_steps
-from algorithms.nodes.balance import turns
 from algorithms.nodes.traffic import Event, Link
 from algorithms.nodes.virtual_clock import Clocks, meetings
-from algorithms.synchronisation.decoupled import Answered, Sent, fragment_round
 from algorithms.synchronisation.delayed_nesterov import leg_round
 from fabrics.config_checks import CHECKS
 from fabrics.training.worker import COPY
@@ -30,46 +28,6 @@ OWN = [8, 8, 4, 2]  # floor(8 speed)
 
 
 # The clock
-
-
-@pytest.mark.parametrize(
-    ("own", "inner_steps", "leg", "begun", "expected"),
-    [
-        # One worker alone, after every second step; three steps a round from the middle of a leg.
-        ([4], 4, 2, [0], [(2, 0), (4, 0)]),
-        ([3], 3, 2, [1], [(1, 0), (3, 0)]),
-        # The fast one three times while the slow one, with steps of 4, 8 and 12, once; ties in worker order.
-        ([12, 3], 12, 4, [0, 1], [(4, 0), (8, 0), (12, 0), (12, 1)]),
-        ([3, 12], 12, 3, [0, 0], [(3, 1), (6, 1), (9, 1), (12, 0), (12, 1)]),
-        # Steps of 5/3: the second is made at 10/3, before the other's fourth.
-        ([5, 3], 5, 2, [0, 0], [(2, 0), (Fraction(10, 3), 1), (4, 0)]),
-        ([2, 1], 2, 5, [0, 3], []),
-    ],
-)
-def test_arrivals_of_a_round(own, inner_steps, leg, begun, expected):
-    values = {f"begun_{worker}": steps for worker, steps in enumerate(begun)}
-    found = leg_round(dict(enumerate(own)), inner_steps, leg, values)
-    assert found.arrivals == expected
-    active = [tuple(math.ceil(time) - 1 for time in times) for times in found.made.values()]
-    assert active == [turns(each, inner_steps) for each in own]
-    total = [before + each for before, each in zip(begun, own, strict=True)]
-    assert found.values == {f"begun_{worker}": made % leg for worker, made in enumerate(total)}
-
-
-@pytest.mark.parametrize(
-    ("own", "made", "ends"),
-    [  # in rounds of 12 with exchanges of 2, after legs of 4 steps of 1, 2 or 4
-        (12, [[1, 2, 3, 4, 7, 8, 9, 10]] * 3, [[4, 10]] * 3),
-        (6, [[2, 4, 6, 8, 12], [2, 4, 6, 10, 12], [2, 4, 8, 10, 12]], [[8], [6], [4]]),
-        (3, [[4, 8, 12], [4, 10], [2, 6, 10]], [[], [4], [10]]),
-    ],
-)
-def test_a_worker_that_waits_for_answers_makes_fewer_steps(own, made, ends):
-    values = {}
-    for number in range(3):
-        found = leg_round({0: own}, 12, 4, values, Fraction(2))
-        values = found.values
-        assert (found.made[0], [time for time, _ in found.arrivals]) == (made[number], ends[number])
 
 
 @pytest.mark.parametrize(("own", "server_steps"), [(1, Fraction(1, 4)), (2, Fraction(9)), (4, Fraction(100))])
@@ -89,62 +47,6 @@ def test_a_step_never_ends_before_its_round():
     assert values == {"begun_0": 0, "late_0": 1e-6}
     late = leg_round({0: 1}, 4, 2, {"late_0": -1 + 10**-9}).values
     assert leg_round({0: 1}, 4, 2, late).made[0][0] > 0
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        # Workers of 8, 4 and 2 steps, ready with every second: at 2, at 4, and at 8.
-        ({"quorum": 1}, [(2, (0,)), (4, (0, 1)), (6, (0,)), (8, (0, 1, 2))]),
-        ({"quorum": 2}, [(4, (0, 1)), (8, (0, 1, 2))]),
-        ({"quorum": 3}, [(8, (0, 1, 2))]),
-        ({"quorum": 9}, [(8, (0, 1, 2))]),  # of three, all
-        ({"quorum": 1, "server_steps": 2.5}, [(2, (0,)), (5, (0, 1)), (8, (0, 1, 2))]),  # there and back at 5 and 8
-        ({"quorum": 1, "back": 3}, [(3, (0,)), (4, (1,)), (5, (0,)), (7, (0,)), (8, (1, 2))]),
-        ({"quorum": 2, "ready": [-1, 1, 2]}, [(2, (0, 1)), (6, (0, 1)), (8, (0, 2))]),
-    ],
-)
-def test_when_a_server_takes_a_fragment_and_from_whom(values, expected):
-    values = {"ready": [2, 2, 2], "back": 0, "server_steps": 0} | values
-    before = {f"ready_0_{worker}": steps for worker, steps in enumerate(values["ready"])} | {"back_0_0": values["back"]}
-    travel = Fraction(values["server_steps"])
-    events, _ = fragment_round(0, before, [8, 4, 2], [1, 1, 1], 8, 2, 2, values["quorum"], travel)
-    sent = [event for event in events if isinstance(event, Sent)]
-    assert [(event.stop, tuple(event.weights)) for event in sent] == expected
-    assert all(event.back == math.ceil(event.stop + travel) for event in sent)
-
-
-def test_an_answer_may_arrive_in_a_later_round():
-    server = {"first": 3, "period": 2, "quorum": 1, "server_steps": Fraction(5)}
-    events, values = fragment_round(0, {}, [4], [6], 4, **server)
-    assert events == [Sent(3, {0: 18.0**2 / 3}, 8)]
-    assert values == {"ready_0_0": 1, "steps_0_0": 1, "examples_0_0": 6, "back_0_0": 4}
-    # The answer at 4 finds a worker that has made steps and is ready since 1: it sends what it made since.
-    events, values = fragment_round(0, values, [4], [6], 4, **server)
-    assert events == [Answered(4, {0: True}), Sent(4, {0: 30.0**2 / 5}, 9)]
-    assert values == {"ready_0_0": 2, "steps_0_0": 0, "examples_0_0": 0, "back_0_0": 5}
-
-
-@pytest.mark.parametrize(
-    ("quorum", "expected"),
-    [
-        (1, {4: "0", 8: "01", 12: "0", 16: "012"}),
-        (2, {8: "01", 16: "012"}),
-        (3, {16: "012"}),
-    ],
-)
-def test_the_table_of_the_page_of_methods(quorum, expected):
-    """Speeds 1, 0.5 and 0.25 in two rounds of 12, with steps 4; weights are counted over both."""
-    values, own, found = {}, [12, 6, 3], {}
-    for begins in (0, 12):
-        events, values = fragment_round(0, values, own, [2, 2, 2], 12, 4, 4, quorum)
-        found |= {begins + event.stop: event for event in events if isinstance(event, Sent)}
-    assert {stop: "".join(map(str, each.weights)) for stop, each in found.items() if stop <= 16} == expected
-    assert quorum < 3 or found[16].weights == {0: 32**2 / 16, 1: 16**2 / 8, 2: 8**2 / 4}
-    first = leg_round(dict(enumerate(own)), 12, 4, {})
-    assert first.arrivals == [(4, 0), (8, 0), (8, 1), (12, 0)]
-    second = leg_round(dict(enumerate(own)), 12, 4, first.values)
-    assert second.arrivals[:3] == [(4, 0), (4, 1), (4, 2)]
 
 
 def test_seconds_are_counted_in_inner_steps_of_the_fastest():

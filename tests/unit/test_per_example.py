@@ -166,20 +166,6 @@ def test_both_forms_of_a_linear_layer_agree_with_numpy(width):
     assert statistics.inner_product_variance == pytest.approx((gradients @ gradients.mean(0)).var(ddof=1), rel=1e-12)
 
 
-def test_statistics_on_paper():
-    """Gradients (1, 0), (0, 1), (1, 1), (2, 2): g = (1, 1), ||g||^2 = 2, V = 4/3, d = 1, 1, 2, 4."""
-    layer = nn.Linear(2, 1, bias=False, dtype=torch.float64)
-    x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [2.0, 2.0]], dtype=torch.float64)
-    with PerExampleProbe(layer, batch_size=4) as probe:
-        layer(x).mean().backward()
-    statistics = statistics_of(probe)
-    assert statistics.squared_norm == pytest.approx(2.0)
-    assert statistics.variance == pytest.approx(4.0 / 3.0)
-    assert statistics.inner_product_variance == pytest.approx(2.0)
-    # n_i - d_i^2 / 2 = 1/2, 1/2, 0, 0.
-    assert statistics.orthogonal_variance == pytest.approx(1.0 / 3.0)
-
-
 def gradients_of(model: nn.Module, rows: torch.Tensor) -> np.ndarray:
     """Return the gradient of each row's sum of squared outputs."""
     found = []

@@ -74,16 +74,6 @@ def test_equal_speeds_give_the_same_bits_as_none():
     assert same_bits(plain, trained(node_speeds=SPEEDS)[0])  # speeds without balance only drive the clock
 
 
-def test_shares_of_the_batch_follow_the_speeds():
-    plain, rounds = trained(max_requested_batch=44)
-    found, balanced = trained(max_requested_batch=44, node_speeds=SPEEDS, balance="batch")
-    assert not same_bits(plain, found)
-    shares = [[worker.plan.effective_batch for worker in result.reports[0].workers.values()] for result in balanced]
-    assert shares[0] == [3, 3, 1, 1]
-    assert shares[-1] == [16, 16, 8, 4]
-    assert rounds[0].reports[0].examples == balanced[0].reports[0].examples == 3 * 8
-
-
 @pytest.mark.parametrize("balance", ["equal", "batch", "steps"])
 def test_the_mean_is_weighted_by_the_examples_of_a_round(balance, monkeypatch):
     config = make_config(

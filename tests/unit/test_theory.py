@@ -1,4 +1,4 @@
-"""The laws of the batch against sums over rounds, fits against known laws, and bounds against gradient descent."""
+"""The laws of the batch against sums over rounds, and fits against known laws."""
 
 import math
 
@@ -102,31 +102,3 @@ def test_a_constant_batch_is_constant_and_three_rounds_are_too_few():
     assert (prediction.value, prediction.low, prediction.high) == pytest.approx((50.0, 50.0, 50.0))
     with pytest.raises(TooFewRoundsError, match=r"at least 4 rounds .* got 3"):
         fit_laws([8.0, 9.0, 10.0, 16.0, 16.0], largest=16.0)
-
-
-# Bounds
-
-
-def test_a_quadratic_obeys_the_bounds_of_the_norm_test():
-    """Gradient descent on F = sum of a_i x_i^2 / 2 with noise whose size passes the norm test at every step.
-
-    docs/theory.md: the smallest ||grad F||^2 of K steps is at most 2 L (1 + eta^2) gap / K, and the gap shrinks by
-    1 - mu / (L (1 + eta^2)) per step.
-    """
-    curvatures = np.array([0.2, 0.5, 1.0, 2.0])
-    eta = 0.8
-    runs = 400
-    steps = 60
-    scaled = curvatures.max() * (1.0 + eta**2)
-    generator = np.random.default_rng(0)
-    x = np.ones((runs, 4))
-    first_gap = 0.5 * curvatures.sum()
-    smallest = math.inf
-    for step in range(steps):
-        gradient = curvatures * x
-        gap = 0.5 * (curvatures * x**2).sum(1).mean()
-        assert gap <= 1.02 * first_gap * (1.0 - curvatures.min() / scaled) ** step
-        smallest = min(smallest, (gradient**2).sum(1).mean())
-        assert smallest <= 2.0 * scaled * first_gap / (step + 1)
-        noise = generator.normal(size=(runs, 4)) * eta * np.linalg.norm(gradient, axis=1, keepdims=True) / 2.0
-        x = x - (gradient + noise) / scaled

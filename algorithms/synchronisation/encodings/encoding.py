@@ -49,11 +49,9 @@ class Encoding:
         raise NotImplementedError
 
     def rows(self, elements: int) -> int:
-        """Return the number of rows that hold n elements."""
         return -(-elements // self.block)
 
     def row_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of a row."""
         return self.block * self.element_bits(dtype) // 8 + self.scale_bytes
 
     def sent_bytes(self, elements: int, dtype: torch.dtype) -> int:

@@ -83,7 +83,6 @@ class TopK:
         return values + positions
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of a message."""
         return sum(self.sizes(dtype))
 
     def encode(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
