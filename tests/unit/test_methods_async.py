@@ -12,6 +12,7 @@ import torch
 from algorithms.nodes.async_clock import forget, in_steps
 from algorithms.nodes.traffic import Event, Link
 from algorithms.nodes.virtual_clock import Clocks, meetings
+from algorithms.synchronisation.decoupled import Sent, fragment_round
 from algorithms.synchronisation.delayed_nesterov import leg_round
 from fabrics.config_checks import CHECKS
 from fabrics.training.worker import COPY
@@ -47,6 +48,21 @@ def test_a_step_never_ends_before_its_round():
     assert values == {"begun_0": 0, "late_0": 1e-6}
     late = leg_round({0: 1}, 4, 2, {"late_0": -1 + 10**-9}).values
     assert leg_round({0: 1}, 4, 2, late).made[0][0] > 0
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        # Workers of 8, 4 and 2 steps, ready with every second: at 2, at 4, and at 8.
+        ({"server_steps": 2.5}, [(2, (0,)), (5, (0, 1)), (8, (0, 1, 2))]),  # there and back at 5 and 8
+        ({"back": 3}, [(3, (0,)), (4, (1,)), (5, (0,)), (7, (0,)), (8, (1, 2))]),
+    ],
+)
+def test_when_a_server_takes_a_fragment_and_from_whom(values, expected):
+    before = {f"ready_0_{worker}": 2 for worker in range(3)} | {"back_0_0": values.get("back", 0)}
+    travel = Fraction(values.get("server_steps", 0))
+    events, _ = fragment_round(0, before, [8, 4, 2], [1, 1, 1], 8, 2, 2, 1, travel)
+    assert [(event.stop, tuple(event.weights)) for event in events if isinstance(event, Sent)] == expected
 
 
 def test_seconds_are_counted_in_inner_steps_of_the_fastest():
