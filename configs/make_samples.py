@@ -176,9 +176,6 @@ def write_packages(folder: Path, names: Iterable[str] | None = None) -> None:
 
     Args:
         names: distributions; None: those that requirements.txt pins.
-
-    Raises:
-        ConfigError: a package is not installed.
     """
     installed = {name: _installed(name) for name in (pinned(_REQUIREMENTS) if names is None else names)}
     known = set().union(*map(word_runs, python_documents()))

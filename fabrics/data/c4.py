@@ -99,12 +99,7 @@ def _read_hub(name: str, language: str, part: str, skipped: Skipped) -> Iterator
 
 
 def c4_documents(config: Config) -> TokenisedSet:
-    """Return the tokenised documents of the configured source of C4.
-
-    Raises:
-        ConfigError: the configured sizes or tokenizer do not fit the source.
-        DatasetError: the source cannot be read.
-    """
+    """Return the tokenised documents of the configured source of C4."""
     if config.c4_tokenized_path is not None:
         documents = open_tokenised(Path(config.c4_tokenized_path))
         _check_tokenizer(config, documents)

@@ -49,11 +49,7 @@ class Dataset:
 
 
 def task_data(config: Config, documents: TokenisedSet) -> TaskData:
-    """Build training and validation examples from tokenised documents.
-
-    Raises:
-        ConfigError: there are too few documents, or they do not fill one sequence.
-    """
+    """Build training and validation examples from tokenised documents."""
     source = documents.metadata["source"]
     if documents.validation is None:
         raise ConfigError(f"{documents.folder}: has no validation documents; tokenise with --create_eval_split")

@@ -31,10 +31,6 @@ def split(source: Source, train_size: int | None, val_size: int | None) -> tuple
         train_size: use the first train_size training documents; None: all.
         val_size: None: one for every twenty of train_size, or of all documents, at most MOST_BY_DEFAULT; 0: no
             validation part.
-
-    Raises:
-        ConfigError: there are fewer documents.
-        DatasetError: the source cannot be read.
     """
     own = source.validation is not None
     if val_size == 0:

@@ -24,11 +24,7 @@ Review = tuple[str, int]  # text, class
 
 
 def local_reviews(path: str, skipped: Skipped) -> dict[str, list[Review]]:
-    """Return the reviews of train/ and test/ in `imdb_local_path`, each with neg/ and pos/, one text file per review.
-
-    Raises:
-        DatasetError: the folder has another layout or cannot be read.
-    """
+    """Return the reviews of train/ and test/ in `imdb_local_path`, each with neg/ and pos/ of a file per review."""
     parts: dict[str, list[Review]] = {"train": [], "test": []}
     for part, reviews in parts.items():
         for label, name in enumerate(CLASS_NAMES):

@@ -243,19 +243,8 @@ def tokenised(folder: Path, recipe: Recipe, cache: bool) -> TokenisedSet:
 
 
 def tokenised_documents(config: Config, source: Source) -> TokenisedSet:
-    """Return the tokenised documents of a source, from the cache if possible.
-
-    Raises:
-        ConfigError: the tokenizer cannot be loaded, there are too few documents, or the cache cannot be written.
-        DatasetError: the source cannot be read.
-    """
-    recipe = Recipe(
-        source,
-        config.data_sample_size,
-        config.val_size,
-        tokenizer=named_tokenizer(config),
-        vocab_size=config.vocab_size,
-    )
+    """Return the tokenised documents of a source, from the cache if possible."""
+    recipe = Recipe(source, config.data_sample_size, config.val_size, named_tokenizer(config), config.vocab_size)
     return tokenised(Path(config.cache_dir) / "tokenised" / recipe.key, recipe, cache=True)
 
 

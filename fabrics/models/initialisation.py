@@ -25,11 +25,7 @@ _FEW_TOKENS = 258
 
 
 def initial_model(config: Config, data: TaskData, trainer: int) -> nn.Module:
-    """Build or load the model that a trainer starts with, on the CPU.
-
-    Raises:
-        ConfigError: it cannot be built or loaded.
-    """
+    """Build or load the model that a trainer starts with, on the CPU."""
     seed = config.training_seed
     model = build_model(
         config.model_type,
@@ -86,9 +82,6 @@ def meta_model(config: Config) -> tuple[nn.Module, list[str]]:
     """Return the model of a run on the meta device for estimates, and the assumptions about its data, one line each.
 
     It takes no model-sized memory, and reads neither data nor weights.
-
-    Raises:
-        ConfigError: it cannot be built.
     """
     settings = architecture_settings(config)
     assumed = []
@@ -146,11 +139,7 @@ def check_compiler(processes: Processes) -> None:
 
 
 class DeviceModels(dict[torch.device, FlatModel]):
-    """The flat model of each device of this process, with the initial weights of trainer 0.
-
-    Raises:
-        ConfigError: the model cannot be built, loaded, sharded or compiled.
-    """
+    """The flat model of each device of this process, with the initial weights of trainer 0."""
 
     def __init__(self, config: Config, data: TaskData, processes: Processes):
         if config.compile_model:

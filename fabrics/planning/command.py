@@ -99,11 +99,8 @@ def _lines(found: "Estimate", config: "Config") -> Iterator[str]:
     for part, size in found.memory.items():
         if size:
             yield f"  {byte_size(size):>9}  {part}"
-    if found.trainers_per_device > 1:
-        yield f"  state of {found.trainers_per_device} trainers: the nodes of a device may work for that many"
     if found.host_bytes:
         yield f"host memory: {byte_size(found.host_bytes)}"
-    yield f"checkpoint: {byte_size(found.checkpoint_bytes)}"
     yield f"requested batch of a trainer: {_range(found, 'batch', _count)} examples"
     yield f"workers of a trainer: {_range(found, 'workers', _count)}"
     names = {

@@ -58,7 +58,6 @@ class Estimate:
     """The needs of a run.
 
     Attributes:
-        trainers_per_device: the most trainers whose state the busiest device holds.
         micro_batch: examples of the micro-batch that the memory is for.
         memory: bytes of the busiest device, by part.
         host_bytes: state in host memory instead.
@@ -71,12 +70,10 @@ class Estimate:
     devices: int
     nodes: int
     trainers: int
-    trainers_per_device: int
     micro_batch: int
     memory: dict[str, int]
     device_bytes: int
     host_bytes: int
-    checkpoint_bytes: int
     ranges: dict[str, tuple[float, float]]
     assumptions: tuple[str, ...]
 
@@ -212,11 +209,6 @@ class _Run:
         trained = -(-micro_batch // size) * (kept + logits)
         layers = self.model.module.config.num_hidden_layers
         return micro_batch, max(trained, config.eval_batch_size * (kept // layers + 2 * logits // _LOGITS))
-
-    def checkpoint_bytes(self) -> int:
-        workers = sum(self.workers)
-        owners = self.trainers if self.method.capabilities.exchanges_gradients else workers
-        return self.trainers * self.trainer_bytes + workers * self.worker_bytes + owners * self.moment_bytes
 
     # Batches
 
@@ -371,12 +363,10 @@ def estimate(config: Config, resources: Resources | None = None) -> Estimate:
         devices=run.devices,
         nodes=run.nodes,
         trainers=run.trainers,
-        trainers_per_device=run.trainers_here,
         micro_batch=micro_batch,
         memory=memory,
         device_bytes=sum(memory.values()),
         host_bytes=host_bytes,
-        checkpoint_bytes=run.checkpoint_bytes(),
         ranges=ranges,
         assumptions=(*assumptions, "no estimate of this program has been checked on a GPU"),
     )

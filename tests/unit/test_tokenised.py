@@ -208,7 +208,7 @@ def test_too_few_documents_leave_nothing_behind(tokenizer, tmp_path):
 
 DAMAGE = [
     *itertools.product(["SHA256SUMS", "metadata.json", "train/tokens.bin", "tokenizer/tokenizer.json"], ["flipped"]),
-    *itertools.product(["SHA256SUMS", "train/tokens.bin"], ["truncated", "missing", "folder"]),
+    *itertools.product(["SHA256SUMS", "train/tokens.bin"], ["truncated", "missing", "junk", "folder"]),
 ]
 
 
