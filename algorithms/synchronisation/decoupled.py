@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from algorithms.flat import Block, Part, fragment_problems, layer_fragments, read_part, write_part
-from algorithms.nodes.async_clock import forget, made_at, time_of
+from algorithms.nodes.balance import forget, made_at, time_of
 from algorithms.synchronisation.group import Group
 from algorithms.synchronisation.method import Capabilities, Method, require
 from algorithms.synchronisation.outer_step import diloco_step
@@ -27,7 +27,7 @@ class Decoupled(Method):
 
     None waits. When x_p has come back, by the link's time for the fragment there and back, the workers that sent it
     have theta_m,p = mixing theta_m,p + (1 - mixing) x_p, or x_p if they have made no step meanwhile. A round is a span
-    of time in which slower workers make fewer inner steps, spread evenly (`algorithms.nodes.async_clock`).
+    of time in which slower workers make fewer inner steps, spread evenly (`algorithms.nodes.balance`).
 
     The full paper was not available, so these are decided here. A worker sends its fragment as it is when the server
     takes it. The news that it is ready takes no time. The paper's grace window, in which the server waits for more, is

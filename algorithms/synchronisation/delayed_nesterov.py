@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from algorithms.nodes.async_clock import PRECISION, forget, time_of
+from algorithms.nodes.balance import PRECISION, forget, time_of
 from algorithms.synchronisation.group import Group, LocalWorker, WorkerMessages
 from algorithms.synchronisation.method import Capabilities, Method, require
 
@@ -26,7 +26,7 @@ class DelayedNesterov(Method):
 
     With `steps`, workers arrive after that many of their own steps instead (a leg), counted over rounds, and none waits
     for others: a round is a span of time, in which slower workers make fewer inner steps
-    (`algorithms.nodes.async_clock`), and fast workers arrive several times, as in the paper. The server receives a
+    (`algorithms.nodes.balance`), and fast workers arrive several times, as in the paper. The server receives a
     worker's g at once; until the worker has the answer, by the link's time there and back, it makes no step. Before
     a merge, and before workers leave, those that have begun a leg send what they have: x and b take it, and it counts
     as no arrival. Then every worker starts from the shared parameters.

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from algorithms.flat import Part, read_part, write_part
-from algorithms.nodes.async_clock import in_steps
+from algorithms.nodes.balance import in_steps
 from algorithms.nodes.traffic import Event
 from algorithms.synchronisation.encodings.encoding import PLAIN, Encoding
 from algorithms.synchronisation.method import ERROR

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from algorithms.nodes.async_clock import in_steps
+from algorithms.nodes.balance import in_steps
 from algorithms.nodes.distribution import HandOver, StateBytes, hand_overs
 from algorithms.nodes.traffic import Event, Link, merge_bytes, redistribution_bytes
 from algorithms.synchronisation.encodings.encoding import BFLOAT16, COMMUNICATION_DTYPES, PLAIN, Encoding

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.nodes.async_clock import forget, in_steps
+from algorithms.nodes.balance import forget, in_steps
 from algorithms.nodes.traffic import Event, Link
 from algorithms.nodes.virtual_clock import Clocks, meetings
 from algorithms.synchronisation.decoupled import Sent, fragment_round
