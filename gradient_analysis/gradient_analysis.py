@@ -174,6 +174,21 @@ def _load(config: AnalysisConfig, training: Config, device: torch.device) -> tup
         raise ConfigError(f"model: {error}") from None
 
 
+def last_request(model: Path) -> int | None:
+    """Return the batch that a run requests at its end, if the model is the run's final one."""
+    run = run_folder_of(model)
+    if run is None:
+        return None
+    try:
+        data = read_run(run)
+        best = data.summary.get("best_model")
+        if best is None or (run / best).resolve() != model.resolve():
+            return None
+        return int(data.by_trainer[data.summary["best_trainer"]]["next_requested_batch"][-1])
+    except RunFolderError:
+        return None
+
+
 # The analysis
 
 
@@ -242,8 +257,22 @@ def analyse(config: AnalysisConfig) -> Path:
     except OSError as error:
         raise ConfigError(f"output_dir: cannot write {error.filename or output}: {error.strerror}") from None
     _print_findings(summary)
+    _print_requests(requested, parameters, None if model_folder is None else last_request(model_folder))
     print(f"results: {output}")
     return output
+
+
+def _print_requests(
+    requested: Sequence[tuple[str, float, int]], parameters: Mapping[str, float], last: int | None
+) -> None:
+    """Print the requests at the configuration's own parameters, and that of the run."""
+    symbols = {"norm_test": "eta", "norm_test, debias": "eta", "inner_product_test": "theta", "orthogonality": "nu"}
+    print("requests for this sample, with the parameters of the configuration:")
+    for test, value, request in requested:
+        if value == parameters[symbols[test]]:
+            print(f"  {test}, {symbols[test]} {value:g}: {request:,} examples")
+    if last is not None:
+        print(f"the run itself requests {last:,} at its end: docs/gradient_analysis.md says why the two differ")
 
 
 def deviations_figure(batches: Sequence[BatchGradient], found: Mapping[str, float], batch_size: int) -> Figure:

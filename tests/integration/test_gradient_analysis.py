@@ -249,7 +249,8 @@ def rows_of(path: Path) -> list[dict]:
 def test_the_script_writes_figures_tables_and_a_summary(analysed):
     run, output, printed = analysed
     summary = json.loads((output / "gradient_analysis.json").read_text())
-    best = json.loads((run / "model_training_report" / "summary.json").read_text())["best_model"]
+    report = run / "model_training_report"
+    best = json.loads((report / "summary.json").read_text())["best_model"]
     assert summary["model"] == str(run / best)
     assert summary["sample"] == 64
     assert (output / "deviations.png").stat().st_size > 10_000
@@ -274,6 +275,9 @@ def test_the_script_writes_figures_tables_and_a_summary(analysed):
         (row["test"], float(row["parameter"])): int(row["request"]) for row in rows_of(output / "requests.csv")
     }
     assert requested["norm_test, debias", 1.4] == math.ceil(summary["noise_scale"] / 1.4**2)
+    assert f"  norm_test, debias, eta 1.4: {requested['norm_test, debias', 1.4]:,} examples\n" in printed
+    last = {row["trainer_id"]: row["next_requested_batch"] for row in rows_of(report / "training_log.csv")}
+    assert f"the run itself requests {last[best.split('_')[-1]]} at its end" in printed
 
 
 def test_bert_is_analysed(tmp_path, cache_dir, monkeypatch):
