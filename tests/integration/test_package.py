@@ -1,5 +1,6 @@
 """The wheel: one top-level package, which does alone what the checkout does."""
 
+import importlib.util
 import json
 import os
 import re
@@ -14,10 +15,11 @@ import pytest
 
 import adloco
 from scripts.package import MOVED, moved
-from tests.support import installed
+from tests.support import installed, tracked
 from tests.support.programs import command
 from tests.support.runs import write_config
 from training_logs.showing.run_data import read_run
+from training_logs.trackers.tracker import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,7 +49,7 @@ def build(folder: Path) -> Path:
 def test_the_wheel_alone_trains_and_resumes(programs, tmp_path, cache_dir):
     venv.create(tmp_path / "env", symlinks=True)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "env")}))
-    packages.joinpath("dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    packages.joinpath("dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("packages")))
     with zipfile.ZipFile(build(tmp_path)) as wheel:
         information = f"adloco-{adloco.__version__}.dist-info"
         assert {Path(name).parts[0] for name in wheel.namelist()} == {"adloco", information}
@@ -72,10 +74,14 @@ def test_the_wheel_alone_trains_and_resumes(programs, tmp_path, cache_dir):
     assert whole["loss"] < half["loss"]
 
     # The program.
-    config = write_config(tmp_path, cache_dir, number_of_outer_steps=2, processes=2, run_name="run")
+    trackers = ["tensorboard"] if importlib.util.find_spec(PACKAGES["tensorboard"]) else []
+    config = write_config(tmp_path, cache_dir, number_of_outer_steps=2, processes=2, run_name="run", trackers=trackers)
     output = python("-m", "adloco", "--config", config)
     assert output.startswith("AdLoCo: loading PyTorch ...\n")
-    assert read_run(tmp_path / "logs" / "run").summary["outer_steps"] == 2
+    run = tmp_path / "logs" / "run"
+    assert read_run(run).summary["outer_steps"] == 2
+    if trackers:
+        assert [*tracked.tensorboard(run / "tensorboard").scalars["run", "living trainers"]] == [1, 2]
 
 
 def test_the_module_is_the_program(programs):
