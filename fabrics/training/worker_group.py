@@ -25,6 +25,10 @@ from utils.distributed.reductions import Mean, Messages, Workers
 class WorkerGroup:
     """The workers of one trainer, and the trainer's tensors.
 
+    In every round `assign` gives the workers their nodes, `begin_round` notes their weights, the method exchanges
+    tensors through `mean` and `messages`, and `end_round` takes over what all processes then know. `refresh` brings the
+    parameters up to date for evaluation and checkpoints. `absorb` is a merge.
+
     Args:
         parameters: flat initial parameters, which become the trainer's own; None in a process without a worker.
         models: the flat model of each device of this process; the first device keeps the trainer's tensors.
