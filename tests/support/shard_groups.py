@@ -92,8 +92,8 @@ STOPPED_AFTER = 1  # round
 # Processes, the size of their shard groups, and scenarios: one shard group, two, and a larger one.
 PARTS = (
     (2, 2, tuple(SCENARIOS)),
-    (4, 2, ("norm test", "float32", "across workers", "sketches", "int8")),
-    (4, 4, ("norm test", "float32", "uneven rows", "classification")),
+    (4, 2, ("norm test", "across workers", "sketches", "int8")),
+    (4, 4, ("norm test", "uneven rows", "classification")),
 )
 RESUMED = ("norm test",)  # scenarios resumed with shard groups of another size
 WRITTEN = ("norm test", "classification")  # scenarios whose models are written
