@@ -50,6 +50,7 @@ from utils.config.yaml_reading import read_mapping, yaml_value
 from utils.distributed.devices import resolve_devices
 from utils.files import write_atomically, write_json_atomically
 from utils.run_layout import REPORT_FOLDER
+from utils.text import counted
 
 HERE = Path(__file__).resolve().parent
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -257,20 +258,23 @@ def analyse(config: AnalysisConfig) -> Path:
     except OSError as error:
         raise ConfigError(f"output_dir: cannot write {error.filename or output}: {error.strerror}") from None
     _print_findings(summary)
-    _print_requests(requested, parameters, None if model_folder is None else last_request(model_folder))
+    debiased = training.sampling_method == "norm_test" and training.debias
+    own_test = training.sampling_method + (", debias" if debiased else "")
+    _print_requests(requested, parameters, own_test, None if model_folder is None else last_request(model_folder))
     print(f"results: {output}")
     return output
 
 
 def _print_requests(
-    requested: Sequence[tuple[str, float, int]], parameters: Mapping[str, float], last: int | None
+    requested: Sequence[tuple[str, float, int]], parameters: Mapping[str, float], own_test: str, last: int | None
 ) -> None:
-    """Print the requests at the configuration's own parameters, and that of the run."""
+    """Print the requests at the configuration's own parameters, mark its own test, and print the run's own request."""
     symbols = {"norm_test": "eta", "norm_test, debias": "eta", "inner_product_test": "theta", "orthogonality": "nu"}
     print("requests for this sample, with the parameters of the configuration:")
     for test, value, request in requested:
         if value == parameters[symbols[test]]:
-            print(f"  {test}, {symbols[test]} {value:g}: {request:,} examples")
+            mark = ", the test of the configuration" if test == own_test else ""
+            print(f"  {test}, {symbols[test]} {value:g}: {counted(request, 'example')}{mark}")
     if last is not None:
         print(f"the run itself requests {last:,} at its end: docs/gradient_analysis.md says why the two differ")
 

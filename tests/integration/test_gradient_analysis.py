@@ -275,7 +275,8 @@ def test_the_script_writes_figures_tables_and_a_summary(analysed):
         (row["test"], float(row["parameter"])): int(row["request"]) for row in rows_of(output / "requests.csv")
     }
     assert requested["norm_test, debias", 1.4] == math.ceil(summary["noise_scale"] / 1.4**2)
-    assert f"  norm_test, debias, eta 1.4: {requested['norm_test, debias', 1.4]:,} examples\n" in printed
+    own = f"{requested['norm_test, debias', 1.4]:,} examples, the test of the configuration"
+    assert f"  norm_test, debias, eta 1.4: {own}\n" in printed
     last = {row["trainer_id"]: row["next_requested_batch"] for row in rows_of(report / "training_log.csv")}
     assert f"the run itself requests {last[best.split('_')[-1]]} at its end" in printed
 
