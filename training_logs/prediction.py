@@ -16,13 +16,6 @@ from algorithms.theory import BatchLaw, Prediction, TooFewRoundsError, fit_laws,
 from training_logs.showing.run_data import RunData, RunFolderError, read_run
 from utils.config.schema import BUDGETS
 
-APPLIES_TO = (
-    "It is for runs with a constant batch, or with a batch that grows by the same rule from the first round to the "
-    "last. It refuses runs with a budget, smallest_worker_batch, node_schedule, workers with fewer inner steps, or a "
-    "batch test with ETA_at_end or warmup_stable_decay. The demo has three of these; of "
-    "'python run.py --config configs/constant_rate.yaml' it predicts the communications."
-)
-
 
 class NoLawError(ValueError):
     """The run follows no law, or is too short to fit one."""
@@ -160,7 +153,7 @@ def measured(run: RunData) -> tuple[list[float], list[float]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the fit; return 0, or 2 if there is none."""
-    parser = argparse.ArgumentParser(description=f"Predict the communications of a run for more examples. {APPLIES_TO}")
+    parser = argparse.ArgumentParser(description="Predict the communications of a run for more examples.")
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--examples", type=float, nargs="+", help="default: 2, 4 and 10 times those of the run")
     parser.add_argument(
@@ -173,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
         run = read_run(options.run)
         found = fit(run, options.share)
     except NoLawError as error:
-        print(f"error: {options.run}: {error}. {APPLIES_TO}", file=sys.stderr)
+        print(f"error: {options.run}: {error}; docs/theory.md says which runs can be predicted", file=sys.stderr)
         return 2
     except RunFolderError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -8,7 +8,7 @@ import pytest
 
 from algorithms.theory import Prediction
 from tests.support.runs import table_of
-from training_logs.prediction import APPLIES_TO, NoLawError, fit, main, measured
+from training_logs.prediction import NoLawError, fit, main, measured
 from training_logs.showing.run_data import MergeRecord, RunData
 
 
@@ -156,11 +156,10 @@ def test_the_command_states_the_error(run, capsys, tmp_path):
     assert main([str(tmp_path)]) == 2
 
 
-def test_the_command_says_for_which_runs_it_works(monkeypatch, capsys):
+def test_the_command_says_why_a_run_cannot_be_predicted(monkeypatch, capsys):
     demo = made_run([16 + index for index in range(20)], ETA_at_end=0.9, smallest_worker_batch=16)
     monkeypatch.setattr("training_logs.prediction.read_run", lambda folder: demo)
     assert main(["logs/demo"]) == 2
     error = capsys.readouterr().err
-    assert "smallest_worker_batch" in error
-    assert APPLIES_TO in error
-    assert "configs/constant_rate.yaml" in error
+    assert "logs/demo: workers join as the batch grows (smallest_worker_batch)" in error
+    assert "docs/theory.md" in error
