@@ -356,7 +356,6 @@ def set_up(
 
 def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> tuple[int, BaseException | None]:
     """Train, evaluate, save and report; return the exit status, and the error that ended the training."""
-    from fabrics.models.continuations import best_continuations
     from fabrics.pool.device_errors import DeviceLostError
     from fabrics.training.worker import TrainingError
     from training_logs.recording.run_folder import logger
@@ -366,7 +365,6 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
     models_folder = folder / MODELS_FOLDER
     evaluations = {}
     models = {}
-    texts = []
     status = "failed"
     code = 1
     ended_by = None
@@ -381,7 +379,6 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
         else:
             status = "completed"
             code = 0 if models else 1
-            texts = best_continuations(cluster, evaluations, recorder)
         processes.close()
     except (TrainingError, PeerLostError) as error:
         if processes.is_main:
@@ -404,7 +401,7 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
                 models = cluster.save_models(models_folder, recorder)
             except Exception:  # the summary, the cause and the command to resume still follow
                 logger.exception("the models cannot be saved")
-        recorder.finish(cluster, evaluations, status, models, texts)
+        recorder.finish(cluster, evaluations, status, models)
         if code and has_checkpoint(folder):
             logger.info("to resume: python run.py --resume %s", folder)
         recorder.close()

@@ -73,7 +73,6 @@ def send_run(folder: Path, tracker: Tracker, follow: bool = False) -> None:
     with damage_reported(folder):  # before anything is sent
         for rows in run.by_round.values():
             round_scalars(run, rows)
-        continuations_of(run)
         artifacts_of(run)
     tracker.start(run.config)
     rounds = 0
@@ -92,19 +91,10 @@ def send_run(folder: Path, tracker: Tracker, follow: bool = False) -> None:
         merges = len(run.merges)
     for name, path in figures_of(run).items():
         tracker.figure(name, path)
-    for text in continuations_of(run):
-        tracker.text(text)
     for name, path in artifacts_of(run).items():
         tracker.artifact(name, path)
     status = run.summary["status"]
     tracker.finish("interrupted" if status == "running" else status)  # running: it was killed
-
-
-def continuations_of(run: RunData) -> list[str]:
-    """Return the texts that the final model has continued."""
-    names = ("prompt", "continuation", "reference")
-    texts = run.summary.get("continuations", ())
-    return ["\n".join(f"{name}: {text[name]}" for name in names) for text in texts]
 
 
 def figures_of(run: RunData) -> dict[str, Path]:

@@ -150,19 +150,6 @@ def test_the_report_states_the_origin_of_the_run(folder, run):
     assert "<h2>Origin</h2>" not in run_body(with_summary(run, invocations=[]))
 
 
-def test_report_and_log_show_the_continuations(folder, run):
-    assert run.summary["continuations"] == [
-        {"prompt": "a <i>\n", "continuation": "b <script>\x1b", "reference": "c & d"},
-        {"prompt": "e", "continuation": "f", "reference": "g"},
-    ]
-    page = run_body(run)
-    assert "<p>a &lt;i&gt;\n<b>b &lt;script&gt;\x1b</b></p><p class=dim>c &amp; d</p>" in page
-    assert "(temperature 0.8, top_k 40, seed 42)" in page
-    log = (folder / "training_log.log").read_text()
-    assert "1 of 2, of a validation text\n  prompt:    'a <i>\\n'\n  model:     'b <script>\\x1b'\n" in log
-    assert "<h2>Continuations</h2>" not in run_body(with_summary(run, continuations=[]))
-
-
 def test_values_of_tables_are_words_and_numbers(run):
     assert [number(value) for value in (None, True, False, math.nan, 1234567, 0.5)] == [
         *("-", "yes", "no", "-", "1,234,567", "0.5")

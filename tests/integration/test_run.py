@@ -3,7 +3,6 @@
 import csv
 import json
 import logging
-import math
 import os
 import platform
 import re
@@ -25,11 +24,9 @@ from cluster import Cluster
 from fabrics.config_checks import CHECKS
 from fabrics.data import dataset_loader
 from fabrics.data.dataset_loader import DATASETS
-from fabrics.models import continuations
 from fabrics.models.model_family import MODELS
 from fabrics.training.worker import TrainingError
 from run import train
-from tests.support.helpers import warnings_of
 from tests.support.programs import command
 from tests.support.runs import SHORT, assert_same_run, write_config
 from training_logs.showing.run_data import read_run
@@ -241,37 +238,6 @@ def test_the_log_says_what_lone_workers_cost(tmp_path, cache_dir):
     ]
     assert sum(parts[1:]) <= parts[0] + 0.2
     assert not re.search(r"\b(None|False|1 (trainer|node|round|communication)s)\b", log)
-
-
-def test_a_finished_run_says_what_the_model_says(finished, summary):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    log = (finished[0] / "training_log.log").read_text()
-    folder = finished[0] / summary["best_model"]
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert len(summary["continuations"]) == 3
-    for text in summary["continuations"]:
-        assert f"  prompt:    {text['prompt']!r}\n  model:     {text['continuation']!r}\n" in log
-        ids = tokenizer(text["prompt"], return_tensors="pt")["input_ids"]
-        # The saved model finds its own words likelier than those of a model that knows nothing: 400 tokens, all alike.
-        said = tokenizer(text["continuation"], return_tensors="pt")["input_ids"]
-        with torch.no_grad():
-            logits = model(input_ids=torch.cat([ids, said], 1)).logits[0, ids.shape[1] - 1 : -1]
-        assert torch.nn.functional.cross_entropy(logits, said[0]) < math.log(400) - 0.5
-
-
-def test_what_goes_wrong_while_texts_are_continued_is_a_warning(tmp_path, cache_dir, monkeypatch):
-    def out_of_memory(*arguments):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(continuations, "sample_tokens", out_of_memory)
-    config = write_config(tmp_path, cache_dir, number_of_outer_steps=1, save_weights_every=None)
-    assert program.main(["--config", str(config)]) == 0
-    (folder,) = (tmp_path / "logs").iterdir()
-    (warning,) = warnings_of(folder)
-    assert warning == "validation texts could not be continued: OutOfMemoryError: CUDA out of memory"
-    summary = json.loads((folder / "model_training_report" / "summary.json").read_text())
-    assert (summary["status"], summary["continuations"]) == ("completed", [])
 
 
 def test_a_final_model_can_be_trained_on(finished, summary, tmp_path, cache_dir):

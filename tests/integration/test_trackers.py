@@ -117,7 +117,6 @@ def test_the_session_holds_config_plots_texts_summary_and_model(folder):
     log = session.read("log.jsonl").decode()
     for merge in run.merges:
         assert f"merge after round {merge.outer_step}: trainer " in log
-    assert json.dumps("prompt: e\ncontinuation: f\nreference: g")[1:-1] in log
     names = session.namelist()
     for plot in plots_of(run):
         assert any(name.endswith(f"plots_{Path(plot).stem}_00000000.png") for name in names), plot

@@ -13,7 +13,6 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from fabrics.models.continuations import Continuation
 from tests.support.helpers import tiny_cluster
 from tests.support.programs import Popen, Programs, wait_until
 from training_logs.recording import recorder as recording
@@ -145,7 +144,6 @@ def record_run(folder: Path, **values) -> Path:
     recorder = RunRecorder(cluster.config, folder, kept, started, None, origin)
     final = cluster.train(recorder)
     models = cluster.save_models(folder / "model_weights", recorder)
-    texts = [Continuation("a <i>\n", "b <script>\x1b", "c & d"), Continuation("e", "f", "g")]
-    recorder.finish(cluster, final, "completed", models, texts)
+    recorder.finish(cluster, final, "completed", models)
     recorder.close()
     return recorder.folder

@@ -5,7 +5,6 @@ at the end, also if the run is interrupted or fails. A file that cannot be writt
 are written later, if they can be. Training continues.
 """
 
-import dataclasses
 import logging
 import logging.handlers
 import time
@@ -14,7 +13,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from fabrics.models.continuations import SAMPLING, Continuation
 from fabrics.pool.eval_tool import Evaluation
 from training_logs.recording import round_log
 from training_logs.recording.csv_log import CsvLog
@@ -218,21 +216,13 @@ class RunRecorder(Observer):
 
     # The end
 
-    def finish(
-        self,
-        run: RunView,
-        final: dict[int, Evaluation],
-        status: str,
-        models: Mapping[int, Path],
-        texts: Sequence[Continuation] = (),
-    ) -> None:
+    def finish(self, run: RunView, final: dict[int, Evaluation], status: str, models: Mapping[int, Path]) -> None:
         """Write the summary, draw plots and report, and finish the trackers.
 
         Args:
             final: evaluations of the living trainers; empty if the run did not finish.
             status: completed, interrupted or failed.
             models: folders of the living trainers' models; empty if they were not written.
-            texts: continuations of validation texts by the best model.
         """
         for bar in (self._steps_bar, self._rounds_bar):
             if bar is not None:
@@ -245,12 +235,7 @@ class RunRecorder(Observer):
             summary["best_trainer"] = run.validation.best(final)
             if models:
                 summary["best_model"] = str(models[summary["best_trainer"]].relative_to(self.folder))
-        summary["continuations"] = [dataclasses.asdict(text) for text in texts]
-        if texts:
-            summary["continuation_sampling"] = SAMPLING | {"seed": self.config.training_seed}
         self._log_end(run, summary, models)
-        for number, text in enumerate(texts, 1):
-            logger.info(round_log.continuation_block(number, len(texts), text))
         self._save_summary(summary)
         if self.config.plot_at_end:
             self._draw()

@@ -7,7 +7,6 @@ import numpy as np
 
 from algorithms.batch.gradient_statistics import GradientStatistics
 from algorithms.nodes.traffic import Event
-from fabrics.models.continuations import Continuation
 from fabrics.pool.eval_tool import Metric
 from training_logs.recording.records import ClusterRound, RoundReport, RunView
 from utils.text import byte_size, counted, merge_line
@@ -221,11 +220,3 @@ def placement_line(placement: dict[int, list[int]]) -> str:
         word = "node" if len(nodes) == 1 else "nodes"
         parts.append(f"trainer {trainer} on {word} {', '.join(map(str, nodes))}")
     return "; ".join(parts)
-
-
-def continuation_block(number: int, count: int, text: Continuation) -> str:
-    """Show a generated text; line ends and unprintable characters are escaped."""
-    return (
-        f"continuation {number} of {count}, of a validation text\n"
-        f"  prompt:    {text.prompt!r}\n  model:     {text.continuation!r}\n  reference: {text.reference!r}"
-    )

@@ -37,7 +37,6 @@ h2 { font-size: 1.12rem; margin: 34px 0 10px; }
           font-size: .85rem; }
 figure { margin: 0 0 14px; background: var(--paper); border: 1px solid var(--line); border-radius: 8px; padding: 8px; }
 figure { overflow-x: auto; } img { display: block; width: 100%; min-width: 720px; height: auto; }
-.said p { margin: 4px 8px; white-space: pre-wrap; overflow-wrap: anywhere; } .said b { color: var(--accent); }
 .scroll { overflow: auto; max-height: 460px; background: var(--paper); border: 1px solid var(--line);
           border-radius: 8px; }
 table { border-collapse: collapse; width: 100%; font-size: .86rem; font-variant-numeric: tabular-nums; }
@@ -183,20 +182,6 @@ def _rounds(run: RunData) -> str:
     return "<h2>Rounds</h2>" + table(list(_ROUND_COLUMNS), rows)
 
 
-def _continuations(run: RunData) -> str:
-    texts = run.summary.get("continuations")
-    if not texts:
-        return ""
-    sampling = ", ".join(f"{name} {value}" for name, value in run.summary["continuation_sampling"].items())
-    blocks = "".join(
-        f"<figure class=said><p>{html.escape(text['prompt'])}<b>{html.escape(text['continuation'])}</b></p>"
-        f"<p class=dim>{html.escape(text['reference'])}</p></figure>"
-        for text in texts
-    )
-    note = f"Prompts from validation texts, <b>continued by the model</b> ({html.escape(sampling)}), and references."
-    return f"<h2>Continuations</h2><p class=dim>{note}</p>{blocks}"
-
-
 def _machine(machine: Mapping[str, Any]) -> str:
     gpus = Counter(gpu["name"] for gpu in machine["gpus"])
     parts = [machine["cpu"], f"{machine['usable_cores']} cores", *(f"{count} x {name}" for name, count in gpus.items())]
@@ -242,7 +227,6 @@ def run_body(run: RunData) -> str:
         *(picture(run.report_dir / name) for name in (plots_of(run) if len(run.rounds) else ())),
         _merges(run),
         _rounds(run),
-        _continuations(run),
         _origin(run),
         _details(run),
     ]
