@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from benchmarks.compare.accounting import simulated_seconds, usage
 from benchmarks.compare.results import simulated_axis
 from benchmarks.compare.spec import ROOT, ComparisonSpec, Run
-from training_logs.showing.run_data import RunData, damage_reported, read_run
+from training_logs.showing.run_data import RunData, RunFolderError, damage_reported, read_run
 from utils.distributed.launch import STARTED_BY
 from utils.files import write_json_atomically
 from utils.progress import progress_bar
@@ -48,7 +48,10 @@ class Runner:
         if not path.exists():
             return None
         with damage_reported(path.parent):
-            return read_run(path.parent / json.loads(path.read_text(encoding="utf-8"))["folder"])
+            data = read_run(path.parent / json.loads(path.read_text(encoding="utf-8"))["folder"])
+            if not complete(data):
+                raise RunFolderError(f"{data.folder}: its records are incomplete: remove {path} to make the run again")
+            return data
 
     def make(self, runs: Iterable[Run], title: str) -> None:
         """Make the missing runs; an interrupted run starts again.
@@ -116,11 +119,26 @@ class Runner:
         if status not in (0, 1) or len(made) != 1 or _TRACEBACK.search(text):
             raise ComparisonError(f"{run.method}, seed {run.seed}: exit status {status}\n{text[-2000:]}")
         data = read_run(made[0])
-        if data.summary["status"] == "running" or len(data.by_round) < data.summary["outer_steps"]:
+        if data.summary["status"] == "running" or not complete(data):
             raise ComparisonError(f"{run.method}, seed {run.seed}: its records are incomplete\n{text[-2000:]}")
         shutil.rmtree(made[0] / "model_weights", ignore_errors=True)
         shutil.rmtree(made[0] / "checkpoints", ignore_errors=True)
         write_json_atomically(folder / "run.json", {"settings": dict(run.settings), "folder": made[0].name})
+
+
+def complete(data: RunData) -> bool:
+    """Return whether the records have all rounds, exchanges, nodes and merges of the run."""
+    merged = 0.0
+    for step, rows in data.by_round.items():
+        for row in rows:
+            place = (step, int(row["trainer_id"]))
+            exchanges = sum(exchange.count for exchange in data.exchanges.get(place, ()))
+            if exchanges != row["round_events"] or place not in data.nodes:
+                return False
+        if rows["bytes_merged"][0] > merged and step not in {merge.outer_step for merge in data.merges}:
+            return False
+        merged = rows["bytes_merged"][0]
+    return len(data.by_round) >= data.summary["outer_steps"]
 
 
 def completed(data: RunData) -> bool:

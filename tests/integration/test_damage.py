@@ -24,6 +24,7 @@ from cluster import Cluster
 from tests.support.comparisons import small_comparison
 from tests.support.helpers import warnings_of, without_privileges
 from tests.support.runs import assert_same_run, summary, write_config
+from training_logs.showing.run_data import RunFolderError
 from utils.checkpoint.checkpoint import Checkpoints, newest_checkpoint
 from utils.checkpoint.run_lock import lock_run
 from utils.distributed.processes import LocalProcesses
@@ -548,6 +549,19 @@ def test_a_folder_of_a_comparison_that_cannot_be_made_is_one_line(tmp_path, caps
     assert compare.main([str(path), *(word for place in places.items() for word in place)]) == 1
     (error,) = errors(capsys)
     assert error.startswith("error: results cannot be written: [Errno 20] Not a directory")
+
+
+@pytest.mark.parametrize("name", ["exchange_log.csv", "node_log.csv", "merge_log.csv"])
+def test_a_finished_run_whose_records_are_cut_is_no_outcome(tmp_path, made, name):
+    """Without its exchanges its simulated time would be too short."""
+    comparison = load_spec(small_comparison(tmp_path))
+    run = make_run(comparison, comparison.methods[0], 1)
+    runner = Runner(tmp_path / "runs", 1)
+    runner.make([run], "small")
+    path = made[0] / "run" / "model_training_report" / name
+    path.write_text(path.read_text().splitlines()[0])
+    with pytest.raises(RunFolderError, match="its records are incomplete"):
+        runner.data(run)
 
 
 def test_damaged_records_of_a_finished_run_are_one_line(tmp_path, capsys, made):
