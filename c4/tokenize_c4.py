@@ -56,8 +56,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--input", help="local shards (file, folder or glob) instead of the hub")
     options = parser.parse_args(arguments)
-    if options.max_length < 2:
-        parser.error("argument --max_length: must be at least 2")
     if options.eval_size is not None and not options.create_eval_split:
         parser.error("argument --eval_size: has no effect without --create_eval_split")
     return options
@@ -80,7 +78,7 @@ def report(documents: TokenisedSet, max_length: int) -> None:
     for name, part in metadata["parts"].items():
         print(
             f"{name}: {part['documents']:,} documents, {part['tokens']:,} tokens, "
-            f"{part['tokens'] // max_length:,} sequences of {max_length}; longest document {part['longest_document']:,}"
+            f"{part['tokens'] // max_length:,} sequences of {max_length}"
         )
     for reason, entry in metadata["skipped"].items():
         print(f"skipped: {entry['documents']:,} {reason} (first: {entry['first']})")

@@ -334,7 +334,7 @@ def _write_part(
 ) -> dict[str, int]:
     """Join finished and missing blocks to the files of one part, and return its sizes."""
     folder.mkdir()
-    sizes = {"documents": 0, "tokens": 0, "longest_document": 0}
+    sizes = {"documents": 0, "tokens": 0}
     with (
         (folder / "tokens.bin").open("wb") as tokens,
         (folder / "offsets.bin").open("wb") as offsets,
@@ -360,7 +360,6 @@ def _write_part(
             origins.write("".join(json.dumps(document.origin) + "\n" for document in own).encode())
             sizes["documents"] += len(own)
             sizes["tokens"] = int(ends[-1])
-            sizes["longest_document"] = max(sizes["longest_document"], int(block["lengths"].max()))
             progress.update(len(own))
 
 

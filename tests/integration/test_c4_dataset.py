@@ -25,7 +25,7 @@ from fabrics.data import token_store
 from fabrics.data.c4 import c4_documents
 from fabrics.data.dataset_loader import task_data
 from fabrics.data.documents import DatasetError, document_hash
-from fabrics.data.examples import Examples
+from fabrics.data.examples import PackedSequences
 from fabrics.data.token_store import TokenisedPart, TokenisedSet, encode
 from fabrics.models.model_family import build_model
 from fabrics.pool.eval_tool import evaluate
@@ -36,19 +36,6 @@ ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 
 # The check
-
-
-class Beginning:
-    """The first few of some examples."""
-
-    def __init__(self, examples: Examples, count: int):
-        self._examples, self._count = examples, min(count, len(examples))
-
-    def __len__(self) -> int:
-        return self._count
-
-    def batch(self, indices, device):
-        return self._examples.batch(indices, device)
 
 
 def part_documents(part: TokenisedPart, count: int | None = None):
@@ -105,7 +92,7 @@ def check(config: Config) -> list[str]:
     model = build_model(
         config.model_type, config.model_config, data.tokenizer, config.sequence_length, config.training_seed
     )
-    validation = Beginning(data.validation, 64)
+    validation = PackedSequences(documents.validation.packed(config.sequence_length)[:64])
     result = evaluate(model.eval(), validation, "causal_lm", config.eval_batch_size, CPU)
     state = "pretrained" if config.model_config.get("pretrained") is True else "untrained"
     print(f"perplexity of the {state} model on {len(validation)} validation sequences: {result.metric:.2f}")

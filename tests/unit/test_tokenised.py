@@ -93,7 +93,6 @@ def test_a_set_holds_every_token_and_origin_of_every_document(tokenizer, tmp_pat
     assert fingerprint(documents.tokenizer) == fingerprint(tokenizer)
     sizes = documents.metadata["parts"]["train"]
     assert (sizes["documents"], sizes["tokens"]) == (200, len(documents.train.tokens))
-    assert sizes["longest_document"] == documents.train.lengths.max()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["set"]
 
 
