@@ -116,18 +116,11 @@ def test_data_that_one_process_cannot_load_stops_all(loading):
 
 def test_other_data_on_one_process_stops_all(loading):
     more = tiny_data(train=97)
-    loading(c4=lambda rank: more if rank == 1 else DATA)
-    (line,) = set(refusals(2, load))
-    assert line.startswith(
-        "the processes have different data: training examples: 96 on rank 0, 97 on rank 1; contents: "
-    )
-
-
-def test_equally_many_but_other_examples_stop_all(loading):
     swapped = dataclasses.replace(DATA, train=type(DATA.train)(DATA.train._tokens[::-1]))
-    loading(c4=lambda rank: swapped if rank == 1 else DATA)
-    (line,) = set(refusals(2, load))
-    assert line.startswith("the processes have different data: contents: ")
+    for other, named in ((more, "training examples: 96 on rank 0, 97 on rank 1; contents: "), (swapped, "contents: ")):
+        loading(c4=lambda rank, other=other: other if rank == 1 else DATA)
+        (line,) = set(refusals(2, load))
+        assert line.startswith(f"the processes have different data: {named}")
 
 
 def test_equally_large_but_other_shares_stop_all(loading):

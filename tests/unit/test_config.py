@@ -62,9 +62,11 @@ import torch
 def refuse(*_, **__):
     raise AssertionError("CUDA was initialised too early")
 torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = refuse
-import training_logs.recording.recorder
-from fabrics.config_checks import CHECKS
-from utils.config.reading import load_config
+from run import fast_imports
+with fast_imports():
+    import training_logs.recording.recorder
+    from fabrics.config_checks import CHECKS
+    from utils.config.reading import load_config
 load_config("config.yaml", ["CUDA_VISIBLE_DEVICES=1"], CHECKS)
 """
     programs.run("-c", program, fresh=True)
