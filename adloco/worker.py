@@ -185,6 +185,7 @@ class Worker:
         self._optimizer = optimizer
         self._scaler = scaler
         self._model = FlatModel(model, next(model.parameters()).device)
+        self._gradients = self._model.views(self._model.gradient)
         self._method = method_of(self._config, self._model)
         _check_method(self._method, method, optimizer, self._config, self.workers)
         if scaler is not None and self._method.capabilities.exchanges_gradients:
@@ -417,7 +418,7 @@ class Worker:
 
     def _rebind_gradients(self) -> None:
         """Let the parameters' gradients be views of the flat one again, after a user's zero_grad has removed them."""
-        views = self._model.views(self._model.gradient)
+        views = self._gradients
         first, view = next(iter(views.items()))
         if first.grad is None or first.grad.data_ptr() != view.data_ptr():
             for parameter, place in views.items():
