@@ -19,7 +19,7 @@ from fabrics.data.c4 import local_source
 from fabrics.data.documents import DatasetError, Document, Skipped, Source, document_hash
 from fabrics.data.held_out import split
 from fabrics.data.python_docs import python_docs_source, python_documents
-from fabrics.data.token_store import Recipe, encode, open_tokenised, tokenised
+from fabrics.data.token_store import Recipe, content_digest, encode, open_tokenised, tokenised
 from fabrics.data.tokenization import END_OF_TEXT, fingerprint, train_tokenizer, vocabulary_size
 from tests.support.helpers import without_privileges
 from tests.support.programs import LIMIT_SECONDS, wait_until
@@ -94,6 +94,9 @@ def test_a_set_holds_every_token_and_origin_of_every_document(tokenizer, tmp_pat
     sizes = documents.metadata["parts"]["train"]
     assert (sizes["documents"], sizes["tokens"]) == (200, len(documents.train.tokens))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["set"]
+    digest = content_digest([documents.train], tokenizer)
+    assert digest != content_digest([documents.train.first(199)], tokenizer)
+    assert digest != content_digest([documents.train], word_tokenizer(a=1))
 
 
 def test_special_tokens_that_a_text_spells_out_are_text(tokenizer):
