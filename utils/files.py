@@ -57,9 +57,15 @@ def write_folder_atomically(path: Path, write: Callable[[Path], None]) -> None:
         new = temporary / "new"
         new.mkdir()
         write(new)
+        old = temporary / "old"
         if path.exists():
-            os.replace(path, temporary / "old")
-        os.replace(new, path)
+            os.replace(path, old)
+        try:
+            os.replace(new, path)
+        except OSError:
+            if old.exists():
+                os.replace(old, path)
+            raise
     finally:
         shutil.rmtree(temporary)
 

@@ -1,6 +1,7 @@
 """Damage to the files of a run: no completed work is lost, no wrong data is used, and one line names the damage."""
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -28,6 +29,7 @@ from training_logs.showing.run_data import RunFolderError
 from utils.checkpoint.checkpoint import Checkpoints, newest_checkpoint
 from utils.checkpoint.run_lock import lock_run
 from utils.distributed.processes import LocalProcesses
+from utils.files import write_folder_atomically
 
 ROUNDS = 3
 NEWEST = f"checkpoints/round_{ROUNDS:05d}"
@@ -459,6 +461,23 @@ def test_a_disk_without_room_for_the_data_is_one_error(tmp_path):
     assert errors.getvalue().splitlines()[-1].startswith("error: cache_dir: cannot write ")
     assert not (tmp_path / "logs").exists()
     assert program.main(["--config", str(config)]) == 0
+
+
+def test_models_that_cannot_be_replaced_are_kept(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    write_folder_atomically(folder, lambda new: (new / "weights").write_text("old"))
+    replace = os.replace
+
+    def without_room(source: Path, target: Path) -> None:
+        if source.name == "new":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", without_room)
+    with pytest.raises(OSError, match="No space left"):
+        write_folder_atomically(folder, lambda new: (new / "weights").write_text("new"))
+    assert (folder / "weights").read_text() == "old"
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 # The clock
