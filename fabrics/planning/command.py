@@ -1,6 +1,7 @@
-"""`python run.py --plan`: its options, and the estimate as text."""
+"""`python run.py --plan`: its options, and the estimate as text or JSON."""
 
 import argparse
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -64,11 +65,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for name, (metavar, parse, meaning) in OPTIONS.items():
         action = "append" if name == "link" else "store"
         group.add_argument(f"--{name}", metavar=metavar, type=parse, help=meaning, action=action)
+    group.add_argument("--json", action="store_true", default=None, help="print JSON instead of text")
 
 
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Exit with a message if an option of --plan is given without it."""
-    for name in OPTIONS:
+    for name in (*OPTIONS, "json"):
         if getattr(options, name.replace("-", "_")) is not None and not options.plan:
             parser.error(f"--{name} needs --plan")
 
@@ -78,12 +80,16 @@ def print_plan(options: argparse.Namespace) -> None:
     from fabrics.config_checks import CHECKS
     from fabrics.planning.estimate import Resources, estimate
     from utils.config.reading import load_config
+    from utils.files import json_text
     from utils.run_layout import default_config
 
     logging.getLogger("adloco").setLevel(logging.WARNING)
     config, warnings = load_config(options.config or default_config(), options.overrides, CHECKS)
     resources = Resources(options.devices, options.device_memory, options.tflops, tuple(options.link or ()))
     found = estimate(config, resources)
+    if options.json:
+        print(json_text(dataclasses.asdict(found)), end="")
+        return
     for line in (*_lines(found, config), *(f"warning: {warning}" for warning in warnings)):
         print(line)
 

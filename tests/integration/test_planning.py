@@ -1,6 +1,7 @@
 """`--plan`: estimates equal short runs and numbers computed by hand; a run that does not fit is refused."""
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,10 @@ def test_the_command(capsys):
     said = capsys.readouterr().out
     assert "sending over 1Gb/s,20ms: " in said
     assert said.index("assumptions:") > said.index("sending over")
+    assert program.main(["--plan", "--link=1Gb/s,20ms", "--tflops=0.1", "--json", *small]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["ranges"]["tokens"][0] >= 20000
+    assert f"{plan['parameters']:,} parameters" in said
 
 
 def test_a_run_that_does_not_fit_is_refused_in_one_line(capsys):
