@@ -2,7 +2,8 @@
 
 `Cluster.run_round` is one round. Decisions are pure functions in `algorithms`; the work on a model is in `trainers`; an
 observer records what happens. Every process of a run has a cluster and takes the same decisions, because all processes
-gather the same reports once per round. Tensors, and the work on them, are divided over the processes.
+gather the same reports once per round, before its decisions. Tensors, and the work on them, are divided over the
+processes.
 """
 
 import dataclasses

@@ -255,7 +255,8 @@ class Trainer:
         """Merge other trainers into this one, the representative, and return the bytes that arrive at nodes.
 
         Parameters and outer momentum become averages with these weights, which sum to 1; data subsets are united. The
-        requested batch, statistics and workers stay the representative's (AdLoCo, section 3, step 7).
+        requested batch, statistics and workers stay the representative's (AdLoCo, section 3, step 7). The others'
+        optimizer states, halvings and counters end.
         """
         groups = [other.worker_group for other in others]
         sent = self.worker_group.absorb(groups, [weights[trainer.id] for trainer in (self, *others)])

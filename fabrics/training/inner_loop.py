@@ -104,7 +104,7 @@ class InnerLoop:
     def _step(self) -> None:
         """Make one inner step: the gradient over all micro-batches, its statistics in the first step, the update."""
         assignment = self._assignment
-        # All workers have the same parameters in the first step only. A single example has no variance.
+        # Workers with a shared start have the same parameters in the first step only. One example has no variance.
         probe = self.done == 0 and assignment.statistics.probed_parts > 0 and self._plan.effective_batch > 1
         indices = assignment.read(assignment.offsets[self.done], self._plan.effective_batch)
         self._plan, loss, probes = self._accumulate(self._plan, indices, probe)
@@ -178,7 +178,13 @@ class InnerLoop:
     # Problems of one worker
 
     def _smaller_plan(self, plan: ExecutionPlan) -> ExecutionPlan:
-        """Halve the node's max batch, for good, and return a plan of the same examples that respects it."""
+        """Return a plan of the same examples in smaller micro-batches.
+
+        The node's max batch is halved, for good, until it is below the largest micro-batch of `plan`.
+
+        Raises:
+            TrainingError: one example does not fit.
+        """
         node = self.worker.node
         devices = self._model.shard_group.size
         if node.device.type == "cuda":

@@ -29,7 +29,10 @@ class TrainingError(RuntimeError):
 
 
 class NodeFailedError(RuntimeError):
-    """A node has failed for good; its trainer continues with the others."""
+    """A node has failed for good; its trainer continues with the others.
+
+    Raised by code that knows the device, such as a plugin's model or a driver; the framework itself never raises it.
+    """
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Assignment:
         offsets: where the worker's examples of each active step begin.
         probe: draws the indices of the probe batch, for statistics when an inner step has too few examples.
         key: seeds dropout.
-        statistics: taken at the first inner step, where all workers have the same parameters.
+        statistics: taken at the first inner step, where workers with a shared start have the same parameters.
     """
 
     plan: ExecutionPlan

@@ -111,8 +111,8 @@ class WorkerGroup:
         """Let these nodes work from now on, and return the bytes that arrive at them.
 
         Workers keep their state as far as there are nodes for them, wherever those are. A new worker, and one whose
-        state is lost, begins with the optimizer state of the first worker. Surplus workers end. A node that rested and
-        takes part again receives the trainer's tensors.
+        state is lost, begins with the optimizer state of the first healthy worker, or with a new one if none is
+        healthy. Surplus workers end. A node that rested and takes part again receives the trainer's tensors.
 
         Args:
             participants: numbers of the workers that take part in the next round.
