@@ -249,7 +249,6 @@ def test_a_tracker_holds_the_round_log_value_by_value(programs, folder, tmp_path
     words = "".join(found.texts)
     for merge in run.merges:
         assert f"merge after round {merge.outer_step}: trainer " in words
-    assert "prompt: e" in words
     assert float(found.config["ETA"]) == 0.3
 
 
