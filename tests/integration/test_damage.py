@@ -291,9 +291,9 @@ def test_a_damaged_log_is_reported(stopped, capsys, name, damage):
 
 
 @pytest.mark.parametrize("name", ["training_log.log", "model_training_report/summary.json"])
-@pytest.mark.parametrize("damage", ["junk", "deleted"])
+@pytest.mark.parametrize("damage", ["junk", "deleted", "nested"])
 def test_a_run_goes_on_without_what_it_does_not_need(whole, stopped, name, damage):
-    DAMAGE[damage](stopped / name)
+    (DAMAGE | {"nested": nested})[damage](stopped / name)
     assert resume(stopped) == 0
     assert warnings_of(stopped) == []
     assert_same_run(stopped, whole)

@@ -229,6 +229,7 @@ def test_a_foreign_folder_uploads_no_file_outside_itself(folder, tmp_path):
     (analysis / log_processor.ANALYSIS_SUMMARY).write_text('{"config": {}}')
     (analysis / "errors.png").symlink_to(secret)
     listener = Listener(tmp_path)
+    listener.figure = listener.artifact
     log_processor.send_analysis(analysis, listener)
     assert listener.calls == ["gradient analysis", "completed"]
 

@@ -187,5 +187,5 @@ def _short(sha256: str | None) -> str:
 def _read(summary: Path) -> list[dict]:
     try:
         return list(json.loads(summary.read_text(encoding="utf-8"))["invocations"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
