@@ -177,7 +177,7 @@ class Cluster:
         # The work of this process, and the reports of all processes.
         local_steps = self._local_steps(splits, schedule)
         observer.on_round_start(round_number, schedule.progress_before, local_steps)
-        self.processes.begin_round(round_number, local_steps, self._passes)
+        self.processes.watch_round(round_number, local_steps, self._progress)
         trained = self._train(splits, schedule, partial(self._on_step, observer))
         evaluated = self._evaluate_locally(self.trainers) if evaluates else LocalEvaluation({}, 0.0)
         report = ProcessReport(trained, evaluated, memory_use(self.devices), checkpoint_policy.vote())
@@ -260,10 +260,11 @@ class Cluster:
         return trained
 
     def _on_step(self, observer: Observer) -> None:
-        self.processes.step()
+        self.processes.count_step()
         observer.on_step()
 
-    def _passes(self) -> int:
+    def _progress(self) -> int:
+        """A number that changes with every forward pass of this process."""
         return sum(model.passes for model in self.models.values())
 
     def _conclude(

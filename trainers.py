@@ -148,7 +148,7 @@ class Trainer:
         parameters stay. In a process without a worker nothing is done, and None returned.
         """
         group = self.worker_group
-        group.begin_round(split.examples_each(schedule.inner_steps))
+        group.note_weights(split.examples_each(schedule.inner_steps))
         if not self.workers:
             return None
         started = time.perf_counter()
@@ -156,6 +156,7 @@ class Trainer:
         outer_round = OuterRound(self._config, group, split, self.assignments(split, schedule), on_step)
         outer_round.run()
         records = outer_round.records()
+        # Only those of this process, for the evaluation; all are known in `end_round`.
         group.lost = frozenset(index for index, record in records.items() if record.left_out)
         vectors = {index: loop.vector for index, loop in outer_round.loops.items()}
         records = compare_workers(group, statistics, records, vectors)
@@ -176,7 +177,7 @@ class Trainer:
         warnings = self._warnings(workers)
         if all(worker.left_out for worker in workers.values()) and not all(w.failed for w in workers.values()):
             warnings.append(self._halve_learning_rate())
-        if self.batch.tests_after(self.rounds + 1):
+        if self.batch.measures(self.rounds + 1):
             samples, between, problem = samples_for_test(self._config, workers)
         else:
             samples, between, problem = [], None, None
@@ -213,7 +214,7 @@ class Trainer:
         return split.assignments(learning_rates, self._round_key, self._plan_statistics(split))
 
     def _plan_statistics(self, split: WorkSplit) -> StatisticsPlan:
-        return plan_statistics(self._config, len(split.participants), self.batch.tests_after(self.rounds + 1))
+        return plan_statistics(self._config, len(split.participants), self.batch.measures(self.rounds + 1))
 
     @property
     def _round_key(self) -> RoundKey:
@@ -278,7 +279,7 @@ class Trainer:
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the tensors of this process by reference, in groups named by trainer and worker.
 
-        The trainer's own are in the process of worker 0. All processes ask together.
+        The process of worker 0 gives the trainer's own tensors. All processes call this together.
         """
         self.worker_group.refresh()
         groups = {f"trainer_{self.id}_worker_{index}": worker.state_dict() for index, worker in self.workers.items()}

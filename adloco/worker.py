@@ -312,7 +312,7 @@ class Worker:
         self._model.gradient.zero_()
         read = self._cursor.readings(self.workers)[0].places
         plan = current.plan
-        statistics = plan_statistics(self._config, self.workers, self._control.tests_after(self.rounds + 1))
+        statistics = plan_statistics(self._config, self.workers, self._control.measures(self.rounds + 1))
         probed = current.step == 0 and statistics.probed_parts > 0
         sample = min(self._config.statistics_batch_size, examples // self.workers)
         if probed and plan.effective_batch < sample:
@@ -528,7 +528,7 @@ class Worker:
         """Count what was sent, and ask the batch test for the next request."""
         current = self._round
         own = WorkerRound(self.index, current.plan, [], [], current.samples, 0.0, self._config.max_batch_size)
-        statistics = plan_statistics(self._config, self.workers, self._control.tests_after(self.rounds + 1))
+        statistics = plan_statistics(self._config, self.workers, self._control.measures(self.rounds + 1))
         record = compare_workers(self._group_links(), statistics, {self.index: own}, {self.index: current.vector})[
             self.index
         ]
@@ -537,7 +537,7 @@ class Worker:
             self.bytes_communicated += sent
         records = self._gather(record)
         samples, between, warning = samples_for_test(self._config, dict(enumerate(records)))
-        if not self._control.tests_after(self.rounds + 1):
+        if not self._control.measures(self.rounds + 1):
             samples = []
         largest = self._config.max_requested_batch or self._examples
         _, problem = self._control.conclude(samples, between, current.batch, 0.0, largest)

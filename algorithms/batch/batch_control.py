@@ -62,8 +62,8 @@ class BatchControl:
         """True if a batch test or a schedule may change the request."""
         return self._test is not None or bool(self._settings.schedule)
 
-    def tests_after(self, round_number: int) -> bool:
-        """Return whether a batch test follows this round, counted from 1."""
+    def measures(self, round_number: int) -> bool:
+        """Return whether this round, counted from 1, takes gradient statistics."""
         return self._test is not None and round_number >= self._settings.first_round
 
     def conclude(

@@ -293,8 +293,8 @@ class _Run:
         def sent(workers: int, number: int) -> float:
             if not method.capabilities.one_exchange:
                 return 0
-            tested = BATCH_TESTS[config.sampling_method] is not None and number >= config.batch_test_start
-            return round_bytes(config, method, self.model, workers, tested)
+            measures = BATCH_TESTS[config.sampling_method] is not None and number >= config.batch_test_start
+            return round_bytes(config, method, self.model, workers, measures)
 
         given = 1 + sum(name not in method.capabilities.copies for name in method.state)
         return ExchangeSizes(sent, given * self.flat_bytes, self.trainer_bytes + self.moment_bytes)

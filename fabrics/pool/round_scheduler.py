@@ -202,7 +202,7 @@ def exchange_sizes(config: Config, trainer: "Trainer") -> ExchangeSizes:
     group = trainer.worker_group
 
     def sent(workers: int, number: int) -> int:
-        return round_bytes(config, group.method, group.first_model, workers, trainer.batch.tests_after(number))
+        return round_bytes(config, group.method, group.first_model, workers, trainer.batch.measures(number))
 
     return ExchangeSizes(
         round=sent,

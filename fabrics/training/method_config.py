@@ -23,10 +23,10 @@ def method_of(config: Config, model: FlatModel | None = None) -> Method:
     return found
 
 
-def round_bytes(config: Config, method: Method, model: FlatModel, workers: int, tested: bool) -> int:
+def round_bytes(config: Config, method: Method, model: FlatModel, workers: int, measures: bool) -> int:
     """Return the bytes that the workers of a trainer together send in a round of one exchange.
 
-    tested: whether a batch test follows the round, which may compare the workers' gradients.
+    measures: whether the round takes gradient statistics, for which workers may send gradients.
     """
     encoding = COMMUNICATION_DTYPES[config.communication_dtype]
     elements = model.parameter_count
@@ -34,7 +34,7 @@ def round_bytes(config: Config, method: Method, model: FlatModel, workers: int, 
     mean = encoding.reduction_bytes(workers, elements, dtype)
     message = encoding.sent_bytes(elements, dtype)
     exchanged = method.bytes_per_round(workers, mean, message, model.blocks, dtype)
-    return round(exchanged) + plan_statistics(config, workers, tested).sent_bytes(workers, elements, dtype)
+    return round(exchanged) + plan_statistics(config, workers, measures).sent_bytes(workers, elements, dtype)
 
 
 def check_state(config: Config, model: FlatModel) -> None:

@@ -55,6 +55,7 @@ class OuterRound:
             shared=workers.shared,
             values=dict(workers.values),
             weights=[weight / sum(weights) for weight in weights],
+            # For methods with simulated times, and for methods that exchange gradients.
             clock=_clock(config, workers, split, inner_steps),
             inner=Inner(config.weight_decay, self._update_shared, first.learning_rates[0]),
             outer=workers.outer,

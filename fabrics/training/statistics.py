@@ -71,9 +71,9 @@ def probes_examples(config: Config) -> bool:
     return BATCH_TESTS[config.sampling_method] is not None and config.statistics_estimator == "per_example"
 
 
-def plan_statistics(config: Config, workers: int, tested: bool) -> StatisticsPlan:
-    """Return the statistics of a round with this number of workers; tested: whether a batch test follows it."""
-    if not tested:
+def plan_statistics(config: Config, workers: int, measures: bool) -> StatisticsPlan:
+    """Return the statistics of a round with this number of workers; measures: whether it takes any."""
+    if not measures:
         return StatisticsPlan()
     if config.compares_devices:
         return StatisticsPlan(probed_parts=1)

@@ -25,7 +25,7 @@ from utils.distributed.reductions import Mean, Messages, Workers
 class WorkerGroup:
     """The workers of one trainer, and the trainer's tensors.
 
-    In every round `assign` gives the workers their nodes, `begin_round` notes their weights, the method exchanges
+    In every round `assign` gives the workers their nodes, `note_weights` keeps their weights, the method exchanges
     tensors through `mean` and `messages`, and `end_round` takes over what all processes then know. `refresh` brings the
     parameters up to date for evaluation and checkpoints. `absorb` is a merge.
 
@@ -251,8 +251,8 @@ class WorkerGroup:
         travel = in_steps(self.server_seconds(self.parameter_count), step_seconds)
         return self.method.active_steps(own_steps, inner_steps, self.values, travel)
 
-    def begin_round(self, weights: Sequence[float]) -> None:
-        """Note the weights of the workers in this round, for means after it."""
+    def note_weights(self, weights: Sequence[float]) -> None:
+        """Keep the weights of the workers in this round, for means after it; in every process."""
         self._weights = list(weights)
 
     def end_round(self, workers: Mapping[int, WorkerRound], values: dict[str, float]) -> None:
@@ -268,6 +268,7 @@ class WorkerGroup:
     def refresh(self) -> None:
         """Update the trainer's parameters from the workers' copies, if these have moved.
 
+        Nothing is done unless the method's capability `averages_copies` is set: other parameters are up to date.
         Every process with a worker takes part. Nothing is counted: this serves evaluation and checkpoints.
         """
         if not (self._weights and self.local and self.method.capabilities.averages_copies):

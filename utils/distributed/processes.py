@@ -160,12 +160,12 @@ class Processes:
             dist.all_gather_object(values, value)
         return values
 
-    def begin_round(self, number: int, steps: int, progress: Callable[[], int]) -> None:
-        """Watch the progress of all processes until the end of the round; see StallWatch.begin_round."""
+    def watch_round(self, number: int, steps: int, progress: Callable[[], int]) -> None:
+        """Watch, without waiting, that the processes make progress in the round; see StallWatch.begin_round."""
         self._stalls.begin_round(number, steps, progress)
 
-    def step(self) -> None:
-        """Count an inner step of a worker of this process."""
+    def count_step(self) -> None:
+        """Count an inner step of a worker of this process, as progress."""
         self._stalls.step()
 
     def gather_in_round(self, value: T) -> list[T]:
