@@ -36,7 +36,7 @@ class LoCoDL(Method):
     the largest pair of equals that this allows, as independent messages have omega_av = omega / M. Unequal weights of
     workers, and AdamW, are outside the theory.
 
-    A lone worker has nobody to send to: C_m keeps everything, omega = 0. u_m and v are zero at the first inner step
+    A lone worker sends nothing: C_m keeps everything, omega = 0. u_m and v are zero at the first inner step
     after workers join, leave or are lost, and after a merge. Before a merge, and before workers leave, an exchange
     without C_m and with rho = 1 is made: y = y + (1/2) mean_m (x_m - y).
 

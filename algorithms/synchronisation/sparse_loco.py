@@ -21,7 +21,7 @@ class SparseLoCo(Method):
     over those who sent a position, cuts matrices into squares of 64 x 64 and scales every worker's values down to the
     median of their norms. A worker that is left out starts with e_m = 0 again.
 
-    A lone worker has nobody to send to: s_m = e_m. The paper has no merges: before one, and before workers leave,
+    A lone worker sends nothing: s_m = e_m. The paper has no merges: before one, and before workers leave,
     x = x - lr mean_m e_m, sent exactly, and e_m = 0.
 
     Attributes:

@@ -2,8 +2,8 @@
 
 A set is a folder; c4/guide.md describes its files. Documents are kept whole, so one set serves every sequence length.
 Every block of documents is first written to a file of its own in <name>.partial, so an interrupted program repeats one
-block at most. A complete set is renamed to <name>. Whoever opens it verifies the checksums of all files, except within
-`verified_sets`: the processes of a machine leave that to its first.
+block at most. A complete set is renamed to <name>. A process that opens it verifies the checksums of all files, except
+within `verified_sets`: the processes of a machine leave that to its first.
 """
 
 import contextlib

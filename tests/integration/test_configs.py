@@ -171,7 +171,7 @@ def test_code_is_real_and_has_no_docstring(samples):
 
 
 def prose(seed: int, words: int = 45) -> str:
-    """So many words that no other seed has in this order; more than 200 characters."""
+    """Words in an order that no other seed has; more than 200 characters."""
     draw = random.Random(seed)
     return " ".join("".join(draw.choices("abcdefghij", k=draw.randint(4, 9))) for _ in range(words))
 

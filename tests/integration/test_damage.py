@@ -357,7 +357,7 @@ def test_a_run_that_trains_keeps_its_folder_when_the_same_run_is_started_again(t
 
 
 def broken_after(monkeypatch, rounds: int, fault: Callable[[], object]) -> None:
-    """Let something happen to the disk when so many rounds of a run are done."""
+    """Let something happen to the disk after this number of rounds of a run."""
     run_round = Cluster.run_round
 
     def run_then_break(self, *arguments):

@@ -1,7 +1,7 @@
 """Run a program that is killed: tests/support/killed.py FOLDER FILES MICROSECONDS SCRIPT [ARGUMENTS].
 
-When SCRIPT has opened, renamed, removed or made so many files and folders in FOLDER, the kernel kills it so many
-microseconds later (SIGALRM without a handler). The number of files does not depend on the speed of the machine.
+When SCRIPT has opened, renamed, removed or made FILES files and folders in FOLDER, the kernel kills it MICROSECONDS
+later (SIGALRM without a handler). The number of files does not depend on the speed of the machine.
 """
 
 import os

@@ -128,11 +128,11 @@ def test_nodes_are_idle_only_if_no_trainer_has_use_for_them(requests, count, sma
 
 
 def test_workers_keep_their_state_and_new_ones_copy_that_of_the_first():
-    nobody = frozenset()
-    assert hand_overs((), (0, 1), nobody) == []
-    assert hand_overs((0, 1, 2), (0, 1), nobody) == []  # surplus workers end
-    assert hand_overs((0, 1), (0, 1, 5, 6), nobody) == [HandOver(0, 0, {2: 5, 3: 6}, whole=False)]
-    assert hand_overs((0, 1), (7, 1), nobody) == [HandOver(0, 0, {0: 7}, whole=True)]
+    nothing_lost = frozenset()
+    assert hand_overs((), (0, 1), nothing_lost) == []
+    assert hand_overs((0, 1, 2), (0, 1), nothing_lost) == []  # surplus workers end
+    assert hand_overs((0, 1), (0, 1, 5, 6), nothing_lost) == [HandOver(0, 0, {2: 5, 3: 6}, whole=False)]
+    assert hand_overs((0, 1), (7, 1), nothing_lost) == [HandOver(0, 0, {0: 7}, whole=True)]
     assert hand_overs((0, 1, 2), (0, 1, 2), frozenset({0})) == [HandOver(1, 1, {0: 0}, whole=False)]
     assert hand_overs((0, 1), (0, 1, 2), frozenset({0, 1})) == []
 

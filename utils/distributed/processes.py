@@ -96,7 +96,7 @@ class Processes:
             devices: the devices that this process may use.
             nodes_per_device: nodes on each of them.
             in_order: sum means in worker order, so that bits do not depend on the number of processes.
-            devices_per_node: size of a shard group. So many processes with consecutive ranks own nodes together; each
+            devices_per_node: size of a shard group: the processes with consecutive ranks that own nodes together; each
                 exchanges tensors with the process at its place in the other shard groups.
             timeout_minutes: longest wait for another process within a round.
 
