@@ -369,7 +369,7 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
     code = 1
     ended_by = None
     try:
-        with StopRequest(processes.is_main) as stop:
+        with StopRequest(speaks=processes.is_main) as stop:
             evaluations = cluster.train(recorder, folder, stop)
         models = cluster.save_models(models_folder, recorder)
         if cluster.stopped:

@@ -42,7 +42,7 @@ MAX_HALVINGS = 3
 class TrainedRound:
     """One process's part of a trainer's round; events and values are the same in every process."""
 
-    workers: dict[int, WorkerRound]  # the participants of the process, by number
+    records: dict[int, WorkerRound]  # the participants of the process, by number
     events: tuple[Event, ...]
     values: dict[str, float]  # of the method
     seconds: float
@@ -50,9 +50,9 @@ class TrainedRound:
     @classmethod
     def join(cls, parts: Sequence["TrainedRound"]) -> "TrainedRound":
         """Return the whole round; parts: of all processes that have a worker of the trainer."""
-        workers = {index: worker for part in parts for index, worker in part.workers.items()}
+        records = {index: record for part in parts for index, record in part.records.items()}
         seconds = max(part.seconds for part in parts)
-        return cls(dict(sorted(workers.items())), parts[0].events, parts[0].values, seconds)
+        return cls(dict(sorted(records.items())), parts[0].events, parts[0].values, seconds)
 
 
 class Trainer:
@@ -65,7 +65,7 @@ class Trainer:
         models: the flat model of each device of this process; the first device keeps the trainer's tensors.
 
     Attributes:
-        batch: its requested batch, and the statistics behind it.
+        batch_control: its requested batch, and the statistics behind it.
         worker_group: its workers and tensors.
         halvings: how often its learning rate was halved.
     """
@@ -82,10 +82,10 @@ class Trainer:
     ):
         self.id = trainer_id
         self.cursor = cursor
-        self.batch = batch_control(config)
+        self.batch_control = batch_control(config)
         self.worker_group = WorkerGroup(config, parameters, models, processes)
-        self.inner_steps = 0
-        self.tokens = 0
+        self.inner_steps_done = 0
+        self.tokens_done = 0  # over all workers
         self.rounds = 0
         self.halvings = 0
         self._config = config
@@ -94,7 +94,7 @@ class Trainer:
     @property
     def requested_batch(self) -> int:
         """The requested batch, in examples over all workers."""
-        return self.batch.requested_batch
+        return self.batch_control.requested_batch
 
     @property
     def largest_request(self) -> int:
@@ -147,23 +147,25 @@ class Trainer:
         Workers whose parameters are no longer finite, or whose node failed, are left out of the mean. If all are, the
         parameters stay. In a process without a worker nothing is done, and None returned.
         """
-        group = self.worker_group
-        group.note_weights(split.examples_each(schedule.inner_steps))
+        worker_group = self.worker_group
+        worker_group.note_weights(split.examples_each(schedule.inner_steps))
         if not self.workers:
             return None
         started = time.perf_counter()
-        statistics = self._plan_statistics(split)
-        outer_round = OuterRound(self._config, group, split, self.assignments(split, schedule), on_step)
+        statistics_plan = self._plan_statistics(split)
+        assignments = self.assignments(split, schedule)
+        outer_round = OuterRound(self._config, worker_group, split, self._round_key, assignments, on_step)
         outer_round.run()
         records = outer_round.records()
         # Only those of this process, for the evaluation; all are known in `end_round`.
-        group.lost = frozenset(index for index, record in records.items() if record.left_out)
+        worker_group.lost = frozenset(index for index, record in records.items() if record.left_out)
         vectors = {index: loop.vector for index, loop in outer_round.loops.items()}
-        records = compare_workers(group, statistics, records, vectors)
-        workers = len(split.participants)
-        sent = statistics.sent_bytes(workers, group.parameter_count, group.dtype)
+        records = compare_workers(worker_group, statistics_plan, records, vectors)
+        worker_count = len(split.participants)
+        sent = statistics_plan.sent_bytes(worker_count, worker_group.parameter_count, worker_group.dtype)
         if sent:
-            outer_round.events.append(Event("statistics", schedule.inner_steps, sent / workers, sent / workers))
+            sent_each = sent / worker_count
+            outer_round.events.append(Event("statistics", schedule.inner_steps, sent_each, sent_each))
         return TrainedRound(records, tuple(outer_round.events), outer_round.group.values, time.perf_counter() - started)
 
     def conclude_round(self, split: WorkSplit, schedule: RoundSchedule, trained: TrainedRound) -> RoundReport:
@@ -172,30 +174,32 @@ class Trainer:
         Raises:
             TrainingError: all workers diverged once more than the learning rate may be halved.
         """
-        workers = trained.workers
+        records = trained.records
         requested = self.requested_batch
-        warnings = self._warnings(workers)
-        if all(worker.left_out for worker in workers.values()) and not all(w.failed for w in workers.values()):
+        warnings = self._warnings(records)
+        all_left_out = all(record.left_out for record in records.values())
+        all_failed = all(record.failed for record in records.values())
+        if all_left_out and not all_failed:
             warnings.append(self._halve_learning_rate())
-        if self.batch.measures(self.rounds + 1):
-            samples, between, problem = samples_for_test(self._config, workers)
+        if self.batch_control.measures(self.rounds + 1):
+            samples, between, problem = samples_for_test(self._config, records)
         else:
             samples, between, problem = [], None, None
-        statistics, doubt = self.batch.conclude(
-            samples, between, split.batch, schedule.progress_after, self.largest_request
+        statistics, doubt = self.batch_control.conclude(
+            samples, between, split.effective_batch, schedule.progress_after, self.largest_request
         )
         examples = split.examples_each(schedule.inner_steps)
         tokens = split.tokens(schedule.inner_steps)
         self.cursor.advance(examples)
-        self.inner_steps += schedule.inner_steps
-        self.tokens += tokens
+        self.inner_steps_done += schedule.inner_steps
+        self.tokens_done += tokens
         self.rounds += 1
-        self.worker_group.end_round(workers, trained.values)
+        self.worker_group.end_round(records, trained.values)
         return RoundReport(
             trainer=self.id,
             requested_batch=requested,
             next_requested_batch=self.requested_batch,
-            workers=workers,
+            workers=records,
             statistics=statistics,
             inner_steps=schedule.inner_steps,
             examples=sum(examples),
@@ -208,20 +212,22 @@ class Trainer:
     def assignments(self, split: WorkSplit, schedule: RoundSchedule) -> dict[int, Assignment]:
         """Return the work of each participant in the round, by number."""
         tokens = split.tokens(schedule.inner_steps) if self._config.warmup_tokens else 0
-        factors = learning_rate_schedule(self._config).factors(schedule, self.inner_steps, self.tokens, tokens)
+        factors = learning_rate_schedule(self._config).factors(
+            schedule, self.inner_steps_done, self.tokens_done, tokens
+        )
         base = base_learning_rate(self._config) * 0.5**self.halvings
         learning_rates = [base * factor for factor in factors]
         return split.assignments(learning_rates, self._round_key, self._plan_statistics(split))
 
     def _plan_statistics(self, split: WorkSplit) -> StatisticsPlan:
-        return plan_statistics(self._config, len(split.participants), self.batch.measures(self.rounds + 1))
+        return plan_statistics(self._config, len(split.participants), self.batch_control.measures(self.rounds + 1))
 
     @property
     def _round_key(self) -> RoundKey:
         return RoundKey(self._config.training_seed, self.id, 0, self.rounds)
 
-    def _participants(self, workers: int) -> tuple[int, ...]:
-        return draw_participants(self._config.participants, self._round_key, workers)
+    def _participants(self, worker_count: int) -> tuple[int, ...]:
+        return draw_participants(self._config.participants, self._round_key, worker_count)
 
     def _warnings(self, workers: Mapping[int, WorkerRound]) -> list[str]:
         place = f"round {self.rounds + 1}"
@@ -267,11 +273,11 @@ class Trainer:
     def state_dict(self) -> dict:
         """Return the plain values on which the trainer's future depends; its tensors are in `tensors`."""
         return {
-            "batch": self.batch.state_dict(),
+            "batch": self.batch_control.state_dict(),
             "cursor": self.cursor.state_dict(),
             "workers": self.worker_group.state_dict(),
-            "inner_steps": self.inner_steps,
-            "tokens": self.tokens,
+            "inner_steps": self.inner_steps_done,
+            "tokens": self.tokens_done,
             "rounds": self.rounds,
             "halvings": self.halvings,
         }
@@ -292,10 +298,10 @@ class Trainer:
 
         read: from the name of a group and of a tensor to that tensor.
         """
-        self.batch.load_state_dict(state["batch"])
+        self.batch_control.load_state_dict(state["batch"])
         self.cursor.load_state_dict(state["cursor"])
-        self.inner_steps = state["inner_steps"]
-        self.tokens = state["tokens"]
+        self.inner_steps_done = state["inner_steps"]
+        self.tokens_done = state["tokens"]
         self.rounds = state["rounds"]
         self.halvings = state["halvings"]
         group = f"trainer_{self.id}"

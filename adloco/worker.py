@@ -29,7 +29,7 @@ from algorithms.batch.switch_mode import (
     in_parts,
     only_gradient_accumulation,
 )
-from algorithms.nodes.balance import places
+from algorithms.nodes.balance import slice_offsets
 from algorithms.nodes.traffic import Event
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.encodings.encoding import BFLOAT16, COMMUNICATION_DTYPES, PLAIN
@@ -312,21 +312,21 @@ class Worker:
         self._model.gradient.zero_()
         read = self._cursor.readings(self.workers)[0].places
         plan = current.plan
-        statistics = plan_statistics(self._config, self.workers, self._control.measures(self.rounds + 1))
-        probed = current.step == 0 and statistics.probed_parts > 0
+        statistics_plan = plan_statistics(self._config, self.workers, self._control.measures(self.rounds + 1))
+        probed = current.step == 0 and statistics_plan.probed_parts > 0
         sample = min(self._config.statistics_batch_size, examples // self.workers)
         if probed and plan.effective_batch < sample:
             own = only_gradient_accumulation(sample, self._config.max_batch_size)
             offset = self._config.number_of_inner_steps_between_outers * current.batch + self.index * sample
-            yield from self._pass(in_parts(own, statistics.probed_parts), read(offset, sample), True)
-            self._take_statistics(statistics.compared, sample)
+            yield from self._pass(in_parts(own, statistics_plan.probed_parts), read(offset, sample), True)
+            self._take_statistics(statistics_plan.compared, sample)
             self._model.gradient.zero_()
         examples_of_step = read(current.offsets[current.step], plan.effective_batch)
         probed = probed and plan.effective_batch > 1
-        parts = in_parts(plan, statistics.probed_parts) if probed else plan
+        parts = in_parts(plan, statistics_plan.probed_parts) if probed else plan
         yield from self._pass(parts, examples_of_step, probed)
         if current.step == 0:
-            self._take_statistics(statistics.compared, plan.effective_batch)
+            self._take_statistics(statistics_plan.compared, plan.effective_batch)
         current.ready = True
 
     def _pass(self, plan: ExecutionPlan, indices: np.ndarray, probed: bool) -> Iterator[np.ndarray]:
@@ -448,7 +448,7 @@ class Worker:
         self._round = _Round(
             plan=plans[self.index],
             batch=sum(batches),
-            offsets=places(batches, [range(inner_steps)] * self.workers)[self.index],
+            offsets=slice_offsets(batches, [range(inner_steps)] * self.workers)[self.index],
             stops=tuple(stops),
             group=group,
         )
@@ -528,12 +528,12 @@ class Worker:
         """Count what was sent, and ask the batch test for the next request."""
         current = self._round
         own = WorkerRound(self.index, current.plan, [], [], current.samples, 0.0, self._config.max_batch_size)
-        statistics = plan_statistics(self._config, self.workers, self._control.measures(self.rounds + 1))
-        record = compare_workers(self._group_links(), statistics, {self.index: own}, {self.index: current.vector})[
+        statistics_plan = plan_statistics(self._config, self.workers, self._control.measures(self.rounds + 1))
+        record = compare_workers(self._group_links(), statistics_plan, {self.index: own}, {self.index: current.vector})[
             self.index
         ]
-        if statistics.compared != "nothing" and self.workers > 1:
-            sent = statistics.sent_bytes(self.workers, self._model.parameter_count, self._model.parameters.dtype)
+        if statistics_plan.compared != "nothing" and self.workers > 1:
+            sent = statistics_plan.sent_bytes(self.workers, self._model.parameter_count, self._model.parameters.dtype)
             self.bytes_communicated += sent
         records = self._gather(record)
         samples, between, warning = samples_for_test(self._config, dict(enumerate(records)))

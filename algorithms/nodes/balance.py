@@ -45,7 +45,7 @@ def turns(own: int, inner_steps: int) -> tuple[int, ...]:
     return tuple(-(-number * inner_steps // own) - 1 for number in range(1, own + 1))
 
 
-def places(batches: Sequence[int], workers_turns: Sequence[Sequence[int]]) -> list[list[int]]:
+def slice_offsets(batches: Sequence[int], workers_turns: Sequence[Sequence[int]]) -> list[list[int]]:
     """The offsets, within the examples of a round, at which each worker's slices begin.
 
     Slices follow each other by inner step of the round, and within a step by worker.

@@ -96,7 +96,7 @@ class RoundScheduler:
             return whole_round  # nothing is communicated, and the round costs nothing
         batch = sum(split.examples(whole_round) for split in splits) / whole_round
         exponent = 0.0
-        if any(trainer.batch.grows for trainer in trainers):
+        if any(trainer.batch_control.grows for trainer in trainers):
             largest = max(trainer.requested_batch for trainer in trainers)
             exponent = growth_exponent(largest / self._config.INITIAL_BATCH_SIZE, remaining)
         decay_begins = learning_rate_schedule(self._config).decay_begins
@@ -109,7 +109,7 @@ class RoundScheduler:
         if not remaining.rounds_done:
             return planned
         # Seconds are estimates: one slow round must not turn the rest of the run into a single round.
-        mean_steps = max(trainer.inner_steps / trainer.rounds for trainer in trainers)
+        mean_steps = max(trainer.inner_steps_done / trainer.rounds for trainer in trainers)
         return min(planned, LONGEST_ROUND * math.ceil(mean_steps))
 
     # The budget
@@ -163,7 +163,7 @@ class RoundScheduler:
             examples = counters.examples
             tokens = counters.tokens
             if not examples:
-                examples = sum(split.batch for split in splits)
+                examples = sum(split.effective_batch for split in splits)
                 tokens = sum(split.tokens(1) for split in splits)
             limits.append((self._config.max_tokens - counters.tokens) / (tokens / examples))
         if self._epoch_examples:
@@ -177,7 +177,7 @@ class RoundScheduler:
             return 0
         scheduled = config.batch_schedule
         # A batch test asks for no more once the learning rate decays.
-        tested = progress < learning_rate_schedule(config).decay_begins and any(t.batch.grows for t in trainers)
+        tested = progress < learning_rate_schedule(config).decay_begins and any(t.batch_control.grows for t in trainers)
         if not scheduled and not tested:
             return 0
         largest = _largest_request(trainers)
@@ -202,7 +202,7 @@ def exchange_sizes(config: Config, trainer: "Trainer") -> ExchangeSizes:
     group = trainer.worker_group
 
     def sent(workers: int, number: int) -> int:
-        return round_bytes(config, group.method, group.first_model, workers, trainer.batch.measures(number))
+        return round_bytes(config, group.method, group.first_model, workers, trainer.batch_control.measures(number))
 
     return ExchangeSizes(
         round=sent,

@@ -60,13 +60,13 @@ class InnerLoop:
         self._keeps_end = keeps_end
         self._on_step = on_step
         self._plan = assignment.plan
-        self._statistics: list = []
+        self._samples: list = []
         self._failed = False
         self._started = 0.0
         self._seconds = 0.0
         self._first_step_seconds = 0.0
         # Model-sized memory is allocated before the steps, which may use all that is left.
-        compares_gradients = assignment.statistics.compared == "gradient"
+        compares_gradients = assignment.statistics_plan.compared == "gradient"
         self._vector_memory = torch.empty_like(self._model.gradient) if compares_gradients else None
         steps = len(assignment.active_steps)
         self._losses = torch.zeros(steps, dtype=self._model.parameters.dtype, device=self._model.device)
@@ -105,7 +105,7 @@ class InnerLoop:
         """Make one inner step: the gradient over all micro-batches, its statistics in the first step, the update."""
         assignment = self._assignment
         # Workers with a shared start have the same parameters in the first step only. One example has no variance.
-        probe = self.done == 0 and assignment.statistics.probed_parts > 0 and self._plan.effective_batch > 1
+        probe = self.done == 0 and assignment.statistics_plan.probed_parts > 0 and self._plan.effective_batch > 1
         indices = assignment.read(assignment.offsets[self.done], self._plan.effective_batch)
         self._plan, loss, probes = self._accumulate(self._plan, indices, probe)
         self._losses[self.done] = loss
@@ -124,7 +124,7 @@ class InnerLoop:
         """Add the gradient of these examples to the model's; return the plan that fitted, the mean loss, and probes."""
         assignment = self._assignment
         while True:
-            parts = in_parts(plan, assignment.statistics.probed_parts) if probe else plan
+            parts = in_parts(plan, assignment.statistics_plan.probed_parts) if probe else plan
             work = partial(accumulate_gradients, self._model, assignment.examples, parts, indices, probe)
             result = self._model.attempt(work)
             if result is not None:
@@ -147,7 +147,7 @@ class InnerLoop:
     def _needs_probe_batch(self) -> bool:
         """True if an inner step has too few examples for per-example statistics."""
         few = self._plan.effective_batch < self.worker.config.statistics_batch_size
-        return few and self._assignment.statistics.probed_parts > 0 and not self._model.compares_devices
+        return few and self._assignment.statistics_plan.probed_parts > 0 and not self._model.compares_devices
 
     def _take_probe_batch(self) -> None:
         """Take statistics of the trainer's next examples, without training on them or moving on."""
@@ -164,14 +164,14 @@ class InnerLoop:
         if self.vector is None:  # otherwise it is that of the probe batch, which is larger
             self.vector = self._compared_vector(examples)
         if probes:
-            self._statistics.append(self._model.estimate(probes, examples))
+            self._samples.append(self._model.estimate(probes, examples))
 
     def _compared_vector(self, examples: int) -> torch.Tensor | None:
         """Return the sum of the gradients of these examples, whose mean the model has, or its sketch."""
         gradient = self._model.gradient
-        if self._assignment.statistics.compared == "gradient":
+        if self._assignment.statistics_plan.compared == "gradient":
             return torch.mul(gradient, examples, out=self._vector_memory)
-        if self._assignment.statistics.compared == "sketch":
+        if self._assignment.statistics_plan.compared == "sketch":
             return self._model.sketch(gradient, self._assignment.key.round) * examples
         return None
 
@@ -239,7 +239,7 @@ class InnerLoop:
             plan=self._plan,
             losses=losses,
             learning_rates=[assignment.learning_rates[step] for step in assignment.active_steps],
-            statistics=() if self._failed else tuple(self._statistics),
+            samples=() if self._failed else tuple(self._samples),
             seconds=self._seconds,
             max_batch=self.worker.node.max_batch,
             steady_seconds=self._seconds - self._first_step_seconds if steady else 0.0,

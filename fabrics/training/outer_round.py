@@ -11,7 +11,7 @@ from algorithms.synchronisation.group import Clock, Group, Inner, LocalWorker
 from fabrics.training.inner_loop import InnerLoop, clip
 from fabrics.training.optimizers import WorkerOptimizer
 from fabrics.training.work_split import WorkSplit, draw_lost_messages
-from fabrics.training.worker import COPY, Assignment, WorkerRound, local_worker
+from fabrics.training.worker import COPY, Assignment, RoundKey, WorkerRound, local_worker
 from fabrics.training.worker_group import WorkerGroup
 from utils.config.schema import Config
 
@@ -20,7 +20,8 @@ class OuterRound:
     """One round of a trainer.
 
     Args:
-        workers: the trainer's workers and tensors; the shared tensors change in place.
+        worker_group: the trainer's workers and tensors; the shared tensors change in place.
+        key: of the trainer's round.
         on_step: called after every inner step of every worker of this process.
 
     Attributes:
@@ -33,8 +34,9 @@ class OuterRound:
     def __init__(
         self,
         config: Config,
-        workers: WorkerGroup,
+        worker_group: WorkerGroup,
         split: WorkSplit,
+        key: RoundKey,
         assignments: Mapping[int, Assignment],
         on_step: Callable[[], None],
     ):
@@ -42,30 +44,30 @@ class OuterRound:
         inner_steps = len(first.learning_rates)
         weights = split.examples_each(inner_steps)
         self._config = config
-        self._workers = workers
-        self._method = workers.method
-        self._key = first.key
+        self._worker_group = worker_group
+        self._method = worker_group.method
+        self._key = key
         self._learning_rates = first.learning_rates
         self._optimizer: WorkerOptimizer | None = None
         self.events: list[Event] = []
-        self.lost_messages = draw_lost_messages(config.message_loss, first.key, split.participants)
+        self.lost_messages = draw_lost_messages(config.message_loss, key, split.participants)
         self.group = Group(
-            workers=workers,
-            model=workers.first_model,
-            shared=workers.shared,
-            values=dict(workers.values),
+            workers=worker_group,
+            model=worker_group.first_model,
+            shared=worker_group.shared,
+            values=dict(worker_group.values),
             weights=[weight / sum(weights) for weight in weights],
             # For methods with simulated times, and for methods that exchange gradients.
-            clock=_clock(config, workers, split, inner_steps),
+            clock=_clock(config, worker_group, split, inner_steps),
             inner=Inner(config.weight_decay, self._update_shared, first.learning_rates[0]),
-            outer=workers.outer,
+            outer=worker_group.outer,
             generator=self._generator,
             events=self.events,
         )
         self.loops: dict[int, InnerLoop] = {}
         self._local: dict[int, LocalWorker] = {}
-        parameters = workers.shared["parameters"]
-        for index, worker in workers.local.items():
+        parameters = worker_group.shared["parameters"]
+        for index, worker in worker_group.local.items():
             if index in assignments:
                 start = worker.state.get(COPY, parameters)
                 # A worker whose message is lost continues from its own parameters.
@@ -78,14 +80,14 @@ class OuterRound:
         """Run the inner steps of all local workers, and bring the workers together at every stop of the method."""
         method = self._method
         group = self.group
-        group.local_workers = self._healthy()
+        group.local_workers = self._in_mean()
         for stop in self._stops():
             group.clock.step = stop
             group.inner.learning_rate = self._learning_rates[stop - 1]
             if method.keeps == "replica":
                 for loop in self.loops.values():
                     loop.run(until=stop)
-                group.local_workers = self._healthy()
+                group.local_workers = self._in_mean()
                 method.exchange(group)
                 continue
             incoming = method.incoming(group)
@@ -94,11 +96,11 @@ class OuterRound:
                 if loop.left_out is None and index not in self.lost_messages:
                     incoming.add(self._local[index], self._message(index))
             result = incoming.result()
-            group.local_workers = self._healthy()
+            group.local_workers = self._in_mean()
             if result is not None and len(result):
                 method.apply(group, result)
         if self._config.message_loss:
-            for index, worker in self._workers.local.items():
+            for index, worker in self._worker_group.local.items():
                 if index not in self.lost_messages:
                     worker.state[COPY].copy_(group.shared["parameters"])
 
@@ -119,7 +121,7 @@ class OuterRound:
             )
         return stops
 
-    def _healthy(self) -> list[LocalWorker]:
+    def _in_mean(self) -> list[LocalWorker]:
         return [
             worker
             for index, worker in self._local.items()
@@ -129,12 +131,12 @@ class OuterRound:
     def _message(self, index: int) -> Any:
         worker = self._local[index]
         if worker.gradient is not None and self._method.capabilities.inner_optimizer is None:
-            clip(self._workers.local[index].model, worker.gradient, self._config.gradient_clipping)
+            clip(self._worker_group.local[index].model, worker.gradient, self._config.gradient_clipping)
         return self._method.message(worker, self.group)
 
     def _update_shared(self, gradient: torch.Tensor) -> None:
         """Update the shared parameters with the inner optimizer and this gradient, which is clipped."""
-        model = self._workers.first_model
+        model = self._worker_group.first_model
         parameters = self.group.shared["parameters"]
         if self._optimizer is None:
             self._optimizer = WorkerOptimizer(model, self._config, self.group.shared)
@@ -150,10 +152,10 @@ class OuterRound:
         return torch.Generator().manual_seed(seed)
 
 
-def _clock(config: Config, workers: WorkerGroup, split: WorkSplit, inner_steps: int) -> Clock:
-    seconds = [0.0] * len(workers)
-    own_steps = [0] * len(workers)
-    batches = [0] * len(workers)
+def _clock(config: Config, worker_group: WorkerGroup, split: WorkSplit, inner_steps: int) -> Clock:
+    seconds = [0.0] * len(worker_group)
+    own_steps = [0] * len(worker_group)
+    batches = [0] * len(worker_group)
     examples = split.examples_each(inner_steps)
     for worker, steps in split.steps_in_time(inner_steps).items():
         own_steps[worker] = steps
@@ -166,5 +168,5 @@ def _clock(config: Config, workers: WorkerGroup, split: WorkSplit, inner_steps: 
         own_steps=own_steps,
         batches=batches,
         step_seconds=split.step_seconds,
-        server_seconds=workers.server_seconds,
+        server_seconds=worker_group.server_seconds,
     )

@@ -60,10 +60,10 @@ class StatisticsPlan:
     probed_parts: int = 0
     compared: Literal["nothing", "gradient", "sketch"] = "nothing"
 
-    def sent_bytes(self, workers: int, parameter_count: int, dtype: torch.dtype) -> int:
+    def sent_bytes(self, worker_count: int, parameter_count: int, dtype: torch.dtype) -> int:
         """Bytes that all workers together send for the comparison."""
         elements = {"nothing": 0, "gradient": parameter_count, "sketch": SKETCH_SIZE}[self.compared]
-        return PLAIN.reduction_bytes(workers, elements, dtype)
+        return PLAIN.reduction_bytes(worker_count, elements, dtype)
 
 
 def probes_examples(config: Config) -> bool:
@@ -71,19 +71,19 @@ def probes_examples(config: Config) -> bool:
     return BATCH_TESTS[config.sampling_method] is not None and config.statistics_estimator == "per_example"
 
 
-def plan_statistics(config: Config, workers: int, measures: bool) -> StatisticsPlan:
+def plan_statistics(config: Config, worker_count: int, measures: bool) -> StatisticsPlan:
     """Return the statistics of a round with this number of workers; measures: whether it takes any."""
     if not measures:
         return StatisticsPlan()
     if config.compares_devices:
         return StatisticsPlan(probed_parts=1)
     if config.compares_workers:
-        return StatisticsPlan(compared="gradient" if workers > 1 else "nothing")
+        return StatisticsPlan(compared="gradient" if worker_count > 1 else "nothing")
     # Workers that start from different parameters differ by more than noise.
     start_together = METHODS[config.distributed_algo]().keeps == "shared" and not config.message_loss
     return StatisticsPlan(
         probed_parts=2 if config.sampling_method in NEED_INNER_PRODUCTS else 1,
-        compared="sketch" if start_together and workers >= MINIMUM_WORKERS else "nothing",
+        compared="sketch" if start_together and worker_count >= MINIMUM_WORKERS else "nothing",
     )
 
 
@@ -134,9 +134,9 @@ def samples_for_test(
     between = None
     if len(moments) >= MINIMUM_WORKERS:
         # A sketch is that of the worker's largest sample.
-        batches = [max(sample.examples for sample in worker.statistics) for worker in present]
+        batches = [max(sample.examples for sample in worker.samples) for worker in present]
         between = across_workers_estimate(moments, batches)
-    samples = [sample for worker in present for sample in worker.statistics]
+    samples = [sample for worker in present for sample in worker.samples]
     if config.compares_devices and present and not samples:
         return samples, between, "across_devices needs two examples of a step in a worker, and no worker had them"
     return samples, between, None

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from algorithms.batch.switch_mode import execution_plans
-from algorithms.nodes.balance import places, steps_each
+from algorithms.nodes.balance import slice_offsets, steps_each
 from fabrics.data.examples import Examples
 from fabrics.data.sampler import Reading, tokens_ahead
 from fabrics.training.statistics import StatisticsPlan
@@ -32,30 +32,30 @@ def scheduled_nodes(schedule: Sequence[Sequence[float]], progress: float) -> int
     return int(next(nodes for share, nodes in reversed(schedule) if share <= progress))
 
 
-def participant_count(share: float, workers: int) -> int:
+def participant_count(share: float, worker_count: int) -> int:
     """Return how many of a trainer's workers take part in a round: the nearest integer, but at least one."""
-    return max(1, int(share * workers + 0.5 + 1e-9))  # 0.29 * 50 is a little less than a half
+    return max(1, int(share * worker_count + 0.5 + 1e-9))  # 0.29 * 50 is a little less than a half
 
 
-def draw_participants(share: float, key: RoundKey, workers: int) -> tuple[int, ...]:
+def draw_participants(share: float, key: RoundKey, worker_count: int) -> tuple[int, ...]:
     """Draw the numbers of the workers that take part in a round; all sets of that size are equally likely."""
-    count = participant_count(share, workers)
-    if count == workers:
-        return tuple(range(workers))
+    count = participant_count(share, worker_count)
+    if count == worker_count:
+        return tuple(range(worker_count))
     sequence = np.random.SeedSequence([key.seed, key.trainer, key.round], spawn_key=_PARTICIPANTS)
-    return tuple(sorted(np.random.default_rng(sequence).permutation(workers)[:count].tolist()))
+    return tuple(sorted(np.random.default_rng(sequence).permutation(worker_count)[:count].tolist()))
 
 
-def draw_lost_messages(probability: float, key: RoundKey, workers: Collection[int]) -> frozenset[int]:
+def draw_lost_messages(probability: float, key: RoundKey, participants: Collection[int]) -> frozenset[int]:
     """Draw the participants whose messages are lost, each independently; a lone worker sends no message."""
-    if probability == 0.0 or len(workers) < 2:
+    if probability == 0.0 or len(participants) < 2:
         return frozenset()
 
     def draw(worker: int) -> float:
         entropy = [key.seed, key.trainer, key.round, worker]
         return np.random.default_rng(np.random.SeedSequence(entropy, spawn_key=_LOST_MESSAGES)).random()
 
-    return frozenset(worker for worker in workers if draw(worker) < probability)
+    return frozenset(worker for worker in participants if draw(worker) < probability)
 
 
 def _probe_batch(reading: Reading, end: int, worker: int, size: int) -> np.ndarray:
@@ -83,7 +83,7 @@ class WorkSplit:
         nodes: of all workers, in order.
         participants: numbers of the workers that take part, in order.
         readings: where all workers read their examples.
-        fewer_steps: the active steps of workers that make fewer inner steps; None: all workers make every inner step.
+        active_steps_of: gives the active steps if some workers make fewer; None: all make every inner step.
 
     Attributes:
         plans: the micro-batches of one inner step, by participant. The sum is M ceil(B / M) examples, unless the
@@ -100,13 +100,13 @@ class WorkSplit:
         participants: Sequence[int],
         readings: Sequence[Reading],
         examples: Examples,
-        fewer_steps: ActiveSteps | None = None,
+        active_steps_of: ActiveSteps | None = None,
     ):
         self._config = config
-        self._workers = len(nodes)
+        self._worker_count = len(nodes)
         self._readings = readings
         self._examples = examples
-        self._fewer_steps = fewer_steps
+        self._active_steps_of = active_steps_of
         own = [nodes[worker].speed for worker in participants]
         if None in own:
             own = [1.0] * len(own)
@@ -129,13 +129,13 @@ class WorkSplit:
         return tuple(self.plans)
 
     @property
-    def batch(self) -> int:
+    def effective_batch(self) -> int:
         """Examples of an inner step, if all participants make it."""
         return sum(plan.effective_batch for plan in self.plans.values())
 
     def steps_in_time(self, inner_steps: int) -> dict[int, int]:
         """Inner steps of its own that each participant has time for in a round of `inner_steps`."""
-        if self._fewer_steps is None:
+        if self._active_steps_of is None:
             return dict.fromkeys(self.plans, inner_steps)
         least = _LEAST_MEASURED_STEPS if self._config.node_speeds is None else 1
         own = steps_each(inner_steps, list(self.speeds.values()), least)
@@ -143,14 +143,14 @@ class WorkSplit:
 
     def active_steps(self, inner_steps: int) -> Mapping[int, Sequence[int]]:
         """The inner steps of the round, from 0, that each participant makes."""
-        if self._fewer_steps is None:
+        if self._active_steps_of is None:
             return dict.fromkeys(self.plans, tuple(range(inner_steps)))
-        return self._fewer_steps(self.steps_in_time(inner_steps), inner_steps, self.step_seconds)
+        return self._active_steps_of(self.steps_in_time(inner_steps), inner_steps, self.step_seconds)
 
     def examples_each(self, inner_steps: int) -> list[int]:
         """Examples of each worker in a round of `inner_steps`, by number; 0 if it rests."""
         active = self.active_steps(inner_steps)
-        each = [0] * self._workers
+        each = [0] * self._worker_count
         for worker, plan in self.plans.items():
             each[worker] = plan.effective_batch * len(active[worker])
         return each
@@ -164,7 +164,7 @@ class WorkSplit:
         return tokens_ahead(self._readings, self.examples_each(inner_steps), self._examples)
 
     def assignments(
-        self, learning_rates: Sequence[float], key: RoundKey, statistics: StatisticsPlan
+        self, learning_rates: Sequence[float], key: RoundKey, statistics_plan: StatisticsPlan
     ) -> dict[int, Assignment]:
         """Return each participant's part of the round; learning_rates: of every inner step."""
         inner_steps = len(learning_rates)
@@ -175,7 +175,7 @@ class WorkSplit:
             size = min(self._config.statistics_batch_size, reading.size // len(reading.workers))
             readers = [worker for worker in reading.workers if worker in active]
             batches = [self.plans[worker].effective_batch for worker in readers]
-            offsets = places(batches, [active[worker] for worker in readers])
+            offsets = slice_offsets(batches, [active[worker] for worker in readers])
             end = sum(each[worker] for worker in readers)
             for worker, own_offsets in zip(readers, offsets, strict=True):
                 found[worker] = Assignment(
@@ -187,6 +187,6 @@ class WorkSplit:
                     offsets=own_offsets,
                     probe=partial(_probe_batch, reading, end, worker, size),
                     key=key._replace(worker=worker),
-                    statistics=statistics,
+                    statistics_plan=statistics_plan,
                 )
         return dict(sorted(found.items()))

@@ -66,7 +66,7 @@ class Assignment:
         offsets: where the worker's examples of each active step begin.
         probe: draws the indices of the probe batch, for statistics when an inner step has too few examples.
         key: seeds dropout.
-        statistics: taken at the first inner step, where workers with a shared start have the same parameters.
+        statistics_plan: what the first inner step takes, where workers with a shared start have the same parameters.
     """
 
     plan: ExecutionPlan
@@ -77,7 +77,7 @@ class Assignment:
     offsets: Sequence[int]
     probe: Callable[[], np.ndarray]
     key: RoundKey
-    statistics: StatisticsPlan
+    statistics_plan: StatisticsPlan
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class WorkerRound:
     Attributes:
         plan: the micro-batches at the end of the round; after running out of memory they are smaller.
         losses: of each inner step; empty if the node failed.
-        statistics: estimates from the worker's own samples.
+        samples: estimates of the gradient statistics, one of each sample of the worker's examples.
         max_batch: of the node after the round.
         steady_seconds: of the inner steps except the first one, which may compile and fill caches.
         steady_examples: of the same steps.
@@ -101,7 +101,7 @@ class WorkerRound:
     plan: ExecutionPlan
     losses: list[float]
     learning_rates: list[float]
-    statistics: tuple[SampleEstimate, ...]
+    samples: tuple[SampleEstimate, ...]
     seconds: float
     max_batch: int
     steady_seconds: float = 0.0

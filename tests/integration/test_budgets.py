@@ -91,7 +91,7 @@ def test_sequences_of_different_lengths_exceed_a_token_limit_by_less_than_one_st
     assert cluster.counters.outer_steps == 1
     last = 0
     for trainer in cluster.trainers.values():
-        trainer.cursor.positions[trainer.id] -= trainer.split_work().batch
+        trainer.cursor.positions[trainer.id] -= trainer.split_work().effective_batch
         last += trainer.split_work().tokens(1)
     assert 0 <= cluster.counters.tokens - limit < last
 

@@ -170,7 +170,7 @@ def test_four_workers_compare_sketches_of_their_gradients():
         F.cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
         sums.append(8 * torch.cat([p.grad.flatten() for p in model.parameters()]))
     between = sum((a @ b).item() for i, a in enumerate(sums) for j, b in enumerate(sums) if i != j)
-    within = sum(56 * sample.squared_norm for worker in report.workers.values() for sample in worker.statistics)
+    within = sum(56 * sample.squared_norm for worker in report.workers.values() for sample in worker.samples)
     # The sketch of 1,024 numbers errs by 1/32 of the gradients' lengths in each of 6 pairs.
     margin = 4 * 2 * 6**0.5 / 32 * max(vector.norm().item() for vector in sums) ** 2
     found = report.statistics.squared_norm * (32 * 31)
@@ -187,7 +187,7 @@ def test_a_small_batch_is_probed_on_the_next_examples():
     model = use_torch_norms(tiny_llama())
     trainer = make_trainer(copy.deepcopy(model), config, PackedSequences(sequences), nodes=1)
     upcoming = sequences[trainer.cursor.peek(3 * 2, 8)]
-    statistics, own = train(trainer, 1, inner_steps=3)[0].workers[0].statistics
+    statistics, own = train(trainer, 1, inner_steps=3)[0].workers[0].samples
     ids = torch.from_numpy(upcoming).long()
     expected = per_example_statistics(model, {"input_ids": ids, "labels": ids})
     assert (own.examples, statistics.examples) == (2, 8)
@@ -203,7 +203,7 @@ def test_a_probe_batch_does_not_change_the_training(dropout):
         config = make_config(INITIAL_BATCH_SIZE=2, sampling_method=test, max_batch_growth=1.0)
         trainer = make_trainer(tiny_bert(dropout=dropout), config, separable_texts(40), nodes=1)
         (report,) = train(trainer, 1, inner_steps=3)
-        assert len(report.workers[0].statistics) == (2 if test == "norm_test" else 0)
+        assert len(report.workers[0].samples) == (2 if test == "norm_test" else 0)
         ends.append(trainer.parameters)
     assert torch.equal(*ends)
 
@@ -239,13 +239,13 @@ def test_the_learning_rate_follows_warm_up_and_schedule():
     trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(40)), nodes=1)
     split = trainer.split_work()
     first_round = trainer.train_round(split, RoundSchedule(2, 0.0, 0.5), lambda: None)
-    assert first_round.workers[0].learning_rates == pytest.approx(
+    assert first_round.records[0].learning_rates == pytest.approx(
         [0.1 * 0.25, 0.1 * 0.5 * 0.5 * (1 + np.cos(np.pi / 4))]
     )
     trainer.conclude_round(split, RoundSchedule(2, 0.0, 0.5), first_round)
-    trainer.batch.requested_batch = 8
+    trainer.batch_control.requested_batch = 8
     second_round = trainer.train_round(trainer.split_work(), RoundSchedule(2, 0.5, 1.0), lambda: None)
-    second = second_round.workers[0].learning_rates
+    second = second_round.records[0].learning_rates
     assert second == pytest.approx([0.1 * 0.75 * 0.5, 0.1 * 0.5 * (1 + np.cos(0.75 * np.pi))])
 
 
@@ -256,7 +256,7 @@ def test_the_batch_test_starts_in_the_configured_round():
     reports = [result.reports[0] for result in recorder.rounds]
     assert [report.requested_batch for report in reports] == [4, 4, 4, 8, 16]
     assert [report.statistics is None for report in reports] == [True, True, False, False, False]
-    assert not any(worker.statistics for report in reports[:2] for worker in report.workers.values())
+    assert not any(worker.samples for report in reports[:2] for worker in report.workers.values())
 
 
 def test_the_same_seed_gives_the_same_bits():
@@ -325,7 +325,7 @@ def test_a_merge_averages_parameters_and_momentum_and_unites_the_data():
         cluster.run_round(Recorder())
     trainers = cluster.trainers
     for trainer, request in ((0, 6), (1, 2), (2, 9)):
-        trainers[trainer].batch.requested_batch = request
+        trainers[trainer].batch_control.requested_batch = request
     x = 0.75 * trainers[0].parameters + 0.25 * trainers[1].parameters
     v = 0.75 * trainers[0].shared["velocity"] + 0.25 * trainers[1].shared["velocity"]
     assert v.abs().max() > 0.0

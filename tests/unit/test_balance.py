@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from algorithms.batch.switch_mode import ExecutionPlan, execution_plans
-from algorithms.nodes.balance import batch_shares, places, steps_each, turns
+from algorithms.nodes.balance import batch_shares, slice_offsets, steps_each, turns
 from fabrics.pool.node_pool import NodePool
 from fabrics.training.worker import WorkerRound
 from tests.support.helpers import CPU, make_config
@@ -88,8 +88,8 @@ def test_a_slow_worker_spreads_its_steps_and_finishes_with_the_round(inner_steps
 
 def test_slices_of_a_round_follow_each_other():
     # Steps of 3 and 2 examples; the second worker makes the second and the fourth of four.
-    assert places([3, 2], [(0, 1, 2, 3), (1, 3)]) == [[0, 3, 8, 11], [6, 14]]
-    assert places([3, 2], [(0, 1), (0, 1)]) == [[0, 5], [3, 8]]
+    assert slice_offsets([3, 2], [(0, 1, 2, 3), (1, 3)]) == [[0, 3, 8, 11], [6, 14]]
+    assert slice_offsets([3, 2], [(0, 1), (0, 1)]) == [[0, 5], [3, 8]]
 
 
 # Speeds of nodes

@@ -74,7 +74,7 @@ def test_looking_at_a_run_neither_counts_nor_changes_it(cluster_of):
         if every == 99:
             cluster.tensors()  # as for a checkpoint
         mean = copies(cluster).mean(0)
-        trainer.batch.requested_batch = 16
+        trainer.batch_control.requested_batch = 16
         cluster.assign_nodes()
         assert len(trainer.nodes) == 4
         for index in (2, 3):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from algorithms.nodes.balance import places
+from algorithms.nodes.balance import slice_offsets
 from fabrics.data.examples import PackedSequences
 from fabrics.data.sampler import DataCursor, Shares, next_of_several, shares_of_workers, tokens_ahead
 from fabrics.training.flat_model import FlatModel
@@ -30,7 +30,7 @@ def read(cursor: DataCursor, batches: list[int], steps: int) -> list[list[int]]:
     found = {}
     for reading in cursor.readings(len(batches)):
         own = [batches[worker] for worker in reading.workers]
-        for worker, firsts in zip(reading.workers, places(own, [range(steps)] * len(own)), strict=True):
+        for worker, firsts in zip(reading.workers, slice_offsets(own, [range(steps)] * len(own)), strict=True):
             found[worker] = [example for first in firsts for example in reading.places(first, batches[worker]).tolist()]
     cursor.advance([steps * batch for batch in batches])
     return [found[worker] for worker in range(len(batches))]

@@ -40,7 +40,7 @@ def test_participants_divide_the_batch_by_speed():
     assert split.plans == {1: ExecutionPlan((8,)), 2: ExecutionPlan((3,)), 3: ExecutionPlan((1,))}
     assert steps_of(split, 5) == {1: 5, 2: 5, 3: 5}
     assert split.examples_each(5) == [0, 40, 15, 5]
-    assert (split.batch, split.examples(5)) == (12, 60)
+    assert (split.effective_batch, split.examples(5)) == (12, 60)
 
 
 def test_the_fastest_participant_makes_every_inner_step():
