@@ -727,5 +727,5 @@ def _check_method(method: Any, name: str, optimizer: torch.optim.Optimizer, conf
         raise ValueError(f"method: {name} needs torch.optim.SGD without momentum")
     if able.correction and config.gradient_clipping is not None:
         raise ValueError(f"method: {name} needs gradient_clipping=None")
-    if problems := method.problems(config.number_of_inner_steps_between_outers, workers):
+    if problems := able.problems(config.number_of_inner_steps_between_outers, workers, None):
         raise ValueError(f"method: {'; '.join(problems)}")

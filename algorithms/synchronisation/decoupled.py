@@ -49,7 +49,6 @@ class Decoupled(Method):
     steps: int | None = None
     mixing: float = 0.5
 
-    capabilities = Capabilities(one_exchange=False, fewer_steps=True, temporaries=1.0, shards=True)
     keeps = "replica"
     state = ("velocity",)
 
@@ -57,9 +56,11 @@ class Decoupled(Method):
         require(self, "a positive integer", lambda value: value >= 1, "fragments", "quorum", "steps")
         require(self, "at least 0 and less than 1", lambda value: 0 <= value < 1, "mixing")
 
-    def problems(
-        self, inner_steps: int | None = None, workers: int | None = None, blocks: Sequence[Block] | None = None
-    ) -> list[str]:
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(one_exchange=False, fewer_steps=True, temporaries=1.0, shards=True, problems=self._problems)
+
+    def _problems(self, inner_steps: int | None, workers: int | None, blocks: Sequence[Block] | None) -> list[str]:
         if blocks is not None:
             return fragment_problems(blocks, self.fragments)
         steps = self.steps or inner_steps

@@ -10,7 +10,7 @@ import torch
 
 from algorithms.nodes.balance import PRECISION, forget, time_of
 from algorithms.synchronisation.group import Group, LocalWorker, WorkerMessages
-from algorithms.synchronisation.method import Capabilities, Method, require
+from algorithms.synchronisation.method import Capabilities, Method, evenly_spread, require
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class DelayedNesterov(Method):
             needs_speeds="let slower workers make fewer inner steps" if self.dynamic_steps else "",
             message_tensors=1,
             shards=True,
+            active_steps=evenly_spread if self.steps is None else self._active_steps,
         )
 
     def incoming(self, group: Group) -> WorkerMessages:
@@ -86,11 +87,9 @@ class DelayedNesterov(Method):
                 worker.state["start"].copy_(group.shared["parameters"])
         return sorted({group.clock.inner_steps, *(math.ceil(time) for time, _ in self._round(group).arrivals)})
 
-    def active_steps(
+    def _active_steps(
         self, own_steps: Mapping[int, int], inner_steps: int, values: Mapping[str, float], server_steps: Fraction
     ) -> Mapping[int, Sequence[int]]:
-        if self.steps is None:
-            return super().active_steps(own_steps, inner_steps, values, server_steps)
         made = leg_round(own_steps, inner_steps, self.steps, values, server_steps).made
         return {worker: [math.ceil(time) - 1 for time in times] for worker, times in made.items()}
 

@@ -29,6 +29,23 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum")
 OUTER_KEYS = ("learning_rate_for_outer_opt", "outer_momentum")
 
 
+def no_problems(inner_steps: int | None, workers: int | None, blocks: Sequence[Block] | None) -> list[str]:
+    """Accept every number of inner steps, number of workers and model."""
+    return []
+
+
+def bytes_of_a_mean(workers: int, mean: float, message: float, blocks: Sequence[Block], dtype: torch.dtype) -> float:
+    """Return the bytes of one mean of all parameters."""
+    return mean
+
+
+def evenly_spread(
+    own_steps: Mapping[int, int], inner_steps: int, values: Mapping[str, float], server_steps: Fraction
+) -> Mapping[int, Sequence[int]]:
+    """Spread the inner steps of slower workers evenly over the round."""
+    return {worker: turns(own, inner_steps) for worker, own in own_steps.items()}
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """Facts about a method for configuration checks, budgets, memory, unequal nodes and shard groups.
@@ -51,6 +68,12 @@ class Capabilities:
         temporaries: model-sized tensors that an exchange allocates besides the mean.
         temporaries_per_worker: the same, for each worker of the trainer.
         shards: it is correct on a device's part of flat tensors (`devices_per_node`).
+        problems: what is wrong with a number of inner steps per round, a number of workers and a model; None: unknown.
+        bytes_per_round: sent by all workers in a round of one exchange, from their number, the bytes of a mean of all
+            parameters, those of one model-sized tensor to one other worker, the model and its type.
+        active_steps: the inner steps of a round, from 0, during which each worker makes its own, if some make fewer;
+            from each one's number of steps, the inner steps of the round, the method's values, and the inner steps
+            until a server has answered.
     """
 
     inner_optimizer: str | None = "adamw"
@@ -69,6 +92,11 @@ class Capabilities:
     temporaries: float = 0.0
     temporaries_per_worker: float = 0.0
     shards: bool = False
+    problems: Callable[[int | None, int | None, Sequence[Block] | None], list[str]] = no_problems
+    bytes_per_round: Callable[[int, float, float, Sequence[Block], torch.dtype], float] = bytes_of_a_mean
+    active_steps: Callable[[Mapping[int, int], int, Mapping[str, float], Fraction], Mapping[int, Sequence[int]]] = (
+        evenly_spread
+    )
 
 
 @dataclass(frozen=True)
@@ -121,35 +149,6 @@ class Method:
         Called before a merge and before workers leave, after which all start from the shared parameters. There is no
         inner step: of `group` the clock and the inner optimizer are missing.
         """
-
-    def problems(
-        self, inner_steps: int | None = None, workers: int | None = None, blocks: Sequence[Block] | None = None
-    ) -> list[str]:
-        """Return what is wrong with these inner steps of a round, workers of a trainer or model; None: unknown."""
-        return []
-
-    def bytes_per_round(
-        self, workers: int, mean: float, message: float, blocks: Sequence[Block], dtype: torch.dtype
-    ) -> float:
-        """Return the bytes that all workers send in a round of one exchange.
-
-        Args:
-            mean: bytes of a mean of all parameters.
-            message: bytes of one model-sized tensor to one other worker.
-            blocks: the model's tensors, of this type.
-        """
-        return mean
-
-    def active_steps(
-        self, own_steps: Mapping[int, int], inner_steps: int, values: Mapping[str, float], server_steps: Fraction
-    ) -> Mapping[int, Sequence[int]]:
-        """Return the inner steps of a round, from 0, during which each worker makes its own, if some make fewer.
-
-        Args:
-            own_steps: each worker's number of them.
-            server_steps: inner steps until a server has answered.
-        """
-        return {worker: turns(own, inner_steps) for worker, own in own_steps.items()}
 
     def restarted(self, values: dict[str, float], workers: Collection[int] | None) -> None:
         """Change the values in place after workers restarted from the shared parameters.

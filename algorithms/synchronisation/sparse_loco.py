@@ -50,6 +50,7 @@ class SparseLoCo(Method):
             encodings=("float32",),
             outer_keys=("learning_rate_for_outer_opt",),
             temporaries=1.7 + 4 * self.density,
+            bytes_per_round=self._bytes_per_round,
         )
 
     def _top_k(self, blocks: Sequence[Block]) -> list[tuple[Part, TopK]]:
@@ -67,7 +68,7 @@ class SparseLoCo(Method):
     def _kept(self, length: int) -> int:
         return max(1, round(self.density * length))
 
-    def bytes_per_round(
+    def _bytes_per_round(
         self, workers: int, mean: float, message: float, blocks: Sequence[Block], dtype: torch.dtype
     ) -> float:
         return workers * (workers - 1) * sum(self._sizes(blocks, dtype))

@@ -37,7 +37,6 @@ class StreamingDiLoCo(Method):
     delay: int = 1
     mixing: float | None = None
 
-    capabilities = Capabilities(one_exchange=False, temporaries=1.0, shards=True)
     keeps = "replica"
     state = ("velocity",)
 
@@ -46,9 +45,11 @@ class StreamingDiLoCo(Method):
         require(self, "at least 0", lambda value: value >= 0, "delay")
         require(self, "at least 0 and less than 1", lambda value: 0 <= value < 1, "mixing")
 
-    def problems(
-        self, inner_steps: int | None = None, workers: int | None = None, blocks: Sequence[Block] | None = None
-    ) -> list[str]:
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(one_exchange=False, temporaries=1.0, shards=True, problems=self._problems)
+
+    def _problems(self, inner_steps: int | None, workers: int | None, blocks: Sequence[Block] | None) -> list[str]:
         if blocks is not None:
             return fragment_problems(blocks, self.fragments)
         if inner_steps is None:

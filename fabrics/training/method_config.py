@@ -18,7 +18,7 @@ def method_of(config: Config, model: FlatModel | None = None) -> Method:
     """
     name = config.distributed_algo
     found = with_parameters(METHODS[name], config.synchronisation, "synchronisation", name)
-    if model is not None and (problems := found.problems(blocks=model.blocks)):
+    if model is not None and (problems := found.capabilities.problems(None, None, model.blocks)):
         raise ConfigError(problems)
     return found
 
@@ -33,7 +33,7 @@ def round_bytes(config: Config, method: Method, model: FlatModel, workers: int, 
     dtype = model.parameters.dtype
     mean = encoding.reduction_bytes(workers, elements, dtype)
     message = encoding.sent_bytes(elements, dtype)
-    exchanged = method.bytes_per_round(workers, mean, message, model.blocks, dtype)
+    exchanged = method.capabilities.bytes_per_round(workers, mean, message, model.blocks, dtype)
     return round(exchanged) + plan_statistics(config, workers, measures).sent_bytes(workers, elements, dtype)
 
 
@@ -47,5 +47,5 @@ def check_state(config: Config, model: FlatModel) -> None:
 
 def check_method(config: Config, workers: int) -> None:
     """Raise ConfigError if the method cannot work with this number of workers of a trainer."""
-    if problems := method_of(config).problems(workers=workers):
+    if problems := method_of(config).capabilities.problems(None, workers, None):
         raise ConfigError(problems)

@@ -249,7 +249,7 @@ class WorkerGroup:
             step_seconds: of one inner step of the fastest worker.
         """
         travel = in_steps(self.server_seconds(self.parameter_count), step_seconds)
-        return self.method.active_steps(own_steps, inner_steps, self.values, travel)
+        return self.method.capabilities.active_steps(own_steps, inner_steps, self.values, travel)
 
     def note_weights(self, weights: Sequence[float]) -> None:
         """Keep the weights of the workers in this round, for means after it; in every process."""

@@ -8,7 +8,7 @@ import pytest
 
 from algorithms.batch.switch_mode import ExecutionPlan
 from algorithms.synchronisation import METHODS
-from algorithms.synchronisation.method import Method
+from algorithms.synchronisation.method import evenly_spread
 from fabrics.data.sampler import DataCursor, Reading, Subsets
 from fabrics.training.statistics import StatisticsPlan
 from fabrics.training.work_split import WorkSplit, draw_participants
@@ -24,7 +24,7 @@ def split_of(present, nodes=NODES, readings=(), **values) -> WorkSplit:
     config = make_config(**values)
 
     def step_times(own_steps, inner_steps, step_seconds):
-        return Method().active_steps(own_steps, inner_steps, {}, 0)
+        return evenly_spread(own_steps, inner_steps, {}, 0)
 
     steps = step_times if config.balance == "steps" else None
     return WorkSplit(config, 12, nodes, present, readings, None, steps)
