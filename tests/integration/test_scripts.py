@@ -64,7 +64,9 @@ def test_a_slurm_job_whose_time_ends_stops_and_is_queued_again(stand_ins):
 
 
 def test_two_machines_get_the_same_command(stand_ins):
-    environment = stand_ins(ssh='echo "$2"; bash -c "$3"', torchrun='printf "%s|" "$@"; pwd') | {"PROCESSES": "8"}
+    environment = stand_ins(ssh='echo "$2"; bash -c "$3"', torchrun='echo "$(printf "%s|" "$@"; pwd)"') | {
+        "PROCESSES": "8"
+    }
     result = command("bash", SCRIPTS / "two_machines.sh", "10.0.0.1", "10.0.0.2", "a b", env=environment)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
