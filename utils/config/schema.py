@@ -414,7 +414,7 @@ class Batch(Section):
         "per_example", "Gradients that the batch test compares: of examples, of whole workers, or of a node's devices."
     )
     statistics_batch_size: AtLeastTwo = key(
-        8, "Smallest sample of per_example; workers with smaller micro-batches use a probe batch of this size."
+        8, "Smallest sample of per_example; workers with fewer examples in a step also use a probe batch of this size."
     )
     batch_test_start: PositiveInt = key(1, "First round with a batch test.")
     batch_test_confidence: NonNegativeFloat = key(
