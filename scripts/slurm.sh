@@ -10,8 +10,8 @@
 #SBATCH --signal=B:USR1@300
 set -euo pipefail
 
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_ADDR=$first
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export MASTER_ADDR=${hosts%%$'\n'*}
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 
 # Each task is a process of the run: torchrun would kill it 30 seconds after the signal, in the middle of a long round.
