@@ -216,6 +216,7 @@ class Trainer:
             schedule, self.inner_steps_done, self.tokens_done, tokens
         )
         base = base_learning_rate(self._config) * 0.5**self.halvings
+        base *= self.batch_control.learning_rate_factor(schedule.progress_before)
         learning_rates = [base * factor for factor in factors]
         return split.assignments(learning_rates, self._round_key, self._plan_statistics(split))
 

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 
-from algorithms.batch.calc_batch import BATCH_TESTS, BatchTestParameters, bounded_request, scheduled_request
+from algorithms.batch.calc_batch import BATCH_TESTS, BatchTestParameters, bounded_request
 from algorithms.batch.gradient_statistics import GradientStatistics, SampleEstimate, StatisticsSums
+from algorithms.schedule.batch_schedule import BatchSchedule
 from algorithms.schedule.learning_rate import eta_during
 
 # The values of statistics_estimator: gradients of single examples, of whole workers, or of the devices of a node.
@@ -29,7 +30,7 @@ class BatchControlSettings:
         first_round: the first round with a test, counted from 1; before it the request stays.
         smoothing: weight of the past in the average of the statistics over rounds.
         largest_growth: factor per round; None: no bound.
-        schedule: pairs of (share of the run, request from there on), for a request that no test changes.
+        schedule: of a request that no test changes.
         frozen_from: share of the run after which no test changes the request. A falling learning rate makes the noise
             scale rise, and then steps are worth more than larger batches.
     """
@@ -40,7 +41,7 @@ class BatchControlSettings:
     first_round: int
     smoothing: float
     largest_growth: float | None
-    schedule: Sequence[Sequence[float]] | None = None
+    schedule: BatchSchedule | None = None
     frozen_from: float = 1.0
 
 
@@ -53,6 +54,7 @@ class BatchControl:
 
     def __init__(self, settings: BatchControlSettings, initial_request: int):
         self._settings = settings
+        self._initial_request = initial_request
         self._test = BATCH_TESTS[settings.test]
         self.requested_batch = initial_request
         self._sums = StatisticsSums()
@@ -60,11 +62,16 @@ class BatchControl:
     @property
     def grows(self) -> bool:
         """True if a batch test or a schedule may change the request."""
-        return self._test is not None or bool(self._settings.schedule)
+        return self._test is not None or self._settings.schedule is not None
 
     def measures(self, round_number: int) -> bool:
         """Return whether this round, counted from 1, takes gradient statistics."""
         return self._test is not None and round_number >= self._settings.first_round
+
+    def learning_rate_factor(self, progress: float) -> float:
+        """Return the factor of the learning rate that the schedule asks for in a round that begins at this progress."""
+        schedule = self._settings.schedule
+        return 1.0 if schedule is None else schedule.rate_factor(progress, self.requested_batch / self._initial_request)
 
     def conclude(
         self,
@@ -90,8 +97,8 @@ class BatchControl:
             TypeError: the test returned something else than a number or None.
         """
         settings = self._settings
-        if settings.schedule:
-            scheduled = scheduled_request(settings.schedule, progress, self.requested_batch)
+        if settings.schedule is not None:
+            scheduled = settings.schedule.request(progress, self.requested_batch)
             self.requested_batch = min(scheduled, largest_request)
         if self._test is None or not samples:
             return None, None

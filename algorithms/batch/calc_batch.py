@@ -13,7 +13,7 @@ never shrinks, the largest of many point estimates would decide otherwise.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from algorithms.batch.gradient_statistics import GradientStatistics
@@ -159,14 +159,3 @@ def bounded_request(current: int, answer: int | None, max_growth: float | None, 
         smallest_growth = 1 if max_growth > 1.0 else 0
         answer = min(answer, max(math.floor(current * max_growth), current + smallest_growth))
     return max(current, min(answer, max_request))
-
-
-def scheduled_request(schedule: Sequence[tuple[float, float]], progress: float, current: int) -> int:
-    """Return the request of a batch schedule.
-
-    Args:
-        schedule: (share of the run, requested batch from there on), the shares growing.
-        progress: share of the run that is done, 0 to 1.
-        current: the request before the first entry.
-    """
-    return [current, *(int(batch) for share, batch in schedule if share <= progress)][-1]

@@ -45,6 +45,15 @@ class LearningRateSchedule:
             left = 1.0
         return self.minimum_ratio + (1.0 - self.minimum_ratio) * left
 
+    def progress_at(self, factor: float) -> float:
+        """The progress at which a falling schedule has this factor, between its minimum_ratio and 1."""
+        left = (factor - self.minimum_ratio) / (1.0 - self.minimum_ratio)
+        if self.name == "cosine":
+            return math.acos(2.0 * left - 1.0) / math.pi
+        if self.name == "linear":
+            return 1.0 - left
+        return self.decay_begins + DECAY_SHARE * (1.0 - left)
+
     def factors(self, schedule: RoundSchedule, steps_before: int, tokens_before: int, tokens: int) -> list[float]:
         """Return the factor of every inner step of a round, over which progress and tokens are spread evenly.
 

@@ -31,7 +31,7 @@ from fabrics.sharding.layout import gathered_elements
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.method_config import check_method, method_of, round_bytes
 from fabrics.training.optimizers import inner_optimizer_of
-from fabrics.training.statistics import probes_examples
+from fabrics.training.statistics import batch_schedule, probes_examples
 from fabrics.training.worker import personal_tensors
 from utils.config.schema import Config, ConfigError
 
@@ -216,8 +216,10 @@ class _Run:
         """The largest batch of a trainer that the configuration allows; None: unknown before data are read."""
         config = self.config
         if config.sampling_method == "none":
-            requests = [int(request) for _, request in config.batch_schedule or ()]
-            return max([config.INITIAL_BATCH_SIZE, *requests])
+            schedule = batch_schedule(config)
+            requests = [int(request) for _, request in schedule.pairs] if schedule else []
+            largest = max([config.INITIAL_BATCH_SIZE, *requests])
+            return min(largest, config.max_requested_batch or largest)
         if config.max_requested_batch is not None:
             return config.max_requested_batch
         if config.data_sample_size is not None:

@@ -17,6 +17,7 @@ from algorithms.schedule.limits import Limits, RoundSchedule, RunCounters
 from fabrics.pool.node_pool import NodePool
 from fabrics.training.method_config import round_bytes
 from fabrics.training.optimizers import learning_rate_schedule
+from fabrics.training.statistics import batch_schedule
 from utils.config.schema import BUDGETS, Config, ConfigError
 
 if TYPE_CHECKING:
@@ -175,14 +176,14 @@ class RoundScheduler:
         config = self._config
         if config.smallest_worker_batch is None:
             return 0
-        scheduled = config.batch_schedule
+        scheduled = batch_schedule(config)
         # A batch test asks for no more once the learning rate decays.
         tested = progress < learning_rate_schedule(config).decay_begins and any(t.batch_control.grows for t in trainers)
         if not scheduled and not tested:
             return 0
         largest = _largest_request(trainers)
         if scheduled:
-            largest = min(largest, len(trainers) * max(int(batch) for _, batch in scheduled))
+            largest = min(largest, len(trainers) * max(int(batch) for _, batch in scheduled.pairs))
         return max(0, min(nodes, largest // config.smallest_worker_batch) - working)
 
     def _shortfall(self, rounds: int, missing: float) -> str | None:

@@ -250,9 +250,12 @@ def check_inner_optimizer(config: Config, model: FlatModel) -> None:
 
 
 def learning_rate_schedule(config: Config) -> LearningRateSchedule:
-    """Return the schedule of the inner learning rate, as factors of `base_learning_rate`."""
+    """Return the schedule of the inner learning rate, as factors of `base_learning_rate`.
+
+    With Seesaw only the warm-up is left of it: the batch schedule has the rest.
+    """
     return LearningRateSchedule(
-        config.learning_rate_schedule,
+        "constant" if config.batch_schedule == "seesaw" else config.learning_rate_schedule,
         config.warmup_steps,
         config.warmup_tokens,
         config.minimum_learning_rate_ratio,

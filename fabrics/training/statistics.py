@@ -20,6 +20,8 @@ from algorithms.batch.gradient_statistics import (
     gradient_moments,
 )
 from algorithms.flat import SKETCH_SIZE
+from algorithms.schedule.batch_schedule import BatchSchedule, critical_batch, seesaw, token_thresholds
+from algorithms.schedule.learning_rate import LearningRateSchedule
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.encodings.encoding import PLAIN
 from fabrics.training.optimizers import learning_rate_schedule
@@ -28,6 +30,19 @@ from utils.config.schema import Config
 if TYPE_CHECKING:
     from fabrics.training.worker import WorkerRound
     from fabrics.training.worker_group import WorkerGroup
+
+
+def batch_schedule(config: Config) -> BatchSchedule | None:
+    """Return the schedule of the requested batch; None: a batch test sets it, or it stays."""
+    given = config.batch_schedule
+    if given == "seesaw":
+        replaced = LearningRateSchedule(config.learning_rate_schedule, minimum_ratio=config.minimum_learning_rate_ratio)
+        return seesaw(replaced, config.INITIAL_BATCH_SIZE)
+    if given == "critical_batch":
+        return critical_batch(config.INITIAL_BATCH_SIZE)
+    if isinstance(given, str):
+        return BatchSchedule(token_thresholds(given, config.max_tokens))
+    return None if given is None else BatchSchedule(given)
 
 
 def batch_control(config: Config) -> BatchControl:
@@ -42,7 +57,7 @@ def batch_control(config: Config) -> BatchControl:
         first_round=config.batch_test_start,
         smoothing=config.statistics_smoothing,
         largest_growth=config.max_batch_growth,
-        schedule=config.batch_schedule,
+        schedule=batch_schedule(config),
         frozen_from=learning_rate_schedule(config).decay_begins,
     )
     return BatchControl(settings, config.INITIAL_BATCH_SIZE)

@@ -249,6 +249,25 @@ def test_the_learning_rate_follows_warm_up_and_schedule():
     assert second == pytest.approx([0.1 * 0.75 * 0.5, 0.1 * 0.5 * (1 + np.cos(0.75 * np.pi))])
 
 
+def test_seesaw_doubles_the_batch_and_divides_the_learning_rate_by_the_root_of_two():
+    config = make_config(
+        learning_rate_for_inner_opt=0.1,
+        learning_rate_schedule="cosine",
+        minimum_learning_rate_ratio=0.0,
+        sampling_method="none",
+        batch_schedule="seesaw",
+        INITIAL_BATCH_SIZE=2,
+    )
+    trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(40)), nodes=1)
+    rates = []
+    for schedule in (RoundSchedule(2, 0.0, 0.6), RoundSchedule(2, 0.6, 0.7)):  # the cosine is at 1/2 in the middle
+        split = trainer.split_work()
+        trained = trainer.train_round(split, schedule, lambda: None)
+        rates.append((trainer.requested_batch, *trained.records[0].learning_rates))
+        trainer.conclude_round(split, schedule, trained)
+    assert rates == [(2, 0.1, 0.1), (4, *[pytest.approx(0.1 / np.sqrt(2))] * 2)]
+
+
 def test_the_batch_test_starts_in_the_configured_round():
     settings = {"ETA": 0.05, "max_batch_growth": 2.0, "number_of_initial_trainers": 1, "number_of_outer_steps": 5}
     cluster, recorder = light_cluster(batch_test_start=3, **settings), Recorder()

@@ -19,6 +19,7 @@ from algorithms.batch.gradient_statistics import (
 )
 from algorithms.batch.switch_mode import threshold_switch_mode
 from algorithms.flat import sketch
+from algorithms.schedule.batch_schedule import BatchSchedule
 from algorithms.schedule.learning_rate import LearningRateSchedule
 
 PARAMETERS = BatchTestParameters(eta=1.0, theta=0.9, nu=5.84, debias=True, confidence=2.0)
@@ -128,7 +129,7 @@ def test_without_samples_nothing_is_said():
 
 
 def test_a_schedule_by_hand_moves_the_request_and_keeps_the_limit():
-    own = control(test="none", schedule=[(0.25, 10), (0.5, 30)])
+    own = control(test="none", schedule=BatchSchedule([(0.25, 10), (0.5, 30)]))
     requests = []
     for progress in (0.2, 0.25, 0.6):
         own.conclude([], None, 4, progress, 20)

@@ -14,7 +14,6 @@ from algorithms.batch.calc_batch import (
     inner_product_test,
     lower_ratio,
     norm_test,
-    scheduled_request,
 )
 from algorithms.batch.gradient_statistics import GradientStatistics
 
@@ -197,10 +196,3 @@ def test_each_registered_test_reads_its_own_parameters():
 )
 def test_bounded_request(current, answer, growth, maximum, expected):
     assert bounded_request(current, answer, growth, maximum) == expected
-
-
-def test_a_schedule_sets_the_request():
-    schedule = [(0.0, 8.0), (0.5, 64.0), (0.9, 16.0)]
-    assert [scheduled_request(schedule, progress, 4) for progress in (0.0, 0.49, 0.5, 0.9, 1.0)] == [8, 8, 64, 16, 16]
-    assert scheduled_request(schedule, 0.6, 80) == 64
-    assert scheduled_request([(0.3, 9.0)], 0.2, 4) == 4

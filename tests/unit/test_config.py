@@ -155,7 +155,12 @@ SPEEDS = TOKENS | {"node_speeds": [1, 1, 0.5, 0.25]}
         (FIXED | {"batch_schedule": [[0.5, 16], [0.6, 0]]}, ["batch_schedule"]),
         (FIXED | {"batch_schedule": [[1.1, 16]]}, ["batch_schedule"]),
         (FIXED | {"batch_schedule": [[0.1, 9.5]]}, ["batch_schedule"]),
-        (FIXED | {"batch_schedule": [[0.5]]}, ["batch_schedule[0]"]),
+        (FIXED | {"batch_schedule": [[0.5]]}, ["batch_schedule"]),
+        (FIXED | {"batch_schedule": "0:8 1M:16"}, ["batch_schedule"]),
+        (FIXED | {"batch_schedule": "0:8 1M:16", "max_tokens": 10**7, "number_of_outer_steps": 9}, ["batch_schedule"]),
+        (FIXED | {"batch_schedule": "sesaw", "max_tokens": 10**6, "number_of_outer_steps": None}, ["batch_schedule"]),
+        (FIXED | {"batch_schedule": "1M:16", "max_tokens": 10**6, "number_of_outer_steps": None}, ["batch_schedule"]),
+        (FIXED | {"batch_schedule": "seesaw"}, ["batch_schedule"]),
         (FIXED | {"batch_schedule": [[0, 8]], "INITIAL_BATCH_SIZE": 4}, ["batch_schedule"]),
         (
             {"smallest_worker_batch": 5, "statistics_estimator": "across_workers", "INITIAL_BATCH_SIZE": 9},

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from algorithms.nodes.traffic import Link
+from algorithms.schedule.batch_schedule import NAMED_SCHEDULES, token_thresholds
 
 
 class ConfigError(ValueError):
@@ -427,9 +428,10 @@ class Batch(Section):
         None, "Largest factor by which a request grows in a round; null: no bound."
     )
     max_requested_batch: PositiveInt | None = key(None, "Largest request; null: the size of the trainer's data subset.")
-    batch_schedule: Annotated[list[Pair], Field(min_length=1)] | None = key(
+    batch_schedule: Annotated[list[Pair], Field(min_length=1)] | Name | None = key(
         None,
-        "With sampling_method none: pairs of a share of the run and the request from there on; null: constant.",
+        "With sampling_method none, the request over the run: pairs of a share of the run and the request from there "
+        'on, thresholds in tokens such as "0:16 500k:32 1M:64", seesaw or critical_batch; null: constant.',
     )
 
     @property
@@ -453,15 +455,28 @@ class Batch(Section):
             return found
         if self.sampling_method != "none":
             found.append(f"batch_schedule: needs sampling_method none, got {self.sampling_method}")
-        if not _is_schedule(self.batch_schedule):
+        if self.batch_schedule == "seesaw" and self.learning_rate_schedule == "constant":
+            found.append("batch_schedule: seesaw needs a learning_rate_schedule that falls, got constant")
+        if self.batch_schedule in NAMED_SCHEDULES:
+            return found
+        pairs = self.batch_schedule
+        if isinstance(pairs, str):
+            if self.max_tokens is None or self.number_of_outer_steps or self.number_of_training_epochs:
+                found.append("batch_schedule: thresholds in tokens need max_tokens as the only limit of the run")
+                return found
+            try:
+                pairs = token_thresholds(pairs, self.max_tokens)
+            except ValueError as error:
+                names = ", ".join(NAMED_SCHEDULES)
+                found.append(f"batch_schedule: must be pairs, thresholds in tokens, or one of {names}; {error}")
+                return found
+        if not _is_schedule(pairs):
             found.append(
-                f"batch_schedule: must be pairs of a share of the run, growing from 0 to below 1, and a positive "
-                f"integer, got {self.batch_schedule}"
+                f"batch_schedule: must be pairs of a share of the run, growing from 0 to below 1 (thresholds: below "
+                f"max_tokens), and a positive integer, got {self.batch_schedule}"
             )
-        elif self.batch_schedule[0][0] == 0 and self.batch_schedule[0][1] != initial:
-            found.append(
-                f"batch_schedule: must begin with INITIAL_BATCH_SIZE ({initial}), got {self.batch_schedule[0][1]:g}"
-            )
+        elif pairs[0][0] == 0 and pairs[0][1] != initial:
+            found.append(f"batch_schedule: must begin with INITIAL_BATCH_SIZE ({initial}), got {pairs[0][1]:g}")
         return found
 
 
