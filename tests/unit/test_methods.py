@@ -310,6 +310,11 @@ def test_one_worker_alone_is_diloco(method):
     assert_same_bits({}, {"distributed_algo": method}, nodes=1)
 
 
+def test_streaming_in_one_piece_without_delay_is_diloco():
+    streaming = {"distributed_algo": "StreamingDiLoCo", "synchronisation": {"fragments": 1, "delay": 0}}
+    assert_same_bits({}, streaming)
+
+
 # Fragments under way
 
 
@@ -572,14 +577,14 @@ def test_fda_calibrates_its_threshold_in_the_first_rounds():
 
 
 def test_fda_calibrates_neither_with_one_worker_nor_while_the_learning_rate_warms_up():
-    """Two rounds of one worker, whose variance is 0; two in which the rate grows; then three that count."""
+    """Four rounds in which the rate grows; one of one worker, whose variance is 0; then three that count."""
     trainer = trainer_of(1, distributed_algo="FDA", warmup_steps=11, INITIAL_BATCH_SIZE=4, max_requested_batch=4)
     seen = []
-    for nodes in (1, 1, 2, 2, 2, 2, 2):
+    for nodes in (1, 2, 2, 2, 1, 2, 2, 2):
         trainer.assign_nodes(tuple(Node(index, CPU, 64) for index in range(nodes)))
         assert synchronised_after(trainer, 1, 3) == [[3] if nodes == 2 else []]
         seen.append(trainer.worker_group.values.get("calibrated", 0))
-    assert seen == [0, 0, 0, 0, 1, 2, 3]
+    assert seen == [0, 0, 0, 0, 0, 1, 2, 3]
     assert trainer.worker_group.values["threshold"] > 1e-3
 
 
