@@ -190,6 +190,11 @@ def _origin(results: Results) -> str:
         text.append(" The only seed is that of the tuning runs: each result is the best of them and optimistic.")
     if any(run["completed"] and "data" not in run for run in outcomes):
         text.append(" Some outcomes were recorded without a digest of their data.")
+    made: dict[str, dict[str, None]] = {}
+    for run in outcomes:
+        made.setdefault(run["commit"], {})[run["method"]] = None
+    if len(made) > 1:
+        text.append("\n\n" + _table(("commit", "rows"), [(commit, "<br>".join(rows)) for commit, rows in made.items()]))
     return "".join(text)
 
 

@@ -208,8 +208,9 @@ def test_a_probe_batch_does_not_change_the_training(dropout):
     assert torch.equal(*ends)
 
 
-def test_across_workers_compares_the_first_gradients():
-    config = make_config(INITIAL_BATCH_SIZE=6, statistics_estimator="across_workers")
+@pytest.mark.parametrize(("method", "means"), [("DiLoCo", 1), ("Synchronous", 3)])  # Synchronous: DDP-Norm
+def test_across_workers_compares_the_first_gradients(method, means):
+    config = make_config(INITIAL_BATCH_SIZE=6, statistics_estimator="across_workers", distributed_algo=method, ETA=0.5)
     sequences = random_sequences(50)
     model = use_torch_norms(tiny_llama())
     trainer = make_trainer(copy.deepcopy(model), config, PackedSequences(sequences), nodes=3)
@@ -223,8 +224,12 @@ def test_across_workers_compares_the_first_gradients():
     (report,) = train(trainer, 1, inner_steps=3)
     assert report.statistics.variance == pytest.approx(2 * gradients.var(0, ddof=1).sum(), rel=1e-9)
     assert report.statistics.examples == 6
-    # One synchronisation and one all-reduce of the gradients.
-    assert report.bytes_synchronised == 2 * 2 * (3 - 1) * trainer.worker_group.parameter_bytes
+    # The synchronisations, and one all-reduce of the gradients.
+    assert report.bytes_synchronised == (means + 1) * 2 * (3 - 1) * trainer.worker_group.parameter_bytes
+    # The norm test: V / (eta^2 |g|^2), where g is the mean of the workers' gradients.
+    asked = 2 * gradients.var(0, ddof=1).sum() / (0.5**2 * (gradients.mean(0) ** 2).sum())
+    assert trainer.requested_batch == max(6, min(np.ceil(asked), trainer.largest_request))
+    assert trainer.requested_batch > 6
 
 
 def test_the_learning_rate_follows_warm_up_and_schedule():

@@ -126,6 +126,10 @@ def test_page_has_setting_caption_verdicts_and_origin():
     assert "compare.py /elsewhere/made.yaml` with commit c0ffee+ (+ marks" in text
     assert "a: {balance: null}" in text
     assert "Simulated time" not in text
+    assert "| commit | rows |" not in text
+    results = made_results()
+    results.raw["outcomes"][1]["commit"] = "decade"  # seed 1 of b
+    assert "| c0ffee+ | a<br>c<br>d<br>b |\n| decade | b |" in page(results)
 
 
 def test_answer_can_name_the_mean_of_a_method():
