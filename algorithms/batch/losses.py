@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 IGNORE_INDEX = -100
 
@@ -28,19 +30,56 @@ def example_loss_sums(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch
     Returns:
         sums [b] and counts [b] (int64). The token at position t is predicted from position t - 1.
     """
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        logits = logits.float()
     if labels.dim() == 1:
-        return F.cross_entropy(logits, labels, reduction="none"), torch.ones_like(labels)
+        return F.cross_entropy(_at_least_float32(logits), labels, reduction="none"), torch.ones_like(labels)
     if logits.shape[:2] != labels.shape:
         raise ValueError(f"labels {tuple(labels.shape)} do not match logits {tuple(logits.shape)}")
-    # Shifting the labels, not the logits, saves a copy of the largest tensor of the step.
-    targets = F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].contiguous()
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
-    return losses.view_as(targets).sum(1), (targets != IGNORE_INDEX).sum(1)
+    targets = _next_tokens(labels)
+    return _loss_sums(logits, targets), (targets != IGNORE_INDEX).sum(1)
+
+
+def chunked_loss_sums(
+    hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor, chunk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `example_loss_sums` returns, with the logits of `chunk` tokens of each example at a time.
+
+    The backward pass computes the logits of each chunk again. Chunks divide the sequence and not the batch, so that
+    every call of the head has all examples, as per-example statistics need it.
+
+    Args:
+        hidden: [b, T, width], the input of the head.
+        head: from `hidden` to logits; without dropout.
+        labels: [b, T], see `example_loss_sums`.
+    """
+    targets = _next_tokens(labels)
+    sums = 0.0
+    for inputs, answers in zip(hidden.split(chunk, 1), targets.split(chunk, 1), strict=True):
+        sums = sums + checkpoint(
+            lambda inputs, answers: _loss_sums(head(inputs), answers),
+            inputs,
+            answers,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+    return sums, (targets != IGNORE_INDEX).sum(1)
 
 
 def example_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the mean loss of each example over its own targets, [b]; 0 for an example without targets."""
     sums, counts = example_loss_sums(logits, labels)
     return sums / counts.clamp(min=1)
+
+
+def _next_tokens(labels: torch.Tensor) -> torch.Tensor:
+    """Return what is predicted at each position. Shifting the labels saves a copy of the logits."""
+    return F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].contiguous()
+
+
+def _loss_sums(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    flat = _at_least_float32(logits).flatten(0, 1)
+    losses = F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+    return losses.view_as(targets).sum(1)
+
+
+def _at_least_float32(logits: torch.Tensor) -> torch.Tensor:
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits

@@ -45,26 +45,35 @@ class Outer:
     """Shares of the weight [out, in] of a linear layer: P_i = sum_t delta_it x_it^T.
 
     Attributes:
-        x: inputs, [b, T, in].
-        delta: gradients of the outputs, [b, T, out].
+        uses: inputs x [b, T, in] and gradients of the outputs delta [b, T, out] of each use of the layer. T may differ.
+            They are not put together: those of a head over a chunked loss would need as much memory again.
     """
 
-    x: torch.Tensor
-    delta: torch.Tensor
+    uses: tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
     def joined(self, other: "Outer") -> "Outer":
-        return Outer(torch.cat((self.x, other.x), 1), torch.cat((self.delta, other.delta), 1))
+        return Outer(self.uses + other.uses)
 
     def squares_and_products(self, gradient: torch.Tensor, products: bool) -> tuple[torch.Tensor, torch.Tensor | float]:
-        steps = self.x.shape[1]
+        steps = sum(x.shape[1] for x, _ in self.uses)
         out, inputs = gradient.shape
         if steps * (out + inputs) > out * inputs:
-            share = torch.bmm(self.delta.transpose(1, 2), self.x).flatten(1)
+            (x, delta), *others = self.uses
+            share = torch.bmm(delta.transpose(1, 2), x)
+            for x, delta in others:
+                share.baddbmm_(delta.transpose(1, 2), x)
+            share = share.flatten(1)
             return share.square().sum(1), torch.mv(share, gradient.flatten()) if products else 0.0
-        squares = torch.bmm(self.delta, self.delta.transpose(1, 2))
-        squares.mul_(torch.bmm(self.x, self.x.transpose(1, 2)))
-        found = (self.x @ gradient.t()).mul_(self.delta).sum((1, 2)) if products else 0.0
-        return squares.sum((1, 2)), found
+        squares = 0.0
+        found = 0.0
+        for index, (x, delta) in enumerate(self.uses):
+            for number, (other_x, other_delta) in enumerate(self.uses[: index + 1]):
+                terms = torch.bmm(delta, other_delta.transpose(1, 2))
+                terms.mul_(torch.bmm(x, other_x.transpose(1, 2)))
+                squares += terms.sum((1, 2)) * (1.0 if number == index else 2.0)  # pairs of uses count twice
+            if products:
+                found += (x @ gradient.t()).mul_(delta).sum((1, 2))
+        return squares, found
 
 
 @dataclass
@@ -112,9 +121,11 @@ Shares = Outer | Lookup | Dense
 
 def cross_term(outer: Outer, lookup: Lookup) -> torch.Tensor:
     """Return <P_i of the head, P_i of the embedding> [b] for one weight used as both."""
-    b, steps, _ = outer.delta.shape
-    tokens = lookup.tokens.unsqueeze(1).expand(b, steps, lookup.tokens.shape[1])
-    return outer.delta.gather(2, tokens).mul_(torch.bmm(outer.x, lookup.delta.transpose(1, 2))).sum((1, 2))
+    found = 0.0
+    for x, delta in outer.uses:
+        tokens = lookup.tokens.unsqueeze(1).expand(-1, delta.shape[1], -1)
+        found += delta.gather(2, tokens).mul_(torch.bmm(x, lookup.delta.transpose(1, 2))).sum((1, 2))
+    return found
 
 
 # From one call of a layer, with input x [b, ..., in] and the gradient delta of its output, to its parameters, each with
@@ -130,7 +141,7 @@ def _with_steps(tensor: torch.Tensor) -> torch.Tensor:
 def _linear_uses(module: nn.Linear, x: torch.Tensor, delta: torch.Tensor) -> Uses:
     x = _with_steps(x)
     delta = _with_steps(delta)
-    yield module.weight, lambda: Outer(x, delta)
+    yield module.weight, lambda: Outer(((x, delta),))
     if module.bias is not None:
         yield module.bias, lambda: Dense(delta.sum(1))
 

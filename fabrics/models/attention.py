@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from utils.config.schema import ConfigError
+
 _MASKED = "sdpa"
 # Architectures whose only masks are causal or of a sliding window, and whose layers do not look at the name of the
 # attention; tests/unit/test_attention.py goes through them. All others keep their masks.
@@ -87,6 +89,20 @@ def _is_unpatched() -> bool:
     attention = ALL_ATTENTION_FUNCTIONS[_MASKED]
     masks = ALL_MASK_ATTENTION_FUNCTIONS[_MASKED]
     return attention is sdpa_attention_forward and masks is sdpa_mask
+
+
+def body_and_head(module: nn.Module) -> tuple[nn.Module, nn.Linear]:
+    """Return a language model's body, whose output has `last_hidden_state`, and the layer from there to the logits.
+
+    Raises:
+        ConfigError: the logits of this class may be something else.
+    """
+    if not _is_known(module, getattr(getattr(module, "config", None), "model_type", None)):
+        raise ConfigError(
+            f"loss_chunk_tokens: must be null with {type(module).__name__}; known are the language models of "
+            f"transformers named {', '.join(sorted(ARCHITECTURES))}"
+        )
+    return module.base_model, module.get_output_embeddings()
 
 
 def needs_no_mask(module: nn.Module, batch: Mapping[str, torch.Tensor]) -> bool:

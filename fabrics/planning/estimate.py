@@ -99,7 +99,10 @@ def activation_bytes(config: Config, module: nn.Module) -> tuple[int, int] | Non
     if config.activation_checkpointing:
         kept = layer + layers * tokens * itemsize * hidden
     head = linear[-1].out_features
-    logits = _LOGITS * 4 * tokens * head if head > hidden else 0
+    at_a_time = min(tokens, config.loss_chunk_tokens or tokens)
+    logits = _LOGITS * 4 * at_a_time * head if head > hidden else 0
+    if at_a_time < tokens and probes_examples(config):
+        logits += 4 * tokens * head  # per-example statistics keep the gradient of all logits
     if config.devices_per_node > 1 and probes_examples(config):
         probed = tokens * 4 * sum(child.in_features + child.out_features for child in linear)
         kept = max(kept, probed - logits)
@@ -129,7 +132,7 @@ class _Run:
 
         module, assumed = meta_model(config)
         self.assumptions += assumed
-        self.model = FlatModel(module, META)
+        self.model = FlatModel(module, META, loss_chunk_tokens=config.loss_chunk_tokens)
         check_model(config, self.model)
         self.method = method_of(config, self.model)
         check_method(config, self.workers[-1])
@@ -271,6 +274,8 @@ class _Run:
         token_flops = flops_per_token(self.model.module, config.sequence_length)
         if config.activation_checkpointing:
             token_flops *= 4.0 / 3.0  # one more forward pass
+        if config.loss_chunk_tokens is not None:  # of the head alone
+            token_flops += 2.0 * self.model.module.get_output_embeddings().weight.numel()
         found |= {"rounds": number, "tokens": tokens, "flops": tokens * token_flops}
         if self.method.capabilities.one_exchange:
             found["communications"] = sum(exchange.communications for exchange in exchanges)

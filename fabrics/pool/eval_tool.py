@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from algorithms.batch.losses import example_loss_sums, logits_of
+from algorithms.batch.losses import chunked_loss_sums, example_loss_sums, logits_of
 from algorithms.registry import Registry
 from fabrics.data.examples import Examples, TaskData
-from fabrics.models.attention import unmasked
+from fabrics.models.attention import body_and_head, unmasked
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.worker_group import WorkerGroup
 
@@ -90,16 +90,25 @@ def begin_batches(
     device: torch.device,
     batches: Sequence[int],
     on_batch: Callable[[], None] = lambda: None,
+    loss_chunk_tokens: int | None = None,
 ) -> EvaluationPart:
-    """Evaluate a module in eval mode on some batches of the examples, without waiting for the device."""
+    """Evaluate a module in eval mode on some batches of the examples, without waiting for the device.
+
+    loss_chunk_tokens: tokens of each example whose logits exist at a time; None: all.
+    """
     sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=device)
     for row, number in enumerate(batches):
         start = number * batch_size
         batch = examples.batch(range(start, min(start + batch_size, len(examples))), device)
         labels = batch.pop("labels")
         with unmasked(module, batch):
-            logits = logits_of(module(**batch))
-        losses, counts = example_loss_sums(logits, labels)
+            if loss_chunk_tokens is None:
+                logits = logits_of(module(**batch))
+                losses, counts = example_loss_sums(logits, labels)
+            else:
+                body, head = body_and_head(module)
+                hidden = body(**batch).last_hidden_state
+                losses, counts = chunked_loss_sums(hidden, head, labels, loss_chunk_tokens)
         sums[row, 0] = losses.sum(dtype=torch.float64)
         sums[row, 1] = counts.sum()
         if labels.dim() == 1:
@@ -156,9 +165,11 @@ class Validation:
             model = self._models[device]
             with model.evaluating(worker_group.shared["parameters"]) as module:
                 own, others = model.local_batches(batches)
-                begun.append(begin_batches(module, self._examples, self._batch_size, device, own, model.count_pass))
+                before = (module, self._examples, self._batch_size, device)
+                after = (model.count_pass, model.loss_chunk_tokens)
+                begun.append(begin_batches(*before, own, *after))
                 if others:  # all devices that share a model make every forward pass together
-                    begin_batches(module, self._examples, self._batch_size, device, others, model.count_pass)
+                    begin_batches(*before, others, *after)
         # Wait only after all devices have work.
         return EvaluationPart.join([part.wait() for part in begun]) if begun else None
 

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from algorithms.batch.gradient_statistics import SampleEstimate
-from algorithms.batch.losses import logits_of
+from algorithms.batch.losses import chunked_loss_sums, example_losses, logits_of
 from algorithms.batch.per_example import PerExampleProbe, step_estimate
 from algorithms.flat import SKETCH_SIZE, Block, sketch
+from fabrics.models.attention import body_and_head
 from utils.checkpoint.tensor_file import FilePart
 from utils.distributed.devices import is_out_of_memory
 from utils.distributed.shard_groups import ShardGroup
@@ -51,11 +52,14 @@ class FlatModel:
         module: its trainable parameters, all of one type, move into the buffers. Frozen ones are the same for all
             workers, and stay where they are.
         autocast: the type that the module computes in (torch.autocast); None: that of its parameters.
+        compiled: compile the module, or its body if the loss is computed in chunks.
+        loss_chunk_tokens: tokens of each example whose logits exist at a time; None: all.
 
     Attributes:
         parameters: flat nn.Parameter of all trainable parameters; its `.grad` is the flat gradient.
         parameter_count: trainable elements, without the gaps.
         blocks: the places of the trainable parameters in the flat buffers.
+        loss_chunk_tokens: as in the arguments.
         compares_devices: whether a probe compares the devices of the shard group instead of examples.
         passes: forward passes so far, a sign that the process makes progress.
         shard_group: the devices that share the module; here one.
@@ -65,13 +69,20 @@ class FlatModel:
     compares_devices = False
 
     def __init__(
-        self, module: nn.Module, device: torch.device, autocast: torch.dtype | None = None, compiled: bool = False
+        self,
+        module: nn.Module,
+        device: torch.device,
+        autocast: torch.dtype | None = None,
+        compiled: bool = False,
+        loss_chunk_tokens: int | None = None,
     ):
         self.module = module
         self.device = device
         self.passes = 0
         self._autocast = autocast
-        self._compiled_module = torch.compile(module) if compiled else None
+        self.loss_chunk_tokens = loss_chunk_tokens
+        self._called, self._head = (module, None) if loss_chunk_tokens is None else body_and_head(module)
+        self._compiled_module = torch.compile(self._called) if compiled else None
         self._compiled_for_any_size = False
         named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         if not named:
@@ -117,10 +128,24 @@ class FlatModel:
 
     def logits(self, batch: Mapping[str, torch.Tensor], hooked: bool = False) -> torch.Tensor:
         """Return the module's logits for these arguments; hooked: run layers with hooks, uncompiled."""
-        self.count_pass()
         with self._autocast_context():
-            run = self.module if self._compiled_module is None or hooked else self._run_compiled
-            return logits_of(run(**batch))
+            return logits_of(self._run(batch, hooked))
+
+    def example_losses(
+        self, batch: Mapping[str, torch.Tensor], labels: torch.Tensor, hooked: bool = False
+    ) -> torch.Tensor:
+        """Return the mean loss of each example, [b]; batch: as for `logits`."""
+        if self._head is None:
+            return example_losses(self.logits(batch, hooked), labels)
+        with self._autocast_context():
+            hidden = self._run(batch, hooked).last_hidden_state
+            sums, counts = chunked_loss_sums(hidden, self._head, labels, self.loss_chunk_tokens)
+        return sums / counts.clamp(min=1)
+
+    def _run(self, batch: Mapping[str, torch.Tensor], hooked: bool) -> Any:
+        self.count_pass()
+        run = self._called if self._compiled_module is None or hooked else self._run_compiled
+        return run(**batch)
 
     def count_pass(self) -> None:
         """Count a forward pass."""

@@ -3,7 +3,6 @@
 import numpy as np
 import torch
 
-from algorithms.batch.losses import example_losses
 from algorithms.batch.per_example import PerExampleProbe, compared_micro_batches
 from algorithms.batch.switch_mode import ExecutionPlan
 from fabrics.data.examples import Examples
@@ -53,7 +52,7 @@ def backward(
     batch = examples.batch(indices[own], model.device)
     labels = batch.pop("labels")
     with unmasked(model.module, batch):
-        loss = example_losses(model.logits(batch, hooked), labels).mean() * (weight * share)
+        loss = model.example_losses(batch, labels, hooked).mean() * (weight * share)
         with model.shard_group.explaining():
             loss.backward()
     return loss.detach()

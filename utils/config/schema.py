@@ -174,6 +174,11 @@ class Computation(Section):
         "Recompute layers in the backward pass: less memory, a third more time; only for models of transformers.",
         changes_training=False,
     )
+    loss_chunk_tokens: PositiveInt | None = key(
+        None,
+        "Tokens of each sequence whose logits exist at a time: less memory, one more pass through the output layer; "
+        "null: all.",
+    )
     offload_outer_state: bool = key(
         False,
         "Keep trainers' parameters and outer momentum in host memory, where the outer step then runs.",

@@ -1,0 +1,130 @@
+"""The loss in chunks of tokens: the numbers of the plain loss, without a tensor of all logits."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from algorithms.batch.per_example import step_estimate
+from algorithms.batch.switch_mode import ExecutionPlan
+from fabrics.config_checks import CHECKS
+from fabrics.data.examples import PackedSequences
+from fabrics.models.attention import ARCHITECTURES
+from fabrics.models.initialisation import recompute_activations
+from fabrics.pool.eval_tool import begin_batches
+from fabrics.training.flat_model import FlatModel
+from fabrics.training.forward_backward import accumulate_gradients
+from tests.support.helpers import (
+    CPU,
+    VOCABULARY,
+    Recorder,
+    light_cluster,
+    random_sequences,
+    tiny_cluster,
+    tiny_llama,
+)
+from tests.unit.test_attention import language_model
+from utils.config.reading import parse_config
+from utils.config.schema import ConfigError
+
+PLAN = ExecutionPlan((4, 3))
+TOKENS = 9
+
+
+class WithPadding(PackedSequences):
+    """Sequences of which one ends early, and one has a single target."""
+
+    def batch(self, indices, device):
+        found = super().batch(indices, device)
+        labels = found["labels"].clone()
+        labels[0, 5:] = -100
+        labels[1, 2:] = -100
+        return found | {"labels": labels}
+
+
+class LargestTensor(TorchDispatchMode):
+    """Finds the most elements of a tensor that an operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return result
+
+
+def found_by(module, chunk: int | None, recomputes: bool = False, probe: bool = True):
+    """Return loss, statistics, gradient and evaluation of a model."""
+    if recomputes:
+        recompute_activations(module, "microllama")
+    model = FlatModel(module, CPU, loss_chunk_tokens=chunk)
+    examples = WithPadding(random_sequences(7, TOKENS))
+    loss, probes = accumulate_gradients(model, examples, PLAN, np.arange(7), probe)
+    evaluated = begin_batches(module, examples, 4, CPU, [0, 1], loss_chunk_tokens=chunk).sums
+    return loss, step_estimate(probes) if probe else None, model.gradient, evaluated
+
+
+def assert_close(found, expected):
+    torch.testing.assert_close(
+        (found[0], found[2], found[3]), (expected[0], expected[2], expected[3]), rtol=1e-12, atol=1e-12
+    )
+    if expected[1] is not None:
+        for name, value in vars(expected[1]).items():
+            assert getattr(found[1], name) == pytest.approx(value, rel=1e-12, nan_ok=True), name
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_losses_gradients_and_evaluation_are_those_of_all_logits(architecture):
+    def build():
+        return language_model(architecture, vocab_size=VOCABULARY).double()
+
+    expected = found_by(build(), None, probe=False)
+    for chunk in (1, 4, TOKENS):
+        assert_close(found_by(build(), chunk, probe=False), expected)
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("wide", [False, True], ids=["shares", "products of activations"])
+def test_statistics_are_those_of_all_logits(wide, tied, recomputes):
+    """The head's shares are built where T (width + vocabulary) > width * vocabulary, as with width 8 and T 9."""
+
+    def build():
+        size = 32 if wide else 8
+        return tiny_llama(tied=tied, hidden_size=size, num_attention_heads=2, num_key_value_heads=1)
+
+    expected = found_by(build(), None)
+    for chunk in (1, 4):
+        assert_close(found_by(build(), chunk, recomputes), expected)
+
+
+def test_no_tensor_has_the_logits_of_more_than_a_chunk():
+    examples = PackedSequences(random_sequences(8, TOKENS))
+    sizes = []
+    for chunk in (None, 2):
+        model = FlatModel(tiny_llama(vocab_size=20_000), CPU, loss_chunk_tokens=chunk)
+        with LargestTensor() as training:
+            accumulate_gradients(model, examples, ExecutionPlan((8,)), np.arange(8), False)
+        with LargestTensor() as evaluation:
+            begin_batches(model.module, examples, 8, CPU, [0], loss_chunk_tokens=chunk)
+        sizes.append((training.elements / 8 / 20_000, evaluation.elements / 8 / 20_000))
+    assert sizes == [(TOKENS, TOKENS), (2, 2)]
+
+
+def test_a_run_with_chunks_has_the_parameters_of_one_without():
+    found = []
+    for chunk in (None, 4):
+        cluster = tiny_cluster(loss_chunk_tokens=chunk, number_of_outer_steps=2)
+        evaluations = cluster.train(Recorder())
+        found.append((evaluations[0].loss, cluster.trainers[0].parameters))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=0, atol=1e-5)
+
+
+def test_a_module_whose_logits_may_be_something_else_is_refused():
+    with pytest.raises(ConfigError, match=r"loss_chunk_tokens: must be null with OneTokenModel; known are .* llama"):
+        light_cluster(loss_chunk_tokens=4)
+    with pytest.raises(ConfigError, match="loss_chunk_tokens: must be null with devices_per_node 2, got 4"):
+        parse_config({"number_of_outer_steps": 1, "loss_chunk_tokens": 4, "devices_per_node": 2}, checks=CHECKS)
