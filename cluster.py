@@ -146,7 +146,7 @@ class Cluster:
                 checkpoint_policy.after_round()
             if self.stopped:
                 return {}
-            if result is None:
+            if result is None or not result.evaluations:
                 return self.evaluate()
             evaluations = {trainer: result.evaluations[trainer] for trainer in self.trainers}
             if result.merge is not None:
@@ -295,6 +295,7 @@ class Cluster:
         counters.add_time(seconds, sum(report.examples for report in reports.values()))
         sent = [(len(report.workers), report.bytes_synchronised) for report in reports.values()]
         self.scheduler.count_link_seconds(counters, synchronisation_exchange(sent))
+        self.scheduler.count_round(counters, reports.values())
         self.pool.update([worker for report in reports.values() for worker in report.workers.values()])
         return reports
 
@@ -312,6 +313,7 @@ class Cluster:
         self.counters.communications += 1
         exchange = merge_exchange(len(others), len(representative.nodes), sent)
         self.scheduler.count_link_seconds(self.counters, exchange)
+        self.scheduler.count_merge(self.counters, len(others), representative.id, sent)
         merge = Merge(self.counters.outer_steps, plan)
         self.merges.append(merge)
         return merge
@@ -373,6 +375,7 @@ class Cluster:
             "merges": [dataclasses.asdict(merge) for merge in self.merges],
             "trainers": {str(trainer.id): trainer.state_dict() for trainer in self.trainers.values()},
             "nodes": self.pool.state_dict(),
+            "clock": self.scheduler.clock and self.scheduler.clock.state_dict(),
             "threads": torch.get_num_threads(),
             "parameters": self.parameter_count,
             "data": self.data.fingerprint(),
@@ -401,6 +404,8 @@ class Cluster:
             nodes_of = self._distribution(requests, {}, self.scheduler.progress(counters))
         self._assign(nodes_of)
         self.counters = counters
+        if self.scheduler.clock is not None and state["clock"] is not None:
+            self.scheduler.clock.load_state_dict(state["clock"])
         local_part = self.models.first.local_part
         for trainer, values in living.items():
             self.trainers[trainer].load_state_dict(values, lambda group, name: local_part(name, read(group, name)))

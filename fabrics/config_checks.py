@@ -64,7 +64,8 @@ def _method_problems(config: Config) -> list[str]:
     if able.encodings is not None and config.communication_dtype not in able.encodings:
         known = " or ".join(able.encodings)
         found.append(f"communication_dtype: must be {known} with {name}, got {config.communication_dtype}")
-    if config.budget is not None and not able.one_exchange:
+    each_step = able.exchanges_gradients and able.inner_optimizer is not None
+    if config.budget is not None and not (able.one_exchange or (config.simulates_time_budget and each_step)):
         found.append(
             f"{config.budget}: must be null with {name}, whose rounds are not one communication each, of known size"
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 # Longer rounds are first tried with this many inner steps.
 _FIRST_TRIED = 1024
+_ANY_STEPS = 2**31
 
 
 @dataclass
@@ -25,7 +26,8 @@ class RunCounters:
         lost_messages: workers whose messages were lost.
         training_seconds: measured.
         evaluation_seconds: measured.
-        link_seconds: of exchanges over the simulated link, in a run with a `time_budget`.
+        link_seconds: of exchanges over the simulated link, in a run with a `time_budget` of measured seconds.
+        simulated_seconds: on the virtual clock, in a run with a `time_budget` and `node_speeds`.
         measured_seconds: training seconds without the first round, which also compiles and allocates.
         measured_examples: examples without the first round.
     """
@@ -43,6 +45,7 @@ class RunCounters:
     training_seconds: float = 0.0
     evaluation_seconds: float = dataclasses.field(default=0.0, compare=False)
     link_seconds: float = 0.0
+    simulated_seconds: float = 0.0
     measured_seconds: float = 0.0
     measured_examples: int = 0
 
@@ -61,7 +64,7 @@ class RunCounters:
             return self.communications
         if unit == "bytes":
             return self.bytes_communicated
-        return self.training_seconds + self.link_seconds
+        return self.simulated_seconds or self.training_seconds + self.link_seconds
 
     def add_time(self, seconds: float, examples: int) -> None:
         """Add the training time of the round that `outer_steps` already counts."""
@@ -94,11 +97,13 @@ class Limits:
         outer_steps: rounds.
         examples: may be a fraction, from a number of epochs.
         tokens: training tokens.
+        seconds: on the virtual clock.
     """
 
     outer_steps: int | None
     examples: float | None
     tokens: int | None
+    seconds: float | None = None
 
     def progress(self, counters: RunCounters) -> float:
         """The progress of the run, 0 to 1: the largest share of any limit."""
@@ -106,21 +111,34 @@ class Limits:
             (counters.outer_steps, self.outer_steps),
             (counters.examples, self.examples),
             (counters.tokens, self.tokens),
+            (counters.simulated_seconds, self.seconds),
         )
         return min(1.0, max((amount / limit for amount, limit in used if limit), default=0.0))
 
     def next_round(
-        self, counters: RunCounters, inner_steps: int, examples: Callable[[int], int], tokens: Callable[[int], int]
+        self,
+        counters: RunCounters,
+        inner_steps: int,
+        examples: Callable[[int], int],
+        tokens: Callable[[int], int],
+        seconds: Callable[[int], float] | None = None,
     ) -> RoundSchedule:
         """Return the next round; the last one is cut so that a limit is exceeded by less than one inner step.
+
+        It is extended to the limit in seconds if no round of one inner step and its exchange would fit after it.
 
         Args:
             counters: before the round.
             inner_steps: of a whole round.
             examples: from a number of inner steps to the examples of all trainers in them.
             tokens: from a number of inner steps to the tokens of all trainers in them.
+            seconds: from a number of inner steps to the seconds of the round with its exchanges; needed with a limit.
         """
         steps = inner_steps
+        if self.seconds:
+            left = self.seconds - counters.simulated_seconds
+            if seconds(steps) + seconds(1) > left:
+                steps = _steps_until(left, _ANY_STEPS, seconds)
         if self.examples:
             steps = _steps_until(self.examples - counters.examples, steps, examples)
         if self.tokens:
@@ -130,11 +148,12 @@ class Limits:
             outer_steps=counters.outer_steps + 1,
             examples=counters.examples + examples(steps),
             tokens=counters.tokens + tokens(steps),
+            simulated_seconds=counters.simulated_seconds + (seconds(steps) if self.seconds else 0.0),
         )
         return RoundSchedule(steps, self.progress(counters), self.progress(after))
 
 
-def _steps_until(amount: float, most: int, count: Callable[[int], int]) -> int:
+def _steps_until(amount: float, most: int, count: Callable[[int], float]) -> int:
     """The fewest steps, from 1 to `most`, that have this amount. `most` may be too large to be counted."""
     end = min(most, _FIRST_TRIED)
     while end < most and count(end) < amount:

@@ -316,9 +316,9 @@ def _assumptions(run: _Run, adapts: bool, ends: bool) -> Iterator[str]:
             f"workers: one joins for every {config.smallest_worker_batch} examples of a trainer's batch "
             f"(smallest_worker_batch)"
         )
-    if not ends:
+    if not ends and not config.simulates_time_budget:
         yield "length: epochs of data end the run, and no data are read; give data_sample_size, or max_tokens"
-    elif config.max_tokens is None and config.number_of_training_epochs is not None:
+    elif ends and config.max_tokens is None and config.number_of_training_epochs is not None:
         yield "length: data_sample_size documents have one sequence each"
     if run.resources.tflops is not None:
         yield f"computing: a device sustains {run.resources.tflops:g} TFLOP/s with any micro-batch; small ones do not"
@@ -330,7 +330,7 @@ def _assumptions(run: _Run, adapts: bool, ends: bool) -> Iterator[str]:
     if not run.method.capabilities.one_exchange:
         yield f"communications and bytes: not estimated, as a round of {config.distributed_algo} has no fixed size"
     if config.budget is not None:
-        yield f"{config.budget}: its effect on the length of rounds is ignored"
+        yield f"{config.budget}: its effect on the length of the run and its rounds is ignored"
     if config.participants < 1.0 or config.message_loss or config.node_schedule or config.node_speeds:
         yield "nodes: all work all the time at one speed, and no message is lost"
 

@@ -1,10 +1,11 @@
 """The length of every round, and of the run: its limits and its budget."""
 
+import copy
 import math
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from algorithms.nodes.traffic import Exchange, ExchangeSizes, Link, redistribution_exchange, rounds_ahead
+from algorithms.nodes.traffic import Event, Exchange, ExchangeSizes, Link, redistribution_exchange, rounds_ahead
 from algorithms.schedule.budget import (
     LONGEST_ROUND,
     Budget,
@@ -15,6 +16,7 @@ from algorithms.schedule.budget import (
 )
 from algorithms.schedule.limits import Limits, RoundSchedule, RunCounters
 from fabrics.pool.node_pool import NodePool
+from fabrics.pool.run_clock import Computing, RunClock
 from fabrics.training.method_config import round_bytes
 from fabrics.training.optimizers import learning_rate_schedule
 from fabrics.training.statistics import batch_schedule
@@ -23,6 +25,7 @@ from utils.config.schema import BUDGETS, Config, ConfigError
 if TYPE_CHECKING:
     from fabrics.training.work_split import WorkSplit
     from trainers import Trainer
+    from training_logs.recording.records import RoundReport
 
 # Less than this share of a budget of seconds, which is an estimate, is not reported as missing.
 _ESTIMATION_ERROR = 0.05
@@ -38,8 +41,8 @@ def budget_of(config: Config) -> Budget | None:
 
 
 def check_budget(config: Config, nodes: int) -> None:
-    """Raise ConfigError if a run with a budget never communicates."""
-    if config.budget is not None and nodes == 1:
+    """Raise ConfigError if a run whose budget sets its rounds never communicates."""
+    if config.budget is not None and nodes == 1 and not config.simulates_time_budget:
         raise ConfigError(
             f"{config.budget}: a run on one node never communicates; raise nodes_per_gpu, or use more devices"
         )
@@ -51,6 +54,9 @@ class RoundScheduler:
     Args:
         examples: training examples of one epoch.
 
+    Attributes:
+        clock: the virtual clock, in a run whose `time_budget` counts on it.
+
     Raises:
         ConfigError: the run has a budget and never communicates.
     """
@@ -59,10 +65,13 @@ class RoundScheduler:
         check_budget(config, len(pool.nodes))
         self._config = config
         self._pool = pool
-        self._budget = budget_of(config)
+        self.clock = RunClock(config, len(pool.nodes)) if config.simulates_time_budget else None
+        # The virtual clock is no estimate: it is a limit, and sets no length of rounds.
+        self._budget = budget_of(config) if self.clock is None else None
         epochs = config.number_of_training_epochs
         self._epoch_examples = epochs * examples if epochs else None
-        self._limits = Limits(config.number_of_outer_steps, self._epoch_examples, config.max_tokens)
+        seconds = None if self.clock is None else config.time_budget
+        self._limits = Limits(config.number_of_outer_steps, self._epoch_examples, config.max_tokens, seconds)
         self._warned = False
 
     def progress(self, counters: RunCounters) -> float:
@@ -86,7 +95,58 @@ class RoundScheduler:
             steps,
             lambda steps: sum(split.examples(steps) for split in splits),
             lambda steps: sum(split.tokens(steps) for split in splits),
+            lambda steps: self._simulated_seconds(counters, trainers, splits, steps),
         )
+
+    # The virtual clock
+
+    def count_round(self, counters: RunCounters, reports: Collection["RoundReport"]) -> None:
+        """Advance the virtual clock of a run that has one by a round."""
+        if self.clock is not None:
+            computing = {report.trainer: report.computing for report in reports}
+            self.clock.begin_round(computing, counters.bytes_redistributed)
+            for report in reports:
+                self.clock.run(report.trainer, report.inner_steps, report.events)
+            self.clock.end_round()
+            counters.simulated_seconds = self.clock.elapsed
+
+    def count_merge(self, counters: RunCounters, others: int, representative: int, sent: float) -> None:
+        """Advance the virtual clock of a run that has one by a merge."""
+        if self.clock is not None:
+            self.clock.merge(others, representative, sent)
+            counters.simulated_seconds = self.clock.elapsed
+
+    def _simulated_seconds(
+        self, counters: RunCounters, trainers: Collection["Trainer"], splits: Collection["WorkSplit"], steps: int
+    ) -> float:
+        """Seconds of a round of this many inner steps, on a copy of the virtual clock."""
+        clock = copy.deepcopy(self.clock)
+        computing = {}
+        for trainer, split in zip(trainers, splits, strict=True):
+            examples = split.examples_each(steps)
+            computing[trainer.id] = {
+                worker: Computing(trainer.nodes[worker].id, examples[worker]) for worker in split.participants
+            }
+        clock.begin_round(computing, counters.bytes_redistributed)
+        for trainer, split in zip(trainers, splits, strict=True):
+            clock.run(trainer.id, steps, self._expected_events(trainer, split, counters, steps))
+        clock.end_round()
+        return clock.elapsed - counters.simulated_seconds
+
+    def _expected_events(
+        self, trainer: "Trainer", split: "WorkSplit", counters: RunCounters, steps: int
+    ) -> list[Event]:
+        workers = len(split.participants)
+        if workers == 1:
+            return []
+        method = trainer.worker_group.method
+        model = trainer.worker_group.first_model
+        measures = trainer.batch_control.measures(counters.outer_steps + 1)
+        sent = round_bytes(self._config, method, model, workers, measures=False) / workers
+        statistics = round_bytes(self._config, method, model, workers, measures) / workers - sent
+        stops = range(1, steps + 1) if method.capabilities.exchanges_gradients else (steps,)
+        events = [Event("synchronisation", step, sent, sent) for step in stops]
+        return [*events, Event("statistics", steps, statistics, statistics)]
 
     def _budgeted_steps(
         self, trainers: Collection["Trainer"], splits: Collection["WorkSplit"], remaining: Remaining
@@ -116,8 +176,8 @@ class RoundScheduler:
     # The budget
 
     def count_link_seconds(self, counters: RunCounters, exchange: Exchange) -> None:
-        """Add the simulated seconds of an exchange to the counters of a run with a time budget."""
-        if self._config.time_budget is not None:
+        """Add the simulated seconds of an exchange to the counters of a run with a budget of measured seconds."""
+        if self._config.time_budget is not None and self.clock is None:
             counters.link_seconds += self._budget.cost(exchange)
 
     def remaining(

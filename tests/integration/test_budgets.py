@@ -23,6 +23,7 @@ from tests.support.helpers import (
     padded,
     tiny_data,
 )
+from training_logs.recording.node_log import NodeLog
 from utils.config.schema import BUDGETS, ConfigError
 
 MODEL_BYTES = 27_072
@@ -264,6 +265,70 @@ def test_equal_measurements_give_equal_runs():
         cluster.train(Recorder())
     assert clusters[0].counters == clusters[1].counters == clusters[2].counters
     assert bits(clusters[0]) == bits(clusters[1]) == bits(clusters[2])
+
+
+# Seconds of the virtual clock
+
+# Four workers with 4 examples each take 2 s for an inner step, and an exchange takes 1 s and 1 s more for its bytes.
+SIMULATED = {"node_speeds": [2.0] * 4, "link": f"{8 * MODEL_BYTES * 6 // 4}b/s,1s", H: 3, "max_tokens": None}
+SIMULATED |= {"sampling_method": "none", "INITIAL_BATCH_SIZE": 16}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected", "seconds"),
+    [
+        ({"time_budget": 30.0}, [3, 3, 3, 2], 30),  # three rounds of 8 s, and 6 s
+        ({"time_budget": 27.0}, [3, 3, 5], 28),  # after three rounds, 3 s are too few for another of 4 s at least
+        ({"time_budget": 30.0, "node_speeds": [2.0, 2.0, 2.0, 1.0]}, [3, 4], 32),  # 4 s for an inner step
+        ({"time_budget": 30.0, "distributed_algo": "Synchronous"}, [3, 3, 2], 32),  # 4 s for every inner step
+        ({"time_budget": 30.0, "node_speeds": [2.0], "nodes_per_gpu": 1}, [4], 32),  # 8 s, and nothing is sent
+        ({"time_budget": 30.0, "max_tokens": 50 * SEQUENCE_TOKENS}, [3, 1], 12),  # the first limit: 50 examples
+    ],
+)
+def test_a_budget_of_simulated_seconds_ends_the_run_by_hand(settings, expected, seconds):
+    cluster, recorder = run(1, **SIMULATED | settings)
+    assert lengths(recorder) == expected
+    assert cluster.counters.simulated_seconds == pytest.approx(seconds)
+    assert sorted(recorder.rounds[-1].evaluations) == [0]
+
+
+def test_the_learning_rate_follows_the_share_of_the_simulated_time():
+    _, recorder = run(1, **SIMULATED | {"time_budget": 30.0})
+    # The last round begins after 24 of 30 s, where the rate begins to fall, and has two inner steps.
+    assert recorder.rounds[-2].reports[0].workers[0].learning_rates == pytest.approx([0.01] * 3)
+    assert recorder.rounds[-1].reports[0].workers[0].learning_rates == pytest.approx([0.01, 0.005])
+
+
+def test_a_resumed_run_continues_its_virtual_clock(tmp_path):
+    """Four trainers merge, whose nodes move; the clock is that of node_log.csv."""
+    settings = budget_settings(4) | SIMULATED | {"time_budget": 150.0, "merge_frequency": 1, "merge_count": 2}
+    whole, half, resumed = (light_cluster(**settings) for _ in range(3))
+    log = NodeLog(tmp_path, whole.config)
+    recorder = Recorder()
+    whole.train(recorder)
+    for result in recorder.rounds:
+        log.log(4, result)
+    assert log.summary()["simulated_seconds"] == whole.counters.simulated_seconds > 150
+    for _ in range(2):
+        half.run_round(Recorder())
+    tensors = half.tensors()
+    state = json.loads(json.dumps(half.state_dict()))
+    resumed.load_state_dict(state, lambda group, name: tensors[group][name])
+    resumed.train(Recorder())
+    assert resumed.counters.simulated_seconds == whole.counters.simulated_seconds
+    assert bits(resumed) == bits(whole)
+
+
+def test_a_run_resumed_on_other_nodes_continues_the_time():
+    settings = budget_settings(1) | SIMULATED | {"time_budget": 30.0}
+    before = light_cluster(**settings)
+    before.run_round(Recorder())
+    tensors = before.tensors()
+    after = light_cluster(**settings | {"node_speeds": [2.0] * 2, "nodes_per_gpu": 2})
+    after.load_state_dict(before.state_dict(), lambda group, name: tensors[group][name])
+    after.run_round(Recorder())
+    # 8 s before; then three inner steps of 8 examples in 4 s, and an exchange with 2/3 of the bytes per worker.
+    assert after.counters.simulated_seconds == pytest.approx(8 + 12 + 1 + 2 / 3)
 
 
 # Budgets that cannot be kept

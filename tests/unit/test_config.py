@@ -170,7 +170,7 @@ SPEEDS = TOKENS | {"node_speeds": [1, 1, 0.5, 0.25]}
         ({"byte_budget": 10**9}, ["byte_budget", "number_of_outer_steps"]),
         (TOKENS | {"time_budget": 60}, ["time_budget"]),
         (TOKENS | {"time_budget": 60, "link": "1Gb/s", "deterministic": True}, ["deterministic"]),
-        (SPEEDS | {"time_budget": 60, "link": "1Gb/s"}, ["time_budget"]),
+        (SPEEDS | {"time_budget": 60, "byte_budget": 10**9}, ["byte_budget, time_budget"]),
         (SPEEDS | {"link": "fast"}, ["link"]),
         ({"node_speeds": []}, ["node_speeds"]),
         ({"node_speeds": [1, 0, -2]}, ["node_speeds[1]"]),
@@ -189,6 +189,9 @@ def test_values_that_do_not_go_together_are_refused(values, expected):
 def test_a_run_has_the_budget_that_is_given():
     assert parse_config({"number_of_outer_steps": 2})[0].budget is None
     assert parse_config(TOKENS | {"time_budget": 60, "link": "1Gb/s"})[0].budget == "time_budget"
+    # On a virtual clock it ends the run, without other limits, and the run has the same bits each time.
+    simulated = {"time_budget": 60, "node_speeds": [1, 1], "number_of_outer_steps": None, "deterministic": True}
+    assert parse_config(simulated)[0].simulates_time_budget
 
 
 # YAML

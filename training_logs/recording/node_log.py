@@ -1,19 +1,12 @@
-"""How each node spends its time: rows of node_log.csv, by a virtual clock.
-
-Each node has its own clock, as if it were a machine of its own: nodes compute side by side and wait for the messages of
-their trainers' workers (`algorithms.nodes.virtual_clock`). With `node_speeds` an example takes 1 / speed seconds and an
-exchange takes the time of the configured link, so times are the same in every run. Without `node_speeds` inner steps
-take their measured time, and exchanges no time.
-"""
+"""How each node spends its time: rows of node_log.csv, by a virtual clock (`fabrics.pool.run_clock`)."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from algorithms.nodes.traffic import Link, merge_exchange, redistribution_exchange
-from algorithms.nodes.virtual_clock import Clocks
+from fabrics.pool.run_clock import RunClock
 from fabrics.training.worker import WorkerRound
 from training_logs.recording.csv_log import CsvLog
-from training_logs.recording.records import ClusterRound, RoundReport
+from training_logs.recording.records import ClusterRound
 from utils.config.schema import Config
 
 # Seconds at which a node is ready, and its seconds busy, waiting and exchanging until then.
@@ -36,36 +29,27 @@ class NodeLog:
 
     def __init__(self, folder: Path, config: Config, state: Mapping | None = None):
         self.csv = CsvLog(folder / "node_log.csv", state and state["log"])
-        self._speeds = config.node_speeds
-        self._link = Link.parse(config.link) if self._speeds and config.link else Link()
-        self._clocks: Clocks | None = None
+        self._config = config
+        self._clock: RunClock | None = None
         # By node: the end of its last row.
         self._marks: list[Mark] = []
-        # By trainer: its nodes in the last round.
-        self._nodes: dict[int, list[int]] = {}
-        # The total after the last round.
-        self._redistributed_bytes = 0
-        if state and state["clocks"]:
+        if state and state["clock"]:
             self._marks = [tuple(mark) for mark in state["marks"]]
-            self._clocks = Clocks(self._link, len(self._marks))
-            self._clocks.load_state_dict(state["clocks"])
-            self._nodes = dict(state["nodes"])
-            self._redistributed_bytes = state["redistributed_bytes"]
+            self._clock = RunClock(config, len(self._marks))
+            self._clock.load_state_dict(state["clock"])
 
     def state_dict(self) -> dict:
         return {
             "log": self.csv.state_dict(),
-            "clocks": self._clocks and self._clocks.state_dict(),
+            "clock": self._clock and self._clock.state_dict(),
             "marks": self._marks,
-            "nodes": list(self._nodes.items()),
-            "redistributed_bytes": self._redistributed_bytes,
         }
 
     def summary(self) -> dict[str, float | None]:
         """Return the simulated seconds of the run, and the shares of time in which nodes wait and are idle."""
-        clocks = self._clocks
+        clocks = self._clock and self._clock.clocks
         return {
-            "simulated_seconds": clocks.elapsed if clocks is not None and self._speeds else None,
+            "simulated_seconds": clocks.elapsed if clocks is not None and self._config.node_speeds else None,
             "waiting_share": None if clocks is None else clocks.waiting_share,
             "idle_share": None if clocks is None else clocks.idle_share,
         }
@@ -77,17 +61,16 @@ class NodeLog:
             OSError: the rows could not be written, and wait for the next round.
         """
         if len(self._marks) != nodes:  # the run begins, or was resumed with another number of nodes
-            self._clocks = Clocks(self._link, nodes)
+            self._clock = RunClock(self._config, nodes)
             self._marks = [(0.0, 0.0, 0.0, 0.0)] * nodes
+        clock = self._clock
         reports = result.reports.values()
-        placed = {report.trainer: [worker.node for worker in report.workers.values()] for report in reports}
-        idle = set(range(nodes)) - {node for own in placed.values() for node in own}
-        self._move_nodes(result.counters.bytes_redistributed, placed, idle)
+        clock.begin_round({report.trainer: report.computing for report in reports}, result.counters.bytes_redistributed)
         rows = []
         # By node: its last row of the round, and where it begins.
         last: dict[int, tuple[dict, Mark]] = {}
         for report in reports:
-            self._run(report)
+            clock.run(report.trainer, report.inner_steps, report.events)
             for index, worker in report.workers.items():
                 begin = self._marks[worker.node]
                 row = self._row(result.outer_step, report.trainer, index, worker)
@@ -95,41 +78,14 @@ class NodeLog:
                 rows.append(row)
                 last[worker.node] = (row, begin)
                 self._marks[worker.node] = self._mark(worker.node)
-        self._clocks.skip(idle)
-        if len(placed) > 1:
-            self._clocks.barrier()
-        self._merge(result, placed, idle)
+        clock.end_round()
+        if result.merge is not None:
+            plan = result.merge.plan
+            clock.merge(len(plan.weights) - 1, plan.representative, result.merge_bytes)
         for node, (row, begin) in last.items():  # with its wait for the other trainers, and the merge
             row |= self._times(begin, node)
         self._marks = [self._mark(node) for node in range(nodes)]
         self.csv.append(rows)
-
-    def _move_nodes(self, total_bytes: int, placed: dict[int, list[int]], idle: set[int]) -> None:
-        moved = total_bytes - self._redistributed_bytes
-        if moved:
-            came = sum(len({*own} - {*self._nodes.get(trainer, own)}) for trainer, own in placed.items())
-            self._clocks.exchange_all(redistribution_exchange(came, moved).link, idle)
-        self._redistributed_bytes = total_bytes
-        self._nodes = placed
-
-    def _merge(self, result: ClusterRound, placed: dict[int, list[int]], idle: set[int]) -> None:
-        if result.merge is not None:
-            plan = result.merge.plan
-            exchange = merge_exchange(len(plan.weights) - 1, len(placed[plan.representative]), result.merge_bytes)
-            self._clocks.exchange_all(exchange.link, idle)
-
-    def _run(self, report: RoundReport) -> None:
-        computing = [
-            worker.seconds if self._speeds is None else worker.examples / self._speeds[worker.node]
-            for worker in report.workers.values()
-        ]
-        self._clocks.round(
-            report.trainer,
-            {index: worker.node for index, worker in report.workers.items()},
-            report.inner_steps,
-            [seconds / report.inner_steps for seconds in computing],
-            report.events,
-        )
 
     def _row(self, outer_step: int, trainer: int, index: int, worker: WorkerRound) -> dict:
         """Return a row without the times of the clock.
@@ -137,8 +93,8 @@ class NodeLog:
         Speed is in examples per second, given or measured; examples are per inner step; seconds are measured.
         """
         speed = None
-        if self._speeds is not None:
-            speed = self._speeds[worker.node]
+        if self._config.node_speeds is not None:
+            speed = self._config.node_speeds[worker.node]
         elif worker.steady_seconds:
             speed = worker.steady_examples / worker.steady_seconds
         return {
@@ -160,5 +116,5 @@ class NodeLog:
         return {"begins": begins, "busy": busy, "waiting": waiting, "exchanging": exchanging, "ends": ends}
 
     def _mark(self, node: int) -> Mark:
-        spent = self._clocks.spent[node]
-        return self._clocks.ready(node), spent.busy, spent.waiting, spent.exchanging
+        spent = self._clock.clocks.spent[node]
+        return self._clock.clocks.ready(node), spent.busy, spent.waiting, spent.exchanging

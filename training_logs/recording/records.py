@@ -15,6 +15,7 @@ from fabrics.data.examples import TaskData
 from fabrics.models.initialisation import DeviceModels
 from fabrics.pool.eval_tool import Evaluation, Metric, Validation
 from fabrics.pool.node_pool import NodePool
+from fabrics.pool.run_clock import Computing
 from fabrics.training.worker import WorkerRound
 from training_logs.recording.memory_monitor import Use
 from utils.config.schema import Config
@@ -42,6 +43,13 @@ class RoundReport:
     events: tuple[Event, ...]
     seconds: float
     warnings: tuple[str, ...] = ()
+
+    @property
+    def computing(self) -> dict[int, Computing]:
+        """The work of each worker."""
+        return {
+            index: Computing(worker.node, worker.examples, worker.seconds) for index, worker in self.workers.items()
+        }
 
     @property
     def communications(self) -> int:

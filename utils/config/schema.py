@@ -124,6 +124,8 @@ class Length(Section):
     def check(self) -> list[str]:
         if self.number_of_outer_steps or self.number_of_training_epochs or self.max_tokens:
             return []
+        if self.simulates_time_budget:
+            return []
         return ["number_of_outer_steps: give it, number_of_training_epochs or max_tokens, so that the run has an end"]
 
 
@@ -338,12 +340,7 @@ class Nodes(Section):
                 f"node_schedule: must be pairs of a share of the run, growing from 0 itself to below 1, and a "
                 f"positive integer, got {schedule}"
             )
-        if self.node_speeds is not None:
-            if self.time_budget is not None:
-                found.append(
-                    f"time_budget: must be null with node_speeds, as it follows measured times, got {self.time_budget}"
-                )
-        elif self.balance != "equal":
+        if self.node_speeds is None and self.balance != "equal":
             if self.deterministic:
                 found.append(
                     f"deterministic: a run with balance {self.balance} and without node_speeds follows the clock and "
@@ -496,7 +493,9 @@ class Budget(Section):
         None, "Bytes of communication, merges and redistribution included; null: no such budget."
     )
     time_budget: PositiveFloat | None = key(
-        None, "Seconds of measured training and simulated communication; null: no such budget."
+        None,
+        "Seconds of measured training and simulated communication; with node_speeds of the virtual clock, which then "
+        "end the run; null: no such budget.",
     )
 
     @property
@@ -504,11 +503,18 @@ class Budget(Section):
         """The budget key that is set; None without a budget."""
         return next((name for name in BUDGETS if getattr(self, name) is not None), None)
 
+    @property
+    def simulates_time_budget(self) -> bool:
+        """True if the time budget counts on the virtual clock: a limit, which sets no length of rounds."""
+        return self.time_budget is not None and self.node_speeds is not None
+
     def check(self) -> list[str]:
         found = []
         given = [name for name in BUDGETS if getattr(self, name) is not None]
         if len(given) > 1:
             found.append(f"{', '.join(given)}: a run has one budget; give one of them")
+        if self.simulates_time_budget:
+            return found
         for name in given:
             if self.max_tokens is None and self.number_of_training_epochs is None:
                 found.append(f"{name}: needs max_tokens or number_of_training_epochs, which it is spent on")
