@@ -155,16 +155,16 @@ def _sharding_problems(config: Config) -> list[str]:
 
 # Key -> other keys, and their values with which the key is not read. Values that are not listed may read it.
 _TEXT = {"dataset": ("imdb",)}
-_C4 = {"dataset": ("python_docs", "text", "imdb")}
+_C4 = {"dataset": ("python_docs", "text", "messages", "imdb")}
 _FILES = {"dataset": ("python_docs", "c4", "imdb")}
-_REVIEWS = {"dataset": ("python_docs", "c4", "text")}
+_REVIEWS = {"dataset": ("python_docs", "c4", "text", "messages")}
 NOT_READ_WITH: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "val_size": _TEXT,
     "c4_tokenized_path": _C4,
     "c4_local_path": _C4,
     "c4_language": _C4,
     "text_files": _FILES,
-    "text_documents": _FILES,
+    "text_documents": {"dataset": ("python_docs", "c4", "imdb", "messages")},
     "samples_per_class": _REVIEWS,
     "imdb_local_path": _REVIEWS,
     "data_shares": {"data_split": ("iid",), "data_split_over": ("trainers",)},

@@ -25,6 +25,7 @@ from fabrics.data.documents import (
 )
 from fabrics.data.examples import DataShares, PackedDocuments, PackedSequences, TaskData
 from fabrics.data.imdb import load_imdb
+from fabrics.data.messages import load_messages
 from fabrics.data.partition import SPLITS, share_count
 from fabrics.data.python_docs import python_docs_source
 from fabrics.data.token_store import TokenisedPart, TokenisedSet, content_digest, tokenised_documents, verified_sets
@@ -158,6 +159,7 @@ DATASETS = Registry(
         "python_docs": Dataset("causal_lm", load_python_docs),
         "c4": Dataset("causal_lm", load_c4),
         "text": Dataset("causal_lm", load_text),
+        "messages": Dataset("causal_lm", load_messages),
         "imdb": Dataset("classification", load_imdb),
     }
 )

@@ -84,7 +84,7 @@ def _open(path: Path) -> IO[bytes]:
     return file
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Numbered lines of a plain or gzip file; DatasetError if it is damaged."""
     number = 0
     try:
@@ -106,7 +106,7 @@ def _decoded(lines: Iterator[tuple[int, bytes]], path: Path) -> str:
 
 def json_records(path: Path, skipped: Skipped) -> Iterator[dict]:
     """Yield the JSON objects with a text, one per line; skip other lines."""
-    for number, line in _lines(path):
+    for number, line in numbered_lines(path):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):  # no JSON, not UTF-8, or nested too deeply
@@ -122,7 +122,7 @@ def json_records(path: Path, skipped: Skipped) -> Iterator[dict]:
 
 def whole_file(path: Path, skipped: Skipped) -> Iterator[str]:
     """Yield the text of a file (UTF-8, plain or gzip)."""
-    text = _decoded(_lines(path), path)
+    text = _decoded(numbered_lines(path), path)
     if text.strip():
         yield text
     else:
@@ -132,7 +132,7 @@ def whole_file(path: Path, skipped: Skipped) -> Iterator[str]:
 def blank_line_blocks(path: Path, skipped: Skipped) -> Iterator[str]:
     """Yield the blocks of lines between blank lines of a file (UTF-8, plain or gzip)."""
     found = False
-    for _, lines in itertools.groupby(_lines(path), key=lambda line: not line[1].strip()):
+    for _, lines in itertools.groupby(numbered_lines(path), key=lambda line: not line[1].strip()):
         text = _decoded(lines, path).strip()
         if text:
             found = True

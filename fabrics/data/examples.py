@@ -88,12 +88,19 @@ class PaddedSequences:
         limit: longer sequences are cut.
         padding: the padding token.
         classes: [examples]; class of each sequence; None for a causal language model.
+        targets: [total]; the tokens to predict, for a causal language model; None: all.
     """
 
     tokens_per_example: int | None = None
 
     def __init__(
-        self, tokens: np.ndarray, offsets: np.ndarray, limit: int, padding: int, classes: np.ndarray | None = None
+        self,
+        tokens: np.ndarray,
+        offsets: np.ndarray,
+        limit: int,
+        padding: int,
+        classes: np.ndarray | None = None,
+        targets: np.ndarray | None = None,
     ):
         self._tokens = np.asarray(tokens)
         self._starts = np.asarray(offsets)[:-1]
@@ -101,6 +108,7 @@ class PaddedSequences:
         self._limit = limit
         self._padding = padding
         self._classes = classes
+        self._targets = targets
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -115,8 +123,15 @@ class PaddedSequences:
         columns = np.arange(min(-(-lengths.max() // _WIDTH) * _WIDTH, self._limit))
         mask = columns < lengths[:, None]
         input_ids = np.full(mask.shape, self._padding, dtype=np.int64)
-        input_ids[mask] = self._tokens[(self._starts[indices][:, None] + columns)[mask]]
-        labels = np.where(mask, input_ids, IGNORE_INDEX) if self._classes is None else self._classes[indices]
+        places = (self._starts[indices][:, None] + columns)[mask]
+        input_ids[mask] = self._tokens[places]
+        if self._classes is not None:
+            labels = self._classes[indices]
+        else:
+            predicted = mask.copy()
+            if self._targets is not None:
+                predicted[mask] = self._targets[places]
+            labels = np.where(predicted, input_ids, IGNORE_INDEX)
         batch = {"input_ids": input_ids, "labels": labels.astype(np.int64)}
         if self._classes is not None:
             batch["attention_mask"] = mask.astype(np.int64)

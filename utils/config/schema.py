@@ -213,7 +213,8 @@ class Data(Section):
     )
     sequence_length: AtLeastTwo = key(
         128,
-        "Tokens per sequence: documents are joined, separated by end-of-text, and cut; reviews are cut to this length.",
+        "Tokens per sequence: documents are joined, separated by end-of-text, and cut; reviews and conversations are "
+        "cut to this length.",
     )
     tokenizer: Name | None = key(
         None,
@@ -225,7 +226,7 @@ class Data(Section):
     )
     cache_dir: Name = key(".cache", "Folder for tokenised documents, shared by runs.", changes_training=False)
     text_files: Annotated[list[Name], Field(min_length=1)] | None = key(
-        None, "Files, folders or globs of UTF-8 text, plain or gzip."
+        None, "Files, folders or globs, plain or gzip: of UTF-8 text, or JSON lines of messages."
     )
     text_documents: str = key("files", "What one document is: a whole file, or a block between blank lines.")
     c4_tokenized_path: Name | None = key(None, "Folder written by c4/tokenize_c4.py.")
@@ -236,8 +237,8 @@ class Data(Section):
     imdb_local_path: Name | None = key(None, "The folder that aclImdb_v1.tar.gz unpacks to; null: the hub.")
 
     def check(self) -> list[str]:
-        if self.dataset == "text" and not self.text_files:
-            return ["text_files: dataset text needs the names of its files"]
+        if self.dataset in ("text", "messages") and not self.text_files:
+            return [f"text_files: dataset {self.dataset} needs the names of its files"]
         if self.c4_tokenized_path and self.c4_local_path:
             return [f"c4_local_path: must be null with c4_tokenized_path, got {self.c4_local_path}"]
         return []

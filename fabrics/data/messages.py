@@ -1,0 +1,182 @@
+"""Conversations to fine-tune on: JSON lines of chat messages in the tokenizer's chat template.
+
+A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]}. A
+conversation is one example, and its targets are the tokens of the assistant's answers. Where an answer begins and ends
+is read off the template: it is what the template writes beyond the earlier messages and the assistant's opening, the
+token that ends a turn included.
+"""
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from jinja2 import TemplateError
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from fabrics.data.documents import (
+    EMPTY,
+    DatasetError,
+    Document,
+    Documents,
+    Skipped,
+    Source,
+    document_hash,
+    file_identities,
+    matching_files,
+    numbered_lines,
+)
+from fabrics.data.examples import PaddedSequences, TaskData
+from fabrics.data.held_out import split
+from fabrics.data.token_store import TokenisedPart, content_digest
+from fabrics.data.tokenization import describe, named_tokenizer, padding
+from utils.config.schema import Config, ConfigError
+from utils.text import counted, first_line
+
+logger = logging.getLogger("adloco.dataset")
+
+Messages = list[dict[str, str]]
+
+
+def conversations(files: Sequence[Path], skipped: Skipped) -> Iterator[Document]:
+    """Yield the messages of each line as JSON, with the line as origin.
+
+    Raises:
+        DatasetError: naming the file and the line that is no conversation with an answer.
+    """
+    for file in files:
+        for number, line in numbered_lines(file):
+            place = f"{file}:{number}"
+            if not line.strip():
+                skipped.add(EMPTY, place)
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:  # no JSON, not UTF-8, or nested too deeply
+                raise DatasetError(f"{place}: not JSON: {error}") from None
+            yield Document(json.dumps(_messages(record, place)), place)
+
+
+def _messages(record: object, place: str) -> Messages:
+    messages = record.get("messages") if isinstance(record, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise DatasetError(f'{place}: must be an object with a list "messages"')
+    for number, message in enumerate(messages, 1):
+        texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise DatasetError(f'{place}: message {number} must have a "role" and a "content", both texts')
+    if not any(message["role"] == "assistant" for message in messages):
+        raise DatasetError(f'{place}: no message has the role "assistant", whose answers are learned')
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def with_answers(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
+    """Return a conversation as the template writes it, and the range of characters of each answer.
+
+    Raises:
+        ValueError: the template refuses the messages, or writes earlier messages differently when others follow.
+    """
+    write = partial(tokenizer.apply_chat_template, tokenize=False)
+    try:
+        text = write(messages)
+        answers = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = write(messages[:number], add_generation_prompt=True)
+            after = write(messages[: number + 1])
+            if not (after.startswith(before) and text.startswith(after)):
+                raise ValueError(
+                    f"the chat template writes the messages up to {number + 1} differently when others follow, so that "
+                    f"the answer cannot be told apart; split the conversation there"
+                )
+            answers.append((len(before), len(after)))
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses these messages: {first_line(error)}") from None
+    return text, answers
+
+
+def encode(
+    documents: Documents, tokenizer: PreTrainedTokenizerBase, limit: int, skipped: Skipped, name: str
+) -> tuple[TokenisedPart, np.ndarray]:
+    """Tokenise conversations, cut at `limit` tokens; skip those without an answer in these.
+
+    Returns:
+        The part, and for each of its tokens whether it holds characters of an answer.
+    """
+    parts = []
+    targets = []
+    hashes = []
+    reading = documents(skipped)
+    for document in tqdm(reading, desc=f"tokenising {name} conversations", leave=False, disable=None):
+        try:
+            text, answers = with_answers(tokenizer, json.loads(document.text))
+        except ValueError as error:
+            raise DatasetError(f"{document.origin}: {error}") from None
+        # The template has written the special tokens.
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        starts, ends = np.array(encoded["offset_mapping"]).reshape(-1, 2)[:limit].T
+        target = np.zeros(len(starts), dtype=bool)
+        for begin, end in answers:
+            target |= (starts < end) & (ends > begin)
+        if not target[1:].any():  # the first token is predicted from nothing
+            skipped.add("without an answer within sequence_length", document.origin)
+            continue
+        parts.append(np.array(encoded["input_ids"][:limit], dtype=np.int32))
+        targets.append(target)
+        hashes.append(document_hash(text))
+    if not parts:
+        raise ConfigError(f"sequence_length: no {name} conversation has an answer within {limit} tokens")
+    part = TokenisedPart(np.concatenate(parts), np.cumsum([0, *map(len, parts)]), np.array(hashes, dtype=np.uint64))
+    return part, np.concatenate(targets)
+
+
+def load_messages(config: Config) -> TaskData:
+    """`dataset: messages`: the user's own conversations, of which the answers are learned."""
+    files = matching_files(config.text_files, (".jsonl", ".jsonl.gz"))
+    tokenizer = named_tokenizer(config)
+    if tokenizer is None or not tokenizer.chat_template or not tokenizer.is_fast:
+        raise ConfigError(
+            "tokenizer: dataset messages needs a fast tokenizer with a chat template; name one, or the model that it "
+            "belongs to with pretrained: true"
+        )
+    source = Source(
+        name=f"{counted(len(files), 'file')} of messages ({', '.join(config.text_files)})",
+        identity={"messages": file_identities(files)},
+        train=partial(conversations, files),
+    )
+    skipped = Skipped()
+    length = config.sequence_length
+    pad = padding(tokenizer)
+    train, validation = split(source, config.data_sample_size, config.val_size)
+    train_part, train_targets = encode(train, tokenizer, length, skipped, "training")
+    validation_part, validation_targets = encode(validation, tokenizer, length, skipped, "validation")
+    data = TaskData(
+        task="causal_lm",
+        dataset="messages",
+        source=source.name,
+        train=PaddedSequences(train_part.tokens, train_part.offsets, length, pad, targets=train_targets),
+        validation=PaddedSequences(
+            validation_part.tokens, validation_part.offsets, length, pad, targets=validation_targets
+        ),
+        tokenizer=tokenizer,
+        documents={"train": len(train_part), "validation": len(validation_part)},
+        skipped=skipped.counts,
+        content=content_digest((train_part, validation_part), tokenizer),
+    )
+    logger.info(
+        "data: %s; %s training conversations of %s tokens, %s of them in answers; %s validation conversations; "
+        "tokenizer %s",
+        source.name,
+        f"{len(train_part):,}",
+        f"{len(train_targets):,}",
+        f"{train_targets.sum():,}",
+        f"{len(validation_part):,}",
+        describe(tokenizer),
+    )
+    if skipped.counts:
+        logger.info("skipped conversations: %s", skipped)
+    return data

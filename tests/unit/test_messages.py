@@ -1,0 +1,166 @@
+"""Conversations: which tokens are targets, what is refused, and what a batch test sees of them."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from algorithms.batch.losses import example_losses
+from cluster import Cluster
+from fabrics.config_checks import CHECKS
+from fabrics.data.dataset_loader import load_data
+from fabrics.data.documents import DatasetError, Skipped
+from fabrics.data.messages import conversations, with_answers
+from fabrics.data.tokenization import train_tokenizer
+from fabrics.training.flat_model import FlatModel
+from fabrics.training.forward_backward import probed_backward
+from tests.support.chat import NUMBERS, assistant, chat_tokenizer, small_talk, user, write_messages
+from tests.support.helpers import CPU, Recorder, tiny_llama
+from utils.config.reading import parse_config
+from utils.config.schema import ConfigError
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Configurations on a file of conversations."""
+    chat_tokenizer().save_pretrained(tmp_path / "tokenizer")
+
+    def make(talk, **values):
+        defaults = {
+            "dataset": "messages",
+            "text_files": [write_messages(tmp_path / "chat.jsonl", talk)],
+            "tokenizer": str(tmp_path / "tokenizer"),
+            "number_of_outer_steps": 2,
+            "number_of_initial_trainers": 1,
+            "sequence_length": 64,
+            "val_size": 1,
+            "max_batch_size": 8,
+        }
+        return parse_config(defaults | values, (), CHECKS)[0]
+
+    return make
+
+
+def numbers(text: str) -> list[int]:
+    return [-100 if word == "-" else NUMBERS[word] for word in text.split()]
+
+
+def examples_by_length(data) -> dict[int, dict[str, torch.Tensor]]:
+    """Return each training and validation example as a batch of its own, by its tokens."""
+    return {
+        part.tokens([index]): part.batch([index], CPU)
+        for part in (data.train, data.validation)
+        for index in range(len(part))
+    }
+
+
+def test_only_answers_and_the_token_that_ends_them_are_targets(make):
+    """Two turns, and one with a system message."""
+    system = {"role": "system", "content": "w9"}
+    talk = [
+        [user("w1 w2"), assistant("w3"), user("w4"), assistant("w5 w6")],
+        [system, user("w1"), assistant("w2")],
+    ]
+    data = load_data(make(talk))
+    found = examples_by_length(data)
+    text = "<user> w1 w2 <end> <assistant> w3 <end> <user> w4 <end> <assistant> w5 w6 <end>"
+    aims = "- - - - - w3 <end> - - - - w5 w6 <end>"
+    assert found[14]["input_ids"][0, :14].tolist() == numbers(text)
+    assert found[14]["labels"][0].tolist() == numbers(aims) + [-100] * 50
+    assert found[9]["labels"][0].tolist() == numbers("- - - - - - - w2 <end>") + [-100] * 55
+    # The library's own tokens of the conversation.
+    assert data.tokenizer.apply_chat_template(talk[0])["input_ids"] == numbers(text)
+
+
+def test_conversations_are_cut_and_those_without_an_answer_left_are_skipped(make):
+    talk = [[user(f"w{n}"), assistant("w2 w3 w4 w5")] for n in range(4)] + [[user("w1 " * 6), assistant("w1")]]
+    data = load_data(make(talk, sequence_length=6, val_size=2))
+    for part in (data.train, data.validation):
+        batch = part.batch(range(len(part)), CPU)
+        assert batch["labels"].tolist() == [numbers("- - - - w2 w3")] * len(part)
+    assert data.documents["train"] + data.documents["validation"] == 4
+    assert data.skipped == {"without an answer within sequence_length": 1}
+    with pytest.raises(ConfigError, match="sequence_length: no training conversation has an answer within 3 tokens"):
+        load_data(make(talk, sequence_length=3))
+
+
+def test_the_statistics_are_of_the_losses_on_each_examples_own_answer(make):
+    """By hand: an example's loss is the mean over its answer's tokens, however many; its norm one backward pass."""
+    talk = [[user(f"w{n}"), assistant("w1 " * n)] for n in range(1, 7)]
+    examples = load_data(make(talk)).train
+    module = tiny_llama()
+    batch = examples.batch(range(5), CPU)
+    logits = module(batch["input_ids"]).logits.detach()
+    by_hand = []
+    for row, labels in zip(logits.log_softmax(2), batch["labels"], strict=True):
+        places = [place for place in range(1, 64) if labels[place] != -100]
+        by_hand.append(-sum(row[place - 1, labels[place]] for place in places) / len(places))
+    losses = example_losses(logits, batch["labels"])
+    assert losses.tolist() == pytest.approx([loss.item() for loss in by_hand], rel=1e-12)
+
+    squared_norms = []
+    for index in range(5):
+        alone = examples.batch([index], CPU)
+        module.zero_grad()
+        example_losses(module(alone["input_ids"]).logits, alone["labels"]).sum().backward()
+        squared_norms.append(sum(p.grad.square().sum().item() for p in module.parameters()))
+    _, probe = probed_backward(FlatModel(tiny_llama(), CPU), examples, np.arange(5))
+    assert (25 * probe.squared_norms).tolist() == pytest.approx(squared_norms, rel=1e-6)  # norms are float32
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{", "not JSON"),
+        ("[]", 'must be an object with a list "messages"'),
+        ('{"messages": []}', 'must be an object with a list "messages"'),
+        ('{"messages": [{"role": "user"}]}', 'message 1 must have a "role" and a "content"'),
+        ('{"messages": [{"role": "user", "content": "w1"}]}', 'no message has the role "assistant"'),
+    ],
+)
+def test_a_line_that_is_no_conversation_is_named(tmp_path, line, problem):
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps({"messages": [user("w1"), assistant("w2")]}) + "\n\n" + line + "\n")
+    skipped = Skipped()
+    with pytest.raises(DatasetError, match=rf"chat\.jsonl:3: {problem}"):
+        list(conversations([file], skipped))
+    assert skipped.first == {"empty": f"{file}:2"}
+
+
+def test_a_template_that_hides_where_answers_are_is_refused(make, tmp_path):
+    tokenizer = chat_tokenizer()
+    talk = [user("w1"), assistant("w2"), user("w3"), assistant("w4")]
+    # As some templates drop the reasoning of earlier answers.
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content if loop.last else '-' }} {% endfor %}"
+    with pytest.raises(ValueError, match="writes the messages up to 2 differently when others follow"):
+        with_answers(tokenizer, talk)
+    tokenizer.chat_template = "{{ raise_exception('no tools') }}"
+    tokenizer.save_pretrained(tmp_path / "refusing")
+    with pytest.raises(ConfigError, match=r"messages cannot be loaded: .*chat\.jsonl:\d: .*refuses .*: no tools"):
+        load_data(make(small_talk(3), tokenizer=str(tmp_path / "refusing")))
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(make, tmp_path):
+    train_tokenizer(["w1 w2"], 300).save_pretrained(tmp_path / "plain")
+    for tokenizer in (None, str(tmp_path / "plain")):
+        with pytest.raises(
+            ConfigError, match="tokenizer: dataset messages needs a fast tokenizer with a chat template"
+        ):
+            load_data(make(small_talk(3), tokenizer=tokenizer))
+    with pytest.raises(ConfigError, match="text_files: dataset messages needs the names of its files"):
+        make(small_talk(3), text_files=None)
+
+
+def test_a_run_learns_the_answers(make):
+    config = make(
+        small_talk(200),
+        learning_rate_for_inner_opt=0.01,
+        number_of_outer_steps=4,
+        val_size=20,
+        INITIAL_BATCH_SIZE=16,
+        model_config={"preset": "demo", "vocab_size": len(NUMBERS)},
+    )
+    recorder = Recorder()
+    Cluster(config, load_data(config)).train(recorder)
+    assert recorder.rounds[-1].evaluations[0].loss < recorder.initial[0].loss / 2
