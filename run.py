@@ -307,12 +307,14 @@ def set_up(
 
     from cluster import Cluster
     from fabrics.data.dataset_loader import load_data
+    from fabrics.planning.memory_choice import with_chosen_memory
     from fabrics.pool.device_errors import explain_setup_errors
+    from fabrics.pool.max_batch import device_memory
     from fabrics.pool.run_checks import check_nodes
     from training_logs.recording.provenance import Origin, code_of, machine
     from training_logs.recording.recorder import RunRecorder
     from training_logs.recording.records import Observer
-    from training_logs.recording.run_folder import make_run_folder
+    from training_logs.recording.run_folder import logger, make_run_folder
     from utils.checkpoint.checkpoint import newest_checkpoint
     from utils.checkpoint.run_lock import lock_run_in_main
     from utils.config.plugins import import_plugins
@@ -321,6 +323,14 @@ def set_up(
     from utils.distributed.collective_checks import decided, done_by_all
 
     check_nodes(config, processes.devices)
+    if config.memory == "auto":
+        own = {device for node, device in enumerate(processes.devices) if processes.owns(node)}
+        memory = min(processes.gather(min(device_memory(device)[0] for device in own)))
+        devices = len(processes.devices) // config.nodes_per_gpu * config.devices_per_node
+        on_gpus = processes.devices[0].type == "cuda"
+        config, choice = with_chosen_memory(config, devices, memory, on_gpus)
+        if processes.is_main:
+            logger.info(choice)
     code = code_of() if processes.is_main else None  # before the data, which may take long, as files may change
     checkpoint = newest_checkpoint(Path(resumed, CHECKPOINTS_FOLDER), processes) if resumed else None
     changes = done_by_all(processes, lambda: changes_since(checkpoint.folder, config) if checkpoint else [])

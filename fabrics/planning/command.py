@@ -79,18 +79,27 @@ def print_plan(options: argparse.Namespace) -> None:
     """Print the estimate that the command line asks for; ConfigError: a configuration that a run would refuse."""
     from fabrics.config_checks import CHECKS
     from fabrics.planning.estimate import Resources, estimate
+    from fabrics.planning.memory_choice import with_chosen_memory
     from utils.config.reading import load_config
+    from utils.config.schema import ConfigError
     from utils.files import json_text
     from utils.run_layout import default_config
 
     logging.getLogger("adloco").setLevel(logging.WARNING)
     config, warnings = load_config(options.config or default_config(), options.overrides, CHECKS)
     resources = Resources(options.devices, options.device_memory, options.tflops, tuple(options.link or ()))
+    chosen = []
+    if config.memory == "auto":
+        if options.device_memory is None:
+            raise ConfigError("memory: auto needs --device-memory, as --plan looks at no device")
+        on_gpus = not all(name.startswith("cpu") for name in config.devices or ("cuda",))
+        config, line = with_chosen_memory(config, options.devices, options.device_memory, on_gpus)
+        chosen = [line]
     found = estimate(config, resources)
     if options.json:
         print(json_text(dataclasses.asdict(found)), end="")
         return
-    for line in (*_lines(found, config), *(f"warning: {warning}" for warning in warnings)):
+    for line in (*chosen, *_lines(found, config), *(f"warning: {warning}" for warning in warnings)):
         print(line)
 
 

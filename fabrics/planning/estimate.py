@@ -24,7 +24,7 @@ from torch import nn
 from algorithms.batch.calc_batch import BATCH_TESTS
 from algorithms.batch.switch_mode import execution_plans
 from algorithms.nodes.traffic import ExchangeSizes, Link, even_split, rounds_ahead
-from fabrics.models.initialisation import META, flops_per_token, meta_model
+from fabrics.models.initialisation import META, flops_per_token, meta_model, recompute_activations
 from fabrics.pool.max_batch import round_tensors
 from fabrics.pool.run_checks import check_model
 from fabrics.sharding.layout import gathered_elements
@@ -59,6 +59,7 @@ class Estimate:
 
     Attributes:
         micro_batch: examples of the micro-batch that the memory is for.
+        flops_per_token: of training, with all that is computed again.
         memory: bytes of the busiest device, by part.
         host_bytes: state in host memory instead.
         ranges: the least and the most of every total that is known: `batch` and `workers` of a trainer, and of the
@@ -71,6 +72,7 @@ class Estimate:
     nodes: int
     trainers: int
     micro_batch: int
+    flops_per_token: float
     memory: dict[str, int]
     device_bytes: int
     host_bytes: int
@@ -131,6 +133,8 @@ class _Run:
         self.trainers_here = min(self.trainers, self.workers_here)
 
         module, assumed = meta_model(config)
+        if config.activation_checkpointing:
+            recompute_activations(module, config.model_type)
         self.assumptions += assumed
         self.model = FlatModel(module, META, loss_chunk_tokens=config.loss_chunk_tokens)
         check_model(config, self.model)
@@ -271,11 +275,7 @@ class _Run:
             if number == config.number_of_outer_steps or (most_tokens is not None and tokens >= most_tokens):
                 break
 
-        token_flops = flops_per_token(self.model.module, config.sequence_length)
-        if config.activation_checkpointing:
-            token_flops *= 4.0 / 3.0  # one more forward pass
-        if config.loss_chunk_tokens is not None:  # of the head alone
-            token_flops += 2.0 * self.model.module.get_output_embeddings().weight.numel()
+        token_flops = self.flops_per_token()
         found |= {"rounds": number, "tokens": tokens, "flops": tokens * token_flops}
         if self.method.capabilities.one_exchange:
             found["communications"] = sum(exchange.communications for exchange in exchanges)
@@ -286,6 +286,15 @@ class _Run:
             rate = self.resources.tflops * 1e12 * config.devices_per_node
             found["compute_seconds"] = device_tokens * token_flops / rate
         return found
+
+    def flops_per_token(self) -> float:
+        """FLOPs of training on one token, with all that is computed again."""
+        flops = flops_per_token(self.model.module, self.config.sequence_length)
+        if self.config.activation_checkpointing:
+            flops *= 4.0 / 3.0  # one more forward pass
+        if self.config.loss_chunk_tokens is not None:  # one more of the head
+            flops += 2.0 * self.model.module.get_output_embeddings().weight.numel()
+        return flops
 
     def _step_examples(self, batch: int, workers: int) -> int:
         config = self.config
@@ -371,6 +380,7 @@ def estimate(config: Config, resources: Resources | None = None) -> Estimate:
         nodes=run.nodes,
         trainers=run.trainers,
         micro_batch=micro_batch,
+        flops_per_token=run.flops_per_token(),
         memory=memory,
         device_bytes=sum(memory.values()),
         host_bytes=host_bytes,

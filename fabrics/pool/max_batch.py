@@ -114,7 +114,7 @@ def _measure_together(measure: Measure, shard_group: ShardGroup) -> Measure:
     return most
 
 
-def _memory(device: torch.device) -> tuple[int, int]:
+def device_memory(device: torch.device) -> tuple[int, int]:
     """Return the bytes of the device's memory, and those in use."""
     if device.type == "cuda":
         free, memory = torch.cuda.mem_get_info(device)
@@ -147,7 +147,7 @@ def calculate_max_batch(
             # The first steps also compile the model, and allocate workspaces of GPU libraries that stay.
             for count in (1, 2) if on_gpu else (2,):
                 measure(count)
-            memory, taken = _memory(device)
+            memory, taken = device_memory(device)
             budget = model.shard_group.least(int((padding_percentage * memory - taken - reserved_bytes) / sharing))
             # A shard group cannot try a batch that may not fit: running out of memory within a pass ends its run.
             confirm = on_gpu and model.shard_group.size == 1

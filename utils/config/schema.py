@@ -171,6 +171,12 @@ class Computation(Section):
         "highest on CPUs.",
     )
     compile_model: bool = key(False, "Compile the model (torch.compile).")
+    memory: Literal["auto"] | None = key(
+        None,
+        "auto: turn on those of activation_checkpointing, loss_chunk_tokens and offload_outer_state with which the "
+        "model fits into the device and trains fastest, by the estimates of --plan.",
+        changes_training=False,
+    )
     activation_checkpointing: bool = key(
         False,
         "Recompute layers in the backward pass: less memory, a third more time; only for models of transformers.",

@@ -1,0 +1,104 @@
+"""`memory: auto`: the cheapest way to run a model on a device, from the estimates of `--plan`.
+
+Less memory costs time: a forward pass is computed again, state is sent to the host, or micro-batches are small. The
+constants of this comparison are derived for an H100; no GPU has measured them.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fabrics.config_checks import CHECKS
+from fabrics.planning.estimate import Resources, estimate
+from utils.config.schema import Config, ConfigError
+from utils.text import byte_size
+
+# Tokens in whose time a micro-batch starts: with so many in it, a device reaches half of its speed.
+_START_TOKENS = 512
+# Tokens in whose time a worker's state travels to the host and back in a round. For P parameters 8 P bytes at 25 GB/s
+# take as long as 6 P FLOPs for each of 21,000 tokens at 400 TFLOP/s.
+_TRANSFER_TOKENS = 21_000
+_CHUNK = 256
+
+
+@dataclass(frozen=True)
+class MemoryOption:
+    """One way to run a model that fits into the memory.
+
+    Attributes:
+        keys: the configuration keys that it turns on.
+        micro_batch: examples of its micro-batch.
+        flops_per_token: of training, with all that is computed again.
+        offloads: whether the outer state is in host memory.
+    """
+
+    keys: tuple[str, ...]
+    micro_batch: int
+    flops_per_token: float
+    offloads: bool
+
+
+def cheapest(options: Sequence[MemoryOption], sequence_length: int, round_tokens: int) -> MemoryOption:
+    """Return the option whose tokens take the least time; the first of equal ones.
+
+    A token takes the time of its FLOPs, of its part of a micro-batch's start, and of its part of a round's transfers.
+
+    round_tokens: tokens that a worker trains in a round.
+    """
+    least = min(option.flops_per_token for option in options)
+
+    def time(option: MemoryOption) -> float:
+        start = _START_TOKENS / (option.micro_batch * sequence_length)
+        transfers = _TRANSFER_TOKENS / round_tokens if option.offloads else 0.0
+        return option.flops_per_token / least * (1.0 + start) + transfers
+
+    return min(options, key=time)
+
+
+def with_chosen_memory(config: Config, devices: int | None, memory: int, on_gpus: bool) -> tuple[Config, str]:
+    """Return the configuration with `memory: auto` carried out, and the choice in one line.
+
+    Keys that the configuration turns on stay on.
+
+    Args:
+        devices: of all machines; None: see Resources.
+        memory: bytes of the smallest device.
+
+    Raises:
+        ConfigError: no option fits.
+    """
+    options = {}
+    refusals = []
+    for values in _combinations(config, on_gpus):
+        tried = dataclasses.replace(config, memory=None, **values)
+        if any(problem for problems in CHECKS.problems for problem in problems(tried)):
+            continue
+        try:
+            found = estimate(tried, Resources(devices, memory))
+        except ConfigError as error:
+            refusals.append(str(error))
+            continue
+        keys = tuple(f"{key} {str(value).lower()}" for key, value in values.items())
+        offloads = tried.offload_outer_state
+        options[MemoryOption(keys, found.micro_batch, found.flops_per_token, offloads)] = tried
+    if not options:
+        most_saved = [refusal for refusal in refusals if refusal.startswith("--device-memory")][-1]
+        raise ConfigError(f"memory: nothing that auto may turn on makes the run fit; {most_saved}")
+    step_examples = -(-config.INITIAL_BATCH_SIZE // found.ranges["workers"][0])
+    round_tokens = step_examples * config.sequence_length * config.number_of_inner_steps_between_outers
+    chosen = cheapest(tuple(options), config.sequence_length, round_tokens)
+    what = ", ".join(chosen.keys) or "no other keys"
+    line = f"memory: auto chooses {what}; of {byte_size(memory)} a device, estimated for micro-batches of"
+    return options[chosen], f"{line} {chosen.micro_batch:,}"
+
+
+def _combinations(config: Config, on_gpus: bool) -> Iterator[dict[str, bool | int]]:
+    """Yield the keys to turn on, from none to all that are off."""
+    able: dict[str, bool | int] = {"activation_checkpointing": True, "loss_chunk_tokens": _CHUNK}
+    if on_gpus:
+        able["offload_outer_state"] = True
+    off = [key for key in able if not getattr(config, key)]
+    for count in range(len(off) + 1):
+        for keys in itertools.combinations(off, count):
+            yield {key: able[key] for key in keys}

@@ -1,0 +1,87 @@
+"""`memory: auto`: the decision with numbers on paper, and its effect on plans and runs."""
+
+import pytest
+
+from fabrics.config_checks import CHECKS
+from fabrics.planning.estimate import Resources, estimate
+from fabrics.planning.memory_choice import MemoryOption, cheapest, with_chosen_memory
+from fabrics.pool import max_batch
+from run import train
+from tests.support.helpers import TINY_ARCHITECTURE, make_config
+from tests.support.runs import SHORT, write_config
+from utils.config.reading import load_config
+from utils.config.schema import ConfigError
+
+PLAIN = MemoryOption((), 1, 6.0, False)
+CHUNKED = MemoryOption(("loss_chunk_tokens 256",), 2, 6.3, False)
+RECOMPUTED = MemoryOption(("activation_checkpointing true",), 8, 8.0, False)
+OFFLOADED = MemoryOption(("offload_outer_state true",), 2, 6.0, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "round_tokens", "expected"),
+    [
+        # Sequences of 512 tokens: a micro-batch of n examples takes the time of n + 1.
+        ((PLAIN, CHUNKED), 10**9, CHUNKED),  # 2 and 1.05 * 1.5 = 1.575
+        ((PLAIN, CHUNKED, RECOMPUTED), 10**9, RECOMPUTED),  # 1.333 * 1.125 = 1.5
+        ((CHUNKED, OFFLOADED), 420_000, OFFLOADED),  # 1.575 and 1.5 + 21 / 420 = 1.55
+        ((CHUNKED, OFFLOADED), 210_000, CHUNKED),  # 1.575 and 1.5 + 21 / 210 = 1.6
+        ((PLAIN, MemoryOption(("more",), 1, 6.0, False)), 10**9, PLAIN),  # equal: the first
+    ],
+)
+def test_the_option_whose_tokens_take_the_least_time(options, round_tokens, expected):
+    assert cheapest(options, 512, round_tokens) == expected
+
+
+ALONE = {
+    "model_config": TINY_ARCHITECTURE | {"vocab_size": 300, "num_hidden_layers": 4},
+    "sequence_length": 512,
+    "number_of_initial_trainers": 1,
+    "nodes_per_gpu": 1,
+    "number_of_outer_steps": 1,
+    "sampling_method": "none",
+    "INITIAL_BATCH_SIZE": 4,
+    "eval_batch_size": 1,
+    "max_batch_size": 4,
+    "padding_percentage": 1.0,
+}
+
+
+def needed(**values) -> int:
+    return estimate(make_config(**(ALONE | values))).device_bytes
+
+
+@pytest.mark.parametrize(
+    "on", [{}, {"loss_chunk_tokens": 256}, {"loss_chunk_tokens": 256, "activation_checkpointing": True}]
+)
+def test_no_more_is_turned_on_than_fits(on):
+    memory = needed(**on)
+    config, line = with_chosen_memory(make_config(**ALONE, memory="auto"), 1, memory, on_gpus=False)
+    assert (config.activation_checkpointing, config.loss_chunk_tokens, config.offload_outer_state, config.memory) == (
+        on.get("activation_checkpointing", False), on.get("loss_chunk_tokens"), False, None,
+    )  # fmt: skip
+    assert estimate(config, Resources(1, memory)).device_bytes == memory
+    assert line.endswith(" a device, estimated for micro-batches of 4")
+
+
+def test_keys_that_are_on_stay_on_and_too_little_memory_is_refused():
+    auto = make_config(**ALONE, memory="auto", activation_checkpointing=True, loss_chunk_tokens=7)
+    config, line = with_chosen_memory(auto, 1, 10**12, on_gpus=True)
+    assert (config.activation_checkpointing, config.loss_chunk_tokens) == (True, 7)
+    assert line == "memory: auto chooses no other keys; of 1.0 TB a device, estimated for micro-batches of 4"
+    with pytest.raises(ConfigError, match=r"memory: nothing that auto may turn on makes the run fit; .* a run needs"):
+        with_chosen_memory(auto, 1, 10**4, on_gpus=True)
+
+
+@pytest.mark.usefixtures("programs")
+def test_a_run_records_the_keys_that_were_chosen(tmp_path, cache_dir, monkeypatch):
+    model = SHORT["model_config"] | {"num_hidden_layers": 4}
+    values = {"model_config": model, "eval_batch_size": 1, "padding_percentage": 1.0, "number_of_outer_steps": 1}
+    path = write_config(tmp_path, cache_dir, **values)
+    memory = estimate(load_config(path, ["activation_checkpointing=true"], CHECKS)[0]).device_bytes
+    monkeypatch.setattr(max_batch, "device_memory", lambda device: (memory, 0))
+    run = train(path, memory="auto")
+    recorded, _ = load_config(run.folder / "config.yaml", [], CHECKS)
+    assert (recorded.memory, recorded.activation_checkpointing, recorded.loss_chunk_tokens) == (None, True, None)
+    log = (run.folder / "training_log.log").read_text()
+    assert "memory: auto chooses activation_checkpointing true; of " in log
