@@ -17,6 +17,7 @@ from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
 from algorithms.synchronisation.method import OUTER_KEYS
 from fabrics.data.dataset_loader import DATASETS, TEXT_DOCUMENTS
 from fabrics.data.partition import SPLITS, split_problems
+from fabrics.models.lora import lora_problems
 from fabrics.models.model_family import MODELS, is_pretrained
 from fabrics.training.method_config import method_of
 from fabrics.training.optimizers import INNER_OPTIMIZERS, inner_optimizer_name, inner_optimizer_of
@@ -47,6 +48,7 @@ CHOICES: Mapping[str, Collection[str]] = {
 def _model_problems(config: Config) -> list[str]:
     model = MODELS[config.model_type]
     found = model.problems(config.model_config)
+    found += lora_problems(config)
     task = DATASETS[config.dataset].task
     if task != model.task:
         found.append(f"model_type: {config.model_type} is for {model.task}, dataset {config.dataset} for {task}")

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from fabrics.data.tokenization import save_tokenizer
+from fabrics.models.lora import merged_state
 from fabrics.models.model_family import save_plain
 from fabrics.training.flat_model import FlatModel
 from utils.distributed.processes import Processes
@@ -78,7 +79,7 @@ def save_model(
     folder: str | os.PathLike,
     state: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write a model to a folder, which `pretrained: true` loads with the folder as its name.
+    """Write a model, adapters merged, to a folder, which `pretrained: true` loads with the folder as its name.
 
     A module of transformers writes itself (`save_pretrained`: safetensors and config). Of any other module the state is
     written as safetensors.
@@ -86,7 +87,7 @@ def save_model(
     Args:
         state: the state on the CPU, in which tied parameters are one tensor; None: the module's own.
     """
-    state = _copied(model.state_dict()) if state is None else dict(state)
+    state = merged_state(model, _copied(model.state_dict()) if state is None else state)
     if hasattr(model, "save_pretrained"):
         _save_pretrained(model, state, folder)
     else:

@@ -13,6 +13,7 @@ from fabrics.data.dataset_loader import DATASETS
 from fabrics.data.examples import TaskData
 from fabrics.data.sampler import DataCursor, Shares, Subsets
 from fabrics.data.tokenization import END_OF_TEXT, named_tokenizer, train_tokenizer
+from fabrics.models.lora import add_adapters, lora_of
 from fabrics.models.model_family import MODELS, ModelFamily, build_model, is_pretrained, reinitialise_output_layer
 from fabrics.sharding.sharded_model import ShardedModel
 from fabrics.training.flat_model import FlatModel
@@ -37,6 +38,12 @@ def initial_model(config: Config, data: TaskData, trainer: int) -> nn.Module:
     )
     if config.need_to_reinit_output_layers:
         reinitialise_output_layer(config.model_type, model, seed if config.single_seed else seed + trainer)
+    return _adapted(config, model)
+
+
+def _adapted(config: Config, model: nn.Module) -> nn.Module:
+    if (lora := lora_of(config)) is not None:
+        add_adapters(model, lora, config.training_seed)
     return model
 
 
@@ -55,7 +62,8 @@ def _architecture(
     """Build the model of every trainer on the meta device, without weights."""
     with META:
         seed = config.training_seed
-        return build_model(config.model_type, settings, tokenizer, config.sequence_length, seed, class_names)
+        model = build_model(config.model_type, settings, tokenizer, config.sequence_length, seed, class_names)
+        return _adapted(config, model)
 
 
 def _stand_in(config: Config, settings: dict) -> tuple[PreTrainedTokenizerBase, bool]:
@@ -98,11 +106,13 @@ def meta_model(config: Config) -> tuple[nn.Module, list[str]]:
 def flops_per_token(model: nn.Module, sequence_length: int) -> float:
     """Return the FLOPs of training on one token.
 
-    6 for every weight of a linear layer, the head included (2 forward, 4 backward), and 6 * layers * width *
+    6 for every weight of a linear layer, the head included (2 forward, 4 backward, of which 2 for its own gradient, if
+    it is trained), and 6 * layers * width *
     sequence_length for attention: 12 for all pairs of tokens, half of which are masked. A model whose config names no
     attention heads counts as having none.
     """
-    linear = 6.0 * sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    linear = sum((6.0 if weight.requires_grad else 4.0) * weight.numel() for weight in weights)
     config = getattr(model, "config", None)
     heads = getattr(config, "num_attention_heads", None)
     if heads is None:

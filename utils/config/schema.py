@@ -277,6 +277,10 @@ class Model(Section):
         {"preset": "demo"},
         "preset or name (a preset, a hub model or a folder), pretrained, and architecture values to change.",
     )
+    lora: dict[str, Any] = key(
+        {},
+        "Train low-rank adapters only: rank (8), alpha (16) and targets, the linear layers by the end of their names.",
+    )
     identical_initialisation: bool = key(True, "Start all trainers from the same weights.")
     need_to_reinit_output_layers: bool = key(False, "Draw the output layer anew (Xavier uniform) before training.")
     single_seed: bool = key(False, "With need_to_reinit_output_layers: the same output layer for all trainers.")
