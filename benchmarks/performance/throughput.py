@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import torch
+from torch import nn
 
 import adloco
 from algorithms.schedule.limits import RoundSchedule
@@ -85,12 +86,27 @@ def make_data(config: Config) -> TaskData:
 
 
 class BareLoop:
-    """Training without the framework: same model, data, autocast, compilation, fused AdamW, clipping and attention."""
+    """Training without the framework: same model, data, autocast, compilation, fused AdamW, clipping and attention.
 
-    def __init__(self, config: Config, data: TaskData, device: torch.device):
+    Args:
+        distribute: takes the model before its optimizer is made, and returns the module to call.
+        rank: this process, of `world` that each train on their part of the batch.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        data: TaskData,
+        device: torch.device,
+        distribute: Callable[[nn.Module], nn.Module] = lambda model: model,
+        rank: int = 0,
+        world: int = 1,
+    ):
         self.model = build_model(config.model_type, config.model_config, data.tokenizer, config.sequence_length, 0)
         self.model.to(device)
-        self.forward = torch.compile(self.model) if config.compile_model else self.model
+        self.forward = distribute(self.model)
+        if config.compile_model:
+            self.forward = torch.compile(self.forward)
         self.autocast = torch.autocast(
             device.type, getattr(torch, config.autocast or "bfloat16"), enabled=config.autocast is not None
         )
@@ -102,7 +118,9 @@ class BareLoop:
             fused=True,
         )
         self.clip = config.gradient_clipping
-        self.batch = config.INITIAL_BATCH_SIZE
+        self.batch = config.INITIAL_BATCH_SIZE // world
+        self.rank = rank
+        self.world = world
         self.device = device
         self.tokens = torch.from_numpy(data.train._tokens).to(torch.long)
 
@@ -110,7 +128,8 @@ class BareLoop:
         """Make training steps; the host reads the loss once, at the end."""
         loss_sum = torch.zeros((), device=self.device)
         for step in range(steps):
-            rows = torch.arange(step * self.batch, (step + 1) * self.batch) % len(self.tokens)
+            first = (step * self.world + self.rank) * self.batch
+            rows = torch.arange(first, first + self.batch) % len(self.tokens)
             ids = self.tokens[rows]
             if self.device.type == "cuda":
                 ids = ids.pin_memory().to(self.device, non_blocking=True)
