@@ -21,6 +21,7 @@ from utils.files import path_argument, write_atomically, write_text_atomically
 
 # Keys without influence on results.
 _PLACES = ("log_dir", "cache_dir")
+OTHER_DATA = "The runs have different data (data_digest in summary.json): their metrics are not comparable."
 _COMPARED = ("tokens", "communications", "bytes_communicated", "wall_seconds")
 
 
@@ -41,6 +42,11 @@ def differences(runs: Sequence[RunData]) -> dict[str, list]:
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in _PLACES)
     values = {key: [run.config.get(key) for run in runs] for key in keys}
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+
+
+def differ_in_data(runs: Sequence[RunData]) -> bool:
+    """Return whether the runs have other training or validation data."""
+    return len({run.summary.get("data_digest") for run in runs}) > 1
 
 
 def _names(runs: Sequence[RunData]) -> list[str]:
@@ -91,6 +97,7 @@ def compare(runs: Sequence[RunData], output: Path) -> Path:
     body = [
         "<h1>Comparison</h1>",
         f"<p class=dim>{html.escape(', '.join(names))}</p>",
+        f"<p>{OTHER_DATA}</p>" if differ_in_data(runs) else "",
         picture(image),
         "<h2>Numbers</h2>",
         table(("", *names), [(label, *(values.get(label, "-") for values in headlines)) for label in labels]),
@@ -121,6 +128,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(draw(options.runs[0]))
             return 0
         runs = [read_run(folder) for folder in options.runs]
+        if differ_in_data(runs):
+            print(OTHER_DATA)
         print(compare(runs, options.output))
     except (RunFolderError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

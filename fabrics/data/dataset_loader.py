@@ -40,6 +40,9 @@ logger = logging.getLogger("adloco.dataset")
 # An evaluation reads at most this many sequences, so that long documents do not make it slow.
 MOST_VALIDATION_SEQUENCES = 10_000
 
+# Up to four passes over the data are nearly as good as new data (arXiv 2305.16264).
+_USEFUL_PASSES = 4
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -88,6 +91,9 @@ def task_data(config: Config, documents: TokenisedSet) -> TaskData:
         f"{len(data.validation):,}",
         describe(data.tokenizer, documents.metadata["tokenizer"]["name"]),
     )
+    passes = (config.max_tokens or 0) / (len(data.train) * length)
+    if passes > _USEFUL_PASSES:
+        logger.info("max_tokens: %s are %.0f passes over the training data", f"{config.max_tokens:,}", passes)
     for reason, entry in skipped.items():
         logger.info("skipped %s documents: %s (first: %s)", f"{entry['documents']:,}", reason, entry["first"])
     return data

@@ -19,7 +19,7 @@ from training_logs.showing.plots import draw, plots_of
 from training_logs.showing.report import headline, number, run_body, table
 from training_logs.showing.run_data import read_run, read_table
 from training_logs.showing.styles import OVER, colour
-from training_logs.training_monitoring import compare, differences, draw_comparison
+from training_logs.training_monitoring import OTHER_DATA, compare, differences, draw_comparison
 from utils.text import budget_used, byte_size
 
 
@@ -258,6 +258,17 @@ def test_runs_with_different_metrics_or_without_a_round_are_compared(run, tmp_pa
     assert len({axes.get_title() for axes in figure.axes}) == 8
     assert [len(axes.lines) for axes in figure.axes] == [2] * 4 + [1] * 4
     assert compare([begun, other], tmp_path).exists()
+
+
+def test_a_comparison_of_runs_with_different_data_says_so(run, tmp_path, capsys, monkeypatch):
+    other = with_summary(run, data_digest="another")
+    assert OTHER_DATA in compare([run, other], tmp_path).read_text()
+    assert OTHER_DATA not in compare([run, run], tmp_path).read_text()
+    for second, said in ((other, True), (run, False)):
+        runs = iter([run, second])
+        monkeypatch.setattr(training_monitoring, "read_run", lambda folder, runs=runs: next(runs))
+        assert training_monitoring.main(["a", "b", "--output", str(tmp_path)]) == 0
+        assert (OTHER_DATA in capsys.readouterr().out) == said
 
 
 def test_panels_without_data_are_left_out(run):

@@ -52,6 +52,15 @@ def test_an_evaluation_reads_a_bounded_number_of_sequences(make, monkeypatch):
     assert first == same
 
 
+@pytest.mark.parametrize(("passes", "lines"), [(4, []), (5, ["max_tokens: {} are 5 passes over the training data"])])
+def test_more_than_four_passes_over_the_data_are_logged(make, caplog, passes, lines):
+    sample = {"data_sample_size": 300, "val_size": 40}
+    tokens = passes * 32 * len(load_data(make(**sample)).train)
+    with caplog.at_level("INFO"):
+        load_data(make(**sample, max_tokens=tokens))
+    assert [line for line in caplog.messages if "passes" in line] == [line.format(f"{tokens:,}") for line in lines]
+
+
 def test_documents_that_fill_no_sequence_are_an_error(make):
     with pytest.raises(ConfigError, match=r"sequence_length: the 1 training documents do not fill"):
         load_data(make(data_sample_size=1, val_size=1, sequence_length=500_000))

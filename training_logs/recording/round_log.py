@@ -199,7 +199,7 @@ def end_line(summary: Mapping) -> str:
         f"{counted(summary['outer_steps'], 'round')} with {counted(summary['communications'], 'communication')} "
         f"({byte_size(summary['bytes_communicated'])}); {summary['wall_seconds']:.1f} s: "
         f"start-up {summary['startup_seconds']:.1f} s, training {summary['training_seconds']:.1f} s, "
-        f"evaluation {summary['evaluation_seconds']:.1f} s"
+        f"evaluation {summary['evaluation_seconds']:.1f} s, checkpoints, models and logs the rest"
     )
 
 
