@@ -47,7 +47,7 @@ class Network:
     latency: float
 
 
-def _gradient_bytes(workers: int, parameters: float) -> float:
+def gradient_bytes(workers: int, parameters: float) -> float:
     """Bytes that all workers together send to average one gradient."""
     return PLAIN.reduction_bytes(workers, int(parameters), torch.float32)
 
@@ -63,7 +63,7 @@ def usage(run: RunData, synchronous_workers: int | None = None) -> dict[str, np.
     totals = {name: np.array([rows[name][0] for rows in run.by_round.values()]) for name in columns}
     totals["inner_steps"] = totals["inner_steps"].cumsum()
     if synchronous_workers:
-        sent = _gradient_bytes(synchronous_workers, run.summary["parameters"])
+        sent = gradient_bytes(synchronous_workers, run.summary["parameters"])
         totals["communications"] = totals["inner_steps"]
         totals["bytes_communicated"] = sent * totals["inner_steps"]
     return totals
@@ -115,7 +115,7 @@ def _computing(
 def _events(run: RunData, row: np.void, parameters: float, synchronous_workers: int | None) -> list[Event]:
     """Messages of the workers of a trainer in a round, for a model of this many parameters."""
     if synchronous_workers:
-        each = _gradient_bytes(synchronous_workers, parameters) / synchronous_workers
+        each = gradient_bytes(synchronous_workers, parameters) / synchronous_workers
         return [Event("gradient", step, each, each) for step in range(1, int(row["inner_steps"]) + 1)]
     whole_gradients = run.config["statistics_estimator"] == "across_workers"
     found: list[Event] = []
