@@ -54,7 +54,7 @@ class Event:
 
     Attributes:
         kind: the purpose.
-        step: the inner step of the round after which it happens.
+        step: the inner step of the round after which it happens; a fraction is within a step.
         sent: bytes that each worker sends, a mean over all workers.
         received: bytes that each worker receives, likewise.
         behind: inner steps that may be made before anybody waits for it.
@@ -63,10 +63,10 @@ class Event:
     """
 
     kind: str
-    step: int
+    step: float
     sent: float
     received: float
-    behind: int = 0
+    behind: float = 0
     through: str = "all"
     by: tuple[int, ...] | None = None
 

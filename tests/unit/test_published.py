@@ -1,0 +1,39 @@
+import pytest
+
+from algorithms.nodes.traffic import Link
+from benchmarks.compare.spec import ROOT
+from benchmarks.published import GRID, compare, compare_runs, needed_point, scaling_laws, streaming, table, utilisation
+
+
+def test_data_parallel_training_hides_what_the_backward_pass_has_sent():
+    case = scaling_laws()["10B, data-parallel"]  # 120 Gbit in 48 layers, 0.8 s per step
+    hidden = 0.8 * 2 / 3 * 47 / 48  # the first layer's gradient is known last
+    assert utilisation(case, Link(100e9)) == pytest.approx(0.8 / (0.8 + 1.2 - hidden))
+    assert utilisation(case, Link(100e9), overlap=False) == pytest.approx(0.8 / (0.8 + 1.2))
+    # On a fast link only the last message, 2.5 Gbit, delays the next step.
+    assert utilisation(case, Link(500e9)) == pytest.approx(0.8 / (0.8 + 2.5 / 500))
+    assert GRID[needed_point(case, 0.99)] == pytest.approx(323.75, abs=0.01)  # 2.5 / (0.8 / 0.99 - 0.8) = 309.4
+
+
+def test_diloco_exchanges_everything_every_h_steps():
+    case = scaling_laws()["10B, DiLoCo, H = 100"]
+    assert utilisation(case, Link(1.5e9), overlap=False) == pytest.approx(80 / (80 + 80))
+
+
+def test_a_fragment_travels_during_the_next_step():
+    case = streaming()["10B, Streaming, overlap"]  # 16 fragments of 7.5 Gbit, one every 5 s
+    # Fragment f has layers f, f + 16, f + 32 of 48. Its last layer is sent first, 39.5 / 48 of a backward pass before
+    # the step's end in the mean over f = 0 ... 15; then the worker makes one more step.
+    hidden = 0.8 * (1 + 2 / 3 * 39.5 / 48)
+    assert utilisation(case, Link(1e9)) == pytest.approx(5 / (5 + 7.5 - hidden))
+
+
+def test_the_page_has_the_tables_that_the_command_prints():
+    page = (ROOT / "docs" / "results" / "published.md").read_text(encoding="utf-8")
+    compared = [compare(scaling_laws()), compare(streaming())]
+    for rows in (*compared, compare_runs()):
+        assert table(rows) in page
+    off = [step for rows in compared for row in rows for step in row["grid steps"] if abs(step) > 1]
+    assert len(off) == 2  # the page explains them
+    for row in compare_runs():
+        assert row["this clock"] == pytest.approx(row["published"], abs=2)
