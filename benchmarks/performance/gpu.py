@@ -1,11 +1,14 @@
 """Measure one GPU in at most ten minutes: python benchmarks/performance/gpu.py [--parts ...], or make gpu.
 
 Writes docs/results/gpu.json and a table in docs/benchmarks.md; without a GPU it writes nothing. Each part runs in its
-own process with a time limit. A part that fails leaves the reason in its place, and the others continue.
+own process with a time limit. A part that fails leaves the reason in its place, and the others continue. Another call
+measures the parts that are missing or have failed.
 
 - tests: tests/integration/test_gpu.py, which also checks that no inner step waits for the GPU.
 - eager, compiled: MicroLlama (305M parameters) at sequence length 512 in bfloat16 against a bare loop, with the model
   FLOPs utilisation (MFU), and what the per-example statistics add to a round of 200 inner steps.
+- graphs: inner steps of a model of 0.2M parameters, eager, compiled, and replayed as CUDA graphs.
+- trainers: four trainers of 0.1M parameters on the GPU, in one, two and four processes.
 - large: 1.1B parameters; large_with_less: with activation checkpointing and the outer state in host memory. Both
   compare the allocator's peak with the plan.
 """
@@ -15,10 +18,13 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -29,6 +35,7 @@ from algorithms.schedule.limits import RoundSchedule
 from benchmarks.performance.throughput import (
     OVERHEAD,
     inner_steps,
+    interleaved,
     make_data,
     seconds,
     step_speeds,
@@ -68,6 +75,10 @@ LARGE = MICROLLAMA | {
     "eval_batch_size": 16,
     "number_of_inner_steps_between_outers": 30,
 }
+SMALL = {"devices": ["cuda:0"], "number_of_inner_steps_between_outers": 100}
+_MODES = {"eager": False, "compiled": True, "graphs": "reduce-overhead"}
+# The demo's four trainers, one worker each.
+_FOUR_TRAINERS = ("max_tokens=1000000", "sampling_method=none", "merge_frequency=1000000", "eval_every=1000000")
 
 
 def configured(values: Mapping, **more) -> Config:
@@ -139,11 +150,37 @@ def large(config: Config) -> dict:
     }
 
 
+def graphs(configs: Mapping[str, Config], repeats: int = 5) -> dict:
+    """Measure the inner steps of a small model under several configurations in turn: tokens/s by name."""
+    functions = {}
+    for name, config in configs.items():
+        cluster = Cluster(config, make_data(config))
+        schedule = RoundSchedule(config.number_of_inner_steps_between_outers, 0.0, 0.0)
+        functions[name] = partial(inner_steps, cluster.trainers[0], schedule)
+    times = interleaved(functions, cluster.devices[0], repeats)
+    tokens = config.number_of_inner_steps_between_outers * config.INITIAL_BATCH_SIZE * config.sequence_length
+    return {"tokens_per_second": {name: tokens / statistics.median(values) for name, values in times.items()}}
+
+
+def trainers(device: str, counts: Sequence[int], overrides: Sequence[str] = ()) -> dict:
+    """Measure runs of four trainers on one device in so many processes: tokens/s while they train, by processes."""
+    found = {}
+    for count in counts:
+        with tempfile.TemporaryDirectory() as folder:
+            values = [f"devices=[{device}]", f"processes={count}", f"log_dir={folder}", "clearml=off", *overrides]
+            subprocess.run([sys.executable, "run.py", *values], cwd=ROOT, capture_output=True, check=True)
+            (summary,) = Path(folder).glob("*/model_training_report/summary.json")
+            found[str(count)] = json.loads(summary.read_text())["tokens_per_second"]
+    return {"tokens_per_second": found}
+
+
 # The parts, in order of importance, each with its time limit in seconds.
 PARTS: dict[str, tuple[Callable[[], dict], float]] = {
     "tests": (tests, 240.0),
     "eager": (lambda: speeds(configured(MICROLLAMA)), 120.0),
     "large": (lambda: large(configured(LARGE)), 120.0),
+    "graphs": (lambda: graphs({name: configured(SMALL, compile_model=mode) for name, mode in _MODES.items()}), 120.0),
+    "trainers": (lambda: trainers("cuda:0", (1, 2, 4), _FOUR_TRAINERS), 120.0),
     "large_with_less": (
         lambda: large(configured(LARGE, activation_checkpointing=True, offload_outer_state=True)),
         150.0,
@@ -199,6 +236,14 @@ def section(results: Mapping) -> str:
             share = part["statistics_share_of_200_steps"]
             findings.append(f"MicroLlama, {name}: inner steps have {ratio:.2f} of the bare loop's speed")
             findings.append(f"MicroLlama, {name}: the statistics take {share:.1%} of a round of 200 steps")
+    small = parts.get("graphs", {}).get("tokens_per_second")
+    if small:
+        gains = (f"{name} {speed / small['eager']:.1f} times" for name, speed in small.items() if name != "eager")
+        findings.append(f"0.2M parameters: {small['eager']:,.0f} tokens/s in eager steps, {', '.join(gains)} as many")
+    shared = parts.get("trainers", {}).get("tokens_per_second")
+    if shared:
+        counts = ", ".join(f"{speed:,.0f} tokens/s in {count}" for count, speed in shared.items())
+        findings.append(f"four trainers of 0.1M parameters, by processes: {counts}")
     for name, label in _LARGE.items():
         part = parts.get(name, {})
         for key, speed in part.get("tokens_per_second", {}).items():
@@ -220,7 +265,9 @@ def with_section(page: str, text: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure one GPU.")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, help="default: those that are not recorded, or failed, for this GPU"
+    )
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -231,7 +278,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     started = time.monotonic()
     results = recorded({"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__})
-    for name in options.parts:
+    missing = [name for name in PARTS if "problem" in results["parts"].get(name, {"problem": "not measured"})]
+    for name in options.parts or missing:
         found = measured(name, min(PARTS[name][1], TOTAL_SECONDS - (time.monotonic() - started)))
         print(f"{name}: {json.dumps(found)}", flush=True)
         results["parts"][name] = found

@@ -137,12 +137,14 @@ def recompute_activations(model: nn.Module, model_type: str) -> None:
     model.disable_input_require_grads()
 
 
-def check_compiler(processes: Processes) -> None:
+def check_compiler(config: Config, processes: Processes) -> None:
     """For a GPU PyTorch brings a compiler, for a CPU it needs one of C++ on every machine.
 
     Raises:
-        ConfigError: a machine has none.
+        ConfigError: a machine has none, or CUDA graphs are asked for on a CPU.
     """
+    if config.compile_model == "reduce-overhead" and processes.devices[0].type == "cpu":
+        raise ConfigError("compile_model: must be true or false on CPUs, got reduce-overhead, which needs CUDA graphs")
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if processes.devices[0].type == "cpu" and not all(processes.gather(shutil.which(compiler) is not None)):
         raise ConfigError(f"compile_model: true needs the C++ compiler {compiler}, or another that CXX names")
@@ -153,7 +155,7 @@ class DeviceModels(dict[torch.device, FlatModel]):
 
     def __init__(self, config: Config, data: TaskData, processes: Processes):
         if config.compile_model:
-            check_compiler(processes)
+            check_compiler(config, processes)
         own = [device for node, device in enumerate(processes.devices) if processes.owns(node)]
         super().__init__({device: _flat_model(config, data, device, processes) for device in dict.fromkeys(own)})
 

@@ -52,7 +52,7 @@ class FlatModel:
         module: its trainable parameters, all of one type, move into the buffers. Frozen ones are the same for all
             workers, and stay where they are.
         autocast: the type that the module computes in (torch.autocast); None: that of its parameters.
-        compiled: compile the module, or its body if the loss is computed in chunks.
+        compiled: compile the module, or its body if the loss is computed in chunks; a string is torch.compile's mode.
         loss_chunk_tokens: tokens of each example whose logits exist at a time; None: all.
 
     Attributes:
@@ -73,7 +73,7 @@ class FlatModel:
         module: nn.Module,
         device: torch.device,
         autocast: torch.dtype | None = None,
-        compiled: bool = False,
+        compiled: bool | str = False,
         loss_chunk_tokens: int | None = None,
     ):
         self.module = module
@@ -82,7 +82,9 @@ class FlatModel:
         self._autocast = autocast
         self.loss_chunk_tokens = loss_chunk_tokens
         self._called, self._head = (module, None) if loss_chunk_tokens is None else body_and_head(module)
-        self._compiled_module = torch.compile(self._called) if compiled else None
+        # CUDA graphs read parameters and gradients at fixed addresses: the flat buffers never move.
+        mode = compiled if isinstance(compiled, str) else None
+        self._compiled_module = torch.compile(self._called, mode=mode) if compiled else None
         self._compiled_for_any_size = False
         named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         if not named:

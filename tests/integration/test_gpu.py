@@ -146,6 +146,25 @@ def test_inner_steps_never_wait_for_the_gpu(autocast):
     assert steps._losses.isfinite().all()
 
 
+@needs_gpu
+def test_cuda_graphs_train_what_eager_steps_do():
+    """With two sizes of micro-batches, over which the graphs are recorded and replayed."""
+    found = []
+    for compiled in (False, "reduce-overhead"):
+        config = make_config(
+            INITIAL_BATCH_SIZE=7, max_batch_size=4, switch_multiplier=1, sampling_method="none",
+            number_of_inner_steps_between_outers=6,
+        )  # fmt: skip
+        working = FlatModel(tiny_llama(dtype=torch.float32), GPU, compiled=compiled)
+        examples, cursor = PackedSequences(random_sequences(60)), DataCursor(Subsets(config.training_seed, 60), [0])
+        start = working.parameters.detach().clone()
+        trainer = Trainer(0, config, start, cursor, examples, {GPU: working}, LocalProcesses([GPU], 1))
+        trainer.assign_nodes((Node(0, GPU, 4),))
+        train(trainer, 3)
+        found.append(trainer.parameters)
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-4)
+
+
 def test_bfloat16_rounds_stay_near_float32_rounds():
     found = []
     for dtype in (None, torch.bfloat16):

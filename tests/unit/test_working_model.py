@@ -64,7 +64,7 @@ def test_a_compiled_model_gives_the_same_gradients_and_statistics(monkeypatch):
 
     compiled = functools.partial(torch.compile, backend=front_end)
 
-    def compile_and_count(module):
+    def compile_and_count(module, mode):
         inner = compiled(module)
 
         def run(**batch):
@@ -135,6 +135,8 @@ def test_a_run_in_bfloat16_learns_nearly_the_same():
 def test_compile_model_compiles_or_is_refused_without_a_compiler(monkeypatch):
     assert light_cluster().models.first._compiled_module is None
     assert light_cluster(compile_model=True).models.first._compiled_module is not None
+    with pytest.raises(ConfigError, match="compile_model: must be true or false on CPUs, got reduce-overhead"):
+        light_cluster(compile_model="reduce-overhead")
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match=r"compile_model: true needs the C\+\+ compiler no-such-compiler"):
         light_cluster(compile_model=True)

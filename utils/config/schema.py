@@ -170,7 +170,10 @@ class Computation(Section):
         "Precision of float32 matrix products in PyTorch: high is TF32 on GPUs, medium bfloat16; null: high on GPUs, "
         "highest on CPUs.",
     )
-    compile_model: bool = key(False, "Compile the model (torch.compile).")
+    compile_model: bool | Literal["reduce-overhead"] = key(
+        False,
+        "Compile the model (torch.compile); reduce-overhead: also replay CUDA graphs, for small models on GPUs.",
+    )
     memory: Literal["auto"] | None = key(
         None,
         "auto: turn on those of activation_checkpointing, loss_chunk_tokens and offload_outer_state with which the "
