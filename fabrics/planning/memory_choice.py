@@ -66,7 +66,7 @@ def with_chosen_memory(config: Config, devices: int | None, memory: int, on_gpus
         memory: bytes of the smallest device.
 
     Raises:
-        ConfigError: no option fits.
+        ConfigError: no option fits, or a run refuses the configuration.
     """
     options = {}
     refusals = []
@@ -83,8 +83,10 @@ def with_chosen_memory(config: Config, devices: int | None, memory: int, on_gpus
         offloads = tried.offload_outer_state
         options[MemoryOption(keys, found.micro_batch, found.flops_per_token, offloads)] = tried
     if not options:
-        most_saved = [refusal for refusal in refusals if refusal.startswith("--device-memory")][-1]
-        raise ConfigError(f"memory: nothing that auto may turn on makes the run fit; {most_saved}")
+        too_large = [refusal for refusal in refusals if refusal.startswith("--device-memory")]
+        if not too_large:  # the configuration itself is refused
+            raise ConfigError(refusals[0])
+        raise ConfigError(f"memory: nothing that auto may turn on makes the run fit; {too_large[-1]}")
     step_examples = -(-config.INITIAL_BATCH_SIZE // found.ranges["workers"][0])
     round_tokens = step_examples * config.sequence_length * config.number_of_inner_steps_between_outers
     chosen = cheapest(tuple(options), config.sequence_length, round_tokens)

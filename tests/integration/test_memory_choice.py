@@ -71,6 +71,9 @@ def test_keys_that_are_on_stay_on_and_too_little_memory_is_refused():
     assert line == "memory: auto chooses no other keys; of 1.0 TB a device, estimated for micro-batches of 4"
     with pytest.raises(ConfigError, match=r"memory: nothing that auto may turn on makes the run fit; .* a run needs"):
         with_chosen_memory(auto, 1, 10**4, on_gpus=True)
+    refused = make_config(**ALONE | {"memory": "auto", "model_config": {"preset": "demo", "num_attention_heads": 7}})
+    with pytest.raises(ConfigError, match="model_config: cannot build"):
+        with_chosen_memory(refused, 1, 10**12, on_gpus=False)
 
 
 @pytest.mark.usefixtures("programs")
