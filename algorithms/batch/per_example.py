@@ -146,6 +146,14 @@ def _linear_uses(module: nn.Linear, x: torch.Tensor, delta: torch.Tensor) -> Use
         yield module.bias, lambda: Dense(delta.sum(1))
 
 
+def _conv1d_uses(module: nn.Module, x: torch.Tensor, delta: torch.Tensor) -> Uses:
+    """Uses of the linear layer of transformers that has its weight as [in, out]."""
+    x = _with_steps(x)
+    delta = _with_steps(delta)
+    yield module.weight, lambda: Outer(((delta, x),))
+    yield module.bias, lambda: Dense(delta.sum(1))
+
+
 def _embedding_uses(module: nn.Embedding, x: torch.Tensor, delta: torch.Tensor) -> Uses:
     tokens = x.flatten(1)
     delta = _with_steps(delta)
@@ -167,15 +175,19 @@ def _norm_uses(module: nn.Module, x: torch.Tensor, delta: torch.Tensor) -> Uses:
         yield module.bias, lambda: Dense(delta.reshape(shape).sum(1))
 
 
-# By class name, so that the Llama norm is known without importing transformers. Exactly these classes: a subclass may
-# compute something else.
+# By class name, so that the classes of transformers are known without importing it. Exactly these classes: a subclass
+# may compute something else.
 SUPPORTED_MODULES: Registry[Callable[[nn.Module, torch.Tensor, torch.Tensor], Uses]] = Registry(
     {
         "Linear": _linear_uses,
+        "Conv1D": _conv1d_uses,
         "Embedding": _embedding_uses,
         "LayerNorm": _norm_uses,
         "RMSNorm": _norm_uses,
         "LlamaRMSNorm": _norm_uses,
+        "MistralRMSNorm": _norm_uses,
+        "Qwen2RMSNorm": _norm_uses,
+        "Qwen3RMSNorm": _norm_uses,
     }
 )
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 
 from fabrics.data.dataset_loader import DATASETS
 from fabrics.data.examples import TaskData
@@ -111,7 +112,7 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float:
     sequence_length for attention: 12 for all pairs of tokens, half of which are masked. A model whose config names no
     attention heads counts as having none.
     """
-    weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
     linear = sum((6.0 if weight.requires_grad else 4.0) * weight.numel() for weight in weights)
     config = getattr(model, "config", None)
     heads = getattr(config, "num_attention_heads", None)

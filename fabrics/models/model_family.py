@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -203,20 +204,24 @@ class TransformersFamily:
 
     Attributes:
         task: see ModelFamily.
-        config_class: the library's configuration class.
+        config_class: the library's configuration class; None: that of the model that `name` names.
         auto_class: the library's class that builds and loads models.
         presets: architecture values by name.
         output_layer: see ModelFamily.
     """
 
     task: str
-    config_class: type
+    config_class: type | None
     auto_class: type
     presets: Mapping[str, Mapping[str, Any]]
     output_layer: Callable[[nn.Module], nn.Module]
 
     def problems(self, settings: Mapping[str, Any]) -> list[str]:
-        return _problems(settings, self.presets, _known(self.config_class), self.config_class.__name__)
+        if self.config_class is not None:
+            return _problems(settings, self.presets, _known(self.config_class), self.config_class.__name__)
+        if not settings.get("name"):
+            return ["model_config.name: this model type needs the name of a hub model or a local folder"]
+        return _problems(settings, self.presets, (), "this model type, which has those of the named model")
 
     def model(self, settings: Mapping[str, Any], demands: Demands) -> nn.Module:
         """Build or load a model. Unless the settings say otherwise, the vocabulary is the tokenizer's."""
@@ -229,10 +234,10 @@ class TransformersFamily:
                 f"model_config.vocab_size: the model has {model.config.vocab_size} tokens, the tokenizer "
                 f"{vocabulary_size(tokenizer)}"
             )
-        if model.config.max_position_embeddings < demands.sequence_length:
+        most_tokens = getattr(model.config, "max_position_embeddings", None)  # None: no limit
+        if most_tokens is not None and most_tokens < demands.sequence_length:
             raise ConfigError(
-                f"sequence_length: the model takes at most {model.config.max_position_embeddings} tokens, "
-                f"got {demands.sequence_length}"
+                f"sequence_length: the model takes at most {most_tokens} tokens, got {demands.sequence_length}"
             )
         if names := demands.class_names:
             if model.config.num_labels != len(names):
@@ -260,7 +265,8 @@ class TransformersFamily:
         values |= {"pad_token_id": padding(tokenizer) if self.task == "classification" else None}
         values |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
         try:
-            model = self.auto_class.from_config(self.config_class(**values), dtype=torch.float32)
+            config_class = self.config_class or CONFIG_MAPPING[values["model_type"]]
+            model = self.auto_class.from_config(config_class(**values), dtype=torch.float32)
             # Some impossible values fail only in use. A model on the meta device has no values to use.
             if model.device.type != "meta":
                 with torch.no_grad():
@@ -279,9 +285,10 @@ class TransformersFamily:
             values = AutoConfig.from_pretrained(name, trust_remote_code=False).to_dict()
         except (OSError, ValueError) as error:
             raise _load_failed(name, error) from None
-        if values["model_type"] != self.config_class.model_type:
+        if self.config_class is not None and values["model_type"] != self.config_class.model_type:
             raise ConfigError(
-                f"model_config.name: {name!r} is a {values['model_type']} model, not {self.config_class.model_type}"
+                f"model_config.name: {name!r} is a {values['model_type']} model, not {self.config_class.model_type}; "
+                f"model_type: causal_lm takes language models of any architecture"
             )
         return values
 
@@ -298,8 +305,12 @@ MICROLLAMA = TransformersFamily(
 BERT = TransformersFamily(
     "classification", BertConfig, AutoModelForSequenceClassification, BERT_PRESETS, lambda model: model.classifier
 )
+# Any architecture; a model on the hub or in a folder gives it.
+CAUSAL_LM = TransformersFamily("causal_lm", None, AutoModelForCausalLM, {}, lambda model: model.get_output_embeddings())
 # Values of `model_type`.
-MODELS: Registry[ModelFamily | TransformersFamily] = Registry({"microllama": MICROLLAMA, "bert": BERT})
+MODELS: Registry[ModelFamily | TransformersFamily] = Registry(
+    {"microllama": MICROLLAMA, "bert": BERT, "causal_lm": CAUSAL_LM}
+)
 
 
 def build_model(

@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 import cluster  # noqa: F401 (fills registries; a test puts back what it adds)
 import run as program
@@ -14,11 +14,12 @@ from tests.support.chat import NUMBERS, chat_tokenizer, small_talk, write_messag
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The folder of a small model with a chat template."""
+    """The folder of a small Mistral with a chat template."""
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(NUMBERS), initializer_range=0.2, **sizes)).save_pretrained(folder)
+    sizes["num_key_value_heads"] = 1
+    MistralForCausalLM(MistralConfig(vocab_size=len(NUMBERS), initializer_range=0.2, **sizes)).save_pretrained(folder)
     chat_tokenizer().save_pretrained(folder)
     return folder
 

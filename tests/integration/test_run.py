@@ -270,8 +270,8 @@ def test_overrides_may_stand_before_and_after_options():
         (["nodes_per_gpu=0"], "nodes_per_gpu: should be greater than 0, got 0"),
         (["merge_frequency=-2"], "merge_frequency: should be greater than 0, got -2"),
         (["INITIAL_BATCH_SIZE=100000", "max_requested_batch=null"], "INITIAL_BATCH_SIZE: must be at most the"),
-        (["dataset=c5"], "dataset: must be one of python_docs, c4, text, imdb, got 'c5'"),
-        (["model_type=gpt"], "model_type: must be one of microllama, bert, got 'gpt'"),
+        (["dataset=c5"], "dataset: must be one of python_docs, c4, text, messages, imdb, got 'c5'"),
+        (["model_type=gpt"], "model_type: must be one of microllama, bert, causal_lm, got 'gpt'"),
         (["merging_policy=best"], "merging_policy: must be one of worst_with_worst, best_with_worst, got 'best'"),
         (["model_type=bert"], "model_type: bert is for classification, dataset python_docs for causal_lm"),
         (
