@@ -9,6 +9,7 @@ processes.
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -176,7 +177,8 @@ class Cluster:
         # The work of this process, and the reports of all processes.
         local_steps = self._local_steps(splits, schedule)
         observer.on_round_start(round_number, schedule.progress_before, local_steps)
-        trained = self._train(splits, schedule, observer.on_step)
+        self.processes.watch_round(round_number, local_steps, self._progress)
+        trained = self._train(splits, schedule, partial(self._on_step, observer))
         evaluated = self._evaluate_locally(self.trainers) if evaluates else LocalEvaluation({}, 0.0)
         report = ProcessReport(trained, evaluated, memory_use(self.devices), checkpoint_policy.vote())
         processes = self.processes.gather_in_round(report)
@@ -256,6 +258,14 @@ class Cluster:
             if result is not None:
                 trained[trainer.id] = result
         return trained
+
+    def _on_step(self, observer: Observer) -> None:
+        self.processes.count_step()
+        observer.on_step()
+
+    def _progress(self) -> int:
+        """A number that changes with every forward pass of this process."""
+        return sum(model.passes for model in self.models.values())
 
     def _conclude(
         self,

@@ -61,6 +61,7 @@ class FlatModel:
         blocks: the places of the trainable parameters in the flat buffers.
         loss_chunk_tokens: as in the arguments.
         compares_devices: whether a probe compares the devices of the shard group instead of examples.
+        passes: forward passes so far, a sign that the process makes progress.
         shard_group: the devices that share the module; here one.
     """
 
@@ -77,6 +78,7 @@ class FlatModel:
     ):
         self.module = module
         self.device = device
+        self.passes = 0
         self._autocast = autocast
         self.loss_chunk_tokens = loss_chunk_tokens
         self._called, self._head = (module, None) if loss_chunk_tokens is None else body_and_head(module)
@@ -149,6 +151,7 @@ class FlatModel:
 
     def count_pass(self) -> None:
         """Count a forward pass."""
+        self.passes += 1
 
     def _autocast_context(self) -> AbstractContextManager:
         return nullcontext() if self._autocast is None else torch.autocast(self.device.type, self._autocast)

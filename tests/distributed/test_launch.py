@@ -167,6 +167,54 @@ def test_a_process_that_stops_answering_in_a_round_ends_the_run_and_is_named(pro
     assert "error: rank 1 did not answer within collective_timeout_minutes" in ended.stdout + ended.stderr
 
 
+HANG = """
+import os, time
+from cluster import Cluster
+from fabrics.training import inner_loop
+from utils.distributed import reductions, stall
+
+stall.INTERVAL_SECONDS = 0.1
+stall.SHORTEST_SECONDS = 1.0
+stall.FACTOR = 2.0
+accumulate = inner_loop.accumulate_gradients
+result = reductions._OrderedMean.result
+train = Cluster._train
+hangs = [False]
+
+def train_or_hang(self, *arguments):
+    hangs[0] = self.counters.outer_steps == 2 and os.environ["RANK"] == "1"
+    return train(self, *arguments)
+
+def sleep(*arguments):
+    if hangs[0]:
+        time.sleep(600.0)
+    return accumulate(*arguments)
+
+def skip(self):
+    return (self._mean.zero_(), 0) if hangs[0] else result(self)
+
+Cluster._train = train_or_hang
+"""
+HANGS = {
+    "sleeps in a step": "inner_loop.accumulate_gradients = sleep",
+    "skips a collective": "reductions._OrderedMean.result = skip",
+}
+
+
+@pytest.mark.parametrize("hang", HANGS)
+def test_a_run_without_progress_ends_and_says_where_each_process_is(programs, tmp_path, cache_dir, hang):
+    (tmp_path / "hang.py").write_text(HANG + HANGS[hang])
+    config = write_config(
+        tmp_path, cache_dir, processes=2, number_of_initial_trainers=1, plugins=[str(tmp_path / "hang.py")]
+    )
+    ended = programs.run("run.py", "--config", config, status=1)
+    assert "error: no process has made progress for" in ended.stderr
+    assert "rank 0 is after its" in ended.stderr
+    place = "in inner step 1 of" if hang == "sleeps in a step" else "after its"
+    assert f"rank 1 is {place}" in ended.stderr
+    assert "of round 3" in ended.stderr
+
+
 SLOW_DISK = """
 import os, time
 from utils.checkpoint import checkpoint

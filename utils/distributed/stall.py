@@ -1,0 +1,120 @@
+"""Detection of a run in which no process makes progress: a hung device or driver, or a collective that one skipped.
+
+A dead process is noticed at once (`utils.distributed.peers`), a hung one is not: its connections stay open. The time
+limit of collectives ends such a run late, and does not name the place. Here a thread of every process publishes the
+process's progress and looks at that of all others. The limit adapts to the run, and a process that works between
+rounds, for instance on a checkpoint, counts as progress. The first round is not watched: it compiles and measures.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+INTERVAL_SECONDS = 1.0
+# Without progress for this long, and for this many times the longest such time in earlier rounds, the run ends.
+SHORTEST_SECONDS = 120.0
+FACTOR = 10.0
+
+_BETWEEN_ROUNDS = "between rounds"
+
+
+class StallWatch:
+    """Ends this process if no process of the run makes progress within a round.
+
+    Args:
+        rank: this process.
+        count: number of processes; a single one is not watched.
+        store: where the processes publish their progress.
+        ending: called with the reason before the process ends.
+    """
+
+    def __init__(self, rank: int, count: int, store: "Store | None", ending: Callable[[str], None]):
+        self._rank = rank
+        self._keys = [f"progress of {other}" for other in range(count)]
+        self._store = store
+        self._ending = ending
+        self._progress: Callable[[], int] | None = None
+        self._round = 0
+        self._steps = 0
+        self._done = 0
+        self._rounds = 0
+        self._closing = threading.Event()
+        if count > 1 and store is not None:
+            store.set(self._keys[rank], _BETWEEN_ROUNDS)
+            threading.Thread(target=self._watch, name="stall", daemon=True).start()
+
+    def begin_round(self, number: int, steps: int, progress: Callable[[], int]) -> None:
+        """Watch a round.
+
+        Args:
+            steps: inner steps of this process's workers.
+            progress: a number that changes whenever this process does something.
+        """
+        self._round = number
+        self._steps = steps
+        self._done = 0
+        self._progress = progress
+
+    def step(self) -> None:
+        """Count an inner step of this process."""
+        self._done += 1
+
+    def end_round(self) -> None:
+        """Stop watching until the next round."""
+        if self._progress is not None:
+            self._rounds += 1
+        self._progress = None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closing.set()
+
+    def _position(self) -> str:
+        progress = self._progress
+        if progress is None:
+            return _BETWEEN_ROUNDS
+        if self._done < self._steps:
+            place = f"in inner step {self._done + 1} of {self._steps}"
+        else:
+            place = f"after its {self._steps} inner steps"
+        return f"{place} of round {self._round}|{progress()}"
+
+    def _watch(self) -> None:
+        longest = 0.0
+        idle = 0.0
+        before: list[str] = []
+        looked = time.monotonic()
+        while not self._closing.wait(INTERVAL_SECONDS):
+            try:
+                self._store.set(self._keys[self._rank], self._position())
+                positions = [value.decode() for value in self._store.multi_get(self._keys)]
+            except RuntimeError:  # the process that keeps the store is gone
+                return
+            now = time.monotonic()
+            # A process that was stopped for a while has not waited.
+            passed = min(now - looked, 2.0 * INTERVAL_SECONDS)
+            looked = now
+            if positions == before and _BETWEEN_ROUNDS not in positions:
+                idle += passed
+            else:
+                longest = max(longest, idle)
+                idle = 0.0
+            before = positions
+            if self._rounds > 0 and idle > max(SHORTEST_SECONDS, FACTOR * longest):
+                self._end(idle, positions)
+
+    def _end(self, idle: float, positions: list[str]) -> None:
+        places = "; ".join(f"rank {rank} is {position.split('|')[0]}" for rank, position in enumerate(positions))
+        reason = f"no process has made progress for {idle:.0f} s: {places}"
+        with contextlib.suppress(RuntimeError):
+            if self._store.add("stalled", 1) == 1:
+                print(f"error: {reason}; --resume continues from the last checkpoint", file=sys.stderr, flush=True)
+        self._ending(reason)
+        os._exit(1)
