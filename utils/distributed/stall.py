@@ -4,6 +4,9 @@ A dead process is noticed at once (`utils.distributed.peers`), a hung one is not
 limit of collectives ends such a run late, and does not name the place. Here a thread of every process publishes the
 process's progress and looks at that of all others. The limit adapts to the run, and a process that works between
 rounds, for instance on a checkpoint, counts as progress. The first round is not watched: it compiles and measures.
+
+The store is on another machine, which may vanish without closing its connections. Then the thread that looks waits for
+ever. So a second thread, which uses nothing but the clock, ends the process if the store has not answered for long.
 """
 
 import contextlib
@@ -18,7 +21,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 INTERVAL_SECONDS = 1.0
-# Without progress for this long, and for this many times the longest such time in earlier rounds, the run ends.
+# The run ends without progress for this long, and for this many times the longest such time in earlier rounds; also
+# without an answer of the store for the former.
 SHORTEST_SECONDS = 120.0
 FACTOR = 10.0
 
@@ -26,7 +30,7 @@ _BETWEEN_ROUNDS = "between rounds"
 
 
 class StallWatch:
-    """Ends this process if no process of the run makes progress within a round.
+    """Ends this process if no process of the run makes progress within a round, or if the store does not answer.
 
     Args:
         rank: this process.
@@ -45,10 +49,12 @@ class StallWatch:
         self._steps = 0
         self._done = 0
         self._rounds = 0
+        self._looks = 0
         self._closing = threading.Event()
         if count > 1 and store is not None:
             store.set(self._keys[rank], _BETWEEN_ROUNDS)
             threading.Thread(target=self._watch, name="stall", daemon=True).start()
+            threading.Thread(target=self._watch_store, name="store", daemon=True).start()
 
     def begin_round(self, number: int, steps: int, progress: Callable[[], int]) -> None:
         """Watch a round.
@@ -96,7 +102,9 @@ class StallWatch:
                 self._store.set(self._keys[self._rank], self._position())
                 positions = [value.decode() for value in self._store.multi_get(self._keys)]
             except RuntimeError:  # the process that keeps the store is gone
+                self._closing.set()
                 return
+            self._looks += 1
             now = time.monotonic()
             # A process that was stopped for a while has not waited.
             passed = min(now - looked, 2.0 * INTERVAL_SECONDS)
@@ -109,6 +117,19 @@ class StallWatch:
             before = positions
             if self._rounds > 0 and idle > max(SHORTEST_SECONDS, FACTOR * longest):
                 self._end(idle, positions)
+
+    def _watch_store(self) -> None:
+        """End this process if `_watch` waits for the store; nothing here may wait for it as well."""
+        silent = 0
+        looks = 0
+        while not self._closing.wait(INTERVAL_SECONDS):
+            silent = silent + 1 if looks == self._looks else 0
+            looks = self._looks
+            if silent * INTERVAL_SECONDS > SHORTEST_SECONDS:
+                seconds = f"{SHORTEST_SECONDS:.0f} s"
+                reason = f"rank {self._rank} got no answer from the machine of the first process for {seconds}"
+                print(f"error: {reason}; --resume continues from the last checkpoint", file=sys.stderr, flush=True)
+                os._exit(1)
 
     def _end(self, idle: float, positions: list[str]) -> None:
         places = "; ".join(f"rank {rank} is {position.split('|')[0]}" for rank, position in enumerate(positions))
