@@ -158,7 +158,7 @@ class _Run:
     # Memory
 
     def memory(self, activations: int) -> tuple[dict[str, int], int]:
-        """Bytes of the busiest device by part, and bytes in host memory."""
+        """Bytes of the busiest device by part, and bytes that it takes of its host's memory."""
         config = self.config
         size = config.devices_per_node
         workers = self.workers_here
@@ -168,7 +168,9 @@ class _Run:
         in_round = round(self.flat_bytes * round_tensors(config, workers, self.groups > 1, self.nodes - workers))
         host = 0
         if config.offload_outer_state and not self.on_host:
-            host += outer + self.flat_bytes
+            # PyTorch's pinned memory comes in powers of two.
+            pinned = 1 << (self.flat_bytes // size - 1).bit_length()
+            host = pinned * (outer // self.flat_bytes + 1)
             outer = 0
             in_round -= self.flat_bytes
         module = self.model.module
@@ -184,7 +186,7 @@ class _Run:
             "layers that are whole at a time": gathered,
             "activations and logits": activations,
         }
-        return parts, host // size
+        return parts, host
 
     def micro_batch(self, largest_batch: int | None, room: int | None) -> tuple[int, int]:
         """The largest micro-batch of a node, and the bytes of its activations on a device.
