@@ -35,9 +35,9 @@ def sharded_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def _linear_parts(module: nn.Module) -> list[nn.Module]:
-    """Return the largest parts of a module that have parameters of linear layers only."""
+    """Return the largest parts of a module that have parameters of linear layers only; GPT-2 calls these Conv1D."""
     owners = [child for child in module.modules() if next(child.parameters(recurse=False), None) is not None]
-    if owners and all(type(owner) is nn.Linear for owner in owners):
+    if owners and all(type(owner).__name__ in ("Linear", "Conv1D") for owner in owners):
         return [module]
     return [part for child in module.children() for part in _linear_parts(child)]
 

@@ -18,13 +18,14 @@ from algorithms.batch.losses import example_losses
 from algorithms.flat import sketch
 from fabrics.config_checks import CHECKS
 from fabrics.planning.estimate import estimate
-from fabrics.sharding.layout import layers_of, sharded_layers
+from fabrics.sharding.layout import layers_of, sharded_layers, sharded_parts
 from fabrics.sharding.sharded_model import ShardedModel
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.worker import TrainingError
 from tests.support import shard_groups
 from tests.support.helpers import CPU, tiny_bert, tiny_data, tiny_llama
 from tests.support.runs import summary, write_config
+from tests.unit.test_attention import language_model
 from utils.config.reading import ConfigError, parse_config
 from utils.distributed.processes import LocalProcesses
 
@@ -347,6 +348,13 @@ def test_layers_that_share_a_parameter_belong_to_the_root():
     assert sharded_layers(llama) == layers
     layers[0].mlp.up_proj.weight = layers[2].mlp.up_proj.weight
     assert sharded_layers(llama) == [layers[1]]
+
+
+def test_the_linear_parts_of_gpt2_are_gathered_one_by_one_with_autocast():
+    """Otherwise all of the model would be gathered at once."""
+    model = language_model("gpt2")
+    layers = model.transformer.h
+    assert sharded_parts(model) == [part for layer in layers for part in (layer.attn, layer.mlp)]
 
 
 def test_a_sketch_is_the_sum_of_its_parts_sketches():
