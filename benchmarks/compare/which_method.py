@@ -150,19 +150,24 @@ def recorded_plans(results: Results) -> Iterator[Plan]:
             yield Plan(family, method.name, perplexity, batch, steps, workers, *retimed(times, exchanges))
 
 
-def best_plans(plans: Iterable[Plan], link: Link, nodes: int, seconds: float) -> list[Plan]:
-    """Return the best plan of each family whose runs end within a time, the lowest perplexity first.
+def open_plans(plans: Iterable[Plan], link: Link, nodes: int, seconds: float) -> list[Plan]:
+    """Return the plans whose runs end within a time.
 
     Left out are plans with joining workers on fewer nodes than workers, and those that cannot share nodes evenly.
     """
-    open_plans = []
+    found = []
     for plan in plans:
         shares = plan.workers % nodes == 0 and plan.family != "AdLoCo-J"
-        taken = plan.seconds(link, nodes)
-        if (nodes >= plan.workers or shares) and taken <= (1.0 + TOLERANCE) * seconds:
-            open_plans.append((plan.perplexity, taken, plan))
+        if (nodes >= plan.workers or shares) and plan.seconds(link, nodes) <= (1.0 + TOLERANCE) * seconds:
+            found.append(plan)
+    return found
+
+
+def best_plans(plans: Iterable[Plan], link: Link, nodes: int, seconds: float) -> list[Plan]:
+    """Return the best plan of each family whose runs end within a time, the lowest perplexity first."""
+    possible = open_plans(plans, link, nodes, seconds)
     best: dict[str, Plan] = {}
-    for _, _, plan in sorted(open_plans, key=lambda entry: entry[:2]):
+    for plan in sorted(possible, key=lambda plan: (plan.perplexity, plan.seconds(link, nodes))):
         best.setdefault(plan.family, plan)
     return list(best.values())
 

@@ -1,0 +1,87 @@
+"""Plans for nodes, a link and a time: numbers on paper, and the recorded runs that the formula is fitted to."""
+
+import re
+import shlex
+
+import numpy as np
+import pytest
+
+from algorithms.nodes.traffic import Link
+from benchmarks.compare.plan import (
+    DRIFT,
+    DRIFT_STEPS,
+    NOISE_SCALE,
+    Candidate,
+    Situation,
+    best_of_each_kind,
+    example_value,
+    fit,
+    main,
+    steps_in_time,
+)
+from benchmarks.compare.which_method import LATENCIES, NODES, RATES, TIMES, all_plans, open_plans
+from fabrics.config_checks import CHECKS
+from utils.config.reading import parse_config
+
+# Four nodes send 1.5 models of 4 bytes per parameter: 12 Mb in 2 s.
+SITUATION = Situation(nodes=4, speed=2.0, link=Link(6e6, 0.0), seconds=30.0, parameters=250_000)
+
+
+@pytest.mark.parametrize(
+    ("plan", "steps"),
+    [
+        (Candidate(4, 16, 3), 9),  # rounds of 3 steps of 2 s and an exchange of 2 s
+        (Candidate(4, 16, 1), 7),  # 2 s and 2 s
+        (Candidate(1, 16, 1), 3),  # 8 s
+    ],
+)
+def test_the_steps_in_a_time_by_hand(plan, steps):
+    assert steps_in_time(SITUATION, plan) == steps
+
+
+def test_the_value_of_an_example_by_hand():
+    assert example_value(16, 1, 0, noise_scale=48) == pytest.approx(0.75)
+    # Two further workers for 3 steps: (1 + 3 / 1) ** (-0.5 * 2) of it.
+    assert example_value(16, 3, 3, noise_scale=48, drift_steps=1, drift=0.5) == pytest.approx(0.75 / 4)
+
+
+def test_the_constants_are_those_of_the_recorded_runs():
+    found, errors = fit(all_plans())
+    assert found == pytest.approx([NOISE_SCALE, DRIFT_STEPS, DRIFT], rel=0.03)
+    assert np.sqrt(np.mean(errors**2)) < 0.017
+    assert np.abs(errors).max() < 0.037
+
+
+def test_the_formula_picks_a_recorded_plan_near_the_best_on_every_link_of_the_map():
+    plans = [plan for plan in all_plans() if plan.family != "AdLoCo-J"]
+
+    def worth(plan) -> float:
+        rounds = plan.steps / plan.exchanges if plan.family == "DiLoCo" else 0
+        workers = plan.workers if plan.family == "DiLoCo" else 1
+        return plan.batch * plan.steps * example_value(plan.batch, workers, rounds)
+
+    for seconds in TIMES:
+        for nodes in NODES:
+            for rate in RATES.values():
+                for latency in LATENCIES.values():
+                    possible = open_plans(plans, Link(rate, latency), nodes, seconds)
+                    best = min(plan.perplexity for plan in possible)
+                    assert max(possible, key=worth).perplexity < 1.011 * best
+
+
+@pytest.mark.parametrize(
+    ("link", "seconds", "kinds"),
+    [
+        ("10Gb/s,1ms", 60, ["synchronous", "DiLoCo", "one worker"]),
+        ("10Mb/s,1ms", 80, ["DiLoCo", "one worker", "synchronous"]),
+        ("1Mb/s,1ms", 262, ["one worker", "DiLoCo", "synchronous"]),
+    ],
+)
+def test_a_plan_is_a_configuration_that_run_accepts(link, seconds, kinds, capsys):
+    situation = Situation(4, 350.0, Link.parse(link), seconds, 125_248)
+    assert [plan.kind for plan in best_of_each_kind(situation)] == kinds
+    main(["--nodes", "4", "--speed", "350", "--link", link, "--seconds", str(seconds)])
+    commands = re.findall(r"python run.py (.*)", capsys.readouterr().out)
+    assert len(commands) == len(kinds)
+    for command in commands:
+        assert parse_config({}, shlex.split(command), CHECKS)[0].simulates_time_budget
