@@ -8,6 +8,7 @@ import platform
 import re
 import shlex
 import signal
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from tests.support.programs import command
 from tests.support.runs import SHORT, assert_same_run, write_config
 from training_logs.showing.run_data import read_run
 from utils.config.reading import load_config
-from utils.config.schema import ConfigError
+from utils.config.schema import FIELDS, ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -367,6 +368,30 @@ def test_lists_have_one_line_for_each_name(capsys, kind, registry):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(registry)
     assert all(len(line.split()) > 1 for line in lines)
+
+
+def test_bash_completes_options_keys_and_names(capsys, tmp_path):
+    """Words as bash splits them, at `=`, too, and as zsh does, where key=value is one word."""
+    assert program.main(["--completion"]) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+
+    def completed(*words: str) -> list[str]:
+        line = f"source '{tmp_path}/script'; COMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1}"
+        done = subprocess.run(
+            ["bash", "-c", f'{line}; _adloco {words[0]}; printf "%s\\n" "${{COMPREPLY[@]}}"'],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert done.stderr == ""
+        return done.stdout.split()
+
+    assert completed("python", "run.py", "ETA") == ["ETA=", "ETA_at_end="]
+    assert set(completed("adloco", "")) == {f"{key}=" for key in FIELDS}
+    assert completed("python", "-m", "adloco", "--re") == ["--resume"]
+    assert completed("python", "run.py", "dataset", "=") == list(DATASETS)
+    assert completed("python", "run.py", "ETA", "=", "1", "model_type", "=", "b") == ["bert"]
+    assert completed("adloco", "model_type=b") == ["model_type=bert"]
+    assert completed("python", "other.py", "ETA") == []
+    assert completed("python", "run.py", "log_dir", "=", "l") == []  # bash then completes names of files
 
 
 def test_a_run_that_cannot_go_on_says_why_and_keeps_what_it_has(tmp_path, cache_dir, capsys):
