@@ -147,7 +147,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "  python run.py                                       train as config.yaml says\n"
         "  python run.py ETA=0.5 model_config.hidden_size=128  change two of its values\n"
         "  python run.py --resume logs/<run>                   continue an interrupted run\n"
-        "  torchrun --nnodes=2 --nproc_per_node=8 run.py       on two machines of 8 GPUs",
+        "  torchrun --nnodes=2 --nproc_per_node=8 run.py       on two machines with 8 GPUs each",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the file")
@@ -158,7 +158,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="continue the run in this folder; auto: continue, or begin, log_dir/run_name",
     )
     parser.add_argument("--force", action="store_true", help="with --resume: allow values that change the training")
-    parser.add_argument("--list", choices=KINDS, help="print the known names, one per line, and end")
+    parser.add_argument("--list", choices=KINDS, help="print the known names, one per line, and exit")
     parser.add_argument(
         "--completion", action="store_true", help="print a script for bash that completes keys, and end"
     )

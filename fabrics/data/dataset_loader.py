@@ -95,7 +95,7 @@ def task_data(config: Config, documents: TokenisedSet) -> TaskData:
     if passes > _USEFUL_PASSES:
         logger.info("max_tokens: %s are %.0f passes over the training data", f"{config.max_tokens:,}", passes)
     for reason, entry in skipped.items():
-        logger.info("skipped %s documents: %s (first: %s)", f"{entry['documents']:,}", reason, entry["first"])
+        logger.info("skipped %s: %s (first: %s)", counted(entry["documents"], "document"), reason, entry["first"])
     return data
 
 

@@ -176,8 +176,8 @@ class Computation(Section):
     )
     memory: Literal["auto"] | None = key(
         None,
-        "auto: turn on those of activation_checkpointing, loss_chunk_tokens and offload_outer_state with which the "
-        "model fits into the device and trains fastest, by the estimates of --plan.",
+        "auto: turn on the fastest of activation_checkpointing, loss_chunk_tokens and offload_outer_state, or of their "
+        "combinations, with which the model fits into the device, by the estimates of --plan; null: as set.",
         changes_training=False,
     )
     activation_checkpointing: bool = key(
@@ -235,7 +235,7 @@ class Data(Section):
     )
     cache_dir: Name = key(".cache", "Folder for tokenised documents, shared by runs.", changes_training=False)
     text_files: Annotated[list[Name], Field(min_length=1)] | None = key(
-        None, "Files, folders or globs, plain or gzip: of UTF-8 text, or JSON lines of messages."
+        None, "Files, folders or globs, plain or gzip, with UTF-8 text or JSON lines of messages."
     )
     text_documents: str = key("files", "What one document is: a whole file, or a block between blank lines.")
     c4_tokenized_path: Name | None = key(None, "Folder written by c4/tokenize_c4.py.")
@@ -259,7 +259,7 @@ class DataSplit(Section):
 
     data_split: str = key("iid", "How documents are divided: at random, by k-means over TF-IDF, or by origin.")
     data_split_over: Literal["trainers", "workers"] = key(
-        "trainers", "Who gets different data: each trainer or each worker."
+        "trainers", "Owner of one part of the data: a trainer or a worker."
     )
     data_shares: PositiveInt | None = key(
         None, "Shares of data_split; null: one per trainer, or one per node with data_split_over workers."
@@ -285,7 +285,7 @@ class Model(Section):
         "Train low-rank adapters only: rank (8), alpha (16) and targets, the linear layers by the end of their names.",
     )
     identical_initialisation: bool = key(True, "Start all trainers from the same weights.")
-    need_to_reinit_output_layers: bool = key(False, "Draw the output layer anew (Xavier uniform) before training.")
+    need_to_reinit_output_layers: bool = key(False, "Reinitialise the output layer (Xavier uniform) before training.")
     single_seed: bool = key(False, "With need_to_reinit_output_layers: the same output layer for all trainers.")
 
 
@@ -313,7 +313,7 @@ class Nodes(Section):
         None, "Pairs of a share of the run (first 0) and the number of nodes working from there on; null: always all."
     )
     participants: Fraction = key(
-        1.0, "Share of a trainer's workers, at least one, drawn anew each round, that take part; the others rest."
+        1.0, "Share of a trainer's workers that take part in a round, at least one, drawn anew each round; others rest."
     )
     message_loss: BelowOne = key(
         0.0, "Probability that a worker's message is lost; the worker then continues from its own parameters."
@@ -405,7 +405,7 @@ class Outer(Section):
     outer_momentum: BelowOne = key(0.9, "Momentum of the outer step.")
     communication_dtype: str = key(
         "float32",
-        "Encoding of pseudo-gradients: as they are, rounded, or integers of 8 or 4 bits with a scale per block.",
+        "Encoding of pseudo-gradients: unchanged, rounded, or integers of 8 or 4 bits with a scale per block.",
     )
 
 
@@ -508,8 +508,8 @@ class Budget(Section):
     )
     time_budget: PositiveFloat | None = key(
         None,
-        "Seconds of measured training and simulated communication; with node_speeds of the virtual clock, which then "
-        "end the run; null: no such budget.",
+        "Seconds of measured training and simulated communication; with node_speeds, seconds of the virtual clock, at "
+        "which the run ends; null: no such budget.",
     )
 
     @property
@@ -566,7 +566,7 @@ class Checkpoint(Section):
 class Log(Section):
     """Logs and evaluation"""
 
-    log_dir: Name = key("logs", "Folder in which the run folder is made.", changes_training=False)
+    log_dir: Name = key("logs", "Folder in which the run folder is created.", changes_training=False)
     run_name: Name | None = key(
         None, "Name of the run folder, for `--resume auto`; null: model, dataset and date.", changes_training=False
     )
