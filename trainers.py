@@ -34,9 +34,6 @@ from training_logs.recording.records import RoundReport
 from utils.config.schema import Config
 from utils.distributed.processes import Processes
 
-# The inner learning rate is halved at most this often, each time after all workers of a trainer diverged.
-MAX_HALVINGS = 3
-
 
 @dataclass(frozen=True)
 class TrainedRound:
@@ -67,7 +64,6 @@ class Trainer:
     Attributes:
         batch_control: its requested batch, and the statistics behind it.
         worker_group: its workers and tensors.
-        halvings: how often its learning rate was halved.
     """
 
     def __init__(
@@ -87,7 +83,6 @@ class Trainer:
         self.inner_steps_done = 0
         self.tokens_done = 0  # over all workers
         self.rounds = 0
-        self.halvings = 0
         self._config = config
         self._examples = examples
 
@@ -172,7 +167,7 @@ class Trainer:
         """Turn the statistics into the next requested batch, and move on in the data (AdLoCo, section 3, step 6).
 
         Raises:
-            TrainingError: all workers diverged once more than the learning rate may be halved.
+            TrainingError: all workers diverged.
         """
         records = trained.records
         requested = self.requested_batch
@@ -180,7 +175,10 @@ class Trainer:
         all_left_out = all(record.left_out for record in records.values())
         all_failed = all(record.failed for record in records.values())
         if all_left_out and not all_failed:
-            warnings.append(self._halve_learning_rate())
+            raise TrainingError(
+                f"trainer {self.id}: the loss or the parameters of every worker became NaN or infinite in round "
+                f"{self.rounds + 1}; lower learning_rate_for_inner_opt or set gradient_clipping"
+            )
         if self.batch_control.measures(self.rounds + 1):
             samples, between, problem = samples_for_test(self._config, records)
         else:
@@ -215,7 +213,7 @@ class Trainer:
         factors = learning_rate_schedule(self._config).factors(
             schedule, self.inner_steps_done, self.tokens_done, tokens
         )
-        base = base_learning_rate(self._config) * 0.5**self.halvings
+        base = base_learning_rate(self._config)
         base *= self.batch_control.learning_rate_factor(schedule.progress_before)
         learning_rates = [base * factor for factor in factors]
         return split.assignments(learning_rates, self._round_key, self._plan_statistics(split))
@@ -243,20 +241,6 @@ class Trainer:
                 )
         return warnings
 
-    def _halve_learning_rate(self) -> str:
-        place = f"round {self.rounds + 1}"
-        if self.halvings == MAX_HALVINGS:
-            raise TrainingError(
-                f"trainer {self.id}: the loss or the parameters of every worker became NaN or infinite in {place}, "
-                f"after its inner learning rate was halved {MAX_HALVINGS} times; "
-                f"lower learning_rate_for_inner_opt or set gradient_clipping"
-            )
-        self.halvings += 1
-        return (
-            f"{place}: all workers diverged; the parameters stay as they were before, and the inner learning rate is "
-            f"{0.5**self.halvings} of what it was at first"
-        )
-
     # Merging and state
 
     def absorb(self, others: list["Trainer"], weights: Mapping[int, float]) -> int:
@@ -264,7 +248,7 @@ class Trainer:
 
         Parameters and outer momentum become averages with these weights, which sum to 1; data subsets are united. The
         requested batch, statistics and workers stay the representative's (AdLoCo, section 3, step 7). The others'
-        optimizer states, halvings and counters end.
+        optimizer states and counters end.
         """
         groups = [other.worker_group for other in others]
         sent = self.worker_group.absorb(groups, [weights[trainer.id] for trainer in (self, *others)])
@@ -280,7 +264,6 @@ class Trainer:
             "inner_steps": self.inner_steps_done,
             "tokens": self.tokens_done,
             "rounds": self.rounds,
-            "halvings": self.halvings,
         }
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -304,7 +287,6 @@ class Trainer:
         self.inner_steps_done = state["inner_steps"]
         self.tokens_done = state["tokens"]
         self.rounds = state["rounds"]
-        self.halvings = state["halvings"]
         group = f"trainer_{self.id}"
         self.worker_group.load_state_dict(
             state["workers"],

@@ -171,12 +171,6 @@ def test_messages_arrive_in_the_processes_of_their_receivers(results):
             assert arrived == {worker: [worker, 10 * worker, 100] for worker in here if worker not in absent}
 
 
-@pytest.mark.usefixtures("_methods_are_ready")
-def test_a_round_in_which_all_workers_diverge_is_evaluated_as_in_one_process(results):
-    """Evaluation starts before the processes have told each other which workers are lost."""
-    assert results[0]["all diverge"] == spmd.all_diverge() != []
-
-
 @pytest.mark.parametrize(("encoding", "error"), [(PLAIN, 1e-15), (BFLOAT16, 0.02), (INT8, 0.04), (INT4, 0.3)])
 def test_a_mean_leaves_out_absent_workers_and_equal_weights_change_no_bits(encoding, error):
     tensors = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)).double()

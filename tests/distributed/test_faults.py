@@ -78,25 +78,14 @@ def test_a_diverged_worker_is_left_out_and_begins_anew_like_the_first_healthy_on
     assert report.left_out == 0
 
 
-def test_when_all_diverge_the_parameters_stay_and_the_learning_rate_is_halved_three_times(diverging):
-    diverging(lambda step, worker: step != 1)
-    config = make_config(INITIAL_BATCH_SIZE=6, learning_rate_for_inner_opt=0.08)
-    trainer = make_trainer(tiny_llama(), config, EXAMPLES, nodes=2)
+def test_when_all_diverge_the_run_ends_with_parameters_as_before(diverging):
+    diverging(lambda step, worker: True)
+    trainer = make_trainer(tiny_llama(), make_config(INITIAL_BATCH_SIZE=6), EXAMPLES, nodes=2)
     before = trainer.parameters.clone()
-    (report,) = train(trainer, 1)
+    with pytest.raises(TrainingError, match=r"trainer 0: .* in round 1; lower learning_rate_for_inner_opt"):
+        train(trainer, 1)
     assert torch.equal(trainer.parameters, before)
     assert not trainer.shared["velocity"].any()
-    assert (report.left_out, report.statistics, report.next_requested_batch) == (2, None, 6)
-    assert any("the inner learning rate is 0.5 of what it was" in warning for warning in report.warnings)
-    (healthy,) = train(trainer, 1)
-    assert healthy.workers[0].learning_rates == pytest.approx([0.04] * 3)
-    assert not torch.equal(trainer.parameters, before)
-    moved = trainer.parameters.clone()
-    train(trainer, 2)
-    assert trainer.halvings == 3
-    with pytest.raises(TrainingError, match=r"trainer 0: .* halved 3 times; lower learning_rate_for_inner_opt"):
-        train(trainer, 1)
-    assert torch.equal(trainer.parameters, moved)
 
 
 def test_a_gradient_that_is_not_finite_stays_with_its_worker(monkeypatch):

@@ -310,7 +310,7 @@ def test_a_lost_worker_restarts_and_the_others_keep_their_state(name, how, losin
 
 @every_method
 def test_training_continues_after_all_workers_are_lost(name, losing):
-    losing(lambda number, worker: number == 1, "it diverges")
+    losing(lambda number, worker: number == 1, "its node fails")
     trainer = matrix.trainer_of(name)
     reports = train(trainer, 2, matrix.INNER_STEPS)
     assert [report.left_out for report in reports] == [0, 3]
@@ -330,9 +330,9 @@ GRADIENTS = [name for name, method in matrix.METHODS.items() if method().capabil
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_methods_that_exchange_gradients_keep_the_steps_before_all_workers_diverged(name, losing):
-    """All diverge in the second inner step of the second round: as if that round had one step."""
-    losing(lambda number, worker: number == 1, "it diverges")
+def test_methods_that_exchange_gradients_keep_the_steps_before_all_workers_failed(name, losing):
+    """All fail in the second inner step of the second round: as if that round had one step."""
+    losing(lambda number, worker: number == 1, "its node fails")
     trainer, short = matrix.trainer_of(name), matrix.trainer_of(name)
     train(trainer, 2, matrix.INNER_STEPS)
     train(short, 1, matrix.INNER_STEPS)
@@ -343,7 +343,7 @@ def test_methods_that_exchange_gradients_keep_the_steps_before_all_workers_diver
 @every_method
 def test_a_run_resumed_after_workers_were_lost_has_the_bits_of_an_uninterrupted_one(name, losing):
     """Resumed after one worker was lost, and all in the round after that."""
-    losing(lambda number, worker: number == 2 or (number, worker) == (1, 1), "it diverges")
+    losing(lambda number, worker: number == 2 or (number, worker) == (1, 1), "its node fails")
     trainer, again = matrix.trainer_of(name), matrix.trainer_of(name)
     assert [report.left_out for report in train(trainer, 3, matrix.INNER_STEPS)] == [0, 1, 3]
     state, tensors = json.loads(json.dumps(trainer.state_dict())), tensors_of(trainer)

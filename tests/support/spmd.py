@@ -265,16 +265,6 @@ def merging(name: str, processes: Processes) -> dict:
     return run
 
 
-def all_diverge(processes: Processes | None = None) -> list[float]:
-    """Evaluate a method whose workers have replicas, first after a round in which all of them diverge."""
-    one = {"number_of_initial_trainers": 1, "number_of_outer_steps": 4, "eval_every": 3}
-    config = matrix.config_of("FDA", **one, synchronisation={"threshold": 1e9})  # never exchanges
-    recorder = Recorder()
-    with matrix.losing(lambda place: place.round == 2):
-        Cluster(config, matrix.data(), processes).train(recorder)
-    return [evaluation.loss for result in recorder.rounds for evaluation in result.evaluations.values()]
-
-
 def deliveries(processes: Processes) -> list[list[dict[int, list]]]:
     """Messages between four workers, as they arrive in every process."""
     found = []
@@ -301,7 +291,6 @@ def main(folder: Path) -> None:
         names = matrix.NAMES if two else matrix.POOL_OF_FOUR
         results["methods"] = {name: merging(name, processes) for name in names}
         results["pools"] = {name: matrix.run(matrix.pool(name), processes, resumes=two) for name in names}
-        results["all diverge"] = all_diverge(processes)
     if processes.is_main:
         torch.save(results, folder / "results.pt")
         (folder / "owners.json").write_text(json.dumps(processes._owners))
