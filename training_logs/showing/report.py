@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from training_logs.showing.evaluation import downstream_results
 from training_logs.showing.plots import plots_of
 from training_logs.showing.run_data import RunData
 from utils.config.schema import FIELDS, Config
@@ -138,7 +139,7 @@ def headline(run: RunData) -> dict[str, str]:
         values["nodes are idle"] = f"{summary['idle_share']:.1%} of the time"
     if summary.get("alone_share"):
         values["one worker works alone"] = f"{summary['alone_share']:.0%} of the rounds"
-    return values
+    return values | downstream_results(run.folder)
 
 
 # Sections: each returns "" for a run without its subject.
