@@ -1,6 +1,6 @@
 """Measure the speed of inner steps and whole rounds on random tokens against a loop without the framework:
 
-    python benchmarks/performance/throughput.py [--repeats N] [key=value ...]
+    python benchmarks/performance/throughput.py [--repeats N] [--cpu-time] [key=value ...]
 
 Measurements are interleaved, and their ratios are printed: single timings on a shared machine mean little.
 """
@@ -47,25 +47,30 @@ OVERHEAD = {
 }
 
 
-def seconds(function: Callable[[], None], device: torch.device) -> float:
-    """Return the wall-clock seconds of one call, including the device's work."""
+def seconds(
+    function: Callable[[], None], device: torch.device, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Return the seconds of one call, including the device's work; by default of the wall clock."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    started = time.perf_counter()
+    started = clock()
     function()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def interleaved(
-    functions: Mapping[str, Callable[[], None]], device: torch.device, repeats: int
+    functions: Mapping[str, Callable[[], None]],
+    device: torch.device,
+    repeats: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Measure the seconds of every function in turn, after a warm-up call."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for repeat in range(repeats + 1):
         for name, function in functions.items():
-            elapsed = seconds(function, device)
+            elapsed = seconds(function, device, clock)
             if repeat:
                 times[name].append(elapsed)
     return times
@@ -181,7 +186,7 @@ def whole_round(trainer: Trainer, schedule: RoundSchedule) -> None:
     trainer.conclude_round(split, schedule, trained)
 
 
-def step_speeds(config: Config, repeats: int) -> dict:
+def step_speeds(config: Config, repeats: int, clock: Callable[[], float] = time.perf_counter) -> dict:
     """Return by name the tokens_per_second and its ratio of_bare_loop, and the model's flops_per_token."""
     data = make_data(config)
     cluster = Cluster(config, data)
@@ -197,7 +202,7 @@ def step_speeds(config: Config, repeats: int) -> dict:
         "whole round": lambda: whole_round(cluster.trainers[0], schedule),
         "whole round with norm test": lambda: whole_round(tested.trainers[0], schedule),
     }
-    times = interleaved(functions, device, repeats)
+    times = interleaved(functions, device, repeats, clock)
     tokens = schedule.inner_steps * config.INITIAL_BATCH_SIZE * config.sequence_length
     return {
         "tokens_per_second": {name: tokens / statistics.median(values) for name, values in times.items()},
@@ -210,6 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the tokens per second of inner steps and whole rounds, and their ratios to the bare loop."""
     parser = argparse.ArgumentParser(description="Measure the speed of the framework.")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of everything; default: %(default)s")
+    parser.add_argument("--cpu-time", action="store_true", help="measure CPU time, which other programs disturb less")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration values")
     options = parser.parse_intermixed_args(arguments)
     try:
@@ -218,7 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(f"error: {problem}" for problem in error.problems), file=sys.stderr)
         return 2
     torch.set_num_threads(config.cpu_threads or cores())
-    found = step_speeds(config, options.repeats)
+    found = step_speeds(config, options.repeats, time.process_time if options.cpu_time else time.perf_counter)
     print(f"{'':28} {'tokens/s':>10}   of the bare loop")
     for name, speed in found["tokens_per_second"].items():
         print(f"{name:28} {speed:>10,.0f}   {found['of_bare_loop'][name]:.3f}")

@@ -16,7 +16,7 @@ from tests.support.helpers import make_config, random_sequences, tiny_llama
 def test_the_overhead_is_printed_as_ratios_to_the_bare_loop(cache_dir, capsys):
     overrides = ["number_of_inner_steps_between_outers=2", "sequence_length=16", "model_config.num_hidden_layers=1"]
     overrides += ["model_config.vocab_size=300", "INITIAL_BATCH_SIZE=4", f"cpu_threads={torch.get_num_threads()}"]
-    assert throughput.main(["--repeats", "2", f"cache_dir={cache_dir}", *overrides]) == 0
+    assert throughput.main(["--repeats", "2", "--cpu-time", f"cache_dir={cache_dir}", *overrides]) == 0
     rows = re.findall(r"^(\w.*\S) +[\d,]+ +(\d\.\d{3})$", capsys.readouterr().out, re.MULTILINE)
     measured = ["inner steps", "whole round", "whole round with norm test"]
     assert [name for name, _ in rows] == ["bare loop", "loop over adloco.Worker", *measured]
