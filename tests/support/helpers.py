@@ -68,17 +68,21 @@ def use_torch_norms(module: nn.Module) -> nn.Module:
     return module
 
 
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "initializer_range": 0.2,
+}
+
+
 def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float64, tied: bool = False, **values) -> nn.Module:
     torch.default_generator.manual_seed(seed)
-    config = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
+    config = _SIZES | {
         "num_key_value_heads": 2,
         "tie_word_embeddings": tied,
-        "initializer_range": 0.2,
         "use_cache": False,
     }
     return LlamaForCausalLM(LlamaConfig(**(config | values))).to(dtype)
@@ -86,15 +90,9 @@ def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float64, tied: bool = F
 
 def tiny_bert(seed: int = 0, dtype: torch.dtype = torch.float64, dropout: float = 0.0, **values) -> nn.Module:
     torch.default_generator.manual_seed(seed)
-    config = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
+    config = _SIZES | {
         "hidden_dropout_prob": dropout,
         "attention_probs_dropout_prob": dropout,
-        "initializer_range": 0.2,
     }
     return BertForSequenceClassification(BertConfig(**(config | values))).to(dtype)
 

@@ -95,16 +95,12 @@ def generator_at(step: int, inner_steps: int = 4) -> torch.Generator:
     return torch.Generator().manual_seed(int(seed))
 
 
-def test_diloco():
-    assert_equals_oracle(oracles.diloco)
-
-
-def test_local_sgd():
-    assert_equals_oracle(oracles.local_sgd, distributed_algo="LocalSGD")
-
-
-def test_synchronous_training():
-    assert_equals_oracle(oracles.synchronous, distributed_algo="Synchronous")
+@pytest.mark.parametrize(
+    ("method", "oracle"),
+    [("DiLoCo", oracles.diloco), ("LocalSGD", oracles.local_sgd), ("Synchronous", oracles.synchronous)],
+)
+def test_methods_without_parameters(method, oracle):
+    assert_equals_oracle(oracle, distributed_algo=method)
 
 
 @pytest.mark.parametrize(
@@ -124,25 +120,6 @@ def test_fed_opt(nodes, kind, parameters):
         distributed_algo="FedOpt",
         synchronisation={"server_optimizer": kind, **parameters},
         learning_rate_for_outer_opt=0.03,
-    )
-
-
-@pytest.mark.parametrize(
-    ("nodes", "inner_steps", "parameters"),
-    [
-        (3, 4, {"fragments": 2, "delay": 1, "mixing": 0.25}),
-        (2, 6, {"fragments": 3, "delay": 1, "mixing": 0.5}),
-        (1, 3, {"fragments": 1, "delay": 2, "mixing": 0.0}),
-    ],
-)
-def test_streaming_diloco(nodes, inner_steps, parameters):
-    assert_equals_oracle(
-        lambda problem: oracles.streaming_diloco(problem, **parameters),
-        nodes,
-        inner_steps,
-        distributed_algo="StreamingDiLoCo",
-        synchronisation=parameters,
-        **(UNEVEN if nodes == 3 else {}),
     )
 
 
@@ -180,40 +157,39 @@ def test_noloco(monkeypatch, nodes, parameters, values):
     )
 
 
-@pytest.mark.parametrize(
-    ("nodes", "parameters", "values"),
-    [
-        (2, {"density": 0.1, "chunk": 48, "error_decay": 0.95, "bits": 32}, {}),
-        (3, {"density": 0.25, "chunk": 100, "error_decay": 0.5, "bits": 2}, UNEVEN_3_2_3),
-        (1, {"density": 0.02, "chunk": 4096, "error_decay": 1.0, "bits": 3}, {}),
-    ],
-)
-def test_sparse_loco(nodes, parameters, values):
-    assert_equals_oracle(
-        lambda problem: oracles.sparse_loco(problem, **parameters),
-        nodes,
-        inner_steps=2,
-        distributed_algo="SparseLoCo",
-        synchronisation=parameters,
-        **values,
-    )
+STREAMING = ("StreamingDiLoCo", oracles.streaming_diloco)
+SPARSE_LOCO = ("SparseLoCo", oracles.sparse_loco)
+# No tile sends all its coefficients: the sign of what is left of a token without a gradient would be noise.
+DEMO = ("DeMo", oracles.demo)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "parameters", "values"),
+    ("method", "nodes", "inner_steps", "parameters", "values"),
     [
-        (2, {"chunk": 64, "top_k": 32, "decay": 0.999}, {"gradient_clipping": None}),
-        (3, {"chunk": 16, "top_k": 1, "decay": 0.9}, UNEVEN_3_2_3 | {"gradient_clipping": 0.05, "weight_decay": 0.5}),
-        (1, {"chunk": 8, "top_k": 1, "decay": 0.5}, {}),
+        (STREAMING, 3, 4, {"fragments": 2, "delay": 1, "mixing": 0.25}, UNEVEN),
+        (STREAMING, 2, 6, {"fragments": 3, "delay": 1, "mixing": 0.5}, {}),
+        (STREAMING, 1, 3, {"fragments": 1, "delay": 2, "mixing": 0.0}, {}),
+        (SPARSE_LOCO, 2, 2, {"density": 0.1, "chunk": 48, "error_decay": 0.95, "bits": 32}, {}),
+        (SPARSE_LOCO, 3, 2, {"density": 0.25, "chunk": 100, "error_decay": 0.5, "bits": 2}, UNEVEN_3_2_3),
+        (SPARSE_LOCO, 1, 2, {"density": 0.02, "chunk": 4096, "error_decay": 1.0, "bits": 3}, {}),
+        (DEMO, 2, 2, {"chunk": 64, "top_k": 32, "decay": 0.999}, {"gradient_clipping": None}),
+        (
+            DEMO,
+            3,
+            2,
+            {"chunk": 16, "top_k": 1, "decay": 0.9},
+            UNEVEN_3_2_3 | {"gradient_clipping": 0.05, "weight_decay": 0.5},
+        ),
+        (DEMO, 1, 2, {"chunk": 8, "top_k": 1, "decay": 0.5}, {}),
     ],
 )
-def test_demo(nodes, parameters, values):
-    """No tile sends all its coefficients: the sign of what is left of a token without a gradient would be noise."""
+def test_methods_with_parameters(method, nodes, inner_steps, parameters, values):
+    name, oracle = method
     assert_equals_oracle(
-        lambda problem: oracles.demo(problem, **parameters),
+        lambda problem: oracle(problem, **parameters),
         nodes,
-        inner_steps=2,
-        distributed_algo="DeMo",
+        inner_steps,
+        distributed_algo=name,
         synchronisation=parameters,
         **values,
     )
