@@ -219,9 +219,9 @@ def tokenised(folder: Path, recipe: Recipe, cache: bool) -> TokenisedSet:
     partial = folder.with_name(f"{folder.name}.partial")
     try:
         if documents := _existing(folder, recipe, cache):
-            logger.info("documents of %s: tokenised before, in %s", recipe.source.name, folder)
+            logger.info("%s: tokenised before, in %s", recipe.source.name, folder)
             return documents
-        logger.info("documents of %s: reading and tokenising", recipe.source.name)
+        logger.info("reading and tokenising %s", recipe.source.name)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(lock):
             # Another program may have made it in the meantime.
