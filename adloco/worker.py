@@ -52,7 +52,7 @@ _NO_END = 2**31
 
 @dataclass(frozen=True)
 class AdaptiveBatch:
-    """How many examples an inner step has, and how that changes.
+    """The number of examples of an inner step, and the rule that changes it.
 
     Attributes:
         test: a batch test (`sampling_method`); "none" keeps the initial batch.

@@ -1,1 +1,1 @@
-"""How gradients of batches scatter around the full gradient of a model at one point."""
+"""Distribution of the gradients of batches around the full gradient of a model."""

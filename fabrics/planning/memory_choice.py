@@ -14,7 +14,7 @@ from fabrics.planning.estimate import Resources, estimate
 from utils.config.schema import Config, ConfigError
 from utils.text import byte_size
 
-# Tokens in whose time a micro-batch starts: with so many in it, a device reaches half of its speed.
+# Start-up time of a micro-batch, in tokens: with this many tokens in it, a device reaches half of its speed.
 _START_TOKENS = 512
 # Tokens in whose time a worker's state travels to the host and back in a round. For P parameters 8 P bytes at 25 GB/s
 # take as long as 6 P FLOPs for each of 21,000 tokens at 400 TFLOP/s.

@@ -35,7 +35,7 @@ def anchors(path: Path) -> set[str]:
 
 
 def spans(path: Path) -> set[str]:
-    """What stands in backquotes within sentences and tables."""
+    """Return the texts in backquotes within sentences and tables."""
     text = re.sub(r"^ *```.*?^ *```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     return set(re.findall(r"`([^`\n]+)`", text))
 

@@ -1,4 +1,4 @@
-"""What the published AdLoCo code gets wrong: each defect has a test here that would catch its return."""
+"""Defects of the published AdLoCo code, each with a test that would catch its return."""
 
 import math
 

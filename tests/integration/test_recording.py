@@ -1,4 +1,4 @@
-"""What a run writes while it goes on: warnings, exchanges, step losses, node times, and what cannot be written."""
+"""Records of a run: warnings, exchanges, step losses, node times, and files that cannot be written."""
 
 import csv
 import dataclasses

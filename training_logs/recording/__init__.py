@@ -1,1 +1,1 @@
-"""What a run writes while it goes on; nothing here reads it back, and nothing here draws."""
+"""Records that a run writes while it trains; nothing here reads them or draws."""

@@ -1,1 +1,1 @@
-"""What is shown of a run, while it goes on or afterwards: read from its folder and from nowhere else."""
+"""Views of a run, during training or afterwards. They read its folder and nothing else."""
