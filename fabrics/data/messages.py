@@ -91,7 +91,7 @@ def with_answers(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tupl
             if not (after.startswith(before) and text.startswith(after)):
                 raise ValueError(
                     f"the chat template writes the messages up to {number + 1} differently when others follow, so that "
-                    f"the answer cannot be told apart; split the conversation there"
+                    f"the answer cannot be separated; split the conversation there"
                 )
             answers.append((len(before), len(after)))
     except TemplateError as error:
