@@ -97,6 +97,7 @@ def test_a_full_disk_under_a_standard_stream_does_not_end_a_run(programs, tmp_pa
         assert errors.count("standard output cannot be written") == 1
 
 
+@pytest.mark.usefixtures("programs")
 def test_closed_standard_streams_do_not_end_a_run(tmp_path, cache_dir):
     config = write_config(tmp_path, cache_dir, number_of_outer_steps=1)
     command = f'"{sys.executable}" run.py --config "{config}" <&- >&- 2>&-'
