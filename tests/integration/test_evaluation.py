@@ -45,7 +45,10 @@ def test_results_are_read_as_lm_eval_writes_them(tmp_path):
     assert downstream_results(tmp_path) == expected
 
 
-@pytest.mark.parametrize("content", [[], {"results": 3}, {"results": {"a": [1]}}, {"other": {}}])
+@pytest.mark.parametrize(
+    "content",
+    [[], {"results": 3}, {"results": {"a": [1]}}, {"results": {"\ud800": {"acc,none": 1}}}, {"other": {}}],
+)
 def test_a_file_of_another_kind_is_named(tmp_path, content):
     write_results(tmp_path, content)
     with pytest.raises(RunFolderError, match=r"results_2026.*json"):

@@ -39,5 +39,6 @@ def downstream_results(run_folder: Path) -> dict[str, str]:
                     error = values.get(f"{metric}_stderr,{filtered}")
                     shown = f"{value:.4g} ± {error:.2g}" if _is_number(error) else f"{value:.4g}"
                     label = f"{task}, {metric}" if filtered == "none" else f"{task}, {metric} ({filtered})"
+                    label.encode()  # fails for half a surrogate pair, which no page could be written with
                     found[label[:MOST_CHARACTERS]] = shown
     return dict(list(found.items())[:MOST_RESULTS])
