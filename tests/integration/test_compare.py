@@ -208,6 +208,7 @@ def test_only_missing_outcomes_are_made_and_only_of_the_same_data(tmp_path):
 # Runs
 
 
+@pytest.mark.usefixtures("programs")
 def test_small_comparison_through_its_command(tmp_path, cache_dir, capsys, monkeypatch):
     path = small_comparison(tmp_path, seeds=[1], methods=[{"name": "AdLoCo"}])
     written = yaml.safe_load(path.read_text())

@@ -78,6 +78,7 @@ def test_report_and_comparison_show_the_results(folder, tmp_path):
     assert "<td>&lt;script&gt;, acc</td><td>0.25 ± 0.12</td><td>0.25 ± 0.12</td>" in page
 
 
+@pytest.mark.usefixtures("programs")
 def test_lm_eval_evaluates_a_model_of_a_run_on_a_local_task(folder):
     pytest.importorskip("lm_eval")
     command = ["-m", "lm_eval", "run", "--model", "hf", "--model_args", f"pretrained={folder}/model_weights/trainer_0"]

@@ -146,6 +146,7 @@ def test_the_parts_measure_speed_and_memory(monkeypatch):
     assert min(plain["planned_bytes"], less["planned_bytes"]) > 4 * plain["parameters"]
 
 
+@pytest.mark.usefixtures("programs")
 def test_four_trainers_are_measured_in_some_processes(cache_dir):
     short = ("number_of_outer_steps=1", "number_of_inner_steps_between_outers=2", f"cache_dir={cache_dir}")
     found = gpu.trainers("cpu", (1,), (*gpu._FOUR_TRAINERS, *short, "data_sample_size=400", "val_size=30"))

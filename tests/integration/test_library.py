@@ -210,7 +210,7 @@ def alone() -> Regression:
 
 
 @pytest.fixture(scope="module")
-def two_processes(alone) -> list[dict]:
+def two_processes(alone, programs) -> list[dict]:
     states = [Regression(batch=4), alone]
     before = signal.getsignal(signal.SIGTERM)
     states = [each.worker.state_dict() for each in states]
@@ -292,6 +292,7 @@ def test_a_loop_in_the_wrong_order_is_an_error():
         next(micro_batches)
 
 
+@pytest.mark.usefixtures("programs")
 def test_the_example_trains_with_two_workers():
     first, second = adloco.launch(own_loop.train, processes=2)
     assert first == second > 0.85
