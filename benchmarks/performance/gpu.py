@@ -163,7 +163,7 @@ def graphs(configs: Mapping[str, Config], repeats: int = 5) -> dict:
 
 
 def trainers(device: str, counts: Sequence[int], overrides: Sequence[str] = ()) -> dict:
-    """Measure runs of four trainers on one device in so many processes: tokens/s while they train, by processes."""
+    """Return the training speed of four trainers on one device, in tokens/s, by number of processes."""
     found = {}
     for count in counts:
         with tempfile.TemporaryDirectory() as folder:
