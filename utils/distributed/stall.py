@@ -79,7 +79,7 @@ class StallWatch:
         self._progress = None
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads."""
         self._closing.set()
 
     def _position(self) -> str:
