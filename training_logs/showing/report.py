@@ -37,7 +37,7 @@ h2 { font-size: 1.12rem; margin: 34px 0 10px; }
 .card b { display: block; font-size: 1.25rem; font-variant-numeric: tabular-nums; } .card span { color: var(--dim);
           font-size: .85rem; }
 figure { margin: 0 0 14px; background: var(--paper); border: 1px solid var(--line); border-radius: 8px; padding: 8px; }
-figure { overflow-x: auto; } img { display: block; width: 100%; min-width: 720px; height: auto; }
+figure { overflow-x: auto; } img { display: block; max-width: max(100%, 720px); height: auto; }
 .scroll { overflow: auto; max-height: 460px; background: var(--paper); border: 1px solid var(--line);
           border-radius: 8px; }
 table { border-collapse: collapse; width: 100%; font-size: .86rem; font-variant-numeric: tabular-nums; }
