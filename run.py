@@ -159,9 +159,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--force", action="store_true", help="with --resume: allow values that change the training")
     parser.add_argument("--list", choices=KINDS, help="print the known names, one per line, and exit")
-    parser.add_argument(
-        "--completion", action="store_true", help="print a script for bash that completes keys, and end"
-    )
+    parser.add_argument("--completion", action="store_true", help="print a script for bash and zsh that completes keys")
     planning.add_options(parser)
     options = parser.parse_intermixed_args(arguments)
     if options.resume not in (None, "auto") and options.config:

@@ -27,8 +27,7 @@ nested ones with dots. The command line overrides the file:
 python run.py --config configs/c4_microllama_small.yaml ETA=1.5 model_config.hidden_size=128 max_tokens=200000
 ```
 
-`source <(python run.py --completion)` lets bash complete options, keys and the names that a key may have; zsh needs
-`autoload -U bashcompinit && bashcompinit` before it, and has not been tried.
+`source <(python run.py --completion)` lets bash and zsh complete options, keys and the names that a key may have.
 
 Without `--config` the file is [config.yaml](../config.yaml), the demo. Every run folder holds a `config.yaml` with all
 defaults filled in. Unknown keys, wrong types and impossible values end the program before any work starts, with one

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -392,6 +393,35 @@ def test_bash_completes_options_keys_and_names(capsys, tmp_path):
     assert completed("adloco", "model_type=b") == ["model_type=bert"]
     assert completed("python", "other.py", "ETA") == []
     assert completed("python", "run.py", "log_dir", "=", "l") == []  # bash then completes names of files
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        ("python run.py ETA_", "python run.py ETA_at_end="),
+        ("python -m adloco --res", "python -m adloco --resume"),
+        ("adloco model_type=b", "adloco model_type=bert"),
+        ("python other.py ETA_", "python other.py ETA_"),
+    ],
+)
+def test_zsh_completes_with_tab(capsys, tmp_path, typed, line):
+    """An interactive zsh without settings; Ctrl-T shows its line and ends it."""
+    assert program.main(["--completion"]) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+    press = r"""
+        zmodload zsh/zpty
+        zpty shell zsh -f -i
+        zpty -w shell "source $1; show() { print -r -- \"[\$BUFFER]\"; exit }; zle -N show; bindkey '^T' show"
+        zpty -n -w shell "$2"$'\t\x14'
+        zpty -r shell shown $'*\r\n\\[*\\]\r\n*'
+        print -r -- "$shown"
+    """
+    pressed = subprocess.run(
+        ["zsh", "-f", "-c", press, "zsh", tmp_path / "script", typed],
+        capture_output=True, text=True, timeout=60, env=os.environ | {"HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert f"[{line}]" in pressed.stdout
 
 
 def test_a_run_that_cannot_go_on_says_why_and_keeps_what_it_has(tmp_path, cache_dir, capsys):
