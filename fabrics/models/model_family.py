@@ -43,7 +43,7 @@ _IMPOSSIBLE_ARCHITECTURE = (
 
 @dataclass(frozen=True)
 class Demands:
-    """What the data demand of a model.
+    """The demands of the data on a model.
 
     Attributes:
         tokenizer: the tokenizer of the texts; None: the data are no text.

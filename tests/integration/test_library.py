@@ -104,7 +104,7 @@ def test_a_resumed_loop_equals_an_uninterrupted_one(tmp_path):
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_one_worker_is_plain_training(autocast):
-    """With a schedule of PyTorch, and in bfloat16."""
+    """One worker equals a plain loop with a schedule of PyTorch, also in bfloat16."""
     loop = Regression(batch=4, inner_steps=1000)
     plain = Regression(batch=4)
     rates = [torch.optim.lr_scheduler.ExponentialLR(each.optimizer, 0.9) for each in (loop, plain)]
@@ -229,7 +229,7 @@ def test_processes_begin_alike_or_not_at_all(two_processes):
 
 
 def test_another_number_of_workers_continues_where_the_run_was(two_processes, alone):
-    """From one worker to two, and back: none repeats or leaves out an example."""
+    """Workers change from one to two and back; no example is repeated or left out."""
     first, second = two_processes
     assert first["state"]["counts"]["steps"] == 9
     for name, tensor in first["state"]["shared"].items():

@@ -194,7 +194,7 @@ def test_another_log_dir_moves_no_run(whole):
 
 
 def test_a_run_folder_cannot_make_the_run_write_elsewhere(stopped, tmp_path, capsys):
-    """As that of somebody else might try, by its configuration or by a link."""
+    """A foreign folder may try it by its configuration or by a link."""
     with (stopped / "config.yaml").open("a") as file:
         file.write("log_file: ../../precious\nmodel_weights_dir: /precious\n")
     _, warnings = resumed_config(stopped, [], False, CHECKS)

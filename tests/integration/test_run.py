@@ -354,7 +354,7 @@ def test_the_first_line_is_there_before_anything_that_takes_long_is_loaded(progr
 
 
 def test_help_answers_without_loading_anything(programs):
-    """On one screen."""
+    """The help fits on one screen."""
     said = programs.run("run.py", "--help", fresh=True, env=os.environ | {"COLUMNS": "80"}).stdout
     assert "key=value" in said
     assert 24 <= len(said.splitlines()) <= 40

@@ -1,4 +1,4 @@
-"""From a YAML file and `key=value` overrides to a checked `Config`, and back to YAML.
+"""Read a YAML file and `key=value` overrides into a checked `Config`, and write it back as YAML.
 
 All problems are reported at once, one line each, with the nearest known key. The keys of the published AdLoCo code are
 understood.
@@ -56,7 +56,7 @@ _ADAPTERS = {
 
 @dataclass(frozen=True)
 class Checks:
-    """What the rest of the program knows about configurations; fabrics/config_checks.py fills it in.
+    """Checks and choices from the rest of the program; fabrics/config_checks.py fills them in.
 
     Attributes:
         choices: key -> its known names.

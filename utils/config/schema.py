@@ -267,7 +267,7 @@ class DataSplit(Section):
 
     @property
     def splits_data(self) -> bool:
-        """Whether documents are divided into shares, instead of drawn at random by each trainer."""
+        """Return whether documents are divided into shares, instead of drawn at random by each trainer."""
         return self.data_split != "iid" or self.data_split_over == "workers"
 
 
