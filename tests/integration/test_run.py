@@ -229,6 +229,7 @@ def test_the_log_says_what_lone_workers_cost(tmp_path, cache_dir):
     rounds = [line for line in log.splitlines() if "| trainer" in line]
     assert ["perplexity" in line for line in rounds] == [False, False, True, True, False, True]
     assert [int(line.split("communications")[1].split()[0]) for line in rounds] == [0, 0, 0, 0, 1, 1]
+    assert "round 3: trainer 0 on node 0 (3 nodes idle: each worker needs 8 examples)\n" in log
     (merge,) = (line for line in log.splitlines() if "merge after round 2" in line)
     assert "| perplexity " in merge
     assert "| communications 1 (" in merge

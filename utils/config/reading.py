@@ -176,6 +176,9 @@ def _override(values: dict[str, Any], assignment: str, problems: list[str]) -> N
     except UnicodeEncodeError:
         problems.append(f"{key}: must be UTF-8 text, got {text!a}")
         return
+    if isinstance(value, dict) and any(":" in str(name) and entry is None for name, entry in value.items()):
+        problems.append(f"{key}: YAML needs a space after each colon, got {text}")
+        return
     first, *rest = key.split(".")
     path = [ALIASES.get(first, first), *rest]
     if rest and path[0] == "model_config":
@@ -220,6 +223,8 @@ def problem_lines(error: ValidationError, values: Any, known: Collection[str] = 
                 break  # the name of an alternative
             inner = inner.get(part) if isinstance(inner, Mapping) else inner[part]
         reason = problem["msg"].removeprefix("Value error, ").removeprefix("Input ").removeprefix("String ")
+        if problem["type"] == "list_type":
+            reason += ", such as [a, b]"
         if problem["type"] == "missing":
             line = "is missing"
         elif problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
