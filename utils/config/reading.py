@@ -233,6 +233,7 @@ def problem_lines(error: ValidationError, values: Any, known: Collection[str] = 
             line = reason
         else:
             got = repr(problem["input"])
+            got += "; YAML writes null" if problem["input"] == "None" else ""
             line = f"{reason}, got {got if len(got) <= _LONGEST_VALUE else got[:_LONGEST_VALUE] + '...'}"
         # For `X | None` pydantic reports each alternative; the first is X, which is what a person meant.
         lines.setdefault(place, f"{place}: {line}" if place else line)

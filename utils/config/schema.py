@@ -49,8 +49,8 @@ def _link(value: str) -> str:
     return value
 
 
-def _off_is_a_word(value):
-    return "off" if value is False else value  # YAML reads off as false
+def _on_and_off_are_words(value):
+    return ("on" if value else "off") if isinstance(value, bool) else value  # YAML reads them as true and false
 
 
 Number = BeforeValidator(_not_a_bool)
@@ -580,7 +580,7 @@ class Log(Section):
         "Experiment trackers that receive the run; all but clearml need their packages.",
         changes_training=False,
     )
-    clearml: Annotated[str, BeforeValidator(_off_is_a_word)] = key(
+    clearml: Annotated[str, BeforeValidator(_on_and_off_are_words)] = key(
         "auto",
         "Mode of the tracker clearml; auto: online with credentials, else an offline session in the run folder.",
         changes_training=False,
