@@ -18,6 +18,7 @@ import torch
 from algorithms.nodes.distribution import distribute_nodes
 from algorithms.nodes.policies import MERGE_POLICIES
 from algorithms.nodes.traffic import merge_exchange, redistribution_exchange, synchronisation_exchange
+from algorithms.schedule.controller import RoundPlan
 from algorithms.schedule.limits import RoundSchedule, RunCounters
 from fabrics.data.examples import TaskData
 from fabrics.models.export import save_models
@@ -29,6 +30,7 @@ from fabrics.pool.max_batch import measured_max_batches
 from fabrics.pool.node_pool import NodePool, NoNodeLeftError
 from fabrics.pool.round_scheduler import RoundScheduler
 from fabrics.pool.run_checks import check_model, check_statistics
+from fabrics.pool.time_controller import plan_round, with_best_method
 from fabrics.training.work_split import WorkSplit
 from fabrics.training.worker import Node, TrainingError
 from trainers import TrainedRound, Trainer, first_trainers
@@ -67,6 +69,7 @@ class Cluster:
         trainers: the living trainers, by id.
         counters: what the run has used so far.
         stopped: True if the run was asked to stop before its end.
+        plan: of the present round, in a run with `objective: time`.
         models: the flat model of each device of this process.
 
     Raises:
@@ -74,7 +77,6 @@ class Cluster:
     """
 
     def __init__(self, config: Config, data: TaskData, processes: Processes | None = None):
-        self.config = config
         self.data = data
         self.processes = processes or join_processes(config)
         self.counters = RunCounters()
@@ -85,6 +87,10 @@ class Cluster:
         self.models = DeviceModels(config, data, self.processes)
         self.devices = list(self.models)
         check_model(config, self.models.first)
+        if config.objective == "time":
+            config = with_best_method(config, self.models.first, self.pool.fastest(0.0), len(data.train))
+        self.config = config
+        self.plan: RoundPlan | None = None
         self.validation = Validation(data, self.models, config.eval_batch_size)
         self.metric = self.validation.metric
         self.scheduler = RoundScheduler(config, len(data.train), self.pool)
@@ -168,9 +174,13 @@ class Cluster:
         checkpoint_policy = checkpoint_policy or CheckpointPolicy(self, observer)
 
         # What the round is: nodes, examples and inner steps.
+        if self.config.objective == "time":
+            self._plan_round(observer)
         self.assign_nodes()
         splits = self._split_work()
-        schedule = self.scheduler.next_round(self.counters, self.trainers.values(), splits.values(), observer.warn)
+        planned = self.plan and self.plan.inner_steps
+        trainers = self.trainers.values()
+        schedule = self.scheduler.next_round(self.counters, trainers, splits.values(), observer.warn, planned)
         round_number = self.counters.outer_steps + 1
         evaluates = schedule.progress_after >= 1.0 or round_number % self.config.eval_every == 0
 
@@ -209,6 +219,23 @@ class Cluster:
             merged=merged,
         )
 
+    def _plan_round(self, observer: Observer) -> None:
+        """Choose workers, batch and inner steps of the round, for the largest progress in the seconds left."""
+        (trainer,) = self.trainers.values()
+        progress = self.scheduler.progress(self.counters)
+        nodes = self.pool.fastest(progress)
+        if not nodes:
+            return  # `assign_nodes` raises
+        plan = plan_round(self.config, trainer, nodes, self.counters.simulated_seconds, progress)
+        trainer.batch_control.requested_batch = plan.batch
+        if plan != self.plan:
+            observer.note(
+                f"objective time: from round {self.counters.outer_steps + 1} on {self.config.distributed_algo}, "
+                f"{plan.workers} workers, a batch of {plan.batch}, {plan.inner_steps} inner steps; measured noise "
+                f"scale: {trainer.batch_control.noise_scale or 'none yet'}"
+            )
+        self.plan = plan
+
     def assign_nodes(self) -> None:
         """Give every trainer its nodes, in proportion to the requested batches; the bytes are counted."""
         self._assign(self._distribution(self._requests, self.trainers, self.scheduler.progress(self.counters)))
@@ -224,8 +251,13 @@ class Cluster:
         nodes = [node.id for node in self.pool.working(progress)]
         if not nodes:
             raise NoNodeLeftError("no node is left to train on: all of them failed")
+        smallest_worker_batch = self.config.smallest_worker_batch
+        if self.config.objective == "time":  # the plan says how many, and the run begins with all
+            most = self.plan.workers if self.plan else None
+            nodes = [node.id for node in self.pool.fastest(progress)[:most]]
+            smallest_worker_batch = None
         present = {number: [node.id for node in trainer.nodes] for number, trainer in trainers.items()}
-        return distribute_nodes(requests, nodes, present, self.config.smallest_worker_batch)
+        return distribute_nodes(requests, nodes, present, smallest_worker_batch)
 
     def _assign(self, nodes_of: Mapping[int, Sequence[int]]) -> None:
         new_nodes = 0

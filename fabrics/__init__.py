@@ -1,1 +1,1 @@
-"""Models, datasets and evaluation."""
+"""What is trained on what: models, datasets, evaluation."""

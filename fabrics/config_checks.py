@@ -11,6 +11,7 @@ from algorithms.batch.batch_control import ESTIMATORS
 from algorithms.batch.calc_batch import BATCH_TESTS, NEED_INNER_PRODUCTS
 from algorithms.batch.switch_mode import SWITCH_MODES
 from algorithms.nodes.policies import MERGE_POLICIES
+from algorithms.schedule.controller import METHOD_APART
 from algorithms.schedule.learning_rate import SCHEDULES
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
@@ -113,6 +114,34 @@ def _method_problems(config: Config) -> list[str]:
     return found
 
 
+# With `objective: time` one trainer of equally loaded workers may exchange gradients, and have any number of workers.
+_PLANNED_WITH = {
+    "distributed_algo": METHOD_APART,
+    "number_of_initial_trainers": 1,
+    "communication_dtype": "float32",
+    "statistics_estimator": "per_example",
+    "batch_schedule": None,
+    "balance": "equal",
+    "node_schedule": None,
+    "participants": 1.0,
+    "message_loss": 0.0,
+    "data_split_over": "trainers",
+    "offload_outer_state": False,
+}
+
+
+def _objective_problems(config: Config) -> list[str]:
+    if config.objective != "time":
+        return []
+    found = []
+    if not config.simulates_time_budget:
+        found.append("objective: time needs time_budget and node_speeds, by which it plans")
+    for name, value in _PLANNED_WITH.items():
+        if getattr(config, name) != value:
+            found.append(f"{name}: must be {_shown(value)} with objective time, got {_shown(getattr(config, name))}")
+    return found
+
+
 def _optimizer_problems(config: Config) -> list[str]:
     try:
         inner_optimizer_of(config)
@@ -173,6 +202,10 @@ NOT_READ_WITH: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "single_seed": {"need_to_reinit_output_layers": (False,)},
     "project_name": {"clearml": ("off",), "trackers": (["clearml"],)},
     "link": {"time_budget": (None,), "node_speeds": (None,)},
+    "ETA": {"objective": ("time",)},
+    "ETA_at_end": {"objective": ("time",)},
+    "max_batch_growth": {"objective": ("time",)},
+    "batch_test_confidence": {"objective": ("time",)},
 }
 
 
@@ -246,7 +279,14 @@ def _shown(value: Any) -> str:
 
 CHECKS = Checks(
     choices=CHOICES,
-    problems=(_model_problems, _method_problems, _optimizer_problems, split_problems, _sharding_problems),
+    problems=(
+        _model_problems,
+        _method_problems,
+        _objective_problems,
+        _optimizer_problems,
+        split_problems,
+        _sharding_problems,
+    ),
     warnings=idle_keys,
     left_open=left_open,
 )

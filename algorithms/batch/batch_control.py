@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 
-from algorithms.batch.calc_batch import BATCH_TESTS, BatchTestParameters, bounded_request
+from algorithms.batch.calc_batch import BATCH_TESTS, BatchTestParameters, bounded_request, norm_test
 from algorithms.batch.gradient_statistics import GradientStatistics, SampleEstimate, StatisticsSums
 from algorithms.schedule.batch_schedule import BatchSchedule
 from algorithms.schedule.learning_rate import eta_during
@@ -32,7 +32,7 @@ class BatchControlSettings:
         largest_growth: factor per round; None: no bound.
         schedule: of a request that no test changes.
         frozen_from: share of the run after which no test changes the request. A falling learning rate makes the noise
-            scale rise, and then steps are worth more than larger batches.
+            scale rise, and then steps are worth more than larger batches. 0: the statistics are only measured.
     """
 
     test: str
@@ -63,6 +63,13 @@ class BatchControl:
     def grows(self) -> bool:
         """True if a batch test or a schedule may change the request."""
         return self._test is not None or self._settings.schedule is not None
+
+    @property
+    def noise_scale(self) -> int | None:
+        """V / ||G||^2 of the averaged statistics, in examples; None as long as they do not tell it."""
+        if not self._sums.weight:
+            return None
+        return norm_test(self._sums.statistics, BatchTestParameters(debias=True), batch=1)
 
     def measures(self, round_number: int) -> bool:
         """Return whether this round, counted from 1, takes gradient statistics."""

@@ -1,4 +1,4 @@
-"""Progress and end of a run, and the inner steps of its next round."""
+"""How far a run is, where it ends, and how many inner steps its next round has."""
 
 import dataclasses
 from bisect import bisect_left

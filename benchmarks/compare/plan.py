@@ -15,25 +15,21 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from algorithms.nodes.traffic import Link
+from algorithms.schedule.controller import DRIFT, DRIFT_STEPS, LEAST_ROUNDS, NOISE_SCALE, example_value
 from benchmarks.compare.accounting import gradient_bytes
 from benchmarks.compare.which_method import Plan
 
-# Results of `fit`.
-NOISE_SCALE = 182.0
-DRIFT_STEPS = 2.0
-DRIFT = 0.069
-# Only plans in the ranges of the recorded runs are proposed: batches, examples of a worker, workers, rounds of a run,
-# and inner steps of a round.
+# Only plans in the ranges of the recorded runs are proposed: batches, examples of a worker, workers, and inner steps of
+# a round.
 BATCHES = (16, 24, 32, 48, 64)
 SMALLEST_SHARE = {"synchronous": 4, "DiLoCo": 8}
 MOST_WORKERS = 4
-LEAST_ROUNDS = 15
 INNER_STEPS = (10, 14, 20, 28, 40, 56, 80, 110, 150)
 
 
 @dataclass(frozen=True)
 class Situation:
-    """Nodes, link and time of a user.
+    """What a user has.
 
     Attributes:
         nodes: number of equal nodes.
@@ -79,26 +75,6 @@ def steps_in_time(situation: Situation, plan: Candidate) -> int:
     if plan.workers > 1:
         sending = situation.link.seconds(gradient_bytes(plan.workers, situation.parameters) / plan.workers)
     return int(situation.seconds / (computing + sending)) * plan.inner_steps
-
-
-def example_value(
-    batch: float,
-    workers: int,
-    inner_steps: float,
-    noise_scale: float = NOISE_SCALE,
-    drift_steps: float = DRIFT_STEPS,
-    drift: float = DRIFT,
-) -> float:
-    """Return the value of an example relative to one of a very small batch on one worker, 0 to 1.
-
-    A step with batch B lowers the loss by B / (B + B_noise) of a step with the exact gradient (arXiv 1812.06162), so an
-    example is worth B_noise / (B_noise + B). M workers that make H steps apart drift from each other, which costs a
-    factor (1 + H / drift_steps) ** (-drift (M - 1)); it is fitted, not derived.
-
-    Args:
-        inner_steps: of a round; 0: the workers are never apart.
-    """
-    return noise_scale / (noise_scale + batch) * (1.0 + inner_steps / drift_steps) ** (-drift * (workers - 1))
 
 
 def fit(plans: Sequence[Plan]) -> tuple[np.ndarray, np.ndarray]:

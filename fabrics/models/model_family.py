@@ -5,7 +5,6 @@
 
 import functools
 import json
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +43,7 @@ _IMPOSSIBLE_ARCHITECTURE = (
 
 @dataclass(frozen=True)
 class Demands:
-    """The demands of the data on a model.
+    """What the data demand of a model.
 
     Attributes:
         tokenizer: the tokenizer of the texts; None: the data are no text.
@@ -275,9 +274,9 @@ class TransformersFamily:
         except _IMPOSSIBLE_ARCHITECTURE as error:
             if is_out_of_memory(error):
                 raise
-            # transformers puts the name of its validator before the reason.
-            reason = re.sub(r"^Class validation error for validator '\w+': \w+: ", "", " ".join(str(error).split()))
-            raise ConfigError(f"model_config: cannot build this architecture: {reason}") from error
+            raise ConfigError(
+                f"model_config: cannot build this architecture: {' '.join(str(error).split())}"
+            ) from error
         return model
 
     def _named_architecture(self, name: str) -> dict[str, Any]:

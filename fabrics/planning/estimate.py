@@ -322,6 +322,8 @@ def _assumptions(run: _Run, adapts: bool, ends: bool) -> Iterator[str]:
     config = run.config
     if adapts:
         yield "ranges: all trainers have one constant batch, from the least to the largest; a growing one lies between"
+    if config.objective == "time":
+        yield "objective: time chooses method, workers, batch and inner steps, which is ignored"
     if config.smallest_worker_batch is not None:
         yield (
             f"workers: one joins for every {config.smallest_worker_batch} examples of a trainer's batch "
@@ -362,8 +364,9 @@ def estimate(config: Config, resources: Resources | None = None) -> Estimate:
         most = max(memory, key=memory.get)
         raise ConfigError(
             f"--device-memory: a run needs {sum(memory.values()):,} bytes per device, {memory[most]:,} of them for "
-            f"{most}, and may use {room:,} (padding_percentage {config.padding_percentage}). Set memory: auto, lower "
-            f"max_batch_size, eval_batch_size or sequence_length, or raise devices_per_node"
+            f"{most}, and may use {room:,} (padding_percentage {config.padding_percentage}); lower max_batch_size, "
+            f"eval_batch_size or sequence_length, raise devices_per_node, or set activation_checkpointing: true or "
+            f"offload_outer_state: true"
         )
     batches = [config.INITIAL_BATCH_SIZE]
     while largest is not None and 2 * batches[-1] < largest:

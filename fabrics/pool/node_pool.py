@@ -58,6 +58,10 @@ class NodePool:
         healthy = tuple(node for node in self.nodes if node.id not in self.failed)
         return healthy if self._schedule is None else healthy[: scheduled_nodes(self._schedule, progress)]
 
+    def fastest(self, progress: float) -> tuple[Node, ...]:
+        """The nodes that work at this progress of a run with `node_speeds`, the fastest first."""
+        return tuple(sorted(self.working(progress), key=lambda node: -node.speed))
+
     def update(self, workers: Sequence[WorkerRound]) -> None:
         """Adopt what a round tells about its nodes: smaller max batches, failures and measured speeds."""
         nodes = list(self.nodes)

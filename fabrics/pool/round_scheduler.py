@@ -84,9 +84,10 @@ class RoundScheduler:
         trainers: Collection["Trainer"],
         splits: Collection["WorkSplit"],
         warn: Callable[[str], None],
+        planned: int | None = None,
     ) -> RoundSchedule:
-        """Return the next round, with the inner steps of the configuration, or those that the budget allows."""
-        steps = self._config.number_of_inner_steps_between_outers
+        """Return the next round, with the planned or configured inner steps, or those that the budget allows."""
+        steps = planned or self._config.number_of_inner_steps_between_outers
         remaining = self.remaining(counters, trainers, splits, warn)
         if remaining is not None:
             steps = self._budgeted_steps(trainers, splits, remaining)

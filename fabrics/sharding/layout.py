@@ -1,4 +1,4 @@
-"""Division of a model over the devices of a node: layers that are gathered one by one, and rows of tensors."""
+"""How the devices of a node cut a model: layers that are gathered one by one, and the rows of tensors on a device."""
 
 import math
 from collections.abc import Iterator, Mapping

@@ -58,7 +58,7 @@ def batch_control(config: Config) -> BatchControl:
         smoothing=config.statistics_smoothing,
         largest_growth=config.max_batch_growth,
         schedule=batch_schedule(config),
-        frozen_from=learning_rate_schedule(config).decay_begins,
+        frozen_from=0.0 if config.objective == "time" else learning_rate_schedule(config).decay_begins,
     )
     return BatchControl(settings, config.INITIAL_BATCH_SIZE)
 

@@ -56,7 +56,7 @@ def alone():
 @scenarios(IN_ORDER)
 def test_several_processes_give_the_same_bits(results, alone, name):
     together, single = results[0][name], alone(name)
-    assert single["merges"] >= 1
+    assert single["merges"] >= 1 or name == "the most of the time"
     assert len(set(single["requests"])) > 1 or name == "across workers"
     assert together["parameters"].keys() == single["parameters"].keys()
     for trainer, parameters in single["parameters"].items():

@@ -253,7 +253,7 @@ def test_one_slow_round_does_not_end_the_run(monkeypatch, clock):
 
 @pytest.mark.usefixtures("clock")
 def test_equal_measurements_give_equal_runs():
-    """Processes gather equal measurements; a resumed run continues with the seconds so far."""
+    """As in several processes, which gather their measurements; a resumed run continues with the seconds so far."""
     clusters = [light_cluster(**budget_settings(4) | TIME) for _ in range(3)]
     for cluster in clusters[:2]:
         for _ in range(3):
@@ -329,6 +329,56 @@ def test_a_run_resumed_on_other_nodes_continues_the_time():
     after.run_round(Recorder())
     # 8 s before; then three inner steps of 8 examples in 4 s, and an exchange with 2/3 of the bytes per worker.
     assert after.counters.simulated_seconds == pytest.approx(8 + 12 + 1 + 2 / 3)
+
+
+# The most of the time
+
+# Workers with 4 examples each make an inner step in 2 s.
+PLANNED = SIMULATED | {"objective": "time", "time_budget": 400.0, "sampling_method": "norm_test"}
+PLANNED |= {"INITIAL_BATCH_SIZE": 8, "smallest_worker_batch": 4, "statistics_smoothing": 0.5, "max_requested_batch": 64}
+
+
+def planned(**settings) -> Cluster:
+    return light_cluster(**budget_settings(1) | PLANNED | settings)
+
+
+def test_a_run_that_makes_the_most_of_its_time_leaves_nodes_idle_on_a_slow_link():
+    cluster, recorder = planned(link="1b/s"), Recorder()
+    cluster.train(recorder)
+    assert {len(result.reports[0].workers) for result in recorder.rounds} == {1}
+    assert cluster.counters.communications == cluster.counters.bytes_redistributed == 0
+    assert 400.0 <= cluster.counters.simulated_seconds < 404.0  # steps of 8 examples
+    assert recorder.notes == [
+        "objective time: from round 1 on DiLoCo, 1 workers, a batch of 8, 3 inner steps; measured noise scale: none yet"
+    ]
+
+
+def test_a_run_that_makes_the_most_of_its_time_is_synchronous_on_a_fast_link():
+    cluster = planned(link="100Gb/s", time_budget=60.0)
+    cluster.train(Recorder())
+    assert cluster.config.distributed_algo == "Synchronous"
+    assert len(cluster.trainers[0].nodes) == 4
+
+
+def test_the_slowest_node_is_idle_if_it_would_slow_the_others_down():
+    cluster, recorder = planned(node_speeds=[0.1, 2.0, 2.0, 2.0], time_budget=60.0), Recorder()
+    cluster.train(recorder)
+    assert all(0 not in {w.node for w in result.reports[0].workers.values()} for result in recorder.rounds)
+
+
+@pytest.mark.parametrize("settings", [{}, {"link": "20kb/s,1s"}])
+def test_a_resumed_run_makes_the_same_plans(settings):
+    whole, half, resumed = (planned(**settings) for _ in range(3))
+    recorder = Recorder()
+    whole.train(recorder)
+    for _ in range(2):
+        half.run_round(Recorder())
+    assert "from round 3 on" in recorder.notes[1]
+    tensors = half.tensors()
+    resumed.load_state_dict(json.loads(json.dumps(half.state_dict())), lambda group, name: tensors[group][name])
+    resumed.train(Recorder())
+    assert resumed.counters.simulated_seconds == whole.counters.simulated_seconds
+    assert bits(resumed) == bits(whole)
 
 
 # Budgets that cannot be kept

@@ -289,6 +289,7 @@ class Recorder(Observer):
     def __init__(self):
         self.rounds = []
         self.warnings = []
+        self.notes = []
         self.initial = None
         self.steps = 0
 
@@ -300,6 +301,9 @@ class Recorder(Observer):
 
     def on_round(self, cluster, result):
         self.rounds.append(result)
+
+    def note(self, message):
+        self.notes.append(message)
 
     def warn(self, message):
         self.warnings.append(message)

@@ -1,4 +1,4 @@
-"""Imports of the fork server of tests/support/programs.py, once for all programs."""
+"""What the fork server of tests/support/programs.py imports once for all programs."""
 
 import os
 

@@ -69,6 +69,8 @@ SCENARIOS = {
     "clusters in a changing pool": _TWO_TRAINERS
     | {"data_split": "clusters", "data_split_over": "workers", "data_shares": 4}
     | {"sequence_length": 9, "node_schedule": [[0, 3], [0.4, 4]], "message_loss": 0.5},
+    "the most of the time": {"number_of_initial_trainers": 1, "objective": "time", "time_budget": 400.0}
+    | {"node_speeds": [2.0] * 4, "link": "20kb/s,1s", "smallest_worker_batch": 4},
     "int8": {"communication_dtype": "int8"},
     "a node fails": _TWO_TRAINERS,
     "Synchronous": {"distributed_algo": "Synchronous"},

@@ -1,4 +1,4 @@
-"""Readers of the files of experiment trackers."""
+"""What experiment trackers have written, read back."""
 
 import json
 import sqlite3

@@ -95,6 +95,10 @@ def test_defaults_have_no_warning():
         ({"link": "1Gb/s"}, ["link: has no effect with time_budget null and node_speeds null"]),
         ({"link": "1Gb/s", "node_speeds": [1, 1, 1, 1]}, []),
         (
+            {"objective": "time", "time_budget": 9, "node_speeds": [1], "number_of_initial_trainers": 1, "ETA": 1.0},
+            ["ETA: has no effect with objective time"],
+        ),
+        (
             {"distributed_algo": "LocalSGD", "outer_momentum": 0.5, "weight_decay": 0.5},
             [
                 "outer_momentum: has no effect with distributed_algo LocalSGD",

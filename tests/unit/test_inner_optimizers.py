@@ -45,7 +45,7 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def is_inside(name: str) -> bool:
-    """Return whether a Llama's parameter belongs to a projection of attention or MLP."""
+    """Of a Llama: the projections of attention and MLP."""
     return name.endswith("proj.weight")
 
 

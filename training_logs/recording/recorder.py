@@ -131,6 +131,9 @@ class RunRecorder(Observer):
 
     # Observer
 
+    def note(self, message: str) -> None:
+        logger.info("%s", message)
+
     def warn(self, message: str) -> None:
         """Log a warning, once, and count it for the summary."""
         if message not in self._logged_warnings:
@@ -161,8 +164,7 @@ class RunRecorder(Observer):
                 self.warn(f"{name} could not be started: {error}")
         logger.info(round_log.start_line(run, self._initial_metric))
         if not initial:
-            rest = ", the last: nothing is left to train" if run.finished else ""
-            logger.info("resumed after round %d%s", outer_steps, rest)
+            logger.info("resumed after round %d", outer_steps)
         logger.info("run folder: %s", self.folder)
 
     def on_round_start(self, outer_step: int, progress: float, steps: int) -> None:
@@ -209,8 +211,7 @@ class RunRecorder(Observer):
         }
         if placement != self._placement:
             self._placement = placement
-            line = round_log.placement_line(result, len(run.nodes), self.config.smallest_worker_batch)
-            logger.info(line)
+            logger.info("round %d: %s", result.outer_step, round_log.placement_line(placement))
         for report in result.reports.values():
             logger.info(round_log.round_line(result, report, run.metric))
         if result.merge is not None:
@@ -253,7 +254,8 @@ class RunRecorder(Observer):
             return
         logger.info(round_log.end_line(summary))
         if len(run.nodes) > 1 and summary["idle_share"] is not None:
-            logger.info(round_log.nodes_line(summary, self.config.smallest_worker_batch))
+            joins = None if self.config.objective == "time" else self.config.smallest_worker_batch
+            logger.info(round_log.nodes_line(summary, joins))
         if summary["budget"]:
             logger.info("budget: %s", budget_used(summary["budget"]))
         if models:

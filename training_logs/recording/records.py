@@ -154,7 +154,6 @@ class RunView(Protocol):
     parameter_count: int
     models: DeviceModels
     processes: Processes
-    finished: bool
 
 
 class Observer:
@@ -171,6 +170,9 @@ class Observer:
 
     def on_round(self, run: RunView, result: ClusterRound) -> None:
         """Called after a round and its merge."""
+
+    def note(self, message: str) -> None:
+        """Called with a decision that the log should have."""
 
     def warn(self, message: str) -> None:
         """Called with a problem that does not stop the run; the same message may come repeatedly."""

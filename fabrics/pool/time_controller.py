@@ -1,0 +1,96 @@
+"""`objective: time`: the facts for `algorithms.schedule.controller`, which plans every round of such a run.
+
+The method is chosen once, before the run: workers that step apart, or that exchange gradients in every step where the
+link is fast. Both keep other tensors, so that a run cannot change between them. Workers, batch and inner steps are
+chosen in every round. Seconds are those of the virtual clock.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from algorithms.nodes.traffic import Link
+from algorithms.schedule.controller import (
+    LEAST_ROUNDS,
+    MEASURED_NOISE,
+    METHOD_APART,
+    METHOD_TOGETHER,
+    NOISE_SCALE,
+    RoundPlan,
+    Situation,
+    next_plan,
+    remaining_worth,
+)
+from fabrics.training.flat_model import FlatModel
+from fabrics.training.method_config import method_of, round_bytes
+from fabrics.training.optimizers import learning_rate_schedule
+from fabrics.training.worker import Node
+from utils.config.schema import Config
+
+if TYPE_CHECKING:
+    from trainers import Trainer
+
+
+def with_best_method(config: Config, model: FlatModel, nodes: Sequence[Node], examples: int) -> Config:
+    """Return the configuration of a run with `objective: time`, with the method that is worth more for its link.
+
+    Args:
+        examples: of the training data.
+    """
+    worth = {}
+    for name in (METHOD_APART, METHOD_TOGETHER):
+        candidate = dataclasses.replace(config, distributed_algo=name)
+        situation = _situation(candidate, model, nodes, config.max_requested_batch or examples)
+        worth[name] = remaining_worth(situation, next_plan(situation))
+    return dataclasses.replace(config, distributed_algo=max(worth, key=worth.__getitem__))
+
+
+def plan_round(config: Config, trainer: "Trainer", nodes: Sequence[Node], seconds: float, progress: float) -> RoundPlan:
+    """Return the plan of the next round of the run's only trainer.
+
+    Args:
+        nodes: that work, the fastest first.
+        seconds: that the run has used.
+    """
+    group = trainer.worker_group
+    situation = _situation(config, group.first_model, nodes, trainer.largest_request)
+    measured = trainer.batch_control.noise_scale
+    situation = dataclasses.replace(
+        situation,
+        joining_seconds=_link(config).seconds(group.sizes.trainer + group.sizes.worker),
+        seconds_left=config.time_budget - seconds,
+        noise_scale=NOISE_SCALE if measured is None else MEASURED_NOISE * measured,
+        workers=len(trainer.nodes) if trainer.rounds else 0,
+        batch=trainer.requested_batch,
+        decays=progress >= learning_rate_schedule(config).decay_begins,
+    )
+    return next_plan(situation)
+
+
+def _situation(config: Config, model: FlatModel, nodes: Sequence[Node], largest_batch: int) -> Situation:
+    """Return the situation before the first round."""
+    method = method_of(config, model)
+    exchanges = [0.0]
+    for workers in range(2, len(nodes) + 1):
+        sent = round_bytes(config, method, model, workers, measures=False) / workers
+        exchanges.append(_link(config).seconds(sent))
+    synchronous = method.capabilities.exchanges_gradients
+    # The reason for a smallest share is AdamW's division of a step by the noise of the worker's own gradient.
+    smallest_share = 1 if synchronous else config.smallest_worker_batch or 1
+    return Situation(
+        speeds=tuple(node.speed for node in nodes),
+        exchange_seconds=tuple(exchanges),
+        joining_seconds=0.0,
+        seconds_left=config.time_budget,
+        longest_round=config.time_budget / LEAST_ROUNDS,
+        noise_scale=NOISE_SCALE,
+        smallest_batch=config.INITIAL_BATCH_SIZE,
+        smallest_share=smallest_share,
+        largest_batch=max(largest_batch, smallest_share, config.INITIAL_BATCH_SIZE),
+        free_steps=config.number_of_inner_steps_between_outers,
+        synchronous=synchronous,
+    )
+
+
+def _link(config: Config) -> Link:
+    return Link.parse(config.link) if config.link else Link()
