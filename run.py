@@ -144,7 +144,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         usage="python run.py [options] [key=value ...]",
         description="Train language models with little communication (AdLoCo).",
         epilog="examples:\n"
-        "  python run.py                                       train as config.yaml says\n"
+        "  python run.py                                       train with config.yaml\n"
         "  python run.py ETA=0.5 model_config.hidden_size=128  change two of its values\n"
         "  python run.py --resume logs/<run>                   continue an interrupted run\n"
         "  torchrun --nnodes=2 --nproc_per_node=8 run.py       on two machines with 8 GPUs each",
@@ -159,9 +159,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--force", action="store_true", help="with --resume: allow values that change the training")
     parser.add_argument("--list", choices=KINDS, help="print the known names, one per line, and exit")
-    parser.add_argument(
-        "--completion", action="store_true", help="print a script for bash that completes keys, and end"
-    )
+    parser.add_argument("--completion", action="store_true", help="print a script for bash and zsh that completes keys")
     planning.add_options(parser)
     options = parser.parse_intermixed_args(arguments)
     if options.resume not in (None, "auto") and options.config:

@@ -1,12 +1,16 @@
 """Local processes without torchrun."""
 
+import os
 import signal
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from utils.distributed.launch import cores
 
 
 def launch(function: Callable[..., Any], *arguments: Any, processes: int) -> list[Any]:
@@ -15,11 +19,14 @@ def launch(function: Callable[..., Any], *arguments: Any, processes: int) -> lis
     Args:
         function: a function of an importable module; a Worker in it is one worker of the run.
         arguments: of the function.
-        processes: how many.
+        processes: how many. They share the cores, unless OMP_NUM_THREADS says otherwise.
 
     Raises:
+        ValueError: the number of processes is not a positive integer.
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a process failed; the others are ended.
     """
+    if type(processes) is not int or processes < 1:
+        raise ValueError(f"processes: must be a positive integer, got {processes!r}")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -43,6 +50,8 @@ def launch(function: Callable[..., Any], *arguments: Any, processes: int) -> lis
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call the function and close the connections, so that a process that still waits for this one gets an error."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
     result = function(*arguments)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from algorithms.batch.batch_control import ESTIMATORS
 from algorithms.batch.calc_batch import BATCH_TESTS
 from algorithms.batch.per_example import PerExampleProbe, UnsupportedModuleError, compared_micro_batches, step_estimate
 from algorithms.batch.switch_mode import (
@@ -166,7 +165,7 @@ class Worker:
         scaler: torch.amp.GradScaler | None = None,
         seed: int = 0,
     ):
-        adaptive = AdaptiveBatch("none", batch, batch) if isinstance(batch, int) else batch
+        adaptive = batch if isinstance(batch, AdaptiveBatch) else AdaptiveBatch("none", batch, batch)
         self._config = _config(
             adaptive,
             method=method,
@@ -185,6 +184,7 @@ class Worker:
         self._optimizer = optimizer
         self._scaler = scaler
         self._model = FlatModel(model, next(model.parameters()).device)
+        self._places = self._model.views(self._model.parameters.data)
         self._gradients = self._model.views(self._model.gradient)
         self._method = method_of(self._config, self._model)
         _check_method(self._method, method, optimizer, self._config, self.workers)
@@ -197,6 +197,7 @@ class Worker:
         self._round: _Round | None = None
         self._reading: Iterator[np.ndarray] | None = None
         self._weight: float | None = None
+        self._version: int | None = None
         self._events: list[Event] = []
         self.steps = 0
         self.rounds = 0
@@ -204,7 +205,8 @@ class Worker:
         self.bytes_communicated = 0
         self.warning: str | None = None
         self._agree("arguments", self._config)
-        self._agree("model", [(name, list(tensor.shape)) for name, tensor in model.state_dict().items()])
+        self._agree("model", [(name, tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()])
+        self._agree("trainable parameters", [block.name for block in self._model.blocks])
         self._make_state()
 
     # Set-up
@@ -305,6 +307,7 @@ class Worker:
         if examples != self._examples:
             raise ValueError(f"micro_batches: the data have {self._examples} examples, got {examples}")
         self._weight = None
+        self._version = None
         if current.step == 0:
             current.samples = ()
             current.vector = None
@@ -321,6 +324,7 @@ class Worker:
             yield from self._pass(in_parts(own, statistics_plan.probed_parts), read(offset, sample), True)
             self._take_statistics(statistics_plan.compared, sample)
             self._model.gradient.zero_()
+            self._version = None
         examples_of_step = read(current.offsets[current.step], plan.effective_batch)
         probed = probed and plan.effective_batch > 1
         parts = in_parts(plan, statistics_plan.probed_parts) if probed else plan
@@ -367,16 +371,20 @@ class Worker:
 
         Raises:
             ValueError: there are more or fewer losses than examples.
-            RuntimeError: no micro-batch is due.
+            RuntimeError: no micro-batch is due, or the gradient of earlier ones was overwritten.
         """
         if self._weight is None:
             raise RuntimeError("backward: take a micro-batch from micro_batches first")
         if losses.dim() > 0 and losses.shape != (self._size,):
             raise ValueError(f"backward: expected {self._size} losses or their mean, got shape {list(losses.shape)}")
         self._rebind_gradients()
+        gradient = self._model.gradient
+        if self._version not in (None, gradient._version):
+            raise RuntimeError("backward: the gradient was overwritten, as zero_grad(set_to_none=False) does")
         loss = losses.mean() * self._weight
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
         self._weight = None
+        self._version = gradient._version
 
     def step(self) -> None:
         """Make the inner step: clip the gradient and update the parameters; at a stop of the method, synchronise.
@@ -385,6 +393,7 @@ class Worker:
 
         Raises:
             RuntimeError: `micro_batches` was not read to its end.
+            FloatingPointError: this worker's parameters are not finite; nothing of them was sent.
             PeerLostError: another process has died.
         """
         current = self._round
@@ -418,10 +427,8 @@ class Worker:
 
     def _rebind_gradients(self) -> None:
         """Let the parameters' gradients be views of the flat one again, after a user's zero_grad has removed them."""
-        views = self._gradients
-        first, view = next(iter(views.items()))
-        if first.grad is None or first.grad.data_ptr() != view.data_ptr():
-            for parameter, place in views.items():
+        for parameter, place in self._gradients.items():
+            if parameter.grad is not place:
                 parameter.grad = place
 
     # A round
@@ -433,6 +440,8 @@ class Worker:
             self._agree("examples", examples)
             self._examples = examples
             self._cursor = DataCursor(Subsets(self._config.training_seed, examples), [0])
+        if any(parameter.data_ptr() != place.data_ptr() for parameter, place in self._places.items()):
+            raise RuntimeError("micro_batches: the parameters have moved; call model.to() before the worker is made")
         config = self._config
         inner_steps = config.number_of_inner_steps_between_outers
         plans = execution_plans(
@@ -494,10 +503,14 @@ class Worker:
         method = self._method
         group.clock.step = self._round.step
         group.inner.learning_rate = self._optimizer.param_groups[0]["lr"]
+        (local,) = group.local_workers
+        computed = local.parameters if local.gradient is None else local.gradient
+        if not computed.sum(dtype=torch.float32).isfinite():
+            what = "parameters" if local.gradient is None else "gradient"
+            raise FloatingPointError(f"step: the {what} of worker {self.index} became NaN or infinite")
         if method.keeps == "replica":
             method.exchange(group)
             return
-        (local,) = group.local_workers
         if local.gradient is not None and method.capabilities.inner_optimizer is None:
             clip(self._model, local.gradient, self._config.gradient_clipping)
         incoming = method.incoming(group)
@@ -582,6 +595,7 @@ class Worker:
             "worker": {**self._state, "parameters": self._model.parameters.data},
             "optimizer": self._optimizer.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "seed": self._config.training_seed,
             "values": dict(self._values),
             "batch": self._control.state_dict(),
             "examples": self._examples,
@@ -596,24 +610,26 @@ class Worker:
         All workers call this together.
 
         Raises:
-            ValueError: the state is of another model or method, or the workers' states are of different rounds.
+            ValueError: the state is of another model, method or seed, or the workers' states are of different rounds.
         """
+        seed = self._config.training_seed
+        if state.get("seed") != seed:
+            raise ValueError(
+                f"load_state_dict: the state must be of a worker with seed {seed}, got {state.get('seed')}"
+            )
         self._agree("state", [state[name] for name in ("counts", "values", "batch", "examples", "position")])
         self._round = None
         own = {**self._state, "parameters": self._model.parameters.data}
         for kind, tensors in (("shared", self._shared), ("worker", own)):
-            wrong = [
-                name
-                for name, tensor in tensors.items()
-                if name not in state[kind] or state[kind][name].shape != tensor.shape
-            ]
-            if wrong:
-                raise ValueError(f"load_state_dict: the state has no {', '.join(wrong)} of this model and method")
+            found, own_shapes = (_shapes(each) for each in (state[kind], tensors))
+            if found != own_shapes:
+                names = ", ".join(sorted(dict(found.items() ^ own_shapes.items())))
+                raise ValueError(f"load_state_dict: the state is of another model or method; it differs in {names}")
         for kind, tensors in (("shared", self._shared), ("worker", own)):
             for name, tensor in tensors.items():
                 tensor.copy_(state[kind][name])
         self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it would use the state's tensors
-        if self._scaler is not None:
+        if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
         self._values = dict(state["values"])
         self._control.load_state_dict(state["batch"])
@@ -623,6 +639,10 @@ class Worker:
             self._cursor.positions[0] = state["position"]
         for name, count in state["counts"].items():
             setattr(self, name, count)
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 _COUNTS = ("steps", "rounds", "communications", "bytes_communicated")
@@ -677,7 +697,7 @@ _CHECKS = Checks(
         "distributed_algo": METHODS,
         "communication_dtype": COMMUNICATION_DTYPES,
         "sampling_method": BATCH_TESTS,
-        "statistics_estimator": ESTIMATORS,
+        "statistics_estimator": ("per_example", "across_workers"),
         "switch_mode": SWITCH_MODES,
     },
     problems=(_method_problems,),
@@ -703,14 +723,18 @@ def _config(batch: AdaptiveBatch, **arguments: Any) -> Config:
 
 
 def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ValueError(f"model: must be the module inside {type(model).__name__}, which would average every gradient")
     trainable = {parameter for parameter in model.parameters() if parameter.requires_grad}
     optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if optimized != trainable:
         raise ValueError("optimizer: must have exactly the model's trainable parameters")
     if len({parameter.device for parameter in trainable}) != 1:
         raise ValueError("model: all trainable parameters must be on one device")
-    if optimizer.state:
+    if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad's has step 0 when it is new
         raise ValueError("optimizer: must be new; load its state with Worker.load_state_dict")
+    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
+        raise ValueError(f"optimizer: {type(optimizer).__name__} needs closures or sparse gradients; use another one")
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
             raise ValueError(
@@ -723,8 +747,10 @@ def _check_method(method: Any, name: str, optimizer: torch.optim.Optimizer, conf
     able = method.capabilities
     if able.needs_speeds or able.fewer_steps:
         raise ValueError(f"method: {name} needs the simulated speeds of `python run.py`")
-    if able.correction and (type(optimizer) is not torch.optim.SGD or optimizer.defaults["momentum"]):
-        raise ValueError(f"method: {name} needs torch.optim.SGD without momentum")
+    if able.correction or able.inner_optimizer is None:
+        plain = type(optimizer) is torch.optim.SGD and not optimizer.defaults["momentum"]
+        if not plain or len(optimizer.param_groups) > 1:
+            raise ValueError(f"method: {name} needs torch.optim.SGD without momentum, with one group of parameters")
     if able.correction and config.gradient_clipping is not None:
         raise ValueError(f"method: {name} needs gradient_clipping=None")
     if problems := able.problems(config.number_of_inner_steps_between_outers, workers, None):

@@ -1,1 +1,1 @@
-"""What is trained on what: models, datasets, evaluation."""
+"""Models, datasets and evaluation."""

@@ -1,4 +1,4 @@
-"""`python run.py --completion`: a script with which bash, and zsh through bashcompinit, complete options and keys.
+"""`python run.py --completion`: a script with which bash and zsh complete options and keys.
 
 The names are in the script, so that a press of Tab starts no Python. Print it again after an update, or for plugins.
 """
@@ -31,7 +31,14 @@ _adloco() {{
     esac
     COMPREPLY=($(compgen -P "$before" -W "$names" -- "$word"))
 }}
-complete -o default -F _adloco adloco run.py python python3
+if [[ -n "${{ZSH_VERSION-}}" ]]; then
+    autoload -Uz compinit bashcompinit
+    command -v compdef >/dev/null || compinit -i
+    bashcompinit
+    complete -o default -o nospace -F _adloco adloco run.py python python3
+else
+    complete -o default -F _adloco adloco run.py python python3
+fi
 """
 
 

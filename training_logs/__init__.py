@@ -1,1 +1,1 @@
-"""What a run writes (`recording`), and what is shown of it (`showing`); the modules here are the commands."""
+"""Records of runs (`recording`) and their display (`showing`); the modules here are the commands."""

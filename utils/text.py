@@ -43,7 +43,7 @@ def budget_used(budget: Mapping) -> str:
         decimals = 1 if unit == "seconds" else 0
         used = f"{budget['used']:,.{decimals}f}"
         amount = f"{budget['amount']:,.{decimals}f} {unit}"
-    return f"{used} of {amount} ({budget['deviation_percent']:+.1f}%)"
+    return f"{used} of {amount} used"
 
 
 def merge_line(outer_step: int, representative: int, weights: Mapping[int, float]) -> str:

@@ -390,8 +390,8 @@ def step_estimate(probes: Sequence[PerExampleProbe]) -> SampleEstimate:
             bound = math.sqrt(n * math.fsum(raw[:n]) * squared_norm)
             if abs(math.fsum(products) - squared_norm) > 0.05 * bound:
                 raise UnsupportedModuleError(
-                    "the per-example gradients do not add up to the batch gradient: a parameter is used outside the "
-                    "module that owns it, or an example's loss depends on another example"
+                    "the per-example gradients do not add up to the batch gradient. Either a parameter is used outside "
+                    "the module that owns it, or an example's loss depends on another example"
                 )
         comparisons.append(
             Comparison(

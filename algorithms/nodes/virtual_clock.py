@@ -113,7 +113,7 @@ class Clocks:
         return max(0.0, 1.0 - sum(spent.total for spent in self.spent) / everything) if everything else 0.0
 
     def ready(self, node: int) -> float:
-        """When the node has done all that it began."""
+        """Return the time at which the node has done all that it began."""
         return self._ready[node]
 
     def barrier(self) -> None:

@@ -1,4 +1,4 @@
-"""How far a run is, where it ends, and how many inner steps its next round has."""
+"""Progress and end of a run, and the inner steps of its next round."""
 
 import dataclasses
 from bisect import bisect_left

@@ -1,4 +1,4 @@
-"""How the workers of a trainer come together: one file per method; `method.py` is the interface."""
+"""Synchronisation of the workers of a trainer: one file per method; `method.py` is the interface."""
 
 from algorithms.registry import Registry
 from algorithms.synchronisation.decoupled import Decoupled

@@ -32,7 +32,7 @@ Identity = tuple[str, int | None]
 
 
 def identity(spec: ComparisonSpec, run: Run) -> Identity:
-    """What an outcome is recorded by: the run's id and the synchronous workers that are counted."""
+    """The key of an outcome: the run's id and the synchronous workers that are counted."""
     return run.id, spec.method(run.method).synchronous_workers
 
 

@@ -29,7 +29,7 @@ INNER_STEPS = (10, 14, 20, 28, 40, 56, 80, 110, 150)
 
 @dataclass(frozen=True)
 class Situation:
-    """What a user has.
+    """Nodes, link and time of a user.
 
     Attributes:
         nodes: number of equal nodes.

@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from fabrics.data.documents import Document, Documents, Skipped, Source, document_hash
 from utils.config.schema import ConfigError
+from utils.text import counted
 
 # By default one document in twenty validates, but at most this many: they are evaluated after every round.
 MOST_BY_DEFAULT = 500
@@ -118,7 +119,7 @@ def _smallest_hashes(source: Source, train_size: int | None, val_size: int | Non
         val_size = default_validation_size(total)
     if len(smallest) < 2:
         raise ConfigError(
-            f"dataset: {source.name} has {len(smallest)} documents, training and validation need at least one each; "
+            f"dataset: {source.name} has {counted(len(smallest), 'document')}, training and validation need one each; "
             f"with dataset text, text_documents: blank_lines makes one of each block of lines"
         )
     if val_size >= len(smallest):

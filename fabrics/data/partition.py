@@ -29,7 +29,7 @@ def missing_scikit_learn() -> list[str]:
 
 
 def _token_counts(documents: TokenisedPart, chosen: np.ndarray, vocabulary: int):
-    """How often each token occurs in each chosen document: sparse [documents, vocabulary]."""
+    """Return the counts of tokens in the chosen documents: sparse [documents, vocabulary]."""
     from scipy import sparse
 
     offsets = documents.offsets

@@ -169,7 +169,7 @@ def _open_part(folder: Path, dtype: str) -> TokenisedPart:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a tokenised set is made of.
+    """The documents and the tokenizer of a tokenised set.
 
     Attributes:
         source: the documents.

@@ -20,6 +20,7 @@ from fabrics.sharding.sharded_model import ShardedModel
 from fabrics.training.flat_model import FlatModel
 from utils.config.schema import Config, ConfigError
 from utils.distributed.processes import Processes
+from utils.text import counted
 
 META = torch.device("meta")
 # Smaller than any vocabulary that a model from scratch may have.
@@ -221,6 +222,6 @@ def initial_cursors(config: Config, examples: int, sizes: Sequence[int] | None =
     if config.INITIAL_BATCH_SIZE > smallest:
         raise ConfigError(
             f"INITIAL_BATCH_SIZE: must be at most the {smallest} examples of a trainer's subset "
-            f"({examples} in all, {trainers} trainers), got {config.INITIAL_BATCH_SIZE}"
+            f"({examples} in all, {counted(trainers, 'trainer')}), got {config.INITIAL_BATCH_SIZE}"
         )
     return cursors

@@ -5,6 +5,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +44,7 @@ _IMPOSSIBLE_ARCHITECTURE = (
 
 @dataclass(frozen=True)
 class Demands:
-    """What the data demand of a model.
+    """The demands of the data on a model.
 
     Attributes:
         tokenizer: the tokenizer of the texts; None: the data are no text.
@@ -274,9 +275,9 @@ class TransformersFamily:
         except _IMPOSSIBLE_ARCHITECTURE as error:
             if is_out_of_memory(error):
                 raise
-            raise ConfigError(
-                f"model_config: cannot build this architecture: {' '.join(str(error).split())}"
-            ) from error
+            # transformers puts the name of its validator before the reason.
+            reason = re.sub(r"^Class validation error for validator '\w+': \w+: ", "", " ".join(str(error).split()))
+            raise ConfigError(f"model_config: cannot build this architecture: {reason}") from error
         return model
 
     def _named_architecture(self, name: str) -> dict[str, Any]:

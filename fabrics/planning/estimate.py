@@ -364,9 +364,8 @@ def estimate(config: Config, resources: Resources | None = None) -> Estimate:
         most = max(memory, key=memory.get)
         raise ConfigError(
             f"--device-memory: a run needs {sum(memory.values()):,} bytes per device, {memory[most]:,} of them for "
-            f"{most}, and may use {room:,} (padding_percentage {config.padding_percentage}); lower max_batch_size, "
-            f"eval_batch_size or sequence_length, raise devices_per_node, or set activation_checkpointing: true or "
-            f"offload_outer_state: true"
+            f"{most}, and may use {room:,} (padding_percentage {config.padding_percentage}). Set memory: auto, lower "
+            f"max_batch_size, eval_batch_size or sequence_length, or raise devices_per_node"
         )
     batches = [config.INITIAL_BATCH_SIZE]
     while largest is not None and 2 * batches[-1] < largest:

@@ -1,4 +1,4 @@
-"""When a run writes models and checkpoints, and when it stops; all processes decide together, once per round."""
+"""Times of models and checkpoints, and the end of a run; all processes decide together, once per round."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def calculate_max_batch(
         raise MemoryError(
             f"no example fits on {device}: one needs more than {budget:,} bytes (padding_percentage "
             f"{padding_percentage} of {memory:,} bytes, less {taken:,} in use and {reserved_bytes:,} for a round's "
-            f"sums, shared by {sharing} processes); use a smaller model or sequence_length, or fewer nodes_per_gpu, "
+            f"sums, shared by {sharing} processes). Use a smaller model or sequence_length, or fewer nodes_per_gpu, "
             f"trainers or processes"
         )
     return found

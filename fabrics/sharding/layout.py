@@ -1,4 +1,4 @@
-"""How the devices of a node cut a model: layers that are gathered one by one, and the rows of tensors on a device."""
+"""Division of a model over the devices of a node: layers that are gathered one by one, and rows of tensors."""
 
 import math
 from collections.abc import Iterator, Mapping

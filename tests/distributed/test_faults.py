@@ -89,7 +89,7 @@ def test_when_all_diverge_the_run_ends_with_parameters_as_before(diverging):
 
 
 def test_a_gradient_that_is_not_finite_stays_with_its_worker(monkeypatch):
-    """Where gradients are exchanged, one that went wrong under a finite loss would spoil everybody's parameters."""
+    """A gradient that is not finite under a finite loss would spoil all parameters if it were exchanged."""
     accumulate, calls = inner_loop.accumulate_gradients, []
 
     def spoiled(working, *arguments):
@@ -134,7 +134,7 @@ def test_what_says_that_there_is_no_memory():
 
 @pytest.mark.parametrize(("at_step", "error"), [(0, NO_MEMORY[0]), (2, NO_MEMORY[0]), (2, NO_MEMORY[1])])
 def test_out_of_memory_halves_the_max_batch_and_runs_the_same_examples(monkeypatch, at_step, error):
-    """In float64 the round equals one that had the memory, up to the order of summation."""
+    """The round equals one that had the memory, in float64 and up to the order of summation."""
     config = make_config(INITIAL_BATCH_SIZE=14, sampling_method="none")
     expected = make_trainer(tiny_llama(), config, EXAMPLES, nodes=2, max_batch=8)
     train(expected, 2)
@@ -250,7 +250,7 @@ def test_out_of_memory_at_the_start_names_the_plan(error):
 
 @pytest.mark.parametrize("kind", [torch.AcceleratorError, RuntimeError])
 def test_a_broken_device_ends_the_run_with_a_clear_message(kind, tmp_path, cache_dir, monkeypatch):
-    """As on CUDA: once it has broken down, whatever this process does with it fails. Libraries raise a RuntimeError."""
+    """A broken device fails in every later call, as on CUDA. Libraries raise a RuntimeError."""
     accumulate, load = inner_loop.accumulate_gradients, FlatModel.load
     calls, failures = [], []
 

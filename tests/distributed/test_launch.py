@@ -123,7 +123,7 @@ def test_a_child_that_was_killed_is_named(programs):
 
 
 def test_a_process_that_waits_for_one_that_died_is_ended(programs):
-    """It waits in a call that never returns to Python, like a collective on GPUs."""
+    """The waiting call never returns to Python, like a collective on GPUs."""
     ended = programs.run("-c", WAITING, status=1)
     assert re.search(r"error: rank 1 \(process \d+\) ended with status 3", ended.stderr)
 
@@ -260,7 +260,7 @@ print("status", run.main([*sys.argv[1:], *own[int(os.environ["RANK"])]]))
 
 
 def test_processes_with_different_arguments_end_with_one_line_before_training(programs, tmp_path, cache_dir):
-    """As on different machines. Nodes decide how processes connect; with different ones, none waits forever."""
+    """Processes that connect in different ways, as different nodes make them, do not wait forever."""
     config = write_config(tmp_path, cache_dir)
     (tmp_path / "different.py").write_text(DIFFERENT)
     done = programs.torchrun(2, tmp_path / "different.py", "--config", config)

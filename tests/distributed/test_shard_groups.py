@@ -176,7 +176,7 @@ def test_fsdp_norm_in_small(together):
     ],
 )
 def test_a_run_resumes_with_shard_groups_of_another_size(together, alone, part, name):
-    """From one device to shard groups, and back."""
+    """Resume a run of one device with shard groups, and back."""
     expected, results = alone(name), together[0][part]
     back = shard_groups.run_scenario(name, shard_groups.alone(shard_groups.nodes_of(name)), results[name]["stopped"])
     for found in (results["resumed"][name], back):
@@ -228,7 +228,7 @@ def killed(programs, cache_dir, tmp_path_factory):
 
 
 def test_a_run_whose_device_dies_resumes_on_one_device(programs, killed, tmp_path):
-    """It ends like a run on one device, in float64. The device is killed in round 4."""
+    """The resumed run ends like a run on one device, in float64. The device is killed in round 4."""
     config, expected = killed
     own = "processes=2", "devices_per_node=2", f"log_dir={tmp_path}"
     done = programs.run("tests/support/killed_in_round.py", "SIGKILL", 1, "--config", config, *own, status=1)

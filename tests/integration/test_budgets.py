@@ -253,7 +253,7 @@ def test_one_slow_round_does_not_end_the_run(monkeypatch, clock):
 
 @pytest.mark.usefixtures("clock")
 def test_equal_measurements_give_equal_runs():
-    """As in several processes, which gather their measurements; a resumed run continues with the seconds so far."""
+    """Processes gather equal measurements; a resumed run continues with the seconds so far."""
     clusters = [light_cluster(**budget_settings(4) | TIME) for _ in range(3)]
     for cluster in clusters[:2]:
         for _ in range(3):

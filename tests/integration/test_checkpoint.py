@@ -221,7 +221,7 @@ def parts_of(group: dict[str, torch.Tensor], index: int, devices: int) -> dict[s
 @pytest.mark.parametrize("devices", [1, 2, 3, 8])
 @pytest.mark.parametrize("at_once", [5, 10**6])
 def test_a_file_written_in_parts_has_the_bytes_that_safetensors_writes(tmp_path, monkeypatch, devices, at_once):
-    """In any order, and however few bytes the system takes at once."""
+    """The order of the parts and the bytes that the system takes at once do not matter."""
     pwrite = os.pwrite
     monkeypatch.setattr(tensor_file.os, "pwrite", lambda file, data, at: pwrite(file, data[:at_once], at))
     group = whole_group(0)
@@ -232,7 +232,7 @@ def test_a_file_written_in_parts_has_the_bytes_that_safetensors_writes(tmp_path,
 
 
 def test_a_file_may_exceed_four_gigabytes(tmp_path):
-    """This process has the last of 1.5 billion elements; the rest of the file takes no space."""
+    """A process writes the last of 1.5 billion elements; the rest of the file takes no space."""
     count = 1_500_000_000
     for index in range(2):
         pieces = ((count - 3, slice(1, 4)),) if index else ()

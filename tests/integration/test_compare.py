@@ -250,7 +250,7 @@ def test_small_comparison_through_its_command(tmp_path, cache_dir, capsys, monke
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_comparison_leaves_no_training_process(programs, cache_dir, tmp_path, number):
-    """On Linux; elsewhere a comparison that is killed at once (SIGKILL) cannot end its runs."""
+    """A comparison killed by SIGKILL ends its runs on Linux only."""
     path = small_comparison(tmp_path, seeds=[1], methods=[{"name": "AdLoCo"}])
     written = yaml.safe_load(path.read_text())
     written["common"] |= {"cache_dir": str(cache_dir), "max_tokens": 10**9}

@@ -118,8 +118,8 @@ def test_diloco_150m_has_the_values_of_its_replication():
     assert (config.learning_rate_schedule, config.minimum_learning_rate_ratio) == ("cosine", 0.0)
 
 
-def test_fsdp_norm_is_the_test_of_the_paper():
-    """Synchronous, on one shard group; the newest statistics alone decide, in every step, up to the largest batch."""
+def test_fsdp_norm_tests_every_step_of_one_shard_group():
+    """The newest statistics alone decide, in every synchronous step, up to the largest batch."""
     config, warnings = load_config(ROOT / "configs" / "fsdp_norm.yaml", (), CHECKS)
     assert warnings == []
     assert (config.distributed_algo, config.number_of_inner_steps_between_outers) == ("Synchronous", 1)

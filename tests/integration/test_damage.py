@@ -169,7 +169,7 @@ def test_every_damage_to_a_checkpoint_is_noticed(tmp_path, name, damage):
 
 
 def test_a_checkpoint_of_another_version_is_one_error(stopped, capsys):
-    """One whose state lacks what this version reads."""
+    """The state of the checkpoint lacks keys that this version reads."""
     for left_out in ("observer", "cluster"):
         path = stopped / "checkpoints" / f"round_{ROUNDS - 1:05d}" / "state.json"
         content = json.loads(path.read_text())
@@ -275,7 +275,7 @@ def test_a_value_of_the_configuration_that_is_not_that_of_the_checkpoint_is_repo
     ("node_log.csv", "junk"), ("node_log.csv", "a folder"),
 ])  # fmt: skip
 def test_a_damaged_log_is_reported(stopped, capsys, name, damage):
-    """One that lacks rows is refused. One with other rows is continued, and the training is the same."""
+    """A log that lacks rows is refused. A log with other rows is continued, and the training is the same."""
     path = stopped / "model_training_report" / name
     rows = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(row for row in rows if not row.startswith(b"3,")))  # the rows of the checkpoint
@@ -378,7 +378,7 @@ def replaced_by_a_file(path: Path) -> None:
     ("memory_report", replaced_by_a_file), ("checkpoints", shutil.rmtree), ("model_weights", replaced_by_a_file),
 ])  # fmt: skip
 def test_a_folder_that_is_lost_while_a_run_trains_costs_warnings(tmp_path, cache_dir, monkeypatch, name, fault):
-    """Without a place for models the exit status is 1."""
+    """The exit status is 1 if models cannot be written."""
     folder = tmp_path / "logs" / "whole"
     broken_after(monkeypatch, 1, lambda: fault(folder / name))
     assert start(tmp_path, cache_dir) == int(fault is not shutil.rmtree and name in (".", "model_weights"))
@@ -413,7 +413,7 @@ def read_only(run: Path, name: str) -> Iterator[None]:
     ("model_weights", 1), ("model_weights", ROUNDS),
 ])  # fmt: skip
 def test_a_resume_brings_back_what_a_read_only_folder_has_cost(whole, tmp_path, cache_dir, monkeypatch, name, rounds):
-    """From the first round on, or at the end; models of earlier rounds than that of the checkpoint are lost."""
+    """The folder is read-only from `rounds` on; models of rounds before the checkpoint are lost."""
     folder = tmp_path / "logs" / "whole"
     save_models = Cluster.save_models
     with contextlib.ExitStack() as disk:
@@ -572,7 +572,7 @@ def test_a_folder_of_a_comparison_that_cannot_be_made_is_one_line(tmp_path, caps
 
 @pytest.mark.parametrize("name", ["exchange_log.csv", "node_log.csv", "merge_log.csv"])
 def test_a_finished_run_whose_records_are_cut_is_no_outcome(tmp_path, made, name):
-    """Without its exchanges its simulated time would be too short."""
+    """A run without its exchanges would have too short a simulated time."""
     comparison = load_spec(small_comparison(tmp_path))
     run = make_run(comparison, comparison.methods[0], 1)
     runner = Runner(tmp_path / "runs", 1)

@@ -88,7 +88,7 @@ def test_settings_in_sentences_are_possible(path):
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_files_and_names_in_sentences_are_there(path):
-    """Of files the source and what git keeps; a name with an underscore is in some source."""
+    """Every file that a page names exists, and every name with an underscore is in some source."""
     named = spans(path)
     files = {span for span in named if re.fullmatch(r"(\w+/)+\w+\.(py|yaml|md)|\w+\.py", span)}
     assert {file for file in files if not (ROOT / file).exists()} == set()

@@ -148,7 +148,7 @@ def test_inner_steps_never_wait_for_the_gpu(autocast):
 
 @needs_gpu
 def test_cuda_graphs_train_what_eager_steps_do():
-    """With two sizes of micro-batches, over which the graphs are recorded and replayed."""
+    """Graphs are recorded and replayed for two sizes of micro-batches."""
     found = []
     for compiled in (False, "reduce-overhead"):
         config = make_config(

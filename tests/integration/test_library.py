@@ -104,7 +104,7 @@ def test_a_resumed_loop_equals_an_uninterrupted_one(tmp_path):
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_one_worker_is_plain_training(autocast):
-    """With a schedule of PyTorch, and in bfloat16."""
+    """One worker equals a plain loop with a schedule of PyTorch, also in bfloat16."""
     loop = Regression(batch=4, inner_steps=1000)
     plain = Regression(batch=4)
     rates = [torch.optim.lr_scheduler.ExponentialLR(each.optimizer, 0.9) for each in (loop, plain)]
@@ -163,6 +163,12 @@ def zero_gradients_between(loop: Regression) -> None:
     loop.optimizer.zero_grad()
 
 
+def remove_some_gradients_between(loop: Regression) -> None:
+    for indices in loop.worker.micro_batches(96):
+        loop.model[2].zero_grad()
+        loop.worker.backward(loop.losses(indices))
+
+
 def leave_and_begin_again(loop: Regression) -> None:
     for indices in loop.worker.micro_batches(96):
         loop.worker.backward(loop.losses(indices))
@@ -179,7 +185,10 @@ def use_gradients_elsewhere(loop: Regression) -> None:
         loop.worker.backward(loop.losses(indices))
 
 
-@pytest.mark.parametrize("compute", [zero_gradients_between, leave_and_begin_again, use_gradients_elsewhere])
+@pytest.mark.parametrize(
+    "compute",
+    [zero_gradients_between, remove_some_gradients_between, leave_and_begin_again, use_gradients_elsewhere],
+)
 def test_only_complete_inner_steps_count(compute):
     loop = Regression(batch=ADAPTIVE)
     while loop.worker.steps < 12:
@@ -223,13 +232,32 @@ def test_processes_begin_alike_or_not_at_all(two_processes):
     for name, tensor in two_processes[0]["tensors"].items():
         assert torch.equal(tensor, two_processes[1]["tensors"][name]), name
     for result in two_processes:
-        assert list(result["errors"]) == ["model", "arguments", "examples", "state"]
+        assert list(result["errors"]) == [
+            "model, shapes",
+            "model, types",
+            "trainable parameters",
+            "arguments",
+            "examples",
+            "state",
+        ]
         for name, error in result["errors"].items():
-            assert error.startswith(f"{name}: must be the same in all processes")
+            assert error.startswith(f"{name.split(',')[0]}: must be the same in all processes")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"method": "LocalSGD"}, "of another model or method; it differs in velocity"),
+        ({"seed": 3}, "must be of a worker with seed 3, got 0"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(alone, arguments, problem):
+    with pytest.raises(ValueError, match=f"^load_state_dict: the state .*{problem}"):
+        Regression(batch=4, **arguments).worker.load_state_dict(alone.worker.state_dict())
 
 
 def test_another_number_of_workers_continues_where_the_run_was(two_processes, alone):
-    """From one worker to two, and back: none repeats or leaves out an example."""
+    """Workers change from one to two and back; no example is repeated or left out."""
     first, second = two_processes
     assert first["state"]["counts"]["steps"] == 9
     for name, tensor in first["state"]["shared"].items():
@@ -246,6 +274,29 @@ def test_a_process_that_ends_early_ends_the_others():
         adloco.launch(leave_early, processes=2)
 
 
+def test_no_processes_are_refused():
+    with pytest.raises(ValueError, match=r"^processes: must be a positive integer, got 0"):
+        adloco.launch(leave_early, processes=0)
+
+
+def test_processes_share_the_cores(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(local_processes, "cores", lambda: 6)
+    before = torch.get_num_threads()
+    try:
+        assert local_processes._call(torch.get_num_threads) == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_parameters_that_are_not_finite_end_the_run_and_are_never_sent():
+    loop = Regression(batch=4)
+    loop.targets[:] = torch.nan
+    with pytest.raises(FloatingPointError, match=r"^step: the parameters of worker 0 became NaN or infinite"):
+        loop.train(3)
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -253,9 +304,11 @@ def test_a_process_that_ends_early_ends_the_others():
         ({"inner_steps": 0}, "inner_steps"),
         ({"parameters": {"fragments": 2}}, "parameters.fragments"),
         ({"batch": adloco.AdaptiveBatch("norm_tst")}, "test"),
+        ({"batch": None}, "initial"),
         ({"batch": adloco.AdaptiveBatch(eta=-1.0)}, "eta"),
         ({"method": "Decoupled"}, "method"),
         ({"method": "LoCoDL"}, "method"),
+        ({"method": "DeMo"}, "method"),
     ],
 )
 def test_a_wrong_argument_is_named(arguments, named):
@@ -267,8 +320,13 @@ def test_models_and_optimizers_that_cannot_be_used_are_refused():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     with pytest.raises(ValueError, match=r"^model: 1 keeps running statistics"):
         adloco.Worker(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match=r"^optimizer: "):
+    with pytest.raises(ValueError, match=r"^optimizer: must have exactly"):
         adloco.Worker(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"^optimizer: LBFGS needs closures"):
+        adloco.Worker(model[0], torch.optim.LBFGS(model[0].parameters()))
+    with pytest.raises(ValueError, match=r"^model: must be the module inside DataParallel"):
+        adloco.Worker(nn.DataParallel(model[0]), torch.optim.SGD(model[0].parameters(), lr=0.1))
+    adloco.Worker(model[0], torch.optim.Adagrad(model[0].parameters()))  # has a state when it is new
 
 
 def test_an_unknown_layer_is_refused_with_the_way_out():
@@ -290,6 +348,15 @@ def test_a_loop_in_the_wrong_order_is_an_error():
         loop.worker.backward(loop.losses(indices[:2]))
     with pytest.raises(RuntimeError, match=r"^micro_batches: call backward"):
         next(micro_batches)
+    micro_batches = loop.worker.micro_batches(96)
+    loop.worker.backward(loop.losses(next(micro_batches)))
+    loop.optimizer.zero_grad(set_to_none=False)
+    with pytest.raises(RuntimeError, match=r"^backward: the gradient was overwritten"):
+        loop.worker.backward(loop.losses(next(micro_batches)))
+    moved = Regression()
+    moved.model.double().float()
+    with pytest.raises(RuntimeError, match=r"^micro_batches: the parameters have moved"):
+        next(moved.worker.micro_batches(96))
 
 
 @pytest.mark.usefixtures("programs")

@@ -191,7 +191,7 @@ AT_ONCE = {
 
 @pytest.mark.parametrize("name", matrix.METHODS)
 def test_the_update_of_a_lone_worker_is_neither_sparse_nor_rounded(name):
-    """In the first round, of one inner step, it is a multiple of the worker's own step, or has its signs."""
+    """The update of a first round of one inner step is a multiple of the worker's step, or has its signs."""
     parameters = {"synchronisation": AT_ONCE[name]} if name in AT_ONCE else {}
     able = matrix.METHODS[name]().capabilities
     dtypes = able.encodings or ("float32", "bfloat16", "int8", "int4")

@@ -85,7 +85,7 @@ def test_the_wheel_alone_trains_and_resumes(programs, tmp_path, cache_dir):
 
 
 def test_the_module_is_the_program(programs):
-    """In a checkout, without installation."""
+    """`python -m adloco` works in a clone, without installation."""
     first = command(sys.executable, "run.py", "--help", cwd=ROOT)
     second = command(sys.executable, "-m", "adloco", "--help", cwd=ROOT)
     assert first.stdout == second.stdout != ""

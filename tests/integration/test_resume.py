@@ -88,6 +88,7 @@ def test_a_finished_run_can_be_made_longer(whole, tmp_path, cache_dir):
     assert summary(folder)["outer_steps"] == 7
     assert "number_of_outer_steps: 7" in (folder / "config.yaml").read_text()
     assert program.main(["--resume", str(folder)]) == 0
+    assert "resumed after round 7, the last: nothing is left to train" in (folder / "training_log.log").read_text()
     assert summary(folder)["outer_steps"] == 7
     assert summary(folder)["status"] == "completed"
 
@@ -119,7 +120,7 @@ def test_force_allows_changes_and_the_summary_records_them(stopped):
 
 def test_a_folder_without_a_run_or_a_checkpoint_is_refused(whole, tmp_path, capsys):
     assert program.main(["--resume", str(tmp_path)]) == 2
-    assert "cannot read the configuration" in capsys.readouterr().err
+    assert f"error: --resume: {tmp_path} is not a run folder: it has no config.yaml" in capsys.readouterr().err
     shutil.copy(whole / "config.yaml", tmp_path)
     assert program.main(["--resume", str(tmp_path)]) == 2
     assert "no checkpoint in" in capsys.readouterr().err
@@ -194,7 +195,7 @@ def test_another_log_dir_moves_no_run(whole):
 
 
 def test_a_run_folder_cannot_make_the_run_write_elsewhere(stopped, tmp_path, capsys):
-    """As that of somebody else might try, by its configuration or by a link."""
+    """A foreign folder may try it by its configuration or by a link."""
     with (stopped / "config.yaml").open("a") as file:
         file.write("log_file: ../../precious\nmodel_weights_dir: /precious\n")
     _, warnings = resumed_config(stopped, [], False, CHECKS)

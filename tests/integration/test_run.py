@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -228,6 +229,7 @@ def test_the_log_says_what_lone_workers_cost(tmp_path, cache_dir):
     rounds = [line for line in log.splitlines() if "| trainer" in line]
     assert ["perplexity" in line for line in rounds] == [False, False, True, True, False, True]
     assert [int(line.split("communications")[1].split()[0]) for line in rounds] == [0, 0, 0, 0, 1, 1]
+    assert "round 3: trainer 0 on node 0 (3 nodes idle: each worker needs 8 examples)\n" in log
     (merge,) = (line for line in log.splitlines() if "merge after round 2" in line)
     assert "| perplexity " in merge
     assert "| communications 1 (" in merge
@@ -353,7 +355,7 @@ def test_the_first_line_is_there_before_anything_that_takes_long_is_loaded(progr
 
 
 def test_help_answers_without_loading_anything(programs):
-    """On one screen."""
+    """The help fits on one screen."""
     said = programs.run("run.py", "--help", fresh=True, env=os.environ | {"COLUMNS": "80"}).stdout
     assert "key=value" in said
     assert 24 <= len(said.splitlines()) <= 40
@@ -392,6 +394,35 @@ def test_bash_completes_options_keys_and_names(capsys, tmp_path):
     assert completed("adloco", "model_type=b") == ["model_type=bert"]
     assert completed("python", "other.py", "ETA") == []
     assert completed("python", "run.py", "log_dir", "=", "l") == []  # bash then completes names of files
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        ("python run.py ETA_", "python run.py ETA_at_end="),
+        ("python -m adloco --res", "python -m adloco --resume"),
+        ("adloco model_type=b", "adloco model_type=bert"),
+        ("python other.py ETA_", "python other.py ETA_"),
+    ],
+)
+def test_zsh_completes_with_tab(capsys, tmp_path, typed, line):
+    """An interactive zsh without settings; Ctrl-T shows its line and ends it."""
+    assert program.main(["--completion"]) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+    press = r"""
+        zmodload zsh/zpty
+        zpty shell zsh -f -i
+        zpty -w shell "source $1; show() { print -r -- \"[\$BUFFER]\"; exit }; zle -N show; bindkey '^T' show"
+        zpty -n -w shell "$2"$'\t\x14'
+        zpty -r shell shown $'*\r\n\\[*\\]\r\n*'
+        print -r -- "$shown"
+    """
+    pressed = subprocess.run(
+        ["zsh", "-f", "-c", press, "zsh", tmp_path / "script", typed],
+        capture_output=True, text=True, timeout=60, env=os.environ | {"HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert f"[{line}]" in pressed.stdout
 
 
 def test_a_run_that_cannot_go_on_says_why_and_keeps_what_it_has(tmp_path, cache_dir, capsys):

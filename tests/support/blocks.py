@@ -87,7 +87,7 @@ class _Parsed(BaseException):
 
 
 def options_of(words: list[str]) -> argparse.Namespace | None:
-    """What the parser of `python SCRIPT ...` or `python -m MODULE ...` makes of the words; None: it has no parser.
+    """Return the options of `python SCRIPT ...` or `python -m MODULE ...`, as its parser reads them; None: no parser.
 
     Raises:
         SystemExit: the parser refuses them.

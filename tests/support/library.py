@@ -95,7 +95,12 @@ def begin_with_unlike_processes(interrupted: list[dict], alone: dict) -> dict:
             found["errors"][name] = str(error)
 
     linear = nn.Linear(4 + rank, 1)
-    attempt("model", lambda: adloco.Worker(linear, torch.optim.SGD(linear.parameters(), lr=0.1)))
+    attempt("model, shapes", lambda: adloco.Worker(linear, torch.optim.SGD(linear.parameters(), lr=0.1)))
+    small = nn.Linear(4, 1, dtype=(torch.float32, torch.float64)[rank])
+    attempt("model, types", lambda: adloco.Worker(small, torch.optim.SGD(small.parameters(), lr=0.1)))
+    model.first.requires_grad_(rank == 1)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    attempt("trainable parameters", lambda: adloco.Worker(model, torch.optim.SGD(trained, lr=0.1)))
     attempt("arguments", lambda: Regression(inner_steps=2 + rank))
     attempt("examples", lambda: next(Regression().worker.micro_batches(90 + rank)))
     attempt("state", lambda: Regression(batch=4).worker.load_state_dict(interrupted[rank]))

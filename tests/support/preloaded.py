@@ -1,4 +1,4 @@
-"""What the fork server of tests/support/programs.py imports once for all programs."""
+"""Imports of the fork server of tests/support/programs.py, once for all programs."""
 
 import os
 

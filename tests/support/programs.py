@@ -68,7 +68,7 @@ def command(*words: str | Path, **keywords) -> CompletedProcess:
 
 
 class _ForkedPopen:
-    """What utils.distributed.launch uses of Popen, for `python *words` without a new interpreter."""
+    """The part of Popen that utils.distributed.launch uses, for `python *words` without a new interpreter."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], stdin: int):
         self.returncode: int | None = None

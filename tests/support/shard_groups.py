@@ -232,7 +232,7 @@ def model_with_gaps() -> torch.nn.Module:
 
 
 def flat_operations(processes: Processes) -> dict:
-    """What methods ask about flat tensors in parts, and the types of gathered parameters with autocast."""
+    """Return the operations on flat tensors in parts, and the types of gathered parameters with autocast."""
     model = ShardedModel(model_with_gaps(), CPU, processes.shard_group)
     flat = model.parameters.detach()
     llama = ShardedModel(tiny_llama(dtype=torch.float32), CPU, processes.shard_group, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What experiment trackers have written, read back."""
+"""Readers of the files of experiment trackers."""
 
 import json
 import sqlite3

@@ -115,7 +115,7 @@ def test_training_and_evaluation_have_the_bits_of_a_model_with_masks(dtype, monk
 
 
 def test_inner_steps_and_evaluation_read_no_values():
-    """With accumulation, clipping and a warm-up; also passes with statistics, until these are read."""
+    """Accumulation, clipping, a warm-up and statistics read no value, until the statistics are read."""
     config = make_config(
         INITIAL_BATCH_SIZE=8, max_batch_size=4, switch_multiplier=1, warmup_steps=3, sampling_method="none"
     )
@@ -175,7 +175,7 @@ def test_only_16_bit_types_have_grouped_queries_on_gpus():
 
 @pytest.mark.parametrize("repeated", [False, True])
 def test_causal_attention_runs_the_fused_kernel_and_equals_its_definition(repeated, monkeypatch):
-    """On a CPU, with grouped queries as they are, and repeated as for float32 on GPUs."""
+    """The CPU runs grouped queries as they are, and repeated as for float32 on GPUs."""
     monkeypatch.setattr(attention, "repeats_keys", lambda device, dtype: repeated)
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(3, 4, 7, 8, generator=generator)

@@ -192,7 +192,7 @@ DECAYING = 1.0 / np.arange(1, 301)
 
 @pytest.mark.parametrize("weights", [ISOTROPIC, DECAYING])
 def test_the_largest_of_300_requests_does_not_drift_above_the_right_one(weights):
-    """Without a lower bound the same runs end 1.1 to 2.6 times too high."""
+    """The same runs without a lower bound end 1.1 to 2.6 times too high."""
     ends = {}
     for confidence in (0.0, 2.0):
         requests = [last_request(weights, 50, 1, 32, 300, seed, confidence) for seed in range(3)]

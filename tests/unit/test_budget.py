@@ -34,7 +34,7 @@ from tests.support.helpers import (
 
 
 def test_the_exponent_of_growth_is_the_slope_so_far_from_a_prior_of_four_tenths():
-    """With o a hundredth of all examples, ln batch over ln (examples + o); a batch of 8 has grown to 8 * 1.5^4."""
+    """The slope is ln batch over ln (examples + a hundredth of all); a batch of 8 has grown to 8 * 1.5^4."""
     assert growth_exponent(1.0, Remaining(0, 9, 0, 10_000.0)) == pytest.approx(0.4)
     passed = math.log((4_900 + 100) / 100)
     expected = (passed * 4 * math.log(1.5) + 0.5 * 0.4) / (passed**2 + 0.5)

@@ -76,7 +76,7 @@ def test_unknown_inner_products_decide_nothing(parameters):
 
 
 def test_debiased_norm_test_without_a_visible_gradient():
-    """As an estimate it says nothing; with an error of 0.5 it says that the squared norm is at most 1: 8 / 1."""
+    """A negative estimate gives no request; with an error of 0.5 the squared norm is at most 1: 8 / 1."""
     assert norm_test(statistics(-0.5, 8.0), P(debias=True), 16) is None
     assert norm_test(statistics(-0.5, 8.0, error=0.5), P(debias=True, confidence=2.0), 4) == 8
 

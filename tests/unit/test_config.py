@@ -254,6 +254,11 @@ def test_a_file_that_is_not_a_configuration_is_refused(tmp_path, text, expected)
         load_config(path)
 
 
+def test_a_colon_without_a_space_is_a_problem():
+    with pytest.raises(ConfigError, match=r"^model_config: YAML needs a space after each colon, got {name:tiny}$"):
+        parse_config({}, ["model_config={name:tiny}"])
+
+
 def test_a_missing_file_is_a_problem(tmp_path):
     with pytest.raises(ConfigError, match="cannot read the configuration: No such file"):
         load_config(tmp_path / "none.yaml")

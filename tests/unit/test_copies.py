@@ -26,7 +26,7 @@ class Apart(Method):
 
 @pytest.fixture
 def cluster_of(monkeypatch):
-    """From configuration values to a cluster whose workers never hear of each other."""
+    """Make a cluster, from configuration values, whose workers never exchange anything."""
     monkeypatch.setitem(METHODS, "Apart", Apart)
     monkeypatch.setitem(CHECKS.choices, "distributed_algo", tuple(METHODS))
     values = {"distributed_algo": "Apart", "number_of_initial_trainers": 1, "sampling_method": "none"}
@@ -39,7 +39,7 @@ def rounds(cluster, count: int) -> None:
 
 
 def copies(cluster) -> torch.Tensor:
-    """Of the only trainer's workers, one row each."""
+    """Return the copies of the only trainer's workers, one row each."""
     (trainer,) = cluster.trainers.values()
     return torch.stack([worker.state[COPY] for worker in trainer.workers.values()])
 

@@ -45,7 +45,7 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def is_inside(name: str) -> bool:
-    """Of a Llama: the projections of attention and MLP."""
+    """Return whether a Llama's parameter belongs to a projection of attention or MLP."""
     return name.endswith("proj.weight")
 
 

@@ -16,7 +16,7 @@ MU, L = 0.5, 2.0
 
 
 def hessians(workers: int, size: int) -> torch.Tensor:
-    """Of the workers' functions, [workers, size, size]: eigenvalues from MU to L, in directions of each one's own."""
+    """Return the Hessians of the workers' functions [workers, size, size]: eigenvalues MU to L, own directions."""
     generator = np.random.default_rng(0)
     turns = [np.linalg.qr(generator.normal(size=(size, size)))[0] for _ in range(workers)]
     return torch.from_numpy(np.stack([turn * np.linspace(MU, L, size) @ turn.T for turn in turns]))

@@ -145,7 +145,7 @@ def test_memory_is_measured_with_the_longest_example():
 
 
 class _Sharing(LocalProcesses):
-    """One process that claims that the four nodes of its device belong to several."""
+    """A process claims that the four nodes of its device belong to several."""
 
     def __init__(self, owners):
         super().__init__([CPU], 4)
@@ -165,7 +165,7 @@ class _Sharing(LocalProcesses):
     ],
 )
 def test_the_memory_of_state_and_rounds_is_set_aside(monkeypatch, values, owners, sums):
-    """On a CPU the state of all trainers is reserved, because it has not been written yet."""
+    """The state of all trainers is reserved on a CPU, because it has not been written yet."""
     asked = []
 
     def calculate(step, model, share, sharing, reserved):
@@ -187,7 +187,7 @@ def test_the_memory_of_state_and_rounds_is_set_aside(monkeypatch, values, owners
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method().capabilities.message_tensors])
 def test_a_process_holds_the_messages_of_its_workers(monkeypatch, name, dtype):
-    """As many model-sized tensors per worker as the method declares, in any encoding."""
+    """The method declares the model-sized tensors per worker, for any encoding."""
     held, result = [], WorkerMessages.result
 
     def noting(self):
@@ -205,7 +205,7 @@ def test_a_process_holds_the_messages_of_its_workers(monkeypatch, name, dtype):
 
 
 def test_messages_to_and_from_other_processes_are_counted():
-    """Without messages: the workers' pseudo-gradients. In pairs a worker receives one, through a server all of them."""
+    """A worker receives one message in pairs, and all through a server; without messages, pseudo-gradients count."""
     assert max_batch.round_tensors(make_config(), workers=4, several_processes=True) == 5
     pairs, server = make_config(distributed_algo="NoLoCo"), make_config(distributed_algo="DelayedNesterov")
     assert max_batch.round_tensors(pairs, 2, False) == 1 + 2 * (2 + 1)

@@ -86,7 +86,7 @@ def test_conversations_are_cut_and_those_without_an_answer_left_are_skipped(make
 
 
 def test_the_statistics_are_of_the_losses_on_each_examples_own_answer(make):
-    """By hand: an example's loss is the mean over its answer's tokens, however many; its norm one backward pass."""
+    """An example's loss is the mean over its answer's tokens, however many; its norm is one backward pass."""
     talk = [[user(f"w{n}"), assistant("w1 " * n)] for n in range(1, 7)]
     examples = load_data(make(talk)).train
     module = tiny_llama()

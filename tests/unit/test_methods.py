@@ -295,7 +295,7 @@ def test_streaming_in_one_piece_without_delay_is_diloco():
 
 
 def test_a_fragment_under_way_arrives_in_the_next_round_however_long_that_is():
-    """With mixing 0 workers agree on a fragment once it has arrived, and differ before and later."""
+    """Workers with mixing 0 agree on a fragment once it has arrived, and differ before and later."""
     parameters = {"fragments": 2, "delay": 2, "mixing": 0.0}
     trainer = trainer_of(2, distributed_algo="StreamingDiLoCo", synchronisation=parameters)
     parts = layer_fragments(trainer.worker_group.first_model.blocks, 2)
@@ -379,7 +379,7 @@ def test_fda_continues_from_the_merged_parameters():
 
 
 def test_streaming_keeps_the_error_of_every_fragment():
-    """What int8 lost of one fragment is still there after another was sent."""
+    """The rounding error of one fragment is still there after another was sent."""
     parameters = {"fragments": 2, "delay": 0, "mixing": 0.0}
     values = {"distributed_algo": "StreamingDiLoCo", "synchronisation": parameters}
     trainer, exact = trainer_of(2, communication_dtype="int8", **values), trainer_of(2, **values)

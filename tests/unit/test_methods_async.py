@@ -94,7 +94,7 @@ def test_a_node_waits_only_for_exchanges_in_which_it_takes_part():
 
 
 def test_nodes_wait_for_their_whole_group():
-    """Of five nodes that meet in threes, two are alone in a group of their own; in pairs, one rests."""
+    """Five nodes in groups of three leave a group of two; in pairs, one node rests."""
     assert sorted(len(group) for group in meetings(range(5), 3, 7)) == [2, 3]
     assert sorted(len(group) for group in meetings(range(5), 2, 7)) == [2, 2]
     met = {frozenset(pair) for turn in range(7) for pair in meetings(range(8), 2, turn)}
@@ -207,7 +207,7 @@ def test_equally_fast_workers_make_it_another_method(method, parameters, other, 
 
 
 def test_workers_count_as_the_squares_of_their_examples():
-    """In as many steps: DiLoCo with other weights."""
+    """Equal steps give DiLoCo with other weights."""
     parameters = {"fragments": 1, "quorum": 3}
     trainer = trainer_of(3, (64, 1, 64), distributed_algo="Decoupled", synchronisation=parameters)
     problem = problem_of(trainer, 3, 4)

@@ -87,7 +87,10 @@ def test_initialisation_depends_on_the_seed_alone(tokenizer):
         ({"name": "/no/such/folder"}, "model_config.name: cannot load '/no/such/folder'"),
         ({"vocab_size": 10}, "model_config.vocab_size: "),
         ({"max_position_embeddings": 4}, "sequence_length: "),
-        ({"hidden_size": 10, "num_attention_heads": 3}, "model_config: cannot build this architecture"),
+        (
+            {"hidden_size": 10, "num_attention_heads": 3},
+            r"cannot build this architecture: The hidden size \(10\) is not",
+        ),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "model_config: cannot build this architecture"),
         ({"hidden_act": "nope"}, "model_config: cannot build this architecture: 'nope'"),
         ({"num_hidden_layers": 0}, "model_config.num_hidden_layers: "),

@@ -34,7 +34,7 @@ def test_a_silent_process_keeps_the_signal(capfd):
 
 
 def test_a_repeated_signal_counts_once_even_after_the_run(capfd):
-    """For example when torchrun's agent and the user both send it to every process."""
+    """The agent of torchrun and the user may both send a signal to every process."""
     with StopRequest():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)

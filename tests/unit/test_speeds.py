@@ -237,7 +237,7 @@ def test_the_run_folder_says_how_long_nodes_waited(tmp_path):
 
 
 def test_workers_arrive_in_the_order_in_which_they_finish():
-    """With K = 1, x = x - lr g; v = mu v + g; x = x - lr mu v for workers 2, 0 and 1."""
+    """The rule with K = 1: x = x - lr g; v = mu v + g; x = x - lr mu v for workers 2, 0 and 1."""
     moved = {0: 1.0, 1: 10.0, 2: 100.0}
     names = ("parameters", "velocity", "buffer")
     starts = [torch.zeros(1, dtype=torch.float64) for _ in moved]

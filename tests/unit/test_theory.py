@@ -74,7 +74,7 @@ def white(generator) -> np.ndarray:
 
 @pytest.mark.parametrize(("noise_of", "wander"), [(correlated, 0.0), (white, DRIFT)])
 def test_nine_in_ten_intervals_hold_the_rest_of_a_run(noise_of, wander):
-    """Of 100 runs whose first 20 of 60 rounds are fitted, with correlated noise, or with white noise and a drift."""
+    """Fit the first 20 of 60 rounds of 100 runs, with correlated noise, or with white noise and a drift."""
     held = 0
     ratios = []
     for seed in range(100):

@@ -134,7 +134,7 @@ def test_the_largest_token_decides_the_bytes_of_all(tmp_path, largest, dtype):
 def test_an_interrupted_set_is_continued_to_the_same_bytes(
     tokenizer, tmp_path, stop, blocks, left, caplog, monkeypatch
 ):
-    """In blocks of 100 documents, of 60 for validation and 240 for training; damaged blocks are made again."""
+    """Blocks have 100 documents: 60 for validation and 240 for training. Damaged blocks are made again."""
     monkeypatch.setattr(token_store, "BLOCK_DOCUMENTS", 100)
     texts = python_documents()[:400]
     write(tmp_path / "whole", tokenizer, texts, 240, 60)

@@ -45,7 +45,6 @@ def test_word_piece_is_berts():
 
 
 def test_the_same_documents_give_the_same_tokenizer_in_another_process(programs):
-    """For both tasks."""
     program = (
         "from pathlib import Path; from fabrics.data.tokenization import *; "
         "documents = Path('README.md').read_text(encoding='utf-8').split('\\n\\n'); "

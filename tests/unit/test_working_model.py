@@ -97,7 +97,7 @@ def test_a_compiled_model_gives_the_same_gradients_and_statistics(monkeypatch):
 @pytest.mark.usefixtures("programs")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_code_that_the_compiler_generates_is_made_once_and_kept_for_the_next_run(tmp_path, monkeypatch):
-    """With nothing in its place: code for all micro-batches, which a second model takes from the folder."""
+    """Code serves all micro-batches, and a second model takes it from the folder."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     examples = PackedSequences(random_sequences(8))
 

@@ -1,4 +1,4 @@
-"""How each node spends its time: rows of node_log.csv, by a virtual clock (`fabrics.pool.run_clock`)."""
+"""Time of each node: rows of node_log.csv, by a virtual clock (`fabrics.pool.run_clock`)."""
 
 from collections.abc import Mapping
 from pathlib import Path

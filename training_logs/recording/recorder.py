@@ -164,7 +164,8 @@ class RunRecorder(Observer):
                 self.warn(f"{name} could not be started: {error}")
         logger.info(round_log.start_line(run, self._initial_metric))
         if not initial:
-            logger.info("resumed after round %d", outer_steps)
+            rest = ", the last: nothing is left to train" if run.finished else ""
+            logger.info("resumed after round %d%s", outer_steps, rest)
         logger.info("run folder: %s", self.folder)
 
     def on_round_start(self, outer_step: int, progress: float, steps: int) -> None:
@@ -211,7 +212,8 @@ class RunRecorder(Observer):
         }
         if placement != self._placement:
             self._placement = placement
-            logger.info("round %d: %s", result.outer_step, round_log.placement_line(placement))
+            line = round_log.placement_line(result, len(run.nodes), self.config.smallest_worker_batch)
+            logger.info(line)
         for report in result.reports.values():
             logger.info(round_log.round_line(result, report, run.metric))
         if result.merge is not None:

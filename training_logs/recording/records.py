@@ -154,6 +154,7 @@ class RunView(Protocol):
     parameter_count: int
     models: DeviceModels
     processes: Processes
+    finished: bool
 
 
 class Observer:

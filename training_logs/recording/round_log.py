@@ -213,10 +213,17 @@ def nodes_line(summary: Mapping, smallest_worker_batch: int | None) -> str:
     return line
 
 
-def placement_line(placement: dict[int, list[int]]) -> str:
-    """List the nodes of every trainer."""
+def placement_line(result: ClusterRound, nodes: int, smallest_worker_batch: int | None) -> str:
+    """List the nodes of every trainer, and say why others are idle; `nodes` is the number of all nodes."""
     parts = []
-    for trainer, nodes in placement.items():
-        word = "node" if len(nodes) == 1 else "nodes"
-        parts.append(f"trainer {trainer} on {word} {', '.join(map(str, nodes))}")
-    return "; ".join(parts)
+    idle = nodes
+    too_small = smallest_worker_batch is not None
+    for report in result.reports.values():
+        own = [str(worker.node) for worker in report.workers.values()]
+        parts.append(f"trainer {report.trainer} on {'node' if len(own) == 1 else 'nodes'} {', '.join(own)}")
+        idle -= len(own)
+        too_small = too_small and report.requested_batch < smallest_worker_batch * (len(own) + 1)
+    line = f"round {result.outer_step}: {'; '.join(parts)}"
+    if idle > 0 and too_small:
+        line += f" ({counted(idle, 'node')} idle: each worker needs {smallest_worker_batch} examples)"
+    return line

@@ -2,6 +2,7 @@
 
 import base64
 import html
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -64,8 +65,8 @@ def number(value: Any) -> str:
 
 
 def setting(value: Any) -> str:
-    """Format the value of a configuration key; numbers stay as they are written."""
-    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else number(value)
+    """Format the value of a configuration key as YAML."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], shaded: Sequence[bool] = ()) -> str:
@@ -126,7 +127,7 @@ def headline(run: RunData) -> dict[str, str]:
         "communications": number(summary["communications"]),
         "communicated": byte_size(summary["bytes_communicated"]),
         "trainers, first and last": f"{summary['initial_trainers']} → {summary['final_trainers']}",
-        "largest request": number(summary["largest_requested_batch"]),
+        "largest requested batch": number(summary["largest_requested_batch"]),
         "seconds, start-up included": f"{summary['wall_seconds']:,.0f}",
     }
     if summary.get("budget"):
@@ -173,14 +174,15 @@ _ROUND_COLUMNS = {
     "round": "outer_step", "trainer": "trainer_id", "nodes": "nodes", "requested": "requested_batch",
     "effective": "effective_batch", "micro-batch": "micro_batch", "accumulation": "accumulation_steps",
     "training loss": "train_loss", "validation loss": "validation_loss", "metric": "validation_metric",
-    "tokens": "tokens", "communications": "communications", "V": "gradient_variance",
-    "||∇F||²": "gradient_squared_norm", "seconds": "seconds",
+    "tokens": "tokens", "communications": "communications",
+    "gradient variance": "gradient_variance", "squared norm": "gradient_squared_norm", "seconds": "seconds",
 }  # fmt: skip
 
 
 def _rounds(run: RunData) -> str:
     rows = [[row[column] for column in _ROUND_COLUMNS.values()] for row in run.rounds]
-    return "<h2>Rounds</h2>" + table(list(_ROUND_COLUMNS), rows)
+    names = [run.metric.name if name == "metric" else name for name in _ROUND_COLUMNS]
+    return "<h2>Rounds</h2>" + table(names, rows)
 
 
 def _machine(machine: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from utils.files import write_json_atomically
 
 
 def has_credentials() -> bool:
-    """Whether ClearML's credentials are in the environment or in clearml.conf."""
+    """Return whether ClearML's credentials are in the environment or in clearml.conf."""
     if os.environ.get("CLEARML_API_ACCESS_KEY") and os.environ.get("CLEARML_API_SECRET_KEY"):
         return True
     path = Path(os.environ.get("CLEARML_CONFIG_FILE") or "~/clearml.conf").expanduser()

@@ -197,7 +197,7 @@ class Checkpoints:
 
     @property
     def due(self) -> bool:
-        """Whether the last checkpoint is old enough, by the clock of this process."""
+        """Return whether the last checkpoint is old enough, by the clock of this process."""
         return self._minutes is not None and time.monotonic() - self._saved_at >= 60 * self._minutes
 
     def save(

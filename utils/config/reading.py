@@ -1,4 +1,4 @@
-"""From a YAML file and `key=value` overrides to a checked `Config`, and back to YAML.
+"""Read a YAML file and `key=value` overrides into a checked `Config`, and write it back as YAML.
 
 All problems are reported at once, one line each, with the nearest known key. The keys of the published AdLoCo code are
 understood.
@@ -56,7 +56,7 @@ _ADAPTERS = {
 
 @dataclass(frozen=True)
 class Checks:
-    """What the rest of the program knows about configurations; fabrics/config_checks.py fills it in.
+    """Checks and choices from the rest of the program; fabrics/config_checks.py fills them in.
 
     Attributes:
         choices: key -> its known names.
@@ -176,6 +176,9 @@ def _override(values: dict[str, Any], assignment: str, problems: list[str]) -> N
     except UnicodeEncodeError:
         problems.append(f"{key}: must be UTF-8 text, got {text!a}")
         return
+    if isinstance(value, dict) and any(":" in str(name) and entry is None for name, entry in value.items()):
+        problems.append(f"{key}: YAML needs a space after each colon, got {text}")
+        return
     first, *rest = key.split(".")
     path = [ALIASES.get(first, first), *rest]
     if rest and path[0] == "model_config":
@@ -220,6 +223,8 @@ def problem_lines(error: ValidationError, values: Any, known: Collection[str] = 
                 break  # the name of an alternative
             inner = inner.get(part) if isinstance(inner, Mapping) else inner[part]
         reason = problem["msg"].removeprefix("Value error, ").removeprefix("Input ").removeprefix("String ")
+        if problem["type"] == "list_type":
+            reason += ", such as [a, b]"
         if problem["type"] == "missing":
             line = "is missing"
         elif problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
@@ -228,6 +233,7 @@ def problem_lines(error: ValidationError, values: Any, known: Collection[str] = 
             line = reason
         else:
             got = repr(problem["input"])
+            got += "; YAML writes null" if problem["input"] == "None" else ""
             line = f"{reason}, got {got if len(got) <= _LONGEST_VALUE else got[:_LONGEST_VALUE] + '...'}"
         # For `X | None` pydantic reports each alternative; the first is X, which is what a person meant.
         lines.setdefault(place, f"{place}: {line}" if place else line)

@@ -80,6 +80,8 @@ def resumed_config(
     """
     path = folder / "config.yaml"
     _refuse_links(folder)
+    if not path.exists():
+        raise ConfigError(f"--resume: {folder} is not a run folder: it has no config.yaml")
     # Plugins that have moved are not where the run had them.
     plugins = [override for override in overrides if override.startswith("plugins=")]
     if not plugins:

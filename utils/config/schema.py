@@ -49,8 +49,8 @@ def _link(value: str) -> str:
     return value
 
 
-def _off_is_a_word(value):
-    return "off" if value is False else value  # YAML reads off as false
+def _on_and_off_are_words(value):
+    return ("on" if value else "off") if isinstance(value, bool) else value  # YAML reads them as true and false
 
 
 Number = BeforeValidator(_not_a_bool)
@@ -176,8 +176,8 @@ class Computation(Section):
     )
     memory: Literal["auto"] | None = key(
         None,
-        "auto: turn on the fastest of activation_checkpointing, loss_chunk_tokens and offload_outer_state, or of their "
-        "combinations, with which the model fits into the device, by the estimates of --plan; null: as set.",
+        "auto: turn on the fastest of activation_checkpointing, loss_chunk_tokens, offload_outer_state and their "
+        "combinations that fits, as --plan estimates; null: as set.",
         changes_training=False,
     )
     activation_checkpointing: bool = key(
@@ -195,7 +195,7 @@ class Computation(Section):
         "Keep trainers' parameters and outer momentum in host memory, where the outer step then runs.",
         changes_training=False,
     )
-    switch_mode: str = key("threshold_switch_mode", "When a step accumulates gradients over micro-batches.")
+    switch_mode: str = key("threshold_switch_mode", "Rule by which a step accumulates gradients over micro-batches.")
     switch_multiplier: PositiveInt = key(
         2, "threshold_switch_mode accumulates if the requested batch exceeds this multiple of the max batch."
     )
@@ -209,7 +209,7 @@ class Computation(Section):
 class Data(Section):
     """Data"""
 
-    dataset: Name = key("python_docs", "What to train on.")
+    dataset: Name = key("python_docs", "Training data.")
     data_sample_size: PositiveInt | None = key(None, "Documents to train on; null: all.")
     val_size: PositiveInt | None = key(
         None,
@@ -237,7 +237,7 @@ class Data(Section):
     text_files: Annotated[list[Name], Field(min_length=1)] | None = key(
         None, "Files, folders or globs, plain or gzip, with UTF-8 text or JSON lines of messages."
     )
-    text_documents: str = key("files", "What one document is: a whole file, or a block between blank lines.")
+    text_documents: str = key("files", "Extent of a document: a whole file, or a block between blank lines.")
     c4_tokenized_path: Name | None = key(None, "Folder written by c4/tokenize_c4.py.")
     c4_local_path: Name | None = key(
         None, "File, folder or glob of C4 shards (JSON lines, plain or gzip), without c4_tokenized_path."
@@ -257,7 +257,7 @@ class Data(Section):
 class DataSplit(Section):
     """Division of the data"""
 
-    data_split: str = key("iid", "How documents are divided: at random, by k-means over TF-IDF, or by origin.")
+    data_split: str = key("iid", "Division of the documents: at random, by k-means over TF-IDF, or by origin.")
     data_split_over: Literal["trainers", "workers"] = key(
         "trainers", "Owner of one part of the data: a trainer or a worker."
     )
@@ -267,7 +267,7 @@ class DataSplit(Section):
 
     @property
     def splits_data(self) -> bool:
-        """Whether documents are divided into shares, instead of drawn at random by each trainer."""
+        """Return whether documents are divided into shares, instead of drawn at random by each trainer."""
         return self.data_split != "iid" or self.data_split_over == "workers"
 
 
@@ -294,7 +294,7 @@ class Trainers(Section):
     """Trainers and merging"""
 
     number_of_initial_trainers: PositiveInt = key(4, "Trainers (model instances) at the start.")
-    merging_policy: str = key("worst_with_worst", "Which trainers merge, by their requested batches.")
+    merging_policy: str = key("worst_with_worst", "Rule that selects the trainers to merge by their requests.")
     merge_frequency: PositiveInt = key(2, "Rounds between merges, while more than one trainer is left.")
     merge_count: AtLeastTwo = key(2, "Trainers that become one in a merge.")
 
@@ -399,7 +399,7 @@ class Inner(Section):
 class Outer(Section):
     """Synchronisation"""
 
-    distributed_algo: str = key("DiLoCo", "How the workers of a trainer synchronise.")
+    distributed_algo: str = key("DiLoCo", "Synchronisation method of the workers of a trainer.")
     synchronisation: dict[str, Any] = key({}, "Parameters of distributed_algo; docs/methods.md lists them.")
     learning_rate_for_outer_opt: PositiveFloat = key(0.7, "Learning rate of the outer step.")
     outer_momentum: BelowOne = key(0.9, "Momentum of the outer step.")
@@ -419,7 +419,7 @@ class Batch(Section):
     sampling_method: str = key("norm_test", "Batch test that sets the requested batch.")
     ETA: PositiveFloat = key(0.8, "eta of the norm test.")
     ETA_at_end: PositiveFloat | None = key(
-        None, "eta of the norm test at the end of the run, approached linearly from ETA; null: ETA throughout."
+        None, "eta of the norm test at the end of the run, reached linearly from ETA; null: ETA throughout."
     )
     vartheta: PositiveFloat = key(0.9, "theta of the inner product test.")
     nu: PositiveFloat = key(5.84, "nu of the augmented inner product test.")
@@ -446,8 +446,8 @@ class Batch(Section):
     max_requested_batch: PositiveInt | None = key(None, "Largest request; null: the size of the trainer's data subset.")
     batch_schedule: Annotated[list[Pair], Field(min_length=1)] | Name | None = key(
         None,
-        "With sampling_method none, the request over the run: pairs of a share of the run and the request from there "
-        'on, thresholds in tokens such as "0:16 500k:32 1M:64", seesaw or critical_batch; null: constant.',
+        "Requested batch over the run, with sampling_method none: pairs of share and request, thresholds in tokens "
+        '("0:16 500k:32 1M:64"), seesaw or critical_batch; null: constant.',
     )
 
     @property
@@ -586,7 +586,7 @@ class Log(Section):
         "Experiment trackers that receive the run; all but clearml need their packages.",
         changes_training=False,
     )
-    clearml: Annotated[str, BeforeValidator(_off_is_a_word)] = key(
+    clearml: Annotated[str, BeforeValidator(_on_and_off_are_words)] = key(
         "auto",
         "Mode of the tracker clearml; auto: online with credentials, else an offline session in the run folder.",
         changes_training=False,

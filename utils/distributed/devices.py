@@ -129,7 +129,7 @@ def share_out(sites: Sequence[Site], nodes_per_device: int) -> tuple[Slot, ...]:
                 if other.devices.keys() & first.devices.keys():
                     raise ValueError(
                         f"rank {first.rank} sees {', '.join(sorted(first.devices))} and rank {other.rank} of the same "
-                        f"machine {', '.join(sorted(other.devices))}; let CUDA_VISIBLE_DEVICES give all processes of a "
+                        f"machine {', '.join(sorted(other.devices))}. Let CUDA_VISIBLE_DEVICES give all processes of a "
                         f"machine the same devices, or each its own"
                     )
             nodes = []
@@ -213,7 +213,7 @@ def check_one_gpu(slots: Sequence[Slot]) -> None:
         if len(names) > 1:
             raise ValueError(
                 f"rank {owner} has {len(names)} GPUs ({', '.join(sorted(names))}) and would use them one after the "
-                f"other; start one process for each (processes: auto, or torchrun), or name one in devices"
+                f"other. Start one process for each (processes: auto, or torchrun), or name one in devices"
             )
 
 

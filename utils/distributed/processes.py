@@ -184,7 +184,7 @@ class Processes:
         return values
 
     def owns(self, node: int) -> bool:
-        """Whether the node works in this process."""
+        """Return whether the node works in this process."""
         return self._owners[node] == self._rank.number
 
     def sharing(self, node: int) -> int:
