@@ -117,8 +117,8 @@ _SKETCH_CHUNK = 2**20
 def sketch(vector: torch.Tensor, seed: int, size: int = SKETCH_SIZE, rows: int = 1, first: int = 0) -> torch.Tensor:
     """Return a count sketch, [rows * size]: sums of every size-th element with random signs (Charikar et al. 2002).
 
-    The map is linear and keeps inner products in expectation. The signs are a function of seed, row and position, so
-    that they are equal on all devices, and the sketch of a vector is the sum of the sketches of its parts.
+    The map is linear and keeps inner products in expectation. The signs are a function of seed, row and position, and
+    so equal on all devices. The sketch of a vector is the sum of the sketches of its parts.
 
     Args:
         first: the position of the vector's first element.

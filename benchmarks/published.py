@@ -1,9 +1,9 @@
 """Compare this project's clock with published compute utilisations: python benchmarks/published.py [--json FILE].
 
-Compute utilisation is the share of the time in which the workers compute. The published tables give the smallest link,
-of 50 on a logarithmic grid from 0.1 to 1000 Gbit/s, with which an idealised worker reaches a utilisation. Here
-`Clocks`, which simulates runs, and `Link`, with which `--plan` estimates sending, answer the same question. The tables
-are printed in Markdown. docs/results/published.md has them, with what the two assumptions below rest on.
+Compute utilisation is the share of the time in which the workers compute. The published tables give the smallest link
+with which an idealised worker reaches a utilisation. Links are the 50 of a logarithmic grid from 0.1 to 1000 Gbit/s.
+Here `Clocks`, which simulates runs, and `Link`, with which `--plan` estimates sending, answer the same question. The
+tables are printed in Markdown. docs/results/published.md has them, with what the two assumptions below rest on.
 """
 
 import argparse

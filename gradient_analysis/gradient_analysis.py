@@ -2,9 +2,8 @@
 
     python gradient_analysis/gradient_analysis.py [--config PATH] [key=value ...]
 
-The script computes exact gradients on a sample of the data: how the gradients of batches deviate from the full
-gradient, the noise scale, and the batch that every batch test would request.
-Numbers go to CSV and JSON files, figures to PNG files.
+The script computes exact gradients on a sample of the data. It gives the deviations of batch gradients from the full
+gradient, the noise scale, and the requests of all batch tests. Numbers go to CSV and JSON files, figures to PNG files.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python -m training_logs.log_processor RUN_DIR [--tracker NAME] [--mode auto|online|offline] [--new] [--follow]
 
 A run that is sent again continues its task; `--new` makes a new one. With `--follow` a run is sent while it trains,
-until the standard input ends: it is a pipe from the process that trains, which ends with it, however that happens.
+until the standard input ends: a pipe from the process that trains, which ends with that process.
 """
 
 import argparse

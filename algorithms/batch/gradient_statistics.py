@@ -23,10 +23,10 @@ small. P and R come from two sizes of sample: with X_b = b (b - 1) / (b - 2) * m
 
 for the first a of the b examples, compared with their own mean; an accumulated step gives both.
 
-Products of gradients of different workers are free of noise in expectation as well, and there are M - 1 times as many:
-with 16 workers the error of ||G||^2 is four times smaller. Sending gradients (DDP-Norm, arXiv 2412.21124) costs as much
-as a synchronisation. A sketch of SKETCH_SIZE elements does nearly as well: the scatter that it adds,
-||g||^2 / SKETCH_SIZE^(1/2), is small beside that of noise in d dimensions, ||g||^2 / d^(1/2).
+Products of gradients of different workers are free of noise in expectation as well, and there are M - 1 times as many.
+With 16 workers the error of ||G||^2 is four times smaller. Sending gradients (DDP-Norm, arXiv 2412.21124) costs as much
+as a synchronisation. A sketch of SKETCH_SIZE elements does nearly as well: the scatter that it adds, ||g||^2 /
+SKETCH_SIZE^(1/2), is small beside that of noise in d dimensions, ||g||^2 / d^(1/2).
 """
 
 import math

@@ -1,8 +1,8 @@
 """The loss of one example: the one place where labels meet logits.
 
-The training loss is the mean over examples of each example's own mean token loss, so that an example is the unit of the
-batch tests whatever its length. Evaluation needs sums and counts instead (a token-weighted mean). Causal language
-models are shifted here and nowhere else: `labels` are the input ids themselves.
+The training loss is the mean over examples of each example's mean token loss. So an example is the unit of the batch
+tests, whatever its length. Evaluation needs sums and counts instead (a token-weighted mean). Causal language models are
+shifted here and nowhere else: `labels` are the input ids themselves.
 """
 
 from typing import Any

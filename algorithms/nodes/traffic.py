@@ -36,7 +36,7 @@ def redistribution_bytes(old: Sequence[int], new: Sequence[int], moves: Sequence
 def merge_bytes(representative: Sequence[int], others: Sequence[Sequence[int]], size: int) -> int:
     """Bytes that arrive at nodes in a merge.
 
-    The first node of the representative receives the tensors of the others, unless it serves them too, and sends the
+    The first node of the representative receives the tensors of the others, unless it serves them too. It sends the
     average to the representative's other nodes.
 
     Args:

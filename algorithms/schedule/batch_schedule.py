@@ -85,7 +85,7 @@ def critical_batch(batch: int) -> BatchSchedule:
     """Critical-batch warm-up (arXiv 2505.23971): the batch doubles when the critical batch is twice as large.
 
     The learning rate is multiplied by sqrt(2) each time. The critical batch itself is not measured: the doublings are
-    at the shares of the run at which the published run (OLMo, 1B parameters) has them.
+    at the shares of the run where the published run (OLMo, 1B parameters) has them.
 
     Args:
         batch: in the first round.

@@ -32,7 +32,7 @@ class Decoupled(Method):
     The full paper was not available, so these are decided here. A worker sends its fragment as it is when the server
     takes it. The news that it is ready takes no time. The paper's grace window, in which the server waits for more, is
     left out. The server has one exchange of p under way at a time. A worker that has not sent p gets no x_p. With fewer
-    workers than the quorum, all are needed. The default quorum is more than half of the workers: with a quorum of one
+    workers than the quorum, all are needed. The default quorum is more than half of the workers. With a quorum of one
     every arrival makes an outer step of full size, which diverged with unequal speeds (docs/results/pool.md). Before a
     merge, and before workers leave, each sends every fragment once more, as far as it has made steps since it last sent
     it; afterwards nothing is under way.

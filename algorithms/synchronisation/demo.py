@@ -22,9 +22,9 @@ class DeMo(Method):
     (bloc97/DeMo, demo.py), except that positions are packed; they are int64 there. `matrices_of` says how tensors are
     cut.
 
-    A lone worker sends nothing: q is all of the DCT, so u = m, and m = 0 after the step. The paper has no
-    merges, and no rule for what is left in m, of which only signs would reach x: as AdamW's moments, m stays with its
-    worker in a merge, and ends with a worker that leaves.
+    A lone worker sends nothing: q is all of the DCT, so u = m, and m = 0 after the step. The paper has no merges, and
+    no rule for the rest in m, of which only signs would reach x. As AdamW's moments, m stays with its worker in a
+    merge, and ends with a worker that leaves.
 
     Attributes:
         chunk: the longest side of a tile.

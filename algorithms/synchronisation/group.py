@@ -1,6 +1,6 @@
 """The workers of a trainer at a stop of a round, as their synchronisation method sees them.
 
-Everything that workers send each other goes through an accumulator of this file and is counted here: create it, `add`
+Everything that workers send each other goes through an accumulator of this file and is counted here. Create it, `add`
 each local worker's tensor or message, then ask for the `result`. All processes create the same accumulators in the same
 order, so a method may branch on nothing that only some of them know.
 """

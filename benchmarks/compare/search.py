@@ -1,8 +1,8 @@
 """Equal tuning of methods: random search with successive halving (arXiv 1502.07943), equally many runs per method.
 
 The first rung runs random settings with a fraction of the tokens. The best 1/reduction of a rung run with `reduction`
-times as many tokens, up to all of them. A draw depends only on the search's seed, the method's name, the key and the
-number of the draw, so it does not depend on the machine or on the order of the runs.
+times as many tokens, up to all of them. A draw depends only on the search's seed, the method's name, the key and its
+number. It does not depend on the machine or on the order of the runs.
 """
 
 import hashlib

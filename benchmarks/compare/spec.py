@@ -1,7 +1,7 @@
 """A comparison file: methods, seeds, tuning, and the hardware and networks to simulate.
 
-Every run of a comparison is a run of run.py with overrides. It is identified by the settings that the file gives it, so
-that recorded outcomes remain valid when a default changes or a key is removed.
+Every run of a comparison is a run of run.py with overrides. The settings in the file identify it, so recorded outcomes
+remain valid when a default changes or a key is removed.
 """
 
 import functools

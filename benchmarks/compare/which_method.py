@@ -1,8 +1,8 @@
 """The best recorded plan for links, nodes and a time: python -m benchmarks.compare.which_method.
 
 Draws docs/results/which_method.png from the recorded runs of docs/results. Without a budget of seconds a run's
-trajectory does not depend on its link, so a run has another time over another link and the same perplexity. Only ends
-of runs count, where the learning rate has decayed: a plan is open to a time if its runs end within it.
+trajectory does not depend on its link: over another link the time differs, and the perplexity does not. Only ends of
+runs count, where the learning rate has decayed: a plan is open to a time if its runs end within it.
 """
 
 import json

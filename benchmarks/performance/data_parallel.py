@@ -4,9 +4,9 @@
 
 On CPUs nodes_per_gpu must be the number of processes.
 
-The loop without the framework is what users run: DistributedDataParallel, which sums gradients during the backward
-pass, or FSDP2 over all devices with devices_per_node above 1. The framework's Synchronous sums them afterwards, so
-that wall-clock comparisons belong to the loop. The batch of a step is divided among the nodes.
+The loop without the framework is DistributedDataParallel, which sums gradients during the backward pass. With
+devices_per_node above 1 it is FSDP2 over all devices. The framework's Synchronous sums them afterwards, so that
+wall-clock comparisons belong to the loop. The batch of a step is divided among the nodes.
 """
 
 import argparse

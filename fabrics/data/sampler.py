@@ -1,6 +1,6 @@
 """Data order: a pure function of (seed, walk, epoch, position).
 
-It does not depend on the reader or on what was read before, so a run resumes from a few integers and reads the same
+It does not depend on the reader or on what was read before. So a run resumes from a few integers, and reads the same
 data on any number of processes. Orders are drawn only where they are read.
 """
 

@@ -10,9 +10,9 @@ Memory of a device, for P bytes of trainable parameters, N devices per node, t t
     + activations and logits of the largest micro-batch, see `activation_bytes`
     + for N > 1 the layers that a device holds whole at a time, see `gathered_elements`
 
-What a batch test will ask for is unknown before the run. So the run is followed several times, each time with another
-constant batch, from `INITIAL_BATCH_SIZE` in powers of two to the largest that the configuration allows. Every total is
-given as the range over these.
+What a batch test will ask for is unknown before the run. So the run is followed with several constant batches, from
+`INITIAL_BATCH_SIZE` in powers of two to the largest that the configuration allows. Every total is given as the range
+over these.
 """
 
 import math

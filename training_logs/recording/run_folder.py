@@ -113,8 +113,8 @@ def check_logs(config: Config, anew: bool = True) -> None:
 def make_run_folder(config: Config, dataset: str) -> Path:
     """Create the folder `log_dir/run_name`, or `log_dir/<Model>_<Dataset>_<Date>` where the run has no name.
 
-    A name that is taken gets a number. A folder with the name of the run is that of an attempt that died before its
-    first checkpoint: it is the one that gets the number.
+    A name that is taken gets a number. A folder with the name of the run is from an attempt that died before its first
+    checkpoint. It gets the number.
 
     Args:
         dataset: the dataset that is trained on, also if it is not the one that was asked for.

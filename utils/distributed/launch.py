@@ -74,8 +74,8 @@ def _shard_groups_on_cores(config: "Config") -> int:
 def threads_per_process(config: "Config") -> int:
     """Return the intra-op threads on a CPU: the configuration's, or the share of one process of `processes: auto`.
 
-    It depends on the machine and the nodes, not on the real number of processes: the bits of a sum depend on the number
-    of threads, and a run must have the same bits on one process and on four.
+    It depends on the machine and the nodes, not on the number of processes. The bits of a sum depend on the threads,
+    and a run must have the same bits on one process and on four.
     """
     return config.cpu_threads or max(1, cores() // (_shard_groups_on_cores(config) * config.devices_per_node))
 

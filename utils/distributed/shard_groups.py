@@ -21,7 +21,7 @@ _LARGE_BYTES = 2**18
 def _return_freed_memory() -> None:
     """Let glibc return large tensors in host memory to the system as soon as they are freed.
 
-    Otherwise it keeps freed blocks of up to 32 MB, and layers that are gathered and freed in turn leave holes: nearly
+    Otherwise it keeps freed blocks of up to 32 MB, and layers that are gathered and freed in turn leave holes. Nearly
     twice as much was resident with 30M parameters. With other C libraries this does nothing.
     """
     with contextlib.suppress(OSError, AttributeError):

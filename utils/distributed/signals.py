@@ -2,7 +2,7 @@
 
 A signal may reach one process of a run or all of them. Each process keeps its request, and after every round the
 processes gather whether one of them has one. A launcher such as torchrun's agent or SLURM may pass on a signal that has
-reached its processes already: a second signal within seconds of the first means nothing.
+reached its processes already. So a second signal within seconds of the first means nothing.
 """
 
 import contextlib

@@ -2,8 +2,8 @@
 
 An encoding turns a flat tensor into rows of bytes with a fixed number of elements each. Any range of rows can be sent,
 decoded and summed by itself, so the result does not depend on how the sum was distributed. The mean is sent back in
-`way_back`. Rounding each element relative to itself (bfloat16) loses nothing for good; with one scale per block, an
-element that is small beside its block would lose what it had accumulated in its error.
+`way_back`. Rounding each element relative to itself (bfloat16) loses nothing for good. With one scale per block, a
+small element would lose what it had accumulated in its error.
 """
 
 from dataclasses import dataclass
