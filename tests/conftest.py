@@ -28,7 +28,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Keep the tests that pytest has rewritten, which takes seconds per process, even with PYTHONDONTWRITEBYTECODE.
 sys.dont_write_bytecode = False
 # Examples have no time limit: their time depends on how busy the machine is.
-hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.register_profile("tests", deadline=None, max_examples=40)
 hypothesis.settings.load_profile("tests")
 
 

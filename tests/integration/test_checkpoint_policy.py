@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from fabrics.pool.checkpoint_policy import CheckpointPolicy, Vote
-from tests.support.helpers import Recorder, tiny_cluster
+from tests.support.helpers import Recorder, light_cluster
 from utils.distributed.signals import StopRequest
 
 ALONE = {"number_of_initial_trainers": 1, "nodes_per_gpu": 1, "number_of_inner_steps_between_outers": 1}
@@ -30,7 +30,7 @@ def checkpoints(folder) -> list[str]:
     ],
 )
 def test_checkpoints_are_due_by_rounds_by_minutes_and_at_the_end(tmp_path, values, rounds):
-    cluster, recorder = tiny_cluster(number_of_outer_steps=4, **ALONE, **values), Recorder()
+    cluster, recorder = light_cluster(number_of_outer_steps=4, **ALONE, **values), Recorder()
     cluster.train(recorder, tmp_path)
     assert checkpoints(tmp_path) == [f"round_{number:05d}" for number in rounds]
     assert recorder.warnings == []
@@ -39,7 +39,7 @@ def test_checkpoints_are_due_by_rounds_by_minutes_and_at_the_end(tmp_path, value
 def test_minutes_count_from_the_last_checkpoint(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("utils.checkpoint.checkpoint.time", SimpleNamespace(monotonic=lambda: now[0]))
-    cluster = tiny_cluster(number_of_outer_steps=8, **ALONE)
+    cluster = light_cluster(number_of_outer_steps=8, **ALONE)
 
     class FourMinutes(Recorder):
         def on_round_start(self, *arguments):
@@ -67,7 +67,7 @@ def test_a_signal_ends_the_run_after_its_round_with_a_checkpoint(tmp_path):
             if self.steps == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    cluster = tiny_cluster(number_of_outer_steps=4, **ALONE | {"number_of_inner_steps_between_outers": 3})
+    cluster = light_cluster(number_of_outer_steps=4, **ALONE | {"number_of_inner_steps_between_outers": 3})
     before = signal.getsignal(signal.SIGTERM)
     try:
         with StopRequest() as stop:

@@ -81,14 +81,14 @@ def test_published_configurations_are_key_by_key_as_published(name):
 def test_published_configurations_run_as_the_papers_say(name, cache_dir):
     small = [
         "dataset=python_docs",
-        "data_sample_size=200",
+        "data_sample_size=50",
         "sequence_length=16",
         "vocab_size=300",
         f"model_config={json.dumps(TINY_ARCHITECTURE | {'tie_word_embeddings': False})}",
         f"cache_dir={cache_dir}",
         "number_of_inner_steps_between_outers=2",
         "number_of_outer_steps=3",
-        "max_batch_size=4",
+        "max_batch_size=64",
     ]
     config, warnings = load_config(ROOT / "configs" / name, small, CHECKS)
     additions = (config.debias, config.ETA_at_end, config.statistics_smoothing, config.batch_test_confidence)

@@ -45,7 +45,7 @@ def answers_loss(folder, count: int) -> float:
 
 def test_the_recipe_teaches_a_model_to_answer(model, tmp_path):
     """The folder of the run answers better than the model, and a run that is interrupted writes the same one."""
-    data = write_messages(tmp_path / "chat.jsonl", small_talk(300))
+    data = write_messages(tmp_path / "chat.jsonl", small_talk(80))
     quick = [
         "learning_rate_for_inner_opt=0.01",
         "sequence_length=16",
@@ -57,13 +57,13 @@ def test_the_recipe_teaches_a_model_to_answer(model, tmp_path):
         *recipe(0, model, data),
         *quick,
         "max_batch_size=16",
-        "number_of_training_epochs=8",
+        "number_of_training_epochs=20",
         "learning_rate_schedule=constant",
     ]
     where = [f"log_dir={tmp_path}", "run_name=whole"]
     assert program.main([*arguments, *where]) == 0
     (folder,) = (tmp_path / "whole" / "model_weights").glob("trainer_*")
-    assert answers_loss(folder, 300) < answers_loss(model, 300) - 0.5
+    assert answers_loss(folder, 80) < answers_loss(model, 80) - 0.5
 
     where = [f"log_dir={tmp_path}", "run_name=stopped"]
     assert program.main([*arguments, *where, "number_of_outer_steps=2"]) == 0

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import run as program
 from algorithms.batch.losses import IGNORE_INDEX
@@ -151,35 +152,19 @@ def test_gradients_equal_a_loop_over_single_examples(kind):
     assert found.orthogonal_variance == pytest.approx(across.square().sum().item() / 12, rel=1e-9)
 
 
-class NewVectors(torch.utils._python_dispatch.TorchDispatchMode):
-    """Records operations that allocate a tensor of at least `size` elements."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.size, self.made = size, []
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        result = function(*arguments, **keywords or {})
-        known = {tensor.untyped_storage().data_ptr() for tensor in arguments if isinstance(tensor, torch.Tensor)}
-        new = isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in known
-        if new and result.numel() >= self.size:
-            self.made.append(str(function))
-        return result
-
-
 def test_batches_allocate_no_tensor_of_model_size(monkeypatch):
     monkeypatch.setattr("gradient_analysis.gradients._CHUNK", 64)
-    texts, working = separable_texts(40), FlatModel(tiny_bert(dtype=torch.float32), CPU)
-    gradients = Gradients(working, texts, np.arange(40), 8)
-    size = working.parameters.numel()
-    with NewVectors(size) as vectors:
-        gradients.compute_full()
-        for batch in draw_batches(np.arange(40), 10, np.random.default_rng(0)):
-            gradients.of_batch(batch)
-    assert vectors.made == []
-    with NewVectors(size) as vectors:
-        gradients.example_statistics()
-    assert len(vectors.made) == 1  # the full gradient in the parameters' type
+    texts, working = separable_texts(20), FlatModel(tiny_bert(dtype=torch.float32), CPU)
+    gradients = Gradients(working, texts, np.arange(20), 8)
+
+    def vectors_made(work) -> int:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            work()
+        return sum(event.self_cpu_memory_usage >= working.parameters.nbytes for event in recorded.events())
+
+    gradients.compute_full()
+    assert vectors_made(lambda: gradients.of_batch(np.arange(10))) == 0
+    assert vectors_made(gradients.example_statistics) == 1  # the full gradient in the parameters' type
 
 
 # Functions of numbers
@@ -338,7 +323,7 @@ def test_warnings_about_the_training_configuration_are_printed(capsys, tmp_path,
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = tmp_path / "config.yaml"
-    config.write_text("distributed_algo: LocalSGD\nouter_momentum: 0.5\nnumber_of_outer_steps: 1\n")
+    config.write_text("distributed_algo: LocalSGD\nouter_momentum: 0.5\nnumber_of_outer_steps: 1\ndata_sample_size: 50")
     asked = [f"config={config}", "device=cuda:7", "sample_size=8", "batch_size=9"]
     assert gradient_analysis.main([f"output_dir={tmp_path / 'out'}", *asked]) == 2
     lines = capsys.readouterr().err.splitlines()

@@ -64,7 +64,7 @@ def test_each_accumulation_of_planned_micro_batches_is_one_inner_step():
 def test_the_switch_mode_is_in_force_while_several_trainers_live():
     steps = {}
     for mode in ("threshold_switch_mode", "only_gradient_accumulation", "only_data_loader"):
-        cluster = tiny_cluster(switch_mode=mode, INITIAL_BATCH_SIZE=6, max_batch_size=4)
+        cluster = light_cluster(switch_mode=mode, INITIAL_BATCH_SIZE=6, max_batch_size=4)
         recorder = Recorder()
         recorder.rounds.append(cluster.run_round(recorder))
         assert len(recorder.rounds[0].reports) == 4
@@ -99,7 +99,7 @@ def test_the_outer_step_has_nesterov_momentum():
 
 
 def test_after_a_merge_the_outer_step_moves_the_merged_parameters():
-    cluster = tiny_cluster(number_of_initial_trainers=2, merge_frequency=1, number_of_outer_steps=2)
+    cluster = light_cluster(number_of_initial_trainers=2, merge_frequency=1, number_of_outer_steps=2)
     cluster.run_round(Recorder())
     cluster.assign_nodes()
     (trainer,) = cluster.trainers.values()
@@ -148,7 +148,7 @@ def test_vartheta_decides():
 
 
 def test_a_failing_worker_stops_the_run():
-    cluster = tiny_cluster()
+    cluster = light_cluster()
 
     def fail(*_):
         raise RuntimeError("the device is gone")
@@ -162,7 +162,7 @@ def test_a_failing_worker_stops_the_run():
 
 
 def test_the_max_batch_is_not_shrunk_by_small_subsets():
-    cluster = tiny_cluster(max_batch_size=50)
+    cluster = light_cluster(max_batch_size=50)
     assert all(len(trainer.cursor) == 24 for trainer in cluster.trainers.values())
     cluster.train(Recorder())
     assert {node.max_batch for node in cluster.nodes} == {50}
@@ -170,7 +170,7 @@ def test_the_max_batch_is_not_shrunk_by_small_subsets():
 
 def test_too_little_data_for_a_batch_is_an_error():
     with pytest.raises(ConfigError, match=r"INITIAL_BATCH_SIZE: must be at most the 24 examples .* got 25"):
-        tiny_cluster(INITIAL_BATCH_SIZE=25)
+        light_cluster(INITIAL_BATCH_SIZE=25)
 
 
 def test_every_worker_runs_every_step_although_its_share_of_the_data_is_small():
@@ -227,7 +227,7 @@ def test_saved_weights_are_the_trainers_and_load_again(tmp_path):
 
 
 def test_a_failure_to_save_is_not_swallowed(tmp_path):
-    cluster = tiny_cluster()
+    cluster = light_cluster()
     (tmp_path / "taken").write_text("a file where the folder should be")
     recorder = Recorder()
     assert cluster.save_models(tmp_path / "taken", recorder) == {}
@@ -248,7 +248,7 @@ def test_the_published_config_gives_typed_values():
 
 
 def test_the_max_batch_is_found_on_a_cpu():
-    cluster = tiny_cluster(max_batch_size=None)
+    cluster = light_cluster(max_batch_size=None)
     assert all(node.max_batch >= 2 for node in cluster.nodes)
 
 

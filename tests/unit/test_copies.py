@@ -9,7 +9,7 @@ from fabrics.config_checks import CHECKS
 from fabrics.training.inner_loop import InnerLoop
 from fabrics.training.method_config import method_of
 from fabrics.training.worker import COPY, Node, NodeFailedError
-from tests.support.helpers import CPU, Recorder, make_config, tiny_cluster, train
+from tests.support.helpers import CPU, Recorder, light_cluster, make_config, train
 from tests.support.synchronising import trainer_of
 from utils.config.schema import ConfigError
 
@@ -30,7 +30,7 @@ def cluster_of(monkeypatch):
     monkeypatch.setitem(METHODS, "Apart", Apart)
     monkeypatch.setitem(CHECKS.choices, "distributed_algo", tuple(METHODS))
     values = {"distributed_algo": "Apart", "number_of_initial_trainers": 1, "sampling_method": "none"}
-    return lambda **more: tiny_cluster(**values | {"INITIAL_BATCH_SIZE": 8, "eval_every": 99} | more)
+    return lambda **more: light_cluster(**values | {"INITIAL_BATCH_SIZE": 8, "eval_every": 99} | more)
 
 
 def rounds(cluster, count: int) -> None:

@@ -85,7 +85,7 @@ def token_batch(generator: np.random.Generator, examples: int, length: int, padd
     return batch
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=15, derandomize=True)
 @given(
     dtype=st.sampled_from([torch.float64, torch.float32]),
     examples=st.integers(1, 9),
@@ -121,7 +121,7 @@ def test_llama_statistics_equal_single_backward_passes(
     assert_equal_to_single_passes(model, batch | {"labels": labels}, dtype)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=10, derandomize=True)
 @given(
     dtype=st.sampled_from([torch.float64, torch.float32]),
     examples=st.integers(1, 9),

@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from algorithms.nodes.balance import slice_offsets
@@ -113,7 +113,6 @@ rounds = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=4, max_size=7), st.booleans(), rounds)
 def test_nothing_is_seen_twice_in_an_epoch_of_a_share(sizes, by_worker, events):
     """Also through merges, and resumed at every moment."""

@@ -10,7 +10,7 @@ from fabrics.pool import eval_tool
 from fabrics.pool.eval_tool import Validation, evaluate
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.worker import Node
-from tests.support.helpers import CPU, Recorder, make_config, tiny_cluster, tiny_data, tiny_llama
+from tests.support.helpers import CPU, Recorder, light_cluster, make_config, tiny_data, tiny_llama
 from trainers import Trainer
 from utils.distributed.processes import LocalProcesses
 
@@ -45,11 +45,11 @@ def test_every_device_evaluates_the_batches_of_its_workers(monkeypatch):
 
 def test_merged_trainers_are_evaluated_if_the_round_is_and_train_alike():
     values = {"number_of_initial_trainers": 3, "merge_frequency": 1, "number_of_outer_steps": 3}
-    evaluated = tiny_cluster(**values)
+    evaluated = light_cluster(**values)
     recorder = Recorder()
     final = evaluated.train(recorder)
     first, second, _ = recorder.rounds
-    rest = tiny_cluster(**values, eval_every=3)
+    rest = light_cluster(**values, eval_every=3)
     rest.train(silent := Recorder())
     assert [result.merged is None for result in recorder.rounds] == [False, False, True]
     assert [result.merged for result in silent.rounds] == [None] * 3
@@ -58,6 +58,6 @@ def test_merged_trainers_are_evaluated_if_the_round_is_and_train_alike():
     (survivor,) = evaluated.trainers
     assert torch.equal(evaluated.trainers[survivor].parameters, rest.trainers[survivor].parameters)
     assert evaluated.evaluate() == final
-    again = tiny_cluster(**values | {"number_of_outer_steps": 2})
+    again = light_cluster(**values | {"number_of_outer_steps": 2})
     assert again.train(Recorder())[survivor] == second.merged
     assert again.evaluate()[survivor] == second.merged
