@@ -17,9 +17,7 @@ SOURCES = [
     *ROOT.glob("*.py"),
     *(path for folder in {path.parent for path in ROOT.glob("*/*.py")} for path in folder.rglob("*.py")),
 ]
-SOURCE_WORDS = {
-    word for path in SOURCES if path.parent.name != "tests" for word in re.findall(r"\w+", path.read_text("utf-8"))
-}
+SOURCE_WORDS = {word for path in SOURCES for word in re.findall(r"\w+", path.read_text("utf-8"))}
 
 
 def without_code(text: str) -> str:
