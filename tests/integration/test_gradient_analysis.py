@@ -287,6 +287,7 @@ def test_bert_is_analysed(tmp_path, cache_dir, monkeypatch):
     assert summary["loss"] == pytest.approx(math.log(2), rel=0.1)
 
 
+@pytest.mark.usefixtures("programs")  # ClearML starts one
 def test_the_figure_is_sent_to_clearml(analysed, monkeypatch, tmp_path_factory):
     _, output, _ = analysed
     monkeypatch.setenv("CLEARML_CONFIG_FILE", str(tmp_path_factory.getbasetemp() / "none.conf"))

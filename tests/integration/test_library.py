@@ -269,6 +269,7 @@ def test_another_number_of_workers_continues_where_the_run_was(two_processes, al
     assert next(back.worker.micro_batches(96)).tolist() == next(alone.worker.micro_batches(96)).tolist()
 
 
+@pytest.mark.usefixtures("programs")
 def test_a_process_that_ends_early_ends_the_others():
     with pytest.raises(ChildFailedError, match="PeerLostError"):
         adloco.launch(leave_early, processes=2)
@@ -365,6 +366,7 @@ def test_the_example_trains_with_two_workers():
     assert first == second > 0.85
 
 
+@pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_example_fine_tunes_a_model_of_hugging_face(tokenizer_folder, tmp_path, lora):
     """With adapters only these are sent: 4 bytes for each element and worker in each of two rounds."""

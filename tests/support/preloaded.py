@@ -4,11 +4,12 @@ import os
 
 from fabrics.data import python_docs
 from run import fast_imports
+from tests.support.docstrings import keep_docstrings
 
 with fast_imports():
     import cluster  # noqa: F401
 
-# Reading the documentation of Python takes seconds.
+keep_docstrings()
 python_docs.standard_library_docstrings()
 # No test asks whether files outlive a loss of power.
 os.fsync = lambda descriptor: None
