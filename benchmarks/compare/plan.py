@@ -144,7 +144,7 @@ def settings(situation: Situation, plan: Candidate, link: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("python -m benchmarks.compare.plan", description=__doc__.splitlines()[0])
     parser.add_argument("--nodes", type=int, required=True, help="equal nodes")
     parser.add_argument("--speed", type=float, required=True, help="examples per second of a node")
     parser.add_argument("--link", required=True, help="of a node, such as 10Mb/s,1ms")

@@ -181,7 +181,7 @@ def test_resume_auto_begins_a_run_and_then_continues_it(tmp_path, cache_dir, cap
     assert summary(folder)["outer_steps"] == 2
     assert [each["first_round"] for each in summary(folder)["invocations"]] == [1, 2]
     assert program.main(["--config", config]) == 2
-    assert "run_name: there is a run mine" in capsys.readouterr().err
+    assert f"run_name: {folder} exists; choose another name" in capsys.readouterr().err
     # A run without a checkpoint starts again; its old logs are kept.
     shutil.rmtree(folder / "checkpoints")
     assert program.main(arguments) == 0

@@ -104,10 +104,9 @@ def check_logs(config: Config, anew: bool = True) -> None:
     if config.run_name is not None:
         if Path(config.run_name).name != config.run_name:
             raise ConfigError(f"run_name: must be a name without a path, got {config.run_name!r}")
-        if anew and Path(config.log_dir, config.run_name).exists():
-            raise ConfigError(
-                f"run_name: there is a run {config.run_name} in {config.log_dir}; --resume auto continues it"
-            )
+        folder = Path(config.log_dir, config.run_name)
+        if anew and folder.exists():
+            raise ConfigError(f"run_name: {folder} exists; choose another name, or continue it with --resume {folder}")
 
 
 def make_run_folder(config: Config, dataset: str) -> Path:

@@ -514,8 +514,8 @@ class Budget(Section):
 
     objective: Literal["examples", "time"] = key(
         "examples",
-        "What a run makes the most of: its examples, or the seconds of a `time_budget` with `node_speeds`, for which "
-        "the workers, the batch and the inner steps of every round, and the method, are chosen.",
+        "Resource that the run is planned for. time: the run chooses workers, batch, inner steps and method for a "
+        "`time_budget` with `node_speeds`.",
     )
 
     @property
