@@ -52,7 +52,10 @@ def causal_attention(
         attention_mask: not read.
     """
     groups = query.shape[1] // key.shape[1]
-    if groups > 1 and repeats_keys(query.device.type, query.dtype):
+    device = query.device.type
+    # Rotated queries and keys are float32 under autocast, which casts them here.
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    if groups > 1 and repeats_keys(device, dtype):
         key = key.repeat_interleave(groups, dim=1)
         value = value.repeat_interleave(groups, dim=1)
     grouped = key.shape[1] < query.shape[1]

@@ -173,6 +173,16 @@ def test_only_16_bit_types_have_grouped_queries_on_gpus():
     assert not any(repeats_keys("cpu", dtype) for dtype in types)
 
 
+def test_autocast_decides_whether_grouped_queries_fit(monkeypatch):
+    """Rotated queries and keys are float32 until the kernel casts them."""
+    asked = []
+    monkeypatch.setattr(attention, "repeats_keys", lambda device, dtype: asked.append(dtype))
+    for autocast in (None, torch.bfloat16):
+        working = FlatModel(tiny_llama(dtype=torch.float32, num_hidden_layers=1), CPU, autocast)
+        backward(working, PackedSequences(random_sequences(2)), np.arange(2))
+    assert asked == [torch.float32, torch.bfloat16]
+
+
 @pytest.mark.parametrize("repeated", [False, True])
 def test_causal_attention_runs_the_fused_kernel_and_equals_its_definition(repeated, monkeypatch):
     """The CPU runs grouped queries as they are, and repeated as for float32 on GPUs."""
