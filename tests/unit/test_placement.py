@@ -160,3 +160,12 @@ def test_the_precision_of_matrix_products_depends_on_the_device(device, key, pre
         assert torch.get_float32_matmul_precision() == precision
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_the_only_process_makes_its_gpu_the_current_one(monkeypatch):
+    """Libraries allocate on the current device, and the check for a broken device asks that one."""
+    current = []
+    monkeypatch.setattr(processes, "identity", str)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    processes.LocalProcesses([torch.device("cuda", 3)], 2)
+    assert current == [torch.device("cuda", 3)]

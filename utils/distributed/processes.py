@@ -118,16 +118,16 @@ class Processes:
         self.devices = tuple(torch.device(slot.device) for slot in slots)
         self.groups = tuple(slot.group for slot in slots)
         self._owners = tuple(slot.owner for slot in slots)
-        if self.count > 1:
-            self._connect(slots, place)
-
-    def _connect(self, slots: Sequence[Slot], place: int) -> None:
-        """Make the communicators: one for this process's shard group, and one for its place in all shard groups."""
-        rank = self._rank.number
-        size = self._shard_group_size
         device = next(device for node, device in enumerate(self.devices) if self.owns(node))
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        if self.count > 1:
+            self._connect(slots, place, device)
+
+    def _connect(self, slots: Sequence[Slot], place: int, device: torch.device) -> None:
+        """Make the communicators: one for this process's shard group, and one for its place in all shard groups."""
+        rank = self._rank.number
+        size = self._shard_group_size
         self._round_group = self._new_group(range(self.count), on_gpus=False)
         on_gpus = gpus_of_their_own(slots)
         # All processes make all communicators, in the same order.
