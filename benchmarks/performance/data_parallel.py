@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from algorithms.schedule.limits import RoundSchedule
@@ -45,8 +45,10 @@ def data_parallel_loop(config: Config, data: TaskData, device: torch.device) -> 
         if config.devices_per_node == 1:
             return DistributedDataParallel(model, process_group=communicator)
         mesh = DeviceMesh.from_group(communicator, device.type)
+        computed_in = None if config.autocast is None else getattr(torch, config.autocast)
+        policy = MixedPrecisionPolicy(computed_in, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for part in (*sharded_layers(model), model):
-            fully_shard(part, mesh=mesh)
+            fully_shard(part, mesh=mesh, mp_policy=policy)
         return model
 
     return BareLoop(config, data, device, distribute, dist.get_rank(), dist.get_world_size())

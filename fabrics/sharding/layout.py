@@ -42,9 +42,10 @@ def _linear_parts(module: nn.Module) -> list[nn.Module]:
     return [part for child in module.children() for part in _linear_parts(child)]
 
 
-def sharded_parts(module: nn.Module) -> list[nn.Module]:
-    """Return the parts of sharded layers that autocast casts, and that are gathered in its type."""
-    return [part for layer in sharded_layers(module) for part in _linear_parts(layer)]
+def sharded_parts(module: nn.Module) -> list[list[nn.Module]]:
+    """Return for each sharded layer the parts that autocast casts, and that are gathered together in its type."""
+    parts = [_linear_parts(layer) for layer in sharded_layers(module)]
+    return [of_layer for of_layer in parts if of_layer]
 
 
 def gathered_elements(module: nn.Module) -> int:

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -28,7 +27,7 @@ from fabrics.training.flat_model import FlatModel, flat_blocks
 from fabrics.training.worker import TrainingError
 from utils.checkpoint.tensor_file import FilePart
 from utils.distributed.devices import share_of
-from utils.distributed.shard_groups import ShardGroup
+from utils.distributed.shard_groups import ShardGroup, reduce_scatter
 
 T = TypeVar("T")
 
@@ -41,8 +40,8 @@ class ShardedModel(FlatModel):
     Args:
         module: the whole model on the CPU, on the first device; its architecture on the meta device, on the others.
         shard_group: the devices of the node.
-        autocast: the type that passes compute in. Then the linear parts of layers are groups, gathered in that type, so
-            that no other copy of them is made; the rest of a layer belongs to the root and keeps its type.
+        autocast: the type that passes compute in. Then the linear parts of each layer are a group, gathered in that
+            type, so that no other copy of them is made; the rest of a layer belongs to the root and keeps its type.
 
     Raises:
         ValueError: the module cannot be sharded.
@@ -279,7 +278,7 @@ class GradientSum:
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         if self.probe is None:
-            return dist.reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+            return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
         gradients = self._shard_group.exchange(input_tensor)
         torch.sum(gradients, 0, out=output_tensor)
         self.probe.add(gradients, output_tensor)

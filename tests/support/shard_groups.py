@@ -81,7 +81,7 @@ SCENARIOS = {
         "statistics_batch_size": 2,
         "max_batch_size": 4,
     },
-    "autocast": {"autocast": "bfloat16", "activation_checkpointing": True, "sampling_method": "none"},
+    "autocast": {"autocast": "bfloat16", "activation_checkpointing": True},
     "int8": {"communication_dtype": "int8", "sampling_method": "none"},
 }
 # The others have two nodes, which a trainer has together after the merge.

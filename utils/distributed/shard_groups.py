@@ -13,6 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from utils.distributed.peers import PeerWatch
 
+# Collectives over one flat tensor. PyTorch 2.13 has renamed them.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # From glibc's malloc.h.
 _M_MMAP_THRESHOLD = -3
 _LARGE_BYTES = 2**18
@@ -87,7 +91,7 @@ class ShardGroup:
         staged = tensor.to(self._device).contiguous()
         gathered = staged.new_empty(self.size * staged.numel())
         with self.explaining():
-            dist.all_gather_single(gathered, staged, group=self._communicator)
+            all_gather(gathered, staged, group=self._communicator)
         return gathered.view(self.size, -1).to(tensor.device)
 
     # For a size above 1 only.
