@@ -32,6 +32,7 @@ from fabrics.training.optimizers import inner_optimizer_of
 from trainers import Trainer
 from utils.config.reading import parse_config
 from utils.config.schema import Config, ConfigError
+from utils.distributed.devices import wait_for
 from utils.distributed.launch import cores
 
 # The measured configuration.
@@ -51,12 +52,10 @@ def seconds(
     function: Callable[[], None], device: torch.device, clock: Callable[[], float] = time.perf_counter
 ) -> float:
     """Return the seconds of one call, including the device's work; by default of the wall clock."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait_for(device)
     started = clock()
     function()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait_for(device)
     return clock() - started
 
 

@@ -18,6 +18,7 @@ from algorithms.batch.switch_mode import ExecutionPlan, in_parts, only_gradient_
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.forward_backward import accumulate_gradients
 from fabrics.training.worker import Assignment, NodeFailedError, TrainingError, Worker, WorkerRound
+from utils.distributed.devices import wait_for
 
 
 def clip(model: FlatModel, gradient: torch.Tensor, largest: float | None) -> None:
@@ -114,6 +115,7 @@ class InnerLoop:
         if self.worker.optimizer is not None:
             self._update(assignment.learning_rates[assignment.active_steps[self.done]])
         if self.done == 0:
+            wait_for(self.worker.node.device)  # otherwise its time for this step would count for the other ones
             self._first_step_seconds = time.perf_counter() - self._started
         self.done += 1
         self._on_step()

@@ -358,18 +358,22 @@ def test_with_no_node_left_there_is_a_checkpoint_and_a_clear_error(failing, tmp_
 
 
 def test_a_slow_first_step_does_not_make_a_node_slow(monkeypatch):
-    """Compilation is in the first step of a round; here it takes a hundred times the others."""
-    clock, accumulate = SimpleNamespace(now=0.0), inner_loop.accumulate_gradients
+    """Compilation is in the first step of a round, here 100 s. The device takes 3 s for a step, its launch 1 s."""
+    clock, accumulate = SimpleNamespace(now=0.0, ready=0.0), inner_loop.accumulate_gradients
 
-    def timed(*arguments):
-        clock.now += 100.0 if clock.first else 1.0
-        clock.first = False
+    def launched(*arguments):
+        clock.now += 1.0 if clock.ready else 100.0
+        clock.ready = max(clock.ready, clock.now) + 3.0
         return accumulate(*arguments)
 
-    monkeypatch.setattr(inner_loop, "accumulate_gradients", timed)
+    def waited(*arguments):
+        clock.now = clock.ready
+
+    monkeypatch.setattr(inner_loop, "accumulate_gradients", launched)
+    monkeypatch.setattr(inner_loop, "wait_for", waited)
+    monkeypatch.setattr(inner_loop.InnerLoop, "_check_finite", waited)  # it reads a number of the device
     monkeypatch.setattr(inner_loop, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     trainer = make_trainer(tiny_llama(), make_config(INITIAL_BATCH_SIZE=8, sampling_method="none"), EXAMPLES, nodes=1)
-    clock.first = True
     (report,) = train(trainer, 1, inner_steps=4)
     record = report.workers[0]
-    assert (record.seconds, record.steady_seconds, record.steady_examples) == (103.0, 3.0, 24)
+    assert (record.seconds, record.steady_seconds, record.steady_examples) == (113.0, 10.0, 24)

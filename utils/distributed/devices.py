@@ -48,6 +48,12 @@ def identity(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else str(device)
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done all work so far; a CPU has always done it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """True if a device, or a library on it, ran out of memory; the device is still usable."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
