@@ -178,7 +178,7 @@ def _flat_model(config: Config, data: TaskData, device: torch.device, processes:
         recompute_activations(module, config.model_type)
     autocast = None if config.autocast is None else getattr(torch, config.autocast)
     if processes.shard_group.size == 1:
-        model = FlatModel(module, device, autocast, config.compile_model, config.loss_chunk_tokens)
+        model = FlatModel(module, device, autocast, config.compile_model, config.loss_chunk_tokens or None)
     else:
         try:
             model = ShardedModel(module, device, processes.shard_group, autocast)

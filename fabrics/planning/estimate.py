@@ -8,6 +8,7 @@ Memory of a device, for P bytes of trainable parameters, N devices per node, t t
              + method's and encoding's * w    e.g. an error feedback
              + tensors of a round)            see `fabrics.pool.max_batch.round_tensors`
     + activations and logits of the largest micro-batch, see `activation_bytes`
+    + with autocast the copies of linear layers, see `cast_bytes`
     + for N > 1 the layers that a device holds whole at a time, see `gathered_elements`
 
 What a batch test will ask for is unknown before the run. So the run is followed with several constant batches, from
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from algorithms.batch.calc_batch import BATCH_TESTS
 from algorithms.batch.switch_mode import execution_plans
@@ -27,7 +29,7 @@ from algorithms.nodes.traffic import ExchangeSizes, Link, even_split, rounds_ahe
 from fabrics.models.initialisation import META, flops_per_token, meta_model, recompute_activations
 from fabrics.pool.max_batch import round_tensors
 from fabrics.pool.run_checks import check_model
-from fabrics.sharding.layout import gathered_elements
+from fabrics.sharding.layout import gathered_elements, sharded_parts
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.method_config import check_method, method_of, round_bytes
 from fabrics.training.optimizers import inner_optimizer_of
@@ -111,6 +113,19 @@ def activation_bytes(config: Config, module: nn.Module) -> tuple[int, int] | Non
     return kept, logits
 
 
+def cast_bytes(config: Config, module: nn.Module) -> int:
+    """Bytes of the copies of linear layers that autocast makes in every pass, and keeps for the backward pass.
+
+    Nodes of several devices gather the layers' in that type instead, and copy the output layer's only.
+    """
+    if config.autocast is None:
+        return 0
+    layers = sharded_parts(module) if config.devices_per_node > 1 else []
+    gathered = {child for parts in layers for part in parts for child in part.modules()}
+    linear = [child for child in module.modules() if isinstance(child, nn.Linear | Conv1D) and child not in gathered]
+    return 2 * sum(child.weight.numel() for child in linear)
+
+
 class _Run:
     """The model, the method and the nodes of a run."""
 
@@ -136,7 +151,7 @@ class _Run:
         if config.activation_checkpointing:
             recompute_activations(module, config.model_type)
         self.assumptions += assumed
-        self.model = FlatModel(module, META, loss_chunk_tokens=config.loss_chunk_tokens)
+        self.model = FlatModel(module, META, loss_chunk_tokens=config.loss_chunk_tokens or None)
         check_model(config, self.model)
         self.method = method_of(config, self.model)
         check_method(config, self.workers[-1])
@@ -184,6 +199,7 @@ class _Run:
             "state of the method and the encoding per worker": workers * self.worker_bytes // size,
             "sums of a round": in_round // size,
             "layers that are whole at a time": gathered,
+            "copies of weights for autocast": cast_bytes(config, module),
             "activations and logits": activations,
         }
         return parts, host
@@ -294,7 +310,7 @@ class _Run:
         flops = flops_per_token(self.model.module, self.config.sequence_length)
         if self.config.activation_checkpointing:
             flops *= 4.0 / 3.0  # one more forward pass
-        if self.config.loss_chunk_tokens is not None:  # one more of the head
+        if self.config.loss_chunk_tokens:  # one more of the head
             flops += 2.0 * self.model.module.get_output_embeddings().weight.numel()
         return flops
 

@@ -59,7 +59,7 @@ def cheapest(options: Sequence[MemoryOption], sequence_length: int, round_tokens
 def with_chosen_memory(config: Config, devices: int | None, memory: int, on_gpus: bool) -> tuple[Config, str]:
     """Return the configuration with `memory: auto` carried out, and the choice in one line.
 
-    Keys that the configuration turns on stay on.
+    Keys that the configuration sets stay as they are.
 
     Args:
         devices: of all machines; None: see Resources.
@@ -96,11 +96,11 @@ def with_chosen_memory(config: Config, devices: int | None, memory: int, on_gpus
 
 
 def _combinations(config: Config, on_gpus: bool) -> Iterator[dict[str, bool | int]]:
-    """Yield the keys to turn on, from none to all that are off."""
+    """Yield the keys to turn on, from none to all that are left open."""
     able: dict[str, bool | int] = {"activation_checkpointing": True, "loss_chunk_tokens": _CHUNK}
     if on_gpus:
         able["offload_outer_state"] = True
-    off = [key for key in able if not getattr(config, key)]
-    for count in range(len(off) + 1):
-        for keys in itertools.combinations(off, count):
+    left_open = [key for key in able if getattr(config, key) is None]
+    for count in range(len(left_open) + 1):
+        for keys in itertools.combinations(left_open, count):
             yield {key: able[key] for key in keys}

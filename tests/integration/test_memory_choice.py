@@ -58,19 +58,21 @@ def test_no_more_is_turned_on_than_fits(on):
     memory = needed(**on)
     config, line = with_chosen_memory(make_config(**ALONE, memory="auto"), 1, memory, on_gpus=False)
     assert (config.activation_checkpointing, config.loss_chunk_tokens, config.offload_outer_state, config.memory) == (
-        on.get("activation_checkpointing", False), on.get("loss_chunk_tokens"), False, None,
+        on.get("activation_checkpointing"), on.get("loss_chunk_tokens"), None, None,
     )  # fmt: skip
     assert estimate(config, Resources(1, memory)).device_bytes == memory
     assert line.endswith(" a device, estimated for micro-batches of 4")
 
 
-def test_keys_that_are_on_stay_on_and_too_little_memory_is_refused():
+def test_keys_that_are_set_stay_so_and_too_little_memory_is_refused():
     auto = make_config(**ALONE, memory="auto", activation_checkpointing=True, loss_chunk_tokens=7)
     config, line = with_chosen_memory(auto, 1, 10**12, on_gpus=True)
     assert (config.activation_checkpointing, config.loss_chunk_tokens) == (True, 7)
     assert line == "memory: auto chooses no other keys; of 1.0 TB a device, estimated for micro-batches of 4"
-    with pytest.raises(ConfigError, match=r"memory: nothing that auto may turn on makes the run fit; .* a run needs"):
-        with_chosen_memory(auto, 1, 10**4, on_gpus=True)
+    off = make_config(**ALONE, memory="auto", activation_checkpointing=False, loss_chunk_tokens=False)
+    for config, memory in ((auto, 10**4), (off, needed(loss_chunk_tokens=256))):
+        with pytest.raises(ConfigError, match=r"memory: nothing that auto may turn on makes the run fit; .* run needs"):
+            with_chosen_memory(config, 1, memory, on_gpus=False)
     refused = make_config(**ALONE | {"memory": "auto", "model_config": {"preset": "demo", "num_attention_heads": 7}})
     with pytest.raises(ConfigError, match="model_config: cannot build"):
         with_chosen_memory(refused, 1, 10**12, on_gpus=False)

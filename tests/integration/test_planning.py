@@ -1,22 +1,37 @@
 """`--plan`: estimates equal short runs and numbers computed by hand; a run that does not fit is refused."""
 
 import argparse
+import copy
 import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import run as program
 from algorithms.nodes.traffic import Link
 from algorithms.synchronisation import METHODS
 from fabrics.config_checks import CHECKS
+from fabrics.data.examples import PackedSequences
 from fabrics.models.initialisation import flops_per_token, meta_model
 from fabrics.planning.command import parse_count, parse_link, parse_memory, parse_positive
-from fabrics.planning.estimate import Resources, activation_bytes, estimate
+from fabrics.planning.estimate import Resources, activation_bytes, cast_bytes, estimate
+from fabrics.pool.max_batch import _measure_cpu
 from fabrics.sharding.layout import gathered_elements
+from fabrics.training.flat_model import FlatModel
+from fabrics.training.forward_backward import backward
 from tests.support import matrix
-from tests.support.helpers import TINY_ARCHITECTURE, Recorder, make_config, tiny_cluster
+from tests.support.helpers import (
+    CPU,
+    TINY_ARCHITECTURE,
+    Recorder,
+    make_config,
+    random_sequences,
+    tiny_cluster,
+    tiny_llama,
+)
 from utils.config.reading import load_config
 from utils.config.schema import ConfigError
 
@@ -127,10 +142,27 @@ def test_memory_by_hand():
         "state of the method and the encoding per worker": 0,
         "sums of a round": flat,
         "layers that are whole at a time": 0,
+        "copies of weights for autocast": 0,
         "activations and logits": max(2 * (kept + logits), evaluated),
     }
     assert found.device_bytes == sum(found.memory.values())
     assert found.host_bytes == 0
+
+
+def test_autocast_keeps_copies_of_linear_layers_for_the_backward_pass():
+    """Bytes that do not grow with the examples, beyond those without autocast; `_measure_cpu` doubles bytes."""
+    module, examples = tiny_llama(dtype=torch.float32, hidden_size=64), PackedSequences(random_sequences(2))
+
+    def constant(autocast: torch.dtype | None) -> int:
+        model = FlatModel(copy.deepcopy(module), CPU, autocast)
+        measure = _measure_cpu(lambda count: backward(model, examples, np.arange(count)))
+        return (2 * measure(1) - measure(2)) // 2
+
+    config = make_config(autocast="bfloat16")
+    assert constant(torch.bfloat16) - constant(None) == pytest.approx(cast_bytes(config, module), rel=0.01)
+    assert cast_bytes(make_config(), module) == 0
+    sharded = make_config(autocast="bfloat16", devices_per_node=2)
+    assert cast_bytes(sharded, module) == 2 * module.lm_head.weight.numel()
 
 
 def test_state_on_the_host_and_on_several_devices():

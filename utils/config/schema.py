@@ -177,22 +177,24 @@ class Computation(Section):
     memory: Literal["auto"] | None = key(
         None,
         "auto: turn on the fastest of activation_checkpointing, loss_chunk_tokens, offload_outer_state and their "
-        "combinations that fits, as --plan estimates; null: as set.",
+        "combinations that fits, as --plan estimates; it leaves those that are not null; null: as set.",
         changes_training=False,
     )
-    activation_checkpointing: bool = key(
-        False,
-        "Recompute layers in the backward pass: less memory, a third more time; only for models of transformers.",
+    activation_checkpointing: bool | None = key(
+        None,
+        "Recompute layers in the backward pass: less memory, a third more time; only for models of transformers; null: "
+        "false, or as memory: auto chooses.",
         changes_training=False,
     )
-    loss_chunk_tokens: PositiveInt | None = key(
+    loss_chunk_tokens: PositiveInt | Literal[False] | None = key(
         None,
         "Tokens of each sequence whose logits exist at a time: less memory, one more pass through the output layer; "
-        "null: all.",
+        "false: all; null: all, or as memory: auto chooses.",
     )
-    offload_outer_state: bool = key(
-        False,
-        "Keep trainers' parameters and outer momentum in host memory, where the outer step then runs.",
+    offload_outer_state: bool | None = key(
+        None,
+        "Keep trainers' parameters and outer momentum in host memory, where the outer step then runs; null: false, or "
+        "as memory: auto chooses.",
         changes_training=False,
     )
     switch_mode: str = key("threshold_switch_mode", "Rule by which a step accumulates gradients over micro-batches.")
