@@ -137,7 +137,7 @@ def _objective_problems(config: Config) -> list[str]:
     if not config.simulates_time_budget:
         found.append("objective: time needs time_budget and node_speeds, by which it plans")
     for name, value in _PLANNED_WITH.items():
-        if getattr(config, name) != value:
+        if (getattr(config, name) or value) != value:  # an unset key will have this value
             found.append(f"{name}: must be {_shown(value)} with objective time, got {_shown(getattr(config, name))}")
     return found
 
