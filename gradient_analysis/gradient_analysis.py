@@ -22,6 +22,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from scipy import stats
 from tqdm import tqdm
+from transformers.utils.logging import disable_progress_bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -349,5 +350,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    disable_progress_bar()  # of transformers, which shows one for every model that is loaded
     torch.manual_seed(0)
     sys.exit(main())
