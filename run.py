@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # These imports are fast. PyTorch, and what needs it, is imported in functions, after the first line on the screen.
-from fabrics import completion
-from fabrics.listing import KINDS, listing
+from fabrics.listing import KINDS, completion_script, listing
 from fabrics.planning import command as planning
 from utils.distributed.launch import Launch, is_main, start_processes, started_by_others, threads_per_process
 from utils.distributed.signals import STATUS_INTERRUPTED, StopRequest, handled_signals
-from utils.run_layout import CHECKPOINTS_FOLDER, MODELS_FOLDER, REPORT_FOLDER, default_config, has_checkpoint
+from utils.files import CHECKPOINTS_FOLDER, MODELS_FOLDER, REPORT_FOLDER, default_config, has_checkpoint
 
 if TYPE_CHECKING:
     from logging.handlers import MemoryHandler
@@ -195,7 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
             print("\n".join(listing(options.list)))
             return 0
         if options.completion:
-            print(completion.script(options.completion), end="")
+            print(completion_script(options.completion), end="")
             return 0
         if options.plan:
             planning.print_plan(options)
@@ -257,8 +256,7 @@ def prepared_run(
     Yields:
         The cluster, the observer that records the run, and the run folder.
     """
-    from training_logs.recording.run_folder import start_logging
-    from utils.checkpoint.run_lock import lock_run_in_main
+    from training_logs.recording.run_folder import lock_run_in_main, start_logging
     from utils.config.resume import folder_to_resume
     from utils.config.schema import ConfigError
     from utils.distributed.collective_checks import agree_on_config, decided, done_by_all
@@ -321,9 +319,8 @@ def set_up(
     from training_logs.recording.provenance import Origin, code_of, machine
     from training_logs.recording.recorder import RunRecorder
     from training_logs.recording.records import Observer
-    from training_logs.recording.run_folder import logger, make_run_folder
+    from training_logs.recording.run_folder import lock_run_in_main, logger, make_run_folder
     from utils.checkpoint.checkpoint import newest_checkpoint
-    from utils.checkpoint.run_lock import lock_run_in_main
     from utils.config.plugins import import_plugins
     from utils.config.resume import changes_since
     from utils.config.schema import ConfigError

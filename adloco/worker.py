@@ -479,10 +479,10 @@ class Worker:
                 batches=batches,
                 step_seconds=0.0,
                 server_seconds=lambda elements: 0.0,
+                random=self._generator,
             ),
             inner=Inner(decay, self._update_shared, self._optimizer.param_groups[0]["lr"]),
             outer=Outer(self._config.learning_rate_for_outer_opt, self._config.outer_momentum, dtype),
-            generator=self._generator,
             events=self._events,
         )
         own = self._model.parameters.data

@@ -48,8 +48,7 @@ from utils.config.reading import load_config, problem_lines
 from utils.config.schema import Config, ConfigError
 from utils.config.yaml_reading import read_mapping, yaml_value
 from utils.distributed.devices import resolve_devices
-from utils.files import write_atomically, write_json_atomically
-from utils.run_layout import REPORT_FOLDER
+from utils.files import REPORT_FOLDER, write_atomically, write_json_atomically
 from utils.text import counted
 
 HERE = Path(__file__).resolve().parent

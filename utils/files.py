@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all."""
+"""The names in a run folder, and files and folders that are written whole or not at all."""
 
 import argparse
 import json
@@ -9,6 +9,12 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+LOG_FILE = "training_log.log"
+REPORT_FOLDER = "model_training_report"  # CSVs, summary, plots and report
+MEMORY_FOLDER = "memory_report"
+MODELS_FOLDER = "model_weights"
+CHECKPOINTS_FOLDER = "checkpoints"
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
@@ -85,3 +91,14 @@ def nearest_existing_folder(path: Path) -> Path:
     while not path.exists():
         path = path.parent
     return path
+
+
+def has_checkpoint(run_folder: Path) -> bool:
+    """Return whether a checkpoint is there; it may be damaged."""
+    return any((run_folder / CHECKPOINTS_FOLDER).glob("round_*"))
+
+
+def default_config() -> Path:
+    """Return config.yaml in the working directory, or the one beside run.py."""
+    here = Path("config.yaml")
+    return here if here.exists() else Path(__file__).resolve().parents[1] / here

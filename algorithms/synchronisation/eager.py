@@ -3,9 +3,9 @@
 
 import torch
 
+from algorithms.synchronisation.diloco import nesterov_step
 from algorithms.synchronisation.group import Group, LocalWorker, WorkerMean
 from algorithms.synchronisation.method import Capabilities, Method
-from algorithms.synchronisation.outer_step import nesterov_step
 
 
 class EagerDiLoCo(Method):

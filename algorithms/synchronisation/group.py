@@ -50,7 +50,7 @@ class LocalWorker:
 
 @dataclass
 class Clock:
-    """The position in the round, and the simulated times of the workers.
+    """The position in the round, random numbers for it, and the simulated times of the workers.
 
     Attributes:
         inner_steps: of the round.
@@ -59,6 +59,7 @@ class Clock:
         batches: examples of one of them, by number.
         step_seconds: of an inner step of the fastest worker.
         server_seconds: from a number of elements to the seconds until a server has received and answered them.
+        random: from an inner step of the round to random numbers, the same in every process.
         step: inner steps of the round that are done.
     """
 
@@ -68,7 +69,12 @@ class Clock:
     batches: Sequence[int]
     step_seconds: float
     server_seconds: Callable[[int], float]
+    random: Callable[[int], torch.Generator]
     step: int = 0
+
+    def generator(self) -> torch.Generator:
+        """Return random numbers for this place in the run, the same in every process, on the CPU."""
+        return self.random(self.step)
 
     def server_steps(self, elements: int) -> Fraction:
         """Return the inner steps until a server has received and answered n elements."""
@@ -99,7 +105,6 @@ class Group:
 
     Args:
         workers: the trainer's workers (fabrics.training.worker_group).
-        generator: from an inner step of the round to random numbers, the same in every process.
         events: receives every exchange of more than one worker.
 
     Attributes:
@@ -109,7 +114,7 @@ class Group:
         local_workers: the workers of this process that take part and are well, in order.
         model: the flat model (fabrics.training.flat_model), which knows about all parts if several devices share it and
             [n] is this device's.
-        clock: the position in the round, and simulated times.
+        clock: the position in the round, random numbers for it, and simulated times.
         inner: the inner step.
         outer: the configuration of the outer step.
     """
@@ -124,7 +129,6 @@ class Group:
         clock: Clock,
         inner: Inner,
         outer: Outer,
-        generator: Callable[[int], torch.Generator],
         events: list[Event],
     ):
         self.shared = shared
@@ -136,7 +140,7 @@ class Group:
         self.inner = inner
         self.outer = outer
         self._workers = workers
-        self._generator = generator
+
         self._present = [worker for worker, weight in enumerate(weights) if weight]
         self._events = events if len(self._present) > 1 else []  # a lone worker sends nothing
 
@@ -144,10 +148,6 @@ class Group:
     def lone(self) -> bool:
         """True if one worker takes part: it sends nothing, so its update is applied in full."""
         return len(self._present) == 1
-
-    def generator(self) -> torch.Generator:
-        """Return random numbers for this place in the run, the same in every process, on the CPU."""
-        return self._generator(self.clock.step)
 
     def mean(
         self,

@@ -84,7 +84,7 @@ class LoCoDL(Method):
 
     def exchange(self, group: Group) -> None:
         shared = group.shared
-        generator = group.generator()
+        generator = group.clock.generator()
         shared["parameters"].add_(shared["control"], alpha=group.inner.learning_rate)
         if torch.rand((), generator=generator, dtype=torch.float64).item() < self.probability:
             self._communicate(group, generator)

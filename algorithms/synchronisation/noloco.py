@@ -62,7 +62,7 @@ class NoLoCo(Method):
 
     def _peers(self, group: Group) -> dict[int, list[int]]:
         """Return the members of each worker's group in this round, by number."""
-        groups = draw_groups(len(group.weights), self.group, group.generator())
+        groups = draw_groups(len(group.weights), self.group, group.clock.generator())
         return {worker: drawn for drawn in groups for worker in drawn}
 
     def incoming(self, group: Group) -> WorkerMessages:

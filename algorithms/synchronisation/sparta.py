@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from algorithms.flat import random_positions
+from algorithms.synchronisation.diloco import diloco_step
 from algorithms.synchronisation.group import Group
 from algorithms.synchronisation.method import OUTER_KEYS, Capabilities, Method, require
-from algorithms.synchronisation.outer_step import diloco_step
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class SPARTA(Method):
     def exchange(self, group: Group) -> None:
         size = len(group.shared["parameters"])
         count = max(1, round(self.share * size))
-        positions = random_positions(size, count, group.generator())
+        positions = random_positions(size, count, group.clock.generator())
         incoming = group.mean(group.shared["parameters"].new_empty(count), "parameters")
         for worker in group.local_workers:
             incoming.add(worker, worker.parameters[worker.to_device(positions)])

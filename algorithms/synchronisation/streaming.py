@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from algorithms.flat import Block, Part, fragment_problems, layer_fragments, read_part, write_part
+from algorithms.synchronisation.diloco import diloco_step
 from algorithms.synchronisation.group import Group
 from algorithms.synchronisation.method import Capabilities, Method, require
-from algorithms.synchronisation.outer_step import diloco_step
 
 
 @dataclass(frozen=True)

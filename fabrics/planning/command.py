@@ -82,8 +82,7 @@ def print_plan(options: argparse.Namespace) -> None:
     from fabrics.planning.memory_choice import with_chosen_memory
     from utils.config.reading import load_config
     from utils.config.schema import ConfigError
-    from utils.files import json_text
-    from utils.run_layout import default_config
+    from utils.files import default_config, json_text
 
     logging.getLogger("adloco").setLevel(logging.WARNING)
     config, warnings = load_config(options.config or default_config(), options.overrides, CHECKS)

@@ -11,7 +11,7 @@ from fabrics.models.export import round_folder
 from utils.checkpoint.checkpoint import Checkpoints
 from utils.config.reading import dump_config
 from utils.distributed.signals import StopRequest
-from utils.run_layout import CHECKPOINTS_FOLDER, MODELS_FOLDER
+from utils.files import CHECKPOINTS_FOLDER, MODELS_FOLDER
 
 if TYPE_CHECKING:
     from cluster import Cluster

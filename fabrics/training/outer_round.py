@@ -58,10 +58,9 @@ class OuterRound:
             values=dict(worker_group.values),
             weights=[weight / sum(weights) for weight in weights],
             # For methods with simulated times, and for methods that exchange gradients.
-            clock=_clock(config, worker_group, split, inner_steps),
+            clock=self._clock(split, inner_steps),
             inner=Inner(config.weight_decay, self._update_shared, first.learning_rates[0]),
             outer=worker_group.outer,
-            generator=self._generator,
             events=self.events,
         )
         self.loops: dict[int, InnerLoop] = {}
@@ -146,27 +145,21 @@ class OuterRound:
         model.gradient.zero_()
         parameters.copy_(model.parameters)
 
-    def _generator(self, step: int) -> torch.Generator:
+    def _random(self, step: int) -> torch.Generator:
         entropy = [self._key.seed, self._key.trainer, self._key.round, step]
         seed = int(np.random.SeedSequence(entropy, spawn_key=(1,)).generate_state(1, np.uint64)[0])
         return torch.Generator().manual_seed(seed)
 
-
-def _clock(config: Config, worker_group: WorkerGroup, split: WorkSplit, inner_steps: int) -> Clock:
-    seconds = [0.0] * len(worker_group)
-    own_steps = [0] * len(worker_group)
-    batches = [0] * len(worker_group)
-    examples = split.examples_each(inner_steps)
-    for worker, steps in split.steps_in_time(inner_steps).items():
-        own_steps[worker] = steps
-        batches[worker] = split.plans[worker].effective_batch
-        if config.node_speeds is not None:
-            seconds[worker] = examples[worker] / split.speeds[worker]
-    return Clock(
-        inner_steps=inner_steps,
-        seconds=seconds,
-        own_steps=own_steps,
-        batches=batches,
-        step_seconds=split.step_seconds,
-        server_seconds=worker_group.server_seconds,
-    )
+    def _clock(self, split: WorkSplit, inner_steps: int) -> Clock:
+        workers = len(self._worker_group)
+        seconds = [0.0] * workers
+        own_steps = [0] * workers
+        batches = [0] * workers
+        examples = split.examples_each(inner_steps)
+        for worker, steps in split.steps_in_time(inner_steps).items():
+            own_steps[worker] = steps
+            batches[worker] = split.plans[worker].effective_batch
+            if self._config.node_speeds is not None:
+                seconds[worker] = examples[worker] / split.speeds[worker]
+        server_seconds = self._worker_group.server_seconds
+        return Clock(inner_steps, seconds, own_steps, batches, split.step_seconds, server_seconds, self._random)

@@ -320,10 +320,9 @@ class WorkerGroup:
             shared=self._shapes if self.shared is None else self.shared,
             values=self.values,
             weights=[weight / sum(weights) for weight in weights],
-            clock=Clock(0, (), (), (), 0.0, self.server_seconds),
+            clock=Clock(0, (), (), (), 0.0, self.server_seconds, lambda step: torch.Generator()),
             inner=None,
             outer=self.outer,
-            generator=None,
             events=events,
         )
         group.local_workers = [

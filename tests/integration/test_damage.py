@@ -25,9 +25,9 @@ from cluster import Cluster
 from tests.support.comparisons import small_comparison
 from tests.support.helpers import warnings_of, without_privileges
 from tests.support.runs import assert_same_run, summary, write_config
+from training_logs.recording.run_folder import lock_run
 from training_logs.showing.run_data import RunFolderError
 from utils.checkpoint.checkpoint import Checkpoints, newest_checkpoint
-from utils.checkpoint.run_lock import lock_run
 from utils.distributed.processes import LocalProcesses
 from utils.files import write_folder_atomically
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import record_run
-from training_logs.showing.evaluation import MOST_CHARACTERS, MOST_RESULTS, downstream_results
-from training_logs.showing.report import run_body
+from training_logs.showing.report import MOST_CHARACTERS, MOST_RESULTS, downstream_results, run_body
 from training_logs.showing.run_data import RunFolderError, read_run
 from training_logs.training_monitoring import compare
 
@@ -60,7 +59,7 @@ def test_sizes_are_bounded(tmp_path, monkeypatch):
     assert downstream_results(tmp_path) == {"0" * MOST_CHARACTERS: "1"}
     write_results(tmp_path, {"results": {f"task {place}": {"acc,none": 1} for place in range(99)}})
     assert len(downstream_results(tmp_path)) == MOST_RESULTS
-    monkeypatch.setattr("training_logs.showing.evaluation.MOST_BYTES", 99)
+    monkeypatch.setattr("training_logs.showing.report.MOST_BYTES", 99)
     with pytest.raises(RunFolderError, match="larger than 99 bytes"):
         downstream_results(tmp_path)
 

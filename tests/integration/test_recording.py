@@ -23,7 +23,7 @@ from training_logs.recording.recorder import RunRecorder
 from training_logs.recording.records import ClusterRound, RoundReport
 from training_logs.recording.round_log import exchange_rows, step_rows
 from training_logs.showing.run_data import RunData
-from utils.run_layout import has_checkpoint
+from utils.files import has_checkpoint
 
 # Warnings
 

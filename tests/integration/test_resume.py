@@ -20,7 +20,7 @@ from tests.support import killed_in_round
 from tests.support.helpers import warnings_of
 from tests.support.programs import LIMIT_SECONDS
 from tests.support.runs import assert_same_run, report, summary, write_config
-from utils.checkpoint.run_lock import lock_run
+from training_logs.recording.run_folder import lock_run
 from utils.config.reading import parse_config
 from utils.config.resume import resumed_config, training_changes
 from utils.config.schema import ConfigError
@@ -153,7 +153,7 @@ def test_a_process_that_is_about_to_end_is_waited_for(tmp_path, monkeypatch):
     holder = threading.Thread(target=hold)
     holder.start()
     holding.wait(LIMIT_SECONDS)
-    monkeypatch.setattr("utils.checkpoint.run_lock._logger", SimpleNamespace(info=lambda *words: waiting.set()))
+    monkeypatch.setattr("training_logs.recording.run_folder.logger", SimpleNamespace(info=lambda *words: waiting.set()))
     with lock_run(tmp_path, patience=LIMIT_SECONDS), pytest.raises(ConfigError, match="another process"):
         lock_run(tmp_path)
     assert waiting.is_set()

@@ -17,7 +17,7 @@ from tests.support import matrix
 from tests.support.helpers import Recorder
 from tests.support.programs import Programs, wait_until
 from utils.checkpoint.checkpoint import newest_checkpoint
-from utils.run_layout import CHECKPOINTS_FOLDER
+from utils.files import CHECKPOINTS_FOLDER
 
 # Rounds: before the last merge, and while messages are on their way.
 KILLED_AFTER = (1, matrix.STOPPED_AFTER)

@@ -19,7 +19,7 @@ from training_logs.recording import recorder as recording
 from training_logs.recording.provenance import Code, Origin, machine, machines
 from training_logs.recording.recorder import RunRecorder
 from training_logs.recording.run_folder import make_run_folder, start_logging
-from utils.run_layout import has_checkpoint
+from utils.files import has_checkpoint
 
 TIMES = (
     *("wall_seconds", "startup_seconds", "training_seconds", "evaluation_seconds", "tokens_per_second"),

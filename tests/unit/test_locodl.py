@@ -43,7 +43,7 @@ def stepped(
         lone=False,
         inner=Inner(0.0, None, lr),
         local_workers=members,
-        generator=lambda: generator,
+        clock=SimpleNamespace(generator=lambda: generator),
         messages=lambda size: WorkerMessages(Messages(torch.device("cpu")), None, [], PLAIN, 0, y),
     )
     method.exchange(group)

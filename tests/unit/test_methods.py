@@ -12,8 +12,8 @@ import yaml
 
 from algorithms.flat import Block, layer_fragments, random_positions, sketch
 from algorithms.synchronisation import METHODS, noloco
+from algorithms.synchronisation.diloco import nesterov_step
 from algorithms.synchronisation.fda import variance_estimate
-from algorithms.synchronisation.outer_step import nesterov_step
 from fabrics.config_checks import CHECKS
 from fabrics.training.method_config import method_of
 from fabrics.training.worker import COPY, ERROR, Node

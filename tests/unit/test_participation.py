@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from algorithms.synchronisation import METHODS
-from algorithms.synchronisation.outer_step import nesterov_step
+from algorithms.synchronisation.diloco import nesterov_step
 from cluster import Cluster
 from fabrics.config_checks import CHECKS
 from fabrics.pool.node_pool import NodePool

@@ -26,8 +26,7 @@ from training_logs.trackers.clearml import resolved_mode
 from training_logs.trackers.tracker import TrackerProcess, send_folder
 from utils.config.reading import dump_config
 from utils.config.schema import Config
-from utils.files import write_json_atomically, write_text_atomically
-from utils.run_layout import LOG_FILE, MEMORY_FOLDER, REPORT_FOLDER
+from utils.files import LOG_FILE, MEMORY_FOLDER, REPORT_FOLDER, write_json_atomically, write_text_atomically
 from utils.text import budget_used, counted
 
 # The round log comes last: a reader finds the steps and exchanges of each of its rounds.

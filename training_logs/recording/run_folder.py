@@ -1,4 +1,4 @@
-"""The run folder and the log: where everything is written; nothing that was written before is lost."""
+"""The run folder, its lock and the log: where everything is written; nothing that was written before is lost."""
 
 import contextlib
 import datetime
@@ -10,13 +10,15 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from training_logs.trackers.clearml import resolved_mode
 from training_logs.trackers.tracker import check_packages
-from utils.checkpoint.run_lock import lock_run
 from utils.config.schema import Config, ConfigError
+from utils.distributed.collective_checks import done_by_all
+from utils.distributed.processes import Processes
 from utils.files import nearest_existing_folder
 
 logger = logging.getLogger("adloco")
@@ -107,6 +109,39 @@ def check_logs(config: Config, anew: bool = True) -> None:
         folder = Path(config.log_dir, config.run_name)
         if anew and folder.exists():
             raise ConfigError(f"run_name: {folder} exists; choose another name, or continue it with --resume {folder}")
+
+
+def lock_run(folder: Path, patience: float = 0.0) -> contextlib.AbstractContextManager:
+    """Lock a run folder until the end of this context, or of this process.
+
+    On file systems without locks this does nothing.
+
+    Args:
+        folder: the run folder.
+        patience: seconds to wait for a process that is about to end.
+
+    Raises:
+        ConfigError: another process is training this run.
+    """
+    lock = FileLock(folder / ".lock", fallback_to_soft=False)
+    try:
+        with contextlib.suppress(Timeout):
+            return lock.acquire(timeout=0.0)
+        if patience:
+            logger.info("waiting %.0f s for the process that is training this run to end", patience)
+        return lock.acquire(timeout=patience)
+    except Timeout:
+        raise ConfigError(f"{folder}: another process is training this run; wait for its end, or stop it") from None
+    except OSError:
+        return contextlib.nullcontext()
+
+
+def lock_run_in_main(processes: Processes, folder: str | Path | None) -> contextlib.AbstractContextManager:
+    """Lock a run folder, if there is one, in the main process; ConfigError in all processes where it cannot."""
+    # torchrun may start processes again before a machine has noticed that it has lost the others.
+    patience = 60.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
+    locks = folder is not None and processes.is_main
+    return done_by_all(processes, lambda: lock_run(Path(folder), patience) if locks else contextlib.nullcontext())
 
 
 def make_run_folder(config: Config, dataset: str) -> Path:

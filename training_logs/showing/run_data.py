@@ -17,7 +17,7 @@ import numpy as np
 import yaml
 
 from utils.config.yaml_reading import yaml_value
-from utils.run_layout import REPORT_FOLDER
+from utils.files import REPORT_FOLDER
 
 Table = np.ndarray
 

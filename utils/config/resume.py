@@ -8,7 +8,7 @@ from typing import Any
 from utils.config.plugins import check_plugins_of_run
 from utils.config.reading import Checks, load_config
 from utils.config.schema import FIELDS, Config, ConfigError
-from utils.run_layout import default_config, has_checkpoint
+from utils.files import default_config, has_checkpoint
 
 # Keys that only the start of a run reads: with another value the records would describe a run that never was.
 _START = (

@@ -1,1 +1,0 @@
-"""Batch tests, exact gradient statistics, the batch controller and the switch mode."""

@@ -1,1 +1,0 @@
-"""Nodes and trainers: distribution, merges, unequal speeds, simulated clocks and traffic."""

@@ -1,1 +1,0 @@
-"""Learning rates, the limits and the budget of a run."""

@@ -1,1 +1,0 @@
-"""Encodings of what workers send: reduced precision, quantisation, sparsification."""

@@ -1,1 +1,0 @@
-"""Documents, tokens, the order of examples and their partition among trainers."""

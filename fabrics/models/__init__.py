@@ -1,1 +1,0 @@
-"""Model families, initialisation, attention and export."""

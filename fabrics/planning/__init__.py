@@ -1,1 +1,0 @@
-"""Estimates of what a run needs (`--plan`)."""

@@ -1,1 +1,0 @@
-"""Nodes, their assignment to trainers, the length of rounds, checkpoints and validation."""

@@ -1,1 +1,0 @@
-"""Nodes of several devices (FSDP2)."""

@@ -1,1 +1,0 @@
-"""One round of one trainer. Start with outer_round.py."""

@@ -1,1 +1,0 @@
-"""Records that a run writes while it trains; nothing here reads them or draws."""

@@ -1,1 +1,0 @@
-"""Views of a run, during training or afterwards. They read its folder and nothing else."""

@@ -1,1 +1,0 @@
-"""The configuration: schema, parsing and plugins."""

@@ -1,1 +1,0 @@
-"""Processes: launching, joining, reductions and liveness."""
