@@ -65,11 +65,8 @@ class Cluster:
         processes: None: join those that the environment names, or be the only one.
 
     Attributes:
-        trainers: the living trainers, by id.
-        counters: what the run has used so far.
         stopped: True if the run was asked to stop before its end.
         plan: of the present round, in a run with `objective: time`.
-        models: the flat model of each device of this process.
 
     Raises:
         ConfigError: the config does not fit the data, the model or the machine.
@@ -416,9 +413,6 @@ class Cluster:
         """Restore the state of a cluster of the same data and model, on any number of processes.
 
         Nodes that had failed work again.
-
-        Args:
-            read: from the name of a group of tensors and of a tensor to that tensor.
 
         Raises:
             CheckpointError: the state is of another model or of other data.

@@ -39,7 +39,6 @@ class Run:
     """A finished or interrupted run.
 
     Attributes:
-        folder: the run folder.
         summary: summary.json; its status is completed or interrupted.
         training_log: training_log.csv, a structured array with one row per round and trainer.
         model_folder: the best model, which transformers loads; None if the run was interrupted.
@@ -303,11 +302,7 @@ def set_up(
     early_log: "MemoryHandler",
     started: float,
 ) -> tuple["Cluster", "Observer", Path]:
-    """Load the data and build the cluster, from the last checkpoint if the run is resumed.
-
-    Returns:
-        The cluster, the observer that records the run, and the run folder.
-    """
+    """Load the data and build the cluster, from the last checkpoint if the run is resumed."""
     import torch
 
     from cluster import Cluster

@@ -56,14 +56,8 @@ class Trainer:
     """One model instance.
 
     Args:
-        trainer_id: its identity, kept through merges in which it is the representative.
         parameters: flat initial parameters, which become the trainer's own; None in a process without a worker.
-        cursor: its position in its data.
         models: the flat model of each device of this process; the first device keeps the trainer's tensors.
-
-    Attributes:
-        batch_control: its requested batch, and the statistics behind it.
-        worker_group: its workers and tensors.
     """
 
     def __init__(

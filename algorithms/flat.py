@@ -11,14 +11,7 @@ Part = Sequence[slice]
 
 @dataclass(frozen=True)
 class Block:
-    """The place of one tensor of the model in flat tensors.
-
-    Attributes:
-        name: the tensor's name in the model.
-        start: its first element.
-        stop: the start of the next block, or the end; zeros may fill the gap.
-        shape: the tensor's shape.
-    """
+    """The place of one tensor of the model in flat tensors; zeros may fill a gap before `stop`."""
 
     name: str
     start: int
@@ -120,8 +113,7 @@ def sketch(vector: torch.Tensor, seed: int, size: int = SKETCH_SIZE, rows: int =
     The map is linear and keeps inner products in expectation. The signs are a function of seed, row and position, and
     so equal on all devices. The sketch of a vector is the sum of the sketches of its parts.
 
-    Args:
-        first: the position of the vector's first element.
+    first: the position of the vector's first element.
     """
     if before := first % size:
         vector = torch.nn.functional.pad(vector, (before, 0))

@@ -29,7 +29,6 @@ class BatchLaw:
     """The batch of every round.
 
     Attributes:
-        regime: one of REGIMES.
         first: b_1, examples of an inner step over all workers.
         growth: g in examples per round (linear), ln q (geometric).
         largest: the batch at which growth stops.
@@ -127,7 +126,6 @@ def predict_rounds(laws: Sequence[BatchLaw], fitted: int, examples: float, inner
     The interval is normal in the logarithm. Its deviation joins DRIFT and half the difference between the laws.
 
     Args:
-        laws: the best law first.
         fitted: rounds so far.
         examples: after these rounds.
     """

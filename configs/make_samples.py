@@ -174,8 +174,7 @@ def write_packages(folder: Path, names: Iterable[str] | None = None) -> None:
     A document has 200 characters or more, at least half of them letters, and is no licence. At most half of its runs of
     13 words are in Python's own documentation or in an earlier document. No package contributes more than 1 MB.
 
-    Args:
-        names: distributions; None: those that requirements.txt pins.
+    names: distributions; None: those that requirements.txt pins.
     """
     installed = {name: _installed(name) for name in (pinned(_REQUIREMENTS) if names is None else names)}
     known = set().union(*map(word_runs, python_documents()))

@@ -72,11 +72,7 @@ class AnalysisConfig:
 
 
 def parse_analysis_config(path: Path, overrides: Sequence[str]) -> AnalysisConfig:
-    """Read the file and `key=value` overrides.
-
-    Raises:
-        ConfigError: with one line per problem.
-    """
+    """Read the file and `key=value` overrides; ConfigError: with one line per problem."""
     values = read_mapping(path)
     try:
         for assignment in overrides:
@@ -193,11 +189,7 @@ def last_request(model: Path) -> int | None:
 
 
 def analyse(config: AnalysisConfig) -> Path:
-    """Run the analysis and return the folder of its results.
-
-    Raises:
-        ConfigError: model, data or sizes do not fit.
-    """
+    """Run the analysis and return the folder of its results; ConfigError: model, data or sizes do not fit."""
     try:
         devices, warnings = resolve_devices(None if config.device is None else [config.device])
     except (ValueError, RuntimeError) as error:

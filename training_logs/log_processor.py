@@ -42,11 +42,7 @@ _TITLES = {
 
 
 def round_scalars(run: RunData, rows: Table) -> dict[str, float]:
-    """Return what a dashboard shows of a round.
-
-    Args:
-        rows: the round's rows of training_log.csv, one per trainer.
-    """
+    """Return what a dashboard shows of a round. rows: the round's rows of training_log.csv, one per trainer."""
     values = {}
     for row in rows:
         trainer = f"trainer {int(row['trainer_id'])}"
@@ -64,11 +60,7 @@ def round_scalars(run: RunData, rows: Table) -> dict[str, float]:
 
 
 def send_run(folder: Path, tracker: Tracker, follow: bool = False) -> None:
-    """Report a run, of which everything is read from its folder.
-
-    Args:
-        follow: report it while it trains.
-    """
+    """Report a run, of which everything is read from its folder. follow: report it while it trains."""
     run = read_run(folder)
     with damage_reported(folder):  # before anything is sent
         for rows in run.by_round.values():

@@ -29,11 +29,8 @@ class RunFit:
         laws: the best one first; their round 1 is `first_round`.
         batches: of the fitted rounds: examples per inner step over all workers of all trainers.
         first_round: the first fitted round.
-        inner_steps: H.
         examples: after every round up to the last fitted one, from 0.
-        communications: after every round up to the last fitted one, from 0.
         communications_per_round: of every later round.
-        living: trainers in the last fitted round.
     """
 
     laws: list[BatchLaw]

@@ -24,13 +24,11 @@ class BatchControlSettings:
     """The configuration of a trainer's requested batch.
 
     Attributes:
-        test: a name in BATCH_TESTS.
         parameters: of the test; eta is that at the beginning of the run.
         eta_at_end: eta at the end of the run; None: constant.
         first_round: the first round with a test, counted from 1; before it the request stays.
         smoothing: weight of the past in the average of the statistics over rounds.
         largest_growth: factor per round; None: no bound.
-        schedule: of a request that no test changes.
         frozen_from: share of the run after which no test changes the request. A falling learning rate makes the noise
             scale rise, and then steps are worth more than larger batches. 0: the statistics are only measured.
     """
@@ -46,11 +44,7 @@ class BatchControlSettings:
 
 
 class BatchControl:
-    """The requested batch and the state that it depends on.
-
-    Attributes:
-        requested_batch: the present request, in examples over all workers of the trainer.
-    """
+    """The requested batch of a trainer, in examples over all its workers, and the state that it depends on."""
 
     def __init__(self, settings: BatchControlSettings, initial_request: int):
         self._settings = settings
@@ -94,8 +88,6 @@ class BatchControl:
             samples: estimates of the round's samples; empty if nothing was measured.
             between: an estimate from products between the workers, if there is one besides the samples.
             effective_batch: examples of an inner step over all workers.
-            progress: share of the run that is done, 0 to 1.
-            largest_request: the configured maximum, in examples.
 
         Returns:
             The statistics that the test saw, averaged over the rounds, and a warning; None if there is none.

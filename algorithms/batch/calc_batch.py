@@ -26,8 +26,6 @@ class BatchTestParameters:
 
     Attributes:
         eta: of the norm test: allowed ratio of the noise to the norm of the gradient.
-        theta: of the inner product test.
-        nu: of the orthogonality test.
         debias: divide by ||G||^2 instead of ||g||^2. The noise V / B in ||g||^2 keeps the answer of the plain norm test
             below B / eta^2.
         confidence: standard errors by which the answer is lowered.
@@ -76,7 +74,6 @@ def lower_ratio(
 
 
 def _squared_norm(s: GradientStatistics, batch: int, debias: bool) -> tuple[float, float]:
-    """Return the squared norm that the tests divide by, and its error."""
     squared_norm = max(s.squared_norm, 0.0)
     if debias:
         return squared_norm, s.squared_norm_error
@@ -148,7 +145,6 @@ def bounded_request(current: int, answer: int | None, max_growth: float | None, 
     """Return the next requested batch: never below the current one, and growing within the configured bounds.
 
     Args:
-        current: requested batch of this round.
         answer: of the batch test; None: the request stays.
         max_growth: largest factor per round, at least 1; None: no bound. A request of 1 may still become 2.
         max_request: largest request ever; a current request above it stays.

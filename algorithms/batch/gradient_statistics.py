@@ -51,10 +51,7 @@ class GradientStatistics:
         variance: V.
         inner_product_variance: P; NaN if only one size of sample was seen.
         overlap: R; likewise.
-        squared_norm_error: standard error.
-        variance_error: standard error.
         inner_product_variance_error: standard error; infinite if too few samples were seen.
-        overlap_error: likewise.
         inner_product_covariance: covariance of the estimates of P and R.
     """
 
@@ -219,7 +216,6 @@ class StatisticsSums:
         """Return the sums after one more round.
 
         Args:
-            samples: of the round, at least one, from all workers.
             decay: weight of the past, 0 (none) to below 1.
             between: an estimate from products between the workers, for the squared norm alone.
         """

@@ -49,7 +49,6 @@ def chunked_loss_sums(
     Args:
         hidden: [b, T, width], the input of the head.
         head: from `hidden` to logits; without dropout.
-        labels: [b, T], see `example_loss_sums`.
     """
     targets = _next_tokens(labels)
     sums = 0.0

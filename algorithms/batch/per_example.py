@@ -44,9 +44,8 @@ class UnsupportedModuleError(ValueError):
 class Outer:
     """Shares of the weight [out, in] of a linear layer: P_i = sum_t delta_it x_it^T.
 
-    Attributes:
-        uses: inputs x [b, T, in] and gradients of the outputs delta [b, T, out] of each use of the layer. T may differ.
-            They are not put together: those of a head over a chunked loss would need as much memory again.
+    uses: inputs x [b, T, in] and gradients of the outputs delta [b, T, out] of each use of the layer. T may differ.
+    They are not put together: those of a head over a chunked loss would need as much memory again.
     """
 
     uses: tuple[tuple[torch.Tensor, torch.Tensor], ...]
@@ -134,7 +133,6 @@ Uses = Iterator[tuple[nn.Parameter, Callable[[], Shares]]]
 
 
 def _with_steps(tensor: torch.Tensor) -> torch.Tensor:
-    """Return [b, ..., width] as [b, T, width]."""
     return tensor.reshape(tensor.shape[0], -1, tensor.shape[-1])
 
 
@@ -335,7 +333,6 @@ class PerExampleProbe:
             self.squared_norm += gradient.square().sum()
 
     def _add(self, name: str, uses: Sequence[Shares], direction: torch.Tensor) -> None:
-        """Add the squared norms of a parameter's shares, and their products with a direction."""
         joined: dict[type, Shares] = {}
         for use in uses:
             known = joined.get(type(use))

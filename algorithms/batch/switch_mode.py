@@ -82,9 +82,7 @@ def execution_plans(
     """Return each worker's plan for a trainer's request: ceil(B / M) examples through the switch mode.
 
     Args:
-        mode: a name in SWITCH_MODES.
         request: B, in examples over all M workers.
-        max_batches: largest micro-batch of each worker's node.
         speeds: of each worker's node, if the same M ceil(B / M) examples are distributed in proportion to them.
     """
     workers = len(max_batches)

@@ -14,9 +14,7 @@ def batch_shares(examples: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
     Each worker gets one example. Every further example goes to the worker that would finish it first; ties go to the
     smaller number. Equal speeds give shares that differ by at most one.
 
-    Args:
-        examples: at least as many as workers.
-        speeds: of every worker, in any unit.
+    examples: at least as many as workers.
     """
     shares = [1] * len(speeds)
     queue = [(2 / speed, worker) for worker, speed in enumerate(speeds)]
@@ -50,9 +48,7 @@ def slice_offsets(batches: Sequence[int], workers_turns: Sequence[Sequence[int]]
 
     Slices follow each other by inner step of the round, and within a step by worker.
 
-    Args:
-        batches: examples of an inner step of each worker.
-        workers_turns: the inner steps of the round during which each worker makes its own.
+    workers_turns: the inner steps of the round during which each worker makes its own.
     """
     order = sorted((turn, worker) for worker, own in enumerate(workers_turns) for turn in own)
     found: list[list[int]] = [[] for _ in batches]

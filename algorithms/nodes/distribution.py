@@ -31,8 +31,6 @@ def node_counts(
     n_g > 1. Ties go to the smaller id. Nodes for which no trainer has use (`useful_workers`) are idle.
 
     Args:
-        requests: trainer id -> requested batch, in examples; fewer trainers than nodes.
-        nodes: number of nodes.
         present: trainer id -> number of its nodes now, together at most `nodes`.
         smallest_batch: fewest examples of a worker; None: trainers have use for all nodes.
     """
@@ -86,11 +84,7 @@ def distribute_nodes(
     trainer with the most nodes takes new ones first, in order. If there are no more nodes than trainers, a node serves
     several trainers in turn.
 
-    Args:
-        requests: trainer id -> requested batch, in examples.
-        nodes: the nodes that work, in order.
-        present: trainer id -> its nodes now, by worker; nodes that are not in `nodes` are gone.
-        smallest_batch: see `node_counts`.
+    present: trainer id -> its nodes now, by worker; nodes that are not in `nodes` are gone.
     """
     present = present or {}
     trainers = sorted(requests)
@@ -160,7 +154,6 @@ class HandOver:
 
     Attributes:
         worker: the old number of the worker.
-        source: its node.
         takers: new number of a worker -> its node.
         whole: the worker itself moves, with its encoding error; otherwise new workers get a copy of its moments.
     """
@@ -173,13 +166,7 @@ class HandOver:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Sizes of state.
-
-    Attributes:
-        trainer: the trainer's tensors.
-        worker: the inner optimizer's state.
-        personal: state that moves only with its worker, such as an encoding error.
-    """
+    """Sizes of state. personal: state that moves only with its worker, such as an encoding error."""
 
     trainer: int
     worker: int
@@ -192,10 +179,7 @@ def hand_overs(old: Sequence[int], new: Sequence[int], lost: frozenset[int]) -> 
     Workers keep their numbers as far as there are nodes for them, and take their state along. A worker that is new, or
     whose state is lost, gets a copy of the state of the first worker that has one.
 
-    Args:
-        old: the node of each worker before.
-        new: the node of each worker after.
-        lost: old workers whose state is lost.
+    lost: old workers whose state is lost.
     """
     healthy = [worker for worker in range(len(old)) if worker not in lost]
     if not healthy:

@@ -11,9 +11,7 @@ from algorithms.registry import Registry
 class MergePlan:
     """A merge of several trainers into one.
 
-    Attributes:
-        representative: the trainer whose identity is kept.
-        weights: trainer id -> weight in the average, in proportion to the requested batches; they sum to 1.
+    weights: trainer id -> weight in the average, in proportion to the requested batches; they sum to 1.
     """
 
     representative: int
@@ -42,9 +40,7 @@ def _plan(requests: Mapping[int, int], chosen: list[int]) -> MergePlan:
 def worst_with_worst(requests: Mapping[int, int], count: int = 2) -> MergePlan:
     """Merge the `count` trainers with the smallest requests (the paper's policy).
 
-    Args:
-        requests: trainer id -> requested batch, in examples.
-        count: trainers that become one; all of them if fewer live. Ties go to the smaller id.
+    count: trainers that become one; all of them if fewer live. Ties go to the smaller id.
     """
     ranked = sorted(requests, key=lambda trainer: (requests[trainer], trainer))
     return _plan(requests, ranked[:count])

@@ -18,11 +18,6 @@ def redistribution_bytes(old: Sequence[int], new: Sequence[int], moves: Sequence
     A node that the trainer had holds its tensors, and each worker's state is on the worker's node. Everything else is
     sent once to every node that needs it. At the start (`old` is empty) nothing is sent, because all nodes begin from
     the same seed.
-
-    Args:
-        old: the node of each worker before.
-        new: the node of each worker after.
-        moves: the result of `hand_overs`.
     """
     if not old:
         return 0
@@ -39,10 +34,7 @@ def merge_bytes(representative: Sequence[int], others: Sequence[Sequence[int]], 
     The first node of the representative receives the tensors of the others, unless it serves them too. It sends the
     average to the representative's other nodes.
 
-    Args:
-        representative: the nodes of the representative.
-        others: the nodes of each other trainer.
-        size: bytes that a trainer gives: its parameters, and state that does not start anew.
+    size: bytes that a trainer gives: its parameters, and state that does not start anew.
     """
     first, *rest = representative
     return size * (sum(first not in nodes for nodes in others) + len(rest))
@@ -53,7 +45,6 @@ class Event:
     """Messages that the workers of a trainer send each other at one time.
 
     Attributes:
-        kind: the purpose.
         step: the inner step of the round after which it happens; a fraction is within a step.
         sent: bytes that each worker sends, a mean over all workers.
         received: bytes that each worker receives, likewise.
@@ -87,7 +78,6 @@ class Exchange:
 
     Attributes:
         communications: the number of communications that it counts as.
-        sent: bytes in all.
         link: bytes through the busiest node's link.
     """
 
@@ -193,10 +183,7 @@ def rounds_ahead(
 
     Nodes are assumed to be divided evenly. The nodes of trainers that a merge ends go to the others.
 
-    Args:
-        next_round: number of the next round, from 1; trainers merge after every `merge_frequency`-th.
-        merge_count: trainers that become one.
-        most_workers: limit per trainer.
+    next_round: number of the next round, from 1; trainers merge after every `merge_frequency`-th.
     """
     joining: list[Exchange] = []
     workers = even_split(min(nodes, trainers * most_workers), trainers)

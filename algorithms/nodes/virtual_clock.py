@@ -42,7 +42,6 @@ class NodeTime:
     """Seconds of a node.
 
     Attributes:
-        busy: it computes.
         waiting: it waits for other nodes, or for a link that is in use.
         exchanging: it waits only for its own messages to travel.
     """
@@ -72,15 +71,7 @@ class _Exchange:
 
 
 class Clocks:
-    """One clock for every node.
-
-    Args:
-        link: the link of every node.
-        nodes: the number of nodes.
-
-    Attributes:
-        spent: the time of each node.
-    """
+    """One clock for every node."""
 
     def __init__(self, link: Link, nodes: int):
         self.link = link
@@ -152,8 +143,6 @@ class Clocks:
 
         Args:
             nodes: number of a worker -> its node.
-            steps: inner steps of the round.
-            step_seconds: of each worker in an inner step.
             first_seconds: of each worker in the first inner step, in addition.
         """
         under_way = self._under_way.pop(trainer, [])

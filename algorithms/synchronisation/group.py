@@ -30,7 +30,6 @@ class LocalWorker:
         start: the parameters it began the round with. With an anchor this is the anchor: writing to it sets the next
             start. With shared parameters it is the trainer's tensor, on the trainer's device.
         gradient: of the inner step, flat [n], if the method exchanges gradients.
-        state: its named tensors.
     """
 
     index: int
@@ -115,8 +114,6 @@ class Group:
         model: the flat model (fabrics.training.flat_model), which knows about all parts if several devices share it and
             [n] is this device's.
         clock: the position in the round, random numbers for it, and simulated times.
-        inner: the inner step.
-        outer: the configuration of the outer step.
     """
 
     def __init__(

@@ -108,7 +108,6 @@ class Method:
     attribute that depends on parameters is a property.
 
     Attributes:
-        capabilities: facts about the method.
         state: names of the trainer's flat tensors [n] besides the parameters.
         worker_state: names of each worker's flat tensors [n].
         keeps: the parameters of a worker between rounds. "shared": it starts from the trainer's. "anchor": it has a

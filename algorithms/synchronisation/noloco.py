@@ -61,7 +61,6 @@ class NoLoCo(Method):
         return 2 * message * (full_groups * self.group * (self.group - 1) + rest * max(0, rest - 1))
 
     def _peers(self, group: Group) -> dict[int, list[int]]:
-        """Return the members of each worker's group in this round, by number."""
         groups = draw_groups(len(group.weights), self.group, group.clock.generator())
         return {worker: drawn for drawn in groups for worker in drawn}
 

@@ -63,7 +63,6 @@ class StreamingDiLoCo(Method):
         return []
 
     def _sent_after(self, inner_steps: int) -> list[int]:
-        """Return the inner step after which each fragment is sent."""
         return [-(-number * inner_steps // self.fragments) for number in range(1, self.fragments + 1)]
 
     def stops(self, group: Group) -> Sequence[int]:

@@ -70,8 +70,7 @@ def hub_source(language: str, repository: str | None = None) -> Source:
 
     `datasets` retries broken connections. HF_HUB_OFFLINE=1 skips the retries on a machine without a network.
 
-    Args:
-        repository: None: allenai/c4; a folder with the same layout works as well.
+    repository: None: allenai/c4; a folder with the same layout works as well.
     """
     name = repository or REPOSITORY
     return Source(

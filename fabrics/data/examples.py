@@ -47,11 +47,7 @@ def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 class PackedSequences:
-    """Token sequences of equal length for a causal language model.
-
-    Args:
-        tokens: [examples, sequence_length], any integer type, in memory or memory-mapped.
-    """
+    """Token sequences of equal length for a causal language model: [examples, sequence_length]."""
 
     largest = 0
 
@@ -85,8 +81,6 @@ class PaddedSequences:
     Args:
         tokens: [total]; all sequences joined, any integer type, in memory or memory-mapped.
         offsets: [examples + 1]; start of each sequence, and the end of the last.
-        limit: longer sequences are cut.
-        padding: the padding token.
         classes: [examples]; class of each sequence; None for a causal language model.
         targets: [total]; the tokens to predict, for a causal language model; None: all.
     """
@@ -149,7 +143,6 @@ class PackedDocuments(PackedSequences):
         offsets: [documents + 1]; start of each document, and the end of the last.
         groups: document indices of each group, in order; no sequence spans two groups, and only the last partial
             sequence of each group is lost.
-        sequence_length: tokens per sequence.
 
     Attributes:
         sizes: sequences of each group; sequences are sorted by group.
@@ -198,12 +191,7 @@ class TaskData:
 
     Attributes:
         task: causal_lm or classification.
-        dataset: name of the dataset.
-        source: description of the source.
         tokenizer: saved with the final model; None: the data are not text.
-        documents: documents used, by part.
-        skipped: skipped records of the source, by reason.
-        class_names: names of the classes of a classification.
         shares: the shares of non-IID data; None: trainers read random subsets.
         content: digest of all documents and of the tokenizer, however training divides and cuts them; None: unknown.
     """

@@ -66,8 +66,6 @@ def choose(
     """Choose training and evaluation reviews, shuffled with the seed; no text is in both.
 
     Args:
-        parts: the reviews of `train` and `test`.
-        train_size: None: all.
         samples_per_class: evaluation reviews of each class; None: as many as the smaller class of the test part has.
 
     Raises:

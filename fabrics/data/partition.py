@@ -105,10 +105,6 @@ def split_by_sources(config: Config, documents: TokenisedPart, vocabulary: int) 
 def shares_of_labels(labels: np.ndarray, lengths: np.ndarray, shares: int) -> np.ndarray:
     """Return the share of each document: the label with most tokens first, each label to the smallest share so far.
 
-    Args:
-        labels: label of each document, numbers from 0.
-        lengths: tokens of each document.
-
     Raises:
         ConfigError: there are fewer labels than shares.
     """

@@ -27,7 +27,6 @@ class Reading(NamedTuple):
 
     Attributes:
         places: from (offset, count) to example indices (int64); offset 0 is the start of the round.
-        workers: numbers of the workers.
         size: examples that they have together.
     """
 
@@ -52,13 +51,7 @@ def _index_type(examples: int) -> type:
 
 @dataclass(frozen=True)
 class Subsets:
-    """Disjoint random subsets of the examples, one per trainer: consecutive parts of one random permutation.
-
-    Attributes:
-        seed: seed of the run.
-        examples: number of examples.
-        trainers: trainers at the start of the run.
-    """
+    """Disjoint random subsets of the examples, one per trainer: consecutive parts of one random permutation."""
 
     seed: int
     examples: int
@@ -105,9 +98,7 @@ def _owners(subsets: Subsets) -> np.ndarray:
 class Shares:
     """The shares of non-IID data; each is walked on its own, and moves with its position from trainer to trainer.
 
-    Attributes:
-        seed: seed of the run.
-        sizes: examples of each share; examples are sorted by share.
+    sizes: examples of each share; examples are sorted by share.
     """
 
     seed: int
@@ -142,7 +133,6 @@ class Walk:
     merge.
 
     Args:
-        data: the subsets or shares of the run.
         key: numbers of the stream, of the trainer or share, and of the merges of a trainer.
         merged: the merged walks, and how many examples of each had been read.
     """
@@ -252,7 +242,6 @@ class DataCursor:
     """The positions of a trainer in its walks.
 
     Args:
-        data: the subsets or shares of the run.
         numbers: the trainer, or its shares.
         by_worker: each worker reads its own shares (`shares_of_workers`); otherwise all workers read all.
     """
@@ -283,7 +272,6 @@ class DataCursor:
         return np.concatenate([self._data.draw(walk.members) for walk in self._walks.values()])
 
     def _readers(self, workers: int) -> list[tuple[int, ...]]:
-        """The walks that each worker reads."""
         if self._by_worker:
             return shares_of_workers(list(self._walks), workers)
         return [tuple(self._walks)] * workers

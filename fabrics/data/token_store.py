@@ -146,7 +146,6 @@ def _verify(folder: Path) -> None:
 
 
 def _checksums(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file of a set, by name."""
     found = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != _SUMS and path.name[0] != ".":
@@ -169,15 +168,7 @@ def _open_part(folder: Path, dtype: str) -> TokenisedPart:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The documents and the tokenizer of a tokenised set.
-
-    Attributes:
-        source: the documents.
-        train_size: see `held_out.split`.
-        val_size: see `held_out.split`.
-        tokenizer: None: one is trained on the training documents.
-        vocab_size: vocabulary of a tokenizer that is trained.
-    """
+    """The documents and the tokenizer of a tokenised set. tokenizer: None: one is trained on the training documents."""
 
     source: Source
     train_size: int | None

@@ -114,11 +114,7 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike) -> None:
-    """Write a tokenizer to a folder.
-
-    Raises:
-        OSError: it cannot be written, which the library reports as a plain Exception.
-    """
+    """Write a tokenizer to a folder; OSError: it cannot be written, which the library reports as a plain Exception."""
     try:
         tokenizer.save_pretrained(folder)
     except Exception as error:
@@ -133,11 +129,7 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the token that ends a document.
-
-    Raises:
-        ConfigError: the tokenizer has none.
-    """
+    """Return the token that ends a document; ConfigError: the tokenizer has none."""
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"tokenizer: {tokenizer.name_or_path!r} has no end-of-text token (eos_token), which joins documents"

@@ -39,7 +39,6 @@ def save_models(
     Args:
         parameters_of: returns a trainer's flat parameters in the main process and its shard group, otherwise None; it
             is called for one trainer after the other.
-        working: the flat model that the parameters pass through.
 
     Returns:
         The folder of each trainer, and None; or no folder, and the problem.
@@ -84,8 +83,7 @@ def save_model(
     A module of transformers writes itself (`save_pretrained`: safetensors and config). Of any other module the state is
     written as safetensors.
 
-    Args:
-        state: the state on the CPU, in which tied parameters are one tensor; None: the module's own.
+    state: the state on the CPU, in which tied parameters are one tensor; None: the module's own.
     """
     state = merged_state(model, _copied(model.state_dict()) if state is None else state)
     if hasattr(model, "save_pretrained"):

@@ -191,8 +191,7 @@ def _flat_model(config: Config, data: TaskData, device: torch.device, processes:
 def initial_parameters(config: Config, data: TaskData, trainer: int, first: FlatModel) -> torch.Tensor:
     """Return the flat parameters that a trainer starts with, as a new tensor on the device of `first`.
 
-    Args:
-        first: holds the parameters of trainer 0.
+    first: holds the parameters of trainer 0.
     """
     same_body = config.identical_initialisation or is_pretrained(config.model_config)
     same_head = config.single_seed or not config.need_to_reinit_output_layers
@@ -207,7 +206,6 @@ def initial_cursors(config: Config, examples: int, sizes: Sequence[int] | None =
     """Return each trainer's cursor at the beginning of its own subset of the training examples.
 
     Args:
-        examples: number of training examples.
         sizes: sizes of the shares that the examples are split into; None: they are not split.
 
     Raises:

@@ -44,13 +44,7 @@ _IMPOSSIBLE_ARCHITECTURE = (
 
 @dataclass(frozen=True)
 class Demands:
-    """The demands of the data on a model.
-
-    Attributes:
-        tokenizer: the tokenizer of the texts; None: the data are no text.
-        sequence_length: the longest sequence that the model must take.
-        class_names: for classification, by class.
-    """
+    """The demands of the data on a model. tokenizer: the tokenizer of the texts; None: the data are no text."""
 
     tokenizer: PreTrainedTokenizerBase | None
     sequence_length: int
@@ -114,12 +108,7 @@ BERT_PRESETS = {
 
 
 def _problems(settings: Mapping[str, Any], presets: Collection[str], known: Collection[str], owner: str) -> list[str]:
-    """Return what is wrong with a `model_config`, one line each, without loading anything.
-
-    Args:
-        known: names of the family's architecture values.
-        owner: the model that has these values, in words.
-    """
+    """Return what is wrong with a `model_config`, one line each, without loading anything."""
     problems = []
     pretrained = settings.get("pretrained", False)
     preset = settings.get("preset")
@@ -203,12 +192,7 @@ def _known(config_class: type) -> frozenset[str]:
 class TransformersFamily:
     """A family of the library transformers.
 
-    Attributes:
-        task: see ModelFamily.
-        config_class: the library's configuration class; None: that of the model that `name` names.
-        auto_class: the library's class that builds and loads models.
-        presets: architecture values by name.
-        output_layer: see ModelFamily.
+    config_class: the library's configuration class; None: that of the model that `name` names.
     """
 
     task: str
@@ -325,9 +309,6 @@ def build_model(
     """Build a model in float32, in train mode, on the CPU.
 
     Args:
-        model_type: a key of MODELS.
-        settings: `model_config`: preset, name, pretrained, and architecture values.
-        tokenizer: see Demands, also for sequence_length and class_names.
         seed: seed of the initialisation; the global generator is left as it was.
 
     Raises:

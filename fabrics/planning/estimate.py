@@ -162,12 +162,10 @@ class _Run:
         self.worker_bytes = len(personal_tensors(config, self.method)) * self.flat_bytes
 
     def most_workers(self, batch: int) -> int:
-        """The most workers of a trainer with this batch."""
         smallest = self.config.smallest_worker_batch
         return self.nodes if smallest is None else max(1, min(self.nodes, batch // smallest))
 
     def workers_of(self, batch: int) -> tuple[int, ...]:
-        """The workers of each trainer in the first round."""
         return even_split(min(self.nodes, self.trainers * self.most_workers(batch)), self.trainers)
 
     # Memory

@@ -31,12 +31,7 @@ class CheckpointPolicy:
 
     All processes have one and call it at the same places. A failure to write is a warning, and training continues.
 
-    Args:
-        folder: the run folder; None: nothing is written.
-        stop: a request to stop the run; None: there will be none.
-
-    Attributes:
-        decision: what the processes do after this round.
+    folder: the run folder; None: nothing is written.
     """
 
     def __init__(self, run: Cluster, observer: Observer, folder: Path | None = None, stop: StopRequest | None = None):

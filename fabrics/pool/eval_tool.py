@@ -58,9 +58,7 @@ METRICS = Registry(
 class EvaluationPart:
     """Sums over some batches of the evaluation examples, at first on a device, then sent between processes.
 
-    Attributes:
-        batches: their numbers.
-        sums: summed loss, targets and, of a classifier, correct answers of each batch [batches, 3], float64.
+    sums: summed loss, targets and, of a classifier, correct answers of each batch [batches, 3], float64.
     """
 
     batches: list[int]
@@ -145,11 +143,7 @@ def evaluate(module: nn.Module, examples: Examples, task: str, batch_size: int, 
 
 
 class Validation:
-    """Evaluates trainers on the validation examples, divided among each trainer's workers.
-
-    Args:
-        models: the flat model of each device of this process.
-    """
+    """Evaluates trainers on the validation examples, divided among each trainer's workers."""
 
     def __init__(self, data: TaskData, models: Mapping[torch.device, FlatModel], batch_size: int):
         self.metric = METRICS[data.task]

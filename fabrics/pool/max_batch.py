@@ -40,9 +40,7 @@ def find_max_batch(
 ) -> int:
     """Return the largest batch whose step stays within the budget; 0 if not even one example does.
 
-    Args:
-        probes: batches to measure for the fit, in growing order.
-        confirm: measure the prediction too, and shrink it until it fits.
+    confirm: measure the prediction too, and shrink it until it fits.
     """
 
     def fits(size: int | None) -> bool:
@@ -130,8 +128,6 @@ def calculate_max_batch(
     """Return the largest micro-batch of a model's device; for a shard group in examples of each of its devices.
 
     Args:
-        step: runs one forward and backward pass of the model with this number of examples.
-        padding_percentage: share of the device's memory that may be used, 0 to 1.
         sharing: processes that run steps on the device at the same time.
         reserved_bytes: bytes that all of them will allocate besides.
 
@@ -172,7 +168,6 @@ def round_tensors(config: Config, workers: int, several_processes: bool, elsewhe
 
     Args:
         workers: the most workers of a trainer on the device.
-        several_processes: whether a trainer's workers may be in several processes.
         elsewhere: the most workers of a trainer in other processes.
     """
     method = method_of(config).capabilities

@@ -21,9 +21,6 @@ class NoNodeLeftError(TrainingError):
 class NodePool:
     """The nodes of a run, the same in every process.
 
-    Args:
-        devices: the device of every node.
-
     Attributes:
         failed: the ids of nodes that failed.
 

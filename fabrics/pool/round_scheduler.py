@@ -219,7 +219,6 @@ class RoundScheduler:
         return Remaining(counters.outer_steps, rounds, counters.examples, examples_left)
 
     def _examples_left(self, counters: RunCounters, splits: Collection["WorkSplit"]) -> float:
-        """Examples until the first limit in tokens or epochs."""
         limits = []
         if self._config.max_tokens:
             examples = counters.examples

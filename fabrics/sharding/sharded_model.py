@@ -89,7 +89,6 @@ class ShardedModel(FlatModel):
                 setattr(child, name, self.shard_group.broadcast(tensor.detach(), self.device))
 
     def _shard(self, dtype: torch.dtype) -> None:
-        """Apply FSDP2 to the layers and to the root."""
         mesh = self.shard_group.mesh
         if self._autocast is None:
             groups = sharded_layers(self.module)
@@ -265,8 +264,7 @@ class ShardedModel(FlatModel):
 class GradientSum:
     """The reduction of gradients that FSDP2 calls (`set_custom_reduce_scatter`); a probe may look at its input.
 
-    Attributes:
-        probe: receives the devices' gradients beside their sum; None: nothing does.
+    probe: receives the devices' gradients beside their sum; None: nothing does.
     """
 
     def __init__(self, shard_group: ShardGroup):

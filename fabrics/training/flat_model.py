@@ -57,7 +57,6 @@ class FlatModel:
 
     Attributes:
         parameters: flat nn.Parameter of all trainable parameters; its `.grad` is the flat gradient.
-        parameter_count: trainable elements, without the gaps.
         blocks: the places of the trainable parameters in the flat buffers.
         loss_chunk_tokens: as in the arguments.
         compares_devices: whether a probe compares the devices of the shard group instead of examples.

@@ -45,8 +45,7 @@ def backward(
 
     Devices that share the model divide the examples, and the loss.
 
-    Args:
-        hooked: the module's layers have hooks, which a compiled module would skip.
+    hooked: the module's layers have hooks, which a compiled module would skip.
     """
     own, share = model.local_slice(len(indices))
     batch = examples.batch(indices[own], model.device)

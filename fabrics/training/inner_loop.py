@@ -34,10 +34,8 @@ class InnerLoop:
     Args:
         start: the flat parameters from which it starts, at the beginning of the round and after each stop.
         keeps_end: write the worker's parameters back to `start` after each `run`.
-        on_step: called after every inner step.
 
     Attributes:
-        done: inner steps made.
         left_out: why the worker is left out of the mean; None if it is in it.
         vector: the sum of the gradients of its statistics' examples, flat, or a sketch of it, if the assignment asks
             for one.
@@ -147,7 +145,6 @@ class InnerLoop:
     # Statistics of the round's first inner step
 
     def _needs_probe_batch(self) -> bool:
-        """True if an inner step has too few examples for per-example statistics."""
         few = self._plan.effective_batch < self.worker.config.statistics_batch_size
         return few and self._assignment.statistics_plan.probed_parts > 0 and not self._model.compares_devices
 

@@ -68,8 +68,7 @@ class InnerOptimizer:
 class WorkerOptimizer:
     """The optimizer of a worker's inner steps, or of a trainer's shared parameters.
 
-    Args:
-        state: used by reference; None: a new one.
+    state: used by reference; None: a new one.
     """
 
     def __init__(self, model: FlatModel, config: Config, state: Mapping[str, torch.Tensor] | None = None):

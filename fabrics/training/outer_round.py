@@ -21,13 +21,9 @@ class OuterRound:
 
     Args:
         worker_group: the trainer's workers and tensors; the shared tensors change in place.
-        key: of the trainer's round.
-        on_step: called after every inner step of every worker of this process.
 
     Attributes:
-        events: exchanges between the workers.
         group: the workers as the method sees them.
-        loops: the inner loop of each local participant, by number.
         lost_messages: numbers of the workers whose messages are lost in this round.
     """
 

@@ -80,8 +80,6 @@ class WorkSplit:
     """One round of a trainer, divided over the workers that take part; the others rest.
 
     Args:
-        nodes: of all workers, in order.
-        participants: numbers of the workers that take part, in order.
         readings: where all workers read their examples.
         active_steps_of: gives the active steps if some workers make fewer; None: all make every inner step.
 

@@ -59,13 +59,10 @@ class Assignment:
     """A worker's part of a round.
 
     Attributes:
-        plan: the micro-batches of one inner step.
-        learning_rates: of every inner step of the round.
         active_steps: the inner steps of the round, from 0, that the worker makes; slow nodes may make fewer than all.
         read: from (offset, count) to the indices of the trainer's next examples; offset 0 is the start of the round.
         offsets: where the worker's examples of each active step begin.
         probe: draws the indices of the probe batch, for statistics when an inner step has too few examples.
-        key: seeds dropout.
         statistics_plan: what the first inner step takes, where workers with a shared start have the same parameters.
     """
 
@@ -88,11 +85,9 @@ class WorkerRound:
         plan: the micro-batches at the end of the round; after running out of memory they are smaller.
         losses: of each inner step; empty if the node failed.
         samples: estimates of the gradient statistics, one of each sample of the worker's examples.
-        max_batch: of the node after the round.
         steady_seconds: of the inner steps except the first one, which may compile and fill caches.
         steady_examples: of the same steps.
         left_out: why the worker is not in the mean; None if it is.
-        failed: the node has failed for good.
         moments: of its gradient, or its sketch, compared with the mean over the workers.
         active_steps: as in Assignment; None: all inner steps.
     """
@@ -156,11 +151,7 @@ class Worker:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Copy the tensors of `state` whose names the worker has.
-
-        Raises:
-            ConfigError: a tensor has another shape.
-        """
+        """Copy the tensors of `state` whose names the worker has; ConfigError: a tensor has another shape."""
         for name, tensor in self.state_dict().items():
             if name in state:
                 if state[name].shape != tensor.shape:

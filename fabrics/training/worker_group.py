@@ -39,7 +39,6 @@ class WorkerGroup:
         shared: the trainer's tensors by name, "parameters" among them; None in a process without a worker.
         values: the method's plain numbers, the same in every process.
         lost: numbers of the workers whose state is lost, until nodes are assigned again.
-        method: the synchronisation method.
         merged_tensors: names of the tensors that a merge averages; the others start anew.
         parameter_bytes: of one model, without the gaps of flat tensors.
         sizes: bytes of the state that moves with nodes, without gaps.
@@ -114,8 +113,7 @@ class WorkerGroup:
         state is lost, begins with the optimizer state of the first healthy worker, or with a new one if none is
         healthy. Surplus workers end. A node that rested and takes part again receives the trainer's tensors.
 
-        Args:
-            participants: numbers of the workers that take part in the next round.
+        participants: numbers of the workers that take part in the next round.
         """
         before = [node.id for node in self.nodes]
         after = [node.id for node in nodes]
@@ -242,12 +240,7 @@ class WorkerGroup:
     def active_steps(
         self, own_steps: Mapping[int, int], inner_steps: int, step_seconds: float
     ) -> Mapping[int, Sequence[int]]:
-        """Return the inner steps of the next round, from 0, in which workers with fewer inner steps make them.
-
-        Args:
-            own_steps: that each worker has time for, by number.
-            step_seconds: of one inner step of the fastest worker.
-        """
+        """Return the inner steps of the next round, from 0, in which workers with fewer inner steps make them."""
         travel = in_steps(self.server_seconds(self.parameter_count), step_seconds)
         return self.method.capabilities.active_steps(own_steps, inner_steps, self.values, travel)
 
@@ -352,8 +345,7 @@ class WorkerGroup:
         The process of the first worker computes the averages and sends them to the other workers. Tensors that are
         not in `merged_tensors` start anew.
 
-        Args:
-            weights: of this trainer, then of the others; they sum to 1.
+        weights: of this trainer, then of the others; they sum to 1.
         """
         sent = sum(group._settle(some_end=True) for group in (self, *others))
         own_nodes, *other_nodes = ([node.id for node in group.nodes] for group in (self, *others))

@@ -16,7 +16,6 @@ class CsvLog:
     Rows that cannot be written stay in memory and are written with the next rows.
 
     Args:
-        path: the file. It is created, or continued.
         state: from state_dict. The log continues there: later rows and half a last line are cut off.
 
     Attributes:

@@ -37,11 +37,7 @@ def memory_rows(stage: str, outer_step: int, seconds: float, processes: Sequence
 
     For a process "allocated" is resident memory; for the host, memory in use; for a GPU, PyTorch's allocations.
 
-    Args:
-        stage: name of the moment.
-        outer_step: the last finished round.
-        seconds: since the start of the program.
-        processes: results of memory_use in the processes of the run; this one comes first.
+    processes: results of memory_use in the processes of the run; this one comes first.
     """
     host = psutil.virtual_memory()
     in_use = host.total - host.available

@@ -17,14 +17,6 @@ class NodeLog:
     """Writes node_log.csv, one row per worker and round.
 
     A node without a row in a round was idle.
-
-    Args:
-        folder: receives the file.
-        config: of the run.
-        state: from state_dict, to continue.
-
-    Raises:
-        OSError: the file cannot be created or continued.
     """
 
     def __init__(self, folder: Path, config: Config, state: Mapping | None = None):

@@ -131,8 +131,6 @@ class Invocations:
 
     Args:
         folder: the run folder. It receives changes.patch; the second invocation writes changes_2.patch, and so on.
-        summary: path of summary.json, with the earlier invocations.
-        origin: of this invocation.
         state: the entries in the checkpoint that is resumed; the summary may have later ones.
     """
 

@@ -40,10 +40,8 @@ class RunRecorder(Observer):
         config: the resolved configuration; a copy goes into the folder.
         folder: the run folder, empty, or that of the resumed run.
         kept: log records so far, from start_logging.
-        started: time.perf_counter() at the start of the program, for wall_seconds.
         state: from state_dict, if a run is resumed. Later rows are dropped, and later lines of the log file are moved
             to `<log>_lost.log`.
-        origin: command, code and machines of this start or resume.
 
     Raises:
         ConfigError: ClearML has no credentials, and the configuration insists on its server.
@@ -122,7 +120,6 @@ class RunRecorder(Observer):
         }
 
     def _attempt(self, what: str, write: Callable[..., object], *arguments) -> None:
-        """Write something; a failure is a warning."""
         try:
             write(*arguments)
         except OSError as error:
@@ -225,7 +222,6 @@ class RunRecorder(Observer):
 
         Args:
             final: evaluations of the living trainers; empty if the run did not finish.
-            status: completed, interrupted or failed.
             models: folders of the living trainers' models; empty if they were not written.
         """
         for bar in (self._steps_bar, self._rounds_bar):

@@ -24,13 +24,7 @@ from utils.distributed.processes import Processes
 
 @dataclass(frozen=True)
 class RoundReport:
-    """One trainer's round.
-
-    Attributes:
-        workers: by index.
-        events: exchanges between the workers.
-        seconds: without evaluation.
-    """
+    """One trainer's round. seconds: without evaluation."""
 
     trainer: int
     requested_batch: int
@@ -121,9 +115,6 @@ class ClusterRound:
     Attributes:
         progress: finished part of the run after the round, 0 to 1.
         evaluations: by trainer, before the merge; empty if the round was not evaluated.
-        counters: of the run so far, with the merge.
-        memory: memory use of each process after the round.
-        merge_bytes: sent by the merge.
         merged: evaluation of the merged trainer, if the round was evaluated.
     """
 

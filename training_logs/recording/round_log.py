@@ -20,8 +20,7 @@ def round_rows(result: ClusterRound, wall_seconds: float) -> list[dict]:
     Examples, tokens, communications and bytes are totals of the run after the round; columns that begin with round_ are
     the trainer's own in this round.
 
-    Args:
-        wall_seconds: since the start of the program.
+    wall_seconds: since the start of the program.
     """
     counters = result.counters
     rows = []

@@ -73,8 +73,7 @@ class FileHandler(logging.FileHandler):
 def start_logging(is_main: bool = True) -> logging.handlers.MemoryHandler:
     """Log to the console, and keep the records until there is a run folder for them.
 
-    Args:
-        is_main: whether this is the main process; others log only errors.
+    is_main: whether this is the main process; others log only errors.
     """
     disable_progress_bar()  # of transformers, which shows one for every model that is saved
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -95,8 +94,7 @@ def start_logging(is_main: bool = True) -> logging.handlers.MemoryHandler:
 def check_logs(config: Config, anew: bool = True) -> None:
     """Raise ConfigError if the run folder or the dashboard cannot be used; nothing is written.
 
-    Args:
-        anew: whether a run folder of this name must not exist.
+    anew: whether a run folder of this name must not exist.
     """
     resolved_mode(config.clearml)
     check_packages(config.trackers)
@@ -117,7 +115,6 @@ def lock_run(folder: Path, patience: float = 0.0) -> contextlib.AbstractContextM
     On file systems without locks this does nothing.
 
     Args:
-        folder: the run folder.
         patience: seconds to wait for a process that is about to end.
 
     Raises:
@@ -150,8 +147,7 @@ def make_run_folder(config: Config, dataset: str) -> Path:
     A name that is taken gets a number. A folder with the name of the run is from an attempt that died before its first
     checkpoint. It gets the number.
 
-    Args:
-        dataset: the dataset that is trained on, also if it is not the one that was asked for.
+    dataset: the dataset that is trained on, also if it is not the one that was asked for.
     """
     date = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     base = Path(config.log_dir, config.run_name or f"{config.model_type}_{dataset}_{date}")

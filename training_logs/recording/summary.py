@@ -32,13 +32,7 @@ def budget_record(config: Config, counters: RunCounters) -> dict | None:
 
 
 def run_summary(run: RunView, final: dict[int, Evaluation], status: str, recorded: dict) -> dict:
-    """Return the summary as JSON values.
-
-    Args:
-        final: evaluations of the living trainers; empty if the run did not finish.
-        status: running, completed, interrupted or failed.
-        recorded: the recorder's own entries.
-    """
+    """Return the summary as JSON values."""
     counters = run.counters
     config = run.config
     best = final[run.validation.best(final)] if final else None

@@ -51,7 +51,6 @@ def _mark_merges(axes: Axes, run: RunData, x: str) -> None:
 def _draw_trainers(
     axes: Axes, run: RunData, x: str, title: str, label: str, values: Callable[[Table], np.ndarray]
 ) -> None:
-    """Draw values of every trainer's rounds."""
     for trainer, rows in run.by_trainer.items():
         draw_line(axes, rows[x], values(rows), label=f"trainer {trainer}", **_look(run, trainer))
     _mark_merges(axes, run, x)

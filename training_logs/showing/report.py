@@ -76,8 +76,7 @@ def setting(value: Any) -> str:
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], shaded: Sequence[bool] = ()) -> str:
     """Return an HTML table in a box that scrolls; a long table shows its last rows.
 
-    Args:
-        shaded: for each row, whether it is shaded.
+    shaded: for each row, whether it is shaded.
     """
     lines = []
     for place, row in enumerate(rows):
@@ -240,7 +239,6 @@ def _origin(run: RunData) -> str:
 
 
 def _details(run: RunData) -> str:
-    """The configuration, and the versions of libraries."""
     defaults = Config()
     config = {key: value for key, value in run.config.items() if key in FIELDS}
     rows = [(key, setting(value), FIELDS[key].metadata["meaning"]) for key, value in config.items()]

@@ -64,11 +64,7 @@ def split(rows: Table, column: str) -> dict[int, Table]:
 
 @dataclass(frozen=True)
 class MetricName:
-    """The validation metric.
-
-    Attributes:
-        decimals: digits after the point.
-    """
+    """The validation metric. decimals: digits after the point."""
 
     name: str
     higher_is_better: bool
@@ -77,11 +73,7 @@ class MetricName:
 
 @dataclass(frozen=True)
 class MergeRecord:
-    """One merge.
-
-    Attributes:
-        weights: of every trainer that became the representative, including itself.
-    """
+    """One merge. weights: of every trainer that became the representative, including itself."""
 
     outer_step: int
     representative: int
@@ -93,7 +85,6 @@ class ExchangeRecord:
     """Equal exchanges of a trainer's workers in a round: one row of exchange_log.csv.
 
     Attributes:
-        count: number of exchanges.
         sent_bytes: bytes that each worker sends in one exchange, on average.
         received_bytes: bytes that each worker receives in one exchange, on average.
         behind: inner steps that workers make before they wait for it.
@@ -121,7 +112,6 @@ class RunData:
     """The content of a run folder.
 
     Attributes:
-        folder: the run folder.
         config: the resolved configuration, as plain values.
         summary: summary.json. Its status is running if the run still trains, or was killed.
         rounds: training_log.csv.

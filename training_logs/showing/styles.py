@@ -19,11 +19,7 @@ OVER = {
 
 
 def make_figure(panels: int, columns: int = 2, size: tuple[float, float] | None = None) -> tuple[Figure, list[Axes]]:
-    """Make a figure with empty panels.
-
-    Args:
-        size: in inches; None: the usual size.
-    """
+    """Make a figure with empty panels. size: in inches; None: the usual size."""
     columns = min(columns, panels)
     lines = -(-panels // columns)
     # Figures made without pyplot need no display and need not be closed.

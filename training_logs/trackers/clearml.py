@@ -24,11 +24,7 @@ def has_credentials() -> bool:
 
 
 def resolved_mode(mode: str) -> str:
-    """Return online, offline or off.
-
-    Raises:
-        ConfigError: the mode is online and there are no credentials.
-    """
+    """Return online, offline or off; ConfigError: the mode is online and there are no credentials."""
     if mode == "online" and not has_credentials():
         raise ConfigError(
             "clearml: online needs credentials: run clearml-init, or set CLEARML_API_HOST, CLEARML_API_ACCESS_KEY and "

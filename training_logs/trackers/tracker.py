@@ -102,9 +102,6 @@ class TrackerProcess:
     """Reports a folder to a tracker from another process.
 
     Args:
-        name: of the tracker.
-        folder: of a run, or of a gradient analysis.
-        mode: online or offline.
         follow: report a run while it trains, until `finish` or the end of this process.
 
     Raises:
@@ -133,8 +130,7 @@ class TrackerProcess:
     def finish(self, seconds: float | None = None) -> str | None:
         """Wait for the last reports; return a warning if they did not arrive.
 
-        Args:
-            seconds: the longest wait; default: WAIT_SECONDS.
+        seconds: the longest wait; default: WAIT_SECONDS.
         """
         self.end()
         try:

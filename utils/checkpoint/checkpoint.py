@@ -49,24 +49,14 @@ class CheckpointError(ConfigError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint.
-
-    Attributes:
-        folder: its folder.
-        state: its plain values.
-        problems: messages about newer checkpoints, which are damaged.
-    """
+    """A complete checkpoint. problems: messages about newer checkpoints, which are damaged."""
 
     folder: Path
     state: Mapping[str, Any]
     problems: tuple[str, ...] = ()
 
     def read(self, group: str, name: str) -> torch.Tensor:
-        """Return a tensor on the CPU, memory-mapped from its file.
-
-        Raises:
-            CheckpointError: it is not in the checkpoint.
-        """
+        """Return a tensor on the CPU, memory-mapped from its file; CheckpointError: it is not in the checkpoint."""
         try:
             with safe_open(self.folder / f"{group}.safetensors", framework="pt") as file:
                 return file.get_tensor(name)
@@ -86,16 +76,7 @@ class Checkpoint:
 
 
 def check_state(state: Mapping, data: object, parameters: int) -> None:
-    """Check that the state of a cluster belongs to this data and model.
-
-    Args:
-        state: state of the cluster in the checkpoint.
-        data: fingerprint of this run's data.
-        parameters: elements of this run's model.
-
-    Raises:
-        CheckpointError: it does not.
-    """
+    """Check that the state of a cluster belongs to this data and model; CheckpointError: it does not."""
     if state["data"] != data:
         raise CheckpointError("the checkpoint is of a run on other data: dataset, tokenizer or documents differ")
     if state["parameters"] != parameters:
@@ -178,9 +159,7 @@ class Checkpoints:
     A checkpoint that cannot be written is a warning. Earlier checkpoints stay as they are.
 
     Args:
-        folder: receives the checkpoints; it is created when needed.
         minutes: age of the last checkpoint at which the next one is due; None: never.
-        processes: processes of the run.
         warn: takes a warning, in the main process.
     """
 
@@ -210,10 +189,8 @@ class Checkpoints:
         """Write a checkpoint.
 
         Args:
-            number: the finished round.
             groups: tensors of this process, or its parts of them, by file and name.
             state: JSON values, of the main process.
-            text_files: content of further files by name, of the main process.
         """
         temporary = self._folder / f".round_{number:05d}.new"
         problem, _ = self._together(lambda: self._write_tensors(temporary, groups))

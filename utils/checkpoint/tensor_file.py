@@ -53,7 +53,6 @@ def write_parts(path: Path, parts: Mapping[str, FilePart], with_header: bool = T
     """Write this process's parts of a safetensors file to the disk.
 
     Args:
-        path: the file; all processes with parts of it may write to it at the same time.
         parts: by the name of the tensor; names and shapes are the same in all these processes.
         with_header: whether this process writes the header; exactly one of them does.
 

@@ -19,12 +19,7 @@ from utils.config.yaml_reading import read_mapping
 
 @dataclass(frozen=True)
 class Plugin:
-    """An imported plugin.
-
-    Attributes:
-        path: absolute.
-        sha256: digest of the source that was run.
-    """
+    """An imported plugin: its absolute path, and the digest of the source that was run."""
 
     path: str
     sha256: str

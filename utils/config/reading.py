@@ -59,8 +59,6 @@ class Checks:
     """Checks and choices from the rest of the program; fabrics/config_checks.py fills them in.
 
     Attributes:
-        choices: key -> its known names.
-        problems: functions that return one line for each problem.
         warnings: function that returns one line for each key without effect.
         left_open: function from the keys of a published configuration to a line with the defaults that it takes.
     """
@@ -89,7 +87,6 @@ def parse_config(raw: Mapping, overrides: Sequence[str] = (), checks: Checks | N
     """Return a checked Config, and warnings for the log.
 
     Args:
-        raw: keys and values from a file.
         overrides: such as "ETA=0.5" or "model_config.hidden_size=128"; they win over `raw`.
         checks: imports the plugins and checks names and combinations as well; None: only the schema is checked.
 
@@ -244,8 +241,6 @@ def with_parameters(kind: type[T], values: Mapping[str, Any], key: str, name: st
     """Return a dataclass with these values of its fields; the others have their defaults.
 
     Args:
-        kind: the dataclass.
-        values: the mapping in the configuration.
         key: of the mapping.
         name: of the choice that has the parameters.
 

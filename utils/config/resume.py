@@ -54,8 +54,6 @@ def folder_to_resume(resume: str | None, config: str | None, overrides: Sequence
 
     Args:
         resume: the value of --resume: a run folder, or auto for that of the configuration, if it has a checkpoint.
-        config: the configuration file.
-        overrides: values that win over the file's.
 
     Raises:
         ConfigError: the configuration is wrong, or names no run.

@@ -76,7 +76,6 @@ def key(default, meaning: str, *, changes_training: bool = True):
     """Declare a configuration key.
 
     Args:
-        default: its value where the configuration does not give it.
         meaning: one sentence for docs/configuration.md; `null` is Python's None.
         changes_training: whether a run that is resumed with another value trains differently.
     """

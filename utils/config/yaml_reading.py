@@ -26,11 +26,7 @@ _MOST_CHARACTERS = 10_000_000  # where all aliases are expanded
 
 
 def read_mapping(path: Path) -> dict:
-    """Return the keys and values of a YAML file.
-
-    Raises:
-        ConfigError: it cannot be read, or is not a YAML mapping.
-    """
+    """Return the keys and values of a YAML file; ConfigError: it cannot be read, or is not a YAML mapping."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

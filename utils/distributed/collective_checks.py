@@ -59,8 +59,7 @@ def _results(processes: Processes, work: Callable[[], T]) -> list[T]:
 def difference(statements: Sequence[Mapping[str, object]]) -> str | None:
     """Describe the names in which the processes' statements differ; None if they agree.
 
-    Args:
-        statements: values by name, for each rank.
+    statements: values by name, for each rank.
     """
     names = dict.fromkeys(name for statement in statements for name in statement)
     parts = []
@@ -84,7 +83,6 @@ def agree(processes: Processes, what: str, statement: Mapping[str, object]) -> N
 
     Args:
         what: the subject of the statement, for the error.
-        statement: values by name.
 
     Raises:
         ConfigError: the statements differ; in all processes.

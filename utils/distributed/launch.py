@@ -85,12 +85,7 @@ class Launch:
 
     After it they have ended: by themselves, or killed if the context ends with an error.
 
-    Args:
-        count: number of processes, this one included.
-        program: arguments of the Python interpreter.
-
-    Attributes:
-        processes: the started processes by rank.
+    program: arguments of the Python interpreter.
     """
 
     def __init__(self, count: int, program: Sequence[str]):
@@ -149,8 +144,6 @@ def start_processes(
 
     Args:
         config: the configuration file. Its errors are reported later, by the checks of the whole configuration.
-        overrides: key=value pairs that replace values of the file.
-        program: arguments of the Python interpreter.
 
     Returns:
         A context with the Launch, or with None for a single process.

@@ -87,8 +87,7 @@ class PeerWatch:
     def explaining(self, awaited: Callable[[], Sequence[int]] = tuple) -> Iterator[None]:
         """Turn the failure of a collective into a PeerLostError.
 
-        Args:
-            awaited: the ranks that a collective waits for when its time is over.
+        awaited: the ranks that a collective waits for when its time is over.
         """
         try:
             yield

@@ -56,8 +56,6 @@ class Processes:
         peers: explains failed collectives.
 
     Attributes:
-        count: number of processes.
-        is_main: whether this is the first process, which writes files and prints.
         first_here: whether this is the first process of its machine.
         devices: the device of each node of the run, as its owner calls it.
         groups: the number of each node's device in the run; nodes of one device communicate at no cost.
@@ -93,12 +91,9 @@ class Processes:
         """Share out the nodes of all devices; all processes call this together.
 
         Args:
-            devices: the devices that this process may use.
-            nodes_per_device: nodes on each of them.
             in_order: sum means in worker order, so that bits do not depend on the number of processes.
             devices_per_node: size of a shard group: the processes with consecutive ranks that own nodes together; each
                 exchanges tensors with the process at its place in the other shard groups.
-            timeout_minutes: longest wait for another process within a round.
 
         Raises:
             ValueError: the nodes cannot be shared out; see `share_out`, `shard_group_sites` and `check_one_gpu`.

@@ -37,12 +37,7 @@ class Transport:
     such set would be made in the middle of the run, when a GPU's memory may be full. So tensors go directly from
     process to process; only a sum over all processes is a collective.
 
-    Args:
-        rank: this process.
-        ranks: all processes that the communicator connects.
-        communicator: the process group of torch.distributed.
-        device: where its tensors live: a GPU (nccl), or the CPU (gloo).
-        peers: explains failures.
+    device: where its tensors live: a GPU (nccl), or the CPU (gloo).
     """
 
     def __init__(
@@ -129,13 +124,7 @@ def _divide(total: torch.Tensor, weights: float) -> torch.Tensor:
 
 
 class Mean:
-    """The weighted mean of one tensor per worker, all of them in this process.
-
-    Args:
-        like: a tensor of the mean's shape, type and device.
-        encoding: how the added tensors are encoded.
-        weights: the weight of each worker.
-    """
+    """The weighted mean of one tensor per worker, all of them in this process."""
 
     def __init__(self, like: torch.Tensor, encoding: Encoding, weights: Sequence[float]):
         self._encoding = encoding
@@ -157,8 +146,7 @@ class Mean:
 class Messages:
     """One message of a fixed size per worker for other workers, all of them in this process.
 
-    Args:
-        device: where the messages are delivered.
+    device: where the messages are delivered.
     """
 
     def __init__(self, device: torch.device):
@@ -179,12 +167,8 @@ class Workers:
 
     Args:
         owners: the rank of each worker.
-        rank: this process.
         transport: connects the processes; None: there is one.
         in_order: sum every mean in worker order.
-
-    Attributes:
-        local_workers: the workers of this process, by number.
     """
 
     def __init__(
@@ -200,13 +184,7 @@ class Workers:
         return len(set(self._owners)) <= 1
 
     def mean(self, like: torch.Tensor, encoding: Encoding = PLAIN, weights: Sequence[float] | None = None) -> Mean:
-        """Start a mean over all workers.
-
-        Args:
-            like: a tensor of the mean's shape, type and device.
-            encoding: how the added tensors are encoded.
-            weights: the weight of each worker; None: equal.
-        """
+        """Start a mean over all workers."""
         relative = _relative(weights, len(self._owners))
         if self._in_one_process:
             return Mean(like, encoding, relative)
@@ -216,13 +194,7 @@ class Workers:
         return _OrderedMean(self._transport, self._owners, self.local_workers, like, encoding, relative)
 
     def messages(self, size: int, takers: Sequence[Collection[int]], device: torch.device) -> Messages:
-        """Start an exchange of messages.
-
-        Args:
-            size: bytes of each message.
-            takers: the receivers of each worker's message, without the worker itself.
-            device: where the messages are delivered.
-        """
+        """Start an exchange of messages. takers: the receivers of each worker's message, without the worker itself."""
         if self._in_one_process:
             return Messages(device)
         return _SentMessages(self._transport, self._owners, size, takers, device)

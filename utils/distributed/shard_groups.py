@@ -35,15 +35,7 @@ def _return_freed_memory() -> None:
 class ShardGroup:
     """The processes that share every model with this one; by default there is no other.
 
-    Args:
-        size: number of devices, and of processes.
-        index: this process among them.
-        communicator: their process group of torch.distributed.
-        device: this process's device.
-        peers: explains failed collectives.
-
-    Attributes:
-        mesh: the devices as FSDP2 takes them, in one dimension; only for a size above 1.
+    mesh: the devices as FSDP2 takes them, in one dimension; only for a size above 1.
     """
 
     def __init__(
@@ -106,8 +98,7 @@ class ShardGroup:
     def scatter(self, whole: torch.Tensor | None, part: torch.Tensor) -> None:
         """Fill each device's flat `part`, of one length on all, with its piece of a tensor of the first device.
 
-        Args:
-            whole: the tensor, on the first device. It ends before the last part does; zeros follow.
+        whole: the tensor, on the first device. It ends before the last part does; zeros follow.
         """
         pieces = None
         if self.index == 0:

@@ -24,14 +24,7 @@ def handled_signals() -> tuple[int, ...]:
 
 
 class StopRequest:
-    """Context in which the first signal is kept instead of ending the program; in the main thread only.
-
-    Args:
-        speaks: whether this process tells the user.
-
-    Attributes:
-        requested: whether to stop after the round.
-    """
+    """Context in which the first signal is kept instead of ending the program; in the main thread only."""
 
     def __init__(self, speaks: bool = True):
         self.requested = False

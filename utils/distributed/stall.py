@@ -33,9 +33,7 @@ class StallWatch:
     """Ends this process if no process of the run makes progress within a round, or if the store does not answer.
 
     Args:
-        rank: this process.
         count: number of processes; a single one is not watched.
-        store: where the processes publish their progress.
         ending: called with the reason before the process ends.
     """
 

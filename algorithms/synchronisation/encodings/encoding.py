@@ -101,8 +101,7 @@ class Integers(Encoding):
     of zeros stays zero; of a block with a NaN or an infinity no element arrives as a finite number. The mean is sent
     back in bfloat16.
 
-    Attributes:
-        bits: of an element, 2 to 8.
+    bits: of an element, 2 to 8.
     """
 
     block: int = 256

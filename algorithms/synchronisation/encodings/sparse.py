@@ -37,13 +37,7 @@ def add_at(rows: torch.Tensor, sparse: Sparse, factor: float = 1.0) -> torch.Ten
 
 @dataclass(frozen=True)
 class Chunks:
-    """Equal chunks of a row, one after the other.
-
-    Attributes:
-        number: of chunks.
-        length: elements of a chunk.
-        kept: largest elements of each chunk that are sent.
-    """
+    """Equal chunks of a row, one after the other. kept: largest elements of each chunk that are sent."""
 
     number: int
     length: int
@@ -63,7 +57,6 @@ class TopK:
     """Messages of the largest elements of rows, each cut into chunks.
 
     Attributes:
-        rows: number of rows.
         chunks: of a row, one kind after the other.
         bits: of a value; PLAIN_BITS: exact, else the bin of the row's values, with a table (`quantise`).
     """
