@@ -10,6 +10,7 @@ import logging.handlers
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -19,7 +20,7 @@ from training_logs.recording.csv_log import CsvLog
 from training_logs.recording.memory_monitor import Use, memory_rows, memory_use
 from training_logs.recording.node_log import NodeLog
 from training_logs.recording.provenance import Invocations, Origin
-from training_logs.recording.records import ClusterRound, Observer, RunView
+from training_logs.recording.records import ClusterRound, Observer
 from training_logs.recording.run_folder import FileHandler, continue_log, logger
 from training_logs.recording.summary import run_summary
 from training_logs.trackers.clearml import resolved_mode
@@ -28,6 +29,9 @@ from utils.config.reading import dump_config
 from utils.config.schema import Config
 from utils.files import LOG_FILE, MEMORY_FOLDER, REPORT_FOLDER, write_json_atomically, write_text_atomically
 from utils.text import budget_used, counted
+
+if TYPE_CHECKING:
+    from cluster import Cluster
 
 # The round log comes last: a reader finds the steps and exchanges of each of its rounds.
 TABLES = ("step_loss_log.csv", "exchange_log.csv", "merge_log.csv", "training_log.csv")
@@ -140,7 +144,7 @@ class RunRecorder(Observer):
         elif self._rounds_bar is not None:  # a resumed run repeats the warnings of its start
             self._warnings[message] += 1
 
-    def on_start(self, run: RunView, initial: dict[int, Evaluation]) -> None:
+    def on_start(self, run: "Cluster", initial: dict[int, Evaluation]) -> None:
         for warning in self._invocations.changed_plugins():
             self.warn(warning)
         outer_steps = run.counters.outer_steps
@@ -176,7 +180,7 @@ class RunRecorder(Observer):
     def on_step(self) -> None:
         self._steps_bar.update(1)
 
-    def on_round(self, run: RunView, result: ClusterRound) -> None:
+    def on_round(self, run: "Cluster", result: ClusterRound) -> None:
         requests = (report.requested_batch for report in result.reports.values())
         self._largest_request = max(self._largest_request, *requests)
         self._write_logs(run, result)
@@ -184,7 +188,7 @@ class RunRecorder(Observer):
         self._save_summary(self._summary(run, {}, "running"))
         self._rounds_bar.update(result.progress - self._rounds_bar.n)
 
-    def _write_logs(self, run: RunView, result: ClusterRound) -> None:
+    def _write_logs(self, run: "Cluster", result: ClusterRound) -> None:
         wall_seconds = time.perf_counter() - self._started
         self._log_memory("after a round", result.outer_step, result.memory)
         self._attempt("node_log.csv", self._nodes.log, len(run.nodes), result)
@@ -202,7 +206,7 @@ class RunRecorder(Observer):
         rows = memory_rows(stage, outer_step, seconds, processes)
         self._attempt("memory_log.csv", self._memory.append, rows)
 
-    def _log_round(self, run: RunView, result: ClusterRound) -> None:
+    def _log_round(self, run: "Cluster", result: ClusterRound) -> None:
         placement = {
             report.trainer: [worker.node for worker in report.workers.values()] for report in result.reports.values()
         }
@@ -217,7 +221,7 @@ class RunRecorder(Observer):
 
     # The end
 
-    def finish(self, run: RunView, final: dict[int, Evaluation], status: str, models: Mapping[int, Path]) -> None:
+    def finish(self, run: "Cluster", final: dict[int, Evaluation], status: str, models: Mapping[int, Path]) -> None:
         """Write the summary, draw plots and report, and finish the trackers.
 
         Args:
@@ -243,7 +247,7 @@ class RunRecorder(Observer):
         if self._warning_entries() != summary["warnings"]:
             self._save_summary(summary | {"warnings": self._warning_entries()})
 
-    def _log_end(self, run: RunView, summary: dict, models: Mapping[int, Path]) -> None:
+    def _log_end(self, run: "Cluster", summary: dict, models: Mapping[int, Path]) -> None:
         status = summary["status"]
         if "best_trainer" not in summary:
             where = f"; models: {next(iter(models.values())).parent}" if models else ""
@@ -294,7 +298,7 @@ class RunRecorder(Observer):
     def _warning_entries(self) -> list[dict]:
         return [{"message": message, "count": count} for message, count in self._warnings.items()]
 
-    def _summary(self, run: RunView, final: dict[int, Evaluation], status: str) -> dict:
+    def _summary(self, run: "Cluster", final: dict[int, Evaluation], status: str) -> dict:
         recorded = {
             "initial_metric": self._initial_metric,
             "largest_requested_batch": self._largest_request,

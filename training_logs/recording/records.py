@@ -1,25 +1,22 @@
 """Records of rounds that trainers and the cluster hand to an observer, and the observer's interface."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from algorithms.batch.gradient_statistics import GradientStatistics
 from algorithms.nodes.policies import MergePlan
 from algorithms.nodes.traffic import Event
 from algorithms.schedule.limits import RunCounters
-from fabrics.data.examples import TaskData
-from fabrics.models.initialisation import DeviceModels
-from fabrics.pool.eval_tool import Evaluation, Metric, Validation
-from fabrics.pool.node_pool import NodePool
+from fabrics.pool.eval_tool import Evaluation
 from fabrics.pool.run_clock import Computing
 from fabrics.training.worker import WorkerRound
 from training_logs.recording.memory_monitor import Use
-from utils.config.schema import Config
-from utils.distributed.processes import Processes
+
+if TYPE_CHECKING:
+    from cluster import Cluster
 
 
 @dataclass(frozen=True)
@@ -129,29 +126,10 @@ class ClusterRound:
     merged: Evaluation | None = None
 
 
-class RunView(Protocol):
-    """The part of `cluster.Cluster` that an observer reads; a protocol, because imports point from cluster to here."""
-
-    config: Config
-    data: TaskData
-    metric: Metric
-    devices: list[torch.device]
-    nodes: Sequence
-    trainers: Mapping[int, object]
-    pool: NodePool
-    validation: Validation
-    merges: list[Merge]
-    counters: RunCounters
-    parameter_count: int
-    models: DeviceModels
-    processes: Processes
-    finished: bool
-
-
 class Observer:
     """Follows a run; this base class ignores everything."""
 
-    def on_start(self, run: RunView, initial: dict[int, Evaluation]) -> None:
+    def on_start(self, run: "Cluster", initial: dict[int, Evaluation]) -> None:
         """Called before the first round; `initial` holds the untrained trainers, or nothing if the run is resumed."""
 
     def on_round_start(self, outer_step: int, progress: float, steps: int) -> None:
@@ -160,7 +138,7 @@ class Observer:
     def on_step(self) -> None:
         """Called after an inner step of a worker."""
 
-    def on_round(self, run: RunView, result: ClusterRound) -> None:
+    def on_round(self, run: "Cluster", result: ClusterRound) -> None:
         """Called after a round and its merge."""
 
     def note(self, message: str) -> None:

@@ -2,14 +2,18 @@
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from algorithms.batch.gradient_statistics import GradientStatistics
 from algorithms.nodes.traffic import Event
 from fabrics.pool.eval_tool import Metric
-from training_logs.recording.records import ClusterRound, RoundReport, RunView
+from training_logs.recording.records import ClusterRound, RoundReport
 from utils.text import byte_size, counted, merge_line
+
+if TYPE_CHECKING:
+    from cluster import Cluster
 
 # Rows
 
@@ -148,7 +152,7 @@ def merge_rows(result: ClusterRound) -> list[dict]:
 # Lines
 
 
-def start_line(run: RunView, initial_metric: float) -> str:
+def start_line(run: "Cluster", initial_metric: float) -> str:
     """Describe model, data and nodes of a run."""
     data = run.data
     metric = run.metric

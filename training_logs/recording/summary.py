@@ -3,14 +3,17 @@
 import functools
 import platform
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 import torch
 
 from algorithms.schedule.limits import RunCounters
 from fabrics.pool.eval_tool import Evaluation
 from fabrics.pool.round_scheduler import budget_of
-from training_logs.recording.records import RunView
 from utils.config.schema import Config
+
+if TYPE_CHECKING:
+    from cluster import Cluster
 
 _LIBRARIES = ("transformers", "tokenizers", "safetensors", "numpy")
 
@@ -31,7 +34,7 @@ def budget_record(config: Config, counters: RunCounters) -> dict | None:
     return {"unit": budget.unit, "amount": budget.amount, "used": used, "deviation_percent": round(deviation, 2)}
 
 
-def run_summary(run: RunView, final: dict[int, Evaluation], status: str, recorded: dict) -> dict:
+def run_summary(run: "Cluster", final: dict[int, Evaluation], status: str, recorded: dict) -> dict:
     """Return the summary as JSON values."""
     counters = run.counters
     config = run.config

@@ -1,6 +1,5 @@
 """ClearML: a task on a server, or an offline session in the run folder."""
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -9,7 +8,6 @@ from typing import Any
 
 from training_logs.trackers.tracker import Tracker
 from utils.config.schema import ConfigError
-from utils.files import write_json_atomically
 
 
 def has_credentials() -> bool:
@@ -45,16 +43,12 @@ class ClearML(Tracker):
     _task: Any = None
 
     def start(self, config: Mapping[str, Any]) -> None:
-        session = self.store
-        session.mkdir(exist_ok=True)
-        known = None
-        remembered = session / "task.json"
+        self.store.mkdir(exist_ok=True)
         if self._mode == "offline":
-            shutil.rmtree(session / "offline", ignore_errors=True)
+            shutil.rmtree(self.store / "offline", ignore_errors=True)
             # clearml reads this when it is imported.
-            os.environ["CLEARML_CACHE_DIR"] = str(session)
-        elif remembered.exists() and not self._new:
-            known = json.loads(remembered.read_text(encoding="utf-8"))["task"]
+            os.environ["CLEARML_CACHE_DIR"] = str(self.store)
+        known = self.known_run() if self._mode == "online" else None
         from clearml import Task
         from clearml.config import ConfigWrapper
 
@@ -76,7 +70,7 @@ class ClearML(Tracker):
         )
         self._task.connect(dict(config), name="config")
         if self._mode == "online":
-            write_json_atomically(remembered, {"task": self._task.id})
+            self.remember_run(self._task.id)
 
     def scalars(self, outer_step: int, values: Mapping[str, float]) -> None:
         self._last_round = outer_step

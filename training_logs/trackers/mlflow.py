@@ -1,23 +1,18 @@
 """MLflow: the server of MLFLOW_TRACKING_URI, or files that `mlflow ui --backend-store-uri logs/<run>/mlflow` shows."""
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from training_logs.trackers.tracker import Tracker
-from utils.files import write_json_atomically
 
 
 class MLflow(Tracker):
     """Reports to a run of MLflow. A run that is reported again takes the place of the one before."""
 
     def start(self, config: Mapping[str, Any]) -> None:
-        remembered = self.store / "run.json"
-        known = None
-        if remembered.exists() and not self._new:
-            known = json.loads(remembered.read_text(encoding="utf-8"))["run"]
+        known = self.known_run()
         self.clear_store()
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow prefers a database, for which it needs more
         import mlflow
@@ -30,7 +25,7 @@ class MLflow(Tracker):
         experiment = self._client.get_experiment_by_name(project)
         number = experiment.experiment_id if experiment else self._client.create_experiment(project)
         self._run = self._client.create_run(number, run_name=self._folder.name).info.run_id
-        write_json_atomically(remembered, {"run": self._run})
+        self.remember_run(self._run)
         for name, value in config.items():
             self._client.log_param(self._run, name, value)
         self._texts: list[str] = []

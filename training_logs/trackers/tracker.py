@@ -7,6 +7,7 @@ and whatever did not arrive can be sent again from the folder.
 
 import importlib
 import importlib.util
+import json
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.config.schema import ConfigError
+from utils.files import write_json_atomically
 
 # The module that reports a folder, and where it is found. Installed, its name begins with adloco.
 _REPORTER = f"{__package__.rpartition('.')[0]}.log_processor"
@@ -78,6 +80,17 @@ class Tracker:
             elif path.suffix != ".log":
                 path.unlink()
         return self.store
+
+    def known_run(self) -> str | None:
+        """Return the dashboard's id of the run from an earlier report; None: there is none, or a new one is wanted."""
+        remembered = self.store / "run.json"
+        if self._new or not remembered.exists():
+            return None
+        return json.loads(remembered.read_text(encoding="utf-8"))["run"]
+
+    def remember_run(self, run: str) -> None:
+        """Keep the dashboard's id of the run for later reports."""
+        write_json_atomically(self.store / "run.json", {"run": run})
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Begin, or continue, with the configuration of the run."""

@@ -1,13 +1,11 @@
 """Weights & Biases: online with credentials, otherwise a folder that `wandb sync logs/<run>/wandb/offline-*` sends."""
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from training_logs.trackers.tracker import Tracker
-from utils.files import write_json_atomically
 
 
 class WeightsAndBiases(Tracker):
@@ -20,10 +18,7 @@ class WeightsAndBiases(Tracker):
         import wandb
 
         mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
-        remembered = self.store / "run.json"
-        known = None
-        if mode == "online" and remembered.exists() and not self._new:
-            known = json.loads(remembered.read_text(encoding="utf-8"))["run"]
+        known = self.known_run() if mode == "online" else None
         self._run = wandb.init(
             project=config.get("project_name") or "AdLoCo",
             name=self._folder.name,
@@ -35,7 +30,7 @@ class WeightsAndBiases(Tracker):
             settings=wandb.Settings(console="off", disable_git=True, save_code=False, x_disable_stats=True),
         )
         if mode == "online":
-            write_json_atomically(remembered, {"run": self._run.id})
+            self.remember_run(self._run.id)
         self._texts: list[list[str]] = []
 
     def scalars(self, outer_step: int, values: Mapping[str, float]) -> None:
