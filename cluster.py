@@ -279,7 +279,6 @@ class Cluster:
     def _train(
         self, splits: Mapping[int, WorkSplit], schedule: RoundSchedule, on_step: Callable[[], None]
     ) -> dict[int, TrainedRound]:
-        """Train every trainer that has a worker in this process, one after the other."""
         trained = {}
         for trainer in self.trainers.values():
             result = trainer.train_round(splits[trainer.id], schedule, on_step)

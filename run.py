@@ -251,9 +251,6 @@ def prepared_run(
         options: config, overrides, resume and force of the command line.
         started: time.perf_counter() at the start of the program.
         launch: the other processes, if this one started them.
-
-    Yields:
-        The cluster, the observer that records the run, and the run folder.
     """
     from training_logs.recording.run_folder import lock_run_in_main, start_logging
     from utils.config.resume import folder_to_resume

@@ -134,7 +134,6 @@ def resolve_model(config: AnalysisConfig) -> tuple[Config, Path | None]:
 
 
 def _best_model(run: Path) -> str:
-    """Path of a run's best model, relative to the run folder."""
     try:
         best = read_run(run).summary.get("best_model")
     except RunFolderError as error:

@@ -69,10 +69,7 @@ class Gradients:
     """Gradients of the mean loss over examples, in eval mode (no dropout).
 
     Args:
-        working: the model.
-        examples: the dataset.
         indices: the sample: indices into the dataset, [examples].
-        micro_batch: examples per forward pass.
 
     Attributes:
         full: the full gradient F, [parameters], float64; zero before `compute_full`.
@@ -187,9 +184,7 @@ def requests(statistics: SampleStatistics, batch: int, parameters: Mapping[str, 
     """Return the batch that each test would request, for eighths to eightfold values of its parameter.
 
     Args:
-        statistics: exact statistics of the sample.
         batch: batch size of the plain norm test; also returned by tests without an answer.
-        parameters: eta, theta and nu.
 
     Returns:
         (test, parameter, request in examples). The inner product tests are debiased; "orthogonality" is the second part

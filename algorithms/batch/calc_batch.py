@@ -54,13 +54,8 @@ def lower_ratio(
 ) -> float:
     """Return the smallest ratio r of two estimates with numerator - r denominator <= confidence * its error (Fieller).
 
-    The true values are not negative: a negative denominator counts as zero, and its error alone bounds the ratio.
-
-    Args:
-        confidence: z; with 0 the result is the ratio itself.
-
-    Returns:
-        0 if the numerator is not above its own error; infinity for a denominator of zero without an error.
+    The true values are not negative: a negative denominator counts as zero, and its error alone bounds the ratio. The
+    ratio is 0 if the numerator is not above its own error, and infinity for a denominator of zero without an error.
     """
     n = max(numerator, 0.0)
     d = max(denominator, 0.0)

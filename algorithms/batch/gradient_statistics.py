@@ -322,10 +322,6 @@ def across_workers_estimate(moments: Sequence[GradientMoments], batches: Sequenc
     V = sum b_m ||g_m - g||^2 / (M - 1), in the unit of one example whatever the batches. The squared norm is the mean
     of the products of two examples of different workers, (||B g||^2 - sum ||b_m g_m||^2) / (B^2 - sum b_m^2). P is that
     of the B examples' mean gradient, R / B included: one size of sample cannot tell them apart.
-
-    Args:
-        moments: of M >= 2 workers.
-        batches: b_m, examples behind each gradient.
     """
     workers = len(moments)
     total = sum(batches)

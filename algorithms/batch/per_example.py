@@ -216,7 +216,6 @@ class PerExampleProbe:
     (`.grad`) may hold those of earlier micro-batches on entry; inner products are with their final values.
 
     Args:
-        model: its trainable parameters must belong to modules in SUPPORTED_MODULES.
         batch_size: b, examples in the pass.
         direction: by parameter; inner products are with it instead of the accumulated gradient.
         products: whether to take inner products and the gradient's squared norm.

@@ -57,13 +57,7 @@ class NodeTime:
 
 @dataclass
 class _Exchange:
-    """An exchange under way.
-
-    Attributes:
-        due: the inner step of the round after which its nodes wait for it.
-        arrives: the time at which it arrives, by node.
-        seconds: the seconds that it travels, by node.
-    """
+    """An exchange under way. due: the inner step of the round after which its nodes wait for it."""
 
     due: float
     arrives: dict[int, float]

@@ -110,7 +110,6 @@ class Matrices:
 
     Attributes:
         part: their part of flat tensors.
-        grid: tiles along columns and along rows.
         tile: rows and columns of a tile, [s0, s1].
         top_k: the selection of each tile's largest coefficients.
     """

@@ -57,7 +57,6 @@ class Source:
     Attributes:
         name: description for the log.
         identity: plain data that changes whenever the documents may.
-        train: reads the training documents.
         validation: reads the source's own validation part; None: it has none.
     """
 

@@ -58,7 +58,6 @@ class TokenisedPart:
     Attributes:
         tokens: [tokens]; each document is followed by end-of-text.
         offsets: [documents + 1]; document i is tokens[offsets[i]:offsets[i + 1]].
-        hashes: [documents]; document_hash of each text.
         origins: the file with the origin of each document; None: unknown.
     """
 

@@ -61,12 +61,10 @@ class Estimate:
 
     Attributes:
         micro_batch: examples of the micro-batch that the memory is for.
-        flops_per_token: of training, with all that is computed again.
         memory: bytes of the busiest device, by part.
         host_bytes: state in host memory instead.
         ranges: the least and the most of every total that is known: `batch` and `workers` of a trainer, and of the
             run `rounds`, `tokens`, `flops`, `communications`, `sent_bytes`, `compute_seconds`, `over LINK seconds`.
-        assumptions: one sentence each.
     """
 
     parameters: int
@@ -203,12 +201,7 @@ class _Run:
         return parts, host
 
     def micro_batch(self, largest_batch: int | None, room: int | None) -> tuple[int, int]:
-        """The largest micro-batch of a node, and the bytes of its activations on a device.
-
-        Args:
-            largest_batch: the largest batch of a trainer; None: unknown.
-            room: bytes of a device that the run may use; None: unknown.
-        """
+        """The largest micro-batch of a node, and the bytes of its activations on a device."""
         config = self.config
         size = config.devices_per_node
         limits = [config.max_batch_size]

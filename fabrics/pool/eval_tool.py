@@ -21,12 +21,7 @@ from fabrics.training.worker_group import WorkerGroup
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The evaluation of one model.
-
-    Attributes:
-        loss: mean over predicted targets, in nats.
-        metric: perplexity, or accuracy between 0 and 1.
-    """
+    """The evaluation of one model. loss: mean over predicted targets, in nats. metric: perplexity, or accuracy."""
 
     loss: float
     metric: float

@@ -128,7 +128,6 @@ def calculate_max_batch(
     """Return the largest micro-batch of a model's device; for a shard group in examples of each of its devices.
 
     Args:
-        sharing: processes that run steps on the device at the same time.
         reserved_bytes: bytes that all of them will allocate besides.
 
     Raises:

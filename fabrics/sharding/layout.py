@@ -66,9 +66,7 @@ class ShardLayout:
 
     Attributes:
         wholes: the place of each tensor in whole flat tensors.
-        whole_size: elements of a whole flat tensor.
         places: the place of each tensor's part in a device's flat tensors, the same on all devices.
-        size: elements of a device's flat tensor.
     """
 
     wholes: tuple[Block, ...]

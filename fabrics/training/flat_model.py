@@ -94,7 +94,6 @@ class FlatModel:
         self._lay_out(named)
 
     def _lay_out(self, named: Mapping[str, nn.Parameter]) -> None:
-        """Move the module to the device and its trainable parameters into flat buffers."""
         self.module.to(self.device)
         offsets, size = flat_offsets([parameter.numel() for parameter in named.values()])
         dtype = next(iter(named.values())).dtype

@@ -72,7 +72,6 @@ class WorkerGroup:
         self.shared = None if parameters is None else self._initial_tensors(parameters)
 
     def _describe_state(self) -> None:
-        """Set the names, shapes and sizes of the trainer's tensors."""
         model = self.first_model
         able = self.method.capabilities
         names = ("parameters", *self.method.state)
@@ -327,7 +326,6 @@ class WorkerGroup:
         return round(sum(weight > 0 for weight in weights) * sum(event.bytes_per_worker for event in events))
 
     def _restart(self) -> None:
-        """Let all workers start from the trainer's parameters."""
         if self.shared is not None:
             for name in self.method.capabilities.copies:
                 self.shared[name].copy_(self.shared["parameters"])

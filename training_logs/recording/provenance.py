@@ -33,7 +33,6 @@ class Code:
     """The code of a run.
 
     Attributes:
-        commit: of the checkout, or "unknown".
         changed: whether files differ from the commit or Python files are untracked; None: unknown.
         difference: of the tracked files, in git's format.
     """

@@ -88,8 +88,6 @@ class ExchangeRecord:
         sent_bytes: bytes that each worker sends in one exchange, on average.
         received_bytes: bytes that each worker receives in one exchange, on average.
         behind: inner steps that workers make before they wait for it.
-        first_step: inner step before the first exchange.
-        last_step: inner step before the last exchange.
     """
 
     kind: str
@@ -111,11 +109,7 @@ class ExchangeRecord:
 class RunData:
     """The content of a run folder.
 
-    Attributes:
-        config: the resolved configuration, as plain values.
-        summary: summary.json. Its status is running if the run still trains, or was killed.
-        rounds: training_log.csv.
-        merges: merge_log.csv, in order.
+    summary: summary.json. Its status is running if the run still trains, or was killed.
     """
 
     folder: Path

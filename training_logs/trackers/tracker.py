@@ -59,9 +59,6 @@ class Tracker:
         folder: of the run, or of a gradient analysis. What a tracker keeps is in the folder's `store`.
         mode: online or offline; only ClearML is told.
         new: report to a new task, if the folder already has one.
-
-    Attributes:
-        store: a folder in the run folder with the tracker's name.
     """
 
     def __init__(self, folder: Path, mode: str, new: bool = False):

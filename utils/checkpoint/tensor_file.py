@@ -33,10 +33,7 @@ _TYPES = {
 class FilePart:
     """The elements of one tensor that this process writes. Elements that no process writes are zero.
 
-    Attributes:
-        values: flat elements of this process.
-        shape: shape of the whole tensor.
-        pieces: pairs of a position in the whole flat tensor and the slice of `values` that begins there.
+    pieces: pairs of a position in the whole flat tensor and the slice of `values` that begins there.
     """
 
     values: torch.Tensor

@@ -190,7 +190,6 @@ def _override(values: dict[str, Any], assignment: str, problems: list[str]) -> N
 
 
 def _convert(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Return the values that have the type of their key, or could be converted to it."""
     typed = {}
     for name, value in values.items():
         try:

@@ -52,8 +52,6 @@ class Processes:
 
     Args:
         rank: this process; None: the only one, which owns every node.
-        store: where the processes find each other.
-        peers: explains failed collectives.
 
     Attributes:
         first_here: whether this is the first process of its machine.
