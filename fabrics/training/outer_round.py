@@ -92,9 +92,9 @@ class OuterRound:
                     incoming.add(self._local[index], self._message(index))
             result = incoming.result()
             group.local_workers = self._in_mean()
-            if result is not None and len(result):
+            if result is not None and len(result):  # otherwise no worker is in the mean
                 method.apply(group, result)
-        if self._config.message_loss:
+        if self._config.message_loss:  # a lost message takes its answer along
             for index, worker in self._worker_group.local.items():
                 if index not in self.lost_messages:
                     worker.state[COPY].copy_(group.shared["parameters"])
