@@ -83,11 +83,11 @@ def task_data(config: Config, documents: TokenisedSet) -> TaskData:
         content=content,
     )
     logger.info(
-        "data: %s; %s training documents in %s sequences, %s validation documents in %s; tokenizer %s",
+        "data: %s; %s in %s, %s in %s; tokenizer %s",
         source,
-        f"{len(train):,}",
-        f"{len(data.train):,}",
-        f"{len(validation):,}",
+        counted(len(train), "training document"),
+        counted(len(data.train), "sequence"),
+        counted(len(validation), "validation document"),
         f"{len(data.validation):,}",
         describe(data.tokenizer, documents.metadata["tokenizer"]["name"]),
     )
