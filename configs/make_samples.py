@@ -18,14 +18,13 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from fabrics.data.documents import document_hash
 from fabrics.data.python_docs import docstrings, documentable, python_documents
 from utils.config.schema import ConfigError
 from utils.files import write_folder_atomically
+from utils.progress import progress_bar
 
 _REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements.txt"
 LONGEST_MODULE = 200_000
@@ -36,6 +35,7 @@ _LICENCE = re.compile(
     r"all rights reserved|permission is hereby granted|redistributions? (of source|and use)|without warrant",
     re.IGNORECASE,
 )
+
 _CARD = """---
 configs:
 - config_name: en
@@ -178,7 +178,7 @@ def write_packages(folder: Path, names: Iterable[str] | None = None) -> None:
     """
     installed = {name: _installed(name) for name in (pinned(_REQUIREMENTS) if names is None else names)}
     known = set().union(*map(word_runs, python_documents()))
-    for name, distribution in tqdm(installed.items(), "reading packages", leave=False, unit=" packages", disable=None):
+    for name, distribution in progress_bar(installed.items(), desc="reading packages", unit=" packages"):
         (folder / name).mkdir()
         size = 0
         for number, text in enumerate(_new_texts(_texts(distribution), known)):

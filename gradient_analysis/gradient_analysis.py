@@ -21,7 +21,6 @@ from matplotlib.figure import Figure
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from scipy import stats
-from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -49,6 +48,7 @@ from utils.config.schema import Config, ConfigError
 from utils.config.yaml_reading import read_mapping, yaml_value
 from utils.distributed.devices import resolve_devices
 from utils.files import REPORT_FOLDER, write_atomically, write_json_atomically
+from utils.progress import progress_bar, shows_progress
 from utils.text import counted
 
 HERE = Path(__file__).resolve().parent
@@ -212,7 +212,7 @@ def analyse(config: AnalysisConfig) -> Path:
     gradients.compute_full()
     statistics = gradients.example_statistics()
     drawn = draw_batches(indices, config.batch_size, generator)
-    batches = [gradients.of_batch(batch) for batch in tqdm(drawn, desc="batches", unit=" batches", disable=None)]
+    batches = [gradients.of_batch(batch) for batch in progress_bar(drawn, desc="batches", unit=" batches")]
     deviations = distribution([batch.deviation for batch in batches])
     eta = training.ETA if model_folder is None or training.ETA_at_end is None else training.ETA_at_end
     parameters = {"eta": eta, "theta": training.vartheta, "nu": training.nu}
@@ -340,6 +340,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    disable_progress_bar()  # of transformers, which shows one for every model that is loaded
+    if not shows_progress():
+        disable_progress_bar()  # of transformers, while it loads the model
     torch.manual_seed(0)
     sys.exit(main())

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from scipy import stats
-from tqdm import tqdm
 
 from algorithms.batch.calc_batch import (
     BatchTestParameters,
@@ -26,6 +25,7 @@ from algorithms.batch.per_example import PerExampleProbe
 from fabrics.data.examples import Examples
 from fabrics.models.attention import unmasked
 from fabrics.training.flat_model import FlatModel
+from utils.progress import progress_bar
 
 # Flat gradients are compared in float64, this many elements at a time.
 _CHUNK = 2**20
@@ -93,7 +93,7 @@ class Gradients:
     def compute_full(self) -> None:
         """Compute the full gradient: all examples with equal weight, summed in float64."""
         loss = torch.zeros((), dtype=torch.float64, device=self._working.device)
-        for part in tqdm(self._micro_batches(self._indices), desc="full gradient", unit=" micro-batches", disable=None):
+        for part in progress_bar(self._micro_batches(self._indices), desc="full gradient", unit=" micro-batches"):
             self._working.gradient.zero_()
             loss += self._add_gradient(part)
             self.full += self._working.gradient
@@ -121,7 +121,7 @@ class Gradients:
         squares = []
         products = []
         parts = self._micro_batches(self._indices)
-        for part in tqdm(parts, desc="single examples", unit=" micro-batches", disable=None):
+        for part in progress_bar(parts, desc="single examples", unit=" micro-batches"):
             self._working.gradient.zero_()
             with PerExampleProbe(self._working.module, len(part), self._working.views(direction)) as probe:
                 self._add_gradient(part)

@@ -20,6 +20,7 @@ from training_logs.trackers.clearml import resolved_mode
 from training_logs.trackers.tracker import PACKAGES, Tracker, check_packages, tracker_of
 from utils.config.schema import CLEARML_MODES, ConfigError
 from utils.files import path_argument
+from utils.progress import progress_bar
 from utils.text import merge_line
 
 # The summary of a gradient analysis, by which its folder is known.
@@ -74,7 +75,7 @@ def send_run(folder: Path, tracker: Tracker, follow: bool = False) -> None:
         # The end comes first: what is read afterwards is everything that the run has written.
         ended = not follow or _run_has_ended()
         run = read_run(folder)
-        for step, rows in run.by_round.items():
+        for step, rows in progress_bar(run.by_round.items(), desc="sending", unit=" rounds", leave=False, delay=1):
             if step > rounds:
                 tracker.scalars(step, round_scalars(run, rows))
                 rounds = step

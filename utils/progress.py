@@ -1,10 +1,13 @@
-"""Progress bars that never end a program: where standard error cannot be written, they show nothing."""
+"""Progress bars in terminals and notebooks, which never end a program."""
 
 import contextlib
 import sys
+from collections.abc import Iterable
 from typing import Any, TextIO
 
 from tqdm import tqdm
+
+from utils.distributed.launch import is_main
 
 
 class _BestEffort:
@@ -25,6 +28,29 @@ class _BestEffort:
         return getattr(self._stream, name)
 
 
-def progress_bar(**how: Any) -> tqdm:
-    """Return a tqdm progress bar, which is shown on standard error also if that is no terminal."""
-    return tqdm(file=_BestEffort(sys.stderr), **how)
+def in_notebook() -> bool:
+    """Return whether a notebook shows what this program prints."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return "IPKernelApp" in getattr(shell, "config", ())
+
+
+def shows_progress() -> bool:
+    """Return whether someone watches this process, the first of the run, in a terminal or a notebook."""
+    return is_main() and (in_notebook() or (sys.stderr is not None and sys.stderr.isatty()))
+
+
+def progress_bar(items: Iterable | None = None, *, always: bool = False, **how: Any) -> tqdm:
+    """Return a tqdm progress bar over items, or one to update, if `shows_progress`.
+
+    Args:
+        always: also in other processes, and where standard error is a file.
+        how: as for tqdm.
+    """
+    if in_notebook():
+        from tqdm.auto import tqdm as notebook_tqdm  # as text where ipywidgets is not installed
+
+        return notebook_tqdm(items, **how)
+    return tqdm(
+        items, file=_BestEffort(sys.stderr) if always else None, disable=not (always or shows_progress()), **how
+    )

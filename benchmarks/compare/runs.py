@@ -62,7 +62,10 @@ class Runner:
         """
         missing = {run.id: run for run in runs if self.data(run) is None}
         problems: list[BaseException] = []
-        with ThreadPoolExecutor(self._jobs) as pool, progress_bar(total=len(missing), desc=title, unit=" runs") as bar:
+        with (
+            ThreadPoolExecutor(self._jobs) as pool,
+            progress_bar(always=True, total=len(missing), desc=title, unit=" runs") as bar,
+        ):
             futures = {pool.submit(self._make, run): run for run in missing.values()}
             try:
                 for future in as_completed(futures):

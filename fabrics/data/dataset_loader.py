@@ -156,6 +156,7 @@ def load_text(config: Config) -> TaskData:
         name=f"{counted(len(files), 'text file')} ({', '.join(config.text_files)})",
         identity={"text": file_identities(files), "documents": config.text_documents},
         train=documents,
+        size=sum(file.stat().st_size for file in files),
     )
     return task_data(config, tokenised_documents(config, source))
 

@@ -58,12 +58,14 @@ class Source:
         name: description for the log.
         identity: plain data that changes whenever the documents may.
         validation: reads the source's own validation part; None: it has none.
+        size: bytes of the documents, about; None: unknown.
     """
 
     name: str
     identity: Mapping[str, Any]
     train: Documents
     validation: Documents | None = None
+    size: int | None = None
 
 
 def document_hash(text: str) -> int:

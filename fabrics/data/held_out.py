@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Set
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -9,6 +10,7 @@ from tqdm import tqdm
 
 from fabrics.data.documents import Document, Documents, Skipped, Source, document_hash
 from utils.config.schema import ConfigError
+from utils.progress import progress_bar
 from utils.text import counted
 
 # By default one document in twenty validates, but at most this many: they are evaluated after every round.
@@ -21,7 +23,23 @@ def default_validation_size(documents: int) -> int:
     return min(max(1, documents // 20), MOST_BY_DEFAULT)
 
 
-def split(source: Source, train_size: int | None, val_size: int | None) -> tuple[Documents, Documents | None]:
+@dataclass(frozen=True)
+class Part:
+    """Documents of one part.
+
+    Attributes:
+        documents: reads them.
+        count: their number, about; None: unknown.
+    """
+
+    documents: Documents
+    count: int | None
+
+    def __call__(self, skipped: Skipped) -> Iterator[Document]:
+        return self.documents(skipped)
+
+
+def split(source: Source, train_size: int | None, val_size: int | None) -> tuple[Part, Part | None]:
     """Return readers of the training and validation documents of a source; no text is in both.
 
     Validation is the beginning of the source's own validation part. Without one, the documents with the smallest
@@ -34,16 +52,17 @@ def split(source: Source, train_size: int | None, val_size: int | None) -> tuple
             validation part.
     """
     own = source.validation is not None
+    count = train_size
     if val_size == 0:
         validation = None
         held_out = frozenset()
     elif own:
-        validation = partial(_first, source.validation, train_size, val_size)
+        validation = Part(partial(_first, source.validation, train_size, val_size), val_size)
         held_out = frozenset(document_hash(document.text) for document in validation(Skipped()))
     else:
-        held_out = _smallest_hashes(source, train_size, val_size)
-        validation = partial(_chosen, source.train, held_out)
-    return partial(_train, source.train, train_size, held_out, own), validation
+        held_out, count = _smallest_hashes(source, train_size, val_size)
+        validation = Part(partial(_chosen, source.train, held_out), len(held_out))
+    return Part(partial(_train, source.train, train_size, held_out, own), count), validation
 
 
 def _train(
@@ -100,15 +119,17 @@ def _too_few_for_training(found: int, held_out: int, wanted: int | None) -> str:
     )
 
 
-def _smallest_hashes(source: Source, train_size: int | None, val_size: int | None) -> frozenset[int]:
-    """Choose the documents to hold out in one pass that keeps 8 bytes of each, and no text."""
+def _smallest_hashes(source: Source, train_size: int | None, val_size: int | None) -> tuple[frozenset[int], int]:
+    """Choose the documents to hold out in one pass that keeps 8 bytes of each, and no text; count the others."""
     if val_size is None and train_size is not None:
         val_size = default_validation_size(train_size)
     pool = None if train_size is None else train_size + val_size
     most = MOST_BY_DEFAULT if val_size is None else val_size
     documents = itertools.islice(source.train(Skipped()), pool)
-    documents = tqdm(documents, desc="choosing validation documents", unit=" documents", leave=False, disable=None)
-    numbers = (document_hash(document.text) for document in documents)
+    whole = pool is None
+    total, unit = (source.size, "B") if whole else (pool, " documents")
+    bar = progress_bar(desc="choosing validation documents", total=total, unit=unit, unit_scale=whole, leave=False)
+    numbers = (_hash_and_count(document.text, bar, whole) for document in documents)
     total = 0
     smallest = np.empty(0, dtype=np.uint64)
     while len(block := np.fromiter(itertools.islice(numbers, max(_BLOCK, most)), dtype=np.uint64)):
@@ -126,4 +147,10 @@ def _smallest_hashes(source: Source, train_size: int | None, val_size: int | Non
         raise ConfigError(f"val_size: must be below the {len(smallest)} documents of the dataset, got {val_size}")
     if pool is not None and total < pool:
         raise ConfigError(_too_few_for_training(total - val_size, val_size, train_size))
-    return frozenset(smallest[:val_size].tolist())
+    bar.close()
+    return frozenset(smallest[:val_size].tolist()), total - val_size
+
+
+def _hash_and_count(text: str, bar: tqdm, in_bytes: bool) -> int:
+    bar.update(len(text) if in_bytes else 1)
+    return document_hash(text)

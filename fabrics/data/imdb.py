@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from fabrics.data.documents import EMPTY, DatasetError, Skipped, document_hash, matching_files, whole_file
@@ -13,6 +12,7 @@ from fabrics.data.examples import PaddedSequences, TaskData
 from fabrics.data.token_store import TokenisedPart, content_digest
 from fabrics.data.tokenization import describe, named_tokenizer, padding, train_tokenizer
 from utils.config.schema import Config, ConfigError
+from utils.progress import progress_bar
 from utils.text import first_line
 
 logger = logging.getLogger("adloco.dataset")
@@ -29,7 +29,7 @@ def local_reviews(path: str, skipped: Skipped) -> dict[str, list[Review]]:
     for part, reviews in parts.items():
         for label, name in enumerate(CLASS_NAMES):
             files = matching_files([str(Path(path, part, name))], (".txt",))
-            for file in tqdm(files, desc=f"reading {part}/{name}", unit=" reviews", leave=False, disable=None):
+            for file in progress_bar(files, desc=f"reading {part}/{name}", unit=" reviews", leave=False):
                 reviews += [(text, label) for text in whole_file(file, skipped)]
     return parts
 
@@ -105,7 +105,7 @@ def encode_reviews(
 ) -> TokenisedPart:
     """Tokenise reviews as [CLS] text [SEP], cut at sequence_length; special tokens that a text spells out are text."""
     parts = []
-    for start in tqdm(range(0, len(reviews), 500), desc=f"tokenising {name} reviews", leave=False, disable=None):
+    for start in progress_bar(range(0, len(reviews), 500), desc=f"tokenising {name} reviews", leave=False):
         ids = tokenizer(
             [text for text, _ in reviews[start : start + 500]],
             truncation=True,

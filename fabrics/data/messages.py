@@ -14,14 +14,12 @@ from pathlib import Path
 
 import numpy as np
 from jinja2 import TemplateError
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from fabrics.data.documents import (
     EMPTY,
     DatasetError,
     Document,
-    Documents,
     Skipped,
     Source,
     document_hash,
@@ -30,10 +28,11 @@ from fabrics.data.documents import (
     numbered_lines,
 )
 from fabrics.data.examples import PaddedSequences, TaskData
-from fabrics.data.held_out import split
+from fabrics.data.held_out import Part, split
 from fabrics.data.token_store import TokenisedPart, content_digest
 from fabrics.data.tokenization import describe, named_tokenizer, padding
 from utils.config.schema import Config, ConfigError
+from utils.progress import progress_bar
 from utils.text import counted, first_line
 
 logger = logging.getLogger("adloco.dataset")
@@ -100,7 +99,7 @@ def with_answers(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tupl
 
 
 def encode(
-    documents: Documents, tokenizer: PreTrainedTokenizerBase, limit: int, skipped: Skipped, name: str
+    documents: Part, tokenizer: PreTrainedTokenizerBase, limit: int, skipped: Skipped, name: str
 ) -> tuple[TokenisedPart, np.ndarray]:
     """Tokenise conversations, cut at `limit` tokens; skip those without an answer in these.
 
@@ -111,7 +110,7 @@ def encode(
     targets = []
     hashes = []
     reading = documents(skipped)
-    for document in tqdm(reading, desc=f"tokenising {name} conversations", leave=False, disable=None):
+    for document in progress_bar(reading, desc=f"tokenising {name} conversations", total=documents.count, leave=False):
         try:
             text, answers = with_answers(tokenizer, json.loads(document.text))
         except ValueError as error:
@@ -147,6 +146,7 @@ def load_messages(config: Config) -> TaskData:
         name=f"{counted(len(files), 'file')} of messages ({', '.join(config.text_files)})",
         identity={"messages": file_identities(files)},
         train=partial(conversations, files),
+        size=sum(file.stat().st_size for file in files),
     )
     skipped = Skipped()
     length = config.sequence_length

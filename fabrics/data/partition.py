@@ -14,6 +14,7 @@ from algorithms.registry import Registry
 from fabrics.data.sampler import CLUSTERS, DEALING
 from fabrics.data.token_store import TokenisedPart
 from utils.config.schema import Config, ConfigError
+from utils.progress import progress_bar
 
 # k-means is fitted on a random sample of at most this many documents; the others join the nearest centroid.
 SAMPLED_DOCUMENTS = 20_000
@@ -66,7 +67,8 @@ def labels_by_cluster(documents: TokenisedPart, vocabulary: int, clusters: int, 
     with threadpool_limits(1), warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct documents than clusters
         kmeans.fit(tfidf.transform(counts), sample_weight=lengths[sample])
-        for start in range(0, len(documents), _BLOCK_DOCUMENTS):
+        starts = range(0, len(documents), _BLOCK_DOCUMENTS)
+        for start in progress_bar(starts, desc="clustering", unit=" blocks", leave=False, delay=1):
             block = np.arange(start, min(start + _BLOCK_DOCUMENTS, len(documents)))
             found.append(kmeans.predict(tfidf.transform(_token_counts(documents, block, vocabulary))))
     labels = np.concatenate(found)

@@ -10,9 +10,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from tqdm import tqdm
-
 from fabrics.data.documents import Document, Source, document_hash
+from utils.progress import progress_bar
 
 # Folders of the standard library without user documentation.
 _SKIPPED_FOLDERS = {
@@ -52,7 +51,7 @@ def standard_library_docstrings() -> list[Document]:
     found = []
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(path for path in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts))
-    for path in tqdm(files, desc="reading docstrings", unit=" files", leave=False, disable=None):
+    for path in progress_bar(files, desc="reading docstrings", unit=" files", leave=False):
         module = path.relative_to(root).parts[0].removesuffix(".py")
         found += [Document(text, module) for text in docstrings(path.read_bytes())]
     return found

@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import shutil
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from filelock import FileLock
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from fabrics.data.documents import DatasetError, Document, Skipped, Source, document_hash
@@ -39,7 +39,7 @@ from fabrics.data.tokenization import (
 )
 from utils.config.schema import Config, ConfigError
 from utils.files import write_atomically, write_json_atomically
-from utils.progress import progress_bar
+from utils.progress import progress_bar, shows_progress
 
 logger = logging.getLogger("adloco.dataset")
 
@@ -146,12 +146,15 @@ def _verify(folder: Path) -> None:
 
 def _checksums(folder: Path) -> dict[str, str]:
     found = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != _SUMS and path.name[0] != ".":
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != _SUMS and path.name[0] != "."]
+    size = sum(path.stat().st_size for path in paths)
+    with progress_bar(desc=f"checking {folder}", total=size, unit="B", unit_scale=True, leave=False, delay=1) as bar:
+        for path in sorted(paths):
             digest = hashlib.sha256()
             with path.open("rb") as file:
                 while block := file.read(_READ_BYTES):
                     digest.update(block)
+                    bar.update(len(block))
             found[path.relative_to(folder).as_posix()] = digest.hexdigest()
     return found
 
@@ -309,7 +312,16 @@ def _write(partial: Path, recipe: Recipe) -> Path:
     for part, documents in (("validation", validation), ("train", train)):
         if documents is not None:
             skipped = Skipped()
-            metadata["parts"][part] = _write_part(new / part, blocks, documents(skipped), tokenizer, metadata)
+            progress = progress_bar(
+                always=True,
+                desc=f"tokenising {part} documents",
+                unit=" documents",
+                total=documents.count,
+                mininterval=0.1 if shows_progress() else 30.0,  # in a log file each state is a line
+            )
+            with progress:
+                reading = documents(skipped)
+                metadata["parts"][part] = _write_part(new / part, blocks, reading, tokenizer, metadata, progress)
             for reason, count in skipped.counts.items():
                 total = metadata["skipped"].setdefault(reason, {"documents": 0, "first": skipped.first[reason]})
                 total["documents"] += count
@@ -320,7 +332,12 @@ def _write(partial: Path, recipe: Recipe) -> Path:
 
 
 def _write_part(
-    folder: Path, blocks: Path, documents: Iterator[Document], tokenizer: PreTrainedTokenizerBase, metadata: dict
+    folder: Path,
+    blocks: Path,
+    documents: Iterator[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    metadata: dict,
+    progress: tqdm,
 ) -> dict[str, int]:
     """Join finished and missing blocks to the files of one part, and return its sizes."""
     folder.mkdir()
@@ -330,12 +347,6 @@ def _write_part(
         (folder / "offsets.bin").open("wb") as offsets,
         (folder / "hashes.bin").open("wb") as hashes,
         (folder / "origins.jsonl").open("wb") as origins,
-        progress_bar(
-            desc=f"tokenising {folder.name} documents",
-            unit=" documents",
-            total=metadata["arguments"][f"{folder.name}_documents"],
-            mininterval=0.1 if sys.stderr.isatty() else 30.0,  # in a log file each state is a line
-        ) as progress,
     ):
         offsets.write(np.zeros(1, "<i8").tobytes())
         for number in itertools.count():

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from fabrics.data.tokenization import save_tokenizer
 from fabrics.models.lora import merged_state
@@ -111,13 +112,17 @@ def _copied(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _save_pretrained(model: nn.Module, state: Mapping[str, torch.Tensor], folder: str | os.PathLike) -> None:
-    """Save with `use_cache` on, which is off in training."""
+    """Save with `use_cache` on, which is off in training, and without a progress bar."""
     config = getattr(model, "config", None)
     use_cache = getattr(config, "use_cache", None)
     if use_cache is not None:
         config.use_cache = True
+    bars = is_progress_bar_enabled()
+    disable_progress_bar()
     try:
         model.save_pretrained(folder, state_dict=state)
     finally:
+        if bars:
+            enable_progress_bar()
         if use_cache is not None:
             config.use_cache = use_cache

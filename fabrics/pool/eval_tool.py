@@ -17,6 +17,7 @@ from fabrics.data.examples import Examples, TaskData
 from fabrics.models.attention import body_and_head, unmasked
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.worker_group import WorkerGroup
+from utils.progress import progress_bar
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ def begin_batches(
     loss_chunk_tokens: tokens of each example whose logits exist at a time; None: all.
     """
     sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=device)
-    for row, number in enumerate(batches):
+    bar = progress_bar(batches, desc="evaluating", unit=" batches", leave=False, delay=1)
+    for row, number in enumerate(bar):
         start = number * batch_size
         batch = examples.batch(range(start, min(start + batch_size, len(examples))), device)
         labels = batch.pop("labels")

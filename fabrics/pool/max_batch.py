@@ -27,6 +27,7 @@ from utils.config.schema import Config, ConfigError
 from utils.distributed.devices import is_out_of_memory
 from utils.distributed.processes import Processes
 from utils.distributed.shard_groups import ShardGroup
+from utils.progress import progress_bar
 
 # From a number of examples to the bytes of a step; None: the device ran out of memory.
 Measure = Callable[[int], int | None]
@@ -136,8 +137,16 @@ def calculate_max_batch(
     device = model.device
     on_gpu = device.type == "cuda"
     alone = _measure_cuda(step, device) if on_gpu else _measure_cpu(step)
-    measure = _measure_together(alone, model.shard_group)
-    with torch.random.fork_rng(devices=[device] if on_gpu else []):
+    together = _measure_together(alone, model.shard_group)
+    steps = 5 if on_gpu else 3
+    bar = progress_bar(total=steps, desc="measuring the max batch", unit=" steps", leave=False, delay=1)
+
+    def measure(batch: int) -> int | None:
+        size = together(batch)
+        bar.update()
+        return size
+
+    with bar, torch.random.fork_rng(devices=[device] if on_gpu else []):
         try:
             # The first steps also compile the model, and allocate workspaces of GPU libraries that stay.
             for count in (1, 2) if on_gpu else (2,):

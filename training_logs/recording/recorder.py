@@ -28,6 +28,7 @@ from training_logs.trackers.tracker import TrackerProcess, send_folder
 from utils.config.reading import dump_config
 from utils.config.schema import Config
 from utils.files import LOG_FILE, MEMORY_FOLDER, REPORT_FOLDER, write_json_atomically, write_text_atomically
+from utils.progress import progress_bar
 from utils.text import budget_used, counted
 
 if TYPE_CHECKING:
@@ -171,8 +172,8 @@ class RunRecorder(Observer):
     def on_round_start(self, outer_step: int, progress: float, steps: int) -> None:
         if self._rounds_bar is None:
             shown = "{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
-            self._rounds_bar = tqdm(total=1.0, initial=progress, bar_format=shown, disable=None, dynamic_ncols=True)
-            self._steps_bar = tqdm(total=steps, unit=" steps", leave=False, disable=None, dynamic_ncols=True)
+            self._rounds_bar = progress_bar(total=1.0, initial=progress, bar_format=shown, dynamic_ncols=True)
+            self._steps_bar = progress_bar(total=steps, unit=" steps", leave=False, dynamic_ncols=True)
         self._rounds_bar.set_description(f"round {outer_step}")
         self._steps_bar.reset(total=steps)
         self._steps_bar.set_description(f"inner steps of round {outer_step}")

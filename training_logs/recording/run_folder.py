@@ -20,6 +20,7 @@ from utils.config.schema import Config, ConfigError
 from utils.distributed.collective_checks import done_by_all
 from utils.distributed.processes import Processes
 from utils.files import nearest_existing_folder
+from utils.progress import shows_progress
 
 logger = logging.getLogger("adloco")
 
@@ -75,7 +76,8 @@ def start_logging(is_main: bool = True) -> logging.handlers.MemoryHandler:
 
     is_main: whether this is the main process; others log only errors.
     """
-    disable_progress_bar()  # of transformers, which shows one for every model that is saved
+    if not (is_main and shows_progress()):
+        disable_progress_bar()  # of downloads, and of loading weights
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     logger.setLevel(logging.INFO)

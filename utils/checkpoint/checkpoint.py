@@ -30,6 +30,7 @@ from safetensors import SafetensorError, safe_open
 
 from utils.checkpoint.tensor_file import FilePart, whole, write_parts
 from utils.config.schema import ConfigError
+from utils.progress import progress_bar
 
 if TYPE_CHECKING:
     from utils.distributed.processes import Processes
@@ -140,9 +141,14 @@ def _read_state(path: Path) -> dict:
 
 def _crc32(path: Path) -> int:
     checksum = 0
-    with path.open("rb") as file:
+    size = path.stat().st_size
+    with (
+        path.open("rb") as file,
+        progress_bar(desc=f"checking {path}", total=size, unit="B", unit_scale=True, leave=False, delay=1) as bar,
+    ):
         while block := file.read(_BLOCK_BYTES):
             checksum = zlib.crc32(block, checksum)
+            bar.update(len(block))
     return checksum
 
 
