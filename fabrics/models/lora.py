@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): W x + (alpha / rank) B A x, of which only A and B are trained.
 
-They are a dozen lines over `nn.Linear`, whose per-example statistics are known. The library peft would wrap the model
-in classes of its own, and needs accelerate; a test compares with it. Folders of models hold the sum W + (alpha / rank)
-B A, which any program loads as an ordinary model.
+They are a dozen lines over linear layers, among them GPT-2's Conv1D, whose per-example statistics are known. The
+library peft would wrap the model in classes of its own, and needs accelerate; a test compares with it. Folders of
+models hold the sum W + (alpha / rank) B A, which any program loads as an ordinary model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,7 @@ from typing import Annotated
 import torch
 from pydantic import Field
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from fabrics.models.model_family import MODELS, is_pretrained
 from utils.config.reading import with_parameters
@@ -63,12 +64,13 @@ def lora_problems(config: Config) -> list[str]:
 class AdaptedLinear(nn.Module):
     """A frozen linear layer with an adapter, at first without effect, as B is zero."""
 
-    def __init__(self, base: nn.Linear, lora: LoRA):
+    def __init__(self, base: nn.Linear | Conv1D, lora: LoRA):
         super().__init__()
+        inputs, outputs = base.weight.shape if isinstance(base, Conv1D) else base.weight.shape[::-1]
         options = {"bias": False, "device": base.weight.device, "dtype": base.weight.dtype}
         self.base = base
-        self.down = nn.Linear(base.in_features, lora.rank, **options)  # A, with PyTorch's initialisation
-        self.up = nn.Linear(lora.rank, base.out_features, **options)  # B
+        self.down = nn.Linear(inputs, lora.rank, **options)  # A, with PyTorch's initialisation
+        self.up = nn.Linear(lora.rank, outputs, **options)  # B
         nn.init.zeros_(self.up.weight)
         self.scale = lora.alpha / lora.rank
 
@@ -91,7 +93,7 @@ def add_adapters(model: nn.Module, lora: LoRA, seed: int) -> None:
             setattr(model.get_submodule(parent), name, AdaptedLinear(layer, lora))
 
 
-def _target_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
+def _target_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear | Conv1D]:
     layers = dict(model.named_modules())
     users: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -101,16 +103,20 @@ def _target_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Lin
     for target in targets:
         found = {path: layer for path, layer in layers.items() if f".{path}".endswith(f".{target}")}
         if not found:
-            linear = {path.rpartition(".")[2] for path, layer in layers.items() if type(layer) is nn.Linear}
+            linear = {path.rpartition(".")[2] for path, layer in layers.items() if _is_linear(layer)}
             known = ", ".join(sorted(linear))
             raise ConfigError(f"lora.targets: no layer {target}{did_you_mean(target, linear)}; linear layers: {known}")
         for path, layer in found.items():
-            if type(layer) is not nn.Linear:
+            if not _is_linear(layer):
                 raise ConfigError(f"lora.targets: {path} is a {type(layer).__name__}, not a linear layer")
             if len(users[layer.weight]) > 1 or layer is output:
                 raise ConfigError(f"lora.targets: {path} is the output layer, or shares its weight, and stays as it is")
         chosen |= found
     return chosen
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    return type(layer) in (nn.Linear, Conv1D)
 
 
 def merged_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -120,7 +126,8 @@ def merged_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[st
         if isinstance(layer, AdaptedLinear):
             down = merged.pop(f"{path}.down.weight")
             up = merged.pop(f"{path}.up.weight")
-            merged[f"{path}.weight"] = merged.pop(f"{path}.base.weight") + layer.scale * (up @ down)
+            product = (up @ down).t() if isinstance(layer.base, Conv1D) else up @ down
+            merged[f"{path}.weight"] = merged.pop(f"{path}.base.weight") + layer.scale * product
             if layer.base.bias is not None:
                 merged[f"{path}.bias"] = merged.pop(f"{path}.base.bias")
     return merged

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from algorithms.batch.losses import example_losses
 from cluster import Cluster
@@ -20,7 +20,7 @@ from fabrics.planning.estimate import estimate
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.forward_backward import probed_backward
 from tests.support.chat import chat_tokenizer, small_talk, write_messages
-from tests.support.helpers import CPU, Recorder, random_sequences, tiny_llama
+from tests.support.helpers import CPU, VOCABULARY, Recorder, random_sequences, tiny_llama
 from utils.config.reading import parse_config
 from utils.config.schema import ConfigError
 
@@ -29,9 +29,21 @@ LORA = LoRA(targets=["q_proj", "v_proj"], rank=3, alpha=6.0)
 ELEMENTS = 2 * 3 * (16 + 16 + 16 + 8)
 
 
-def adapted(seed: int = 0, trained: bool = True, dtype: torch.dtype = torch.float64) -> nn.Module:
-    model = tiny_llama(dtype=dtype)
-    add_adapters(model, LORA, seed)
+def tiny_gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    values = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "initializer_range": 0.2}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **values, **dropout)).to(torch.float64)
+
+
+# GPT-2's linear layers hold their weights as [in, out].
+ARCHITECTURES = {"llama": (tiny_llama, LORA), "gpt2": (tiny_gpt2, LoRA(["c_attn", "mlp.c_proj"], rank=3, alpha=6.0))}
+
+
+def adapted(architecture: str = "llama", trained: bool = True) -> nn.Module:
+    make, lora = ARCHITECTURES[architecture]
+    model = make()
+    add_adapters(model, lora, 0)
     if trained:
         torch.manual_seed(1)
         for parameter in model.parameters():
@@ -77,17 +89,20 @@ def make(base, tmp_path):
 # Layers
 
 
-def test_an_adapter_adds_a_product_of_low_rank_and_nothing_at_first(tmp_path):
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_an_adapter_adds_a_product_of_low_rank_and_nothing_at_first(tmp_path, architecture):
     ids = torch.from_numpy(random_sequences(4)).long()
-    plain = tiny_llama()
+    make, lora = ARCHITECTURES[architecture]
+    plain = make()
     expected = plain(ids).logits
-    assert adapted(trained=False)(ids).logits.equal(expected)
+    assert adapted(architecture, trained=False)(ids).logits.equal(expected)
 
-    model = adapted()
+    model = adapted(architecture)
     for name, layer in plain.named_modules():
-        if name.endswith(("q_proj", "v_proj")):
+        if name.endswith(tuple(lora.targets)):
             adapter = model.get_submodule(name)
-            layer.weight.data += 6.0 / 3.0 * adapter.up.weight.data @ adapter.down.weight.data
+            product = adapter.up.weight.data @ adapter.down.weight.data
+            layer.weight.data += 6.0 / 3.0 * (product if architecture == "llama" else product.t())
     torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-6, atol=1e-6)
     save_model(model, None, tmp_path)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
@@ -98,10 +113,13 @@ def test_an_adapter_adds_a_product_of_low_rank_and_nothing_at_first(tmp_path):
         torch.testing.assert_close(saved.state_dict()[name], tensor, rtol=1e-12, atol=1e-12)
 
 
-def test_adapters_equal_those_of_peft():
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+def test_adapters_equal_those_of_peft(architecture):
     peft = pytest.importorskip("peft")
-    model = adapted()
-    other = peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=3, lora_alpha=6, target_modules=list(LORA.targets)))
+    make, lora = ARCHITECTURES[architecture]
+    model = adapted(architecture)
+    other = peft.get_peft_model(make(), peft.LoraConfig(r=3, lora_alpha=6, target_modules=list(lora.targets)))
     other = other.to(torch.float64)
     for name, parameter in other.named_parameters():
         if parameter.requires_grad:
@@ -118,10 +136,11 @@ def test_only_adapters_are_in_the_flat_buffers():
     assert {block.name.rpartition("proj.")[2] for block in model.blocks} == {"down.weight", "up.weight"}
 
 
-def test_statistics_are_those_of_the_adapters_gradients():
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_statistics_are_those_of_the_adapters_gradients(architecture):
     examples = PackedSequences(random_sequences(6))
-    _, probe = probed_backward(FlatModel(adapted(), CPU), examples, np.arange(6))
-    model = adapted()
+    _, probe = probed_backward(FlatModel(adapted(architecture), CPU), examples, np.arange(6))
+    model = adapted(architecture)
     for index in range(6):
         batch = examples.batch([index], CPU)
         model.zero_grad()
