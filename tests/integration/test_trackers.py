@@ -6,6 +6,7 @@ import shutil
 import socket
 import sys
 import textwrap
+import time
 import zipfile
 from pathlib import Path
 
@@ -155,6 +156,16 @@ def test_a_tracker_that_fails_or_hangs_is_a_warning(tmp_path, monkeypatch, sourc
     warning = slow.finish(seconds)
     assert warning.startswith(problem)
     assert f"python -m training_logs.log_processor {tmp_path} --tracker Slow sends" in warning
+
+
+def test_trackers_that_hang_are_waited_for_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracker, "_command", lambda *arguments: [sys.executable, "-c", "import time; time.sleep(600)"])
+    slow = [TrackerProcess(name, tmp_path, "online", True) for name in ("one", "two", "three")]
+    started = time.monotonic()
+    for each in slow:
+        each.end()
+    assert all("too slow" in each.finish(2.0) for each in slow)
+    assert 2.0 <= time.monotonic() - started < 5.0
 
 
 def test_a_tracker_that_cannot_be_started_is_a_warning(online, tmp_path, monkeypatch):

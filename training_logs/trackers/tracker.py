@@ -11,6 +11,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,7 @@ class TrackerProcess:
         self._again = f"python -m {_REPORTER} {folder}" + ("" if name == "clearml" else f" --tracker {name}")
         self._log = folder / name / f"{name}.log"
         self._log.parent.mkdir(exist_ok=True)
+        self._ended: float | None = None
         with self._log.open("w") as output:
             self._process = subprocess.Popen(
                 _command(name, folder, mode, follow),
@@ -136,15 +138,19 @@ class TrackerProcess:
     def end(self) -> None:
         """Let the process report the rest, without waiting for it."""
         self._process.stdin.close()
+        if self._ended is None:
+            self._ended = time.monotonic()
 
     def finish(self, seconds: float | None = None) -> str | None:
         """Wait for the last reports; return a warning if they did not arrive.
 
-        seconds: the longest wait; default: WAIT_SECONDS.
+        seconds: the longest wait since `end`, so that several trackers are waited for together; default: WAIT_SECONDS.
         """
         self.end()
+        longest = WAIT_SECONDS if seconds is None else seconds
+        left = None if longest is None else max(0.0, longest - (time.monotonic() - self._ended))
         try:
-            status = self._process.wait(WAIT_SECONDS if seconds is None else seconds)
+            status = self._process.wait(left)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
