@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import adloco
 from algorithms.schedule.limits import RoundSchedule
 from fabrics.data.examples import PackedSequences
 from fabrics.data.sampler import DataCursor, Subsets
@@ -31,6 +32,7 @@ from tests.support.helpers import (
     train,
     use_torch_norms,
 )
+from tests.support.library import Regression
 from tests.support.runs import write_config
 from trainers import Trainer
 from utils.distributed.processes import LocalProcesses
@@ -60,6 +62,14 @@ def test_rounds_on_a_gpu_equal_the_cpu():
     reports = train(trainer, 3), train(expected, 3)
     assert [r.requested_batch for r in reports[0]] == [r.requested_batch for r in reports[1]]
     torch.testing.assert_close(trainer.parameters.cpu(), expected.parameters, rtol=1e-6, atol=1e-8)
+
+
+def test_a_loop_of_ones_own_on_a_gpu_trains_as_on_the_cpu():
+    batch = adloco.AdaptiveBatch(initial=4, max_micro_batch=4, largest=24, eta=0.4)
+    loops = [Regression(device, batch=batch) for device in ("cpu", GPU)]
+    for expected, found in zip(*(loop.train(12) for loop in loops), strict=True):
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-6)
+    assert loops[0].worker.requested_batch == loops[1].worker.requested_batch > 4
 
 
 @needs_gpu

@@ -46,12 +46,13 @@ def train_all_like_the_program(cases: list[tuple[dict, int, dict]]) -> list[dict
 class Regression:
     """A small model, its data and its worker, the same for every call with the same arguments."""
 
-    def __init__(self, **arguments):
+    def __init__(self, device="cpu", **arguments):
         generator = torch.Generator().manual_seed(0)
         self.inputs = torch.randn(96, 4, generator=generator)
         self.targets = self.inputs.square().sum(1, keepdim=True) + torch.randn(96, 1, generator=generator)
         torch.manual_seed(1)
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(device)
+        self.inputs, self.targets = self.inputs.to(device), self.targets.to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.worker = adloco.Worker(self.model, self.optimizer, **{"inner_steps": 3} | arguments)
         self.predict = self.model
