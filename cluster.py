@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from algorithms.nodes.distribution import distribute_nodes
-from algorithms.nodes.policies import MERGE_POLICIES
+from algorithms.nodes.policies import MERGE_POLICIES, MergePlan
 from algorithms.nodes.traffic import merge_exchange, redistribution_exchange, synchronisation_exchange
 from algorithms.schedule.controller import RoundPlan
 from algorithms.schedule.limits import RoundSchedule, RunCounters
@@ -34,7 +34,7 @@ from fabrics.training.work_split import WorkSplit
 from fabrics.training.worker import Node, TrainingError
 from trainers import TrainedRound, Trainer, first_trainers
 from training_logs.recording.memory_monitor import Use, memory_use
-from training_logs.recording.records import ClusterRound, Merge, Observer, RoundReport
+from training_logs.recording.records import ClusterRound, Observer, RoundReport
 from utils.checkpoint.checkpoint import Checkpoint, check_state
 from utils.checkpoint.tensor_file import FilePart
 from utils.config.schema import Config
@@ -76,7 +76,7 @@ class Cluster:
         self.data = data
         self.processes = processes or join_processes(config)
         self.counters = RunCounters()
-        self.merges: list[Merge] = []
+        self.merges = 0
         self.stopped = False
         self.warnings: list[str] = []
         self.pool = NodePool(self.processes.devices, config)
@@ -152,7 +152,7 @@ class Cluster:
                 return self.evaluate()
             evaluations = {trainer: result.evaluations[trainer] for trainer in self.trainers}
             if result.merge is not None:
-                evaluations[result.merge.plan.representative] = result.merged
+                evaluations[result.merge.representative] = result.merged
             return evaluations
 
     def _start(self, observer: Observer) -> None:
@@ -201,7 +201,7 @@ class Cluster:
         if len(self.trainers) > 1 and round_number % self.config.merge_frequency == 0:
             merge = self._merge()
             if evaluates:
-                merged = self.evaluate([merge.plan.representative])[merge.plan.representative]
+                merged = self.evaluate([merge.representative])[merge.representative]
 
         return ClusterRound(
             outer_step=round_number,
@@ -326,7 +326,7 @@ class Cluster:
         self.pool.update([worker for report in reports.values() for worker in report.workers.values()])
         return reports
 
-    def _merge(self) -> Merge:
+    def _merge(self) -> MergePlan:
         """Merge the trainers that the policy picks into their representative; communications and bytes are counted."""
         policy = self.config.merging_policy
         plan = MERGE_POLICIES[policy](self._requests, self.config.merge_count)
@@ -341,9 +341,8 @@ class Cluster:
         exchange = merge_exchange(len(others), len(representative.nodes), sent)
         self.scheduler.count_link_seconds(self.counters, exchange)
         self.scheduler.count_merge(self.counters, len(others), representative.id, sent)
-        merge = Merge(self.counters.outer_steps, plan)
-        self.merges.append(merge)
-        return merge
+        self.merges += 1
+        return plan
 
     # Evaluation
 
@@ -399,7 +398,7 @@ class Cluster:
         """
         return {
             "counters": dataclasses.asdict(self.counters),
-            "merges": [dataclasses.asdict(merge) for merge in self.merges],
+            "merges": self.merges,
             "trainers": {str(trainer.id): trainer.state_dict() for trainer in self.trainers.values()},
             "nodes": self.pool.state_dict(),
             "clock": self.scheduler.clock and self.scheduler.clock.state_dict(),
@@ -417,7 +416,7 @@ class Cluster:
             CheckpointError: the state is of another model or of other data.
         """
         check_state(state, self.data.fingerprint(), self.parameter_count)
-        self.merges = [Merge.from_values(merge) for merge in state["merges"]]
+        self.merges = state["merges"]
         self.pool.load_state_dict(state["nodes"])
         counters = RunCounters(**state["counters"])
         living = {int(trainer): values for trainer, values in state["trainers"].items()}

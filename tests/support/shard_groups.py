@@ -182,7 +182,7 @@ def run_scenario(name: str, processes: Processes, state: dict | None = None, fol
         "inner": [[s.inner_product_variance, s.overlap] for s in statistics],
         "requests": [report.requested_batch for report in reports],
         "bytes": [counters.bytes_synchronised, counters.bytes_merged, counters.bytes_redistributed],
-        "merges": len(cluster.merges),
+        "merges": cluster.merges,
         "warnings": recorder.warnings,
         "unmasked": needs_no_mask(cluster.models.first.module, {"input_ids": torch.zeros(2, 9)}),
     }

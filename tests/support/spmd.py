@@ -226,7 +226,7 @@ def run_scenario(name: str, processes: Processes | None = None) -> dict:
         "bytes": [counters.bytes_synchronised, counters.bytes_merged, counters.bytes_redistributed],
         "left_out": counters.left_out,
         "lost": counters.lost_messages,
-        "merges": len(cluster.merges),
+        "merges": cluster.merges,
         "warnings": recorder.warnings,
         "shares": data.shares and data.shares.sizes,
         "placement": [

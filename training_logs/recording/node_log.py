@@ -72,8 +72,7 @@ class NodeLog:
                 self._marks[worker.node] = self._mark(worker.node)
         clock.end_round()
         if result.merge is not None:
-            plan = result.merge.plan
-            clock.merge(len(plan.weights) - 1, plan.representative, result.merge_bytes)
+            clock.merge(len(result.merge.weights) - 1, result.merge.representative, result.merge_bytes)
         for node, (row, begin) in last.items():  # with its wait for the other trainers, and the merge
             row |= self._times(begin, node)
         self._marks = [self._mark(node) for node in range(nodes)]

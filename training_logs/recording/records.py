@@ -1,6 +1,5 @@
 """Records of rounds that trainers and the cluster hand to an observer, and the observer's interface."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -92,20 +91,6 @@ class RoundReport:
 
 
 @dataclass(frozen=True)
-class Merge:
-    """One merge that happened after the round `outer_step`."""
-
-    outer_step: int
-    plan: MergePlan
-
-    @classmethod
-    def from_values(cls, values: Mapping) -> "Merge":
-        """Restore a merge from dataclasses.asdict, also after a round trip through JSON."""
-        weights = {int(trainer): weight for trainer, weight in values["plan"]["weights"].items()}
-        return cls(values["outer_step"], MergePlan(values["plan"]["representative"], weights))
-
-
-@dataclass(frozen=True)
 class ClusterRound:
     """One round of the cluster.
 
@@ -119,7 +104,7 @@ class ClusterRound:
     progress: float
     reports: dict[int, RoundReport]
     evaluations: dict[int, Evaluation]
-    merge: Merge | None
+    merge: MergePlan | None
     counters: RunCounters
     memory: list[list[Use]]
     merge_bytes: int = 0

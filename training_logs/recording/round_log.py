@@ -137,7 +137,7 @@ def merge_rows(result: ClusterRound) -> list[dict]:
     """Return one row of merge_log.csv per trainer that became the representative."""
     if result.merge is None:
         return []
-    plan = result.merge.plan
+    plan = result.merge
     return [
         {
             "outer_step": result.outer_step,
@@ -185,7 +185,7 @@ def round_line(result: ClusterRound, report: RoundReport, metric: Metric) -> str
 
 def merged_line(result: ClusterRound, metric: Metric) -> str:
     """Describe the merge after a round."""
-    plan = result.merge.plan
+    plan = result.merge
     line = merge_line(result.outer_step, plan.representative, plan.weights)
     if result.merged is not None:
         line += f" | {metric.name} {result.merged.metric:.{metric.decimals}f}"

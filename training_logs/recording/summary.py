@@ -60,7 +60,7 @@ def run_summary(run: "Cluster", final: dict[int, Evaluation], status: str, recor
         "left_out_workers": counters.left_out,
         "lost_messages": counters.lost_messages,
         "failed_nodes": sorted(run.pool.failed),
-        "merges": len(run.merges),
+        "merges": run.merges,
         "initial_trainers": config.number_of_initial_trainers,
         "final_trainers": len(run.trainers),
         "alone_share": counters.rounds_alone / counters.outer_steps if counters.outer_steps else None,
