@@ -9,6 +9,7 @@ measures the parts that are missing or have failed.
   FLOPs utilisation (MFU), and what the per-example statistics add to a round of 200 inner steps.
 - graphs: inner steps of a model of 0.2M parameters, eager, compiled, and replayed as CUDA graphs.
 - trainers: four trainers of 0.1M parameters on the GPU, in one, two and four processes.
+- exo_gym: DiLoCo with four workers of 0.1M parameters beside EXO Gym, if it can be imported.
 - large: 1.1B parameters; large_with_less: with activation checkpointing and the outer state in host memory. Both
   compare the allocator's peak with the plan.
 """
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from algorithms.schedule.limits import RoundSchedule
+from benchmarks.performance import exo_gym
 from benchmarks.performance.throughput import (
     OVERHEAD,
     inner_steps,
@@ -185,6 +187,7 @@ PARTS: dict[str, tuple[Callable[[], dict], float]] = {
         lambda: large(configured(LARGE, activation_checkpointing=True, offload_outer_state=True)),
         150.0,
     ),
+    "exo_gym": (lambda: exo_gym.speeds(configured(exo_gym.FOUR_NODES, devices=["cuda:0"]), 1), 120.0),
     "compiled": (lambda: speeds(configured(MICROLLAMA, compile_model=True)), 240.0),
 }
 
@@ -244,6 +247,10 @@ def section(results: Mapping) -> str:
     if shared:
         counts = ", ".join(f"{speed:,.0f} tokens/s in {count}" for count, speed in shared.items())
         findings.append(f"four trainers of 0.1M parameters, by processes: {counts}")
+    beside = parts.get("exo_gym", {}).get("tokens_per_second")
+    if beside:
+        counts = ", ".join(f"{speed:,.0f} tokens/s in {name}" for name, speed in beside.items())
+        findings.append(f"DiLoCo, four workers of 0.1M parameters: {counts}")
     for name, label in _LARGE.items():
         part = parts.get(name, {})
         for key, speed in part.get("tokens_per_second", {}).items():

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from benchmarks.performance import gpu
 from benchmarks.performance.throughput import OVERHEAD
@@ -24,6 +25,7 @@ PARTS = {
     },
     "graphs": {"tokens_per_second": {"eager": 50_000.0, "compiled": 75_000.0, "graphs": 250_000.0}},
     "trainers": {"tokens_per_second": {"1": 60_000.0, "2": 100_000.4}},
+    "exo_gym": {"tokens_per_second": {"EXO Gym": 30_000.0, "this project": 70_000.0}},
     "large": {"problem": "not done after 90 s"},
     "large_with_less": {
         "mfu": {"inner_steps": 0.41},
@@ -49,6 +51,7 @@ On a GPU, with PyTorch 2.13.0 (`make gpu`):
 - MicroLlama, compiled: the statistics take 1.0% of a round of 200 steps
 - 0.2M parameters: 50,000 tokens/s in eager steps, compiled 1.5 times, graphs 5.0 times as many
 - four trainers of 0.1M parameters, by processes: 60,000 tokens/s in 1, 100,000 tokens/s in 2
+- DiLoCo, four workers of 0.1M parameters: 30,000 tokens/s in EXO Gym, 70,000 tokens/s in this project
 - 1.1B parameters with less memory: 31.3 GB allocated, 30.0 GB estimated
 - large: not done after 90 s"""
 
@@ -152,6 +155,12 @@ def test_four_trainers_are_measured_in_some_processes(cache_dir):
     found = gpu.trainers("cpu", (1,), (*gpu._FOUR_TRAINERS, *short, "data_sample_size=400", "val_size=30"))
     assert list(found["tokens_per_second"]) == ["1"]
     assert found["tokens_per_second"]["1"] > 0
+
+
+def test_without_exo_gym_the_reason_is_recorded(monkeypatch):
+    monkeypatch.setattr(gpu.exo_gym.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="EXO Gym cannot be imported"):
+        gpu.exo_gym.exo_gym_rounds(tiny(), torch.device("cpu"))
 
 
 @pytest.mark.usefixtures("programs")
