@@ -96,5 +96,5 @@ def test_text_needs_files_that_are_there(make, tmp_path):
     with pytest.raises(ConfigError, match=r"dataset: text cannot be loaded: .*/none\*: no such file"):
         load_data(make(dataset="text", text_files=[str(tmp_path / "none*")]))
     (tmp_path / "small.txt").write_text("one document only")
-    with pytest.raises(ConfigError, match=r"dataset: .*small.txt\) has 1 documents, .*: blank_lines makes"):
+    with pytest.raises(ConfigError, match=r"dataset: .*small.txt\) has 1 document, .*: blank_lines makes"):
         load_data(make(dataset="text", text_files=[str(tmp_path / "small.txt")]))
