@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import socket
 import sys
 import textwrap
 import time
@@ -16,6 +15,7 @@ import run as program
 from fabrics.config_checks import CHECKS
 from tests.support import tracked
 from tests.support.clearml_server import ClearMLServer
+from tests.support.programs import LIMIT_SECONDS
 from tests.support.runs import record_run
 from training_logs import log_processor
 from training_logs.recording.recorder import RunRecorder
@@ -37,6 +37,7 @@ def _no_credentials(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("CLEARML_CONFIG_FILE", str(tmp_path_factory.getbasetemp() / "no-clearml.conf"))
     for name in ("CLEARML_API_ACCESS_KEY", "CLEARML_API_SECRET_KEY", "CLEARML_API_HOST"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(tracker, "WAIT_SECONDS", LIMIT_SECONDS)  # on a busy machine trackers take long to start
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,7 @@ def folder(tmp_path_factory):
     """A run with an offline session."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CLEARML_CONFIG_FILE", str(tmp_path_factory.getbasetemp() / "no-clearml.conf"))
+        patch.setattr(tracker, "WAIT_SECONDS", LIMIT_SECONDS)
         folder = record_run(tmp_path_factory.mktemp("logs"), plot_at_end=True, clearml="offline", project_name="P")
     assert "clearml: in " in (folder / "training_log.log").read_text().splitlines()[-1]
     return folder
@@ -332,7 +334,6 @@ def in_round(monkeypatch, number: int, action) -> None:
 def test_a_server_is_told_everything_while_the_run_goes_on(online, tmp_path, monkeypatch):
     server = ClearMLServer()
     online(server.port)
-    monkeypatch.setattr(tracker, "WAIT_SECONDS", None)
     in_round(monkeypatch, 2, lambda: server.wait_for(lambda: 2 in server.scalars.get(("run", "communications"), {})))
     folder = record_run(tmp_path, clearml="auto", plot_at_end=True)
     server.stop()
@@ -396,13 +397,3 @@ def test_a_server_that_disappears_in_the_middle_costs_a_warning(online, tmp_path
     in_round(monkeypatch, 3, disappear)
     (warning,) = warnings_of(record_run(tmp_path, clearml="online"))
     assert "python -m training_logs.log_processor" in warning
-
-
-def test_a_server_that_hangs_costs_a_warning(online, tmp_path, monkeypatch):
-    monkeypatch.setattr(tracker, "WAIT_SECONDS", 1.0)
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()  # connections are made and not answered
-        online(server.getsockname()[1])
-        (warning,) = warnings_of(record_run(tmp_path, clearml="auto"))
-    assert "clearml is too slow" in warning
