@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 
 from fabrics.sharding.layout import ShardLayout
-from tests.support.helpers import without_privileges
 from tests.support.threads import together
 from utils.checkpoint import checkpoint, tensor_file
 from utils.checkpoint.checkpoint import Checkpoint, CheckpointError, Checkpoints, newest_checkpoint
@@ -140,18 +139,6 @@ def test_a_full_disk_leaves_the_last_checkpoint(checkpoints, folder, warnings, m
     save(checkpoints, folder, 2)
     assert newest(folder).state["round"] == 2
     assert len(warnings) == 1
-
-
-def test_a_read_only_folder_leaves_the_last_checkpoint(checkpoints, folder, warnings):
-    save(checkpoints, folder, 1)
-    folder.chmod(0o555)
-    try:
-        with without_privileges(folder):
-            save(checkpoints, folder, 2)
-    finally:
-        folder.chmod(0o755)
-    assert "Permission denied" in warnings[0]
-    assert newest(folder).state["round"] == 1
 
 
 # Several processes

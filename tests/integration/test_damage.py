@@ -24,7 +24,8 @@ from benchmarks.compare.spec import load_spec, make_run
 from cluster import Cluster
 from tests.support.comparisons import small_comparison
 from tests.support.helpers import warnings_of, without_privileges
-from tests.support.runs import assert_same_run, summary, write_config
+from tests.support.programs import LIMIT_SECONDS
+from tests.support.runs import assert_same_run, error_lines, summary, write_config
 from training_logs.recording.run_folder import lock_run
 from training_logs.showing.run_data import RunFolderError
 from utils.checkpoint.checkpoint import Checkpoints, newest_checkpoint
@@ -123,12 +124,6 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-def errors(capsys) -> list[str]:
-    captured = capsys.readouterr()
-    assert "Traceback" not in captured.out + captured.err
-    return [line for line in captured.err.splitlines() if line.startswith("error: ")]
-
-
 def log_of(folder: Path) -> str:
     log = (folder / "training_log.log").read_text(encoding="utf-8", errors="replace")
     assert "Traceback" not in log
@@ -176,7 +171,7 @@ def test_a_checkpoint_of_another_version_is_one_error(stopped, capsys):
         del content["state"][left_out], content["crc32"]
         path.write_text(json.dumps(content | {"crc32": zlib.crc32(json.dumps(content).encode())}))
         assert resume(stopped) == 2
-        (error,) = errors(capsys)
+        (error,) = error_lines(capsys)
         assert error == f"error: {path.parent}: not a checkpoint of this version: KeyError: '{left_out}'"
 
 
@@ -185,7 +180,7 @@ def test_without_an_undamaged_checkpoint_nothing_is_changed(copy, capsys):
         flip(path, 0.5)
     before = sorted(copy.rglob("*"))
     assert resume(copy) == 2
-    (error,) = errors(capsys)
+    (error,) = error_lines(capsys)
     assert error.count("trainer_0.safetensors has changed since it was written") == ROUNDS
     assert sorted(copy.rglob("*")) == before
 
@@ -252,7 +247,7 @@ def test_a_kill_at_any_step_of_a_checkpoint_leaves_a_complete_one(tmp_path, repe
 def test_a_damaged_configuration_is_refused(stopped, capsys, damage):
     DAMAGE[damage](stopped / "config.yaml")
     assert resume(stopped) == 2
-    assert len(errors(capsys)) == 1
+    assert len(error_lines(capsys)) == 1
 
 
 @pytest.mark.parametrize(("line", "now", "status", "expected"), [
@@ -266,7 +261,7 @@ def test_a_value_of_the_configuration_that_is_not_that_of_the_checkpoint_is_repo
     path = stopped / "config.yaml"
     path.write_text(path.read_text().replace(line, now))
     assert resume(stopped) == status
-    (message,) = errors(capsys) if status else warnings_of(stopped)
+    (message,) = error_lines(capsys) if status else warnings_of(stopped)
     assert expected in message
 
 
@@ -283,7 +278,7 @@ def test_a_damaged_log_is_reported(stopped, capsys, name, damage):
     missing = damage in ("cut", "empty", "deleted", "a folder")
     assert resume(stopped) == (2 if missing else 0)
     if missing:
-        (error,) = errors(capsys)
+        (error,) = error_lines(capsys)
         assert name in error
     else:
         (warning,) = warnings_of(stopped)
@@ -309,7 +304,7 @@ def test_what_is_in_the_way_of_a_log_is_named(stopped, capsys, name, instead):
         path.unlink()
         path.symlink_to("/nonexistent/file")
     assert resume(stopped) == 2
-    (error,) = errors(capsys)
+    (error,) = error_lines(capsys)
     assert name in error
 
 
@@ -333,7 +328,7 @@ def test_a_run_is_resumed_without_its_memory_log(whole, stopped, damage):
 def test_text_that_is_not_utf8_is_refused(tmp_path, cache_dir, capsys, override):
     config = write_config(tmp_path, cache_dir, **VALUES)
     assert program.main(["--config", str(config), override]) == 2
-    (error,) = errors(capsys)
+    (error,) = error_lines(capsys)
     assert error.startswith(f"error: {override.partition('=')[0]}: must be UTF-8 text, got ")
     assert not (tmp_path / "logs").exists()
 
@@ -348,7 +343,7 @@ def test_a_run_that_trains_keeps_its_folder_when_the_same_run_is_started_again(t
     folder.mkdir(parents=True)
     with lock_run(folder):
         assert program.main(["--config", str(config), "--resume", "auto"]) == 2
-    (error,) = errors(capsys)
+    (error,) = error_lines(capsys)
     assert error.startswith(f"error: {folder}: another process is training this run")
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["whole"]
 
@@ -514,7 +509,7 @@ def test_damage_to_a_comparison_is_one_line(tmp_path, capsys, name, damage):
         (DAMAGE | {"nested": nested})[damage](damaged)
     status = compare.main([str(path), "--output", str(tmp_path), "--runs", str(tmp_path / "runs")])
     assert status == (1 if name == "run.json" else 2)
-    (error,) = errors(capsys)
+    (error,) = error_lines(capsys)
     assert str(damaged.parent if name == "run.json" else damaged) in error
 
 
@@ -566,7 +561,7 @@ def test_a_folder_of_a_comparison_that_cannot_be_made_is_one_line(tmp_path, caps
     (tmp_path / "file").write_text("")
     places = {"--runs": str(tmp_path / "runs"), "--output": str(tmp_path)} | {option: str(tmp_path / "file" / "place")}
     assert compare.main([str(path), *(word for place in places.items() for word in place)]) == 1
-    (error,) = errors(capsys)
+    (error,) = error_lines(capsys)
     assert error.startswith("error: results cannot be written: [Errno 20] Not a directory")
 
 
@@ -594,7 +589,7 @@ def test_damaged_records_of_a_finished_run_are_one_line(tmp_path, capsys, made, 
     path.write_text(json.dumps(json.loads(path.read_text()) | damaged))
     capsys.readouterr()
     assert compare.main([*arguments, "--output", str(tmp_path / "second")]) == 1
-    (error,) = errors(capsys)
+    (error,) = error_lines(capsys)
     assert f"{made[0] / 'run'}: not a run folder, or damaged: {problem}" in error
 
 
@@ -622,7 +617,7 @@ def test_two_programs_make_each_run_of_a_comparison_once(tmp_path, monkeypatch, 
     """Both find that all runs are missing before either has begun."""
     comparison = load_spec(small_comparison(tmp_path))
     runs = [make_run(comparison, method, 1) for method in comparison.methods]
-    both_looked = threading.Barrier(2, timeout=60)
+    both_looked = threading.Barrier(2, timeout=LIMIT_SECONDS)
     data = Runner.data
     looked = threading.local()
 
@@ -641,6 +636,6 @@ def test_two_programs_make_each_run_of_a_comparison_once(tmp_path, monkeypatch, 
     for thread in programs:
         thread.start()
     for thread in programs:
-        thread.join(60)
+        thread.join(LIMIT_SECONDS)
     assert sorted(made) == sorted(tmp_path / "runs" / run.id for run in runs)
     assert all(Runner(tmp_path / "runs", 1).data(run).summary["status"] == "completed" for run in runs)

@@ -36,7 +36,7 @@ from gradient_analysis.gradients import (
     requests,
 )
 from tests.support.helpers import CPU, padded, separable_texts, tiny_bert, tiny_llama, use_torch_norms
-from tests.support.runs import record_run
+from tests.support.runs import error_lines, record_run
 from training_logs.trackers.tracker import send_folder
 from utils.config.schema import ConfigError
 
@@ -314,9 +314,8 @@ def test_the_figure_is_sent_to_clearml(analysed, monkeypatch, tmp_path_factory):
 def test_wrong_input_is_one_error_line(overrides, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert gradient_analysis.main([f"output_dir={tmp_path / 'out'}", *overrides]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert message in errors[0]
+    (error,) = error_lines(capsys)
+    assert message in error
     assert not (tmp_path / "out").exists()
 
 

@@ -147,14 +147,6 @@ def test_a_step_that_overflows_is_left_out():
     assert scaler.get_scale() == 2.0**126
 
 
-def test_a_compiled_model_trains_and_tests_like_an_uncompiled_one():
-    batch = dataclasses.replace(ADAPTIVE, first_round=2)  # the first statistics come after compilation
-    compiled = Regression(batch=batch)
-    compiled.predict = torch.compile(compiled.model, backend="eager")
-    for expected, found in zip(Regression(batch=batch).train(12), compiled.train(12), strict=True):
-        assert torch.equal(expected, found)
-
-
 def zero_gradients_between(loop: Regression) -> None:
     loop.optimizer.zero_grad()
     for indices in loop.worker.micro_batches(96):

@@ -19,7 +19,7 @@ from fabrics.config_checks import CHECKS
 from tests.support import killed_in_round
 from tests.support.helpers import warnings_of
 from tests.support.programs import LIMIT_SECONDS
-from tests.support.runs import assert_same_run, report, summary, write_config
+from tests.support.runs import assert_same_run, error_lines, report, summary, write_config
 from training_logs.recording.run_folder import lock_run
 from utils.config.reading import parse_config
 from utils.config.resume import resumed_config, training_changes
@@ -106,9 +106,8 @@ def test_a_finished_run_can_be_made_longer(whole, tmp_path, cache_dir):
 def test_a_run_that_cannot_be_resumed_is_left_as_it_was(whole, capsys, overrides, expected):
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.name != ".lock"}
     assert program.main(["--resume", str(whole), *overrides]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert expected in errors[0]
+    (error,) = error_lines(capsys)
+    assert expected in error
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.name != ".lock"} == before
 
 
@@ -236,9 +235,8 @@ def test_moments_of_another_optimizer_are_refused(tmp_path, cache_dir, capsys):
     assert program.main(["--config", str(write_config(tmp_path, cache_dir, **values))]) == 0
     (folder,) = (tmp_path / "logs").iterdir()
     assert program.main(["--resume", str(folder), "inner_optimizer=adamw", "number_of_outer_steps=2", "--force"]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert "inner_optimizer, distributed_algo: " in errors[0]
+    (error,) = error_lines(capsys)
+    assert "inner_optimizer, distributed_algo: " in error
 
 
 @pytest.mark.parametrize(

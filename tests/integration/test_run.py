@@ -30,7 +30,7 @@ from fabrics.models.model_family import MODELS
 from fabrics.training.worker import TrainingError
 from run import train
 from tests.support.programs import command
-from tests.support.runs import SHORT, assert_same_run, write_config
+from tests.support.runs import SHORT, assert_same_run, error_lines, write_config
 from training_logs.showing.run_data import read_run
 from utils.config.reading import load_config
 from utils.config.schema import FIELDS, ConfigError
@@ -291,11 +291,8 @@ def test_bad_input_is_one_clear_line_exit_2_and_no_run_folder(tmp_path, cache_di
     (tmp_path / "FILE").write_text("a file, not a folder")
     overrides = [override.replace("FILE", str(tmp_path / "FILE")) for override in overrides]
     assert program.main(["--config", str(write_config(tmp_path, cache_dir)), *overrides]) == 2
-    captured = capsys.readouterr()
-    lines = [line for line in captured.err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1
-    assert expected in lines[0]
-    assert "Traceback" not in captured.err
+    (error,) = error_lines(capsys)
+    assert expected in error
     assert not list(tmp_path.glob("logs/*"))
 
 
@@ -329,9 +326,8 @@ def test_nodes_that_do_not_suit_are_refused_before_data_are_read(
 
     monkeypatch.setattr(dataset_loader, "load_data", read)
     assert program.main(["--config", str(write_config(tmp_path, cache_dir)), *overrides]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert expected in errors[0]
+    (error,) = error_lines(capsys)
+    assert expected in error
 
 
 def test_all_problems_are_reported_together(tmp_path, cache_dir, capsys):

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import json
 
 import numpy as np
 import pytest
@@ -23,13 +22,13 @@ from tests.support.helpers import (
     Recorder,
     bits,
     budget_settings,
-    examples_of_an_epoch,
     light_cluster,
     make_config,
     make_trainer,
     parameters_of,
     per_example_statistics,
     random_sequences,
+    resumed,
     separable_texts,
     tiny_bert,
     tiny_data,
@@ -85,8 +84,7 @@ def straightforward_diloco(model, stream, rounds, workers, inner_steps, batch, c
     return history
 
 
-@pytest.mark.parametrize("algorithm", ["DiLoCo", "LocalSGD"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("algorithm", "tied"), [("DiLoCo", True), ("LocalSGD", False)])
 def test_three_rounds_equal_an_independent_implementation(algorithm, tied):
     config = make_config(
         distributed_algo=algorithm,
@@ -107,8 +105,10 @@ def test_three_rounds_equal_an_independent_implementation(algorithm, tied):
             torch.testing.assert_close(tensor, reference[name], rtol=1e-9, atol=1e-11, msg=name)
 
 
-@pytest.mark.parametrize(("batch", "max_batch", "plan"), [(8, 4, (4, 4)), (17, 8, (6, 6, 5)), (7, 3, (3, 2, 2))])
-@pytest.mark.parametrize("probe", ["none", "norm_test"])
+@pytest.mark.parametrize(
+    ("batch", "max_batch", "plan", "probe"),
+    [(8, 4, (4, 4), "norm_test"), (17, 8, (6, 6, 5), "none"), (7, 3, (3, 2, 2), "norm_test")],
+)
 def test_an_accumulated_step_equals_one_large_batch(batch, max_batch, plan, probe):
     config = make_config(
         INITIAL_BATCH_SIZE=batch,
@@ -310,7 +310,7 @@ def test_dropout_depends_only_on_the_place_in_the_run():
 
 @pytest.mark.parametrize(
     ("stop", "budget"),
-    [(3, None), (6, {"communication_budget": 10}), (3, {"byte_budget": 1_600_000, "communication_dtype": "int8"})],
+    [(3, None), (3, {"byte_budget": 1_600_000, "communication_dtype": "int8"})],
 )
 def test_a_resumed_run_equals_the_uninterrupted_run(stop, budget):
     """Through growing batches, merges and new nodes."""
@@ -330,9 +330,7 @@ def test_a_resumed_run_equals_the_uninterrupted_run(stop, budget):
     second = light_cluster(**settings)
     for _ in range(stop):
         first.run_round(Recorder())
-    tensors = first.tensors()
-    state = json.loads(json.dumps(first.state_dict()))
-    second.load_state_dict(state, lambda group, name: tensors[group][name])
+    resumed(first, second)
     first.run_round(Recorder())  # the loaded tensors are copies, which this does not change
     second.train(Recorder())
     assert bits(second) == bits(whole)
@@ -378,12 +376,7 @@ def test_a_policy_that_merges_a_missing_trainer_is_an_error(monkeypatch):
 
 def test_merges_and_new_nodes_send_the_bytes_on_paper():
     """Four trainers with a node each merge into one: its three new nodes get x, velocity and two moments."""
-    cluster = light_cluster(
-        merge_count=4,
-        merge_frequency=1,
-        number_of_outer_steps=2,
-        sampling_method="none",
-    )
+    cluster = light_cluster(merge_count=4, merge_frequency=1, number_of_outer_steps=2, sampling_method="none")
     cluster.train(Recorder())
     (trainer,) = cluster.trainers.values()
     size = trainer.worker_group.parameter_bytes
@@ -392,28 +385,6 @@ def test_merges_and_new_nodes_send_the_bytes_on_paper():
     assert counters.bytes_redistributed == 3 * 4 * size + 3 * 4  # and a step count
     assert counters.bytes_synchronised == 2 * 3 * size
     assert counters.bytes_communicated == (3 * 2 + 3 * 4 + 2 * 3) * size + 3 * 4
-
-
-def test_synchronisations_send_the_bytes_of_a_ring_all_reduce():
-    cluster = light_cluster(number_of_initial_trainers=1, nodes_per_gpu=4, number_of_outer_steps=5)
-    cluster.train(Recorder())
-    parameters = sum(p.numel() for p in cluster.models[CPU].module.parameters())
-    assert cluster.counters.communications == 5
-    # Each of 4 workers moves 2 * 3/4 of the 4-byte parameters, and of a sketch of 1,024 such numbers.
-    assert cluster.counters.bytes_communicated == 5 * 4 * (2 * 3 / 4) * 4 * (parameters + 1024)
-
-
-def test_a_new_worker_copies_the_first_workers_moments():
-    cluster = light_cluster(number_of_initial_trainers=2, nodes_per_gpu=2, merge_frequency=2)
-    for _ in range(2):
-        cluster.run_round(Recorder())
-    cluster.assign_nodes()
-    (trainer,) = cluster.trainers.values()
-    first, second = (worker.optimizer.state_dict() for worker in trainer.workers.values())
-    assert first["exp_avg"].data_ptr() != second["exp_avg"].data_ptr()
-    for name in ("exp_avg", "exp_avg_sq", "step"):
-        assert torch.equal(first[name], second[name])
-    assert first["step"].item() == 6
 
 
 def test_one_node_can_serve_several_trainers():
@@ -450,13 +421,6 @@ def test_output_layers_are_reinitialised_equally_or_per_trainer(single_seed, dif
         heads.add(parameters.pop("lm_head.weight").numpy().tobytes())
         bodies.add(b"".join(tensor.numpy().tobytes() for tensor in parameters.values()))
     assert (len(heads), len(bodies)) == (different_heads, 1)
-
-
-@pytest.mark.parametrize("merge_count", [2, 4])
-def test_an_epoch_with_merges_reads_every_example_once(merge_count):
-    cluster, seen = examples_of_an_epoch(merge_frequency=1, merge_count=merge_count)
-    assert cluster.merges == {2: 3, 4: 1}[merge_count]
-    assert sorted(seen) == list(range(96))
 
 
 def test_bert_learns_to_classify():

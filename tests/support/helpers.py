@@ -283,6 +283,14 @@ def bits(cluster: Cluster) -> dict[int, bytes]:
     return {trainer.id: trainer.parameters.numpy().tobytes() for trainer in cluster.trainers.values()}
 
 
+def resumed(cluster: Cluster, again: Cluster) -> Cluster:
+    """Let another cluster continue from the state of this one, as from a checkpoint; return it."""
+    tensors = cluster.tensors()
+    state = json.loads(json.dumps(cluster.state_dict()))
+    again.load_state_dict(state, lambda group, name: tensors[group][name])
+    return again
+
+
 class Recorder(Observer):
     """An observer that remembers what it is told."""
 

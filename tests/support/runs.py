@@ -88,6 +88,13 @@ def kill_the_second_process(programs: Programs, folder: Path, cache_dir: Path, *
     return output, run_folder
 
 
+def error_lines(capsys) -> list[str]:
+    """Return the lines of errors that a command has printed, without a traceback."""
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.out + captured.err
+    return [line for line in captured.err.splitlines() if line.startswith("error: ")]
+
+
 def table_of(rows: Sequence[Mapping[str, float]]) -> np.ndarray:
     """Return rows with equal keys as `read_table` would read them."""
     names = list(rows[0]) if rows else []

@@ -292,7 +292,10 @@ def main(folder: Path) -> None:
     with matrix.ready():
         names = matrix.NAMES if two else matrix.POOL_OF_FOUR
         results["methods"] = {name: merging(name, processes) for name in names}
-        results["pools"] = {name: matrix.run(matrix.pool(name), processes, resumes=two) for name in names}
+        results["pools"] = {
+            name: matrix.run(matrix.pool(name), processes, resumes=two and name in matrix.POOL_OF_FOUR)
+            for name in names
+        }
     if processes.is_main:
         torch.save(results, folder / "results.pt")
         (folder / "owners.json").write_text(json.dumps(processes._owners))

@@ -84,9 +84,10 @@ def test_losses_gradients_and_evaluation_are_those_of_all_logits(architecture):
         assert_close(found_by(build(), chunk, probe=False), expected)
 
 
-@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("wide", [False, True], ids=["shares", "products of activations"])
+@pytest.mark.parametrize(
+    ("wide", "tied", "recomputes"),
+    [(False, False, False), (False, True, True), (True, True, False), (True, False, True)],
+)
 def test_statistics_are_those_of_all_logits(wide, tied, recomputes):
     """The head's shares are built where T (width + vocabulary) > width * vocabulary, as with width 8 and T 9."""
 

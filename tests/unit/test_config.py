@@ -183,6 +183,22 @@ SPEEDS = TOKENS | {"node_speeds": [1, 1, 0.5, 0.25]}
             ["deterministic", "number_of_inner_steps_between_outers"],
         ),
         (SPEEDS | {"balance": "batch", "smallest_worker_batch": 4}, ["smallest_worker_batch"]),
+        ({"node_schedule": [[0.1, 4]]}, ["node_schedule"]),
+        ({"node_schedule": [[0, 4], [0.5, 8], [0.5, 2]]}, ["node_schedule"]),
+        ({"node_schedule": [[0, 4], [0.5, 0]]}, ["node_schedule"]),
+        ({"node_schedule": []}, ["node_schedule"]),
+        (TOKENS | {"node_schedule": [[0, 4]], "communication_budget": 9}, ["node_schedule"]),
+        ({"participants": 0}, ["participants"]),
+        ({"participants": 1.5}, ["participants"]),
+        (TOKENS | {"participants": 0.5, "communication_budget": 9}, ["participants"]),
+        ({"message_loss": 1}, ["message_loss"]),
+        ({"message_loss": 0.1, "statistics_estimator": "across_workers"}, ["statistics_estimator"]),
+        ({"distributed_algo": "NoLoCo", "communication_dtype": "int8"}, ["communication_dtype"]),
+        (
+            {"distributed_algo": "SparseLoCo", "gradient_clipping": None, "communication_dtype": "bfloat16"},
+            ["communication_dtype"],
+        ),
+        ({"distributed_algo": "LoCoDL", "inner_optimizer": "adamw"}, ["inner_optimizer", "gradient_clipping"]),
     ],
 )
 def test_values_that_do_not_go_together_are_refused(values, expected):

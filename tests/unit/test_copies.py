@@ -9,7 +9,7 @@ from fabrics.config_checks import CHECKS
 from fabrics.training.inner_loop import InnerLoop
 from fabrics.training.method_config import method_of
 from fabrics.training.worker import COPY, Node, NodeFailedError
-from tests.support.helpers import CPU, Recorder, light_cluster, make_config, train
+from tests.support.helpers import CPU, Recorder, light_cluster, make_config, resumed, train
 from tests.support.synchronising import trainer_of
 from utils.config.schema import ConfigError
 
@@ -42,13 +42,6 @@ def copies(cluster) -> torch.Tensor:
     """Return the copies of the only trainer's workers, one row each."""
     (trainer,) = cluster.trainers.values()
     return torch.stack([worker.state[COPY] for worker in trainer.workers.values()])
-
-
-def resumed(cluster, again):
-    """The state of one in another."""
-    state, tensors = cluster.state_dict(), cluster.tensors()
-    again.load_state_dict(state, lambda group, name: tensors[group][name].clone())
-    return again
 
 
 def test_workers_go_on_from_where_they_are_and_their_mean_is_evaluated(cluster_of):

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from algorithms.batch.losses import example_losses
-from cluster import Cluster
 from fabrics.config_checks import CHECKS
 from fabrics.data.dataset_loader import load_data
 from fabrics.data.documents import DatasetError, Skipped
@@ -16,7 +15,7 @@ from fabrics.data.tokenization import train_tokenizer
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.forward_backward import probed_backward
 from tests.support.chat import NUMBERS, assistant, chat_tokenizer, small_talk, user, write_messages
-from tests.support.helpers import CPU, TINY_ARCHITECTURE, Recorder, tiny_llama
+from tests.support.helpers import CPU, tiny_llama
 from utils.config.reading import parse_config
 from utils.config.schema import ConfigError
 
@@ -150,20 +149,3 @@ def test_a_tokenizer_without_a_chat_template_is_refused(make, tmp_path):
             load_data(make(small_talk(3), tokenizer=tokenizer))
     with pytest.raises(ConfigError, match="text_files: dataset messages needs the names of its files"):
         make(small_talk(3), text_files=None)
-
-
-def test_a_run_learns_the_answers(make):
-    config = make(
-        small_talk(100),
-        learning_rate_for_inner_opt=0.03,
-        number_of_outer_steps=4,
-        number_of_inner_steps_between_outers=8,
-        val_size=20,
-        sequence_length=16,
-        INITIAL_BATCH_SIZE=16,
-        sampling_method="none",
-        model_config=TINY_ARCHITECTURE | {"vocab_size": len(NUMBERS)},
-    )
-    recorder = Recorder()
-    Cluster(config, load_data(config)).train(recorder)
-    assert recorder.rounds[-1].evaluations[0].loss < recorder.initial[0].loss - 1

@@ -14,14 +14,11 @@ from algorithms.nodes.traffic import Event, Link
 from algorithms.nodes.virtual_clock import Clocks, meetings
 from algorithms.synchronisation.decoupled import Sent, fragment_round
 from algorithms.synchronisation.delayed_nesterov import leg_round
-from fabrics.config_checks import CHECKS
 from fabrics.training.worker import COPY
 from tests.support import oracles
 from tests.support.helpers import train
 from tests.support.synchronising import assert_equals_oracle, assert_same, history_of, problem_of, trainer_of
 from trainers import Trainer
-from utils.config.reading import parse_config
-from utils.config.schema import ConfigError
 
 H = 8
 SPEEDS = [1.0, 1.0, 0.5, 0.3]
@@ -277,24 +274,3 @@ def test_a_worker_that_replaces_another_begins_a_leg():
     assert not torch.equal(trainer.workers[2].state[COPY], start)
     values = trainer.worker_group.values
     assert [values[f"begun_{worker}"] for worker in range(4)] == [4, 4, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("method", "parameters", "problem"),
-    [
-        ("Decoupled", {"fragments": 13}, ".fragments: must be at most the inner steps of a round, 12, got 13"),
-        ("Decoupled", {"fragments": 5, "steps": 4}, ".fragments: must be at most steps, 4, got 5"),
-        ("Decoupled", {"quorum": 0}, ".quorum: must be a positive integer, got 0"),
-        ("Decoupled", {"mixing": 1.0}, ".mixing: must be at least 0 and less than 1, got 1.0"),
-        ("Decoupled", {"qorum": 1}, ".qorum: Decoupled has no such parameter; did you mean quorum?"),
-        ("DelayedNesterov", {"buffer": 0}, ".buffer: must be a positive integer, got 0"),
-        ("DelayedNesterov", {"steps": 2, "dynamic_steps": True}, ".steps: must be null with dynamic_steps, got 2"),
-        ("DelayedNesterov", {"dynamic_steps": True}, ": DelayedNesterov needs node_speeds to let slower workers make"),
-    ],
-)
-def test_a_wrong_parameter_is_refused(method, parameters, problem):
-    values = {"max_tokens": 1, "number_of_inner_steps_between_outers": 12, "distributed_algo": method}
-    with pytest.raises(ConfigError) as refused:
-        parse_config(values | {"synchronisation": parameters}, (), CHECKS)
-    (line,) = refused.value.problems
-    assert line.startswith(f"synchronisation{problem}")
