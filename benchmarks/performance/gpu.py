@@ -169,7 +169,7 @@ def trainers(device: str, counts: Sequence[int], overrides: Sequence[str] = ()) 
     found = {}
     for count in counts:
         with tempfile.TemporaryDirectory() as folder:
-            values = [f"devices=[{device}]", f"processes={count}", f"log_dir={folder}", "clearml=off", *overrides]
+            values = [f"devices=[{device}]", f"processes={count}", f"log_dir={folder}", "trackers=[]", *overrides]
             subprocess.run([sys.executable, "run.py", *values], cwd=ROOT, capture_output=True, check=True)
             (summary,) = Path(folder).glob("*/model_training_report/summary.json")
             found[str(count)] = json.loads(summary.read_text())["tokens_per_second"]

@@ -214,8 +214,11 @@ def test_state_in_host_memory_gives_nearly_the_same_rounds():
 def test_processes_that_share_gpus_or_have_their_own_equal_one_process(programs, tmp_path, cache_dir, deterministic):
     """Two processes: with one GPU they share it (gloo), with two each has its own (nccl)."""
     losses = []
+    gpus = min(2, torch.cuda.device_count())
     for processes in (1, 2):
-        config = write_config(tmp_path, cache_dir, processes=processes, deterministic=deterministic)
+        used = 1 if processes == 1 else gpus
+        values = {"devices": [f"cuda:{index}" for index in range(used)], "nodes_per_gpu": 4 // used}
+        config = write_config(tmp_path, cache_dir, processes=processes, deterministic=deterministic, **values)
         folder = tmp_path / f"{processes}"
         arguments = ["--config", str(config), f"log_dir={folder}"]
         programs.run("run.py", *arguments, fresh=True)
