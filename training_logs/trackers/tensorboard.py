@@ -1,6 +1,7 @@
 """TensorBoard: event files in the run folder, which `tensorboard --logdir logs` shows."""
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ class TensorBoard(Tracker):
     """Writes event files with tensorboardX, anew if a run is reported again."""
 
     def start(self, config: Mapping[str, Any]) -> None:
+        sys.modules.setdefault("torch", None)  # tensorboardX would import it, for seconds, and does without
         from tensorboardX import SummaryWriter
 
         self._writer = SummaryWriter(str(self.clear_store()))
