@@ -136,7 +136,7 @@ def test_a_trainer_that_absorbs_another_continues_from_the_weighted_average(name
 
 @every_method
 def test_joining_workers_have_the_shared_parameters_and_their_bytes_are_counted(name):
-    """Whether they join during a run or at a resume."""
+    """Nodes join during a run or at a resume."""
     trainer = matrix.trainer_of(name, workers=2)
     train(trainer, 2, matrix.INNER_STEPS)
     worker_group = trainer.worker_group
