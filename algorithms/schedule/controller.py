@@ -11,7 +11,7 @@ from dataclasses import dataclass
 # The methods of a run, of workers that step apart and of workers that exchange gradients in every step.
 METHOD_APART = "DiLoCo"
 METHOD_TOGETHER = "Synchronous"
-# Fitted to recorded runs (`fit` in benchmarks/compare/plan.py).
+# Fitted to 29 recorded plans (docs/results/which_method.md).
 NOISE_SCALE = 248.0
 DRIFT_STEPS = 2.4
 DRIFT = 0.114

@@ -27,12 +27,11 @@ PROBED_PASS = 1.4
 
 @checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Hardware:
-    """A device of one node; docs/comparing.md describes the keys. parameters=None: those of the run's model."""
+    """A device of one node; docs/comparing.md describes the keys."""
 
     name: str
     t_min: float
     t_example: float
-    parameters: float | None = None
 
     def pass_seconds(self, examples: float) -> float:
         return max(self.t_min, examples * self.t_example)
@@ -52,20 +51,11 @@ def gradient_bytes(workers: int, parameters: float) -> float:
     return PLAIN.reduction_bytes(workers, int(parameters), torch.float32)
 
 
-def usage(run: RunData, synchronous_workers: int | None = None) -> dict[str, np.ndarray]:
-    """Return the totals of a run after every round, by column of the round log; inner steps are those of one node.
-
-    Args:
-        synchronous_workers: count the gradients that this many workers average at every inner step instead of the
-            run's own communication.
-    """
+def usage(run: RunData) -> dict[str, np.ndarray]:
+    """Return the totals of a run after every round, by column of the round log; inner steps are those of one node."""
     columns = ("outer_step", "tokens", "inner_steps", "communications", "bytes_communicated")
     totals = {name: np.array([rows[name][0] for rows in run.by_round.values()]) for name in columns}
     totals["inner_steps"] = totals["inner_steps"].cumsum()
-    if synchronous_workers:
-        sent = gradient_bytes(synchronous_workers, run.summary["parameters"])
-        totals["communications"] = totals["inner_steps"]
-        totals["bytes_communicated"] = sent * totals["inner_steps"]
     return totals
 
 
@@ -112,22 +102,13 @@ def _computing(
     return found
 
 
-def _events(run: RunData, row: np.void, parameters: float, synchronous_workers: int | None) -> list[Event]:
-    """Messages of the workers of a trainer in a round, for a model of this many parameters."""
-    if synchronous_workers:
-        each = gradient_bytes(synchronous_workers, parameters) / synchronous_workers
-        return [Event("gradient", step, each, each) for step in range(1, int(row["inner_steps"]) + 1)]
-    whole_gradients = run.config["statistics_estimator"] == "across_workers"
-    found: list[Event] = []
-    for exchange in run.exchanges.get((int(row["outer_step"]), int(row["trainer_id"])), ()):
-        of_model_size = exchange.kind != "monitor" and (exchange.kind != "statistics" or whole_gradients)
-        scale = parameters / run.summary["parameters"] if of_model_size else 1.0
-        sent = scale * exchange.sent_bytes
-        received = scale * exchange.received_bytes
-        found += [
-            Event(exchange.kind, step, sent, received, exchange.behind, exchange.through) for step in exchange.steps
-        ]
-    return found
+def _events(run: RunData, row: np.void) -> list[Event]:
+    """Messages of the workers of a trainer in a round."""
+    return [
+        Event(each.kind, step, each.sent_bytes, each.received_bytes, each.behind, each.through)
+        for each in run.exchanges.get((int(row["outer_step"]), int(row["trainer_id"])), ())
+        for step in each.steps
+    ]
 
 
 def _new_nodes(rows: Table, before: Mapping[int, int]) -> int:
@@ -136,12 +117,8 @@ def _new_nodes(rows: Table, before: Mapping[int, int]) -> int:
     return max(1, sum(count for count in joined if count > 0))
 
 
-def simulated_seconds(
-    run: RunData, hardware: Hardware, network: Network, synchronous_workers: int | None = None
-) -> list[float]:
+def simulated_seconds(run: RunData, hardware: Hardware, network: Network) -> list[float]:
     """Return the seconds from the start to the arrival of the messages of each round."""
-    parameters = hardware.parameters or run.summary["parameters"]
-    scale = parameters / run.summary["parameters"]
     nodes = run.config["nodes_per_gpu"] * len(run.summary["devices"])
     merges = {merge.outer_step: merge for merge in run.merges}
     clocks = Clocks(Link(network.bits_per_second, network.latency), nodes)
@@ -150,8 +127,8 @@ def simulated_seconds(
     found = []
     for step, rows in run.by_round.items():
         totals = {name: float(rows[0][name]) for name in bytes_before}
-        merged_bytes = scale * (totals["bytes_merged"] - bytes_before["bytes_merged"])
-        redistributed_bytes = scale * (totals["bytes_redistributed"] - bytes_before["bytes_redistributed"])
+        merged_bytes = totals["bytes_merged"] - bytes_before["bytes_merged"]
+        redistributed_bytes = totals["bytes_redistributed"] - bytes_before["bytes_redistributed"]
         bytes_before = totals
         if redistributed_bytes:
             clocks.exchange_all(redistributed_bytes / _new_nodes(rows, nodes_before))
@@ -159,7 +136,7 @@ def simulated_seconds(
         taken = 0
         idle = set(range(nodes))
         for row in rows:
-            workers = int(synchronous_workers or row["nodes"])
+            workers = int(row["nodes"])
             computing = _computing(run, row, hardware, workers, taken, nodes)
             taken += workers
             idle -= computing.keys()
@@ -168,7 +145,7 @@ def simulated_seconds(
                 nodes=dict(enumerate(computing)),
                 steps=int(row["inner_steps"]),
                 step_seconds=[seconds.step for seconds in computing.values()],
-                events=_events(run, row, parameters, synchronous_workers),
+                events=_events(run, row),
                 first_seconds=[seconds.statistics for seconds in computing.values()],
             )
         clocks.skip(idle)

@@ -1,13 +1,11 @@
 """Compare methods: python benchmarks/compare/compare.py COMPARISON.yaml ... [--output FOLDER].
 
 Makes the missing runs of comparisons and writes for each a JSON file (metric and usage of every run) and a page with
-figures. They go to comparison/NAME, or with --output to FOLDER/results, next to the overview FOLDER/results.md. Methods
-that are tuned get their values from a search with the first seed, or from another comparison (`tuned_on`).
+figures. They go to comparison/NAME, or with --output to FOLDER/results, next to the overview FOLDER/results.md.
 """
 
 import argparse
 import json
-import math
 import signal
 import sys
 from collections.abc import Iterable, Mapping
@@ -17,23 +15,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.compare.report import page, write_overview, write_page
-from benchmarks.compare.results import Results, same_data, tuned_values
-from benchmarks.compare.runs import ComparisonError, Runner, completed, outcome
-from benchmarks.compare.search import halve
-from benchmarks.compare.spec import ROOT, ComparisonSpec, MethodSpec, Run, load_spec, make_run
+from benchmarks.compare.results import Results, same_data
+from benchmarks.compare.runs import ComparisonError, Runner, outcome
+from benchmarks.compare.spec import ROOT, ComparisonSpec, load_spec, make_run
 from configs import make_samples
 from training_logs.showing.run_data import RunFolderError
 from utils.config.schema import ConfigError
 from utils.distributed.launch import cores
 from utils.files import path_argument, write_json_atomically
-
-PUBLISHED = ROOT / "docs" / "results"
-Identity = tuple[str, int | None]
-
-
-def identity(spec: ComparisonSpec, run: Run) -> Identity:
-    """The key of an outcome: the run's id and the synchronous workers that are counted."""
-    return run.id, spec.method(run.method).synchronous_workers
 
 
 def read_results(path: Path) -> dict[str, Any]:
@@ -52,29 +41,14 @@ def read_results(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: damaged results ({error}): restore the file, or remove it") from None
 
 
-def recorded_outcomes(raw: Mapping[str, Any], spec: ComparisonSpec) -> dict[Identity, dict[str, Any]]:
-    """Return recorded outcomes by the settings that their comparison gave them; none if hardware or networks differ."""
+def recorded_outcomes(raw: Mapping[str, Any], spec: ComparisonSpec) -> dict[str, dict[str, Any]]:
+    """Return recorded outcomes by the ids of their runs; none if hardware or networks differ."""
     if not raw:
         return {}
     before = ComparisonSpec.model_validate(raw["comparison"], extra="ignore")
     if (before.hardware, before.networks) != (spec.hardware, spec.networks):
         return {}
-    tuned = before.with_settings(tuned_values(raw))
-    return {
-        identity(tuned, make_run(tuned, tuned.method(entry["method"]), entry["seed"])): entry
-        for entry in raw["outcomes"]
-    }
-
-
-def recorded_search(raw: Mapping[str, Any], spec: ComparisonSpec, method: MethodSpec) -> dict[str, Any] | None:
-    """Return the recorded search of a method if it is the one that the comparison asks for now."""
-    entry = raw.get("search", {}).get(method.name)
-    if entry is None:
-        return None
-    before = ComparisonSpec.model_validate(raw["comparison"], extra="ignore")
-    earlier = before.method(method.name)
-    same_runs = make_run(before, earlier, before.seeds[0]).id == make_run(spec, method, spec.seeds[0]).id
-    return entry if same_runs and (before.search, earlier.search) == (spec.search, method.search) else None
+    return {make_run(before, before.method(entry["method"]), entry["seed"]).id: entry for entry in raw["outcomes"]}
 
 
 def carry_out(path: Path, runner: Runner | None, folder: Path) -> dict[str, Any]:
@@ -88,18 +62,9 @@ def carry_out(path: Path, runner: Runner | None, folder: Path) -> dict[str, Any]
     raw = read_results(folder / f"{path.stem}.json")
     if runner is not None and spec.samples:
         make_samples.main(ROOT / ".cache" / "samples", spec.samples)
-    tuning: dict[str, Any] = {}
-    if spec.tuned_on is not None:
-        tuning["found"] = found_values(path, spec, folder)
-    elif spec.search is not None:
-        tuning["search"] = {
-            method.name: recorded_search(raw, spec, method) or _searched(spec, method, runner)
-            for method in spec.methods
-        }
-    tuned = spec.with_settings(tuned_values(tuning))
     known = recorded_outcomes(raw, spec)
-    runs = [make_run(tuned, method, seed) for method in tuned.methods for seed in spec.reported_seeds]
-    missing = [run for run in runs if identity(tuned, run) not in known]
+    runs = [make_run(spec, method, seed) for method in spec.methods for seed in spec.seeds]
+    missing = [run for run in runs if run.id not in known]
     if missing:
         if runner is None:
             raise ComparisonError(f"runs are missing: {', '.join(dict.fromkeys(run.method for run in missing))}")
@@ -107,7 +72,7 @@ def carry_out(path: Path, runner: Runner | None, folder: Path) -> dict[str, Any]
     outcomes = []
     common = {key: raw[key] for key in ("metric", "parameters", "versions") if key in raw}
     for run in runs:
-        found = known.get(identity(tuned, run)) or outcome(run, tuned, runner)
+        found = known.get(run.id) or outcome(run, spec, runner)
         outcomes.append(found | {"method": run.method, "seed": run.seed})
         if not common and found["completed"]:
             data = runner.data(run)
@@ -117,7 +82,7 @@ def carry_out(path: Path, runner: Runner | None, folder: Path) -> dict[str, Any]
     check_same_data(outcomes)
     file = path.resolve()
     names = {"name": path.stem, "file": str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file)}
-    return names | {"comparison": spec.model_dump(mode="json"), **common, **tuning, "outcomes": outcomes}
+    return names | {"comparison": spec.model_dump(mode="json"), **common, "outcomes": outcomes}
 
 
 def check_same_data(outcomes: Iterable[Mapping[str, Any]]) -> None:
@@ -130,49 +95,6 @@ def check_same_data(outcomes: Iterable[Mapping[str, Any]]) -> None:
                 f"seed {entry['seed']}: {other} and {entry['method']} used different data; "
                 "remove the recorded results or the runs of the other data"
             )
-
-
-def _searched(spec: ComparisonSpec, method: MethodSpec, runner: Runner | None) -> dict[str, Any]:
-    if runner is None:
-        raise ComparisonError(f"runs are missing: the search for {method.name}")
-    entries = []
-
-    def losses_of(rung: int, candidates: list[dict[str, Any]]) -> list[float]:
-        runs = [
-            make_run(spec, method.with_settings(settings), spec.seeds[0], spec.search.token_fraction(rung))
-            for settings in candidates
-        ]
-        runner.make(runs, f"{method.name}, rung {rung + 1}")
-        losses = []
-        for run, settings in zip(runs, candidates, strict=True):
-            data = runner.data(run)
-            metric = data.summary["final_metric"] if completed(data) else None
-            entries.append({"values": settings, "rung": rung, "metric": metric})
-            sign = -1 if data.metric.higher_is_better else 1
-            losses.append(math.inf if metric is None else sign * metric)
-        return losses
-
-    best = halve(spec.search, spec.space(method), method.name, losses_of)
-    metric = next(entry["metric"] for entry in reversed(entries) if entry["values"] == best)
-    return {"best": best, "metric": metric, "runs": entries}
-
-
-def found_values(path: Path, spec: ComparisonSpec, folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the values that the comparison `tuned_on` found for the methods, by name, or raise ConfigError."""
-    name = f"{spec.tuned_on}.json"
-    places = [folder / name, folder.parent / spec.tuned_on / name, PUBLISHED / name]
-    source = next((place for place in places if place.exists()), None)
-    if source is None:
-        raise ConfigError(f"{path}: tuned_on: {places[0]} does not exist: make the runs of {spec.tuned_on} first")
-    found = tuned_values(read_results(source))
-    unknown = sorted({method.tuned_as for method in spec.methods if method.tuned_as} - found.keys())
-    if unknown:
-        raise ConfigError(f"{path}: tuned_as: {source} has no values for {', '.join(unknown)}")
-    names = {method.name: method.tuned_as or method.name for method in spec.methods}
-    own = {name: found[tuned] for name, tuned in names.items() if tuned in found}
-    if not own:
-        raise ConfigError(f"{path}: tuned_on: {source} has no values for any of these methods")
-    return own
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -190,9 +112,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--jobs must be at least 1")
     problems: list[str] = []
     try:
+        for path in options.comparisons:
+            load_spec(path)  # a wrong comparison is refused before the first run
         runner = None if options.report_only else Runner(options.runs.resolve(), options.jobs)
-        # Comparisons that use the values of others come after those.
-        for path in sorted(options.comparisons, key=lambda path: load_spec(path).tuned_on is not None):
+        for path in options.comparisons:
             folder = options.output / "results" if options.output else Path("comparison") / path.stem
             folder.mkdir(parents=True, exist_ok=True)  # an unwritable folder is noticed before the runs
             try:

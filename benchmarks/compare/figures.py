@@ -70,7 +70,7 @@ def _scale_metric(axis: Axis, label: str) -> None:
 
 def _axes_of(results: Results) -> dict[str, str]:
     """Return the label of each usage that is drawn: communications, and the time of the fastest and slowest network."""
-    networks = list(results.seconds(extrapolated=False).items())
+    networks = list(results.seconds.items())
     chosen = dict(networks[:1] + networks[1:][-1:])
     return {"communications": "communications"} | {axis: f"simulated seconds, {name}" for axis, name in chosen.items()}
 

@@ -1,9 +1,9 @@
-"""A plan for nodes, a link and a time, by a formula fitted to the recorded runs of docs/results.
+"""A plan for nodes, a link and a time, by a formula fitted to recorded runs.
 
     python -m benchmarks.compare.plan --nodes 4 --speed 350 --link 10Mb/s,1ms --seconds 80
 
 Prints the best plan of each kind (one worker, synchronous, DiLoCo) with the settings of run.py. How well the formula
-predicts the runs is measured by `fit` and said in docs/results/which_method.md.
+predicts the runs of docs/results is measured by `prediction_errors` and said in docs/results/which_method.md.
 """
 
 import argparse
@@ -12,10 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from algorithms.nodes.traffic import Link
-from algorithms.schedule.controller import DRIFT, DRIFT_STEPS, LEAST_ROUNDS, NOISE_SCALE, example_value
+from algorithms.schedule.controller import LEAST_ROUNDS, NOISE_SCALE, example_value
 from benchmarks.compare.accounting import gradient_bytes
 from benchmarks.compare.which_method import Plan
 
@@ -77,29 +76,18 @@ def steps_in_time(situation: Situation, plan: Candidate) -> int:
     return int(situation.seconds / (computing + sending)) * plan.inner_steps
 
 
-def fit(plans: Sequence[Plan]) -> tuple[np.ndarray, np.ndarray]:
-    """Fit the formula to recorded plans with a fixed batch.
+def prediction_errors(plans: Sequence[Plan]) -> np.ndarray:
+    """Return the errors of the formula for recorded plans with a fixed batch, as parts of their perplexities.
 
-    The logarithm of the perplexity is a parabola in that of the examples times their value.
-
-    Returns:
-        noise_scale, drift_steps and drift, and the errors of the predictions as parts of the perplexities.
+    The logarithm of the perplexity is a parabola in that of the examples times their value, fitted to these plans.
     """
     fixed = [plan for plan in plans if plan.family == "DiLoCo" or plan.workers == 1]
     log_perplexity = np.log([plan.perplexity for plan in fixed])
-
-    def errors(parameters: np.ndarray) -> np.ndarray:
-        formula = np.exp(parameters[:3])
-        rounds = [plan.steps / plan.exchanges if plan.exchanges else 0.0 for plan in fixed]
-        values = [
-            example_value(plan.batch, plan.workers, steps, *formula) for plan, steps in zip(fixed, rounds, strict=True)
-        ]
-        amounts = np.log([plan.batch * plan.steps / 1e5 for plan in fixed]) + np.log(values)
-        return np.polyval(parameters[3:], amounts) - log_perplexity
-
-    start = [*np.log([NOISE_SCALE, DRIFT_STEPS, DRIFT]), 0.1, 0.0, 2.6]
-    found = least_squares(errors, start)
-    return np.exp(found.x[:3]), np.expm1(found.fun)
+    rounds = [plan.steps / plan.exchanges if plan.exchanges else 0.0 for plan in fixed]
+    values = [example_value(plan.batch, plan.workers, steps) for plan, steps in zip(fixed, rounds, strict=True)]
+    amounts = np.log([plan.batch * plan.steps for plan in fixed]) + np.log(values)
+    parabola = np.polynomial.Polynomial.fit(amounts, log_perplexity, 2)
+    return np.expm1(parabola(amounts) - log_perplexity)
 
 
 def candidates(nodes: int) -> Iterator[Candidate]:

@@ -13,7 +13,7 @@ import yaml
 
 from benchmarks.compare.figures import draw_curves, draw_ends
 from benchmarks.compare.results import Results, used_until
-from benchmarks.compare.spec import COMPARISONS, as_override
+from benchmarks.compare.spec import COMPARISONS
 from utils.files import write_atomically, write_text_atomically
 from utils.text import byte_size
 
@@ -132,7 +132,7 @@ def target(results: Results) -> float:
 
 def target_table(results: Results) -> str:
     """Return what every method has used when it reaches the metric that every run of the reference reaches."""
-    networks = list(results.seconds(extrapolated=False).items())
+    networks = list(results.seconds.items())
     times = dict(networks[:1] + networks[1:][-1:])
     axes = {"tokens": "tokens", "inner_steps": "inner steps", "communications": "communications"} | times
     goal = target(results)
@@ -145,31 +145,10 @@ def target_table(results: Results) -> str:
     return _table(("method", "runs that reach it", *axes.values()), rows)
 
 
-def _tuning(results: Results) -> list[str]:
-    """The section about a search, or about values found elsewhere; nothing without tuning."""
-    raw = results.raw
-    comparison = raw["comparison"]
-    overrides = {name: [as_override(*item) for item in results.tuned(name).items()] for name in results.methods}
-    rows = [(name, ", ".join(values) or "not tuned there") for name, values in overrides.items()]
-    if "found" in raw:
-        text = f"All values were found by the comparison {comparison['tuned_on']} and are used unchanged."
-    elif "search" in raw:
-        search = comparison["search"]
-        text = (
-            f"Every method had {search['budget']} tuning runs with seed {comparison['seeds'][0]} on this corpus, in "
-            f"{search['rungs']} rungs with 1/{search['reduction']} of the tokens of the next."
-        )
-    else:
-        return []
-    return ["## Tuning", text, _table(("method", "best values"), rows)]
-
-
 def _settings(results: Results) -> str:
     comparison = results.raw["comparison"]
     values = {key: comparison[key] for key in ("base", "seeds", "common", "hardware", "networks")}
-    values["methods"] = {
-        method["name"]: method["overrides"] | dict(results.tuned(method["name"])) for method in comparison["methods"]
-    }
+    values["methods"] = {method["name"]: method["overrides"] for method in comparison["methods"]}
     return f"```yaml\n{yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=150)}```"
 
 
@@ -186,8 +165,6 @@ def _origin(results: Results) -> str:
     if "+" in commits:
         text.append(" (+ marks a working tree with changes that were not committed)")
     text.append(f" on {machines}; {', '.join(sorted(versions))}. Seeds {', '.join(map(str, results.seeds))}.")
-    if "search" in results.raw and len(results.raw["comparison"]["seeds"]) == 1:
-        text.append(" The only seed is that of the tuning runs: each result is the best of them and optimistic.")
     if any(run["completed"] and "data" not in run for run in outcomes):
         text.append(" Some outcomes were recorded without a digest of their data.")
     made: dict[str, dict[str, None]] = {}
@@ -202,8 +179,7 @@ def page(results: Results) -> str:
     name = results.raw["name"]
     metric = results.raw["metric"]["name"]
     reference = results.reference
-    networks = results.seconds(extrapolated=False)
-    others = results.seconds(extrapolated=True)
+    networks = results.seconds
     parts = [f"# {heading(results)}", caption(results), f"![Curves]({name}.png)"]
     parts.append(
         f"A curve ends with a marker. The wide grey curve is {reference}. "
@@ -223,19 +199,8 @@ def page(results: Results) -> str:
     if results.runs[reference]:
         parts += [f"## Usage until the {metric} is {target(results):.2f}, which every run of {reference} reaches"]
         parts.append(target_table(results))
-    if others:
-        parts.append(
-            _details(
-                "Extrapolation: the time of an assumed device with a larger model",
-                "No such device was measured and no larger model was trained. These times follow from assumed seconds "
-                "per step, the bytes of the larger model and the rounds of the runs above. They say nothing about the "
-                "perplexity of the larger model.",
-                seconds_table(results, others),
-            )
-        )
     if results.raw["comparison"]["details"]:
         parts += ["## Details and limitations", worded(results, "details")]
-    parts += _tuning(results)
     parts += ["## Origin", _origin(results)]
     return "\n\n".join([*parts, _details("Settings", _settings(results))]) + "\n"
 

@@ -68,13 +68,6 @@ def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float], lo
     return Difference(shown(mean), (shown(mean - half), shown(mean + half)), lower_is_better)
 
 
-def tuned_values(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the tuned values of the methods of recorded results, by a search or from another comparison."""
-    if "search" in raw:
-        return {name: entry["best"] for name, entry in raw["search"].items()}
-    return raw.get("found", {})
-
-
 def same_data(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
     """Return True if two outcomes come from the same data; without a digest, by the metric of the untrained model."""
     if "data" in ours and "data" in theirs:
@@ -94,9 +87,7 @@ class Results:
 
     @property
     def seeds(self) -> list[int]:
-        """Seeds of the runs that are reported: not the seed with which values were searched, if there are others."""
-        seeds = self.raw["comparison"]["seeds"]
-        return seeds[1:] if "search" in self.raw and len(seeds) > 1 else seeds
+        return self.raw["comparison"]["seeds"]
 
     @property
     def reference(self) -> str:
@@ -116,13 +107,11 @@ class Results:
                 found[run["method"]].append(run)
         return found
 
-    def tuned(self, method: str) -> Mapping[str, Any]:
-        return tuned_values(self.raw).get(method, {})
-
-    def seconds(self, extrapolated: bool) -> dict[str, str]:
-        """Return labels of the curves of simulated seconds: of the trained model, or extrapolated to another model."""
+    @property
+    def seconds(self) -> dict[str, str]:
+        """Labels of the curves of simulated seconds."""
         comparison = self.raw["comparison"]
-        chosen = [device for device in comparison["hardware"] if (device["parameters"] is not None) == extrapolated]
+        chosen = comparison["hardware"]
         return {
             simulated_axis(device["name"], network["name"]): network["name"]
             if len(chosen) == 1

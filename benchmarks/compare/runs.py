@@ -169,19 +169,18 @@ def _outcome(data: RunData, run: Run, spec: ComparisonSpec) -> dict[str, Any]:
     }
     if not found["completed"]:
         return found
-    workers = spec.method(run.method).synchronous_workers
     metrics = {int(step): value for step, value in zip(*data.best_metrics("outer_step"), strict=True)}
     metrics[int(data.summary["outer_steps"])] = data.summary["final_metric"]
     if min(metrics.values()) < 0.0:
         raise ValueError(f"a negative metric, {min(metrics.values())}")
-    used = usage(data, workers)
+    used = usage(data)
     evaluated = np.isin(used.pop("outer_step"), list(metrics))
     curves = {"metric": [data.summary["initial_metric"], *(metrics[step] for step in sorted(metrics))]}
     for name, totals in used.items():
         curves[name] = [0, *totals[evaluated]]
     for device in spec.hardware:
         for network in spec.networks:
-            elapsed = np.array(simulated_seconds(data, device, network, workers))
+            elapsed = np.array(simulated_seconds(data, device, network))
             curves[simulated_axis(device.name, network.name)] = [0, *elapsed[evaluated]]
     batches = [sum(row["effective_batch"] for row in rows) for rows in data.by_round.values()]
     return found | {

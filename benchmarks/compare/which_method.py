@@ -25,7 +25,7 @@ from utils.config.schema import Config
 
 RESULTS = ROOT / "docs" / "results"
 # Comparisons with the same model, corpus and nodes, over at least three links.
-COMPARISONS = ("equal_time_planned", "equal_time", "decay_packages", "instances", "node_counts")
+COMPARISONS = ("equal_time", "headline", "node_counts")
 RATES = {"1M": 1e6, "10M": 1e7, "100M": 1e8, "1G": 1e9, "10G": 1e10, "100G": 1e11}
 LATENCIES = {"0.1 ms": 1e-4, "1 ms": 1e-3, "10 ms": 1e-2, "100 ms": 1e-1}
 TIMES = (40.0, 60.0, 200.0)
@@ -136,7 +136,7 @@ def recorded_plans(results: Results) -> Iterator[Plan]:
                 yield Plan(
                     family, method.name, perplexity, batch, steps, count, seconds, steps if count > 1 else 0, sent
                 )
-        elif method.synchronous_workers is None:
+        else:
             ends = {
                 network: [run["curves"][simulated_axis(hardware.name, network.name)][-1] for run in runs]
                 for network in comparison.networks

@@ -352,7 +352,7 @@ def test_layers_that_share_a_parameter_belong_to_the_root():
 
 
 def test_the_linear_parts_of_a_layer_are_gathered_together_with_autocast():
-    """The rule holds for Qwen3 as well, whose attention has norms between its linear layers."""
+    """Of Qwen3 as well, whose attention has norms between its linear layers."""
     gpt2 = language_model("gpt2", num_hidden_layers=2)
     assert sharded_parts(gpt2) == [[layer.attn, layer.mlp] for layer in gpt2.transformer.h]
     qwen3 = language_model("qwen3", num_hidden_layers=2)

@@ -4,8 +4,6 @@ from pathlib import Path
 
 import yaml
 
-RATE = {"low": 1e-3, "high": 1e-1}
-
 
 def small_comparison(folder: Path, **values) -> Path:
     """Write the file of a comparison of AdLoCo and DiLoCo that takes seconds."""

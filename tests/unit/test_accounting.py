@@ -5,10 +5,8 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.compare.accounting import PROBED_PASS, Hardware, Network, simulated_seconds, usage
-from tests.support.helpers import Recorder, light_cluster
 from tests.support.runs import record_run, table_of
 from training_logs.showing.run_data import ExchangeRecord, MergeRecord, RunData, read_run
 
@@ -86,21 +84,11 @@ def test_simulated_time_of_merging_and_of_nodes_that_come_to_a_trainer():
     first = 20 * 0.02 + (0.5 + 8 * 4_000 / 8_000) + (0.5 + 8 * 3 * 8_000 / 8_000)
     second = (0.5 + 8 * 16_004 / 8_000) + 20 * 0.02 + (0.5 + 8 * 6_000 / 8_000)
     assert simulated_seconds(run, DEVICE, NETWORK) == pytest.approx([first, first + second])
-    twice = Hardware("twice the parameters", 0.01, 0.002, parameters=2000)
-    sent = 8 * (4_000 + 3 * 8_000 + 16_004 + 6_000) / 8_000
-    assert simulated_seconds(run, twice, NETWORK)[-1] == pytest.approx(first + second + sent)
 
 
-def test_simulated_time_of_synchronous_training_and_of_another_model(tmp_path):
+def test_simulated_time_of_synchronous_training(tmp_path):
     averaged = logged_run(tmp_path, [row(1, 0, 4, 16)], [(1, "gradient", "all", 20, 1_000.0, 1_000.0, 0, 1, 20)])
     assert simulated_seconds(averaged, DEVICE, Network("made", 8e5, 0.0)) == pytest.approx([20 * 0.02])
-    run = made_run([row(1, 0, 1, 40)])
-    # 4 workers with 10 examples, and a synchronisation in every step.
-    each = 0.02 + 0.5 + 8 * 6_000 / 8_000
-    assert simulated_seconds(run, DEVICE, NETWORK, 4) == pytest.approx([20 * each])
-    larger = Hardware("larger", 0.01, 0.002, parameters=2000)
-    each = 0.02 + 0.5 + 8 * 12_000 / 8_000
-    assert simulated_seconds(run, larger, NETWORK, 4) == pytest.approx([20 * each])
 
 
 def logged_run(folder, rows, exchanges, **values):
@@ -122,8 +110,6 @@ def test_statistics_travel_with_the_exchange_at_the_end_of_a_round(tmp_path):
     statistics = (1, "statistics", "all", 1, 2_000.0, 2_000.0, 0, 20, 20)
     run = logged_run(tmp_path, rows[:1], [(1, "synchronisation", "all", *whole), statistics])
     assert simulated_seconds(run, DEVICE, NETWORK) == pytest.approx([0.2 + 0.5 + 8 * 8_000 / 8_000])
-    twice = Hardware("twice the parameters", 0.01, 0.002, parameters=2000)
-    assert simulated_seconds(run, twice, NETWORK) == pytest.approx([0.2 + 0.5 + 8 * (2 * 6_000 + 2_000) / 8_000])
 
 
 def test_nodes_of_given_speeds_take_as_many_times_as_long_and_the_slowest_counts(tmp_path):
@@ -157,27 +143,6 @@ def test_an_exchange_with_time_to_hide_delays_only_the_step_that_waits_for_it(tm
     assert simulated_seconds(run, DEVICE, slow) == pytest.approx([0.25, 0.55])
     over_the_end = [(step, "synchronisation", "all", 1, 1_000.0, 1_000.0, 10, 15, 15) for step in (1, 2)]
     assert simulated_seconds(logged_run(tmp_path, rows, over_the_end), DEVICE, slow) == pytest.approx([0.2, 0.45])
-
-
-def test_synchronous_training_is_counted_per_step():
-    used = usage(made_run([row(1, 0, 1, 40, tokens=7), row(2, 0, 1, 40, tokens=9)]), 4)
-    assert used["inner_steps"].tolist() == used["communications"].tolist() == [20, 40]
-    assert used["bytes_communicated"][1] == 40 * 2 * 3 * 4000
-    assert used["tokens"].tolist() == [7, 9]
-
-
-def test_one_worker_under_a_plain_outer_step_is_training_without_rounds():
-    """So that synchronous AdamW over M workers can be run as one worker with the whole batch."""
-    settings = {
-        "number_of_initial_trainers": 1, "nodes_per_gpu": 1, "sampling_method": "none",
-        "learning_rate_for_outer_opt": 1.0, "outer_momentum": 0.0,
-    }  # fmt: skip
-    found = []
-    for rounds, steps in ((4, 3), (1, 12)):
-        cluster = light_cluster(number_of_outer_steps=rounds, number_of_inner_steps_between_outers=steps, **settings)
-        cluster.train(Recorder())
-        found.append(cluster.trainers[0].parameters)
-    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-7)
 
 
 def test_counting_matches_the_logs_of_a_run(tmp_path):

@@ -74,7 +74,7 @@ def test_the_plan_of_a_round_by_hand(values, plan):
 
 @pytest.mark.parametrize(("present", "following"), [(17, 17), (18, 16)])
 def test_a_plan_changes_only_for_two_percent(present, following):
-    """An example of a batch of 16 is worth 48 / 64, which is 1.6% more than 48 / 65 and 3.1% more than 48 / 66."""
+    """Of a batch of 16 an example is worth 48 / 64, which is 1.6% more than 48 / 65 and 3.1% more than 48 / 66."""
     alone = situation(speeds=(2.0,), exchange_seconds=(0.0,), workers=1, batch=present)
     assert next_plan(alone).batch == following
 

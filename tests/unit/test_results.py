@@ -174,25 +174,6 @@ def test_one_seed_has_no_interval():
     assert "| at equal | better, one seed |" in verdict_table(results, USAGE)
 
 
-def test_seed_of_the_search_is_not_reported():
-    results = made_results()
-    results.raw["search"] = {name: {"best": {}} for name in "abcd"}
-    assert list(results.finals("a")) == [2, 3]
-    alone = made_results(seeds=1)
-    alone.raw["search"] = results.raw["search"]
-    assert alone.finals("a") == {1: 21.0}
-    raw = json.loads((RESULTS / "equal_tuning.json").read_text(encoding="utf-8"))
-    assert "the best of them and optimistic" in page(Results(raw))
-
-
-def test_seconds_of_another_model_are_extrapolations():
-    results = made_results()
-    results.raw["comparison"]["hardware"] = [{"name": "x", "parameters": None}, {"name": "y", "parameters": 3e8}]
-    results.raw["comparison"]["networks"] = [{"name": "1 Gb/s"}]
-    assert results.seconds(extrapolated=False) == {"simulated: x, 1 Gb/s": "1 Gb/s"}
-    assert results.seconds(extrapolated=True) == {"simulated: y, 1 Gb/s": "1 Gb/s"}
-
-
 def test_old_outcomes_are_told_apart_by_the_metric_of_the_untrained_model():
     ours, theirs = made_outcome([100.0, 20.0], [0, 1]), made_outcome([100.0, 30.0], [0, 1])
     assert same_data(ours | {"data": "x"}, theirs)
