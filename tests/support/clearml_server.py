@@ -69,8 +69,9 @@ class ClearMLServer(ThreadingHTTPServer):
             return {"token": _token()}
         if name == "tasks.create":
             parts = {"execution": {"artifacts": []}, "output": {}, "models": {"input": [], "output": []}}
-            number = self.names().count("tasks.create")
-            self.task = body | {"id": f"task{number}", "status": "created", "project": "p"} | parts
+            # ClearML locks a file of the machine by the id, so that tests at the same time must not share one.
+            number = f"{self.port}_{self.names().count('tasks.create')}"
+            self.task = body | {"id": f"task_{number}", "status": "created", "project": "p"} | parts
         if name.startswith("tasks.") and body.get("task", self.task.get("id")) != self.task.get("id"):
             return None
         states = {"tasks.started": "in_progress", "tasks.completed": "completed", "tasks.stopped": "stopped"}
