@@ -175,9 +175,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Start the processes of the run, be one of them, and return the exit status.
 
-    0: completed. 1: training stopped with an error. 2: the configuration is wrong, and nothing was done.
-    130: interrupted. Except for 2, what was trained so far is in the run folder; after an error of several processes,
-    up to the last checkpoint.
+    0: completed. 1: training stopped with an error, or models cannot be written. 2: the configuration is wrong, and
+    nothing was done. 130: interrupted. Except for 2, what was trained so far is in the run folder; after an error of
+    several processes, up to the last checkpoint.
     """
     started = time.perf_counter()
     arguments = sys.argv[1:] if arguments is None else arguments
