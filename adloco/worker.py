@@ -180,6 +180,8 @@ class Worker:
         )
         model = getattr(model, "_orig_mod", model)  # of torch.compile, which shares its parameters
         _check_model(model, optimizer)
+        if not isinstance(scaler, torch.amp.GradScaler | None):
+            raise ValueError(f"scaler: must be a torch.amp.GradScaler or None, got {scaler!r}")
         self._connect()
         self._optimizer = optimizer
         self._scaler = scaler

@@ -319,6 +319,8 @@ def test_models_and_optimizers_that_cannot_be_used_are_refused():
         adloco.Worker(model[0], torch.optim.LBFGS(model[0].parameters()))
     with pytest.raises(ValueError, match=r"^model: must be the module inside DataParallel"):
         adloco.Worker(nn.DataParallel(model[0]), torch.optim.SGD(model[0].parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"^scaler: must be a torch.amp.GradScaler or None, got True"):
+        adloco.Worker(model[0], torch.optim.SGD(model[0].parameters(), lr=0.1), scaler=True)
     adloco.Worker(model[0], torch.optim.Adagrad(model[0].parameters()))  # has a state when it is new
 
 
