@@ -111,12 +111,11 @@ class Results:
     def seconds(self) -> dict[str, str]:
         """Labels of the curves of simulated seconds."""
         comparison = self.raw["comparison"]
-        chosen = comparison["hardware"]
         return {
             simulated_axis(device["name"], network["name"]): network["name"]
-            if len(chosen) == 1
+            if len(comparison["hardware"]) == 1
             else f"{device['name']}, {network['name']}"
-            for device in chosen
+            for device in comparison["hardware"]
             for network in comparison["networks"]
         }
 

@@ -1,4 +1,4 @@
-"""A comparison file: methods, seeds, tuning, and the hardware and networks to simulate.
+"""A comparison file: methods, seeds, and the hardware and networks to simulate.
 
 Every run of a comparison is a run of run.py with overrides. The settings in the file identify it, so recorded outcomes
 remain valid when a default changes or a key is removed.
@@ -81,6 +81,7 @@ class Run:
             name = ALIASES.get(name, name)
             if name in FIELDS:
                 known[".".join([name, *rest])] = value
+        # The 1.0 was the share of the tokens; it stays, so that recorded ids do.
         text = json.dumps([self.base, known, 1.0], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
