@@ -9,6 +9,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import gc
 import json
+import logging
 import signal
 import sys
 from pathlib import Path
@@ -101,6 +102,17 @@ def _no_plugin_outlives_its_test(monkeypatch):
         registry.pop(name, None)
     if "utils.config.plugins" in sys.modules:
         sys.modules["utils.config.plugins"]._tried.clear()
+
+
+@pytest.fixture(autouse=True)
+def _no_log_outlives_its_test():
+    """Restore the logger of the program, which a run in this process sets up."""
+    logger = logging.getLogger("adloco")
+    level, propagate, handlers = logger.level, logger.propagate, list(logger.handlers)
+    yield
+    logger.setLevel(level)
+    logger.propagate = propagate
+    logger.handlers = handlers
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import logging
 import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -84,7 +83,6 @@ def print_plan(options: argparse.Namespace) -> None:
     from utils.config.schema import ConfigError
     from utils.files import default_config, json_text
 
-    logging.getLogger("adloco").setLevel(logging.WARNING)
     config, warnings = load_config(options.config or default_config(), options.overrides, CHECKS)
     resources = Resources(options.devices, options.device_memory, options.tflops, tuple(options.link or ()))
     chosen = []
