@@ -131,6 +131,7 @@ class Cluster:
                 evaluated.
 
         Raises:
+            StoppedInRoundError: the round took too long to end after `stop` was requested; no checkpoint is written.
             TrainingError: training cannot continue. If no node is left, a checkpoint is written before.
         """
         checkpoint_policy = CheckpointPolicy(self, observer, folder, stop)
@@ -184,7 +185,7 @@ class Cluster:
         local_steps = self._local_steps(splits, schedule)
         observer.on_round_start(round_number, schedule.progress_before, local_steps)
         self.processes.watch_round(round_number, local_steps, self._progress)
-        trained = self._train(splits, schedule, partial(self._on_step, observer))
+        trained = self._train(splits, schedule, partial(self._on_step, observer, checkpoint_policy))
         evaluated = self._evaluate_locally(self.trainers) if evaluates else LocalEvaluation({}, 0.0)
         report = ProcessReport(trained, evaluated, memory_use(self.devices), checkpoint_policy.vote())
         processes = self.processes.gather_in_round(report)
@@ -286,9 +287,10 @@ class Cluster:
                 trained[trainer.id] = result
         return trained
 
-    def _on_step(self, observer: Observer) -> None:
+    def _on_step(self, observer: Observer, checkpoint_policy: CheckpointPolicy) -> None:
         self.processes.count_step()
         observer.on_step()
+        checkpoint_policy.after_step()
 
     def _progress(self) -> int:
         """A number that changes with every forward pass of this process."""

@@ -367,6 +367,7 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
     from fabrics.training.worker import TrainingError
     from training_logs.recording.run_folder import logger
     from utils.distributed.peers import PeerLostError
+    from utils.distributed.signals import StoppedInRoundError
 
     processes = cluster.processes
     models_folder = folder / MODELS_FOLDER
@@ -374,6 +375,8 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
     models = {}
     status = "failed"
     code = 1
+    # torchrun would kill the main process if another one exited with an error.
+    interrupted = STATUS_INTERRUPTED if processes.is_main else 0
     ended_by = None
     try:
         with StopRequest(speaks=processes.is_main) as stop:
@@ -381,12 +384,17 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
         models = cluster.save_models(models_folder, recorder)
         if cluster.stopped:
             status = "interrupted"
-            # torchrun would kill the main process if another one exited with an error.
-            code = STATUS_INTERRUPTED if processes.is_main else 0
+            code = interrupted
         else:
             status = "completed"
             code = 0 if models else 1
         processes.close()
+    except StoppedInRoundError as error:
+        if processes.is_main:
+            logger.warning("%s", error)
+        processes.failed(str(error))
+        status = "interrupted"
+        code = interrupted
     except (TrainingError, PeerLostError) as error:
         if processes.is_main:
             logger.error("error: %s", error)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fabrics.models.export import round_folder
 from utils.checkpoint.checkpoint import Checkpoints
 from utils.config.reading import dump_config
-from utils.distributed.signals import StopRequest
+from utils.distributed.signals import STOPPED_IN_ROUND, StoppedInRoundError, StopRequest
 from utils.files import CHECKPOINTS_FOLDER, MODELS_FOLDER
 
 if TYPE_CHECKING:
@@ -51,6 +51,15 @@ class CheckpointPolicy:
             stop=self._stop is not None and self._stop.requested,
             save=self._checkpoints is not None and self._checkpoints.due,
         )
+
+    def after_step(self) -> None:
+        """Leave a round that still trains long after a signal. Every process leaves by itself.
+
+        Raises:
+            StoppedInRoundError: the run ends here, and resumes from its last checkpoint.
+        """
+        if self._stop is not None and self._stop.overdue:
+            raise StoppedInRoundError(STOPPED_IN_ROUND)
 
     def decide(self, votes: Sequence[Vote]) -> None:
         """Do what any process votes for."""

@@ -131,7 +131,7 @@ def test_a_process_that_waits_for_one_that_died_is_ended(programs):
 WAITING = """
 import subprocess, sys, threading
 from utils.distributed import peers
-peers._GRACE_SECONDS = 0.0
+peers.GRACE_SECONDS = 0.0
 child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
 watcher = peers.PeerWatch({1: child})
 threading.Event().wait()

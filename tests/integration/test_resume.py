@@ -279,6 +279,35 @@ def test_a_signal_ends_the_round_writes_a_checkpoint_and_says_how_to_resume(
     assert_same_run(folder, next((tmp_path / "whole").iterdir()))
 
 
+@pytest.mark.parametrize(
+    ("signalled", "values"),
+    [
+        (0, {"processes": 1}),
+        (0, {"processes": 2}),
+        (1, {"processes": 2}),
+        (1, {"processes": 2, "devices_per_node": 2}),  # the other device waits in the middle of a pass
+    ],
+)
+def test_a_signal_in_a_long_round_ends_the_run_in_it_with_the_last_checkpoint(
+    programs, tmp_path, cache_dir, signalled, values
+):
+    """One process gets the signal, and leaves after its inner step; the others end as well."""
+    (tmp_path / "long.py").write_text("from utils.distributed import signals\n\nsignals.ROUND_SECONDS = 0.0\n")
+    config = write_config(tmp_path, cache_dir, plugins=[str(tmp_path / "long.py")], run_name="mine", **values)
+    done = programs.run("tests/support/killed_in_round.py", "SIGTERM", signalled, "--config", config, status=130)
+    folder = tmp_path / "logs" / "mine"
+    said = done.stdout + done.stderr
+    assert "stopped in a round" in said
+    assert f"python run.py --resume {folder}" in done.stdout
+    assert not re.search("Traceback|error:", said)
+    assert summary(folder)["status"] == "interrupted"
+    assert summary(folder)["outer_steps"] == killed_in_round.ROUND - 1
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["round_00002"]
+    programs.run("run.py", "--config", config, "--resume", "auto")
+    programs.run("run.py", "--config", config, f"log_dir={tmp_path / 'whole'}")
+    assert_same_run(folder, tmp_path / "whole" / "mine")
+
+
 # Killed
 
 

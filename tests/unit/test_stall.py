@@ -1,11 +1,13 @@
-"""The thread that watches the store of a run whose first machine has vanished."""
+"""The threads that end a process whose first machine has vanished, or that waits for one that has ended."""
 
+import queue
 import threading
 from types import SimpleNamespace
 
 import pytest
 
 from utils.distributed import stall
+from utils.distributed.signals import STOPPED_IN_ROUND
 from utils.distributed.stall import StallWatch
 
 
@@ -36,7 +38,7 @@ def test_a_store_that_does_not_answer_ends_the_process(answers, status, monkeypa
     monkeypatch.setattr(stall, "SHORTEST_SECONDS", 0.3)
     monkeypatch.setattr(stall, "os", SimpleNamespace(_exit=lambda code: code == 1 and ended.set()))
     store = Store(answers)
-    watch = StallWatch(1, 2, store, lambda reason: None)
+    watch = StallWatch(1, 2, store, lambda: None, lambda reason: None)
     try:
         assert ended.wait(20.0 if status else 1.0) is bool(status)
     finally:
@@ -45,3 +47,34 @@ def test_a_store_that_does_not_answer_ends_the_process(answers, status, monkeypa
     assert store.broken.is_set() is bool(status)
     said = capsys.readouterr().err
     assert ("rank 1 got no answer from the machine of the first process for 0 s; --resume" in said) is bool(status)
+
+
+class EndedPeer:
+    """The store of a process that waits in a collective on GPUs, which does not fail with the other process."""
+
+    def set(self, key, value):
+        pass
+
+    def multi_get(self, keys):
+        return [b"in inner step 1 of 2 of round 1|1", b"after its 2 inner steps of round 1|2"]
+
+    def add(self, key, amount):
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("rank", "why", "status"), [(0, STOPPED_IN_ROUND, 130), (1, STOPPED_IN_ROUND, 0), (0, "ValueError: of its own", 1)]
+)
+def test_a_process_that_waits_for_one_that_has_ended_ends_with_its_reason(rank, why, status, monkeypatch, capsys):
+    statuses = queue.Queue()
+    reasons = []
+    monkeypatch.setattr(stall, "INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr(stall, "GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(stall, "os", SimpleNamespace(_exit=statuses.put))
+    watch = StallWatch(rank, 2, EndedPeer(), lambda: f"rank {1 - rank} ended: {why}", reasons.append)
+    try:
+        assert statuses.get(timeout=60.0) == status
+    finally:
+        watch.close()
+    assert reasons[0] == f"rank {1 - rank} ended: {why}"
+    assert f"error: {reasons[0]}; --resume continues" in capsys.readouterr().err

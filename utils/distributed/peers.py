@@ -14,14 +14,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from utils.distributed.signals import STOPPED_IN_ROUND, StoppedInRoundError
+
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 _INTERVAL_SECONDS = 0.5
 # Time for the operating system to report a death after a connection has broken.
 _NAMING_SECONDS = 5.0
-# Time to write the results after a process has died.
-_GRACE_SECONDS = 25.0
+# Time to write the results after a process has died or ended.
+GRACE_SECONDS = 25.0
 
 
 class PeerLostError(RuntimeError):
@@ -68,12 +70,12 @@ class PeerWatch:
             self._killed = ended[rank].returncode < 0
             self._lost = f"rank {rank} (process {ended[rank].pid}) {exit_reason(ended[rank].returncode)}"
             self._found.set()
-            if not self._closing.wait(_GRACE_SECONDS):
+            if not self._closing.wait(GRACE_SECONDS):
                 self._end()
             return
 
     def _end(self) -> None:
-        reason = self._left_reason() or self._lost
+        reason = self.left_reason() or self._lost
         print(f"error: {reason}; --resume continues from the last checkpoint", file=sys.stderr, flush=True)
         self.kill_children()
         os._exit(1)
@@ -85,7 +87,7 @@ class PeerWatch:
 
     @contextlib.contextmanager
     def explaining(self, awaited: Callable[[], Sequence[int]] = tuple) -> Iterator[None]:
-        """Turn the failure of a collective into a PeerLostError.
+        """Turn the failure of a collective into a PeerLostError, or a StoppedInRoundError if a signal ended the other.
 
         awaited: the ranks that a collective waits for when its time is over.
         """
@@ -94,7 +96,9 @@ class PeerWatch:
         except RuntimeError as error:
             if not (type(error).__name__.startswith("Dist") or "gloo" in str(error).lower()):
                 raise  # not because of another process
-            raise PeerLostError(self._reason(error, awaited)) from error
+            reason = self._reason(error, awaited)
+            kind = StoppedInRoundError if reason.endswith(STOPPED_IN_ROUND) else PeerLostError
+            raise kind(reason) from error
 
     def _reason(self, error: RuntimeError, awaited: Callable[[], Sequence[int]]) -> str:
         text = " ".join(str(error).split())
@@ -105,9 +109,10 @@ class PeerWatch:
             self._found.wait(_NAMING_SECONDS)
         if self._lost is not None and self._killed:
             return self._lost
-        return self._left_reason() or self._lost or f"another process of the run is gone: {text}"
+        return self.left_reason() or self._lost or f"another process of the run is gone: {text}"
 
-    def _left_reason(self) -> str | None:
+    def left_reason(self) -> str | None:
+        """Return why another process has ended by itself; None: none has."""
         with contextlib.suppress(RuntimeError):  # the first process, which keeps the store, may be gone
             if self._store is not None and self._store.check(["ended"]):
                 return self._store.get("ended").decode()

@@ -63,7 +63,7 @@ class Processes:
     def __init__(self, rank: Rank | None = None, store: dist.Store | None = None, peers: PeerWatch | None = None):
         self._rank = rank or Rank(0, 1, 0, 1, 0)
         self._peers = peers or PeerWatch()
-        self._stalls = StallWatch(self._rank.number, self._rank.count, store, self._stalled)
+        self._stalls = StallWatch(self._rank.number, self._rank.count, store, self._peers.left_reason, self._stalled)
         self._transport: Transport | None = None
         self._owners: tuple[int, ...] = ()
         self.count = self._rank.count

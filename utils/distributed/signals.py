@@ -1,5 +1,8 @@
 """SIGINT and SIGTERM: the first asks a run to stop after its round, with a checkpoint; a later one ends it at once.
 
+A launcher kills its processes 30 seconds after the signal. So a round that still trains after 20 seconds is left after
+the next inner step, and the run resumes from the last checkpoint.
+
 A signal may reach one process of a run or all of them. Each process keeps its request, and after every round the
 processes gather whether one of them has one. A launcher such as torchrun's agent or SLURM may pass on a signal that has
 reached its processes already. So a second signal within seconds of the first means nothing.
@@ -16,6 +19,15 @@ STATUS_INTERRUPTED = 130
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Within this time another signal counts as the first one.
 _SAME_SECONDS = 5.0
+# Time for the round to end after the first signal.
+ROUND_SECONDS = 20.0
+STOPPED_IN_ROUND = (
+    f"stopped in a round that did not end within {ROUND_SECONDS:.0f} s; work after the last checkpoint is lost"
+)
+
+
+class StoppedInRoundError(Exception):
+    """A signal has ended the run within a round, which is not in a checkpoint."""
 
 
 def handled_signals() -> tuple[int, ...]:
@@ -43,13 +55,21 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @property
+    def overdue(self) -> bool:
+        """True if a signal came so long ago that the round is to be left."""
+        return self.requested and time.monotonic() - self._requested_at >= ROUND_SECONDS
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self.requested:
             self.requested = True
             self._requested_at = time.monotonic()
             if self._speaks:  # without logging, which the signal may have interrupted
-                text = "stopping after this round, with a checkpoint; another signal"
-                text = f"{signal.Signals(number).name}: {text} in more than {_SAME_SECONDS:.0f} s stops at once\n"
+                text = (
+                    f"stopping after this round, with a checkpoint, or after {ROUND_SECONDS:.0f} s in it, without one"
+                )
+                text = f"{text}; another signal in more than {_SAME_SECONDS:.0f} s stops at once"
+                text = f"{signal.Signals(number).name}: {text}\n"
                 with contextlib.suppress(OSError):  # the terminal may be gone
                     os.write(2, text.encode())
         elif time.monotonic() - self._requested_at > _SAME_SECONDS:

@@ -4,6 +4,7 @@ A dead process is noticed at once (`utils.distributed.peers`), a hung one is not
 limit of collectives ends such a run late, and does not name the place. Here a thread of every process publishes the
 process's progress and looks at that of all others. The limit adapts to the run, and a process that works between
 rounds, for instance on a checkpoint, counts as progress. The first round is not watched: it compiles and measures.
+Once a process has ended by itself, no progress for a short time is enough: on GPUs the others would wait for it.
 
 The store is on another machine, which may vanish without closing its connections. Then the thread that looks waits for
 ever. So a second thread, which uses nothing but the clock, ends the process if the store has not answered for long.
@@ -16,6 +17,9 @@ import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from utils.distributed.peers import GRACE_SECONDS
+from utils.distributed.signals import STATUS_INTERRUPTED, STOPPED_IN_ROUND
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -34,13 +38,22 @@ class StallWatch:
 
     Args:
         count: number of processes; a single one is not watched.
+        left_reason: returns why another process has ended by itself; None: none has.
         ending: called with the reason before the process ends.
     """
 
-    def __init__(self, rank: int, count: int, store: "Store | None", ending: Callable[[str], None]):
+    def __init__(
+        self,
+        rank: int,
+        count: int,
+        store: "Store | None",
+        left_reason: Callable[[], str | None],
+        ending: Callable[[str], None],
+    ):
         self._rank = rank
         self._keys = [f"progress of {other}" for other in range(count)]
         self._store = store
+        self._left_reason = left_reason
         self._ending = ending
         self._progress: Callable[[], int] | None = None
         self._round = 0
@@ -113,8 +126,12 @@ class StallWatch:
                 longest = max(longest, idle)
                 idle = 0.0
             before = positions
-            if self._rounds > 0 and idle > max(SHORTEST_SECONDS, FACTOR * longest):
-                self._end(idle, positions)
+            left_reason = self._left_reason() if idle > GRACE_SECONDS else None
+            if left_reason is not None:
+                self._end(left_reason)
+            elif self._rounds > 0 and idle > max(SHORTEST_SECONDS, FACTOR * longest):
+                places = "; ".join(f"rank {rank} is {where.split('|')[0]}" for rank, where in enumerate(positions))
+                self._end(f"no process has made progress for {idle:.0f} s: {places}")
 
     def _watch_store(self) -> None:
         """End this process if `_watch` waits for the store; nothing here may wait for it as well."""
@@ -129,11 +146,10 @@ class StallWatch:
                 print(f"error: {reason}; --resume continues from the last checkpoint", file=sys.stderr, flush=True)
                 os._exit(1)
 
-    def _end(self, idle: float, positions: list[str]) -> None:
-        places = "; ".join(f"rank {rank} is {position.split('|')[0]}" for rank, position in enumerate(positions))
-        reason = f"no process has made progress for {idle:.0f} s: {places}"
+    def _end(self, reason: str) -> None:
         with contextlib.suppress(RuntimeError):
             if self._store.add("stalled", 1) == 1:
                 print(f"error: {reason}; --resume continues from the last checkpoint", file=sys.stderr, flush=True)
         self._ending(reason)
-        os._exit(1)
+        interrupted = STATUS_INTERRUPTED if self._rank == 0 else 0
+        os._exit(interrupted if reason.endswith(STOPPED_IN_ROUND) else 1)
