@@ -22,6 +22,16 @@ def test_a_log_continues_where_its_state_says(tmp_path):
     assert path.read_text().split() == ["a,b", "1,2", "3,", "5,6"]
 
 
+def test_a_log_with_named_columns_has_a_header_without_rows(tmp_path):
+    path = tmp_path / "log.csv"
+    log = CsvLog(path, columns=("a", "b"))
+    log.append([])
+    CsvLog(path, log.state_dict()).append([])
+    assert path.read_bytes() == b"a,b\r\n"
+    log.append([{"a": 1, "b": 2}])
+    assert path.read_bytes() == b"a,b\r\n1,2\r\n"
+
+
 def test_rows_that_cannot_be_written_are_kept(tmp_path):
     path = tmp_path / "log.csv"
     log = CsvLog(path)

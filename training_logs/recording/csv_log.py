@@ -11,12 +11,13 @@ from typing import Any
 
 
 class CsvLog:
-    """Rows appended to a CSV file, whose header is made of the keys of the first row.
+    """Rows appended to a CSV file. The keys of the first row are its header.
 
     Rows that cannot be written stay in memory and are written with the next rows.
 
     Args:
         state: from state_dict. The log continues there: later rows and half a last line are cut off.
+        columns: the header, written by the first append even if it has no rows.
 
     Attributes:
         changed: whether the rows of a continued file are not those that were written.
@@ -25,7 +26,7 @@ class CsvLog:
         OSError: the file cannot be created, or is shorter than the state says.
     """
 
-    def __init__(self, path: Path, state: Mapping | None = None):
+    def __init__(self, path: Path, state: Mapping | None = None, columns: Sequence[str] = ()):
         self.path = path
         self.changed = False
         self._length = 0
@@ -33,6 +34,8 @@ class CsvLog:
         self._pending = ""
         if state is None:
             path.write_text("", encoding="utf-8")
+            if columns:
+                self._pending = ",".join(columns) + "\r\n"
             return
         self._length = state["bytes"]
         self._pending = state["pending"]

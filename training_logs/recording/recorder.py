@@ -35,7 +35,13 @@ if TYPE_CHECKING:
     from cluster import Cluster
 
 # The round log comes last: a reader finds the steps and exchanges of each of its rounds.
-TABLES = ("step_loss_log.csv", "exchange_log.csv", "merge_log.csv", "training_log.csv")
+# Columns are named for tables that may stay without rows.
+TABLES = {
+    "step_loss_log.csv": (),
+    "exchange_log.csv": round_log.EXCHANGE_COLUMNS,
+    "merge_log.csv": round_log.MERGE_COLUMNS,
+    "training_log.csv": (),
+}
 
 
 class RunRecorder(Observer):
@@ -72,7 +78,9 @@ class RunRecorder(Observer):
         self._program_started = started
         self._startup_seconds: float = state["startup_seconds"] if state else 0.0
         logs = state["logs"] if state else {}
-        self._tables = {name: CsvLog(self.report_dir / name, logs.get(name)) for name in TABLES}
+        self._tables = {
+            name: CsvLog(self.report_dir / name, logs.get(name), columns) for name, columns in TABLES.items()
+        }
         self._nodes = NodeLog(self.report_dir, config, logs.get("nodes"))
         self._log_path = folder / LOG_FILE
         if state:

@@ -109,6 +109,20 @@ def step_rows(result: ClusterRound) -> list[dict]:
     return rows
 
 
+EXCHANGE_COLUMNS = (
+    "outer_step",
+    "trainer_id",
+    "kind",
+    "through",
+    "count",
+    "sent_bytes",
+    "received_bytes",
+    "behind",
+    "first_step",
+    "last_step",
+)
+
+
 def exchange_rows(result: ClusterRound) -> list[dict]:
     """Return one row of exchange_log.csv per trainer and kind of exchange."""
     rows = []
@@ -117,20 +131,23 @@ def exchange_rows(result: ClusterRound) -> list[dict]:
         for event in report.events:
             equal.setdefault((event.kind, event.through, event.behind), []).append(event)
         for (kind, through, behind), events in equal.items():
-            row = {
-                "outer_step": result.outer_step,
-                "trainer_id": report.trainer,
-                "kind": kind,
-                "through": through,
-                "count": len(events),
-                "sent_bytes": float(np.mean([event.sent for event in events])),
-                "received_bytes": float(np.mean([event.received for event in events])),
-                "behind": behind,
-                "first_step": min(event.step for event in events),
-                "last_step": max(event.step for event in events),
-            }
-            rows.append(row)
+            row = (
+                result.outer_step,
+                report.trainer,
+                kind,
+                through,
+                len(events),
+                float(np.mean([event.sent for event in events])),
+                float(np.mean([event.received for event in events])),
+                behind,
+                min(event.step for event in events),
+                max(event.step for event in events),
+            )
+            rows.append(dict(zip(EXCHANGE_COLUMNS, row, strict=True)))
     return rows
+
+
+MERGE_COLUMNS = ("outer_step", "representative", "trainer_id", "weight")
 
 
 def merge_rows(result: ClusterRound) -> list[dict]:
@@ -139,13 +156,8 @@ def merge_rows(result: ClusterRound) -> list[dict]:
         return []
     plan = result.merge
     return [
-        {
-            "outer_step": result.outer_step,
-            "representative": plan.representative,
-            "trainer_id": trainer,
-            "weight": weight,
-        }
-        for trainer, weight in plan.weights.items()
+        dict(zip(MERGE_COLUMNS, (result.outer_step, plan.representative, *item), strict=True))
+        for item in plan.weights.items()
     ]
 
 
