@@ -150,8 +150,11 @@ def measured(run: RunData) -> tuple[list[float], list[float]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the fit; return 0, or 2 if there is none."""
-    parser = argparse.ArgumentParser(description="Predict the communications of a run for more examples.")
-    parser.add_argument("run", type=Path, help="run folder")
+    parser = argparse.ArgumentParser(
+        prog="python -m training_logs.prediction",
+        description="Predict the communications of a run for more examples.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN_DIR")
     parser.add_argument("--examples", type=float, nargs="+", help="default: 2, 4 and 10 times those of the run")
     parser.add_argument(
         "--share", type=float, default=1.0, help="fit this share of the rounds, and compare the prediction with the end"

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from benchmarks.compare.figures import draw_curves, draw_ends
-from benchmarks.compare.results import Results, used_until
+from benchmarks.compare.results import TOLERANCE, Results, used_until
 from benchmarks.compare.spec import COMPARISONS
 from utils.files import write_atomically, write_text_atomically
 from utils.text import byte_size
@@ -52,13 +52,20 @@ def _details(summary: str, *parts: str) -> str:
     return "\n\n".join([f"<details><summary>{summary}</summary>", *parts, "</details>"])
 
 
+def token_range(results: Results) -> tuple[float, float] | None:
+    """Return the fewest and most tokens of a run; None if all runs have about as many."""
+    totals = [run["curves"]["tokens"][-1] for runs in results.runs.values() for run in runs]
+    return (min(totals), max(totals)) if max(totals) > (1.0 + TOLERANCE) * min(totals) else None
+
+
 def heading(results: Results) -> str:
     comparison = results.raw["comparison"]
-    runs = results.runs[results.reference] or next(filter(None, results.runs.values()))
+    first = next(run for runs in results.runs.values() for run in runs)
+    tokens = token_range(results) or (first["curves"]["tokens"][-1],)
     setting = [
         comparison["corpus"] or comparison["common"].get("dataset") or f"dataset of {comparison['base']}",
         f"{_millions(results.raw['parameters'])} parameters",
-        f"{_millions(runs[0]['curves']['tokens'][-1])} tokens",
+        f"{' to '.join(map(_millions, tokens))} tokens",
         f"{len(results.seeds)} seeds" if len(results.seeds) > 1 else "one seed",
     ]
     return f"{comparison['title']} ({', '.join(setting)})"
@@ -101,6 +108,7 @@ def verdict_table(results: Results, axes: Mapping[str, str]) -> str:
 
 def final_table(results: Results) -> str:
     rows = []
+    length = "tokens" if token_range(results) else "inner_steps"
     for name in results.methods:
         runs = results.runs[name]
         if not runs:
@@ -109,13 +117,11 @@ def final_table(results: Results) -> str:
         difference = "" if name == results.reference else str(results.difference(name) or "not comparable")
         first = statistics.fmean(run["first_batch"] for run in runs)
         last = statistics.fmean(run["last_batch"] for run in runs)
-        usage = [
-            _amount(results.ends(name, axis), axis) for axis in ("inner_steps", "communications", "bytes_communicated")
-        ]
+        usage = [_amount(results.ends(name, axis), axis) for axis in (length, "communications", "bytes_communicated")]
         metric = _spread(results.finals(name).values())
         rows.append((results.labelled(name), metric, difference, f"{first:.0f} to {last:.0f}", *usage))
     columns = ("method", results.raw["metric"]["name"], f"difference from {results.reference}", "examples per step")
-    return _table((*columns, "inner steps", "communications", "bytes"), rows)
+    return _table((*columns, length.replace("_", " "), "communications", "bytes"), rows)
 
 
 def seconds_table(results: Results, axes: Mapping[str, str]) -> str:
@@ -190,7 +196,7 @@ def page(results: Results) -> str:
         meaning = "[meaning](../comparing.md#what-the-numbers-mean)" if published else "meaning: docs/comparing.md"
         parts += [
             f"## Verdicts against {reference}",
-            f"Runs are compared at their ends ({meaning}).",
+            f"Runs are compared at their ends ({meaning}). The first column gives the usage of {reference}.",
             verdict_table(results, USAGE | {axis: f"time, {label}" for axis, label in networks.items()}),
         ]
     parts += [f"![Ends]({name}_ends.png)", "## End of the runs", final_table(results)]

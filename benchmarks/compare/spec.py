@@ -107,6 +107,8 @@ def make_run(spec: ComparisonSpec, method: MethodSpec, seed: int) -> Run:
 def load_spec(path: Path) -> ComparisonSpec:
     """Read a comparison file and check every configuration in it; raise ConfigError with one line per problem."""
     values = read_mapping(path)
+    if not values.keys() & ComparisonSpec.model_fields.keys():
+        raise ConfigError(f"{path}: not a comparison: it has no key of one, such as methods and seeds")
     try:
         spec = ComparisonSpec.model_validate(values)
     except ValidationError as error:

@@ -177,6 +177,8 @@ def _load(config: Config) -> TaskData:
         return DATASETS[config.dataset].load(config)
     except DatasetError as error:
         hint = "; dataset=python_docs works without a download" if config.dataset == "c4" else ""
+        if ".cache/samples" in str(error):
+            hint = "; python configs/make_samples.py writes it"
         raise ConfigError(f"dataset: {config.dataset} cannot be loaded: {error}{hint}") from None
 
 

@@ -2,14 +2,18 @@
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from utils.config.schema import Config, ConfigError
 from utils.text import first_line
+
+logger = logging.getLogger("adloco.dataset")
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -83,6 +87,12 @@ def load_tokenizer(name: str, key: str) -> PreTrainedTokenizerBase:
     Raises:
         ConfigError: it cannot be loaded; `key` is the config key that names it.
     """
+    if not (Path(name).is_absolute() or Path(name).exists()):
+        logger.info(
+            "tokenizer %s: read from the hub or its cache; without a network this fails after about a minute, with "
+            "HF_HUB_OFFLINE=1 at once",
+            name,
+        )
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # a damaged file leads to bare Exceptions, KeyErrors and more in the libraries

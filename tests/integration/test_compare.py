@@ -23,6 +23,7 @@ from tests.support.comparisons import small_comparison
 from tests.support.programs import LIMIT_SECONDS, wait_until
 from tests.support.runs import table_of
 from training_logs.showing.run_data import RunData, read_run
+from utils.config.reading import load_config
 from utils.config.schema import ConfigError
 
 # Files
@@ -64,6 +65,15 @@ def test_wrong_comparison_is_refused_with_one_line_before_any_run(tmp_path, caps
     assert problem in lines[0]
     assert len(lines[0]) < 200
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_configuration_and_a_comparison_are_distinguished_in_one_line(tmp_path):
+    with pytest.raises(ConfigError, match="not a comparison") as error:
+        load_spec(ROOT / "config.yaml")
+    assert len(error.value.problems) == 1
+    with pytest.raises(ConfigError, match="a comparison, which python") as error:
+        load_config(small_comparison(tmp_path))
+    assert len(error.value.problems) == 1
 
 
 # Identity of runs and recorded outcomes

@@ -126,13 +126,15 @@ def test_all_problems_are_reported_at_once_one_line_each():
         "dataset": "python_doc",
         "inner_optimizer": "moun",
     }
-    found = problems({"learnig_rate_for_inner_opt": 1, "eta": 0.5, "devices": ["tpu:0"]} | wrong, ["zzzz"])
-    others = ["zzzz", "learnig_rate_for_inner_opt", "eta", "devices[0]"]
+    unknown = {"learnig_rate_for_inner_opt": 1, "eta": 0.5, "seed": 1, "adam_betas": 1}
+    found = problems(unknown | {"devices": ["tpu:0"]} | wrong, ["zzzz"])
+    others = ["zzzz", *unknown, "devices[0]"]
     assert sorted(keys_of(found)) == sorted([*others, *wrong])
     meant = {line.split(":")[0]: line[:-1].split("did you mean ")[1] for line in found if "did you mean" in line}
     assert meant == {
         "learnig_rate_for_inner_opt": "learning_rate_for_inner_opt",
         "eta": "ETA",
+        "seed": "training_seed",
         "dataset": "python_docs",
         "inner_optimizer": "muon",
     }

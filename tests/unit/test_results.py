@@ -120,7 +120,8 @@ def test_runs_are_compared_only_where_usage_allows_a_verdict():
 
 def test_page_has_setting_caption_verdicts_and_origin():
     text = page(made_results())
-    assert text.startswith("# Made (letters, 1.2M parameters, 0.0002M tokens, 3 seeds)\n\n**Question:** Why?\n")
+    assert text.startswith("# Made (letters, 1.2M parameters, 0.0001M to 0.0004M tokens, 3 seeds)\n\n**Question:** ")
+    assert "| examples per step | tokens | communications | bytes |" in text
     assert "| tokens: 200<br>communications: 20<br>bytes: 10.0 kB |  | b |  | c | d |" in text
     assert "| c | 24.20 ± 1.10 | +10.0% (+10.0 to +10.0) | 1 to 1 | 100 | 10 | 5.0 kB |" in text
     assert "compare.py /elsewhere/made.yaml` with commit c0ffee+ (+ marks" in text
@@ -129,6 +130,10 @@ def test_page_has_setting_caption_verdicts_and_origin():
     assert "| commit | rows |" not in text
     results = made_results()
     results.raw["outcomes"][1]["commit"] = "decade"  # seed 1 of b
+    for run in results.raw["outcomes"]:  # at most a tenth more tokens than another
+        run["curves"]["tokens"][-1] = 200 + run["seed"]
+    assert "0.0002M tokens, 3 seeds)" in page(results)
+    assert "| examples per step | inner steps | communications | bytes |" in page(results)
     assert "| c0ffee+ | a<br>c<br>d<br>b |\n| decade | b |" in page(results)
 
 

@@ -75,11 +75,13 @@ def load_config(
     """Read a YAML file, a mapping of its keys or a Config into a Config and its warnings; see parse_config.
 
     Raises:
-        ConfigError: the file cannot be read, is not a YAML mapping, or has problems.
+        ConfigError: the file cannot be read, is a comparison or not a YAML mapping, or has problems.
     """
     if isinstance(source, Config):
         source = dataclasses.asdict(source)
     raw = source if isinstance(source, Mapping) else read_mapping(Path(source))
+    if raw.keys() >= {"methods", "reference"}:
+        raise ConfigError(f"{source}: a comparison, which python benchmarks/compare/compare.py runs")
     return parse_config(raw, overrides, checks)
 
 
