@@ -22,6 +22,7 @@ from tests.support.library import (
     begin_with_unlike_processes,
     leave_early,
     train_all_like_the_program,
+    train_as_the_trainer,
 )
 from tests.support.runs import SHORT
 from utils.config.schema import ConfigError
@@ -360,24 +361,40 @@ def test_the_example_trains_with_two_workers():
     assert first == second > 0.85
 
 
-@pytest.mark.usefixtures("programs")
-@pytest.mark.parametrize("lora", [False, True])
-def test_the_example_fine_tunes_a_model_of_hugging_face(tokenizer_folder, tmp_path, lora):
-    """With adapters only these are sent: 4 bytes for each element and worker in each of two rounds."""
-    if lora:
-        pytest.importorskip("peft")
+@pytest.fixture
+def fine_tuning(tokenizer_folder, tmp_path) -> list[str]:
+    """Options that fine-tune a small model."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=600, **sizes))
     for part in (model, AutoTokenizer.from_pretrained(tokenizer_folder)):
         part.save_pretrained(tmp_path / "model")
     (tmp_path / "text").write_text("\n".join(python_docs.python_documents()[:40]))
-    words = [str(tmp_path / "model"), str(tmp_path / "text"), "--output", str(tmp_path / "tuned"), *["--lora"] * lora]
-    options = fine_tune.parse([*words, "--steps", "20", "--length", "32", "--rate", "3e-3"])
+    words = [str(tmp_path / "model"), str(tmp_path / "text"), "--output", str(tmp_path / "tuned")]
+    return [*words, "--steps", "20", "--length", "32", "--rate", "3e-3"]
+
+
+@pytest.mark.usefixtures("programs")
+def test_the_trainer_of_hugging_face_makes_the_steps_of_a_loop(fine_tuning):
+    """The same bits in a loop, in the Trainer, and after a resume from the Trainer's checkpoint, in both processes."""
+    results = adloco.launch(train_as_the_trainer, fine_tune.parse(fine_tuning), processes=2)
+    loop = results[0][0]
+    for name, expected in loop.items():
+        for found in (parameters[name] for result in results for parameters in result):
+            assert torch.equal(expected, found), name
+
+
+@pytest.mark.usefixtures("programs")
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_example_fine_tunes_a_model_of_hugging_face(fine_tuning, tmp_path, lora):
+    """With adapters only these are sent: 4 bytes for each element and worker in each of two rounds."""
+    if lora:
+        pytest.importorskip("peft")
+    options = fine_tune.parse([*fine_tuning, *["--lora"] * lora])
     first, second = adloco.launch(fine_tune.train, options, processes=2)
     assert first == second
     assert first["after"] < first["before"] - (0.02 if lora else 0.1)
     assert first["bytes"] == 2 * 2 * 4 * first["elements"]
-    assert (first["elements"] < model.num_parameters() / 2) == lora
+    assert (first["elements"] < 12_000) == lora
     tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")  # with the adapters, if peft has written them
     ids = fine_tune.sequences(AutoTokenizer.from_pretrained(tmp_path / "tuned"), options.text, 32)[:32]
     with torch.no_grad():

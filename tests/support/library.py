@@ -1,12 +1,15 @@
 """Training loops over adloco.Worker: the one that `train` of run.py is compared with, and a small one."""
 
+import argparse
 import os
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_linear_schedule_with_warmup
 
 import adloco
 from algorithms.batch.losses import example_losses, logits_of
+from examples import fine_tune, hugging_face_trainer
 from fabrics.config_checks import CHECKS
 from fabrics.data.dataset_loader import load_data
 from fabrics.models.initialisation import initial_model
@@ -115,3 +118,26 @@ def begin_with_unlike_processes(interrupted: list[dict], alone: dict) -> dict:
 
 def leave_early() -> None:
     Regression().train(24 - 12 * int(os.environ["RANK"]))
+
+
+def train_as_the_trainer(options: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
+    """Return the parameters of a loop, of the same run by the Trainer, and of one that resumed in the middle."""
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    examples = fine_tune.sequences(tokenizer, options.text, options.length)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate)
+    batch = adloco.AdaptiveBatch("norm_test", initial=8, max_micro_batch=8, largest=64)
+    worker = adloco.Worker(model, optimizer, inner_steps=10, batch=batch, gradient_clipping=1.0)
+    rates = get_linear_schedule_with_warmup(optimizer, 10, options.steps)
+    while worker.steps < options.steps:
+        for indices in worker.micro_batches(len(examples)):
+            worker.backward(model(input_ids=examples[indices], labels=examples[indices]).loss)
+        worker.step()
+        rates.step()
+    checkpoint = f"{options.output}/worker_{worker.index}/checkpoint-10"
+    return [
+        worker.trained_parameters(),
+        hugging_face_trainer.train(options),
+        hugging_face_trainer.train(options, checkpoint),
+    ]

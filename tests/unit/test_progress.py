@@ -4,11 +4,19 @@ import io
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
+from tqdm import tqdm
 
 from fabrics.data.documents import Document, Skipped, Source
 from fabrics.data.held_out import split
+from fabrics.data.partition import labels_by_cluster
+from fabrics.data.token_store import TokenisedPart
+from fabrics.data.tokenization import train_tokenizer
 from training_logs.recording.run_folder import start_logging
+from utils import progress
+from utils.checkpoint.tensor_file import whole, write_parts
 from utils.progress import progress_bar
 
 
@@ -59,3 +67,27 @@ def test_tokenisation_knows_the_number_of_documents(train_size):
     train, validation = split(source, train_size, 10)
     for part in (train, validation):
         assert part.count == len(list(part(Skipped())))
+
+
+def train_a_tokenizer(folder) -> str:
+    train_tokenizer(["one two", "three"], 260)
+    return "training a tokenizer: 100%"
+
+
+def cluster(folder) -> str:
+    tokens = np.arange(8, dtype=np.uint16)
+    labels_by_cluster(TokenisedPart(tokens, np.arange(0, 9, 2), np.arange(4, dtype=np.uint64)), 8, 2, 0)
+    return "k-means:  50%"
+
+
+def write_tensors(folder) -> str:
+    write_parts(folder / "worker.safetensors", {"a": whole(torch.zeros(3)), "b": whole(torch.zeros(1))})
+    return f"writing {folder / 'worker.safetensors'}:  75%"
+
+
+@pytest.mark.parametrize("work", [train_a_tokenizer, cluster, write_tensors])
+def test_long_work_has_a_bar(monkeypatch, tmp_path, work):
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "tqdm", lambda items, **how: tqdm(items, **how | {"delay": 0, "mininterval": 0}))
+    assert work(tmp_path) in stream.getvalue()

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from utils.progress import progress_bar
+
 # The format's names, the widest types first: in this order every tensor is aligned.
 _TYPES = {
     torch.int64: "I64",
@@ -58,6 +60,8 @@ def write_parts(path: Path, parts: Mapping[str, FilePart], with_header: bool = T
     """
     header, starts, size = _layout(parts)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+    own_bytes = sum(part.values.nbytes for part in parts.values())
+    bar = progress_bar(desc=f"writing {path}", total=own_bytes, unit="B", unit_scale=True, leave=False, delay=1)
     try:
         os.ftruncate(handle, size)  # no change where it has this size already
         if with_header:
@@ -67,8 +71,10 @@ def write_parts(path: Path, parts: Mapping[str, FilePart], with_header: bool = T
             for position, own in parts[name].pieces:
                 piece = values[own].cpu().contiguous().view(torch.uint8)
                 _write_at(handle, memoryview(piece.numpy()), start + position * values.element_size())
+                bar.update(piece.nbytes)
         os.fsync(handle)
     finally:
+        bar.close()
         os.close(handle)
 
 
