@@ -84,6 +84,7 @@ def train(options: argparse.Namespace, resume: str | None = None) -> dict:
         max_steps=options.steps,
         use_cpu=True,  # on a GPU the model must be there before the worker is made
         max_grad_norm=0.0,  # the worker clips
+        gradient_accumulation_steps=1,  # and accumulates
         warmup_steps=10,
         logging_steps=10,
         save_steps=10,  # at the end of a round
