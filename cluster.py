@@ -40,6 +40,7 @@ from utils.checkpoint.tensor_file import FilePart
 from utils.config.schema import Config
 from utils.distributed.processes import Processes, join_processes
 from utils.distributed.signals import StopRequest
+from utils.text import counted
 
 
 class LocalEvaluation(NamedTuple):
@@ -228,7 +229,8 @@ class Cluster:
         if plan != self.plan:
             observer.note(
                 f"objective time: from round {self.counters.outer_steps + 1} on {self.config.distributed_algo}, "
-                f"{plan.workers} workers, a batch of {plan.batch}, {plan.inner_steps} inner steps; measured noise "
+                f"{counted(plan.workers, 'worker')}, a batch of {plan.batch}, "
+                f"{counted(plan.inner_steps, 'inner step')}; measured noise "
                 f"scale: {trainer.batch_control.noise_scale or 'none yet'}"
             )
         self.plan = plan

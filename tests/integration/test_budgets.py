@@ -341,7 +341,7 @@ def test_a_run_that_makes_the_most_of_its_time_leaves_nodes_idle_on_a_slow_link(
     assert cluster.counters.communications == cluster.counters.bytes_redistributed == 0
     assert 400.0 <= cluster.counters.simulated_seconds < 404.0  # steps of 8 examples
     assert recorder.notes == [
-        "objective time: from round 1 on DiLoCo, 1 workers, a batch of 8, 3 inner steps; measured noise scale: none yet"
+        "objective time: from round 1 on DiLoCo, 1 worker, a batch of 8, 3 inner steps; measured noise scale: none yet"
     ]
 
 
