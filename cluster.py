@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from algorithms.nodes.distribution import distribute_nodes
-from algorithms.nodes.policies import MERGE_POLICIES, MergePlan
+from algorithms.nodes.policies import MERGE_POLICIES, Merge
 from algorithms.nodes.traffic import merge_exchange, redistribution_exchange, synchronisation_exchange
 from algorithms.schedule.controller import RoundPlan
 from algorithms.schedule.limits import RoundSchedule, RunCounters
@@ -66,8 +66,8 @@ class Cluster:
         processes: None: join those that the environment names, or be the only one.
 
     Attributes:
-        stopped: True if the run was asked to stop before its end.
-        plan: of the present round, in a run with `objective: time`.
+        interrupted: True if the run was asked to stop before its end.
+        round_plan: of the present round, in a run with `objective: time`.
 
     Raises:
         ConfigError: the config does not fit the data, the model or the machine.
@@ -78,7 +78,7 @@ class Cluster:
         self.processes = processes or join_processes(config)
         self.counters = RunCounters()
         self.merges = 0
-        self.stopped = False
+        self.interrupted = False
         self.warnings: list[str] = []
         self.pool = NodePool(self.processes.devices, config)
         self.models = DeviceModels(config, data, self.processes)
@@ -87,7 +87,7 @@ class Cluster:
         if config.objective == "time":
             config = with_best_method(config, self.models.first, self.pool.fastest(0.0), len(data.train))
         self.config = config
-        self.plan: RoundPlan | None = None
+        self.round_plan: RoundPlan | None = None
         self.validation = Validation(data, self.models, config.eval_batch_size)
         self.metric = self.validation.metric
         self.scheduler = RoundScheduler(config, len(data.train), self.pool)
@@ -128,8 +128,8 @@ class Cluster:
 
         Args:
             folder: the run folder, for checkpoints and models on the way; None: nothing is written.
-            stop: asks the run to end after the current round with a checkpoint. Then `stopped` is true, and nothing is
-                evaluated.
+            stop: asks the run to end after the current round with a checkpoint. Then `interrupted` is true, and nothing
+                is evaluated.
 
         Raises:
             StoppedInRoundError: the round took too long to end after `stop` was requested; no checkpoint is written.
@@ -139,16 +139,16 @@ class Cluster:
         with explain_training_errors():
             self._start(observer)
             result = None
-            while not self.finished and not self.stopped:
+            while not self.finished and not self.interrupted:
                 try:
                     result = self.run_round(observer, checkpoint_policy)
                 except NoNodeLeftError:
                     checkpoint_policy.save_checkpoint()
                     raise
                 observer.on_round(self, result)
-                self.stopped = checkpoint_policy.decision.stop
+                self.interrupted = checkpoint_policy.decision.stop
                 checkpoint_policy.after_round()
-            if self.stopped:
+            if self.interrupted:
                 return {}
             if result is None or not result.evaluations:
                 return self.evaluate()
@@ -176,7 +176,7 @@ class Cluster:
             self._plan_round(observer)
         self.assign_nodes()
         splits = self._split_work()
-        planned = self.plan and self.plan.inner_steps
+        planned = self.round_plan and self.round_plan.inner_steps
         trainers = self.trainers.values()
         schedule = self.scheduler.next_round(self.counters, trainers, splits.values(), observer.warn, planned)
         round_number = self.counters.outer_steps + 1
@@ -226,14 +226,14 @@ class Cluster:
             return  # `assign_nodes` raises
         plan = plan_round(self.config, trainer, nodes, self.counters.simulated_seconds, progress)
         trainer.batch_control.requested_batch = plan.batch
-        if plan != self.plan:
+        if plan != self.round_plan:
             observer.note(
                 f"objective time: from round {self.counters.outer_steps + 1} on {self.config.distributed_algo}, "
                 f"{counted(plan.workers, 'worker')}, a batch of {plan.batch}, "
                 f"{counted(plan.inner_steps, 'inner step')}; measured noise "
                 f"scale: {trainer.batch_control.noise_scale or 'none yet'}"
             )
-        self.plan = plan
+        self.round_plan = plan
 
     def assign_nodes(self) -> None:
         """Give every trainer its nodes, in proportion to the requested batches; the bytes are counted."""
@@ -252,7 +252,7 @@ class Cluster:
             raise NoNodeLeftError("no node is left to train on: all of them failed")
         smallest_worker_batch = self.config.smallest_worker_batch
         if self.config.objective == "time":  # the plan says how many, and the run begins with all
-            most = self.plan.workers if self.plan else None
+            most = self.round_plan.workers if self.round_plan else None
             nodes = [node.id for node in self.pool.fastest(progress)[:most]]
             smallest_worker_batch = None
         present = {number: [node.id for node in trainer.nodes] for number, trainer in trainers.items()}
@@ -330,23 +330,23 @@ class Cluster:
         self.pool.update([worker for report in reports.values() for worker in report.workers.values()])
         return reports
 
-    def _merge(self) -> MergePlan:
+    def _merge(self) -> Merge:
         """Merge the trainers that the policy picks into their representative; communications and bytes are counted."""
         policy = self.config.merging_policy
-        plan = MERGE_POLICIES[policy](self._requests, self.config.merge_count)
-        problem = plan.problem(self.trainers)
+        merge = MERGE_POLICIES[policy](self._requests, self.config.merge_count)
+        problem = merge.problem(self.trainers)
         if problem is not None:
             raise TrainingError(f"merging_policy: {policy} {problem}")
-        others = [self.trainers.pop(trainer) for trainer in plan.weights if trainer != plan.representative]
-        representative = self.trainers[plan.representative]
-        sent = representative.absorb(others, plan.weights)
+        others = [self.trainers.pop(trainer) for trainer in merge.weights if trainer != merge.representative]
+        representative = self.trainers[merge.representative]
+        sent = representative.absorb(others, merge.weights)
         self.counters.bytes_merged += sent
         self.counters.communications += 1
         exchange = merge_exchange(len(others), len(representative.nodes), sent)
         self.scheduler.count_link_seconds(self.counters, exchange)
         self.scheduler.count_merge(self.counters, len(others), representative.id, sent)
         self.merges += 1
-        return plan
+        return merge
 
     # Evaluation
 

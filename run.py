@@ -382,7 +382,7 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
         with StopRequest(speaks=processes.is_main) as stop:
             evaluations = cluster.train(recorder, folder, stop)
         models = cluster.save_models(models_folder, recorder)
-        if cluster.stopped:
+        if cluster.interrupted:
             status = "interrupted"
             code = interrupted
         else:

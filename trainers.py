@@ -21,10 +21,10 @@ from fabrics.training.method_config import check_method
 from fabrics.training.optimizers import base_learning_rate, learning_rate_schedule
 from fabrics.training.outer_round import OuterRound
 from fabrics.training.statistics import (
-    StatisticsPlan,
+    Measurement,
     batch_control,
     compare_workers,
-    plan_statistics,
+    measurement_of,
     samples_for_test,
 )
 from fabrics.training.work_split import WorkSplit, draw_participants
@@ -141,17 +141,17 @@ class Trainer:
         if not self.workers:
             return None
         started = time.perf_counter()
-        statistics_plan = self._plan_statistics(split)
+        measurement = self._measurement(split)
         assignments = self.assignments(split, schedule)
         outer_round = OuterRound(self._config, worker_group, split, self._round_key, assignments, on_step)
         outer_round.run()
         records = outer_round.records()
         # Only those of this process, for the evaluation; all are known in `end_round`.
-        worker_group.lost = frozenset(index for index, record in records.items() if record.left_out)
+        worker_group.to_restart = frozenset(index for index, record in records.items() if record.left_out)
         vectors = {index: loop.vector for index, loop in outer_round.loops.items()}
-        records = compare_workers(worker_group, statistics_plan, records, vectors)
+        records = compare_workers(worker_group, measurement, records, vectors)
         worker_count = len(split.participants)
-        sent = statistics_plan.sent_bytes(worker_count, worker_group.parameter_count, worker_group.dtype)
+        sent = measurement.sent_bytes(worker_count, worker_group.parameter_count, worker_group.dtype)
         if sent:
             sent_each = sent / worker_count
             outer_round.events.append(Event("statistics", schedule.inner_steps, sent_each, sent_each))
@@ -210,10 +210,10 @@ class Trainer:
         base = base_learning_rate(self._config)
         base *= self.batch_control.learning_rate_factor(schedule.progress_before)
         learning_rates = [base * factor for factor in factors]
-        return split.assignments(learning_rates, self._round_key, self._plan_statistics(split))
+        return split.assignments(learning_rates, self._round_key, self._measurement(split))
 
-    def _plan_statistics(self, split: WorkSplit) -> StatisticsPlan:
-        return plan_statistics(self._config, len(split.participants), self.batch_control.measures(self.rounds + 1))
+    def _measurement(self, split: WorkSplit) -> Measurement:
+        return measurement_of(self._config, len(split.participants), self.batch_control.measures(self.rounds + 1))
 
     @property
     def _round_key(self) -> RoundKey:

@@ -38,7 +38,7 @@ from fabrics.data.sampler import DataCursor, Subsets
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import clip
 from fabrics.training.method_config import method_of
-from fabrics.training.statistics import batch_control, compare_workers, plan_statistics, samples_for_test
+from fabrics.training.statistics import batch_control, compare_workers, measurement_of, samples_for_test
 from fabrics.training.worker import WorkerRound, personal_tensors
 from utils.config.reading import Checks, parse_config
 from utils.config.schema import Config, ConfigError
@@ -317,22 +317,22 @@ class Worker:
         self._model.gradient.zero_()
         read = self._cursor.readings(self.workers)[0].places
         plan = current.plan
-        statistics_plan = plan_statistics(self._config, self.workers, self._control.measures(self.rounds + 1))
-        probed = current.step == 0 and statistics_plan.probed_parts > 0
+        measurement = measurement_of(self._config, self.workers, self._control.measures(self.rounds + 1))
+        probed = current.step == 0 and measurement.probed_parts > 0
         sample = min(self._config.statistics_batch_size, examples // self.workers)
         if probed and plan.effective_batch < sample:
             own = only_gradient_accumulation(sample, self._config.max_batch_size)
             offset = self._config.number_of_inner_steps_between_outers * current.batch + self.index * sample
-            yield from self._pass(in_parts(own, statistics_plan.probed_parts), read(offset, sample), True)
-            self._take_statistics(statistics_plan.compared, sample)
+            yield from self._pass(in_parts(own, measurement.probed_parts), read(offset, sample), True)
+            self._take_statistics(measurement.compared, sample)
             self._model.gradient.zero_()
             self._version = None
         examples_of_step = read(current.offsets[current.step], plan.effective_batch)
         probed = probed and plan.effective_batch > 1
-        parts = in_parts(plan, statistics_plan.probed_parts) if probed else plan
+        parts = in_parts(plan, measurement.probed_parts) if probed else plan
         yield from self._pass(parts, examples_of_step, probed)
         if current.step == 0:
-            self._take_statistics(statistics_plan.compared, plan.effective_batch)
+            self._take_statistics(measurement.compared, plan.effective_batch)
         current.ready = True
 
     def _pass(self, plan: ExecutionPlan, indices: np.ndarray, probed: bool) -> Iterator[np.ndarray]:
@@ -543,12 +543,12 @@ class Worker:
         """Count what was sent, and ask the batch test for the next request."""
         current = self._round
         own = WorkerRound(self.index, current.plan, [], [], current.samples, 0.0, self._config.max_batch_size)
-        statistics_plan = plan_statistics(self._config, self.workers, self._control.measures(self.rounds + 1))
-        record = compare_workers(self._group_links(), statistics_plan, {self.index: own}, {self.index: current.vector})[
+        measurement = measurement_of(self._config, self.workers, self._control.measures(self.rounds + 1))
+        record = compare_workers(self._group_links(), measurement, {self.index: own}, {self.index: current.vector})[
             self.index
         ]
-        if statistics_plan.compared != "nothing" and self.workers > 1:
-            sent = statistics_plan.sent_bytes(self.workers, self._model.parameter_count, self._model.parameters.dtype)
+        if measurement.compared != "nothing" and self.workers > 1:
+            sent = measurement.sent_bytes(self.workers, self._model.parameter_count, self._model.parameters.dtype)
             self.bytes_communicated += sent
         records = self._gather(record)
         samples, between, warning = samples_for_test(self._config, dict(enumerate(records)))

@@ -7,8 +7,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from algorithms.batch.batch_control import ESTIMATORS
-from algorithms.batch.calc_batch import BATCH_TESTS, NEED_INNER_PRODUCTS
+from algorithms.batch.calc_batch import BATCH_TESTS, ESTIMATORS, NEED_INNER_PRODUCTS
 from algorithms.batch.switch_mode import SWITCH_MODES
 from algorithms.nodes.policies import MERGE_POLICIES
 from algorithms.schedule.controller import METHOD_APART

@@ -8,7 +8,7 @@ from algorithms.registry import Registry
 
 
 @dataclass(frozen=True)
-class MergePlan:
+class Merge:
     """A merge of several trainers into one.
 
     weights: trainer id -> weight in the average, in proportion to the requested batches; they sum to 1.
@@ -31,26 +31,26 @@ class MergePlan:
         return None
 
 
-def _plan(requests: Mapping[int, int], chosen: list[int]) -> MergePlan:
+def _merge(requests: Mapping[int, int], chosen: list[int]) -> Merge:
     representative = min(chosen, key=lambda trainer: (-requests[trainer], trainer))
     total = sum(requests[trainer] for trainer in chosen)
-    return MergePlan(representative, {trainer: requests[trainer] / total for trainer in sorted(chosen)})
+    return Merge(representative, {trainer: requests[trainer] / total for trainer in sorted(chosen)})
 
 
-def worst_with_worst(requests: Mapping[int, int], count: int = 2) -> MergePlan:
+def worst_with_worst(requests: Mapping[int, int], count: int = 2) -> Merge:
     """Merge the `count` trainers with the smallest requests (the paper's policy).
 
     count: trainers that become one; all of them if fewer live. Ties go to the smaller id.
     """
     ranked = sorted(requests, key=lambda trainer: (requests[trainer], trainer))
-    return _plan(requests, ranked[:count])
+    return _merge(requests, ranked[:count])
 
 
-def best_with_worst(requests: Mapping[int, int], count: int = 2) -> MergePlan:
+def best_with_worst(requests: Mapping[int, int], count: int = 2) -> Merge:
     """Merge the trainer with the largest request with the `count - 1` smallest; see `worst_with_worst`."""
     best = min(requests, key=lambda trainer: (-requests[trainer], trainer))
     others = sorted((t for t in requests if t != best), key=lambda trainer: (requests[trainer], trainer))
-    return _plan(requests, [best, *others[: count - 1]])
+    return _merge(requests, [best, *others[: count - 1]])
 
 
 MERGE_POLICIES = Registry({"worst_with_worst": worst_with_worst, "best_with_worst": best_with_worst})

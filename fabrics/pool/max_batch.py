@@ -19,7 +19,7 @@ from algorithms.batch.per_example import UnsupportedModuleError
 from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
 from fabrics.data.examples import Examples
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.forward_backward import backward, probed_backward
+from fabrics.training.inner_loop import backward, probed_backward
 from fabrics.training.method_config import method_of
 from fabrics.training.statistics import probes_examples
 from fabrics.training.worker import TrainingError

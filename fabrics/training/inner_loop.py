@@ -13,10 +13,11 @@ from functools import partial
 import numpy as np
 import torch
 
-from algorithms.batch.per_example import PerExampleProbe
+from algorithms.batch.per_example import PerExampleProbe, compared_micro_batches
 from algorithms.batch.switch_mode import ExecutionPlan, in_parts, only_gradient_accumulation
+from fabrics.data.examples import Examples
+from fabrics.models.attention import unmasked
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.forward_backward import accumulate_gradients
 from fabrics.training.worker import Assignment, NodeFailedError, TrainingError, Worker, WorkerRound
 from utils.distributed.devices import wait_for
 
@@ -26,6 +27,60 @@ def clip(model: FlatModel, gradient: torch.Tensor, largest: float | None) -> Non
     if largest is not None:
         norm = model.norm(gradient)
         gradient.mul_((largest / (norm + 1e-6)).clamp(max=1.0))
+
+
+def accumulate_gradients(
+    model: FlatModel, examples: Examples, plan: ExecutionPlan, indices: np.ndarray, probe: bool
+) -> tuple[torch.Tensor, list[PerExampleProbe]]:
+    """Add the gradient of the mean loss of these examples, computed in the plan's micro-batches.
+
+    Args:
+        probe: take per-example statistics. The gradient must be zero before.
+
+    Returns:
+        The mean loss, and with `probe` the probe of every micro-batch.
+    """
+    total = 0.0
+    probes = []
+    start = 0
+    with_products = compared_micro_batches(plan.micro_batches)
+    for number, size in enumerate(plan.micro_batches):
+        micro_batch = indices[start : start + size]
+        weight = size / plan.effective_batch
+        if probe:
+            with model.probe(size, products=number in with_products) as micro_batch_probe:
+                total = total + backward(model, examples, micro_batch, weight, hooked=True)
+            probes.append(micro_batch_probe)
+        else:
+            total = total + backward(model, examples, micro_batch, weight)
+        start += size
+    return total, probes
+
+
+def backward(
+    model: FlatModel, examples: Examples, indices: np.ndarray, weight: float = 1.0, hooked: bool = False
+) -> torch.Tensor:
+    """Add the gradient of `weight` times the mean loss of these examples; return that product, detached.
+
+    Devices that share the model divide the examples, and the loss.
+
+    hooked: the module's layers have hooks, which a compiled module would skip.
+    """
+    own, share = model.local_slice(len(indices))
+    batch = examples.batch(indices[own], model.device)
+    labels = batch.pop("labels")
+    with unmasked(model.module, batch):
+        loss = model.example_losses(batch, labels, hooked).mean() * (weight * share)
+        with model.shard_group.explaining():
+            loss.backward()
+    return loss.detach()
+
+
+def probed_backward(model: FlatModel, examples: Examples, indices: np.ndarray) -> tuple[torch.Tensor, PerExampleProbe]:
+    """Add the gradient of the mean loss of these examples; return the loss, and their probe."""
+    with model.probe(len(indices), products=True) as probe:
+        loss = backward(model, examples, indices, hooked=True)
+    return loss, probe
 
 
 class InnerLoop:
@@ -65,7 +120,7 @@ class InnerLoop:
         self._seconds = 0.0
         self._first_step_seconds = 0.0
         # Model-sized memory is allocated before the steps, which may use all that is left.
-        compares_gradients = assignment.statistics_plan.compared == "gradient"
+        compares_gradients = assignment.measurement.compared == "gradient"
         self._vector_memory = torch.empty_like(self._model.gradient) if compares_gradients else None
         steps = len(assignment.active_steps)
         self._losses = torch.zeros(steps, dtype=self._model.parameters.dtype, device=self._model.device)
@@ -104,7 +159,7 @@ class InnerLoop:
         """Make one inner step: the gradient over all micro-batches, its statistics in the first step, the update."""
         assignment = self._assignment
         # Workers with a shared start have the same parameters in the first step only. One example has no variance.
-        probe = self.done == 0 and assignment.statistics_plan.probed_parts > 0 and self._plan.effective_batch > 1
+        probe = self.done == 0 and assignment.measurement.probed_parts > 0 and self._plan.effective_batch > 1
         indices = assignment.read(assignment.offsets[self.done], self._plan.effective_batch)
         self._plan, loss, probes = self._accumulate(self._plan, indices, probe)
         self._losses[self.done] = loss
@@ -124,7 +179,7 @@ class InnerLoop:
         """Add the gradient of these examples to the model's; return the plan that fitted, the mean loss, and probes."""
         assignment = self._assignment
         while True:
-            parts = in_parts(plan, assignment.statistics_plan.probed_parts) if probe else plan
+            parts = in_parts(plan, assignment.measurement.probed_parts) if probe else plan
             work = partial(accumulate_gradients, self._model, assignment.examples, parts, indices, probe)
             result = self._model.attempt(work)
             if result is not None:
@@ -146,7 +201,7 @@ class InnerLoop:
 
     def _needs_probe_batch(self) -> bool:
         few = self._plan.effective_batch < self.worker.config.statistics_batch_size
-        return few and self._assignment.statistics_plan.probed_parts > 0 and not self._model.compares_devices
+        return few and self._assignment.measurement.probed_parts > 0 and not self._model.compares_devices
 
     def _take_probe_batch(self) -> None:
         """Take statistics of the trainer's next examples, without training on them or moving on."""
@@ -168,9 +223,9 @@ class InnerLoop:
     def _compared_vector(self, examples: int) -> torch.Tensor | None:
         """Return the sum of the gradients of these examples, whose mean the model has, or its sketch."""
         gradient = self._model.gradient
-        if self._assignment.statistics_plan.compared == "gradient":
+        if self._assignment.measurement.compared == "gradient":
             return torch.mul(gradient, examples, out=self._vector_memory)
-        if self._assignment.statistics_plan.compared == "sketch":
+        if self._assignment.measurement.compared == "sketch":
             return self._model.sketch(gradient, self._assignment.key.round) * examples
         return None
 

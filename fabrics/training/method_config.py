@@ -5,7 +5,7 @@ from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
 from algorithms.synchronisation.method import taken_names
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.optimizers import inner_optimizer_of
-from fabrics.training.statistics import plan_statistics
+from fabrics.training.statistics import measurement_of
 from utils.config.reading import with_parameters
 from utils.config.schema import Config, ConfigError
 
@@ -34,7 +34,7 @@ def round_bytes(config: Config, method: Method, model: FlatModel, workers: int, 
     mean = encoding.reduction_bytes(workers, elements, dtype)
     message = encoding.sent_bytes(elements, dtype)
     exchanged = method.capabilities.bytes_per_round(workers, mean, message, model.blocks, dtype)
-    return round(exchanged) + plan_statistics(config, workers, measures).sent_bytes(workers, elements, dtype)
+    return round(exchanged) + measurement_of(config, workers, measures).sent_bytes(workers, elements, dtype)
 
 
 def check_state(config: Config, model: FlatModel) -> None:

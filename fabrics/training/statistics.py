@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from algorithms.batch.batch_control import BatchControl, BatchControlSettings
-from algorithms.batch.calc_batch import BATCH_TESTS, NEED_INNER_PRODUCTS, BatchTestParameters
+from algorithms.batch.calc_batch import (
+    BATCH_TESTS,
+    NEED_INNER_PRODUCTS,
+    BatchControl,
+    BatchControlSettings,
+    BatchTestParameters,
+)
 from algorithms.batch.gradient_statistics import (
     MINIMUM_WORKERS,
     SampleEstimate,
@@ -64,7 +69,7 @@ def batch_control(config: Config) -> BatchControl:
 
 
 @dataclass(frozen=True)
-class StatisticsPlan:
+class Measurement:
     """The statistics that a round takes at its first inner step.
 
     Attributes:
@@ -86,17 +91,17 @@ def probes_examples(config: Config) -> bool:
     return BATCH_TESTS[config.sampling_method] is not None and config.statistics_estimator == "per_example"
 
 
-def plan_statistics(config: Config, worker_count: int, measures: bool) -> StatisticsPlan:
+def measurement_of(config: Config, worker_count: int, measures: bool) -> Measurement:
     """Return the statistics of a round with this number of workers; measures: whether it takes any."""
     if not measures:
-        return StatisticsPlan()
+        return Measurement()
     if config.compares_devices:
-        return StatisticsPlan(probed_parts=1)
+        return Measurement(probed_parts=1)
     if config.compares_workers:
-        return StatisticsPlan(compared="gradient" if worker_count > 1 else "nothing")
+        return Measurement(compared="gradient" if worker_count > 1 else "nothing")
     # Workers that start from different parameters differ by more than noise.
     start_together = METHODS[config.distributed_algo]().keeps == "shared" and not config.message_loss
-    return StatisticsPlan(
+    return Measurement(
         probed_parts=2 if config.sampling_method in NEED_INNER_PRODUCTS else 1,
         compared="sketch" if start_together and worker_count >= MINIMUM_WORKERS else "nothing",
     )
@@ -104,7 +109,7 @@ def plan_statistics(config: Config, worker_count: int, measures: bool) -> Statis
 
 def compare_workers(
     group: "WorkerGroup",
-    plan: StatisticsPlan,
+    measurement: Measurement,
     records: Mapping[int, "WorkerRound"],
     vectors: Mapping[int, torch.Tensor | None],
 ) -> dict[int, "WorkerRound"]:
@@ -114,17 +119,17 @@ def compare_workers(
         records: of the local workers, by number. Workers that are left out of the round are not compared.
         vectors: gradient or sketch of each local worker, flat.
     """
-    if plan.compared == "nothing":
+    if measurement.compared == "nothing":
         return dict(records)
     parameters = group.shared["parameters"]
-    like = parameters if plan.compared == "gradient" else parameters.new_zeros(SKETCH_SIZE)
+    like = parameters if measurement.compared == "gradient" else parameters.new_zeros(SKETCH_SIZE)
     incoming = group.mean(like)
     present = [index for index, record in sorted(records.items()) if not record.left_out and vectors[index] is not None]
     for index in present:
         incoming.add(index, PLAIN.encode(vectors[index]))
     mean, _ = incoming.result()
     # A device that shares the model has a part of the gradient, but the whole sketch.
-    total = group.first_model.shard_group.sum if plan.compared == "gradient" else None
+    total = group.first_model.shard_group.sum if measurement.compared == "gradient" else None
     compared = dict(records)
     for index in present:
         moments = gradient_moments(vectors[index].to(mean.device), mean, total)

@@ -13,7 +13,7 @@ from algorithms.batch.switch_mode import execution_plans
 from algorithms.nodes.balance import slice_offsets, steps_each
 from fabrics.data.examples import Examples
 from fabrics.data.sampler import Reading, tokens_ahead
-from fabrics.training.statistics import StatisticsPlan
+from fabrics.training.statistics import Measurement
 from fabrics.training.worker import Assignment, Node, RoundKey
 from utils.config.schema import Config
 
@@ -162,7 +162,7 @@ class WorkSplit:
         return tokens_ahead(self._readings, self.examples_each(inner_steps), self._examples)
 
     def assignments(
-        self, learning_rates: Sequence[float], key: RoundKey, statistics_plan: StatisticsPlan
+        self, learning_rates: Sequence[float], key: RoundKey, measurement: Measurement
     ) -> dict[int, Assignment]:
         """Return each participant's part of the round; learning_rates: of every inner step."""
         inner_steps = len(learning_rates)
@@ -185,6 +185,6 @@ class WorkSplit:
                     offsets=own_offsets,
                     probe=partial(_probe_batch, reading, end, worker, size),
                     key=key._replace(worker=worker),
-                    statistics_plan=statistics_plan,
+                    measurement=measurement,
                 )
         return dict(sorted(found.items()))

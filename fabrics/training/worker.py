@@ -20,7 +20,7 @@ from algorithms.synchronisation.method import COPY, ERROR
 from fabrics.data.examples import Examples
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.optimizers import WorkerOptimizer, inner_optimizer_name
-from fabrics.training.statistics import StatisticsPlan
+from fabrics.training.statistics import Measurement
 from utils.config.schema import Config, ConfigError
 
 
@@ -63,7 +63,7 @@ class Assignment:
         read: from (offset, count) to the indices of the trainer's next examples; offset 0 is the start of the round.
         offsets: where the worker's examples of each active step begin.
         probe: draws the indices of the probe batch, for statistics when an inner step has too few examples.
-        statistics_plan: what the first inner step takes, where workers with a shared start have the same parameters.
+        measurement: what the first inner step takes, where workers with a shared start have the same parameters.
     """
 
     plan: ExecutionPlan
@@ -74,7 +74,7 @@ class Assignment:
     offsets: Sequence[int]
     probe: Callable[[], np.ndarray]
     key: RoundKey
-    statistics_plan: StatisticsPlan
+    measurement: Measurement
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class WorkerGroup:
         local: the workers of this process, by number.
         shared: the trainer's tensors by name, "parameters" among them; None in a process without a worker.
         values: the method's plain numbers, the same in every process.
-        lost: numbers of the workers whose state is lost, until nodes are assigned again.
+        to_restart: numbers of the workers whose state is lost, which start anew when nodes are assigned again.
         merged_tensors: names of the tensors that a merge averages; the others start anew.
         parameter_bytes: of one model, without the gaps of flat tensors.
         sizes: bytes of the state that moves with nodes, without gaps.
@@ -54,7 +54,7 @@ class WorkerGroup:
         self.nodes: tuple[Node, ...] = ()
         self.local: dict[int, Worker] = {}
         self.values: dict[str, float] = {}
-        self.lost: frozenset[int] = frozenset()
+        self.to_restart: frozenset[int] = frozenset()
         self.first_model = next(iter(models.values()))
         self.method = method_of(config, self.first_model)
         self.dtype = self.first_model.parameters.dtype
@@ -117,12 +117,12 @@ class WorkerGroup:
         before = [node.id for node in self.nodes]
         after = [node.id for node in nodes]
         sent = 0
-        if self.lost or 0 < len(before) != len(after):  # new workers start from the trainer's parameters
+        if self.to_restart or 0 < len(before) != len(after):  # new workers start from the trainer's parameters
             sent += self._settle(some_end=len(after) < len(before))
-        if self.lost or before != after:
+        if self.to_restart or before != after:
             sent += self._move_workers(before, after, nodes)
         self.nodes = nodes
-        self.lost = frozenset()
+        self.to_restart = frozenset()
         for index, worker in self.local.items():
             worker.node = nodes[index]
         returning = self._resting & {after[worker] for worker in participants}
@@ -138,12 +138,12 @@ class WorkerGroup:
         self.local = {}
         for index, node in enumerate(nodes):
             if self._processes.owns(node.id):
-                worker = None if index in self.lost else old_workers.get(index)
+                worker = None if index in self.to_restart else old_workers.get(index)
                 if worker is None or worker.node.device != node.device:
                     worker = Worker(node, self._models[node.device], self._config, self.method)
                     worker.load_state_dict({COPY: self.shared["parameters"]})
                 self.local[index] = worker
-        moves = hand_overs(before, after, self.lost)
+        moves = hand_overs(before, after, self.to_restart)
         for move in moves:
             self._hand_over(move, old_workers.get(move.worker))
         if len(after) < len(before) and (self.method.keeps == "replica" or self.method.capabilities.averages_copies):
@@ -250,9 +250,9 @@ class WorkerGroup:
     def end_round(self, workers: Mapping[int, WorkerRound], values: dict[str, float]) -> None:
         """Take over what all processes know after a round: the participants' reports, and the method's values."""
         self.values = values
-        self.lost = frozenset(index for index, worker in workers.items() if worker.left_out)
-        if self.lost:
-            self.method.restarted(self.values, self.lost)
+        self.to_restart = frozenset(index for index, worker in workers.items() if worker.left_out)
+        if self.to_restart:
+            self.method.restarted(self.values, self.to_restart)
         self._resting = frozenset(node.id for index, node in enumerate(self.nodes) if index not in workers)
 
     # Copies: parameters of the workers' own, whose mean is the trainer's
@@ -267,7 +267,7 @@ class WorkerGroup:
             return
         # An anchor outlives its worker's failure. A replica is as it was when its worker was last healthy, and counts
         # only if no worker is healthy. During a round each process knows the lost workers of its own only.
-        lost = self.lost if self.method.keeps == "replica" else frozenset()
+        lost = self.to_restart if self.method.keeps == "replica" else frozenset()
         mean, count = self._mean_of_copies(lost)
         if lost and not count:
             mean, count = self._mean_of_copies(frozenset())
@@ -302,7 +302,7 @@ class WorkerGroup:
     def _send_the_rest(self) -> int:
         working = [weight for weight in self._weights if weight]
         typical = sum(working) / max(len(working), 1)  # for workers that rested
-        weights = [0.0 if index in self.lost else weight or typical for index, weight in enumerate(self._weights)]
+        weights = [0.0 if index in self.to_restart else weight or typical for index, weight in enumerate(self._weights)]
         if not any(weights):
             return 0
         events: list[Event] = []
@@ -320,7 +320,7 @@ class WorkerGroup:
         group.local_workers = [
             local_worker(index, worker, self.shared["parameters"], self.method)
             for index, worker in self.local.items()
-            if index not in self.lost
+            if index not in self.to_restart
         ]
         self.method.settle(group)
         return round(sum(weight > 0 for weight in weights) * sum(event.bytes_per_worker for event in events))
@@ -368,7 +368,7 @@ class WorkerGroup:
         return {
             "nodes": [node.id for node in self.nodes],
             "values": self.values,
-            "lost": sorted(self.lost),
+            "lost": sorted(self.to_restart),
             "resting": sorted(self._resting),
             "weights": self._weights,
         }
@@ -401,7 +401,7 @@ class WorkerGroup:
         lost = frozenset(state["lost"])
         healthy = [index for index in range(before) if index not in lost]
         keeps_mean = len(self) < before and self.method.capabilities.averages_copies
-        self.lost = lost & set(range(len(self)))
+        self.to_restart = lost & set(range(len(self)))
         for index, worker in self.local.items():
             if index < before:
                 names = worker.state_dict().keys() - ({COPY} if keeps_mean else set())

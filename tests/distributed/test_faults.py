@@ -11,7 +11,7 @@ from algorithms.batch.per_example import UnsupportedModuleError
 from fabrics.data.examples import PackedSequences
 from fabrics.pool.device_errors import explain_setup_errors
 from fabrics.pool.node_pool import NodePool, NoNodeLeftError
-from fabrics.training import forward_backward, inner_loop
+from fabrics.training import inner_loop
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import InnerLoop
 from fabrics.training.worker import NodeFailedError, TrainingError
@@ -140,7 +140,7 @@ def test_out_of_memory_halves_the_max_batch_and_runs_the_same_examples(monkeypat
     expected = make_trainer(tiny_llama(), config, EXAMPLES, nodes=2, max_batch=8)
     train(expected, 2)
     trainer = make_trainer(tiny_llama(), config, EXAMPLES, nodes=2, max_batch=8)
-    backward, done = forward_backward.backward, []
+    backward, done = inner_loop.backward, []
 
     def limited(working, examples, indices, weight=1.0, products=True):
         if len(indices) > 2 and len(done) >= at_step:
@@ -151,7 +151,7 @@ def test_out_of_memory_halves_the_max_batch_and_runs_the_same_examples(monkeypat
         done.append(len(indices))
         return loss
 
-    monkeypatch.setattr(forward_backward, "backward", limited)
+    monkeypatch.setattr(inner_loop, "backward", limited)
     (report,) = train(trainer, 1)
     monkeypatch.undo()
     assert report.workers[0].plan.micro_batches == (2, 2, 2, 1)
@@ -166,14 +166,14 @@ def test_out_of_memory_halves_the_max_batch_and_runs_the_same_examples(monkeypat
 
 def test_a_node_out_of_memory_keeps_its_smaller_max_batch(monkeypatch):
     cluster, recorder = light_cluster(number_of_initial_trainers=1, max_batch_size=8, INITIAL_BATCH_SIZE=16), Recorder()
-    original = forward_backward.backward
+    original = inner_loop.backward
 
     def limited(working, examples, indices, weight=1.0, hooked=False):
         if hooked and len(indices) > 2 and cluster.counters.outer_steps == 1:
             raise torch.OutOfMemoryError("injected")
         return original(working, examples, indices, weight, hooked)
 
-    monkeypatch.setattr(forward_backward, "backward", limited)  # in an inner step, and of a sample of its own
+    monkeypatch.setattr(inner_loop, "backward", limited)  # in an inner step, and of a sample of its own
     cluster.train(recorder)
     assert [node.max_batch for node in cluster.nodes] == [2] * 4
     assert {max(worker.plan.micro_batches) for worker in recorder.rounds[2].reports[0].workers.values()} == {2}
@@ -206,7 +206,7 @@ def test_one_example_that_does_not_fit_is_an_error(monkeypatch):
     def full(*arguments):
         raise torch.OutOfMemoryError("injected")
 
-    monkeypatch.setattr(forward_backward, "backward", full)
+    monkeypatch.setattr(inner_loop, "backward", full)
     trainer = make_trainer(tiny_llama(), make_config(sampling_method="none"), EXAMPLES, nodes=1)
     with pytest.raises(TrainingError, match="one example does not fit into the memory of cpu"):
         train(trainer, 1)
@@ -227,7 +227,7 @@ def test_a_layer_without_per_example_gradients_is_a_clear_error(monkeypatch):
 
     values = {"sampling_method": "norm_test", "max_requested_batch": 4}
     cluster = light_cluster(**values)
-    monkeypatch.setattr(forward_backward, "backward", used_twice)
+    monkeypatch.setattr(inner_loop, "backward", used_twice)
     message = "statistics_estimator: gradients do not add up; set statistics_estimator: across_workers"
     with pytest.raises(TrainingError, match=message):
         cluster.train(Recorder())
@@ -289,7 +289,7 @@ def test_a_device_of_a_shard_group_that_fails_ends_the_run_and_is_named(monkeypa
     def broken(*arguments):
         raise NodeFailedError("the driver says so")
 
-    monkeypatch.setattr(forward_backward, "backward", broken)
+    monkeypatch.setattr(inner_loop, "backward", broken)
     monkeypatch.setattr(FlatModel, "shard_group", ShardGroup(size=2, index=1))
     trainer = make_trainer(tiny_llama(), make_config(sampling_method="none"), EXAMPLES, nodes=1)
     with pytest.raises(TrainingError, match="node 0 is lost with device 1 of its shard group, cpu: the driver says so"):

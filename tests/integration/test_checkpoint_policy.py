@@ -75,5 +75,5 @@ def test_a_signal_ends_the_run_after_its_round_with_a_checkpoint(tmp_path):
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else before)
-    assert cluster.stopped
+    assert cluster.interrupted
     assert checkpoints(tmp_path) == ["round_00001"]

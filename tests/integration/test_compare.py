@@ -14,7 +14,7 @@ import yaml
 
 from benchmarks.compare import runs
 from benchmarks.compare.compare import carry_out, main, recorded_outcomes
-from benchmarks.compare.figures import draw_curves, draw_ends
+from benchmarks.compare.report import draw_curves, draw_ends
 from benchmarks.compare.results import Results
 from benchmarks.compare.runs import ComparisonError, Runner
 from benchmarks.compare.spec import ROOT, ComparisonSpec, Run, load_spec, make_run

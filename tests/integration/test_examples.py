@@ -11,7 +11,7 @@ from algorithms.batch.losses import IGNORE_INDEX
 from algorithms.batch.per_example import step_estimate
 from fabrics.data.examples import PackedSequences
 from fabrics.pool.eval_tool import batch_count, begin_batches, combine, evaluate
-from fabrics.training.forward_backward import probed_backward
+from fabrics.training.inner_loop import probed_backward
 from tests.support.helpers import CPU, VOCABULARY, make_config, make_trainer, padded, tiny_bert, tiny_llama, train
 
 

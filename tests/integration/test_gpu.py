@@ -18,8 +18,7 @@ from fabrics.data.examples import PackedSequences
 from fabrics.data.sampler import DataCursor, Subsets
 from fabrics.pool.max_batch import calculate_max_batch
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.forward_backward import backward
-from fabrics.training.inner_loop import InnerLoop
+from fabrics.training.inner_loop import InnerLoop, backward
 from fabrics.training.worker import Node
 from gradient_analysis.gradients import Gradients
 from tests.support.helpers import (

@@ -21,7 +21,7 @@ from fabrics.planning.estimate import Resources, activation_bytes, cast_bytes, e
 from fabrics.pool.max_batch import _measure_cpu
 from fabrics.sharding.layout import gathered_elements
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.forward_backward import backward
+from fabrics.training.inner_loop import backward
 from tests.support import matrix
 from tests.support.helpers import (
     CPU,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from algorithms.batch.switch_mode import ExecutionPlan
-from algorithms.nodes.policies import MERGE_POLICIES, MergePlan
+from algorithms.nodes.policies import MERGE_POLICIES, Merge
 from algorithms.schedule.limits import RoundSchedule
 from cluster import Cluster
 from fabrics.data.examples import PackedSequences
@@ -368,7 +368,7 @@ def test_a_merge_averages_parameters_and_momentum_and_unites_the_data():
 
 
 def test_a_policy_that_merges_a_missing_trainer_is_an_error(monkeypatch):
-    monkeypatch.setitem(MERGE_POLICIES, "own", lambda requests, count: MergePlan(0, {0: 0.5, 7: 0.5}))
+    monkeypatch.setitem(MERGE_POLICIES, "own", lambda requests, count: Merge(0, {0: 0.5, 7: 0.5}))
     cluster = light_cluster(number_of_initial_trainers=2, merge_frequency=1, merging_policy="own")
     with pytest.raises(TrainingError, match="merging_policy: own"):
         cluster.train(Recorder())

@@ -30,8 +30,7 @@ from fabrics.models.attention import (
 from fabrics.models.export import save_model
 from fabrics.pool.eval_tool import begin_batches
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.forward_backward import accumulate_gradients, backward, probed_backward
-from fabrics.training.inner_loop import InnerLoop
+from fabrics.training.inner_loop import InnerLoop, accumulate_gradients, backward, probed_backward
 from tests.support.helpers import (
     CPU,
     make_config,

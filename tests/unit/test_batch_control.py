@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.batch.batch_control import BatchControl, BatchControlSettings
-from algorithms.batch.calc_batch import BATCH_TESTS, BatchTestParameters
+from algorithms.batch.calc_batch import BATCH_TESTS, BatchControl, BatchControlSettings, BatchTestParameters
 from algorithms.batch.gradient_statistics import (
     MINIMUM_WORKERS,
     Comparison,

@@ -2,8 +2,7 @@ import math
 
 import pytest
 
-from algorithms.batch.batch_control import BatchControl, BatchControlSettings
-from algorithms.batch.calc_batch import BatchTestParameters
+from algorithms.batch.calc_batch import BatchControl, BatchControlSettings, BatchTestParameters
 from algorithms.schedule.batch_schedule import BatchSchedule, critical_batch, seesaw, token_thresholds
 from algorithms.schedule.learning_rate import LearningRateSchedule
 

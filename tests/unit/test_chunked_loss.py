@@ -17,7 +17,7 @@ from fabrics.models.attention import ARCHITECTURES
 from fabrics.models.initialisation import recompute_activations
 from fabrics.pool.eval_tool import begin_batches
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.forward_backward import accumulate_gradients
+from fabrics.training.inner_loop import accumulate_gradients
 from tests.support.helpers import (
     CPU,
     VOCABULARY,

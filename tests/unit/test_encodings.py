@@ -8,8 +8,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from algorithms.synchronisation.encodings.encoding import BFLOAT16, INT4, INT8, PLAIN, Integers
-from algorithms.synchronisation.encodings.quantisation import dequantise, pack, packed_bytes, quantise, unpack
+from algorithms.synchronisation.encodings.encoding import (
+    BFLOAT16,
+    INT4,
+    INT8,
+    PLAIN,
+    Integers,
+    dequantise,
+    pack,
+    packed_bytes,
+    quantise,
+    unpack,
+)
 from algorithms.synchronisation.encodings.sparse import Chunks, TopK, largest
 from fabrics.training.worker import ERROR
 from tests.support import oracles

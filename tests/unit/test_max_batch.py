@@ -13,7 +13,7 @@ from fabrics.data.examples import PackedSequences
 from fabrics.pool import max_batch
 from fabrics.pool.max_batch import calculate_max_batch, find_max_batch
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.forward_backward import backward
+from fabrics.training.inner_loop import backward
 from tests.support.helpers import (
     CPU,
     TINY_ARCHITECTURE,

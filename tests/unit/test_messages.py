@@ -13,7 +13,7 @@ from fabrics.data.documents import DatasetError, Skipped
 from fabrics.data.messages import conversations, with_answers
 from fabrics.data.tokenization import train_tokenizer
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.forward_backward import probed_backward
+from fabrics.training.inner_loop import probed_backward
 from tests.support.chat import NUMBERS, assistant, chat_tokenizer, small_talk, user, write_messages
 from tests.support.helpers import CPU, tiny_llama
 from utils.config.reading import parse_config

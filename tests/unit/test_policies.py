@@ -2,7 +2,7 @@
 
 import pytest
 
-from algorithms.nodes.policies import MergePlan, best_with_worst, worst_with_worst
+from algorithms.nodes.policies import Merge, best_with_worst, worst_with_worst
 
 
 @pytest.mark.parametrize(
@@ -36,4 +36,4 @@ def test_merge_policies(policy, requests, count, representative, weights):
     ],
 )
 def test_a_plan_that_is_no_merge_names_the_problem(representative, weights, problem):
-    assert MergePlan(representative, weights).problem([0, 1, 2]) == problem
+    assert Merge(representative, weights).problem([0, 1, 2]) == problem

@@ -10,7 +10,7 @@ from algorithms.batch.switch_mode import ExecutionPlan
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.method import evenly_spread
 from fabrics.data.sampler import DataCursor, Reading, Subsets
-from fabrics.training.statistics import StatisticsPlan
+from fabrics.training.statistics import Measurement
 from fabrics.training.work_split import WorkSplit, draw_participants
 from fabrics.training.worker import Node, RoundKey
 from tests.support.helpers import CPU, Recorder, light_cluster, make_config
@@ -64,7 +64,7 @@ def test_one_unknown_speed_makes_all_nodes_equal():
 def test_workers_read_consecutive_examples_without_gaps(balance, present):
     readings = [Reading(lambda first, count: first + np.arange(count), (0, 1, 2, 3), 1000)]
     split = split_of(present, readings=readings, balance=balance, node_speeds=SPEEDS)
-    found = split.assignments([0.1] * 6, RoundKey(1, 2, 0, 3), StatisticsPlan())
+    found = split.assignments([0.1] * 6, RoundKey(1, 2, 0, 3), Measurement())
     assert tuple(found) == present
     seen = Counter()
     for worker, own in found.items():
@@ -84,7 +84,7 @@ def test_probes_of_several_workers_have_no_example_in_common(examples, each):
     """After one round of 24 examples the next 32 reach into another epoch, which has another order."""
     cursor = DataCursor(Subsets(1, examples), [0])
     split = split_of((0, 1, 2, 3), readings=cursor.readings(4), statistics_batch_size=8)
-    assignments = split.assignments([0.1] * 2, RoundKey(1, 0, 0, 0), StatisticsPlan())
+    assignments = split.assignments([0.1] * 2, RoundKey(1, 0, 0, 0), Measurement())
     probes = [own.probe().tolist() for own in assignments.values()]
     assert [len(set(probe)) for probe in probes] == [each] * 4
     assert len(set().union(*probes)) == 4 * each

@@ -10,7 +10,7 @@ import adloco
 from algorithms.batch.per_example import step_estimate
 from fabrics.data.examples import PackedSequences
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.forward_backward import backward, probed_backward
+from fabrics.training.inner_loop import backward, probed_backward
 from tests.support.helpers import (
     CPU,
     VOCABULARY,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from algorithms.batch.gradient_statistics import GradientStatistics
-from algorithms.nodes.policies import MergePlan
+from algorithms.nodes.policies import Merge
 from algorithms.nodes.traffic import Event
 from algorithms.schedule.limits import RunCounters
 from fabrics.pool.eval_tool import Evaluation
@@ -104,7 +104,7 @@ class ClusterRound:
     progress: float
     reports: dict[int, RoundReport]
     evaluations: dict[int, Evaluation]
-    merge: MergePlan | None
+    merge: Merge | None
     counters: RunCounters
     memory: list[list[Use]]
     merge_bytes: int = 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from algorithms.synchronisation.encodings.quantisation import dequantise, pack, packed_bytes, quantise, unpack
+from algorithms.synchronisation.encodings.encoding import dequantise, pack, packed_bytes, quantise, unpack
 
 PLAIN_BITS = 32  # of a value that is sent as a floating-point number, whatever its type
 
