@@ -10,11 +10,10 @@ def first_line(error: BaseException) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown word: the nearest known word, one that contains it, or nothing."""
+    """Return the end of a message about an unknown word: the nearest known word, one of which it is a part, or nothing."""
     names = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(word.lower(), names, n=1)
-    if not close and len(word) > 2:
-        close = [name for name in names if word.lower() in name]
+    close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.7)
+    close = close or [name for name in names if word.lower() in name.split("_")]
     return f"; did you mean {names[close[0]]}?" if close else ""
 
 

@@ -126,7 +126,7 @@ def test_all_problems_are_reported_at_once_one_line_each():
         "dataset": "python_doc",
         "inner_optimizer": "moun",
     }
-    unknown = {"learnig_rate_for_inner_opt": 1, "eta": 0.5, "seed": 1, "adam_betas": 1}
+    unknown = {"learnig_rate_for_inner_opt": 1, "eta": 0.5, "seed": 1, "lr": 1, "adam_betas": 1}
     found = problems(unknown | {"devices": ["tpu:0"]} | wrong, ["zzzz"])
     others = ["zzzz", *unknown, "devices[0]"]
     assert sorted(keys_of(found)) == sorted([*others, *wrong])
@@ -135,11 +135,13 @@ def test_all_problems_are_reported_at_once_one_line_each():
         "learnig_rate_for_inner_opt": "learning_rate_for_inner_opt",
         "eta": "ETA",
         "seed": "training_seed",
+        "lr": "lr_inner",
         "dataset": "python_docs",
         "inner_optimizer": "muon",
     }
     for name, value in wrong.items():
         assert any(line.startswith(f"{name}: ") and f"got {value!r}" in line for line in found), name
+    assert all(line.count("got ") <= 1 for line in found)
 
 
 TOKENS = {"max_tokens": 10**6, "number_of_outer_steps": None}

@@ -221,6 +221,7 @@ def problem_lines(error: ValidationError, values: Any, known: Collection[str] = 
                 break  # the name of an alternative
             inner = inner.get(part) if isinstance(inner, Mapping) else inner[part]
         reason = problem["msg"].removeprefix("Value error, ").removeprefix("Input ").removeprefix("String ")
+        reason = reason.partition(", got")[0]  # the value follows below
         if problem["type"] == "list_type":
             reason += ", such as [a, b]"
         if problem["type"] == "missing":
