@@ -10,7 +10,7 @@ def first_line(error: BaseException) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown word: the nearest known word, one of which it is a part, or nothing."""
+    """Return the end of a message about an unknown word: a known word that is near, or of which it is a part."""
     names = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.7)
     close = close or [name for name in names if word.lower() in name.split("_")]

@@ -177,6 +177,8 @@ def test_a_model_of_any_architecture_needs_a_name_and_has_its_values(tokenizer):
         build_model("causal_lm", {}, tokenizer, 9, 0)
     with pytest.raises(ConfigError, match=r"model_config\.hidden_size: not an architecture value of this model type"):
         build_model("causal_lm", {"name": "a", "hidden_size": 8}, tokenizer, 9, 0)
+    with pytest.raises(ConfigError, match=r"model_config\.preset: must be null, .* no presets, got 'demo'"):
+        build_model("causal_lm", {"name": "a", "preset": "demo"}, tokenizer, 9, 0)
 
 
 def test_another_family_under_that_name_is_refused(tokenizer, tmp_path):
