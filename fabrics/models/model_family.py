@@ -117,7 +117,7 @@ def _problems(settings: Mapping[str, Any], presets: Collection[str], known: Coll
     elif pretrained and not settings.get("name"):
         problems.append("model_config.name: pretrained: true needs the name of a hub model or a local folder")
     if preset is not None and preset not in presets:
-        choice = f"must be one of {', '.join(presets)}" if presets else "must be null, as this model type has no presets"
+        choice = f"must be one of {', '.join(presets)}" if presets else "must be null: this model type has no presets"
         problems.append(f"model_config.preset: {choice}, got {preset!r}")
     for key, value in architecture_values(settings).items():
         if key not in known:

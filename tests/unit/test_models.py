@@ -177,7 +177,7 @@ def test_a_model_of_any_architecture_needs_a_name_and_has_its_values(tokenizer):
         build_model("causal_lm", {}, tokenizer, 9, 0)
     with pytest.raises(ConfigError, match=r"model_config\.hidden_size: not an architecture value of this model type"):
         build_model("causal_lm", {"name": "a", "hidden_size": 8}, tokenizer, 9, 0)
-    with pytest.raises(ConfigError, match=r"model_config\.preset: must be null, .* no presets, got 'demo'"):
+    with pytest.raises(ConfigError, match=r"model_config\.preset: must be null: .* no presets, got 'demo'"):
         build_model("causal_lm", {"name": "a", "preset": "demo"}, tokenizer, 9, 0)
 
 
