@@ -177,12 +177,6 @@ def test_joining_workers_have_the_shared_parameters_and_their_bytes_are_counted(
     assert all_finite(trainer)
 
 
-@every_method
-def test_the_loss_falls(name):
-    first, *_, last = train(matrix.trainer_of(name, workers=2), 4, matrix.INNER_STEPS)
-    assert last.train_loss < 0.97 * first.train_loss
-
-
 # What holds for every method
 
 

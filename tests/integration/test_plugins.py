@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import re
-import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-import run as program
 from algorithms.batch.calc_batch import BATCH_TESTS, BatchTestParameters
 from algorithms.batch.gradient_statistics import GradientStatistics
 from algorithms.nodes.policies import MERGE_POLICIES
@@ -29,7 +27,6 @@ from fabrics.training.flat_model import FlatModel
 from fabrics.training.optimizers import WorkerOptimizer
 from gradient_analysis.gradient_analysis import AnalysisConfig, resolve_model
 from tests.support.helpers import make_config, tiny_data, warnings_of
-from tests.support.runs import assert_same_run, write_config
 from tests.support.threads import refusals, together
 from training_logs.recording.provenance import Code, Invocations, Origin
 from utils.config import plugins
@@ -481,23 +478,3 @@ def test_the_example_optimizer_is_lion_as_published():
 def test_wrong_parameters_of_an_optimizer_are_refused(values, problem):
     with pytest.raises(ConfigError, match=problem):
         parsed(LION, inner_optimizer="lion", inner_optimizer_config=values)
-
-
-def test_a_resumed_run_with_an_own_optimizer_equals_an_uninterrupted_one(tmp_path, cache_dir):
-    values = {"plugins": [LION], "inner_optimizer": "lion", "inner_optimizer_config": {"weight_decay": 0.2}}
-    config = write_config(
-        tmp_path,
-        cache_dir,
-        number_of_outer_steps=2,
-        number_of_initial_trainers=1,
-        save_weights_every=1,
-        learning_rate_for_inner_opt=1e-3,
-        **values,
-    )
-    assert program.main(["--config", str(config)]) == 0
-    (whole,) = (tmp_path / "logs").iterdir()
-    stopped = tmp_path / whole.name
-    shutil.copytree(whole, stopped)
-    shutil.rmtree(stopped / "checkpoints" / "round_00002")
-    assert program.main(["--resume", str(stopped)]) == 0
-    assert_same_run(stopped, whole)

@@ -11,98 +11,26 @@ import torch.nn.functional as F
 from algorithms.batch.switch_mode import ExecutionPlan
 from algorithms.nodes.policies import MERGE_POLICIES, Merge
 from algorithms.schedule.limits import RoundSchedule
-from cluster import Cluster
 from fabrics.data.examples import PackedSequences
 from fabrics.pool.eval_tool import evaluate
-from fabrics.training.optimizers import inner_optimizer_of
 from fabrics.training.worker import TrainingError
 from tests.support.helpers import (
     CPU,
-    TINY_ARCHITECTURE,
     Recorder,
     bits,
     budget_settings,
     light_cluster,
     make_config,
     make_trainer,
-    parameters_of,
     per_example_statistics,
     random_sequences,
     resumed,
     separable_texts,
     tiny_bert,
-    tiny_data,
     tiny_llama,
     train,
     use_torch_norms,
 )
-
-
-def straightforward_diloco(model, stream, rounds, workers, inner_steps, batch, config, local_sgd=False):
-    """DiLoCo with deep copies and torch.optim alone: the global model after every round.
-
-    stream: example after example, [n, length]; an inner step of all workers takes workers * batch of them.
-    """
-    outer = torch.optim.SGD(
-        model.parameters(),
-        lr=1.0 if local_sgd else config.learning_rate_for_outer_opt,
-        momentum=0.0 if local_sgd else config.outer_momentum,
-        nesterov=not local_sgd,
-    )
-    replicas = [copy.deepcopy(model) for _ in range(workers)]
-    if local_sgd:
-        inner = [torch.optim.SGD(r.parameters(), lr=config.learning_rate_for_inner_opt) for r in replicas]
-    else:
-        inner = [
-            torch.optim.AdamW(
-                r.parameters(),
-                lr=config.learning_rate_for_inner_opt,
-                betas=inner_optimizer_of(config).betas,
-                weight_decay=config.weight_decay,
-            )
-            for r in replicas
-        ]
-    position, history = 0, []
-    for _ in range(rounds):
-        for replica in replicas:
-            replica.load_state_dict(model.state_dict())
-        for _ in range(inner_steps):
-            for replica, optimizer in zip(replicas, inner, strict=True):
-                ids = stream[position : position + batch]
-                position += batch
-                optimizer.zero_grad()
-                logits = replica(input_ids=ids).logits
-                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(replica.parameters(), config.gradient_clipping)
-                optimizer.step()
-        for name, parameter in model.named_parameters():
-            finals = torch.stack([dict(r.named_parameters())[name].detach() for r in replicas])
-            parameter.grad = (parameter.detach() - finals).mean(0)
-        outer.step()
-        history.append({name: p.detach().clone() for name, p in model.named_parameters()})
-    return history
-
-
-@pytest.mark.parametrize(("algorithm", "tied"), [("DiLoCo", True), ("LocalSGD", False)])
-def test_three_rounds_equal_an_independent_implementation(algorithm, tied):
-    config = make_config(
-        distributed_algo=algorithm,
-        INITIAL_BATCH_SIZE=6,
-        sampling_method="none",
-        weight_decay=0.1,
-        gradient_clipping=0.5,
-    )
-    model = tiny_llama(tied=tied)
-    sequences = random_sequences(70)
-    trainer = make_trainer(copy.deepcopy(model), config, PackedSequences(sequences), nodes=2)
-    # 2 workers x 3 examples x 4 steps x 3 rounds = 72 examples of 70: the last batches cross into a new epoch.
-    stream = torch.from_numpy(sequences[trainer.cursor.peek(0, 72)]).long()
-    expected = straightforward_diloco(model, stream, 3, 2, 4, 3, config, algorithm == "LocalSGD")
-    for reference in expected:
-        train(trainer, 1, inner_steps=4)
-        for name, tensor in parameters_of(trainer).items():
-            torch.testing.assert_close(tensor, reference[name], rtol=1e-9, atol=1e-11, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -283,17 +211,6 @@ def test_the_batch_test_starts_in_the_configured_round():
     assert not any(worker.samples for report in reports[:2] for worker in report.workers.values())
 
 
-def test_the_same_seed_gives_the_same_bits():
-    runs = []
-    for seed in (7, 7, 8):
-        cluster = light_cluster(training_seed=seed, number_of_outer_steps=5, ETA=0.3)
-        torch.rand(17)  # whatever the global generator has done must not matter
-        evaluations = cluster.train(Recorder())
-        runs.append((bits(cluster), evaluations, cluster.counters.tokens))
-    assert runs[0][:2] == runs[1][:2]
-    assert runs[0][0] != runs[2][0]
-
-
 def test_dropout_depends_only_on_the_place_in_the_run():
     config = make_config(INITIAL_BATCH_SIZE=4, sampling_method="none")
     results = []
@@ -374,19 +291,6 @@ def test_a_policy_that_merges_a_missing_trainer_is_an_error(monkeypatch):
         cluster.train(Recorder())
 
 
-def test_merges_and_new_nodes_send_the_bytes_on_paper():
-    """Four trainers with a node each merge into one: its three new nodes get x, velocity and two moments."""
-    cluster = light_cluster(merge_count=4, merge_frequency=1, number_of_outer_steps=2, sampling_method="none")
-    cluster.train(Recorder())
-    (trainer,) = cluster.trainers.values()
-    size = trainer.worker_group.parameter_bytes
-    counters = cluster.counters
-    assert counters.bytes_merged == 3 * 2 * size
-    assert counters.bytes_redistributed == 3 * 4 * size + 3 * 4  # and a step count
-    assert counters.bytes_synchronised == 2 * 3 * size
-    assert counters.bytes_communicated == (3 * 2 + 3 * 4 + 2 * 3) * size + 3 * 4
-
-
 def test_one_node_can_serve_several_trainers():
     """One node serves three trainers in turn, and gives what three nodes would: workers own the state."""
     results = []
@@ -404,23 +308,6 @@ def test_trainers_start_from_different_or_equal_weights():
     assert len(set(bits(together).values())) == 1
     subsets = [set(trainer.cursor.subset) for trainer in apart.trainers.values()]
     assert sum(len(subset) for subset in subsets) == len(set.union(*subsets)) == 96
-
-
-@pytest.mark.parametrize(("single_seed", "different_heads"), [(True, 1), (False, 4)])
-def test_output_layers_are_reinitialised_equally_or_per_trainer(single_seed, different_heads):
-    config = make_config(
-        model_config=TINY_ARCHITECTURE | {"tie_word_embeddings": False},
-        identical_initialisation=True,
-        need_to_reinit_output_layers=True,
-        single_seed=single_seed,
-    )
-    cluster = Cluster(config, tiny_data())
-    heads, bodies = set(), set()
-    for trainer in cluster.trainers.values():
-        parameters = parameters_of(trainer)
-        heads.add(parameters.pop("lm_head.weight").numpy().tobytes())
-        bodies.add(b"".join(tensor.numpy().tobytes() for tensor in parameters.values()))
-    assert (len(heads), len(bodies)) == (different_heads, 1)
 
 
 def test_bert_learns_to_classify():

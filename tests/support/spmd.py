@@ -77,7 +77,7 @@ SCENARIOS = {
     "all-reduce": {"deterministic": False},
 }
 # Not run by four processes: they place no work that the others do not.
-OF_TWO = ("across workers", "workers join", "shares by speed", "clusters in a changing pool")
+OF_TWO = ("across workers", "workers join", "clusters in a changing pool")
 # In these, processes exchange more than one mean per trainer and round, or less.
 UNCOUNTED = ("speeds in a changing pool", "clusters in a changing pool", "all-reduce")
 
