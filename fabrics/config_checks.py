@@ -84,6 +84,8 @@ def _method_problems(config: Config) -> list[str]:
         )
     if config.offload_outer_state and able.exchanges_gradients:
         found.append(f"offload_outer_state: must be false with {name}, which changes this state in every inner step")
+    if config.offload_moments and able.exchanges_gradients:
+        found.append(f"offload_moments: must be false with {name}, whose workers have no moments of their own")
     if able.correction and inner_optimizer_name(config) != "sgd":
         found.append(f"inner_optimizer: must be null or sgd with {name}, got {config.inner_optimizer}")
     if able.correction and config.gradient_clipping is not None:
@@ -126,6 +128,7 @@ _PLANNED_WITH = {
     "message_loss": 0.0,
     "data_split_over": "trainers",
     "offload_outer_state": False,
+    "offload_moments": False,
 }
 
 

@@ -178,10 +178,13 @@ class _Run:
         outer = self.trainers_here * self.trainer_bytes
         in_round = round(self.flat_bytes * round_tensors(config, workers, self.groups > 1, self.nodes - workers))
         host = 0
+        # PyTorch's pinned memory comes in powers of two.
+        pinned = 1 << (self.flat_bytes // size - 1).bit_length()
+        if config.offload_moments and not self.on_host:
+            host += pinned * round(moments / self.flat_bytes)
+            moments = self.moment_bytes
         if config.offload_outer_state and not self.on_host:
-            # PyTorch's pinned memory comes in powers of two.
-            pinned = 1 << (self.flat_bytes // size - 1).bit_length()
-            host = pinned * (outer // self.flat_bytes + 1)
+            host += pinned * (outer // self.flat_bytes + 1)
             outer = 0
             in_round -= self.flat_bytes
         module = self.model.module

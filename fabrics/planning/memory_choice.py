@@ -16,8 +16,8 @@ from utils.text import byte_size
 
 # Start-up time of a micro-batch, in tokens: with this many tokens in it, a device reaches half of its speed.
 _START_TOKENS = 512
-# Tokens in whose time a worker's state travels to the host and back in a round. For P parameters 8 P bytes at 25 GB/s
-# take as long as 6 P FLOPs for each of 21,000 tokens at 400 TFLOP/s.
+# Tokens in whose time a worker's outer state, or a half of its moments, travels to the host and back in a round. For P
+# parameters 8 P bytes at 25 GB/s take as long as 6 P FLOPs for each of 21,000 tokens at 400 TFLOP/s.
 _TRANSFER_TOKENS = 21_000
 _CHUNK = 256
 
@@ -30,13 +30,13 @@ class MemoryOption:
         keys: the configuration keys that it turns on.
         micro_batch: examples of its micro-batch.
         flops_per_token: of training, with all that is computed again.
-        offloads: whether the outer state is in host memory.
+        transfers: tensors of the model's size that travel to the host and back in a round of a worker.
     """
 
     keys: tuple[str, ...]
     micro_batch: int
     flops_per_token: float
-    offloads: bool
+    transfers: int
 
 
 def cheapest(options: Sequence[MemoryOption], sequence_length: int, round_tokens: int) -> MemoryOption:
@@ -50,7 +50,7 @@ def cheapest(options: Sequence[MemoryOption], sequence_length: int, round_tokens
 
     def time(option: MemoryOption) -> float:
         start = _START_TOKENS / (option.micro_batch * sequence_length)
-        transfers = _TRANSFER_TOKENS / round_tokens if option.offloads else 0.0
+        transfers = option.transfers * _TRANSFER_TOKENS / round_tokens
         return option.flops_per_token / least * (1.0 + start) + transfers
 
     return min(options, key=time)
@@ -80,8 +80,8 @@ def with_chosen_memory(config: Config, devices: int | None, memory: int, on_gpus
             refusals.append(str(error))
             continue
         keys = tuple(f"{key} {str(value).lower()}" for key, value in values.items())
-        offloads = tried.offload_outer_state
-        options[MemoryOption(keys, found.micro_batch, found.flops_per_token, offloads)] = tried
+        transfers = bool(tried.offload_outer_state) + 2 * bool(tried.offload_moments)
+        options[MemoryOption(keys, found.micro_batch, found.flops_per_token, transfers)] = tried
     if not options:
         too_large = [refusal for refusal in refusals if refusal.startswith("--device-memory")]
         if not too_large:  # the configuration itself is refused
@@ -100,6 +100,8 @@ def _combinations(config: Config, on_gpus: bool) -> Iterator[dict[str, bool | in
     able: dict[str, bool | int] = {"activation_checkpointing": True, "loss_chunk_tokens": _CHUNK}
     if on_gpus:
         able["offload_outer_state"] = True
+    if on_gpus and (config.nodes_per_gpu > 1 or config.number_of_initial_trainers > 1):  # otherwise no worker waits
+        able["offload_moments"] = True
     left_open = [key for key in able if getattr(config, key) is None]
     for count in range(len(left_open) + 1):
         for keys in itertools.combinations(left_open, count):

@@ -21,6 +21,7 @@ from fabrics.data.examples import Examples
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import backward, probed_backward
 from fabrics.training.method_config import method_of
+from fabrics.training.optimizers import inner_optimizer_of
 from fabrics.training.statistics import probes_examples
 from fabrics.training.worker import TrainingError
 from utils.config.schema import Config, ConfigError
@@ -226,6 +227,8 @@ def measured_max_batches(
             needed = round(model.parameters.numel() * model.parameters.element_size() * tensors)
             if model.device.type == "cpu":
                 needed += state_bytes
+            if config.offload_moments:  # the worker that trains brings its own
+                needed += inner_optimizer_of(config).state_bytes(model) // model.shard_group.size
             sharing = processes.sharing(first)
             own[first] = _measured_max_batch(config, model, examples, sharing, sharing * needed)
     measured: dict[int, int] = {}

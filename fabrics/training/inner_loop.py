@@ -8,6 +8,7 @@ import dataclasses
 import time
 from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -146,8 +147,9 @@ class InnerLoop:
                 if first == 0 and self._needs_probe_batch():
                     self._take_probe_batch()
                 self._seed_dropout(first)
-                while self.done < last:
-                    self._step()
+                with self.worker.optimizer.steps() if self.worker.optimizer else nullcontext():
+                    while self.done < last:
+                        self._step()
             self._check_finite(first, last)
         except NodeFailedError as error:
             self._node_failed(error)

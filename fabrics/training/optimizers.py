@@ -5,8 +5,10 @@ create at their first step. So every worker has the same tensors at any time, an
 them without knowing the optimizer. The learning rate is an argument of every step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, ClassVar
 
 import torch
@@ -68,14 +70,35 @@ class InnerOptimizer:
 class WorkerOptimizer:
     """The optimizer of a worker's inner steps, or of a trainer's shared parameters.
 
+    With `offload_moments` a new state is in host memory, and on the device within `steps`.
+
     state: used by reference; None: a new one.
     """
 
     def __init__(self, model: FlatModel, config: Config, state: Mapping[str, torch.Tensor] | None = None):
         optimizer = inner_optimizer_of(config)
-        new = optimizer.state(model, model.device if state is None else "meta")
+        self._offloads = bool(config.offload_moments) and state is None
+        new_on = "cpu" if self._offloads else model.device
+        new = optimizer.state(model, new_on if state is None else "meta")
+        if self._offloads and model.device.type == "cuda":
+            new = {name: tensor.pin_memory() for name, tensor in new.items()}
         self._state = new if state is None else {name: state[name] for name in new}
-        self._step = optimizer.begin(model, config, self._state)
+        self._begin = partial(optimizer.begin, model, config)
+        self._device = model.device
+        self._step = None if self._offloads else self._begin(self._state)
+
+    @contextmanager
+    def steps(self) -> Iterator[None]:
+        """Context of some steps of a worker."""
+        if not self._offloads:
+            yield
+            return
+        on_device = {name: tensor.to(self._device, copy=True) for name, tensor in self._state.items()}
+        self._step = self._begin(on_device)
+        yield
+        self._step = None
+        for name, tensor in self._state.items():
+            tensor.copy_(on_device[name])
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:

@@ -192,20 +192,24 @@ def test_bfloat16_rounds_stay_near_float32_rounds():
 
 
 def test_state_in_host_memory_gives_nearly_the_same_rounds():
-    """The host makes the outer step then."""
+    """The host makes the outer step with `offload_outer_state`."""
     found = []
     on_gpu = GPU.type == "cuda"
-    for offload in (False, True):
-        config, examples = make_config(offload_outer_state=offload), PackedSequences(random_sequences(60))
+    for key in (None, "offload_outer_state", "offload_moments"):
+        values = {} if key is None else {key: True}
+        config, examples = make_config(**values), PackedSequences(random_sequences(60))
         working, cursor = FlatModel(tiny_llama(), GPU), DataCursor(Subsets(config.training_seed, 60), [0])
         start, processes = working.parameters.detach().clone(), LocalProcesses([GPU], 2)
         trainer = Trainer(0, config, start, cursor, examples, {GPU: working}, processes)
         trainer.assign_nodes((Node(0, GPU, 64), Node(1, GPU, 64)))
         train(trainer, 3)
-        waiting = trainer.parameters
-        assert (waiting.is_pinned(), waiting.is_cuda) == (on_gpu and offload, on_gpu and not offload)
+        moments = trainer.workers[0].moments["exp_avg"]
+        for state, offloads in ((trainer.parameters, "offload_outer_state"), (moments, "offload_moments")):
+            offload = key == offloads
+            assert (state.is_pinned(), state.is_cuda) == (on_gpu and offload, on_gpu and not offload)
         found.append(trainer.parameters.cpu())
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(found[2], found[0], rtol=0.0, atol=0.0)
 
 
 @needs_gpu

@@ -12,10 +12,11 @@ from tests.support.runs import SHORT, write_config
 from utils.config.reading import load_config
 from utils.config.schema import ConfigError
 
-PLAIN = MemoryOption((), 1, 6.0, False)
-CHUNKED = MemoryOption(("loss_chunk_tokens 256",), 2, 6.3, False)
-RECOMPUTED = MemoryOption(("activation_checkpointing true",), 8, 8.0, False)
-OFFLOADED = MemoryOption(("offload_outer_state true",), 2, 6.0, True)
+PLAIN = MemoryOption((), 1, 6.0, 0)
+CHUNKED = MemoryOption(("loss_chunk_tokens 256",), 2, 6.3, 0)
+RECOMPUTED = MemoryOption(("activation_checkpointing true",), 8, 8.0, 0)
+OFFLOADED = MemoryOption(("offload_outer_state true",), 2, 6.0, 1)
+MOMENTS = MemoryOption(("offload_moments true",), 2, 6.0, 2)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,9 @@ OFFLOADED = MemoryOption(("offload_outer_state true",), 2, 6.0, True)
         ((PLAIN, CHUNKED, RECOMPUTED), 10**9, RECOMPUTED),  # 1.333 * 1.125 = 1.5
         ((CHUNKED, OFFLOADED), 420_000, OFFLOADED),  # 1.575 and 1.5 + 21 / 420 = 1.55
         ((CHUNKED, OFFLOADED), 210_000, CHUNKED),  # 1.575 and 1.5 + 21 / 210 = 1.6
-        ((PLAIN, MemoryOption(("more",), 1, 6.0, False)), 10**9, PLAIN),  # equal: the first
+        ((CHUNKED, MOMENTS), 840_000, MOMENTS),  # 1.575 and 1.5 + 42 / 840 = 1.55
+        ((CHUNKED, MOMENTS), 420_000, CHUNKED),  # 1.575 and 1.5 + 42 / 420 = 1.6
+        ((PLAIN, MemoryOption(("more",), 1, 6.0, 0)), 10**9, PLAIN),  # equal: the first
     ],
 )
 def test_the_option_whose_tokens_take_the_least_time(options, round_tokens, expected):
@@ -76,6 +79,20 @@ def test_keys_that_are_set_stay_so_and_too_little_memory_is_refused():
     refused = make_config(**ALONE | {"memory": "auto", "model_config": {"preset": "demo", "num_attention_heads": 7}})
     with pytest.raises(ConfigError, match="model_config: cannot build"):
         with_chosen_memory(refused, 1, 10**12, on_gpus=False)
+
+
+def test_moments_wait_in_host_memory_only_where_workers_take_turns():
+    """Between all moments on the device and one worker's is room for no other key."""
+    fixed = {"activation_checkpointing": False, "loss_chunk_tokens": False, "offload_outer_state": False}
+    for trainers, chosen in ((4, True), (1, None)):
+        values = ALONE | fixed | {"number_of_initial_trainers": trainers, "devices": ["cuda:0"]}
+        plain = estimate(make_config(**values))
+        moments = plain.memory["state of the inner optimizer"] // trainers
+        memory = plain.device_bytes - (trainers - 1) * moments
+        config, _ = with_chosen_memory(make_config(**values, memory="auto"), 1, memory, on_gpus=True)
+        assert config.offload_moments is chosen
+        found = estimate(config, Resources(1, memory))
+        assert (found.device_bytes, found.memory["state of the inner optimizer"]) == (memory, moments)
 
 
 @pytest.mark.usefixtures("programs")

@@ -173,6 +173,9 @@ def test_state_on_the_host_and_on_several_devices():
     assert found.memory["parameters of the trainers and the method's state"] == found.memory["sums of a round"] == 0
     assert found.memory["state of the inner optimizer"] == moments
     assert found.host_bytes == 3 * 2 ** math.ceil(math.log2(flat))  # pinned memory comes in powers of two
+    found = estimated(**values, offload_moments=True)
+    assert found.memory["state of the inner optimizer"] == moments / 2
+    assert found.host_bytes == 4 * 2 ** math.ceil(math.log2(flat))
     values |= {"devices": None, "nodes_per_gpu": 1, "devices_per_node": 4}
     found = estimated(Resources(devices=8), **values)
     assert (found.nodes, found.memory["state of the inner optimizer"]) == (2, moments // 8)

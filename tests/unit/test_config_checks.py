@@ -111,8 +111,7 @@ def test_each_key_without_effect_has_one_warning(values, expected):
     assert parse_config({"number_of_outer_steps": 1} | values, (), CHECKS)[1] == expected
 
 
-def test_synchronous_training_cannot_offload_its_parameters():
-    with pytest.raises(ConfigError, match="offload_outer_state"):
-        parse_config(
-            {"number_of_outer_steps": 1, "distributed_algo": "Synchronous", "offload_outer_state": True}, checks=CHECKS
-        )
+@pytest.mark.parametrize("key", ["offload_outer_state", "offload_moments"])
+def test_synchronous_training_cannot_offload_its_state(key):
+    with pytest.raises(ConfigError, match=f"{key}: must be false with Synchronous"):
+        parse_config({"number_of_outer_steps": 1, "distributed_algo": "Synchronous", key: True}, checks=CHECKS)

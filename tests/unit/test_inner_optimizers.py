@@ -189,3 +189,21 @@ def test_a_method_whose_settings_give_its_state_the_name_of_a_moment_is_refused(
     check_state(make_config(inner_optimizer="sgd"), model)
     with pytest.raises(ConfigError, match="distributed_algo: DiLoCo: worker_state has 'exp_avg_sq', which is kept"):
         check_state(make_config(), model)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
+def test_state_that_waits_in_host_memory_changes_no_bits(name):
+    """Two workers of one model take turns; the state in between is theirs, and no copy of it on the device is left."""
+    runs = []
+    for offload in (False, True):
+        config = make_config(inner_optimizer=name, offload_moments=offload)
+        model = FlatModel(tiny_llama(), CPU)
+        workers = [WorkerOptimizer(model, config) for _ in range(2)]
+        for step in range(4):
+            worker = workers[step // 2 % 2]
+            with worker.steps():
+                set_gradients(trainable(model.module), step)
+                worker.step(RATES[step])
+        runs.append([model.parameters.data, *(tensor for worker in workers for tensor in worker.state_dict().values())])
+        assert (workers[0]._step is None) == offload
+    assert all(torch.equal(offloaded, plain) for offloaded, plain in zip(*runs, strict=True))

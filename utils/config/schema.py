@@ -175,8 +175,9 @@ class Computation(Section):
     )
     memory: Literal["auto"] | None = key(
         None,
-        "auto: turn on the fastest of activation_checkpointing, loss_chunk_tokens, offload_outer_state and their "
-        "combinations that fits, as --plan estimates; it leaves those that are not null; null: as set.",
+        "auto: turn on the fastest of activation_checkpointing, loss_chunk_tokens, offload_outer_state, "
+        "offload_moments and their combinations that fits, as --plan estimates; it leaves those that are not null; "
+        "null: as set.",
         changes_training=False,
     )
     activation_checkpointing: bool | None = key(
@@ -194,6 +195,12 @@ class Computation(Section):
         None,
         "Keep trainers' parameters and outer momentum in host memory, where the outer step then runs; null: false, or "
         "as memory: auto chooses.",
+        changes_training=False,
+    )
+    offload_moments: bool | None = key(
+        None,
+        "Keep the inner optimizers' state in host memory, except that of the worker that trains; null: false, or as "
+        "memory: auto chooses.",
         changes_training=False,
     )
     switch_mode: str = key("threshold_switch_mode", "Rule by which a step accumulates gradients over micro-batches.")
