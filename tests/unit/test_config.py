@@ -125,6 +125,7 @@ def test_all_problems_are_reported_at_once_one_line_each():
         "debias": "perhaps",
         "dataset": "python_doc",
         "inner_optimizer": "moun",
+        "switch_mode": True,
     }
     unknown = {"learnig_rate_for_inner_opt": 1, "eta": 0.5, "seed": 1, "lr": 1, "adam_betas": 1}
     found = problems(unknown | {"devices": ["tpu:0"]} | wrong, ["zzzz"])
@@ -142,6 +143,7 @@ def test_all_problems_are_reported_at_once_one_line_each():
     for name, value in wrong.items():
         assert any(line.startswith(f"{name}: ") and f"got {value!r}" in line for line in found), name
     assert all(line.count("got ") <= 1 for line in found)
+    assert "switch_mode: should be a valid string, got True; YAML reads on, off, yes and no as true and false" in found
 
 
 TOKENS = {"max_tokens": 10**6, "number_of_outer_steps": None}

@@ -233,6 +233,8 @@ def problem_lines(error: ValidationError, values: Any, known: Collection[str] = 
         else:
             got = repr(problem["input"])
             got += "; YAML writes null" if problem["input"] == "None" else ""
+            if problem["type"] == "string_type" and isinstance(problem["input"], bool):
+                got += "; YAML reads on, off, yes and no as true and false"
             line = f"{reason}, got {got if len(got) <= _LONGEST_VALUE else got[:_LONGEST_VALUE] + '...'}"
         # For `X | None` pydantic reports each alternative; the first is X, which is what a person meant.
         lines.setdefault(place, f"{place}: {line}" if place else line)
