@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -165,11 +165,11 @@ class Worker:
         scaler: torch.amp.GradScaler | None = None,
         seed: int = 0,
     ):
-        adaptive = batch if isinstance(batch, AdaptiveBatch) else AdaptiveBatch("none", batch, batch)
+        adaptive = batch if isinstance(batch, AdaptiveBatch) else _fixed(batch)
         self._config = _config(
             adaptive,
             method=method,
-            parameters=dict(parameters or {}),
+            parameters={} if parameters is None else parameters,
             inner_steps=inner_steps,
             outer_learning_rate=outer_learning_rate,
             outer_momentum=outer_momentum,
@@ -188,7 +188,8 @@ class Worker:
         self._model = FlatModel(model, next(model.parameters()).device)
         self._places = self._model.views(self._model.parameters.data)
         self._gradients = self._model.views(self._model.gradient)
-        self._method = method_of(self._config, self._model)
+        with _naming_arguments():
+            self._method = method_of(self._config, self._model)
         _check_method(self._method, method, optimizer, self._config, self.workers)
         if scaler is not None and self._method.capabilities.exchanges_gradients:
             raise ValueError(f"scaler: must be None with {method}, whose workers exchange gradients; use bfloat16")
@@ -716,15 +717,31 @@ def _config(batch: AdaptiveBatch, **arguments: Any) -> Config:
     """
     given = vars(batch) | arguments
     keys = {_KEYS.get(name, name): value for name, value in given.items()} | {"number_of_outer_steps": _NO_END}
-    try:
+    with _naming_arguments():
         return parse_config(keys, checks=_CHECKS)[0]
+
+
+@contextmanager
+def _naming_arguments() -> Iterator[None]:
+    """Name arguments in errors in place of keys."""
+    try:
+        yield
     except ConfigError as error:
         names = {key: name for name, key in _KEYS.items()}
         problems = [re.sub(r"\w+", lambda word: names.get(word[0], word[0]), problem) for problem in error.problems]
         raise ConfigError(problems) from None
 
 
+def _fixed(batch: Any) -> AdaptiveBatch:
+    if type(batch) is not int or batch < 1:
+        raise ValueError(f"batch: must be an AdaptiveBatch or a positive integer, got {batch!r}")
+    return AdaptiveBatch("none", batch, batch)
+
+
 def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for name, value, kind in (("model", model, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name}: must be a torch {kind.__name__}, got {value!r}")
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise ValueError(f"model: must be the module inside {type(model).__name__}, which would average every gradient")
     trainable = {parameter for parameter in model.parameters() if parameter.requires_grad}

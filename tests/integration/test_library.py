@@ -297,8 +297,11 @@ def test_parameters_that_are_not_finite_end_the_run_and_are_never_sent():
         ({"method": "DiLoCoo"}, "method"),
         ({"inner_steps": 0}, "inner_steps"),
         ({"parameters": {"fragments": 2}}, "parameters.fragments"),
+        ({"method": "StreamingDiLoCo", "parameters": {"fragments": 9}}, "parameters.fragments"),
         ({"batch": adloco.AdaptiveBatch("norm_tst")}, "test"),
-        ({"batch": None}, "initial"),
+        ({"batch": None}, "batch"),
+        ({"batch": 0}, "batch"),
+        ({"parameters": [2]}, "parameters"),
         ({"batch": adloco.AdaptiveBatch(eta=-1.0)}, "eta"),
         ({"method": "Decoupled"}, "method"),
         ({"method": "LoCoDL"}, "method"),
@@ -320,6 +323,8 @@ def test_models_and_optimizers_that_cannot_be_used_are_refused():
         adloco.Worker(model[0], torch.optim.LBFGS(model[0].parameters()))
     with pytest.raises(ValueError, match=r"^model: must be the module inside DataParallel"):
         adloco.Worker(nn.DataParallel(model[0]), torch.optim.SGD(model[0].parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"^optimizer: must be a torch Optimizer, got 'AdamW'"):
+        adloco.Worker(model[0], "AdamW")
     with pytest.raises(ValueError, match=r"^scaler: must be a torch.amp.GradScaler or None, got True"):
         adloco.Worker(model[0], torch.optim.SGD(model[0].parameters(), lr=0.1), scaler=True)
     adloco.Worker(model[0], torch.optim.Adagrad(model[0].parameters()))  # has a state when it is new
