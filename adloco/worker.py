@@ -438,8 +438,8 @@ class Worker:
 
     def _begin_round(self, examples: int) -> None:
         if self._cursor is None:
-            if examples < 1:
-                raise ValueError(f"micro_batches: there must be at least one example, got {examples}")
+            if type(examples) is not int or examples < 1:
+                raise ValueError(f"micro_batches: examples must be a positive integer, got {examples!r}")
             self._agree("examples", examples)
             self._examples = examples
             self._cursor = DataCursor(Subsets(self._config.training_seed, examples), [0])
@@ -598,13 +598,16 @@ class Worker:
             "worker": {**self._state, "parameters": self._model.parameters.data},
             "optimizer": self._optimizer.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
-            "seed": self._config.training_seed,
+            **self._identity(),
             "values": dict(self._values),
             "batch": self._control.state_dict(),
             "examples": self._examples,
             "position": 0 if self._cursor is None else self._cursor.positions[0],
             "counts": {name: getattr(self, name) for name in _COUNTS},
         }
+
+    def _identity(self) -> dict[str, Any]:
+        return {"seed": self._config.training_seed, "optimizer_type": type(self._optimizer).__name__}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -613,13 +616,13 @@ class Worker:
         All workers call this together.
 
         Raises:
-            ValueError: the state is of another model, method or seed, or the workers' states are of different rounds.
+            ValueError: the state is of another model, optimizer, method or seed, or the workers' rounds differ.
         """
-        seed = self._config.training_seed
-        if state.get("seed") != seed:
-            raise ValueError(
-                f"load_state_dict: the state must be of a worker with seed {seed}, got {state.get('seed')}"
-            )
+        for name, value in self._identity().items():
+            if state.get(name) != value:
+                raise ValueError(
+                    f"load_state_dict: the state must be of a worker with {name} {value}, got {state.get(name)}"
+                )
         self._agree("state", [state[name] for name in ("counts", "values", "batch", "examples", "position")])
         self._round = None
         own = {**self._state, "parameters": self._model.parameters.data}

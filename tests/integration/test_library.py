@@ -148,6 +148,15 @@ def test_a_step_that_overflows_is_left_out():
     assert scaler.get_scale() == 2.0**126
 
 
+def test_a_compiled_model_is_trained_with_the_same_statistics():
+    compiled = Regression(batch=ADAPTIVE)
+    compiled.predict = torch.compile(compiled.model, backend="eager")
+    compiled.predict(compiled.inputs[:4])  # compiled without hooks
+    for expected, found in zip(Regression(batch=ADAPTIVE).train(12), compiled.train(12), strict=True):
+        assert torch.equal(expected, found)
+    assert compiled.worker.requested_batch > 4
+
+
 def zero_gradients_between(loop: Regression) -> None:
     loop.optimizer.zero_grad()
     for indices in loop.worker.micro_batches(96):
@@ -209,6 +218,13 @@ def alone() -> Regression:
     loop = Regression(batch=4)
     loop.train(6)
     return loop
+
+
+def test_a_state_of_another_optimizer_is_refused(alone):
+    model = Regression().model
+    worker = adloco.Worker(model, torch.optim.SGD(model.parameters(), lr=0.1), batch=4)
+    with pytest.raises(ValueError, match=r"^load_state_dict: .* with optimizer_type SGD, got AdamW$"):
+        worker.load_state_dict(alone.worker.state_dict())
 
 
 @pytest.fixture(scope="module")
@@ -354,6 +370,8 @@ def test_a_loop_in_the_wrong_order_is_an_error():
     loop.optimizer.zero_grad(set_to_none=False)
     with pytest.raises(RuntimeError, match=r"^backward: the gradient was overwritten"):
         loop.worker.backward(loop.losses(next(micro_batches)))
+    with pytest.raises(ValueError, match=r"^micro_batches: examples must be a positive integer, got 2.5"):
+        next(Regression().worker.micro_batches(2.5))
     moved = Regression()
     moved.model.double().float()
     with pytest.raises(RuntimeError, match=r"^micro_batches: the parameters have moved"):
