@@ -1,5 +1,5 @@
-# `make run`: the demo. `make test`: ruff and the whole suite. `make check`: ruff and all tests that start no Python, in about
-# a minute. `make gpu`: what a GPU does, in ten minutes at most; without one it says so.
+# `make run`: the demo. `make test`: ruff and the whole suite. `make check`: ruff and the tests that neither start Python nor
+# train many runs, in less than a minute. `make gpu`: what a GPU does, in ten minutes at most; without one it says so.
 # PYTHON may be any 3.10 to 3.12.
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +17,7 @@ test: $(VENV)/.test
 check: $(VENV)/.test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/python -m pytest -m "not programs" -n auto
+	$(VENV)/bin/python -m pytest -m "not programs and not long" -n auto
 
 gpu: $(VENV)/.test
 	$(VENV)/bin/python benchmarks/performance/gpu.py

@@ -26,6 +26,8 @@ from tests.support.helpers import (
 from training_logs.recording.node_log import NodeLog
 from utils.config.schema import BUDGETS, ConfigError
 
+pytestmark = pytest.mark.long
+
 MODEL_BYTES = 27_072
 H = "number_of_inner_steps_between_outers"
 SEQUENCE_TOKENS = 9

@@ -32,6 +32,8 @@ from utils.checkpoint.checkpoint import Checkpoints, newest_checkpoint
 from utils.distributed.processes import LocalProcesses
 from utils.files import write_folder_atomically
 
+pytestmark = pytest.mark.long
+
 ROUNDS = 3
 NEWEST = f"checkpoints/round_{ROUNDS:05d}"
 

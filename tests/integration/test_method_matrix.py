@@ -16,6 +16,8 @@ from trainers import Trainer
 from utils.config.schema import ConfigError
 from utils.distributed.reductions import Mean, Messages, Workers
 
+pytestmark = pytest.mark.long
+
 every_method = pytest.mark.parametrize("name", matrix.NAMES)
 
 

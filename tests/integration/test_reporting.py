@@ -22,6 +22,8 @@ from training_logs.showing.styles import OVER, colour
 from training_logs.training_monitoring import OTHER_DATA, compare, differences, draw_comparison
 from utils.text import budget_used, byte_size
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -25,6 +25,8 @@ from utils.config.reading import parse_config
 from utils.config.resume import resumed_config, training_changes
 from utils.config.schema import ConfigError
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, cache_dir):
