@@ -143,6 +143,7 @@ def test_all_problems_are_reported_at_once_one_line_each():
     for name, value in wrong.items():
         assert any(line.startswith(f"{name}: ") and f"got {value!r}" in line for line in found), name
     assert all(line.count("got ") <= 1 for line in found)
+    assert "devices[0]: must be cpu, cuda, or one GPU such as cuda:0, got 'tpu:0'" in found
     assert "switch_mode: should be a valid string, got True; YAML reads on, off, yes and no as true and false" in found
 
 

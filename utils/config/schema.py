@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -30,6 +31,12 @@ class ConfigError(ValueError):
 
 
 # Types
+
+
+def _device(value: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
+        raise ValueError("must be cpu, cuda, or one GPU such as cuda:0")
+    return value
 
 
 def _not_a_bool(value):
@@ -66,7 +73,7 @@ FractionOrZero = Annotated[float, Field(ge=0, le=1), Number]
 BelowOne = Annotated[float, Field(ge=0, lt=1), Number]
 AtLeastOne = Annotated[float, Field(ge=1), Number]
 Pair = Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)]
-Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
+Device = Annotated[str, AfterValidator(_device)]
 Name = Annotated[str, Field(min_length=1)]
 # Made absolute, so that the configuration in a run folder means the same in every working directory.
 File = Annotated[str, Field(min_length=1), AfterValidator(os.path.abspath)]
