@@ -74,6 +74,9 @@ class AnalysisConfig:
 def parse_analysis_config(path: Path, overrides: Sequence[str]) -> AnalysisConfig:
     """Read the file and `key=value` overrides; ConfigError: with one line per problem."""
     values = read_mapping(path)
+    names = [field.name for field in dataclasses.fields(AnalysisConfig)]
+    if values and not values.keys() & set(names):
+        raise ConfigError(f"{path}: not the configuration of an analysis; config=FILE names that of a run")
     try:
         for assignment in overrides:
             key, separator, text = assignment.partition("=")
@@ -84,7 +87,6 @@ def parse_analysis_config(path: Path, overrides: Sequence[str]) -> AnalysisConfi
     except yaml.YAMLError:
         raise ConfigError(f"{key}: value is not valid YAML: {text}") from None
     except ValidationError as error:
-        names = [field.name for field in dataclasses.fields(AnalysisConfig)]
         raise ConfigError(problem_lines(error, values, names)) from None
 
 

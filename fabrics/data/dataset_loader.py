@@ -93,7 +93,11 @@ def task_data(config: Config, documents: TokenisedSet) -> TaskData:
     )
     passes = (config.max_tokens or 0) / (len(data.train) * length)
     if passes > _USEFUL_PASSES:
-        logger.info("max_tokens: %s are %.0f passes over the training data", f"{config.max_tokens:,}", passes)
+        logger.info(
+            "max_tokens: %s are %.0f passes over the training data; with many, the validation metric gets worse",
+            f"{config.max_tokens:,}",
+            passes,
+        )
     for reason, entry in skipped.items():
         logger.info("skipped %s: %s (first: %s)", counted(entry["documents"], "document"), reason, entry["first"])
     return data
