@@ -105,7 +105,7 @@ def family_of(name: str) -> str | None:
     """Return the family of a recorded method; None: it is not in the map."""
     if name.startswith("AdLoCo-J"):
         return "AdLoCo-J"
-    if "trainers" in name:
+    if "trainers" in name or "Muon" in name:  # Muon is not tuned
         return None
     return next((family for family in COLOURS if family in name), None)
 

@@ -44,9 +44,9 @@ def test_the_value_of_an_example_by_hand():
 
 def test_the_formula_predicts_the_recorded_plans():
     errors = prediction_errors(all_plans())
-    assert len(errors) >= 23
-    assert np.sqrt(np.mean(errors**2)) < 0.021
-    assert np.abs(errors).max() < 0.073
+    assert len(errors) == 26
+    assert np.sqrt(np.mean(errors**2)) < 0.016
+    assert np.abs(errors).max() < 0.034
 
 
 def test_the_formula_picks_a_recorded_plan_near_the_best_on_every_link_of_the_map():
