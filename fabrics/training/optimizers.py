@@ -95,8 +95,10 @@ class WorkerOptimizer:
             return
         on_device = {name: tensor.to(self._device, copy=True) for name, tensor in self._state.items()}
         self._step = self._begin(on_device)
-        yield
-        self._step = None
+        try:
+            yield
+        finally:
+            self._step = None
         for name, tensor in self._state.items():
             tensor.copy_(on_device[name])
 
