@@ -1,4 +1,7 @@
-"""MLflow: the server of MLFLOW_TRACKING_URI, or files that `mlflow ui --backend-store-uri logs/<run>/mlflow` shows."""
+"""MLflow: the server of MLFLOW_TRACKING_URI, or files.
+
+`MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri logs/<run>/mlflow` shows the files.
+"""
 
 import os
 from collections.abc import Mapping
