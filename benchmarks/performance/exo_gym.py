@@ -8,6 +8,7 @@ cores are all busy the speeds have the ratio of the CPU times.
 """
 
 import argparse
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -83,7 +84,8 @@ def exo_gym_rounds(config: Config, device: torch.device) -> tuple[list[float], .
     if not importlib.util.find_spec("exogym"):
         sys.exit("EXO Gym cannot be imported; name its checkout in PYTHONPATH")
     os.environ["OMP_NUM_THREADS"] = "1"  # of its processes
-    loop = BareLoop(config, make_data(config), torch.device("cpu"))  # EXO Gym moves its model
+    uncompiled = dataclasses.replace(config, compile_model=False)  # as EXO Gym's own examples are
+    loop = BareLoop(uncompiled, make_data(config), torch.device("cpu"))  # EXO Gym moves its model
     sequences = list(loop.tokens)
     inner_steps = config.number_of_inner_steps_between_outers
     optimizer = {
