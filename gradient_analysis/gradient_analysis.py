@@ -74,9 +74,8 @@ class AnalysisConfig:
 def parse_analysis_config(path: Path, overrides: Sequence[str]) -> AnalysisConfig:
     """Read the file and `key=value` overrides; ConfigError: with one line per problem."""
     values = read_mapping(path)
-    names = [field.name for field in dataclasses.fields(AnalysisConfig)]
-    if values and not values.keys() & set(names):
-        raise ConfigError(f"{path}: not the configuration of an analysis; config=FILE names that of a run")
+    if "dataset" in values:
+        raise ConfigError(f"{path}: the configuration of a run, not of an analysis; config=FILE names it")
     try:
         for assignment in overrides:
             key, separator, text = assignment.partition("=")
@@ -87,6 +86,7 @@ def parse_analysis_config(path: Path, overrides: Sequence[str]) -> AnalysisConfi
     except yaml.YAMLError:
         raise ConfigError(f"{key}: value is not valid YAML: {text}") from None
     except ValidationError as error:
+        names = [field.name for field in dataclasses.fields(AnalysisConfig)]
         raise ConfigError(problem_lines(error, values, names)) from None
 
 

@@ -306,7 +306,7 @@ def test_the_figure_is_sent_to_clearml(analysed, monkeypatch, tmp_path_factory):
         (["sample_size=1000000"], "sample_size: the train part has"),
         (["sample_size=0"], "sample_size: should be greater than or equal to 2, got 0"),
         (["sample_size=8", "batch_size=9"], "batch_size: must be at most the 8 examples of the sample, got 9"),
-        (["--config", "config.yaml"], "config.yaml: not the configuration of an analysis; config=FILE names"),
+        (["--config", "config.yaml"], "config.yaml: the configuration of a run, not of an analysis"),
         (["bach_size=8"], "bach_size: unknown key; did you mean batch_size"),
         (["part=test"], "part: should be 'train' or 'validation', got 'test'"),
         (["device=tpu", "sample_size=8"], "device: "),
