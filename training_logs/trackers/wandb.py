@@ -1,4 +1,7 @@
-"""Weights & Biases: online with credentials, otherwise a folder that `wandb sync logs/<run>/wandb/offline-*` sends."""
+"""Weights & Biases: online with credentials, otherwise a folder.
+
+`wandb sync logs/<run>/wandb/wandb/offline-*` sends the folder.
+"""
 
 import os
 from collections.abc import Mapping
