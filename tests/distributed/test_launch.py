@@ -256,7 +256,8 @@ import os, sys
 sys.path.insert(0, os.getcwd())
 import run
 own = [[], ["nodes_per_gpu=2", "ETA=0.5"]]
-print("status", run.main([*sys.argv[1:], *own[int(os.environ["RANK"])]]))
+status = run.main([*sys.argv[1:], *own[int(os.environ["RANK"])]])
+sys.stdout.write(f"status {status}\\n")  # at once, as both processes write to one pipe
 """
 
 
