@@ -445,6 +445,8 @@ class Worker:
             self._cursor = DataCursor(Subsets(self._config.training_seed, examples), [0])
         if any(parameter.data_ptr() != place.data_ptr() for parameter, place in self._places.items()):
             raise RuntimeError("micro_batches: the parameters have moved; call model.to() before the worker is made")
+        if sum(len(group["params"]) for group in self._optimizer.param_groups) != len(self._places):
+            raise RuntimeError("micro_batches: the optimizer has got other parameters since the worker was made")
         config = self._config
         inner_steps = config.number_of_inner_steps_between_outers
         plans = execution_plans(

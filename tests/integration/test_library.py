@@ -376,6 +376,10 @@ def test_a_loop_in_the_wrong_order_is_an_error():
     moved.model.double().float()
     with pytest.raises(RuntimeError, match=r"^micro_batches: the parameters have moved"):
         next(moved.worker.micro_batches(96))
+    extended = Regression()
+    extended.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(RuntimeError, match=r"^micro_batches: the optimizer has got other parameters"):
+        next(extended.worker.micro_batches(96))
 
 
 @pytest.mark.usefixtures("programs")
