@@ -217,7 +217,7 @@ def analyse(config: AnalysisConfig) -> Path:
     batches = [gradients.of_batch(batch) for batch in progress_bar(drawn, desc="batches", unit=" batches")]
     deviations = distribution([batch.deviation for batch in batches])
     eta = training.ETA if model_folder is None or training.ETA_at_end is None else training.ETA_at_end
-    parameters = {"eta": eta, "theta": training.vartheta, "nu": training.nu}
+    parameters = {"eta": eta, "vartheta": training.vartheta, "nu": training.nu}
     requested = requests(statistics, config.batch_size, parameters)
 
     summary = {
@@ -252,17 +252,22 @@ def analyse(config: AnalysisConfig) -> Path:
     _print_findings(summary)
     debiased = training.sampling_method == "norm_test" and training.debias
     own_test = training.sampling_method + (", debias" if debiased else "")
-    _print_requests(requested, parameters, own_test, None if model_folder is None else last_request(model_folder))
+    last = None if model_folder is None else last_request(model_folder)
+    _print_requests(requested, config.batch_size, parameters, own_test, last)
     print(f"results: {output}")
     return output
 
 
 def _print_requests(
-    requested: Sequence[tuple[str, float, int]], parameters: Mapping[str, float], own_test: str, last: int | None
+    requested: Sequence[tuple[str, float, int]],
+    batch: int,
+    parameters: Mapping[str, float],
+    own_test: str,
+    last: int | None,
 ) -> None:
     """Print the requests at the configuration's own parameters, mark its own test, and print the run's own request."""
-    symbols = {"norm_test": "eta", "norm_test, debias": "eta", "inner_product_test": "theta", "orthogonality": "nu"}
-    print("requests for this sample, with the parameters of the configuration:")
+    symbols = {"norm_test": "eta", "norm_test, debias": "eta", "inner_product_test": "vartheta", "orthogonality": "nu"}
+    print(f"requests for this sample and a batch of {batch}, with the parameters of the configuration:")
     for test, value, request in requested:
         if value == parameters[symbols[test]]:
             mark = ", the test of the configuration" if test == own_test else ""

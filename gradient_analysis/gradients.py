@@ -201,7 +201,7 @@ def requests(statistics: SampleStatistics, batch: int, parameters: Mapping[str, 
     rows = []
     for factor in (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0):
         eta = factor * parameters["eta"]
-        theta = factor * parameters["theta"]
+        theta = factor * parameters["vartheta"]
         nu = factor * parameters["nu"]
         plain = norm_test(estimates, BatchTestParameters(eta=eta), batch)
         debiased = norm_test(estimates, BatchTestParameters(eta=eta, debias=True), batch)

@@ -192,7 +192,7 @@ def test_requests_and_noise_scale_on_paper():
     statistics = SampleStatistics(100, 4.0, 40.0, 32.0, 16.0)
     assert noise_scale(statistics) == pytest.approx(40 / 3.6)  # ||G||^2 = 4 - 40/100
     assert noise_scale(SampleStatistics(10, 4.0, 40.0, 32.0, 16.0)) is None
-    rows = requests(statistics, 10, {"eta": 0.5, "theta": 0.5, "nu": 0.5})
+    rows = requests(statistics, 10, {"eta": 0.5, "vartheta": 0.5, "nu": 0.5})
     # G2 = 4 - 40/100 = 3.6; plain: 40 / (eta^2 (3.6 + 4)); 32 / (0.25 * 3.6^2); (40 - 32/3.6) / (0.25 * 3.6).
     assert {(test, value): request for test, value, request in rows}.items() >= {
         ("norm_test", 0.5): 22,
