@@ -63,4 +63,5 @@ def decimal_logarithmic(axes: Axes) -> None:
 def binary_logarithmic(axes: Axes) -> None:
     """Make the y axis logarithmic to base 2, with plain numbers."""
     axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_locator(LogLocator(base=2, subs=(1.0, 1.5)))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
