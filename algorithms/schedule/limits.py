@@ -53,6 +53,18 @@ class RunCounters:
     def bytes_communicated(self) -> int:
         return self.bytes_synchronised + self.bytes_merged + self.bytes_redistributed
 
+    def usage(self) -> dict[str, int]:
+        """Return examples, tokens and communications so far, as round log and summary name them."""
+        return {
+            "examples": self.examples,
+            "tokens": self.tokens,
+            "communications": self.communications,
+            "bytes_communicated": self.bytes_communicated,
+            "bytes_synchronised": self.bytes_synchronised,
+            "bytes_merged": self.bytes_merged,
+            "bytes_redistributed": self.bytes_redistributed,
+        }
+
     @property
     def seconds_per_example(self) -> float | None:
         """Measured training time; None before the second round."""
