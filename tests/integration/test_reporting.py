@@ -115,6 +115,26 @@ def test_panels_show_the_csv_where_it_is_positive(run, panel, value):
     assert dict(zip(*drawn.get_data(), strict=True)) == {step: y for step, y in values.items() if y > 0}
 
 
+def test_the_metric_before_a_merge_is_drawn_without_the_merge(run):
+    merged = {merge.outer_step for merge in run.merges}
+    assert merged
+    communications, _ = run.best_metrics("communications")
+    expected = {row["communications"] - (row["outer_step"] in merged) for row in run.rounds}
+    assert communications.tolist() == sorted(expected)
+    sent, _ = run.best_metrics("bytes_communicated")
+    first = min(merged)
+    # Until the end of the round of the first merge nothing but synchronisations was sent.
+    assert sent[first - 1] == run.by_round[first]["bytes_synchronised"][0]
+
+
+def test_the_bars_of_the_nodes_end_together_and_show_the_idle_time(run):
+    (axes,) = draw(run, [(plots.draw_node_times, "outer_step")]).axes
+    heights = np.array([[bar.get_height() for bar in bars] for bars in axes.containers])
+    assert heights.sum(axis=0) == pytest.approx(run.node_rows["ends"].max())
+    idle = [container.get_label() for container in axes.containers].index("idle")
+    assert heights[idle].sum() / heights.sum() == pytest.approx(run.summary["idle_share"])
+
+
 def test_merges_are_marked(run):
     axes = draw(run, [(plots.draw_loss, "outer_step")]).axes[0]
     marks = [line.get_xdata()[0] for line in axes.lines if (line.get_linestyle(), line.get_color()) == (":", "grey")]

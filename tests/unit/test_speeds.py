@@ -215,10 +215,11 @@ def test_the_run_folder_says_how_long_nodes_waited(tmp_path):
     assert run.summary["waiting_share"] == pytest.approx(expected)
     assert headline(run)["nodes wait"] == "44.0% of their working time"
     (times,) = draw(run, [(draw_node_times, "outer_step")]).axes
-    busy, waiting, exchanging = ([bar.get_height() for bar in bars] for bars in times.containers)
+    busy, waiting, exchanging, idle = ([bar.get_height() for bar in bars] for bars in times.containers)
     assert busy == pytest.approx([0.54] * 3 + [1.2])
     assert waiting == pytest.approx([0.72] * 3 + [0.06])
     assert exchanging == [0.0] * 4
+    assert idle == pytest.approx([0.0] * 4)
 
 
 # Delayed Nesterov

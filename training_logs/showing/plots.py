@@ -168,7 +168,7 @@ def draw_living(axes: Axes, run: RunData, x: str) -> None:
 
 
 def draw_node_times(axes: Axes, run: RunData, x: str) -> None:
-    """Seconds that each node was busy, waiting and exchanging, by its clock (simulated with node_speeds)."""
+    """Seconds that each node was busy, waiting, exchanging and idle, by its clock (simulated with node_speeds)."""
     rows = run.node_rows
     nodes = np.unique(rows["node"]).astype(int)
     bottom = np.zeros(len(nodes))
@@ -176,12 +176,14 @@ def draw_node_times(axes: Axes, run: RunData, x: str) -> None:
         seconds = np.array([rows[name][rows["node"] == node].sum() for node in nodes])
         axes.bar(nodes, seconds, bottom=bottom, color=filled, label=name)
         bottom += seconds
+    end = rows["ends"].max()
+    axes.bar(nodes, np.maximum(end - bottom, 0), bottom=bottom, color="none", edgecolor="grey", hatch="//", label="idle")
     clock = "simulated" if run.config.get("node_speeds") else "measured"
     label_axes(axes, x, f"{clock} seconds", "Time of the nodes")
     axes.set_xlabel("node")
     axes.set_axisbelow(True)
-    axes.set_ylim(top=1.2 * bottom.max())
-    axes.legend(fontsize=8, ncols=3, loc="upper left")
+    axes.set_ylim(top=1.2 * end)
+    axes.legend(fontsize=8, ncols=4, loc="upper left")
 
 
 # Figures

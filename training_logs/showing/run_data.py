@@ -143,14 +143,23 @@ class RunData:
     def best_metrics(self, x: str) -> tuple[np.ndarray, np.ndarray]:
         """Return a column of the round log and the best validation metric of the living trainers, by evaluated round.
 
-        Rounds with one worker do not communicate. Of several rounds with the same value of the column, the last counts.
+        A round's metric is measured before its merge, so the merge is not counted yet. Rounds with one worker do not
+        communicate. Of several rounds with the same value of the column, the last counts.
         """
         best = np.max if self.metric.higher_is_better else np.min
+        merged = {merge.outer_step for merge in self.merges}
+        bytes_before = 0.0
         found = {}
-        for rows in self.by_round.values():
+        for step, rows in self.by_round.items():
+            spent = float(rows[x][0])
+            if x == "communications":
+                spent -= step in merged
+            elif x == "bytes_communicated":
+                spent -= float(rows["bytes_merged"][0]) - bytes_before
+            bytes_before = float(rows["bytes_merged"][0])
             metrics = rows["validation_metric"][np.isfinite(rows["validation_metric"])]
             if len(metrics):
-                found[float(rows[x][0])] = float(best(metrics))
+                found[spent] = float(best(metrics))
         return np.array(list(found)), np.array(list(found.values()))
 
     @cached_property
