@@ -177,7 +177,8 @@ def draw_node_times(axes: Axes, run: RunData, x: str) -> None:
         axes.bar(nodes, seconds, bottom=bottom, color=filled, label=name)
         bottom += seconds
     end = rows["ends"].max()
-    axes.bar(nodes, np.maximum(end - bottom, 0), bottom=bottom, color="none", edgecolor="grey", hatch="//", label="idle")
+    idle = np.maximum(end - bottom, 0)
+    axes.bar(nodes, idle, bottom=bottom, color="none", edgecolor="grey", hatch="//", label="idle")
     clock = "simulated" if run.config.get("node_speeds") else "measured"
     label_axes(axes, x, f"{clock} seconds", "Time of the nodes")
     axes.set_xlabel("node")
