@@ -23,11 +23,13 @@ def parse_link(text: str) -> tuple[str, Link]:
 
 def parse_memory(text: str) -> int:
     """A size in bytes."""
-    from pydantic import ByteSize, TypeAdapter, ValidationError
+    from pydantic import ByteSize, TypeAdapter
 
     try:
+        if text.strip()[-1:].isdecimal():  # a number alone would be bytes
+            raise ValueError(text)
         return int(TypeAdapter(ByteSize).validate_python(text))
-    except ValidationError:
+    except ValueError:
         raise argparse.ArgumentTypeError(f"must be a size such as 80GB or 141GiB, got {text!r}") from None
 
 

@@ -353,7 +353,7 @@ def _assumptions(run: _Run, adapts: bool, ends: bool) -> Iterator[str]:
     if not run.method.capabilities.one_exchange:
         yield f"communications and bytes: not estimated, as a round of {config.distributed_algo} has no fixed size"
     if config.budget is not None:
-        yield f"{config.budget}: its effect on the length of the run and its rounds is ignored"
+        yield f"{config.budget}: ignored; rounds, communications and bytes are those of a run without it"
     if config.participants < 1.0 or config.message_loss or config.node_schedule or config.node_speeds:
         yield "nodes: all work all the time at one speed, and no message is lost"
 

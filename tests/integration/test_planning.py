@@ -240,7 +240,7 @@ def test_options_are_read_with_their_units():
 
 @pytest.mark.parametrize(
     ("parse", "text"),
-    [(parse_link, "fast"), (parse_link, "0b/s"), (parse_memory, "much"), (parse_positive, "-1"),
+    [(parse_link, "fast"), (parse_link, "0b/s"), (parse_memory, "much"), (parse_memory, "80"), (parse_positive, "-1"),
      (parse_count, "0")],
 )  # fmt: skip
 def test_an_option_without_a_sensible_value_is_refused(parse, text):

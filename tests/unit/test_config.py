@@ -255,6 +255,13 @@ def test_yaml_of_strangers_neither_crashes_nor_fills_the_memory(tmp_path, text):
         parse_config({}, [f"model_config={text}"])
 
 
+@pytest.mark.parametrize(("assignment", "unit"), [("byte_budget=60MB", "Bytes"), ("time_budget=2h", "Seconds")])
+def test_a_number_with_a_unit_is_refused_with_the_unit_of_the_key(assignment, unit):
+    (line,) = problems({}, [assignment])
+    assert line.startswith(assignment.split("=")[0])
+    assert line.split("meaning: ")[1].startswith(unit)
+
+
 @pytest.mark.parametrize("text", ["2026-02-31", "!!bool maybe", "!!timestamp now", "9" * 5000])
 def test_a_value_that_is_not_of_its_yaml_type_is_a_problem(text):
     with pytest.raises(ConfigError, match=r"^ETA: "):

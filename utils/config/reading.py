@@ -236,6 +236,8 @@ def problem_lines(error: ValidationError, values: Any, known: Collection[str] = 
             if problem["type"] == "string_type" and isinstance(problem["input"], bool):
                 got += "; YAML reads on, off, yes and no as true and false"
             line = f"{reason}, got {got if len(got) <= _LONGEST_VALUE else got[:_LONGEST_VALUE] + '...'}"
+            if problem["type"] in ("int_parsing", "float_parsing") and place in FIELDS:  # the value may have a unit
+                line += f"; meaning: {FIELDS[place].metadata['meaning'].partition(';')[0]}"
         # For `X | None` pydantic reports each alternative; the first is X, which is what a person meant.
         lines.setdefault(place, f"{place}: {line}" if place else line)
     return list(lines.values())
