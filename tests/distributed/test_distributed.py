@@ -202,7 +202,7 @@ def test_more_processes_than_nodes_is_a_clear_error(programs, tmp_path):
     assert not (tmp_path / "logs").exists()
 
 
-def test_the_shortened_demo_gives_the_same_run_on_one_two_and_four_processes(programs, tmp_path, cache_dir):
+def test_the_shortened_demo_gives_the_same_run_on_one_and_four_processes(programs, tmp_path, cache_dir):
     """The program itself, through merges, redistribution and accumulation: weights, CSVs and summary."""
     values = {
         "clearml": "off", "cache_dir": cache_dir, "cpu_threads": 1, "plot_at_end": "false", "data_sample_size": 600,
@@ -213,12 +213,11 @@ def test_the_shortened_demo_gives_the_same_run_on_one_two_and_four_processes(pro
     }  # fmt: skip
     arguments = [f"{key}={value}" for key, value in values.items()]
     folders = {}
-    for processes in (1, 2, 4):
+    for processes in (1, 4):
         logs = tmp_path / f"{processes}"
         programs.torchrun(processes, "run.py", "--config", "config.yaml", *arguments, f"log_dir={logs}")
         (folders[processes],) = logs.iterdir()
     assert summary(folders[1])["merges"] == 3
     assert summary(folders[1])["largest_requested_batch"] == 24
-    assert [summary(folder)["processes"] for folder in folders.values()] == [1, 2, 4]
-    for processes in (2, 4):
-        assert_same_run(folders[processes], folders[1], besides=("processes",))
+    assert [summary(folder)["processes"] for folder in folders.values()] == [1, 4]
+    assert_same_run(folders[4], folders[1], besides=("processes",))

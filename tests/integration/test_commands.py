@@ -28,29 +28,6 @@ def test_commands_in_sentences_are_known(path):
         check(words)
 
 
-@pytest.mark.parametrize(
-    ("command", "problem"),
-    [
-        ("python run.py --confg config.yaml", "unrecognized arguments: --confg"),
-        ("python run.py ETTA=0.5", "ETTA: unknown key"),
-        ("python run.py --config configs/no_such.yaml", "no_such.yaml"),
-        ("python benchmarks/performance/throughput.py --repeats many", "invalid int value: 'many'"),
-        ("python -m training_logs.prediction logs/first --portion 0.5", "unrecognized arguments: --portion"),
-        ("python gradient_analysis/gradient_analysis.py batch=4", "batch: unknown key"),
-        ("python no_such.py", "no_such.py"),
-        ("torchrun --number_of_nodes=2 run.py", "unrecognized arguments: --number_of_nodes=2"),
-        ("torchrun --nnodes=2 run.py ETTA=0.5", "ETTA: unknown key"),
-        ("pip install -r no_such.txt", "no_such.txt"),
-        ("make nothing", "make"),
-        ("conda install adloco", "conda"),
-    ],
-)
-def test_a_command_that_would_not_work_is_noticed(command, problem, capsys):
-    with pytest.raises((SystemExit, Exception)) as noticed:
-        check(command.split())
-    assert problem in f"{noticed.value}{capsys.readouterr().err}"
-
-
 def test_every_block_is_of_a_kind_that_tests_know():
     """Blocks without a language are what programs print, and plans of folders."""
     assert {block.language for block in ALL} == {"", "bash", "yaml", "python"}

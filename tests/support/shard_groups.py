@@ -91,10 +91,11 @@ METHODS = [name for name in matrix.METHODS if matrix.METHODS[name]().capabilitie
 STOPPED_AFTER = 1  # round
 # Processes, the size of their shard groups, and scenarios: one shard group, two, and a larger one.
 PARTS = (
-    (2, 2, tuple(SCENARIOS)),
+    (2, 2, ("float32", "recomputed", "autocast")),
     (4, 2, ("norm test", "across workers", "sketches", "int8")),
     (4, 4, ("norm test", "uneven rows", "classification")),
 )
+ONE_GROUP = (0, 2)  # parts
 RESUMED = ("norm test",)  # scenarios resumed with shard groups of another size
 WRITTEN = ("norm test", "classification")  # scenarios whose models are written
 
@@ -388,9 +389,10 @@ def scenarios(folder: Path) -> None:
                 if name in RESUMED:
                     resumed[name] = run_scenario(name, processes, stopped[name])
         found["resumed"] = resumed
-        found["flat operations"] = flat_operations(processes)
-        found["devices"] = devices_statistics(processes)
-        if (count, size) == (4, 2):
+        if number in ONE_GROUP:
+            found["flat operations"] = flat_operations(processes)
+            found["devices"] = devices_statistics(processes)
+        else:
             found["methods"] = methods(processes)
         if count == 2:
             found["recipe"] = run_scenario("recipe", processes)
