@@ -51,7 +51,7 @@ def test_the_same_documents_give_the_same_tokenizer_in_another_process(programs)
         "print(*(fingerprint(train_tokenizer(documents, 500, task)) for task in ('causal_lm', 'classification')))"
     )
     documents = (ROOT / "README.md").read_text(encoding="utf-8").split("\n\n")
-    assert programs.run("-c", program, fresh=True).stdout.split() == [
+    assert programs.run("-c", program).stdout.split() == [
         fingerprint(train_tokenizer(documents, 500, task)) for task in ("causal_lm", "classification")
     ]
 
