@@ -271,6 +271,17 @@ def left_open(given: Collection[str], config: Config) -> list[str]:
     return [f"published configuration: it does not give {values}: defaults of this project"] if keys else []
 
 
+def _warnings(config: Config) -> list[str]:
+    found = idle_keys(config)
+    joined = 2 * (config.smallest_worker_batch or 0)
+    if config.budget in ("communication_budget", "byte_budget") and config.INITIAL_BATCH_SIZE < joined:
+        found.append(
+            f"{config.budget}: one worker alone sends nothing, and a second one joins at a batch of {joined} "
+            f"(smallest_worker_batch); the first batch is {config.INITIAL_BATCH_SIZE}"
+        )
+    return found
+
+
 def _shown(value: Any) -> str:
     if value is None:
         return "null"
@@ -287,6 +298,6 @@ CHECKS = Checks(
         split_problems,
         _sharding_problems,
     ),
-    warnings=idle_keys,
+    warnings=_warnings,
     left_open=left_open,
 )

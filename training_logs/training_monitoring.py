@@ -74,8 +74,11 @@ def draw_comparison(runs: Sequence[RunData]) -> Figure:
                 draw_line(place, usage, values, color=colour(index), label=label)
         if metric == "perplexity":
             decimal_logarithmic(place)
-        usage_label = "seconds after the start-up" if x == "wall_seconds" else OVER[x]
-        label_axes(place, x, f"best {metric} of the living trainers", f"{metric.capitalize()} over {usage_label}")
+        usage_label = OVER[x]
+        if x == "wall_seconds":
+            usage_label = "seconds on this machine after the start-up, evaluation included"
+        title = f"{metric.capitalize()} over {usage_label.split(',')[0]}"
+        label_axes(place, x, f"best {metric} of the living trainers", title)
         place.set_xlabel(usage_label)
         place.legend(fontsize=8)
     return figure

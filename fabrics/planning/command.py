@@ -103,11 +103,11 @@ def print_plan(options: argparse.Namespace) -> None:
 
 
 def _lines(found: "Estimate", config: "Config") -> Iterator[str]:
-    from utils.text import byte_size
+    from utils.text import byte_size, counted
 
     yield f"model: {found.parameters:,} parameters, with sequences of {config.sequence_length:,} tokens"
     each = config.nodes_per_gpu
-    yield f"devices: {found.devices}, with {found.nodes} nodes (nodes_per_gpu {each}), each for one worker"
+    yield f"devices: {found.devices}, with {counted(found.nodes, 'node')} (nodes_per_gpu {each}), each for one worker"
     yield f"trainers: {found.trainers} at first"
     yield f"memory per device: {byte_size(found.device_bytes)}, with micro-batches of {found.micro_batch:,}"
     for part, size in found.memory.items():

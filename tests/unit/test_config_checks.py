@@ -115,3 +115,10 @@ def test_each_key_without_effect_has_one_warning(values, expected):
 def test_synchronous_training_cannot_offload_its_state(key):
     with pytest.raises(ConfigError, match=f"{key}: must be false with Synchronous"):
         parse_config({"number_of_outer_steps": 1, "distributed_algo": "Synchronous", key: True}, checks=CHECKS)
+
+
+@pytest.mark.parametrize(("batch", "warned"), [(31, ["communication_budget"]), (32, [])])
+def test_a_budget_that_a_lone_worker_may_not_spend_is_warned_of(batch, warned):
+    values = {"max_tokens": 10**6, "communication_budget": 9, "smallest_worker_batch": 16, "INITIAL_BATCH_SIZE": batch}
+    _, warnings = parse_config(values, (), CHECKS)
+    assert [line.split(":")[0] for line in warnings] == warned

@@ -69,6 +69,7 @@ def draw_step_loss(axes: Axes, run: RunData, x: str) -> None:
         mean = np.convolve(losses, np.full(2 * half + 1, 1 / (2 * half + 1)), "valid")
         look = _look(run, trainer) | {"marker": None}
         axes.plot(steps[half : half + len(mean)], mean, label=f"trainer {trainer}", **look)
+    axes.plot([], [], lw=1, color="grey", alpha=0.5, label="single steps (pale); their running mean is bold")
     label_axes(axes, x, "loss (nats per target)", "Training loss per inner step")
     axes.set_xlabel("inner step")
     axes.legend(fontsize=8)
@@ -78,7 +79,7 @@ def draw_loss(axes: Axes, run: RunData, x: str) -> None:
     """Validation loss, and training loss (pale), of every trainer."""
     for trainer, rows in run.by_trainer.items():
         axes.plot(rows[x], rows["train_loss"], color=colour(trainer), lw=1, alpha=0.5)
-    axes.plot([], [], lw=1, color="grey", alpha=0.5, label="training (pale)")
+    axes.plot([], [], lw=1, color="grey", alpha=0.5, label="training (pale); validation is bold")
     _draw_trainers(axes, run, x, "Loss per round", "loss (nats per target)", lambda rows: rows["validation_loss"])
 
 

@@ -14,7 +14,7 @@ OVER = {
     "tokens": "training tokens, all trainers",
     "communications": "communications",
     "bytes_communicated": "bytes communicated",
-    "wall_seconds": "seconds since the start",
+    "wall_seconds": "seconds since the start, start-ups and evaluation included",
 }
 
 
